@@ -1,0 +1,47 @@
+"""The command line: parses, runs one command, turns errors into one line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from edgekv import __version__
+from edgekv.cli.evaluate import EVAL
+from edgekv.cli.info import BUDGET, INFO, LIST
+from edgekv.cli.quantize import QUANTIZE
+from edgekv.cli.run import RUN
+from edgekv.errors import EdgeKVError
+
+COMMANDS = {"run": RUN, "info": INFO, "budget": BUDGET, "caches": LIST, "quantize": QUANTIZE, "eval": EVAL}
+
+
+def parser() -> argparse.ArgumentParser:
+    main_parser = argparse.ArgumentParser(
+        prog="edgekv",
+        description="Run Llama- and GPT-2-style models with long contexts on small machines.",
+    )
+    main_parser.add_argument("--version", action="version", version=f"edgekv {__version__}")
+    commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        command.add_arguments(sub)
+        sub.set_defaults(execute=command.execute)
+    return main_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
+    arguments = parser().parse_args(argv)
+    try:
+        status: int = arguments.execute(arguments)
+        sys.stdout.flush()
+    except EdgeKVError as error:
+        print(f"edgekv: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away
+        sys.stderr.close()
+        return 141
+    return status

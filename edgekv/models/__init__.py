@@ -1,0 +1,45 @@
+"""Model families: one entry per config.json model_type."""
+
+from collections.abc import Container, Iterable
+
+from edgekv.errors import CheckpointError, ConfigError
+from edgekv.models.architecture import Architecture
+from edgekv.models.config import Raw
+from edgekv.models.gpt2 import GPT2
+from edgekv.models.llama import Llama
+
+MODELS: dict[str, type[Architecture]] = {
+    "llama": Llama,
+    "mistral": Llama,
+    "qwen2": Llama,
+    "qwen3": Llama,
+    "gpt2": GPT2,
+}
+
+
+def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architecture:
+    """The architecture that a config.json describes, with the tensor prefix that the checkpoint uses.
+
+    Raises ConfigError for an unsupported architecture (naming the supported ones) or a contradictory
+    config, CheckpointError when ``tensors`` (the checkpoint's names) don't hold its embedding table.
+    """
+    model_type = raw.get("model_type")
+    if model_type not in MODELS:
+        shown = model_type or (raw.get("architectures") or ["none given"])[0]
+        raise ConfigError(
+            f"config.json: architecture {shown!r} is not supported; supported model_type values: "
+            f"{', '.join(sorted(MODELS))}"
+        )
+    family = MODELS[model_type]
+    prefixes = [p for p in family.prefixes if tensors is None or p + family.probe in tensors]
+    if not prefixes:
+        raise CheckpointError(
+            f"the checkpoint has no tensor {family.prefixes[0]}{family.probe}: "
+            f"it is not the {model_type} model that its config.json describes"
+        )
+    return family(family.read_config(raw), prefixes[0])
+
+
+def unexpected(arch: Architecture, names: Iterable[str]) -> list[str]:
+    """Checkpoint tensors that the architecture neither uses nor knows to ignore."""
+    return sorted(set(names) - set(arch.tensors()) - {n for n in names if arch.ignores(n)})

@@ -1,0 +1,212 @@
+"""From the path that a user gives to the tensors, the config and the tokenizer folder of one checkpoint."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgekv.checkpoint.tensors import TensorFile, TensorSet
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+FOREIGN_SUFFIXES = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
+
+MAX_JSON_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint on disk, opened but not read.
+
+    path: as the user gave it; folder: the folder it is, None for a bare file; tensors: its weights, mapped;
+    config: the content of config.json; config_path: where that was read, None for a file's `__metadata__`;
+    tokenizer_folder: where tokenizer files lie, None when there are none;
+    identity: 16 hex digits that change with the config or the weights (see `open_source`).
+    """
+
+    path: Path
+    folder: Path | None
+    tensors: TensorSet
+    config: dict[str, Any]
+    config_path: Path | None
+    tokenizer_folder: Path | None
+    identity: str
+
+
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Source:
+    """Open a Hugging Face folder (one file, or shards with an index) or a bare .safetensors file.
+
+    The config is `config` where it is given, else config.json beside the weights, else the JSON text under
+    "config" in a file's `__metadata__`. The tokenizer is looked for in `tokenizer` (a folder, or a tokenizer file
+    in it), else beside the weights.
+
+    `identity` hashes the config and, of each file, the size, the header, the first and last 64 KiB of data and the
+    first KiB of every tensor: enough to notice a fine-tune of any layer without reading gigabytes.
+
+    Raises CheckpointError for the weights, ConfigError for the config, TokenizerError for `tokenizer`.
+    """
+    place = _expanded(path)
+    folder = place if os.path.isdir(place) else None
+    tensors = _open_folder(folder) if folder else _open_file(place)
+    beside = folder or place.parent
+    values, config_path = _find_config(place, beside, tensors, config)
+    return Source(
+        path=Path(path),
+        folder=folder,
+        tensors=tensors,
+        config=values,
+        config_path=config_path,
+        tokenizer_folder=_find_tokenizer(beside, tokenizer),
+        identity=_identity(tensors, values),
+    )
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object in a config.json. Raises ConfigError when it is missing, too big, damaged or not an object."""
+    return _read_object(_expanded(path), ConfigError)
+
+
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(path))
+
+
+def _open_folder(folder: Path) -> TensorSet:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror}); give a readable folder") from error
+    files = [name for name in names if name.endswith(".safetensors")]
+    if SINGLE in files:
+        return TensorSet([TensorFile(folder / SINGLE)])
+    if INDEX in names:
+        return _open_shards(folder)
+    if len(files) == 1:
+        return TensorSet([TensorFile(folder / files[0])])
+    if files:
+        raise CheckpointError(
+            f"{folder}: holds {len(files)} safetensors files ({_listed(files)}) and no {INDEX}; "
+            "add the index, or give one of the files"
+        )
+    foreign = [name for name in names if name.endswith(FOREIGN_SUFFIXES)]
+    if foreign:
+        raise _foreign(folder, foreign)
+    raise CheckpointError(f"{folder}: holds no {SINGLE} and no {INDEX}; give a folder with safetensors weights")
+
+
+def _open_shards(folder: Path) -> TensorSet:
+    """The shards that the index names, after checking that each holds what the index promises."""
+    index = folder / INDEX
+    homes = _read_object(index, CheckpointError).get("weight_map")
+    if not isinstance(homes, dict) or not homes or not all(isinstance(shard, str) for shard in homes.values()):
+        raise CheckpointError(f"{index}: has no weight_map of tensors to shards; download it again")
+    shards = sorted(set(homes.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(
+                f"{index}: names the shard {shard!r}; accepted are plain file names in its own folder"
+            )
+    absent = [shard for shard in shards if not os.path.exists(folder / shard)]
+    if absent:
+        raise CheckpointError(
+            f"{folder}: lacks {len(absent)} of {len(shards)} shards ({_listed(absent)}); download them"
+        )
+    files = {shard: TensorFile(folder / shard) for shard in shards}
+    held = {shard: set(file.names()) for shard, file in files.items()}
+    for name, shard in homes.items():
+        if name not in held[shard]:
+            raise CheckpointError(
+                f"{folder / shard}: lacks tensor {name!r} that {INDEX} promises; download the checkpoint again"
+            )
+    return TensorSet(files.values())
+
+
+def _open_file(path: Path) -> TensorSet:
+    if path.name.endswith(FOREIGN_SUFFIXES):
+        raise _foreign(path, [path.name])
+    return TensorSet([TensorFile(path)])
+
+
+def _foreign(path: Path, names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {_listed(names)} cannot be read, only safetensors weights can; download those, or convert with "
+        "save_pretrained(..., safe_serialization=True) of transformers"
+    )
+
+
+def _find_config(
+    place: Path, beside: Path, tensors: TensorSet, given: str | os.PathLike[str] | None
+) -> tuple[dict[str, Any], Path | None]:
+    """The config and the path it was read from, if it has one."""
+    path = _expanded(given) if given is not None else beside / "config.json"
+    if given is not None or os.path.exists(path):
+        return read_config(path), path
+    for file in tensors.files:
+        if "config" in file.metadata:
+            where = f"{file.path}: config in __metadata__"
+            return _parse_object(file.metadata["config"], where, ConfigError), None
+    raise ConfigError(
+        f"{place}: no config.json in {beside} and no 'config' in the file's __metadata__; "
+        "give the model's shape with --config models/NAME.json"
+    )
+
+
+def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path | None:
+    if given is None:
+        return beside if _holds_tokenizer(beside) else None
+    path = _expanded(given)
+    folder = path.parent if path.name in TOKENIZER_FILES else path
+    if not _holds_tokenizer(folder):
+        raise TokenizerError(
+            f"{path}: holds no tokenizer; accepted are {_listed(TOKENIZER_FILES)} or their folder"
+        )
+    return folder
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
+
+
+def _identity(tensors: TensorSet, config: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in tensors.files:
+        digest.update(file.fingerprint())
+    return digest.hexdigest()[:16]
+
+
+def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise error_class(
+                f"{path}: has {path.stat().st_size:,} bytes; accepted are {MAX_JSON_BYTES:,}: download it again"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise error_class(
+            f"{path}: cannot be read ({error.strerror or error}); give a readable JSON file"
+        ) from error
+    return _parse_object(data, str(path), error_class)
+
+
+def _parse_object(data: str | bytes, where: str, error_class: type[EdgeKVError]) -> dict[str, Any]:
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise error_class(f"{where}: is not valid JSON ({error}); download it again") from error
+    if not isinstance(values, dict):
+        raise error_class(f"{where}: holds a JSON {type(values).__name__}; an object is needed: download it again")
+    return values
+
+
+def _listed(names: Sequence[str], limit: int = 3) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

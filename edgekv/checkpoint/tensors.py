@@ -1,0 +1,250 @@
+"""Memory-mapped .safetensors files: checked when opened, read only where an array is touched.
+
+Format: https://huggingface.co/docs/safetensors (a length, a JSON header, then the tensors without gaps).
+"""
+
+import difflib
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from edgekv.errors import CheckpointError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": BFLOAT16,
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+}
+"""NumPy's type for each safetensors type that `array` can return."""
+
+FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+
+EDGE_BYTES = 64 << 10
+SAMPLE_BYTES = 1 << 10
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the header says of a tensor: its safetensors type ("BF16"), its shape and its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class TensorFile:
+    """One memory-mapped .safetensors file.
+
+    Opening reads and checks the header alone. Raises CheckpointError when the file is missing, unreadable,
+    truncated, or when its header is damaged or lies (overlaps, holes, overflows, offsets past the end).
+
+    path: the file; data_start: where the tensors begin, in bytes; nbytes: the size of the file;
+    metadata: the header's `__metadata__`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._map = _map_checked(self.path)
+        self.nbytes = len(self._map)
+        self.data_start = 8 + int.from_bytes(self._map[:8], "little")
+        header = json.loads(self._map[8 : self.data_start])
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        entries = sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"]))
+        self._infos = {name: _info(entry) for name, entry in entries}
+        self._starts = {name: self.data_start + int(entry["data_offsets"][0]) for name, entry in entries}
+
+    def names(self) -> list[str]:
+        """The tensors' names, in the order of their data."""
+        return list(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """Type, shape and bytes of one tensor, of any type. Raises CheckpointError when it is absent."""
+        if name not in self._infos:
+            raise _missing(name, self._infos, self.path)
+        return self._infos[name]
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """A read-only view of one tensor on the mapped file; nothing is copied.
+
+        Raises CheckpointError when the tensor is absent, or its type is not one of `DTYPES`.
+        """
+        info = self.info(name)
+        if info.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is {info.dtype}; accepted are {', '.join(DTYPES)}; "
+                "convert the checkpoint"
+            )
+        try:
+            view: npt.NDArray[Any] = np.ndarray(
+                info.shape, DTYPES[info.dtype], buffer=self._map, offset=self._starts[name]
+            )
+        except (OverflowError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has the impossible shape {info.shape}; download the file again"
+            ) from error
+        return view
+
+    def release(self, name: str) -> None:
+        """Give a tensor's mapped pages back, so that streaming a big file keeps the resident memory small.
+
+        Its arrays stay valid: touching them again reads from the page cache or the disk.
+        """
+        nbytes = self.info(name).nbytes
+        start = self._starts[name] // mmap.PAGESIZE * mmap.PAGESIZE
+        if nbytes:
+            self._map.madvise(mmap.MADV_DONTNEED, start, self._starts[name] + nbytes - start)
+
+    def fingerprint(self) -> bytes:
+        """A SHA-256 over the size, the header, both ends of the data and the first KiB of every tensor.
+
+        It reads little of a big file, yet changes when any layer is fine-tuned.
+        """
+        digest = hashlib.sha256(self.nbytes.to_bytes(8, "little"))
+        spans = [(0, self.data_start + EDGE_BYTES), (max(self.data_start, self.nbytes - EDGE_BYTES), EDGE_BYTES)]
+        spans += [(start, min(SAMPLE_BYTES, self._infos[name].nbytes)) for name, start in self._starts.items()]
+        try:
+            with open(self.path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sample
+                for start, nbytes in spans:
+                    digest.update(os.pread(file.fileno(), nbytes, start))
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        return digest.digest()
+
+
+class TensorSet:
+    """The tensors of one checkpoint, from one file or from several shards, as one mapping.
+
+    Raises CheckpointError when two files hold a tensor of the same name.
+    """
+
+    def __init__(self, files: Iterable[TensorFile]) -> None:
+        self.files: Sequence[TensorFile] = tuple(files)
+        self._homes: dict[str, TensorFile] = {}
+        for file in self.files:
+            for name in file.names():
+                if name in self._homes:
+                    raise CheckpointError(
+                        f"{file.path}: tensor {name!r} is in {self._homes[name].path.name} too; "
+                        "download the checkpoint again"
+                    )
+                self._homes[name] = file
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    @property
+    def nbytes_total(self) -> int:
+        """Bytes of all the tensors' data."""
+        return sum(file.nbytes - file.data_start for file in self.files)
+
+    def names(self) -> list[str]:
+        """The names of all tensors, file by file, in the order of their data."""
+        return list(self._homes)
+
+    def info(self, name: str) -> TensorInfo:
+        """As TensorFile.info."""
+        return self._home(name).info(name)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """As TensorFile.array."""
+        return self._home(name).array(name)
+
+    def release(self, name: str) -> None:
+        """As TensorFile.release."""
+        self._home(name).release(name)
+
+    def require(self, name: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+        """The view of a tensor that must have this shape.
+
+        Raises CheckpointError naming the tensor when it is absent (with the closest names there are) or when
+        its shape is another one (with both).
+        """
+        found = self.info(name).shape
+        if found != tuple(shape):
+            raise CheckpointError(
+                f"{self._home(name).path}: tensor {name!r} has shape {found}, but its config asks for "
+                f"{tuple(shape)}; give the config.json that belongs to these weights"
+            )
+        return self.array(name)
+
+    def _home(self, name: str) -> TensorFile:
+        if name not in self._homes:
+            where = self.files[0].path if len(self.files) == 1 else f"{len(self.files)} shards"
+            raise _missing(name, self._homes, where)
+        return self._homes[name]
+
+
+def to_float32(array: npt.NDArray[Any], out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+    """A float32 copy of F64, F32, F16 or BF16 weights of any shape, in `out` (same shape) where it is given.
+
+    Without `out`, float32 input is returned as it is. Raises CheckpointError for another type.
+    """
+    if array.dtype not in FLOATS:
+        raise CheckpointError(f"weights of type {array.dtype} are not supported; accepted are F64, F32, F16, BF16")
+    if out is None:
+        if array.dtype == np.float32:
+            return array
+        out = np.empty(array.shape, np.float32)
+    if array.dtype == BFLOAT16:  # bfloat16 is the upper half of a float32
+        bits = out.view(np.uint32)
+        bits[...] = array.view(np.uint16)
+        np.left_shift(bits, np.uint32(16), out=bits)
+    else:
+        out[...] = array
+    return out
+
+
+def _map_checked(path: Path) -> mmap.mmap:
+    """Map a file whose header the safetensors library accepts."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a folder, or a pipe that would block
+        raise CheckpointError(f"{path}: is not a file; a .safetensors file is needed")
+    try:
+        with open(path, "rb") as file, safe_open(str(path), framework="np"):
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except SafetensorError as error:
+        reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
+        raise CheckpointError(
+            f"{path}: not a whole, correct safetensors file ({reason[:200]}); download or convert it again"
+        ) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _info(entry: dict[str, Any]) -> TensorInfo:
+    start, end = entry["data_offsets"]
+    return TensorInfo(entry["dtype"], tuple(entry["shape"]), end - start)
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    reason = error.strerror or error
+    return CheckpointError(f"{path}: cannot be read ({reason}); give a readable .safetensors file or its folder")
+
+
+def _missing(name: str, names: Iterable[str], where: Path | str) -> CheckpointError:
+    close = difflib.get_close_matches(name, names, n=3)
+    hint = f"; close names there: {', '.join(map(repr, close))}" if close else ""
+    return CheckpointError(
+        f"{where}: tensor {name!r} is missing{hint}; give the whole checkpoint and its own config.json"
+    )

@@ -1,0 +1,128 @@
+"""Options that several commands share, and the progress bars."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from tqdm import tqdm
+
+from edgekv.dense.formats import WEIGHTS
+from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.machine import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A subcommand: its one-line help, its options, and what it does (returns the exit status)."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    execute: Callable[[argparse.Namespace], int]
+
+
+def positive_int(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Which model."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a Hugging Face folder, a .safetensors file, or a store made by `edgekv quantize`",
+    )
+    parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
+
+
+def add_weights_option(parser: argparse.ArgumentParser) -> None:
+    accepted = ", ".join(("auto", *WEIGHTS))
+    parser.add_argument("--weights", default="auto", metavar="FORMAT", help=f"{accepted} (default auto: by size)")
+
+
+def add_kv_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv",
+        default="dense",
+        metavar="NAME[:knob=value,...]",
+        help="KV cache scheme (default dense); `--kv list` prints them all",
+    )
+    parser.add_argument(
+        "--tau", type=float, metavar="T", help="softmax temperature of h1b (default: fit on the prompt)"
+    )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Everything that loads a session."""
+    add_source_options(parser)
+    add_weights_option(parser)
+    add_kv_options(parser)
+    parser.add_argument(
+        "--ctx", type=positive_int, metavar="N", help="context in tokens (default 8192 or the model's)"
+    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="a tokenizer file or folder, if not beside the model")
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
+
+
+def cache_spec(arguments: argparse.Namespace) -> CacheSpec | None:
+    """The scheme asked for, or None after `--kv list` printed them."""
+    if arguments.kv == "list":
+        print(schemes_text())
+        return None
+    overrides = {} if arguments.tau is None else {"tau": arguments.tau}
+    return CacheSpec.parse(arguments.kv, **overrides)
+
+
+def schemes_text() -> str:
+    """One line per scheme: name, what it keeps, where it is from."""
+    return "\n".join(f"{name:<12}{scheme.summary}  [{scheme.paper}]" for name, scheme in CACHES.items())
+
+
+class Bars:
+    """Progress bars on a terminal's standard error, one stage at a time; nothing when it is piped."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._bar: tqdm | None = None
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        if not sys.stderr.isatty():
+            return
+        if stage != self._stage:
+            self._close()
+            bytes_like = stage in ("quantising", "converting")
+            unit = "B" if bytes_like else "layer"
+            self._bar = tqdm(total=total, desc=stage, unit=unit, unit_scale=bytes_like, leave=False)
+            self._stage = stage
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._stage = None, ""
+
+
+def bytes_text(n: int) -> str:
+    """Rounded for people, exact for checking."""
+    return f"{format_bytes(n)} ({n} bytes)"

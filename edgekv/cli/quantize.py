@@ -1,0 +1,44 @@
+"""`edgekv quantize`: make a weight store once, to map at every start or to copy to another machine."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, bytes_text
+from edgekv.dense.store import Store, build
+from edgekv.errors import CheckpointError
+from edgekv.model import Model
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_options(parser)
+    add_weights_option(parser)
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="a new folder (default: the cache folder that run looks in)"
+    )
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    model = Model.open(arguments.model, config=arguments.config)
+    form = model.weight_format(arguments.weights)
+    with Bars() as bars:
+        at_home = arguments.output is None
+        store = model.store(form, bars.update) if at_home else _build_at(model, arguments, bars)
+    print(f"{store.folder}: {store.form.name}, {bytes_text(store.nbytes)}")
+    return 0
+
+
+def _build_at(model: Model, arguments: argparse.Namespace, bars: Bars) -> Store:
+    folder = pathlib.Path(arguments.output).expanduser()
+    if isinstance(model.weights, Store):
+        raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
+    if folder.exists():
+        raise CheckpointError(f"--output {folder} exists; give a new folder or remove it")
+    build(model.weights, model.weight_format(arguments.weights), folder, bars.update)
+    return Store(folder)
+
+
+QUANTIZE = Command(
+    "write a model's weights as a store that the next start maps (run does it by itself)", _arguments, _execute
+)

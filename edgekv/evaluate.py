@@ -1,0 +1,149 @@
+"""Quality of KV schemes on real text: teacher-forced through the caches' own append-and-attend path."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import ContextError
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import KVCache, rewind
+from edgekv.models.decoder import Decoder
+from edgekv.threads import blas_threads
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+LOGIT_ROWS = 256  # logits (rows, vocab) alive at once, twice
+FIT_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """One scheme on one text. KL and top-1 agreement compare its next-token distribution with dense's.
+
+    ``*_second_half`` average over the later half of each window, where the context is long.
+    """
+
+    kv: str
+    tokens: int
+    perplexity: float
+    perplexity_ratio: float
+    kl: float
+    kl_second_half: float
+    top1: float
+    top1_second_half: float
+    cache_bytes: int
+    bytes_read_per_token: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def evaluate(
+    decoder: Decoder,
+    tokens: Sequence[int],
+    ctx: int,
+    specs: Sequence[CacheSpec],
+    *,
+    fit_tokens: int = FIT_TOKENS,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Quality]:
+    """Each scheme over consecutive windows of ``ctx`` tokens; `dense` in f32 is the reference.
+
+    Every token attends to the scheme's own compressed form of the earlier ones. What a scheme fits on a
+    prompt (a temperature, a codebook) it fits on the first ``fit_tokens`` of each window, and starts over.
+    """
+    windows = [np.asarray(tokens[a : a + ctx]) for a in range(0, len(tokens) - ctx + 1, ctx)]
+    if not windows or ctx < 2:
+        raise ContextError(f"the text has {len(tokens)} tokens: it must fill at least one window of --ctx {ctx}")
+    reference = CacheSpec.parse("dense:dtype=f32")
+    exact = [_hidden(decoder, window, reference, 0, None)[0] for window in windows]
+    base = _compare(decoder, windows, exact, exact)
+    results = []
+    for spec in specs:
+        begin = time.perf_counter()
+        hidden = []
+        for window in windows:
+            report = None if progress is None else _stage(progress, spec)
+            x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), report)
+            hidden.append(x)
+        scores = _compare(decoder, windows, exact, hidden)
+        results.append(
+            Quality(
+                kv=str(spec),
+                tokens=sum(len(window) for window in windows),
+                perplexity=scores["perplexity"],
+                perplexity_ratio=scores["perplexity"] / base["perplexity"],
+                kl=scores["kl"],
+                kl_second_half=scores["kl_second_half"],
+                top1=scores["top1"],
+                top1_second_half=scores["top1_second_half"],
+                cache_bytes=sum(cache.nbytes for cache in caches),
+                bytes_read_per_token=sum(cache.bytes_read() for cache in caches),
+                seconds=time.perf_counter() - begin,
+                notes=tuple(caches[0].notes()),
+            )
+        )
+    return results
+
+
+def _stage(progress: Callable[[str, int, int], None], spec: CacheSpec) -> Callable[[int, int], None]:
+    return lambda done, total: progress(spec.scheme.name, done, total)
+
+
+def _hidden(
+    decoder: Decoder,
+    window: npt.NDArray[Any],
+    spec: CacheSpec,
+    fit_tokens: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[F32, list[KVCache]]:
+    """Final hidden states (n, hidden) of a window, and the caches as it left them."""
+    caches = spec.layers(decoder.config, len(window))
+    for cache in caches:
+        cache.allocate(decoder.kernels, decoder.workspace)
+    x = decoder.embed(window, 0)
+    with blas_threads(decoder.threads):
+        if fit_tokens:
+            decoder.prefill(x[:fit_tokens], caches)
+            rewind(caches, 0)
+        return decoder.prefill(x, caches, progress, exact=False), caches
+
+
+def _compare(
+    decoder: Decoder, windows: Sequence[npt.NDArray[Any]], exact: Sequence[F32], hidden: Sequence[F32]
+) -> dict[str, float]:
+    rows = [_compare_window(decoder, *window) for window in zip(windows, exact, hidden, strict=True)]
+    loss, kl, top1 = (np.stack(part) for part in zip(*rows, strict=True))  # (windows, n - 1)
+    half = kl.shape[1] // 2
+    return {
+        "perplexity": float(np.exp(loss.mean())),
+        "kl": float(kl.mean()),
+        "kl_second_half": float(kl[:, half:].mean()),
+        "top1": float(top1.mean()),
+        "top1_second_half": float(top1[:, half:].mean()),
+    }
+
+
+def _compare_window(decoder: Decoder, window: npt.NDArray[Any], exact: F32, hidden: F32) -> tuple[F64, F64, F64]:
+    """Per position but the last: negative log-likelihood of the next token, KL(dense || scheme), agreement."""
+    n = len(window) - 1
+    loss, kl, top1 = np.empty(n), np.empty(n), np.empty(n)
+    for a in range(0, n, LOGIT_ROWS):
+        part = slice(a, min(a + LOGIT_ROWS, n))
+        p = _log_softmax(decoder.head(exact[part]))
+        q = p if hidden is exact else _log_softmax(decoder.head(hidden[part]))
+        loss[part] = -np.take_along_axis(q, window[part.start + 1 : part.stop + 1, None], 1)[:, 0]
+        kl[part] = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
+        top1[part] = p.argmax(axis=1) == q.argmax(axis=1)
+    return loss, kl, top1
+
+
+def _log_softmax(logits: F32) -> F32:
+    logits = logits - logits.max(axis=1, keepdims=True)
+    shifted: F32 = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    return shifted

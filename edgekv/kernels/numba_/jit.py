@@ -1,0 +1,36 @@
+"""Typed shorthands for the ways kernels are compiled, and what the processor offers."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core import codegen, config
+from numba.extending import intrinsic as _intrinsic
+
+F = TypeVar("F", bound=Callable[..., Any])
+Scalar = Any  # a number inside a kernel
+
+CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codegen.get_host_cpu_features()
+
+# Sums may be reordered and fused, which vectorising needs; infinities and NaNs keep their meaning.
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def jit(function: F) -> F:
+    """Exact arithmetic, as written."""
+    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def fast_jit(function: F) -> F:
+    """Sums in any order."""
+    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST)(function))
+
+
+def parallel_jit(function: F) -> F:
+    """`numba.prange` loops run on all threads. Allocate nothing inside them: it is ten times slower."""
+    return cast(F, numba.njit(cache=True, nogil=True, parallel=True)(function))
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`numba.extending.intrinsic`: the decorated function is called without its first argument."""
+    return cast(Callable[..., Any], _intrinsic(function))

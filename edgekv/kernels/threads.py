@@ -1,0 +1,74 @@
+"""How many threads the kernels use, and how a parallel one is called.
+
+Numba runs them on a pool of the whole process: OpenMP's where libgomp is installed (the packages `libgomp1` of
+Debian, `libgomp` of others), else its own "workqueue", which aborts the process if two Python threads
+use it at once and therefore gets a lock here.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numba
+
+from edgekv.errors import ConfigError
+
+# libgomp's idle threads spin for milliseconds before they sleep, on cores that onnxruntime or another program
+# may need by then: on a busy machine a kernel took 20 ms in place of 0.25. About a thousand rounds (some
+# microseconds) still join the kernels of one attention, and were best or near it, idle and busy.
+GOMP_SPINCOUNT = "1000"
+
+_start_lock = threading.Lock()
+_guard: AbstractContextManager[Any] = nullcontext()
+_n_threads = 0  # until the pool is started
+
+
+def configure(n: int | None = None) -> None:
+    """Kernels of this process use `n` threads from now on; None: as many as Numba has (NUMBA_NUM_THREADS).
+
+    More than Numba has means all of them. Raises `ConfigError` if n is less than 1.
+    """
+    global _n_threads
+    if n is not None and n < 1:
+        raise ConfigError(f"threads={n} is too few; give 1 or more, or none for all cores")
+    _start()
+    available = int(numba.config.NUMBA_NUM_THREADS)
+    _n_threads = available if n is None else min(n, available)
+
+
+def count() -> int:
+    """Threads that a parallel kernel uses."""
+    if not _n_threads:
+        configure()
+    return _n_threads
+
+
+def run_parallel(kernel: Callable[..., None], *args: Any) -> None:
+    """Calls a `parallel_jit` kernel with `count()` threads, from any Python thread."""
+    n_threads = count()
+    before = numba.get_num_threads()  # Numba keeps it per Python thread
+    if before != n_threads:
+        numba.set_num_threads(n_threads)
+    try:
+        with _guard:
+            kernel(*args)
+    finally:
+        if before != n_threads:
+            numba.set_num_threads(before)
+
+
+def _start() -> None:
+    """Loads Numba's threading layer, with libgomp's spinning bounded unless the user has set it."""
+    global _guard
+    with _start_lock:
+        if _n_threads:
+            return
+        ours = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
+        if ours:
+            os.environ["GOMP_SPINCOUNT"] = GOMP_SPINCOUNT
+        numba.set_num_threads(numba.get_num_threads())  # loads the layer, and libgomp reads its settings then
+        if ours:
+            del os.environ["GOMP_SPINCOUNT"]
+        _guard = threading.Lock() if numba.threading_layer() == "workqueue" else nullcontext()

@@ -1,0 +1,164 @@
+"""What every KV scheme is: storage for one layer that appends, attends, rewinds, and knows its exact bytes."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kernels.aligned import zeros
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """One layer's attention: heads, sizes, how many tokens it must hold, and its sliding window (None: all)."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    capacity: int
+    layer: int = 0
+    n_layers: int = 1
+    window: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.n_heads // self.n_kv_heads
+
+
+class Workspace:
+    """Scratch buffers by name, grown when needed and shared by all layers of a session."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Array] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """A C-contiguous array of the shape, contents undefined, valid until the name is asked for again."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[name] = np.empty(size, dtype)
+        return buffer[:size].reshape(shape)
+
+
+def layout_bytes(layout: Layout) -> int:
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
+
+
+class KVCache(abc.ABC):
+    """Keys and values of one layer, in whatever form the scheme keeps them.
+
+    The cache owns attention: dense keys and values never go back to the model. Arrays are allocated
+    once for ``geometry.capacity`` tokens. Queries arrive multiplied by the layer's score scale.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    gives_up: ClassVar[str]
+    Knobs: ClassVar[type]
+
+    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        self.geometry, self.knobs = geometry, knobs
+        self.n_seen = 0  # tokens appended so far
+        self.arrays: dict[str, Array] = {}
+
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """Every array that the scheme keeps; nothing else grows with the context."""
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        """Takes the memory; the pages are touched as tokens arrive."""
+        self.kernels, self.workspace = kernels, workspace
+        self.arrays = {name: zeros(shape, dtype) for name, (shape, dtype) in self.layout().items()}
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes that `allocate` takes: the formula."""
+        return layout_bytes(self.layout())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens that a query can still reach."""
+        return self.n_seen
+
+    @abc.abstractmethod
+    def bytes_read(self) -> int:
+        """Bytes that the attention of one more token must touch at the present length."""
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        """Encodes a whole prompt into the empty cache; the model attends to it exactly, outside.
+
+        queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim), float32.
+        """
+        self.extend(keys, values)
+
+    @classmethod
+    def settle(cls, caches: Sequence[Any]) -> None:
+        """Called with every layer's cache after a prompt: for what is fitted over all layers. Most fit nothing."""
+        return
+
+    @abc.abstractmethod
+    def extend(self, keys: F32, values: F32) -> None:
+        """Appends keys and values (n_kv_heads, n, head_dim) without attending."""
+
+    @abc.abstractmethod
+    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
+        """Appends n tokens and returns their causal attention over all that is kept.
+
+        queries (n_heads, n, head_dim); returns (n_heads, n, head_dim), valid until the next call.
+        """
+
+    def truncate(self, n: int) -> int:
+        """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.
+
+        Schemes that can't rewind to the very token keep fewer, and the session computes the rest again.
+        """
+        self.n_seen = n
+        return n
+
+    def notes(self) -> list[str]:
+        """What the user must know about this run's cache, one line each."""
+        return []
+
+    def require_room(self, n: int) -> None:
+        if self.n_seen + n > self.geometry.capacity:
+            raise CacheError(
+                f"the cache holds {self.n_seen} of {self.geometry.capacity} tokens, {n} more do not fit; "
+                "raise --ctx"
+            )
+
+    def visible(self, n: int) -> tuple[I64, I64]:
+        """(lo, hi), each (group * n,): the tokens that the last n queries' rows see, window applied."""
+        hi = np.tile(np.arange(self.n_seen - n + 1, self.n_seen + 1, dtype=np.int64), self.geometry.group)
+        window = self.geometry.window
+        lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
+        return lo, hi
+
+
+def rewind(caches: Sequence[KVCache], n: int) -> int:
+    """Truncates every layer to the same length, ``n`` or the most below it that all can keep; returns it."""
+    n = min([n, *(cache.n_seen for cache in caches)])
+    while True:
+        kept = min(cache.truncate(n) for cache in caches)
+        if kept == n:
+            return n
+        n = kept

@@ -1,0 +1,158 @@
+"""How keys or values are stored: each codec packs tokens into arrays and computes on the packed form.
+
+Keys know `scores`, values know `accumulate`; a scheme is a pair of them and a policy of which tokens stay.
+"""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+
+from edgekv.kernels import Kernels
+from edgekv.kvcache.base import F32, Array, Layout
+
+WORD = 64  # tokens per block of sign codes, bits per word
+ENCODE_TOKENS = 512
+
+
+class Codec(abc.ABC):
+    """Packed storage of ``capacity`` tokens for ``n_kv_heads`` heads of ``head_dim`` channels."""
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
+        self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim
+
+    @abc.abstractmethod
+    def layout(self) -> Layout: ...
+
+    @property
+    @abc.abstractmethod
+    def token_bytes(self) -> int:
+        """Bytes that one token takes, all heads together."""
+
+    def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        """The allocated arrays of `layout`, and the kernels to use on them."""
+        self.arrays, self.kernels = arrays, kernels
+
+    @abc.abstractmethod
+    def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0, t0 + 1, ..."""
+
+
+class KeyCodec(Codec):
+    @abc.abstractmethod
+    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        """s[:, :, s0:] <- scores of queries (n_kv_heads, rows, head_dim) with tokens t0..t1."""
+
+
+class ValueCodec(Codec):
+    @abc.abstractmethod
+    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
+        """out (n_kv_heads, rows, head_dim) += p[:, :, s0:] times tokens t0..t1."""
+
+
+class F16(KeyCodec, ValueCodec):
+    """IEEE half precision, 2 bytes per element."""
+
+    def layout(self) -> Layout:
+        return {"half": ((self.n_kv_heads, self.capacity, self.head_dim), "uint16")}
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * self.head_dim * 2
+
+    def encode(self, x: F32, t0: int) -> None:
+        self.kernels.encode_f16(x, self.arrays["half"], t0)
+
+    @staticmethod
+    def round(x: F32) -> F32:
+        """What `decode` gives for x once it is stored."""
+        return x.astype(np.float16).astype(np.float32)
+
+    def decode(self, t0: int, t1: int) -> F32:
+        """(n_kv_heads, t1 - t0, head_dim) float32."""
+        return self.arrays["half"][:, t0:t1].view(np.float16).astype(np.float32)
+
+    def move(self, t0: int, t1: int, to: int) -> None:
+        """Copies tokens t0..t1 to position ``to``; the ranges may overlap."""
+        self.arrays["half"][:, to : to + t1 - t0] = self.arrays["half"][:, t0:t1]
+
+    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        self.kernels.scores_f16(queries, self.arrays["half"], t0, t1, s, s0)
+
+    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
+        self.kernels.values_f16(p, s0, self.arrays["half"], t0, t1, out)
+
+
+class Float32(KeyCodec, ValueCodec):
+    """Single precision, 4 bytes per element: the exact baseline."""
+
+    def layout(self) -> Layout:
+        return {"single": ((self.n_kv_heads, self.capacity, self.head_dim), "float32")}
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * self.head_dim * 4
+
+    def encode(self, x: F32, t0: int) -> None:
+        self.arrays["single"][:, t0 : t0 + x.shape[1]] = x
+
+    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        self.kernels.scores_f32(queries, self.arrays["single"], t0, t1, s, s0)
+
+    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
+        self.kernels.values_f32(p, s0, self.arrays["single"], t0, t1, out)
+
+
+class SignSketch(KeyCodec):
+    """sign(R k): ``bits`` sign bits per key under a fixed Gaussian R (H1B-KV eq. 2); queries likewise (eq. 3).
+
+    Both sides are signs, so scores are (1 / bits) s_q . s_k / tau: `tau` is the softmax temperature (eq. 5).
+    """
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, seed: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim)
+        self.bits, self.tau = bits, 1.0
+        rng = np.random.Generator(np.random.PCG64(seed))
+        self.projection = rng.standard_normal((bits, head_dim)).astype(np.float32)  # R: not stored per token
+
+    def layout(self) -> Layout:
+        blocks = -(-self.capacity // WORD)
+        return {"signs": ((self.n_kv_heads, blocks, self.bits // WORD, WORD), "uint64")}
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * self.bits // 8
+
+    def encode(self, x: F32, t0: int) -> None:
+        for a in range(0, x.shape[1], ENCODE_TOKENS):  # bounds the projected keys, bits / head_dim times x
+            projected = x[:, a : a + ENCODE_TOKENS] @ self.projection.T
+            self.kernels.pack_signs(projected, self.arrays["signs"], t0 + a)
+
+    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        signs = self.kernels.pack_sign_rows(queries @ self.projection.T)
+        scale = 1.0 / (self.bits * self.tau)
+        self.kernels.scores_signs(signs, self.arrays["signs"], t0, t1, scale, s, s0)
+
+
+class Int4(ValueCodec):
+    """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
+
+    def layout(self) -> Layout:
+        tokens = (self.n_kv_heads, self.capacity)
+        return {
+            "codes": ((*tokens, self.head_dim // 2), "uint8"),
+            "delta": (tokens, "uint16"),
+            "zero": (tokens, "uint8"),
+        }
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.head_dim // 2 + 3)
+
+    def encode(self, x: F32, t0: int) -> None:
+        self.kernels.encode_int4(x, self.arrays["codes"], self.arrays["delta"], self.arrays["zero"], t0)
+
+    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
+        a = self.arrays
+        self.kernels.values_int4(p, s0, a["codes"], a["delta"], a["zero"], t0, t1, out)

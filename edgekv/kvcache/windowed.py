@@ -1,0 +1,203 @@
+"""The policy of most quantising schemes: first tokens and latest tokens exact, everything between them packed."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from edgekv.kernels import Kernels
+from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.codecs import F16, KeyCodec, ValueCodec
+
+EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """``sink`` first and at least ``window`` latest tokens stay exact; ``block`` tokens are packed at a time."""
+
+    sink: int
+    window: int
+    block: int
+
+
+class Segment(NamedTuple):
+    """A run of consecutive tokens in one store: its codecs, and how many tokens it holds now."""
+
+    keys: KeyCodec
+    values: ValueCodec
+    n: int
+
+
+class Windowed(KVCache):
+    """[sink | packed | recent]: tokens in order, three stores.
+
+    Tokens enter the recent store exactly (f16). Whenever it holds window + block tokens its oldest block is
+    packed, so the packed part always holds whole blocks, and between window and window + block - 1 of the latest
+    tokens are exact between two calls. The tail of a prompt stays exact too.
+    """
+
+    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        super().__init__(geometry, knobs)
+        self.sizes = self.window_sizes(knobs)
+        g, d = geometry.n_kv_heads, geometry.head_dim
+        self.bulk_capacity = max(0, geometry.capacity - self.sizes.sink - self.sizes.window)
+        self.bulk_capacity -= self.bulk_capacity % self.sizes.block
+        self.key_codec, self.value_codec = self.codecs(geometry, self.bulk_capacity, knobs)
+        recent = min(geometry.capacity, self.sizes.window + self.sizes.block)
+        self._stores = {
+            "sink_key": F16(g, self.sizes.sink, d),
+            "sink_value": F16(g, self.sizes.sink, d),
+            "recent_key": F16(g, recent, d),
+            "recent_value": F16(g, recent, d),
+        }
+        self._recent_capacity = recent
+        self.n_sink = self.n_bulk = self.n_recent = 0
+
+    @abc.abstractmethod
+    def window_sizes(self, knobs: Any) -> Sizes:
+        """How much stays exact."""
+
+    @abc.abstractmethod
+    def codecs(self, geometry: Geometry, capacity: int, knobs: Any) -> tuple[KeyCodec, ValueCodec]:
+        """How the packed part stores ``capacity`` keys and values (a multiple of the block, possibly 0)."""
+
+    def _codecs(self) -> dict[str, KeyCodec | ValueCodec]:
+        return {"key": self.key_codec, "value": self.value_codec, **self._stores}
+
+    def layout(self) -> Layout:
+        codecs = self._codecs().items()
+        return {f"{end}.{name}": spec for end, codec in codecs for name, spec in codec.layout().items()}
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        super().allocate(kernels, workspace)
+        for end, codec in self._codecs().items():
+            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+
+    def segments(self) -> tuple[Segment, Segment, Segment]:
+        """Sink, packed and recent part, in token order."""
+        s = self._stores
+        return (
+            Segment(s["sink_key"], s["sink_value"], self.n_sink),
+            Segment(self.key_codec, self.value_codec, self.n_bulk),
+            Segment(s["recent_key"], s["recent_value"], self.n_recent),
+        )
+
+    def bytes_read(self) -> int:
+        reach = min(self.n_seen, self.geometry.window or self.n_seen)
+        total, end = 0, self.n_seen
+        for keys, values, n in reversed(self.segments()):
+            seen = max(0, min(n, reach - (self.n_seen - end)))
+            total += seen * (keys.token_bytes + values.token_bytes)
+            end -= n
+        return total
+
+    def extend(self, keys: F32, values: F32) -> None:
+        self.require_room(keys.shape[1])
+        taken = self._fill_sink(keys, values)
+        for a in range(taken, keys.shape[1], EXTEND_TOKENS):
+            self._extend_chunk(keys[:, a : a + EXTEND_TOKENS], values[:, a : a + EXTEND_TOKENS])
+
+    def _extend_chunk(self, keys: F32, values: F32) -> None:
+        """Packs whole blocks of recent and new tokens at once; the rest becomes the recent tokens."""
+        total, block = self.n_recent + keys.shape[1], self.sizes.block
+        surplus = min(total - self.sizes.window, self.bulk_capacity - self.n_bulk)
+        packed = max(0, surplus // block * block)
+        for codec, store, new in (
+            (self.key_codec, self._stores["recent_key"], keys),
+            (self.value_codec, self._stores["recent_value"], values),
+        ):
+            rounded = np.concatenate([store.decode(0, self.n_recent), store.round(new)], axis=1)
+            if packed:
+                codec.encode(np.ascontiguousarray(rounded[:, :packed]), self.n_bulk)
+            store.encode(np.ascontiguousarray(rounded[:, packed:]), 0)
+        self.n_bulk += packed
+        self.n_recent = total - packed
+        self.n_seen += keys.shape[1]
+
+    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
+        self.require_room(keys.shape[1])
+        n_heads, n, head_dim = queries.shape
+        out = self.workspace.array("attention", (n_heads, n, head_dim))
+        a = 0
+        while a < n:  # a piece ends where a token-by-token run would pack a block
+            piece = min(n - a, self._room_before_packing())
+            part = slice(a, a + piece)
+            taken = self._fill_sink(keys[:, part], values[:, part])
+            rest = slice(a + taken, a + piece)
+            self._append_recent(keys[:, rest], values[:, rest])
+            self._attend_piece(queries[:, part], out[:, part])
+            self._pack_overflow()
+            a += piece
+        return out
+
+    def _room_before_packing(self) -> int:
+        free_sink = self.sizes.sink - self.n_sink
+        return free_sink or self._recent_capacity - self.n_recent
+
+    def _attend_piece(self, queries: F32, out: F32) -> None:
+        n_heads, n, head_dim = queries.shape
+        groups, rows = self.geometry.n_kv_heads, self.geometry.group * n
+        q = np.ascontiguousarray(queries).reshape(groups, rows, head_dim)
+        lo, hi = self.visible(n)
+        first = int(lo.min())
+        s = self.workspace.array("scores", (groups, rows, self.n_seen - first))
+        result = self.workspace.array("attention.piece", (groups, rows, head_dim))
+        begin, spans = 0, []
+        for segment in self.segments():
+            t0 = min(max(first - begin, 0), segment.n)
+            if t0 < segment.n:
+                spans.append((segment, t0, begin + t0 - first))
+            begin += segment.n
+        for (keys, _, end), t0, column in spans:
+            keys.scores(q, t0, end, s, column)
+        self.kernels.softmax(s, lo - first, hi - first)
+        result.fill(0)
+        for (_, values, end), t0, column in spans:
+            values.accumulate(s, column, t0, end, result)
+        out[:] = result.reshape(n_heads, n, head_dim)
+
+    def _fill_sink(self, keys: F32, values: F32) -> int:
+        """Stores the first tokens of a conversation; returns how many were taken."""
+        taken = min(self.sizes.sink - self.n_sink, keys.shape[1])
+        if taken:
+            self._stores["sink_key"].encode(keys[:, :taken], self.n_sink)
+            self._stores["sink_value"].encode(values[:, :taken], self.n_sink)
+            self.n_sink += taken
+            self.n_seen += taken
+        return taken
+
+    def _append_recent(self, keys: F32, values: F32) -> None:
+        if keys.shape[1]:
+            self._stores["recent_key"].encode(keys, self.n_recent)
+            self._stores["recent_value"].encode(values, self.n_recent)
+            self.n_recent += keys.shape[1]
+            self.n_seen += keys.shape[1]
+
+    def _pack_overflow(self) -> None:
+        block = self.sizes.block
+        if self.n_recent < self.sizes.window + block or self.n_bulk + block > self.bulk_capacity:
+            return
+        for codec, store in (
+            (self.key_codec, self._stores["recent_key"]),
+            (self.value_codec, self._stores["recent_value"]),
+        ):
+            codec.encode(store.decode(0, block), self.n_bulk)
+            store.move(block, self.n_recent, 0)
+        self.n_bulk += block
+        self.n_recent -= block
+
+    def truncate(self, n: int) -> int:
+        """Whole packed blocks stay; a rewind into the packed part forgets from that block's start."""
+        if n >= self.n_sink + self.n_bulk:
+            self.n_recent = n - self.n_sink - self.n_bulk
+        elif n >= self.n_sink:
+            self.n_bulk = (n - self.n_sink) // self.sizes.block * self.sizes.block
+            self.n_recent = 0
+        else:
+            self.n_sink, self.n_bulk, self.n_recent = n, 0, 0
+        self.n_seen = self.n_sink + self.n_bulk + self.n_recent
+        return self.n_seen

@@ -1,0 +1,144 @@
+"""This machine: what it is, how much memory is left for us, and sizes as people write them."""
+
+import os
+import pathlib
+import platform
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from importlib import metadata
+from typing import Any
+
+import psutil
+
+from edgekv.errors import ConfigError, MemoryBudgetError
+
+Root = str | os.PathLike[str]
+
+_LIBRARIES = ("edgekv", "numpy", "numba", "llvmlite", "onnxruntime")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def machine_info(root: Root = "/") -> dict[str, Any]:
+    """CPU, board, memory, system and library versions, for JSON; None where something is not known.
+
+    `cores` are those this process may use. `root` is the folder that holds `proc` and `sys`.
+    """
+    cpuinfo = _read(pathlib.Path(root, "proc/cpuinfo"))
+    return {
+        "cpu": _cpuinfo_value(cpuinfo, "model name"),
+        "board": _board(pathlib.Path(root), cpuinfo),
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_bytes": int(psutil.virtual_memory().total),
+        "os": platform.platform(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _LIBRARIES},
+    }
+
+
+def available_memory_bytes(root: Root = "/") -> int:
+    """Bytes this process can still take without swapping or being killed.
+
+    The smallest of what the machine has and what is left in each memory cgroup (v1 or v2) from ours up.
+    `root` is the folder that holds `proc` and `sys`.
+    """
+    machine = int(psutil.virtual_memory().available)
+    return max(0, min((machine, *_cgroup_rooms(pathlib.Path(root)))))
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident memory this process has had."""
+    # ru_maxrss comes second: Linux lets a child inherit it from a larger parent.
+    peak = re.search(r"^VmHWM:\s*(\d+) kB$", _read(pathlib.Path("/proc/self/status")), re.MULTILINE)
+    kib = int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib * 1024
+
+
+def require_memory(parts: Mapping[str, int], available: int) -> None:
+    """Raise MemoryBudgetError unless the sum of `parts` (name -> bytes) fits into `available` bytes."""
+    needed = sum(parts.values())
+    if needed > available:
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        raise MemoryBudgetError(
+            f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available: "
+            "lower --ctx, or choose a smaller --kv scheme or --weights int4"
+        )
+
+
+def format_bytes(n: int) -> str:
+    """`n` bytes in the largest binary unit that fits, with one decimal: 1536 -> '1.5 KiB'."""
+    if n < 1024:
+        return f"{n} B"
+    size, unit = float(n), 0
+    while round(size, 1) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of '4096', '300M', '1.5G', '1.5GB' or '1.5 GiB'; every unit is a power of 1024.
+
+    Raises ConfigError for anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])I?)?B?\s*", text.upper())
+    if match is None:
+        raise ConfigError(f"size {text!r} is not understood: give bytes, or a number with K, M, G or T, as 1.5G")
+    return int(Fraction(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpuinfo_value(cpuinfo: str, key: str) -> str | None:
+    match = re.search(rf"^{key}[ \t]*:[ \t]*(\S.*)$", cpuinfo, re.MULTILINE)
+    return match[1].strip() if match else None
+
+
+def _board(root: pathlib.Path, cpuinfo: str) -> str | None:
+    """The board's name as Arm kernels give it: a Raspberry Pi in both places, a Jetson in the second."""
+    return _cpuinfo_value(cpuinfo, "Model") or _read(root / "proc/device-tree/model").strip("\0\n ") or None
+
+
+def _cgroup_rooms(root: pathlib.Path) -> Iterator[int]:
+    """Bytes left in each memory cgroup that limits this process, from its own up to the root."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        mount = root / "sys/fs/cgroup"
+        if controllers == "":
+            limit, usage, reclaimable = "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount /= "memory"
+            limit, usage, reclaimable = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        own = mount / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if not folder.is_relative_to(mount):
+                break
+            limit_bytes, used_bytes = _read(folder / limit).strip(), _read(folder / usage).strip()
+            if not (limit_bytes.isdigit() and used_bytes.isdigit()):  # "max", or no such file
+                continue
+            # Page cache that the kernel drops first counts as used there but is ours to take.
+            cached = re.search(rf"^{reclaimable} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit_bytes) - int(used_bytes) + (int(cached[1]) if cached else 0)

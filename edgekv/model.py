@@ -1,0 +1,134 @@
+"""A model ready to run: where its weights are, what they will take, and the opened decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from edgekv import kernels
+from edgekv.checkpoint.source import open_source
+from edgekv.dense.formats import WeightFormat, specs_bytes, store_specs, weight_format
+from edgekv.dense.numpy_ import NumpyDense
+from edgekv.dense.ort import OrtDense
+from edgekv.dense.store import Progress, Store, is_store, open_or_build
+from edgekv.dense.weights import CheckpointWeights, Weights
+from edgekv.errors import ConfigError
+from edgekv.kernels import Kernels
+from edgekv.models import architecture
+from edgekv.models.architecture import Architecture
+from edgekv.models.config import ModelConfig
+from edgekv.models.decoder import Decoder, Dense
+
+Path = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """An opened checkpoint or weight store; nothing large has been read yet."""
+
+    path: pathlib.Path
+    raw_config: dict[str, Any]
+    identity: str
+    tokenizer_path: pathlib.Path | None
+    weights: CheckpointWeights | Store
+
+    @classmethod
+    def open(cls, path: Path, *, config: Path | None = None, tokenizer: Path | None = None) -> Model:
+        """Opens a Hugging Face folder, a .safetensors file or a store, and checks every tensor's shape.
+
+        Raises CheckpointError or ConfigError.
+        """
+        place = pathlib.Path(path).expanduser()
+        given = pathlib.Path(tokenizer).expanduser() if tokenizer else None
+        if is_store(place):
+            store = Store(place)
+            return cls(place, store.config, store.identity, given or place, store)
+        source = open_source(place, config=config, tokenizer=tokenizer)
+        weights = CheckpointWeights(source, architecture(source.config, source.tensors))
+        return cls(place, source.config, source.identity, given or source.tokenizer_folder, weights)
+
+    @property
+    def arch(self) -> Architecture:
+        return self.weights.arch
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.arch.config
+
+    @property
+    def is_store(self) -> bool:
+        return isinstance(self.weights, Store)
+
+    @property
+    def n_parameters(self) -> int:
+        """Weights of the model; a tied embedding counts once."""
+        tables = sum(rows * columns for _, (rows, columns) in self.arch.tables().values())
+        linears = self.arch.linears()
+        if self.config.tied_embeddings:
+            linears.pop("head")
+        biases = sum(linear.rows for linear in linears.values() if linear.biases)
+        vectors = sum(size for _, size in self.arch.vectors().values())
+        return tables + sum(linear.n_elements for linear in linears.values()) + biases + vectors
+
+    def weight_format(self, name: str) -> WeightFormat:
+        """The format that ``--weights name`` means for this model; a store has its own."""
+        if isinstance(self.weights, CheckpointWeights):
+            return weight_format(name, self.arch)
+        if name not in ("auto", self.weights.form.name):
+            raise ConfigError(
+                f"--weights {name}: {self.path} is a store of {self.weights.form.name} weights; "
+                f"leave --weights out, or give the original checkpoint"
+            )
+        return self.weights.form
+
+    def weights_bytes(self, form: WeightFormat) -> int:
+        """Bytes of a store in this format: what decoding maps."""
+        return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
+
+    def store(self, form: WeightFormat, progress: Progress | None = None) -> Store:
+        """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder."""
+        if isinstance(self.weights, Store):
+            return self.weights
+        return open_or_build(self.weights, form, progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A way to compute: the linear layers' backend, and the attention kernels."""
+
+    summary: str
+    open_dense: Callable[[Model, WeightFormat, int, Progress | None], tuple[Weights, Dense]]
+    open_kernels: Callable[[int], Kernels]
+
+    def decoder(
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+    ) -> Decoder:
+        weights, dense = self.open_dense(model, form, threads, progress)
+        return Decoder(weights, dense, self.open_kernels(threads), capacity, threads)
+
+
+def _onnxruntime(
+    model: Model, form: WeightFormat, threads: int, progress: Progress | None
+) -> tuple[Weights, Dense]:
+    store = model.store(form, progress)
+    return store, OrtDense(store, threads)
+
+
+def _numpy(model: Model, form: WeightFormat, threads: int, progress: Progress | None) -> tuple[Weights, Dense]:
+    weights = model.weights if form.bits == 32 else model.store(form, progress)
+    return weights, NumpyDense(weights)
+
+
+DEVICES: dict[str, Device] = {
+    "cpu": Device("onnxruntime and Numba", _onnxruntime, kernels.numba_kernels),
+    "numpy": Device("the NumPy reference: slow, exact", _numpy, kernels.numpy_kernels),
+}
+
+
+def find_device(name: str) -> Device:
+    if name not in DEVICES:
+        raise ConfigError(f"--device {name!r} is unknown; accepted: {', '.join(DEVICES)}")
+    return DEVICES[name]

@@ -1,0 +1,136 @@
+"""What an architecture is: named weights, and the three blocks of a decoder written against abstract operators.
+
+A block is written once. Run with NumPy operators it computes (the reference); run with the graph
+builder's operators it is recorded as an ONNX graph (the CPU path).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from edgekv.models.config import ModelConfig, Raw
+
+
+class Ops(Protocol):
+    """Operators on (n_tokens, channels) activations; weights are named as in `Architecture`."""
+
+    def linear(self, x: Any, name: str) -> Any: ...
+    def rms_norm(self, x: Any, name: str, eps: float) -> Any: ...
+    def layer_norm(self, x: Any, name: str, eps: float) -> Any: ...
+    def activation(self, x: Any, kind: str) -> Any: ...
+    def halves(self, x: Any) -> tuple[Any, Any]: ...
+    def add(self, a: Any, b: Any) -> Any: ...
+    def mul(self, a: Any, b: Any) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor of the checkpoint: ``rows`` outputs x ``columns`` inputs, stored transposed by Conv1D."""
+
+    tensor: str
+    rows: int
+    columns: int
+    conv1d: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.columns, self.rows) if self.conv1d else (self.rows, self.columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A fused projection: the parts stacked along the outputs, with the biases stacked likewise."""
+
+    parts: tuple[Part, ...]
+    biases: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def n_elements(self) -> int:
+        return self.rows * self.columns
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Checkpoint tensors of the parts: name -> shape."""
+        shapes: dict[str, tuple[int, ...]] = {part.tensor: part.shape for part in self.parts}
+        return shapes | {bias: (part.rows,) for part, bias in zip(self.parts, self.biases, strict=False)}
+
+
+class Architecture(abc.ABC):
+    """Weights and blocks of one model family.
+
+    Names: linears ``{i}.qkv``, ``{i}.out``, ``{i}.up``, ``{i}.down``, ``head``; vectors ``{i}.norm_in``
+    and so on; tables ``embed`` and, with learned positions, ``positions``.
+    """
+
+    read_config: Callable[[Raw], ModelConfig]
+    prefixes: tuple[str, ...]  # of the checkpoint's tensor names, the usual one first
+    ignored: tuple[str, ...]  # patterns of checkpoint tensors that hold no weights
+    probe: str  # a tensor that every checkpoint of the family has, without its prefix
+
+    def __init__(self, config: ModelConfig, prefix: str) -> None:
+        self.config, self.prefix = config, prefix
+
+    @abc.abstractmethod
+    def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
+        """Row tables looked up by id: name -> (tensor, shape)."""
+
+    @abc.abstractmethod
+    def layer_linears(self, i: int) -> dict[str, Linear]: ...
+
+    @abc.abstractmethod
+    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
+        """Norm weights and the like: name -> (tensor, size)."""
+
+    @abc.abstractmethod
+    def final_vectors(self) -> dict[str, tuple[str, int]]: ...
+
+    @abc.abstractmethod
+    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+        """x (n, hidden) -> fused queries, keys, values (n, (n_heads + 2 n_kv_heads) * head_dim)."""
+
+    @abc.abstractmethod
+    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+        """Residual x and attention (n, n_heads * head_dim) -> the next layer's x (n, hidden)."""
+
+    @abc.abstractmethod
+    def head(self, ops: Ops, x: Any) -> Any:
+        """x (n, hidden) -> logits (n, vocab)."""
+
+    def linears(self) -> dict[str, Linear]:
+        """Every projection of the model, the language-model head last."""
+        every: dict[str, Linear] = {}
+        for i in range(self.config.n_layers):
+            every.update(self.layer_linears(i))
+        tensor = self.tables()["embed"][0] if self.config.tied_embeddings else "lm_head.weight"
+        every["head"] = Linear((Part(tensor, self.config.vocab_size, self.config.hidden_size),))
+        return every
+
+    def vectors(self) -> dict[str, tuple[str, int]]:
+        every: dict[str, tuple[str, int]] = {}
+        for i in range(self.config.n_layers):
+            every.update(self.layer_vectors(i))
+        return {**every, **self.final_vectors()}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every checkpoint tensor that the model reads, in the order of the layers: name -> shape."""
+        shapes: dict[str, tuple[int, ...]] = dict(self.tables().values())
+        for i in range(self.config.n_layers):
+            shapes |= {tensor: (size,) for tensor, size in self.layer_vectors(i).values()}
+            for linear in self.layer_linears(i).values():
+                shapes |= linear.tensors()
+        shapes |= {tensor: (size,) for tensor, size in self.final_vectors().values()}
+        return shapes | self.linears()["head"].tensors()
+
+    def ignores(self, tensor: str) -> bool:
+        return any(re.search(pattern, tensor) for pattern in self.ignored)

@@ -1,0 +1,103 @@
+"""config.json -> ModelConfig: every field the decoder needs, checked once, whatever the checkpoint's dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from edgekv.errors import ConfigError
+from edgekv.models.rope import RopeConfig
+
+Raw = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and constants of one decoder.
+
+    ``layer_windows[i]`` is layer i's sliding window in tokens (None: sees everything);
+    ``layer_scales[i]`` multiplies the queries before the dot product (1/sqrt(head_dim) as a rule).
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    activation: str
+    tied_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig | None
+    layer_windows: tuple[int | None, ...]
+    layer_scales: tuple[float, ...]
+
+    @property
+    def q_size(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+
+def number(raw: Raw, name: str, default: Any = None, kind: type = int) -> Any:
+    """The field as ``kind``, its default, or ConfigError."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"config.json: {name!r} is missing; add it or pass a complete --config FILE")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
+        raise ConfigError(f"config.json: {name} must be a {kind.__name__}, not {value!r}")
+    return kind(value)
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+
+
+def activation(name: str) -> str:
+    """The operator's name for a Hugging Face activation."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"config.json: activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def check(config: ModelConfig) -> ModelConfig:
+    """The config itself, or ConfigError where its sizes contradict each other."""
+    for field in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+    ):
+        if getattr(config, field) < 1:
+            raise ConfigError(f"config.json: {field} is {getattr(config, field)}; it must be at least 1")
+    if config.n_heads % config.n_kv_heads:
+        raise ConfigError(
+            f"config.json: {config.n_heads} query heads can't share {config.n_kv_heads} key-value heads evenly"
+        )
+    if config.model_type == "gpt2" and config.q_size != config.hidden_size:
+        raise ConfigError(f"config.json: n_embd {config.hidden_size} is no multiple of n_head {config.n_heads}")
+    return config

@@ -1,0 +1,148 @@
+"""The decoder: prompt and token through embedding, layers and head, with the caches owning attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.dense.weights import Weights
+from edgekv.kernels import Kernels
+from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.models.attention import exact_attention
+from edgekv.models.rope import RopeTable
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+CHUNK = 512  # tokens per dense block in prefill: bounds the MLP's activations
+ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
+NONE = np.empty(0, np.float32)
+
+
+class Dense(Protocol):
+    """A backend of the blocks of `Architecture`; activations are float32 (n, channels)."""
+
+    weights_bytes: int
+
+    def attention_in(self, i: int, x: F32) -> F32: ...
+    def attention_out(self, i: int, x: F32, attention: F32) -> F32: ...
+    def head(self, x: F32) -> F32: ...
+
+
+class Decoder:
+    """One model's computation. Holds weights and scratch, no conversation: that is in the caches."""
+
+    def __init__(self, weights: Weights, dense: Dense, kernels: Kernels, capacity: int, threads: int) -> None:
+        self.config, self.weights, self.kernels = weights.arch.config, weights, kernels
+        self.dense: Dense = dense
+        self.threads = threads
+        self.workspace = Workspace()
+        self._rope = RopeTable(self.config.rope, capacity) if self.config.rope else None
+        names = ("norm_q", "norm_k") if self.config.qk_norm else ()
+        layers = range(self.config.n_layers)
+        self._norms = [tuple(weights.vector(f"{i}.{name}") for name in names) or (NONE, NONE) for i in layers]
+
+    def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
+        """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
+        ids = np.asarray(tokens, np.int64)
+        x = self.weights.rows("embed", ids)
+        if self._rope is not None:
+            return x
+        positions = self.weights.rows("positions", np.arange(start, start + len(ids)))
+        summed: F32 = np.add(x, positions, dtype=np.float32)
+        return summed
+
+    def head(self, x: F32) -> F32:
+        """(n, vocab) float32 logits of hidden states (n, hidden)."""
+        return self.dense.head(x)
+
+    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
+        """Logits (vocab,) after appending one token."""
+        return self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
+
+    def forward(self, x: F32, caches: Sequence[KVCache]) -> F32:
+        """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
+        n, start = len(x), caches[0].n_seen
+        cos, sin = self._tables(start, n)
+        q, k, v = self._qkv_buffers("step", n)
+        for i, cache in enumerate(caches):
+            self._project(i, x, cos, sin, q, k, v)
+            out = cache.attend(q, k, v)  # (n_heads, n, head_dim)
+            x = self.dense.attention_out(i, x, self._merge(out))
+        return x
+
+    def prefill(
+        self,
+        x: F32,
+        caches: Sequence[KVCache],
+        progress: Callable[[int, int], None] | None = None,
+        exact: bool = True,
+    ) -> F32:
+        """Hidden states (n, hidden) of a prompt embedded as x; fills the caches. Layer by layer.
+
+        Into empty caches attention is exact, and each cache then encodes the whole prompt at once;
+        only one layer's float32 queries, keys and values are alive. A prompt that continues a filled
+        cache goes through `KVCache.attend` in blocks, and so does every prompt with ``exact`` False:
+        then each token attends to what the scheme has kept of the earlier ones, as in decoding.
+        """
+        n, start = len(x), caches[0].n_seen
+        cos, sin = self._tables(start, n)
+        x = x.copy()
+        for i, cache in enumerate(caches):
+            if start == 0 and exact:
+                self._prefill_layer(i, cache, x, cos, sin)
+            else:
+                self._continue_layer(i, cache, x, cos, sin)
+            if progress:
+                progress(i + 1, len(caches))
+        if start == 0 and exact:
+            type(caches[0]).settle(caches)
+        return x
+
+    def _prefill_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:
+        n = len(x)
+        q, k, v = self._qkv_buffers("prefill", n)
+        for a in range(0, n, CHUNK):
+            part = slice(a, min(a + CHUNK, n))
+            self._project(i, x[part], cos[part], sin[part], q[:, part], k[:, part], v[:, part])
+        cache.prefill(q, k, v)
+        exact_attention(q, k, v, self.config.layer_windows[i], self.kernels, self.workspace)
+        for a in range(0, n, CHUNK):
+            part = slice(a, min(a + CHUNK, n))
+            x[part] = self.dense.attention_out(i, x[part], self._merge(q[:, part]))
+
+    def _continue_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:
+        n = len(x)
+        block = max(1, min(CHUNK, ATTEND_ROWS // (self.config.n_heads * (cache.n_seen + n))))
+        for a in range(0, n, block):
+            part = slice(a, min(a + block, n))
+            q, k, v = self._qkv_buffers("step", part.stop - part.start)
+            self._project(i, x[part], cos[part], sin[part], q, k, v)
+            x[part] = self.dense.attention_out(i, x[part], self._merge(cache.attend(q, k, v)))
+
+    def _tables(self, start: int, n: int) -> tuple[F32, F32]:
+        if self._rope is None:
+            empty = np.empty((n, 0), np.float32)
+            return empty, empty
+        return self._rope.at(start, n)
+
+    def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
+        c, array = self.config, self.workspace.array
+        return (
+            array(f"{name}.q", (c.n_heads, n, c.head_dim)),
+            array(f"{name}.k", (c.n_kv_heads, n, c.head_dim)),
+            array(f"{name}.v", (c.n_kv_heads, n, c.head_dim)),
+        )
+
+    def _project(self, i: int, x: F32, cos: F32, sin: F32, q: F32, k: F32, v: F32) -> None:
+        """Fused projection, head split, q/k norm and rotation of x (n, hidden) into q, k, v."""
+        qkv = self.dense.attention_in(i, x)
+        norm_q, norm_k = self._norms[i]
+        scale = self.config.layer_scales[i]
+        self.kernels.split_rope(qkv, cos, sin, q, k, v, scale, norm_q, norm_k, self.config.norm_eps)
+
+    def _merge(self, out: F32) -> F32:
+        """(n_heads, n, head_dim) -> (n, n_heads * head_dim)."""
+        return np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(out.shape[1], -1)

@@ -1,0 +1,87 @@
+"""GPT-2: learned positions, LayerNorm with bias, Conv1D weights stored (inputs, outputs)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgekv.models.architecture import Architecture, Linear, Ops, Part
+from edgekv.models.config import ModelConfig, Raw, activation, check, number
+
+
+def gpt2_config(raw: Raw) -> ModelConfig:
+    """ModelConfig of a GPT-2 config.json."""
+    hidden, heads, layers = (number(raw, k) for k in ("n_embd", "n_head", "n_layer"))
+    head_dim = hidden // max(heads, 1)
+    scale = head_dim**-0.5 if raw.get("scale_attn_weights", True) else 1.0
+    by_layer = raw.get("scale_attn_by_inverse_layer_idx", False)
+    return check(
+        ModelConfig(
+            model_type="gpt2",
+            vocab_size=number(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=number(raw, "n_inner", 4 * hidden),
+            n_layers=layers,
+            n_heads=heads,
+            n_kv_heads=heads,
+            head_dim=head_dim,
+            max_positions=number(raw, "n_positions", raw.get("n_ctx")),
+            norm_eps=number(raw, "layer_norm_epsilon", 1e-5, float),
+            activation=activation(raw.get("activation_function", "gelu_new")),
+            tied_embeddings=bool(raw.get("tie_word_embeddings", True)),
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            qk_norm=False,
+            rope=None,
+            layer_windows=(None,) * layers,
+            layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(layers)),
+        )
+    )
+
+
+class GPT2(Architecture):
+    prefixes = ("transformer.", "")
+    ignored = (r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$")
+    read_config = staticmethod(gpt2_config)
+    probe = "wte.weight"
+
+    def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
+        c = self.config
+        return {
+            "embed": (f"{self.prefix}wte.weight", (c.vocab_size, c.hidden_size)),
+            "positions": (f"{self.prefix}wpe.weight", (c.max_positions, c.hidden_size)),
+        }
+
+    def layer_linears(self, i: int) -> dict[str, Linear]:
+        c, base = self.config, f"{self.prefix}h.{i}."
+        shapes = {
+            f"{i}.qkv": ("attn.c_attn", 3 * c.hidden_size, c.hidden_size),
+            f"{i}.out": ("attn.c_proj", c.hidden_size, c.hidden_size),
+            f"{i}.up": ("mlp.c_fc", c.intermediate_size, c.hidden_size),
+            f"{i}.down": ("mlp.c_proj", c.hidden_size, c.intermediate_size),
+        }
+        return {
+            name: Linear((Part(f"{base}{tensor}.weight", rows, columns, conv1d=True),), (f"{base}{tensor}.bias",))
+            for name, (tensor, rows, columns) in shapes.items()
+        }
+
+    def _norm(self, name: str, tensor: str) -> dict[str, tuple[str, int]]:
+        return {f"{name}{end}": (f"{tensor}{end}", self.config.hidden_size) for end in (".weight", ".bias")}
+
+    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
+        base = f"{self.prefix}h.{i}."
+        return {**self._norm(f"{i}.norm_in", f"{base}ln_1"), **self._norm(f"{i}.norm_mlp", f"{base}ln_2")}
+
+    def final_vectors(self) -> dict[str, tuple[str, int]]:
+        return self._norm("norm", f"{self.prefix}ln_f")
+
+    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+        return ops.linear(ops.layer_norm(x, f"{i}.norm_in", self.config.norm_eps), f"{i}.qkv")
+
+    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+        x = ops.add(x, ops.linear(attention, f"{i}.out"))
+        h = ops.linear(ops.layer_norm(x, f"{i}.norm_mlp", self.config.norm_eps), f"{i}.up")
+        return ops.add(x, ops.linear(ops.activation(h, self.config.activation), f"{i}.down"))
+
+    def head(self, ops: Ops, x: Any) -> Any:
+        return ops.linear(ops.layer_norm(x, "norm", self.config.norm_eps), "head")

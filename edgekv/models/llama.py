@@ -1,0 +1,113 @@
+"""The Llama family: Llama 1 to 3.2, Mistral, Qwen2 (QKV bias), Qwen3 (q/k norm), TinyLlama, SmolLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgekv.errors import ConfigError
+from edgekv.models.architecture import Architecture, Linear, Ops, Part
+from edgekv.models.config import ModelConfig, Raw, activation, check, number
+from edgekv.models.rope import RopeConfig
+
+
+def llama_config(raw: Raw) -> ModelConfig:
+    """ModelConfig of a Llama-family config.json."""
+    hidden, heads, layers = (number(raw, k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    model_type = raw["model_type"]
+    head_dim = number(raw, "head_dim", 128 if model_type == "qwen3" else hidden // max(heads, 1))
+    bias = bool(raw.get("attention_bias", False))
+    positions = number(raw, "max_position_embeddings", 2048)
+    rope = RopeConfig.from_hf(raw, head_dim, positions)
+    return check(
+        ModelConfig(
+            model_type=model_type,
+            vocab_size=number(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=number(raw, "intermediate_size"),
+            n_layers=layers,
+            n_heads=heads,
+            n_kv_heads=number(raw, "num_key_value_heads", heads),
+            head_dim=head_dim,
+            max_positions=rope.max_positions,
+            norm_eps=number(raw, "rms_norm_eps", 1e-6, float),
+            activation=activation(raw.get("hidden_act", "silu")),
+            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=bias or model_type == "qwen2",
+            out_bias=bias and model_type != "qwen2",
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=model_type == "qwen3",
+            rope=rope,
+            layer_windows=windows(raw, layers),
+            layer_scales=(head_dim**-0.5,) * layers,
+        )
+    )
+
+
+def windows(raw: Raw, layers: int) -> tuple[int | None, ...]:
+    """Mistral slides in every layer; Qwen2/3 only with use_sliding_window and from max_window_layers on."""
+    window = raw.get("sliding_window")
+    if window is None or not raw.get("use_sliding_window", raw["model_type"] == "mistral"):
+        return (None,) * layers
+    window = number(raw, "sliding_window")
+    types = raw.get("layer_types")
+    if types is not None:
+        if len(types) != layers:
+            raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+        return tuple(window if t == "sliding_attention" else None for t in types)
+    first = 0 if raw["model_type"] == "mistral" else number(raw, "max_window_layers", 28)
+    return tuple(window if i >= first else None for i in range(layers))
+
+
+class Llama(Architecture):
+    prefixes = ("model.", "")
+    ignored = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
+    read_config = staticmethod(llama_config)
+    probe = "embed_tokens.weight"
+
+    def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
+        c = self.config
+        return {"embed": (f"{self.prefix}embed_tokens.weight", (c.vocab_size, c.hidden_size))}
+
+    def _linear(
+        self, base: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool
+    ) -> Linear:
+        parts = tuple(Part(f"{base}{name}.weight", r, columns) for name, r in zip(names, rows, strict=True))
+        return Linear(parts, tuple(f"{base}{name}.bias" for name in names) if bias else ())
+
+    def layer_linears(self, i: int) -> dict[str, Linear]:
+        c = self.config
+        attn, mlp = f"{self.prefix}layers.{i}.self_attn.", f"{self.prefix}layers.{i}.mlp."
+        qkv = (c.q_size, c.kv_size, c.kv_size)
+        both = (c.intermediate_size,) * 2
+        return {
+            f"{i}.qkv": self._linear(attn, ("q_proj", "k_proj", "v_proj"), qkv, c.hidden_size, c.qkv_bias),
+            f"{i}.out": self._linear(attn, ("o_proj",), (c.hidden_size,), c.q_size, c.out_bias),
+            f"{i}.up": self._linear(mlp, ("gate_proj", "up_proj"), both, c.hidden_size, c.mlp_bias),
+            f"{i}.down": self._linear(mlp, ("down_proj",), (c.hidden_size,), c.intermediate_size, c.mlp_bias),
+        }
+
+    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
+        c, base = self.config, f"{self.prefix}layers.{i}."
+        vectors = {
+            f"{i}.norm_in": (f"{base}input_layernorm.weight", c.hidden_size),
+            f"{i}.norm_mlp": (f"{base}post_attention_layernorm.weight", c.hidden_size),
+        }
+        if c.qk_norm:
+            vectors[f"{i}.norm_q"] = (f"{base}self_attn.q_norm.weight", c.head_dim)
+            vectors[f"{i}.norm_k"] = (f"{base}self_attn.k_norm.weight", c.head_dim)
+        return vectors
+
+    def final_vectors(self) -> dict[str, tuple[str, int]]:
+        return {"norm": (f"{self.prefix}norm.weight", self.config.hidden_size)}
+
+    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+        return ops.linear(ops.rms_norm(x, f"{i}.norm_in", self.config.norm_eps), f"{i}.qkv")
+
+    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+        x = ops.add(x, ops.linear(attention, f"{i}.out"))
+        h = ops.rms_norm(x, f"{i}.norm_mlp", self.config.norm_eps)
+        gate, up = ops.halves(ops.linear(h, f"{i}.up"))
+        return ops.add(x, ops.linear(ops.mul(ops.activation(gate, self.config.activation), up), f"{i}.down"))
+
+    def head(self, ops: Ops, x: Any) -> Any:
+        return ops.linear(ops.rms_norm(x, "norm", self.config.norm_eps), "head")

@@ -1,0 +1,144 @@
+"""What a run did and how fast: filled by the session, printed as text, written as JSON."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from edgekv.checkpoint.writer import atomic_write
+from edgekv.machine import format_bytes, machine_info
+
+
+@dataclass
+class RunReport:
+    """Counts and times of one run; None is "not measured", never 0.
+
+    settings: every setting of the run by its option's name, such as kv, weights, ctx, threads, seed.
+    model: `name`, `n_parameters`, and the shapes.
+    prefill_s: seconds for `prefill_tokens` tokens.
+    decode_latencies_s: seconds of each decode step, one entry per token; the session appends.
+    time_to_first_token_s: seconds from the prompt to the first token's text.
+    bytes_read_per_token: weights and cache that one decode step reads.
+    notes: warnings a reader of the numbers must see, a line each.
+    stop_reason: why generation ended.
+    """
+
+    settings: dict[str, Any]
+    model: dict[str, Any]
+    prefill_tokens: int = 0
+    prefill_s: float | None = None
+    decode_latencies_s: list[float] = field(default_factory=list)
+    time_to_first_token_s: float | None = None
+    cache_bytes: int | None = None
+    weights_bytes: int | None = None
+    bytes_read_per_token: int | None = None
+    peak_rss_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+    stop_reason: str | None = None
+    machine: dict[str, Any] = field(default_factory=machine_info)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        return _ratio(self.prefill_tokens, self.prefill_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        return _ratio(len(self.decode_latencies_s), math.fsum(self.decode_latencies_s))
+
+    @property
+    def latency_median_ms(self) -> float | None:
+        return self._latency_percentile_ms(50)
+
+    @property
+    def latency_p95_ms(self) -> float | None:
+        return self._latency_percentile_ms(95)
+
+    @property
+    def achieved_gb_per_s(self) -> float | None:
+        """Memory bandwidth that the median decode step reached, in 1e9 bytes per second."""
+        median_ms = self.latency_median_ms
+        return None if median_ms is None else _ratio(self.bytes_read_per_token, median_ms * 1e6)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field and every derived number, ready for JSON."""
+        return _json_ready(  # type: ignore[no-any-return]
+            asdict(self)
+            | {
+                "decode_tokens": len(self.decode_latencies_s),
+                "prefill_tokens_per_s": self.prefill_tokens_per_s,
+                "decode_tokens_per_s": self.decode_tokens_per_s,
+                "latency_median_ms": self.latency_median_ms,
+                "latency_p95_ms": self.latency_p95_ms,
+                "achieved_gb_per_s": self.achieved_gb_per_s,
+            }
+        )
+
+    def to_text(self) -> str:
+        """The report for people: a line per topic and a line per note, without a final newline."""
+        settings = (f"{name} {value}" for name, value in self.settings.items() if value is not None)
+        parameters = _number(_ratio(self.model.get("n_parameters"), 1e6), ".1f", " M parameters")
+        prefill = _number(self.prefill_tokens_per_s, ".1f", " tokens/s")
+        bandwidth = _number(self.achieved_gb_per_s, ".2f", " GB/s")
+        rows = [
+            ("model", f"{self.model.get('name')}, {parameters}"),
+            ("settings", ", ".join(settings)),
+            ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
+            ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
+            ("decode", self._decode_text()),
+            (
+                "memory",
+                f"cache {_size(self.cache_bytes)}, weights {_size(self.weights_bytes)}, "
+                f"peak RSS {_size(self.peak_rss_bytes)}",
+            ),
+            ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
+            ("stopped", self.stop_reason or "not yet"),
+            *(("note", note) for note in self.notes),
+        ]
+        return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
+
+    def write_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `as_dict()` to `path`, whole or not at all. Raises CheckpointError where that fails."""
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+        atomic_write(path, text.encode())
+
+    def _latency_percentile_ms(self, percent: float) -> float | None:
+        if not self.decode_latencies_s:
+            return None
+        return float(np.percentile(self.decode_latencies_s, percent)) * 1e3
+
+    def _decode_text(self) -> str:
+        if not self.decode_latencies_s:
+            return "no token"
+        return (
+            f"{len(self.decode_latencies_s)} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
+            f"{self.latency_median_ms:.1f} ms/token median, {self.latency_p95_ms:.1f} ms p95"
+        )
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator and denominator else None
+
+
+def _number(value: float | None, style: str, unit: str) -> str:
+    return "not measured" if value is None else f"{value:{style}}{unit}"
+
+
+def _size(n_bytes: int | None) -> str:
+    return "not measured" if n_bytes is None else f"{format_bytes(n_bytes)} ({n_bytes} B)"
+
+
+def _json_ready(value: Any) -> Any:
+    """`value` in JSON's own types: NumPy scalars unwrapped, NaN and infinity as None, other things as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_ready(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,65 @@
+"""What every tokenizer format offers."""
+
+import abc
+from collections.abc import Sequence
+
+from edgekv.errors import TokenizerError
+
+
+class Tokenizer(abc.ABC):
+    """A model's vocabulary.
+
+    `vocab_size` is one more than the largest token id; the model's embedding may have more rows than that.
+    `bos_id` is the beginning-of-text token, or None. Generation stops at any of `eos_ids`.
+    `drops_first_space` says that encoding puts a space before a text, and that decoding takes it away.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    drops_first_space: bool
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """The token ids of `text`; `bos` adds the special tokens that the model's own tokenizer adds.
+
+        Special tokens written in the text (`<|eot_id|>`) become their ids in every format but
+        sentencepiece's, where control symbols can't be written.
+
+        Raises:
+            TokenizerError: `text` holds a lone surrogate, such as Python makes of undecodable bytes.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text holds {text[error.start]!r} at character {error.start}, which no UTF-8 text can; "
+                "pass the text encoded as UTF-8"
+            ) from None
+        return self._encode(text, bos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD."""
+        data = b"".join(self.token_bytes(token_id) for token_id in ids)
+        if self.drops_first_space:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token in the middle of a text, perhaps only a part of a UTF-8 character.
+
+        Special tokens have none, nor have the ids past the vocabulary that pad an embedding.
+
+        Raises:
+            TokenizerError: `token_id` is negative.
+        """
+        if token_id < 0:
+            raise TokenizerError(f"token id {token_id} is negative; ids run from 0 to {self.vocab_size - 1}")
+        return self._token_bytes(int(token_id)) if token_id < self.vocab_size else b""
+
+    @abc.abstractmethod
+    def _encode(self, text: str, bos: bool) -> list[int]:
+        """`encode` of a text that is known to be Unicode."""
+
+    @abc.abstractmethod
+    def _token_bytes(self, token_id: int) -> bytes:
+        """`token_bytes` of an id below `vocab_size`."""

@@ -1,0 +1,111 @@
+"""tokenizer.json, and GPT-2's vocab.json with merges.txt, by the tokenizers library."""
+
+import json
+import pathlib
+
+import tokenizers
+
+from edgekv.errors import TokenizerError
+from edgekv.tokenizer.base import Tokenizer
+from edgekv.tokenizer.declared import Declared
+from edgekv.tokenizer.pieces import ByteLevelPieces, SpacedPieces, read_pieces
+
+GPT2_END = "<|endoftext|>"
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A pipeline of the tokenizers library, whose post-processor decides what `encode(bos=True)` adds.
+
+    Args:
+        path: the file it was read from, for messages.
+        library: the pipeline; truncation and padding are turned off in it.
+        declared: what the files beside it say.
+        own_end: the token that is both BOS and EOS unless something else is declared.
+
+    Raises:
+        TokenizerError: the decoder is neither byte-level nor of sentencepiece's kind.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        library: tokenizers.Tokenizer,
+        declared: Declared,
+        own_end: int | None = None,
+    ) -> None:
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self._pieces = _pieces(path, library)
+        self.drops_first_space = self._pieces.drops_first_space
+        self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.bos_id, self.eos_ids = declared.resolve(
+            library.token_to_id, self.vocab_size, own_end, () if own_end is None else (own_end,)
+        )
+        ends = {self.bos_id, *self.eos_ids}
+        self._added = {
+            token_id: b"" if token.special or token_id in ends else token.content.encode()
+            for token_id, token in library.get_added_tokens_decoder().items()
+        }
+
+    def _encode(self, text: str, bos: bool) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=bos).ids
+        return ids
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id]
+        piece = self._library.id_to_token(token_id)
+        return b"" if piece is None else self._pieces.to_bytes(piece)
+
+
+def open_tokenizer_json(path: pathlib.Path, declared: Declared) -> HuggingFaceTokenizer:
+    """Reads a tokenizer.json.
+
+    Raises:
+        TokenizerError: the file is damaged, or of a kind that can't be streamed.
+    """
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise TokenizerError(f"{path} is not a tokenizer.json ({error}); copy it again") from None
+    return HuggingFaceTokenizer(path, library, declared)
+
+
+def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: Declared) -> HuggingFaceTokenizer:
+    """Reads GPT-2's vocab.json and merges.txt. No BOS is added unless tokenizer_config.json asks for one.
+
+    Raises:
+        TokenizerError: a file is missing or damaged, or the vocabulary is not GPT-2's.
+    """
+    if not merges.is_file():
+        raise TokenizerError(f"{vocab} needs its merges.txt, which is not beside it; copy it there")
+    try:
+        model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
+    except Exception as error:
+        raise TokenizerError(f"{vocab} and merges.txt don't fit ({error}); copy both again") from None
+    library = tokenizers.Tokenizer(model)
+    end = library.token_to_id(GPT2_END)
+    if end is None:
+        raise TokenizerError(
+            f"{vocab} has no {GPT2_END}, so it is not GPT-2's; copy the model's tokenizer.json beside it"
+        )
+    library.add_special_tokens([GPT2_END])
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    if declared.add_bos:
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{GPT2_END} $A", special_tokens=[(GPT2_END, end)]
+        )
+    return HuggingFaceTokenizer(vocab, library, declared, own_end=end)
+
+
+def _pieces(path: pathlib.Path, library: tokenizers.Tokenizer) -> ByteLevelPieces | SpacedPieces:
+    decoder = {"type": "none"} if library.decoder is None else json.loads(library.decoder.__getstate__())
+    pieces = read_pieces(decoder)
+    if pieces is None:
+        raise TokenizerError(
+            f"{path} has a decoder of type {decoder['type']}; supported are ByteLevel, Metaspace and "
+            "sentencepiece's Replace: use the tokenizer.model or vocab.json of this model instead"
+        )
+    return pieces

@@ -1,0 +1,54 @@
+"""What the checkpoint tests share: checkpoints on disk, right and wrong, and the check of an error's line."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from edgekv.checkpoint.tensors import DTYPES
+from edgekv.errors import EdgeKVError
+
+CONFIG = {"model_type": "llama", "hidden_size": 4}
+
+
+def one_line(error: pytest.ExceptionInfo[EdgeKVError], *parts: object) -> None:
+    """The message is one line and names every part."""
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
+
+
+def raw_file(path: Path, header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> Path:
+    """A file with this header and data, however wrong, and this header length instead of the true one."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def entry(start: int, end: int, dtype: str = "F32", shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def write_folder(folder: Path, files: dict[str, dict[str, np.ndarray]], config: object = CONFIG) -> Path:
+    """A Hugging Face folder; with several files, an index too."""
+    folder.mkdir(exist_ok=True)
+    for name, tensors in files.items():
+        save_file(tensors, folder / name)
+    if len(files) > 1:
+        homes = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        write_index(folder, homes)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_index(folder: Path, homes: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": homes}))
+
+
+def sample(dtype: str, shape: tuple[int, ...] = (3, 5)) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 100, shape).astype(DTYPES[dtype])

@@ -1,0 +1,23 @@
+"""Fixtures shared by all tests: the optional material folder, and a private cache folder."""
+
+import os
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """The folder of test material beside the checkout; tests that need it skip without it."""
+    path = pathlib.Path(os.environ.get("EDGEKV_SHARED", ROOT.parent / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"needs the test material in {path} (or EDGEKV_SHARED)")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised stores made by a test go to a temporary folder, shared by the whole run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))

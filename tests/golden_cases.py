@@ -1,0 +1,108 @@
+"""Tiny random models of every architecture and option: configs here, weights from a seed, goldens beside.
+
+tools/golden.py runs them through transformers and writes tests/golden/*.npz.
+"""
+
+import json
+import pathlib
+import zlib
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from edgekv.models import architecture
+
+N_TOKENS, VOCAB = 48, 96
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB,
+    "n_positions": 64,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 3,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+SHORT = {"max_position_embeddings": 32}  # scaled types are tested beyond the trained positions
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.05 * i for i in range(8)],
+    "long_factor": [1.5 + 0.4 * i for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama1": LLAMA,
+    "llama2-gqa": LLAMA | {"num_key_value_heads": 2},
+    "llama-mqa": LLAMA | {"num_key_value_heads": 1},
+    "llama-tied-smollm": LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e5},
+    "llama-head-dim": LLAMA | {"head_dim": 24, "num_key_value_heads": 2},
+    "llama-biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama31": LLAMA | {"num_key_value_heads": 2, "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    "rope-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "rope-dynamic": LLAMA | SHORT | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "rope-yarn": LLAMA
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "rope-longrope": LLAMA | {"rope_scaling": LONGROPE},
+    "rope-v5-parameters": {k: v for k, v in LLAMA.items() if k != "rope_theta"}
+    | {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 20000.0}},
+    "mistral": LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 12},
+    "qwen2": LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1e6},
+    "qwen2-sliding": LLAMA
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
+    "qwen3": LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
+    "gpt2": GPT2,
+    "gpt2-options": GPT2 | {"n_inner": 80, "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True},
+}
+
+
+def tokens(name: str) -> list[int]:
+    return [int(t) for t in _rng(name, "tokens").integers(0, VOCAB, N_TOKENS)]
+
+
+def tensors(name: str) -> dict[str, np.ndarray]:
+    """Every tensor of the case in the checkpoint's names and layout, float32."""
+    shapes = architecture(CASES[name]).tensors()
+    return {tensor: _draw(name, tensor, shape) for tensor, shape in shapes.items()}
+
+
+def write_checkpoint(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """The case as an ordinary Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors(name), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CASES[name]))
+    return folder
+
+
+def _rng(*key: str) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(zlib.crc32("/".join(key).encode())))
+
+
+def _draw(name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
+    x = _rng(name, tensor).standard_normal(shape)
+    norm = len(shape) == 1 and tensor.endswith(".weight")
+    return (1 + 0.2 * x if norm else 0.15 * x).astype(np.float32)

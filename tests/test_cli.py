@@ -1,0 +1,242 @@
+"""The command line as a user meets it: in processes of its own, and its errors one line each with exit 2."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import golden_cases
+import pytest
+
+from edgekv.cli import COMMANDS, main, parser
+
+
+def edgekv(*arguments: object, **options: object) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "edgekv", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, timeout=300, **options)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def stories(shared: pathlib.Path) -> pathlib.Path:
+    return shared / "models" / "stories260K"
+
+
+def test_run_streams_text_and_reports(stories: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    report = tmp_path / "report.json"
+    done = edgekv(
+        "run", "--model", stories, "--prompt", "Once upon a time", "--max-new-tokens", 30, "--json", report
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().startswith(", there was a little girl named Lily")
+    lines = done.stderr.decode().splitlines()
+    topics = {line.split()[0] for line in lines}
+    assert {"prefill", "decode", "memory", "bandwidth", "first", "stopped"} <= topics
+    facts = json.loads(report.read_text())
+    assert facts["decode_tokens"] == 29
+    assert facts["settings"]["kv"] == "dense:dtype=f16"
+    assert facts["machine"]["versions"]["edgekv"]
+    for name in ("latency_median_ms", "latency_p95_ms", "prefill_tokens_per_s", "achieved_gb_per_s"):
+        assert facts[name] > 0
+
+
+def test_run_h1b_warns_and_still_writes_text(stories: pathlib.Path) -> None:
+    done = edgekv("run", "--model", stories, "--kv", "h1b", "--prompt", "Once upon a time" * 20)
+    assert done.returncode == 0
+    assert len(done.stdout) > 50
+    assert b"not adapted to binary attention" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["file", "stdin", "dash"])
+def test_prompt_sources(stories: pathlib.Path, tmp_path: pathlib.Path, how: str) -> None:
+    text = "Once upon a time"
+    (tmp_path / "prompt.txt").write_text(text)
+    arguments = {"file": ["--prompt-file", tmp_path / "prompt.txt"], "stdin": ["--prompt-file", "-"]}
+    given = arguments.get(how, ["--prompt", "-"])
+    done = edgekv("run", "--model", stories, *given, "--max-new-tokens", 8, input=text.encode())
+    assert done.stdout.decode().startswith(", there was")
+
+
+def test_same_seed_same_text(stories: pathlib.Path) -> None:
+    arguments = ["run", "--model", stories, "--prompt", "Tom", "--temperature", 1, "--max-new-tokens", 40]
+    runs = [edgekv(*arguments, "--seed", seed).stdout for seed in (3, 3, 4)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_ctrl_c_prints_the_report_and_exits_130(stories: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "edgekv", "run", "--model", str(stories), "--prompt", "Once"]
+    command += ["--max-new-tokens", "100000", "--stop", "never said", "--device", "numpy"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in stderr
+    assert b"Traceback" not in stderr
+
+
+def test_a_reader_that_goes_away_is_no_crash(stories: pathlib.Path) -> None:
+    command = f"{sys.executable} -m edgekv run --model {stories} --prompt Once --max-new-tokens 300 | head -c 5"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=300)
+    assert b"Traceback" not in done.stderr
+
+
+def test_info_and_budget_print_exact_bytes(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--model", str(model), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["layers"], facts["kv_heads"], facts["head_dim"]) == (3, 2, 16)
+    assert facts["parameters"] == sum(array.size for array in golden_cases.tensors("llama31").values())
+    assert main(["budget", "--model", str(model), "--ctx", "50", "--kv", "dense", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cache_bytes"] == 3 * 2 * 50 * 16 * 2 * 2
+    assert main(["budget", "--model", str(model)]) == 0
+    assert "fits in" in capsys.readouterr().out
+
+
+def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from edgekv import CACHES
+
+    main(["caches"])
+    listed = capsys.readouterr().out
+    main(["run", "--model", str(model), "--kv", "list"])
+    assert capsys.readouterr().out == listed
+    assert [line.split()[0] for line in listed.splitlines()] == list(CACHES)
+    main(["caches", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert {"name", "paper", "knobs", "gives_up", "bytes_per_token_per_kv_head"} <= set(facts[0])
+
+
+def test_quantize_makes_a_store_that_runs_elsewhere(
+    stories: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    assert main(["quantize", "--model", str(stories), "--weights", "int8", "--output", str(store)]) == 0
+    assert main(["run", "--model", str(store), "--prompt", "Once upon a time", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(", there was")
+    assert main(["info", "--model", str(store)]) == 0
+    assert "int8" in capsys.readouterr().out
+    moved = store.rename(tmp_path / "moved")
+    assert main(["run", "--model", str(moved), "--prompt", "Once upon a time", "--max-new-tokens", "8"]) == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parser().parse_args([command, "--help"])
+    assert stop.value.code == 0
+    assert "usage: edgekv" in capsys.readouterr().out
+
+
+BAD = {
+    "no-model": (["--model", "/no/such"], "/no/such"),
+    "bad-kv": (["--kv", "h2b"], "accepted: dense"),
+    "bad-knob": (["--kv", "h1b:b=7"], "multiples of 64"),
+    "tau-for-dense": (["--tau", "0.1"], "applies to: h1b"),
+    "bad-weights": (["--weights", "int2"], "accepted: auto"),
+    "ctx-too-long": (["--ctx", "65"], "64 positions"),
+    "temperature": (["--temperature", "-1"], "temperature"),
+    "no-config": (["--config", "/no/config.json"], "/no/config.json"),
+    "no-tokenizer": ([], "no tokenizer"),
+    "bad-tokenizer": (["--tokenizer", "/no/tokenizer"], "/no/tokenizer"),
+    "bad-device": (["--device", "tpu"], "cpu, numpy"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_2(
+    name: str, model: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = BAD[name]
+    assert main(["run", "--model", str(model), "--prompt", "x", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("edgekv: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_no_prompt(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--model", str(model)]) == 2
+    assert "--prompt TEXT" in capsys.readouterr().err
+
+
+def test_prompt_file_errors(
+    model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
+    for path, message in ((tmp_path / "none.txt", "can't be read"), (tmp_path / "latin1.txt", "not UTF-8")):
+        assert main(["run", "--model", str(model), "--prompt-file", str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_config_that_contradicts_the_tensors(
+    model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = golden_cases.CASES["llama31"]
+    for change, message in (
+        ({"hidden_size": 32}, "shape"),
+        ({"num_hidden_layers": 4}, "layers.3"),
+        ({"num_hidden_layers": 2}, "do not belong together"),
+        ({"model_type": "mixtral"}, "'mixtral' is not supported"),
+        ({"num_key_value_heads": 3}, "can't share 3"),
+        ({"hidden_act": "mish"}, "'mish' is not supported"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "'spiral' is not supported"),
+        ({"vocab_size": None}, "'vocab_size' is missing"),
+        ({"vocab_size": "many"}, "vocab_size must be a int"),
+    ):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config | change))
+        assert main(["info", "--model", str(model), "--config", str(path)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_killed_quantisation_leaves_nothing_that_is_used(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Partial stores are folders of another name, and the next run removes them."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    assert edgekv("quantize", "--model", model, "--weights", "int8", env=environment).returncode == 0
+    (store,) = (tmp_path / "edgekv" / "stores").iterdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    abandoned = store.rename(store.with_name(f"{store.name}.partial-{dead.pid}"))
+    (abandoned / "weights.safetensors").write_bytes(b"half")
+    assert edgekv("quantize", "--model", model, "--weights", "int8", env=environment).returncode == 0
+    assert [path.name for path in store.parent.iterdir()] == [store.name]
+
+
+def test_a_damaged_store_in_the_cache_is_rebuilt(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    edgekv("quantize", "--model", model, "--weights", "int8", env=environment)
+    (store,) = (tmp_path / "edgekv" / "stores").iterdir()
+    weights = store / "weights.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert edgekv("quantize", "--model", model, "--weights", "int8", env=environment).returncode == 0
+    assert weights.read_bytes() == whole
+
+
+def test_a_full_disk_while_quantising(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """RLIMIT_FSIZE makes write() fail as a full disk does."""
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000));"
+        "from edgekv.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "quantize", "--model", str(model), "--weights", "f32"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
+    done = subprocess.run(command, capture_output=True, timeout=300, env=environment)
+    assert done.returncode == 2, done.stderr.decode()
+    assert done.stderr.count(b"\n") == 1
+    assert list((tmp_path / "edgekv" / "stores").iterdir()) == []
+
+
+def test_import_is_light() -> None:
+    """`import edgekv` and --help start neither numba nor onnxruntime."""
+    code = "import sys, edgekv; print([m for m in ('numba', 'onnxruntime', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,183 @@
+"""Memory limits and machine descriptions read from made-up /proc and /sys trees; sizes and the budget line."""
+
+import json
+import re
+
+import numpy as np
+import psutil
+import pytest
+
+from edgekv.errors import ConfigError, MemoryBudgetError
+from edgekv.machine import (
+    available_memory_bytes,
+    format_bytes,
+    machine_info,
+    parse_bytes,
+    peak_rss_bytes,
+    require_memory,
+    rss_bytes,
+)
+
+MIB = 2**20
+
+
+def write_tree(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def v2(folder, limit, used, stat="inactive_file 0\n"):
+    base = f"sys/fs/cgroup{folder}"
+    return {f"{base}/memory.max": limit, f"{base}/memory.current": used, f"{base}/memory.stat": stat}
+
+
+def v1(folder, limit, used, stat="total_inactive_file 0\n"):
+    base = f"sys/fs/cgroup/memory{folder}"
+    return {
+        f"{base}/memory.limit_in_bytes": limit,
+        f"{base}/memory.usage_in_bytes": used,
+        f"{base}/memory.stat": stat,
+    }
+
+
+V1_UNLIMITED = "9223372036854771712\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/a/b\n", v2("/a/b", "5000\n", "1000\n"), 4000),
+        ("0::/a/b\n", v2("/a/b", "max\n", "1000\n") | v2("/a", "3000\n", "1000\n"), 2000),
+        ("0::/a/b\n", v2("/a/b", "5000\n", "4500\n") | v2("/a", "9000\n", "4500\n"), 500),
+        ("0::/\n", v2("", "7000\n", "1000\n"), 6000),
+        ("0::/../other\n", v2("", "7000\n", "1000\n"), 6000),
+        ("0::/a\n", v2("/a", "5000\n", "4000\n", "anon 9\ninactive_file 2500\nactive_file 9\n"), 3500),
+        ("0::/a\n", v2("/a", "1000\n", "4000\n"), 0),
+        ("0::/a\n", v2("/a", "5000\n", "1000\n") | v2("/b", "1000\n", "900\n"), 4000),
+        ("0::/a\n", v2("/a", "0\n", "0\n"), 0),
+        ("4:cpu,memory:/a/b\n0::/\n", v1("/a/b", "5000\n", "1000\n"), 4000),
+        (
+            "4:memory:/a/b\n",
+            v1("/a/b", V1_UNLIMITED, "9\n") | v1("", "800\n", "300\n", "total_inactive_file 100\n"),
+            600,
+        ),
+        ("4:memory:/docker/0123\n", v1("", "5000\n", "1000\n"), 4000),
+    ],
+)
+def test_the_tightest_cgroup_limits(tmp_path, own, files, expected):
+    root = write_tree(tmp_path, {"proc/self/cgroup": own} | files)
+    assert available_memory_bytes(root) == expected
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"proc/self/cgroup": "0::/a\n"} | v2("/a", "max\n", "5\n"),
+        {"proc/self/cgroup": "3:cpu:/a\n2:memory:/a\n"} | v1("/a", V1_UNLIMITED, "5\n"),
+    ],
+)
+def test_without_a_limit_the_machine_decides(tmp_path, files):
+    available = available_memory_bytes(write_tree(tmp_path, files))
+    assert 64 * MIB < available < psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("files", "cpu", "board"),
+    [
+        ({"proc/cpuinfo": "processor\t: 0\nmodel\t\t: 1\nmodel name\t: Zen 5\n"}, "Zen 5", None),
+        ({"proc/cpuinfo": "CPU part\t: 0xd0b\n\nModel\t\t: Raspberry Pi 5 B\n"}, None, "Raspberry Pi 5 B"),
+        (
+            {
+                "proc/cpuinfo": "model name\t: ARMv8 Processor rev 1\n",
+                "proc/device-tree/model": "NVIDIA Jetson Orin Nano\0",
+            },
+            "ARMv8 Processor rev 1",
+            "NVIDIA Jetson Orin Nano",
+        ),
+        ({}, None, None),
+    ],
+)
+def test_processor_and_board_names(tmp_path, files, cpu, board):
+    info = machine_info(write_tree(tmp_path, files))
+    assert (info["cpu"], info["board"]) == (cpu, board)
+
+
+def test_machine_info_is_complete_and_fits_json():
+    info = machine_info()
+    assert json.loads(json.dumps(info)) == info
+    assert info["versions"]["numpy"] == np.__version__
+    assert {"python", "edgekv", "numba", "llvmlite", "onnxruntime"} < info["versions"].keys()
+    assert info["cores"] >= 1
+    assert info["ram_bytes"] > 64 * MIB
+
+
+def test_resident_memory_follows_an_allocation_and_the_peak_stays():
+    before = rss_bytes()
+    block = np.ones(96 * MIB, np.uint8)
+    held = rss_bytes()
+    assert held - before > 80 * MIB
+    del block
+    assert rss_bytes() < held - 80 * MIB
+    assert peak_rss_bytes() > held - 8 * MIB
+
+
+def test_a_budget_that_does_not_fit_is_explained_in_one_line():
+    parts = {"weights": 3686 * MIB, "kv cache": 4096 * MIB, "scratch": 1536 * MIB}
+    expected = (
+        "needs 9.1 GiB (weights 3.6 GiB, kv cache 4.0 GiB, scratch 1.5 GiB) but 7.2 GiB is available: "
+        "lower --ctx, or choose a smaller --kv scheme or --weights int4"
+    )
+    with pytest.raises(MemoryBudgetError, match=f"^{re.escape(expected)}$"):
+        require_memory(parts, 7373 * MIB)
+
+
+def test_a_budget_fits_to_the_last_byte():
+    require_memory({"weights": 60, "kv cache": 40}, 100)
+    with pytest.raises(MemoryBudgetError):
+        require_memory({"weights": 60, "kv cache": 41}, 100)
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (MIB - 1, "1.0 MiB"),
+        (5 * MIB, "5.0 MiB"),
+        (int(7.24 * 2**30), "7.2 GiB"),
+        (2**50, "1024.0 TiB"),
+    ],
+)
+def test_format_bytes(n, text):
+    assert format_bytes(n) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [
+        ("4096", 4096),
+        ("0", 0),
+        ("12B", 12),
+        ("300M", 300 * MIB),
+        ("300MB", 300 * MIB),
+        ("300mb", 300 * MIB),
+        ("1.5G", 1536 * MIB),
+        ("1.5 GiB", 1536 * MIB),
+        ("2Ki", 2048),
+        (" 1T ", 2**40),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_parse_bytes(text, n):
+    assert parse_bytes(text) == n
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1.5.5G", "1e9", "4iB", "3X", "1.G", "nan", "1 000", "1GG"])
+def test_parse_bytes_names_what_it_cannot_read(text):
+    with pytest.raises(ConfigError, match=rf"^size {re.escape(repr(text))} is not understood: [^\n]+$"):
+        parse_bytes(text)

@@ -1,0 +1,136 @@
+"""The decoders against transformers' logits, llama2.c's golden text and published GPT-2 numbers."""
+
+import base64
+import json
+import pathlib
+
+import golden_cases
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from edgekv import Session
+
+GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
+TOLERANCE = 2e-4
+LENGTH_DEPENDENT = {"rope-dynamic", "rope-longrope"}  # earlier keys keep the rotation of a shorter sequence
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+@pytest.mark.parametrize("name", golden_cases.CASES)
+def test_logits_match_transformers(name: str, device: str, tmp_path: pathlib.Path) -> None:
+    folder = golden_cases.write_checkpoint(name, tmp_path / "model")
+    session = Session.load(folder, kv="dense:dtype=f32", weights="f32", device=device)
+    logits = session.logits(golden_cases.tokens(name))
+    np.testing.assert_allclose(logits[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+@pytest.mark.parametrize("name", sorted(set(golden_cases.CASES) - LENGTH_DEPENDENT))
+def test_continuing_in_the_cache_equals_one_prompt(name: str, device: str, tmp_path: pathlib.Path) -> None:
+    """Two chunks, then single tokens: what `KVCache.attend` computes is what exact prefill computes."""
+    folder = golden_cases.write_checkpoint(name, tmp_path / "model")
+    session = Session.load(folder, kv="dense:dtype=f32", weights="f32", device=device)
+    tokens = golden_cases.tokens(name)
+    whole = session.logits(tokens)
+    session.reset()
+    parts = [session.logits(tokens[:17]), session.logits(tokens[17:41])]
+    parts += [session.logits([token]) for token in tokens[41:]]
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=TOLERANCE, rtol=0)
+
+
+def test_live_transformers_agree(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import sys
+
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tools"))
+    from golden import reference_logits
+
+    for name in ("llama31", "qwen3", "gpt2"):
+        folder = golden_cases.write_checkpoint(name, tmp_path / name)
+        tokens = golden_cases.tokens(name)[::-1]
+        ours = Session.load(folder, kv="dense:dtype=f32", weights="f32").logits(tokens)
+        np.testing.assert_allclose(ours, reference_logits(folder, tokens), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+@pytest.mark.parametrize("kv", ["dense", "dense:dtype=f32"])
+def test_stories260k_reproduces_its_golden_text(shared: pathlib.Path, kv: str, device: str) -> None:
+    golden = json.loads((shared / "golden" / "stories260K_greedy200.json").read_text())
+    session = Session.load(shared / "models" / "stories260K", kv=kv, weights="f32", device=device)
+    steps = list(session.generate([golden["bos"]], max_new_tokens=golden["steps"]))
+    assert [golden["bos"], *(step.token for step in steps)] == golden["token_ids"]
+    text = "".join(step.text for step in steps)
+    assert session.tokenizer is not None
+    assert text.strip() == session.tokenizer.decode(golden["token_ids"]).strip()
+    assert text.startswith(" Once upon a time")
+
+
+def test_tiny_random_gpt2_published_logits(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    golden = json.loads((shared / "golden" / "tiny_random_gpt2_golden.json").read_text())
+    arrays = dict(np.load(shared / "models" / "tiny_random_gpt2" / "tiny_random_gpt2.npz"))
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 1000,
+        "n_positions": 512,
+        "n_embd": 32,
+        "n_layer": 5,
+        "n_head": 4,
+    }
+    _save(tmp_path, arrays, config)
+    prompts, decoded = [], []
+    for ids, greedy in zip(golden["input_ids"], golden["greedy_max_length_10"], strict=True):
+        session = Session.load(tmp_path, weights="f32")
+        logits = session.logits(ids)
+        prompts.append(logits)
+        decoded.append(session.logits([int(logits[-1].argmax())])[0])
+        session.reset()
+        steps = session.generate(ids, max_new_tokens=10 - len(ids))
+        assert ids + [step.token for step in steps] == greedy
+    published = golden["prompt_logits_stride200"]
+    np.testing.assert_allclose(
+        np.concatenate(prompts).ravel()[::200], published, atol=golden["tolerance_in_source"]
+    )
+    first = golden["decode1_logits_stride200"]
+    np.testing.assert_allclose(np.concatenate(decoded)[::200], first, atol=golden["tolerance_in_source"])
+
+
+def test_gpt_nano_sort_partials_and_its_task(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = shared / "models" / "gpt_nano_sort"
+    model = json.loads((folder / "gpt-nano-sort-model.json").read_text())
+    partials = json.loads((folder / "gpt-nano-sort-t0-partials.json").read_text())
+    shape = model.pop("config")
+    arrays = {name: _array(entry) for name, entry in model.items() if not name.endswith(".attn.bias")}
+    for name in arrays:  # minGPT keeps nn.Linear's layout where GPT-2 has Conv1D's
+        if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            arrays[name] = np.ascontiguousarray(arrays[name].T)
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": shape["vocab_size"],
+        "n_positions": shape["block_size"],
+        **{name: shape[name] for name in ("n_layer", "n_head", "n_embd")},
+        "tie_word_embeddings": False,
+    }
+    _save(tmp_path, arrays, config)
+    session = Session.load(tmp_path, weights="f32")
+    batch = _array(partials["idx"]).astype(int)
+    expected = _array(partials["lm_head"])
+    for ids, logits in zip(batch.tolist(), expected, strict=True):
+        session.reset()
+        np.testing.assert_allclose(session.logits(ids), logits, atol=1e-4)
+    for digits in ([2, 0, 1, 1, 0, 2], [1, 1, 2, 0, 0, 0]):
+        session.reset()
+        steps = session.generate(digits, max_new_tokens=6)
+        assert [step.token for step in steps][:5] == sorted(digits)[:5]
+
+
+def _array(entry: dict) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(entry["data"]), np.float32).reshape(entry["shape"]).copy()
+
+
+def _save(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: dict) -> None:
+    save_file(
+        {name: np.ascontiguousarray(a, np.float32) for name, a in arrays.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,136 @@
+"""Retrieval data: rows are what they claim, prompts hold their answers, the score counts right."""
+
+import pathlib
+import re
+import sys
+
+import numpy as np
+import pytest
+import sentencepiece
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import needles  # noqa: E402
+
+SENTENCES = (
+    "He went to the town.",
+    '"Who is there?" she said.',
+    "It was late, and the rain fell!",
+    "I am here.\n",
+)
+LENGTHS = (129, 513, 2049)
+
+
+@pytest.fixture(scope="module")
+def prose() -> needles.Prose:
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(ROOT / "models" / "demo" / "tokenizer.model"))
+    order = np.random.default_rng(0).integers(len(SENTENCES), size=2000)
+    return needles.Prose(np.array(tokenizer.encode(" ".join(SENTENCES[i] for i in order)), np.uint16), tokenizer)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+def text_of(prose: needles.Prose, ids: np.ndarray | list[int]) -> str:
+    return str(prose.tokenizer.decode([int(i) for i in ids]))
+
+
+def test_breaks_are_where_sentences_begin(prose: needles.Prose) -> None:
+    for i in prose.breaks[:200]:
+        assert text_of(prose, prose.tokens[:i]).rstrip('"')[-1] in ".?!"
+        assert text_of(prose, prose.tokens[i - 1 : i + 1])[1:] != ""
+
+
+def test_continuing_text_is_tokenised_as_inside_a_longer_text(prose: needles.Prose) -> None:
+    before, after = "It was late.", "\n\nThe pass key is 48213."
+    ids = prose.tokenizer.encode(before) + prose.continuing(after)
+    assert ids == prose.tokenizer.encode(before + after)
+    assert len(prose.continuing(" 48213")) == len(prose.continuing(" 90000")) == 6  # a space, then digit by digit
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("make_row", [needles.prose_row, needles.copy_row, needles.recall_row])
+def test_rows_have_the_length_asked_for(make_row, length: int, prose: needles.Prose, rng) -> None:
+    for _ in range(20):
+        ids, labels = make_row(rng, prose, length)
+        assert ids.shape == labels.shape == (length,)
+        assert ids[0] == prose.tokenizer.bos_id()
+        assert labels[0] == needles.IGNORED
+
+
+def test_a_prose_row_is_the_text(prose: needles.Prose, rng) -> None:
+    ids, labels = needles.prose_row(rng, prose, 129)
+    assert text_of(prose, ids).strip() in text_of(prose, prose.tokens)
+    assert (labels[1:] == needles.PROSE).all()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_copied_tokens_continue_a_pair_seen_before(length: int, prose: needles.Prose, rng) -> None:
+    n_copied = 0
+    for _ in range(10):
+        ids, labels = needles.copy_row(rng, prose, length)
+        pairs = list(zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True))
+        copied = np.flatnonzero(labels == needles.COPY)
+        assert all(pairs[i - 1] in pairs[: i - 1] for i in copied)
+        n_copied += copied.size
+    assert n_copied > length  # a tenth of ten rows
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_answer_of_a_recall_row_stands_earlier_in_the_row(length: int, prose: needles.Prose, rng) -> None:
+    n_answers = 0
+    for _ in range(30):
+        ids, labels = needles.recall_row(rng, prose, length)
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], labels == needles.ANSWER, [0]])))
+        for start, stop in edges.reshape(-1, 2):
+            answer = text_of(prose, ids[start:stop]).strip()
+            assert re.fullmatch(r"\d{5}\.", answer)
+            assert answer[:5] in text_of(prose, ids[:start])
+            n_answers += 1
+    assert n_answers >= 30
+
+
+def test_training_sees_every_wording(rng) -> None:
+    facts = [fact for _ in range(200) for fact in needles.training_facts(rng, 3)]
+    seen = {(fact.name is None, fact.statement_wording, fact.question_wording) for fact in facts}
+    assert len(seen) == 2 * 3 * 3
+
+
+@pytest.mark.parametrize("task", needles.TASKS)
+@pytest.mark.parametrize("depth", [0.05, 0.5, 0.95])
+def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: needles.Prose, rng) -> None:
+    prompt = needles.make_prompt(rng, prose, task, 1024, depth)
+    text, answer = text_of(prose, prompt.ids), text_of(prose, prompt.answer).strip()
+    assert len(prompt.ids) + len(prompt.answer) == 1024
+    assert text.count(answer) == 1
+    assert text.find(answer) / len(text) == pytest.approx(depth, abs=0.08)
+    asked = re.search(r"What is the (.*)\? The \1 is$", text)
+    assert asked is not None
+    assert f"The {asked[1]} is {answer}." in text
+
+
+def test_four_codes_differ_and_any_of_them_is_asked_for(prose: needles.Prose) -> None:
+    prompts = needles.make_prompts(prose, "four-codes", 512, n=40)
+    questions = {text_of(prose, prompt.ids).rsplit("\n", 1)[-1] for prompt in prompts}
+    assert len(questions) == 4
+    assert all(text_of(prose, prompt.ids).count(" door is ") == 4 for prompt in prompts)
+
+
+def test_prompts_repeat_with_their_seed_only(prose: needles.Prose) -> None:
+    first, again, other = (needles.make_prompts(prose, "pass-key", 256, n=10, seed=s) for s in (0, 0, 1))
+    assert first == again
+    assert [p.answer for p in first] != [p.answer for p in other]
+    assert [p.depth for p in first] == list(needles.DEPTHS)
+
+
+def test_a_text_too_short_is_refused(prose: needles.Prose, rng) -> None:
+    with pytest.raises(ValueError, match="too few for a row of"):
+        needles.prose_row(rng, prose, len(prose.tokens) + 2)
+
+
+def test_score_by_depth_counts_each_depth_apart() -> None:
+    prompts = [needles.Prompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
+    assert needles.score_by_depth(prompts, [True, False, True, True]) == {0.05: 0.5, 0.95: 1.0}

@@ -1,0 +1,213 @@
+"""Sampling against a direct reading of its definition; stop strings against a search of the whole text."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.sampling import Sampler, SamplingParams, StopMatcher
+
+OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7)
+PARAMS = {
+    "plain": OFF,
+    "temperature": dataclasses.replace(OFF, temperature=0.3),
+    "top_k": dataclasses.replace(OFF, top_k=5),
+    "top_k beyond the vocabulary": dataclasses.replace(OFF, top_k=1000),
+    "top_p": dataclasses.replace(OFF, top_p=0.7),
+    "min_p": dataclasses.replace(OFF, min_p=0.1),
+    "penalty": dataclasses.replace(OFF, repetition_penalty=1.8),
+    "penalty in a window": dataclasses.replace(OFF, repetition_penalty=1.8, repetition_window=2),
+    "all": SamplingParams(0.7, 12, 0.9, 0.02, 1.3, 3, seed=7),
+}
+
+
+def reference_probabilities(logits, history, params):
+    """Probability of each id, filter by filter with a full sort."""
+    scores = logits.astype(np.float64)
+    seen = history[-params.repetition_window :] if params.repetition_window else history
+    for token in set(seen):
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    scores /= params.temperature
+    order = np.array(sorted(range(len(scores)), key=lambda i: (-scores[i], i)))
+    if params.top_k:
+        order = order[: params.top_k]
+    probabilities = np.exp(scores[order] - scores[order[0]])
+    probabilities /= probabilities.sum()
+    n_kept = next((n for n in range(1, len(order)) if probabilities[:n].sum() >= params.top_p), len(order))
+    order, probabilities = order[:n_kept], probabilities[:n_kept]
+    probabilities[probabilities < params.min_p * probabilities[0]] = 0
+    result = np.zeros(len(scores))
+    result[order] = probabilities / probabilities.sum()
+    return result
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+def test_frequencies_follow_the_definition(params):
+    logits = (np.random.default_rng(3).standard_normal(40) * 1.5).astype(np.float32)
+    logits[[4, 9]] = -np.inf
+    history = [11, int(logits.argmax()), 11, 20]
+    expected = reference_probabilities(logits, history, params)
+    sampler, n_draws = Sampler(params, logits.size), 4000
+    counts = np.bincount([sampler.sample(logits, history) for _ in range(n_draws)], minlength=logits.size)
+    assert np.all(counts[expected == 0] == 0)
+    assert np.all(abs(counts / n_draws - expected) <= 4 * np.sqrt(expected / n_draws))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    st.lists(st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 4.0]), min_size=1, max_size=30),
+    st.integers(0, 8),
+    st.sampled_from([0.001, 0.3, 0.5, 0.9, 0.999]),
+    st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_only_tokens_that_pass_the_filters_are_drawn(values, top_k, top_p, min_p):
+    logits = np.array(values, np.float32)
+    params = SamplingParams(1.0, top_k, top_p, min_p, seed=1)
+    sampler, allowed = Sampler(params, logits.size), reference_probabilities(logits, [], params)
+    assert all(allowed[sampler.sample(logits)] > 0 for _ in range(20))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(0.0), dataclasses.replace(OFF, top_k=1)])
+def test_ties_go_to_the_lowest_id(params):
+    logits = np.array([0, 2, 1, 2, 2], np.float32)
+    assert {Sampler(params, 5).sample(logits) for _ in range(10)} == {1}
+
+
+def test_greedy_obeys_the_repetition_penalty_and_leaves_the_logits_alone():
+    sampler = Sampler(SamplingParams(0.0, repetition_penalty=2.0), 3)
+    logits = np.array([3, 2, -1], np.float32)
+    assert [sampler.sample(logits, history) for history in ([], [0], [0, 1], [0, 0])] == [0, 1, 0, 1]
+    assert sampler.sample(np.array([-1, -1.5, -9], np.float32), [0]) == 1
+    assert logits.tolist() == [3, 2, -1]
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = np.array([0, 5, 4.999, -np.inf], np.float32)
+    assert {Sampler(dataclasses.replace(OFF, temperature=1e-300), 4).sample(logits) for _ in range(10)} == {1}
+
+
+def draw(sampler, n):
+    return [sampler.sample(np.linspace(0, 1, 500, dtype=np.float32)) for _ in range(n)]
+
+
+def test_the_seed_alone_decides():
+    assert draw(Sampler(OFF, 500), 50) == draw(Sampler(OFF, 500), 50)
+    assert draw(Sampler(OFF, 500), 50) != draw(Sampler(dataclasses.replace(OFF, seed=8), 500), 50)
+
+
+def test_a_random_seed_is_reported_and_repeats_the_text():
+    unseeded = Sampler(dataclasses.replace(OFF, seed=None), 500)
+    assert unseeded.seed != Sampler(dataclasses.replace(OFF, seed=None), 500).seed
+    assert draw(unseeded, 50) == draw(Sampler(dataclasses.replace(OFF, seed=unseeded.seed), 500), 50)
+
+
+def test_a_saved_state_continues_the_series():
+    sampler, restored = Sampler(OFF, 500), Sampler(dataclasses.replace(OFF, seed=99), 500)
+    draw(sampler, 10)
+    restored.load_state(json.loads(json.dumps(sampler.state())))
+    assert restored.seed == 7
+    assert draw(restored, 30) == draw(sampler, 30)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"seed": 1},
+        {"seed": "x"},
+        {"seed": 1, "generator": {}},
+        {"seed": 1, "generator": {"bit_generator": "MT19937"}},
+        {"seed": 1, "generator": {"bit_generator": "PCG64", "state": {"state": -1, "inc": 2**200}}},
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage):
+    sampler = Sampler(OFF, 500)
+    with pytest.raises(EdgeKVError, match="sampler state is damaged"):
+        sampler.load_state(damage)
+    assert sampler.seed == 7
+    assert draw(sampler, 20) == draw(Sampler(OFF, 500), 20)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logits", [[1, np.nan, 2], [-np.inf] * 3, [0, np.inf, 1]])
+def test_logits_without_a_finite_maximum_are_refused(temperature, logits):
+    with pytest.raises(EdgeKVError, match="the largest logit is"):
+        Sampler(SamplingParams(temperature), 3).sample(np.array(logits, np.float32))
+
+
+def test_logits_of_another_vocabulary_are_refused():
+    with pytest.raises(EdgeKVError, match=r"shape \(1, 3\), not \(3,\)"):
+        Sampler(OFF, 3).sample(np.zeros((1, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_window", -1),
+        ("seed", -1),
+        ("seed", True),
+    ],
+)
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(ConfigError, match=rf"^{name} .* is out of range: give [^\n]+$"):
+        SamplingParams(**{name: value})
+
+
+def stop_by_searching(text, stops):
+    """Text before the stop string that is completed first, and whether there is one."""
+    for end in range(1, len(text) + 1):
+        completed = [stop for stop in stops if text[:end].endswith(stop)]
+        if completed:
+            return text[: end - max(map(len, completed))], True
+    return text, False
+
+
+TEXT = st.text("abé", max_size=12)
+
+
+@settings(deadline=None, derandomize=True, max_examples=1000)
+@given(st.lists(TEXT, max_size=8), st.lists(TEXT.filter(bool), max_size=4))
+def test_pieces_do_not_matter_to_stop_strings(pieces, stops):
+    expected, stopped = stop_by_searching("".join(pieces), stops)
+    matcher = StopMatcher(stops)
+    printed = "".join(matcher.push(piece)[0] for piece in pieces)
+    assert expected.startswith(printed)
+    assert printed + matcher.flush() == expected
+    assert matcher.stopped == stopped
+
+
+def test_only_a_possible_start_is_held_back():
+    matcher = StopMatcher(["###", "#!"])
+    assert [matcher.push(piece) for piece in ("one #", "# two", " ##", "#three")] == [
+        ("one ", False),
+        ("## two", False),
+        (" ", False),
+        ("", True),
+    ]
+    assert matcher.push("more") == ("", True)
+    assert matcher.flush() == ""
+
+
+def test_one_stop_string_needs_no_list():
+    assert StopMatcher("end").push("the end") == ("the ", True)
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ConfigError, match="the stop string '' is empty"):
+        StopMatcher(["a", ""])

@@ -1,0 +1,221 @@
+"""Sessions: generation, continuation, rewinding, limits, reports."""
+
+import pathlib
+
+import golden_cases
+import numpy as np
+import pytest
+
+from edgekv import CACHES, SamplingParams, Session
+from edgekv.dense.formats import WEIGHTS
+from edgekv.errors import CacheError, ConfigError, ContextError, MemoryBudgetError, TokenizerError
+from edgekv.kvcache import CacheSpec
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
+
+
+def text_model(shared: pathlib.Path) -> pathlib.Path:
+    return shared / "models" / "stories260K"
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> None:
+    """Tokens fed one after another through two calls are those of the same cache stepped by hand."""
+    prompt = golden_cases.tokens("llama31")[:20]
+    session = Session.load(model, kv=kv)
+    first = [step.token for step in session.generate(prompt, max_new_tokens=5)]
+    assert session.n_past == 24  # the fifth answer token is not in the cache yet
+    second = [step.token for step in session.generate([7, 8], max_new_tokens=5)]
+    assert session.tokens == [*prompt, *first, 7, 8, *second]
+    assert session.n_past == 31
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_reset_gives_the_same_text_again(model: pathlib.Path, kv: str) -> None:
+    session = Session.load(model, kv=kv)
+    sampling = SamplingParams(temperature=1.0, seed=11)
+    runs = []
+    for _ in range(2):
+        runs.append([step.token for step in session.generate([1, 2, 3], max_new_tokens=20, sampling=sampling)])
+        session.reset()
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) > 3
+
+
+def test_two_sessions_share_nothing(model: pathlib.Path) -> None:
+    alone = [step.token for step in Session.load(model).generate([5, 6], max_new_tokens=8)]
+    one, other = Session.load(model), Session.load(model, kv="h1b")
+    steps = one.generate([5, 6], max_new_tokens=8), other.generate([9, 9, 9], max_new_tokens=8)
+    interleaved = [pair[0].token for pair in zip(*steps, strict=True)]
+    assert interleaved == alone
+
+
+def test_rewind_forgets(model: pathlib.Path) -> None:
+    tokens = golden_cases.tokens("llama31")
+    session = Session.load(model, kv="dense:dtype=f32")
+    session.logits(tokens[:30])
+    session.rewind(20)
+    assert (session.n_past, session.tokens) == (20, tokens[:20])
+    again = session.logits(tokens[20:30])
+    session.reset()
+    np.testing.assert_allclose(again, session.logits(tokens[:30])[20:], atol=2e-4)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_weight_formats_agree_with_their_dequantised_reference(model: pathlib.Path, weights: str) -> None:
+    """onnxruntime rounds activations to 8 bits for integer weights; NumPy multiplies the dequantised ones."""
+    tokens = golden_cases.tokens("llama31")
+    ours, reference = (
+        Session.load(model, kv="dense:dtype=f32", weights=weights, device=device).logits(tokens)
+        for device in ("cpu", "numpy")
+    )
+    error = np.sqrt(np.mean(np.square(ours - reference)))
+    assert error < (1e-5 if weights == "f32" else 0.05 * reference.std())
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str) -> None:
+    session = Session.load(model, kv=kv, ctx=50)
+    list(session.generate([1, 2, 3], max_new_tokens=4))
+    arrays = [array for cache in session.caches for array in cache.arrays.values()]
+    assert session.report().cache_bytes == sum(array.nbytes for array in arrays) == session.plan.cache_bytes
+    assert session.report().cache_bytes > 0
+
+
+def test_report_counts(model: pathlib.Path) -> None:
+    session = Session.load(model, ctx=60)
+    steps = list(session.generate([1, 2, 3], max_new_tokens=6))
+    report = session.report()
+    assert report.prefill_tokens == 3
+    assert len(report.decode_latencies_s) == 5
+    assert report.decode_latencies_s == [step.latency_s for step in steps[1:]]
+    assert report.time_to_first_token_s == steps[0].latency_s
+    assert report.stop_reason == steps[-1].stop == "max_new_tokens"
+    assert report.settings["ctx"] == 60
+    assert report.settings["seed"] is not None
+    assert report.bytes_read_per_token > session.plan.weights_bytes / 2
+
+
+def test_context_fills_during_generation(model: pathlib.Path) -> None:
+    session = Session.load(model, ctx=10)
+    steps = list(session.generate([1, 2, 3], max_new_tokens=50))
+    assert len(steps) == 8  # 3 + 7 fill the cache; the eighth token is sampled from the full cache
+    assert session.n_past == 10
+    assert "context full" in str(steps[-1].stop)
+
+
+def test_prompt_of_exactly_the_context_gives_one_token(model: pathlib.Path) -> None:
+    session = Session.load(model, ctx=5)
+    assert len(list(session.generate([1, 2, 3, 4, 5], max_new_tokens=9))) == 1
+
+
+def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
+    session = Session.load(model, ctx=5)
+    with pytest.raises(ContextError, match=r"6 tokens and 5 of --ctx 5"):
+        session.generate([1] * 6)
+    assert session.n_past == 0
+
+
+def test_context_beyond_the_models_positions(model: pathlib.Path) -> None:
+    with pytest.raises(ContextError, match=r"--ctx 65: this model has 64 positions"):
+        Session.load(model, ctx=65)
+
+
+def test_empty_prompt_and_foreign_token(model: pathlib.Path) -> None:
+    session = Session.load(model)
+    with pytest.raises(ContextError, match="empty"):
+        session.generate([])
+    with pytest.raises(TokenizerError, match="96 is outside"):
+        session.generate([96])
+
+
+def test_no_tokenizer(model: pathlib.Path) -> None:
+    with pytest.raises(TokenizerError, match="no tokenizer"):
+        Session.load(model).generate("text")
+
+
+def test_too_little_memory_is_said_before_it_is_taken(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgekv.session.available_memory_bytes", lambda: 100_000)
+    with pytest.raises(MemoryBudgetError, match=r"kv cache .* but 97\.7 KiB is available"):
+        Session.load(model)
+
+
+def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session.load(model, kv="dense:dtype=f32")
+    before = session.logits([1, 2, 3, 4])
+    real = session.caches[1].attend
+
+    def interrupted(*arrays: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.caches[1], "attend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.logits([5])
+    assert [cache.n_seen for cache in session.caches] == [4, 4, 4]
+    monkeypatch.setattr(session.caches[1], "attend", real)
+    after = session.logits([5])
+    session.reset()
+    np.testing.assert_allclose(session.logits([1, 2, 3, 4, 5]), np.concatenate([before, after]), atol=2e-4)
+
+
+def test_stop_string_and_text(shared: pathlib.Path) -> None:
+    session = Session.load(text_model(shared), weights="f32")
+    steps = list(session.generate("Once upon a time", max_new_tokens=100, stop=["park"]))
+    text = "".join(step.text for step in steps)
+    assert steps[-1].stop == "stop string"
+    assert "park" not in text
+    assert text.startswith(", there was")
+
+
+def test_same_seed_same_text(shared: pathlib.Path) -> None:
+    def run(seed: int) -> str:
+        session = Session.load(text_model(shared), weights="f32")
+        steps = session.generate("Once", max_new_tokens=60, temperature=1.0, seed=seed)
+        return "".join(step.text for step in steps)
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nope", "accepted: dense, h1b"),
+        ("h1b:c=3", "accepted .defaults.: b=256"),
+        ("h1b:b=100", "multiples of 64"),
+        ("h1b:b=x", "must be a int"),
+        ("h1b:tau=-1", "positive"),
+        ("dense:dtype=f8", "accepted: f16, f32"),
+    ],
+)
+def test_bad_scheme(text: str, message: str) -> None:
+    with pytest.raises(CacheError, match=message):
+        CacheSpec.parse(text)
+
+
+def test_bad_names(model: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="accepted: auto, f32"):
+        Session.load(model, weights="int3")
+    with pytest.raises(ConfigError, match="accepted: cpu, numpy"):
+        Session.load(model, device="tpu")
+
+
+def test_h1b_says_where_tau_is_from_and_that_it_is_untuned(model: pathlib.Path) -> None:
+    session = Session.load(model, kv="h1b")
+    list(session.generate([1, 2], max_new_tokens=2))
+    assert "default" in session.report().notes[0]
+    session.reset()
+    list(session.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2))
+    notes = session.report().notes
+    assert "fitted on the prompt" in notes[0]
+    assert "not adapted" in notes[1]
+    given = Session.load(model, kv="h1b:tau=0.125")
+    list(given.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2))
+    assert "tau 0.125 (set by" in given.report().notes[0]

@@ -109,7 +109,7 @@ def _hidden(
     x = decoder.embed(window, 0)
     with blas_threads(decoder.threads):
         if fit_tokens:
-            decoder.prefill(x[:fit_tokens], caches)
+            decoder.prefill(x[:fit_tokens].copy(), caches)
             rewind(caches, 0)
         return decoder.prefill(x, caches, progress, exact=False), caches
 

@@ -26,6 +26,8 @@ from edgekv.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 F32 = npt.NDArray[np.float32]
 DEFAULT_CTX = 8192
+WARM_UP = "compiling kernels (once per machine)"
+WARM_UP_TOKENS = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,11 @@ class Session:
             vocabulary = load_tokenizer(model.tokenizer_path, config=model.raw_config)
         threads = threads or len(os.sched_getaffinity(0))
         decoder = find_device(device).decoder(model, model.weight_format(weights), plan.ctx, threads, progress)
+        if progress:
+            progress(WARM_UP, 0, 1)
+        decoder.warm_up(plan.kv.layers(model.config, min(WARM_UP_TOKENS, plan.ctx)))
+        if progress:
+            progress(WARM_UP, 1, 1)
         settings = {
             "kv": str(plan.kv),
             "weights": plan.weights,

@@ -14,6 +14,7 @@ from typing import Any
 import numba
 
 from edgekv.errors import ConfigError
+from edgekv.kernels.serial import is_serial
 
 # libgomp's idle threads spin for milliseconds before they sleep, on cores that onnxruntime or another program
 # may need by then: on a busy machine a kernel took 20 ms in place of 0.25. About a thousand rounds (some
@@ -39,7 +40,9 @@ def configure(n: int | None = None) -> None:
 
 
 def count() -> int:
-    """Threads that a parallel kernel uses."""
+    """Threads that a parallel kernel called by this Python thread uses."""
+    if is_serial():
+        return 1
     if not _n_threads:
         configure()
     return _n_threads

@@ -30,6 +30,7 @@ class Dense(KeepAll):
     paper = "baseline"
     summary = "keys and values in f16 (or dtype=f32)"
     gives_up = "nothing but memory"
+    exact_when_short = True
     Knobs = DenseKnobs
 
     def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[KeyCodec, ValueCodec]:

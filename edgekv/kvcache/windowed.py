@@ -40,6 +40,8 @@ class Windowed(KVCache):
     tokens are exact between two calls. The tail of a prompt stays exact too.
     """
 
+    exact_when_short = True
+
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
         self.sizes = self.window_sizes(knobs)
@@ -162,7 +164,7 @@ class Windowed(KVCache):
 
     def _fill_sink(self, keys: F32, values: F32) -> int:
         """Stores the first tokens of a conversation; returns how many were taken."""
-        taken = min(self.sizes.sink - self.n_sink, keys.shape[1])
+        taken: int = min(self.sizes.sink - self.n_sink, keys.shape[1])
         if taken:
             self._stores["sink_key"].encode(keys[:, :taken], self.n_sink)
             self._stores["sink_value"].encode(values[:, :taken], self.n_sink)

@@ -1,40 +1,78 @@
-"""Exact causal attention over a prompt: blocked matrix products, one block of scores alive at a time."""
+"""Exact causal attention over a prompt: blocked matrix products, a few blocks of scores alive at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.serial import serial_kernels
 from edgekv.kvcache.base import Workspace
+from edgekv.threads import blas_threads
 
 F32 = npt.NDArray[np.float32]
 BLOCK_ROWS = 512  # query rows per block, all heads of a group together
 
 
-def exact_attention(
-    queries: F32, keys: F32, values: F32, window: int | None, kernels: Kernels, workspace: Workspace
-) -> None:
-    """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
+class ExactAttention:
+    """Each worker thread takes blocks of query rows and multiplies them alone.
 
-    keys, values (n_kv_heads, n, head_dim); query i sees keys max(0, i + 1 - window)..i. Scratch: one
-    score block of BLOCK_ROWS x n float32.
+    Workers that share one product wait for each other at its end, thousands of times per prompt; on a busy
+    machine that made a prompt three times slower than blocks computed apart.
     """
-    n_heads, n, head_dim = queries.shape
-    group = n_heads // keys.shape[0]
-    block = max(1, BLOCK_ROWS // group)
-    for g in range(keys.shape[0]):
-        heads = slice(g * group, (g + 1) * group)
-        for a in range(0, n, block):
-            b = min(a + block, n)
-            first = 0 if window is None else max(0, a + 1 - window)
-            rows = group * (b - a)
-            q = workspace.array("prefill.rows", (rows, head_dim))
-            q.reshape(group, b - a, head_dim)[:] = queries[heads, a:b]
-            s = workspace.array("prefill.scores", (rows, b - first))
-            np.matmul(q, keys[g, first:b].T, out=s)
-            hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - first, group)
-            lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
-            kernels.softmax(s[None], lo, hi)
-            np.matmul(s, values[g, first:b], out=q)
-            queries[heads, a:b] = q.reshape(group, b - a, head_dim)
+
+    def __init__(self, kernels: Kernels, threads: int) -> None:
+        self.kernels, self.threads = kernels, threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="edgekv-attention")
+        self._scratch = [Workspace() for _ in range(threads)]
+
+    def __call__(self, queries: F32, keys: F32, values: F32, window: int | None) -> None:
+        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
+
+        keys, values (n_kv_heads, n, head_dim); query i sees keys max(0, i + 1 - window)..i. Scratch: per
+        thread one score block of BLOCK_ROWS x n float32.
+        """
+        n_heads, n, _ = queries.shape
+        n_kv_heads = keys.shape[0]
+        rows = max(1, BLOCK_ROWS // (n_heads // n_kv_heads))
+        starts = range((n - 1) // rows * rows, -1, -rows)  # the longest blocks first
+        blocks = iter([(g, a, min(a + rows, n)) for a in starts for g in range(n_kv_heads)])
+        with blas_threads(1):
+            jobs = [self._pool.submit(self._work, w, blocks, queries, keys, values, window) for w in self._scratch]
+            for job in jobs:
+                job.result()
+
+    def _work(
+        self,
+        scratch: Workspace,
+        blocks: Iterator[tuple[int, int, int]],
+        queries: F32,
+        keys: F32,
+        values: F32,
+        window: int | None,
+    ) -> None:
+        group = queries.shape[0] // keys.shape[0]
+        with serial_kernels():
+            for g, a, b in blocks:  # a list's iterator: each block goes to one worker
+                heads = slice(g * group, (g + 1) * group)
+                self._block(scratch, queries[heads], keys[g], values[g], a, b, window)
+
+    def _block(
+        self, scratch: Workspace, queries: F32, keys: F32, values: F32, a: int, b: int, window: int | None
+    ) -> None:
+        """Queries a..b of one group (group, n, head_dim) over its keys and values (n, head_dim)."""
+        group, _, head_dim = queries.shape
+        first = 0 if window is None else max(0, a + 1 - window)
+        rows = group * (b - a)
+        q = scratch.array("rows", (rows, head_dim))
+        q.reshape(group, b - a, head_dim)[:] = queries[:, a:b]
+        s = scratch.array("scores", (rows, b - first))
+        np.matmul(q, keys[first:b].T, out=s)
+        hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - first, group)
+        lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
+        self.kernels.softmax(s[None], lo, hi)
+        np.matmul(s, values[first:b], out=q)
+        queries[:, a:b] = q.reshape(group, b - a, head_dim)

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from edgekv.dense.weights import Weights
 from edgekv.kernels import Kernels
 from edgekv.kvcache.base import KVCache, Workspace
-from edgekv.models.attention import exact_attention
+from edgekv.models.attention import ExactAttention
 from edgekv.models.rope import RopeTable
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
-CHUNK = 512  # tokens per dense block in prefill: bounds the MLP's activations
+CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
 ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
 NONE = np.empty(0, np.float32)
 
@@ -39,10 +39,28 @@ class Decoder:
         self.dense: Dense = dense
         self.threads = threads
         self.workspace = Workspace()
+        self._exact_attention = ExactAttention(kernels, threads)
         self._rope = RopeTable(self.config.rope, capacity) if self.config.rope else None
         names = ("norm_q", "norm_k") if self.config.qk_norm else ()
         layers = range(self.config.n_layers)
         self._norms = [tuple(weights.vector(f"{i}.{name}") for name in names) or (NONE, NONE) for i in layers]
+
+    def warm_up(self, caches: Sequence[KVCache]) -> None:
+        """Compiles a scheme's kernels, or loads them from Numba's cache, on throw-away random tokens."""
+        cache, c = caches[-1], self.config
+        n = cache.geometry.capacity
+        cache.allocate(self.kernels, Workspace())
+        rng = np.random.default_rng(0)
+        cos, sin = self._tables(0, n)
+        qkv = rng.standard_normal((n, c.q_size + 2 * c.kv_size)).astype(np.float32)
+        q, k, v = self._qkv_buffers("prefill", n)
+        norm_q, norm_k = self._norms[-1]
+        self.kernels.split_rope(qkv, cos, sin, q, k, v, 1.0, norm_q, norm_k, c.norm_eps)
+        if n > 1:
+            cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
+            type(cache).settle([cache])
+        cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+        self._exact_attention(q, k, v, None)
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
         """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
@@ -60,7 +78,8 @@ class Decoder:
 
     def step(self, token: int, caches: Sequence[KVCache]) -> F32:
         """Logits (vocab,) after appending one token."""
-        return self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
+        logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
+        return logits
 
     def forward(self, x: F32, caches: Sequence[KVCache]) -> F32:
         """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
@@ -80,16 +99,15 @@ class Decoder:
         progress: Callable[[int, int], None] | None = None,
         exact: bool = True,
     ) -> F32:
-        """Hidden states (n, hidden) of a prompt embedded as x; fills the caches. Layer by layer.
+        """Turns x (n, hidden), an embedded prompt, into its hidden states in place; fills the caches.
 
-        Into empty caches attention is exact, and each cache then encodes the whole prompt at once;
+        Layer by layer. Into empty caches attention is exact, and each cache then encodes the whole prompt at once;
         only one layer's float32 queries, keys and values are alive. A prompt that continues a filled
         cache goes through `KVCache.attend` in blocks, and so does every prompt with ``exact`` False:
         then each token attends to what the scheme has kept of the earlier ones, as in decoding.
         """
         n, start = len(x), caches[0].n_seen
         cos, sin = self._tables(start, n)
-        x = x.copy()
         for i, cache in enumerate(caches):
             if start == 0 and exact:
                 self._prefill_layer(i, cache, x, cos, sin)
@@ -108,7 +126,7 @@ class Decoder:
             part = slice(a, min(a + CHUNK, n))
             self._project(i, x[part], cos[part], sin[part], q[:, part], k[:, part], v[:, part])
         cache.prefill(q, k, v)
-        exact_attention(q, k, v, self.config.layer_windows[i], self.kernels, self.workspace)
+        self._exact_attention(q, k, v, self.config.layer_windows[i])
         for a in range(0, n, CHUNK):
             part = slice(a, min(a + CHUNK, n))
             x[part] = self.dense.attention_out(i, x[part], self._merge(q[:, part]))

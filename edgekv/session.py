@@ -14,6 +14,7 @@ import numpy.typing as npt
 from edgekv.dense.store import Progress
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.auto import check_budget, choose
 from edgekv.kvcache.base import KVCache, rewind
 from edgekv.machine import available_memory_bytes, peak_rss_bytes, require_memory
 from edgekv.model import Model, Path, find_device
@@ -53,16 +54,29 @@ class Plan:
     weights_bytes: int
     cache_bytes: int
     scratch_bytes: int
+    notes: tuple[str, ...]
 
     @classmethod
-    def make(cls, model: Model, *, kv: str | CacheSpec, ctx: int | None, weights: str) -> Plan:
-        """Raises ContextError for a context that the model can't have, CacheError and ConfigError for names."""
+    def make(
+        cls, model: Model, *, kv: str | CacheSpec, ctx: int | None, weights: str, kv_budget: int | None = None
+    ) -> Plan:
+        """Raises ContextError for a context that the model can't have, CacheError and ConfigError for names.
+
+        kv "auto" is the best scheme within ``kv_budget`` bytes (default: a quarter of the free memory).
+        """
         c = model.config
         if ctx is None:
             ctx = min(DEFAULT_CTX, c.max_positions)
         if not 1 <= ctx <= c.max_positions:
             raise ContextError(f"--ctx {ctx}: this model has {c.max_positions} positions; accepted: 1 to that")
-        spec = CacheSpec.parse(kv) if isinstance(kv, str) else kv
+        notes = []
+        if kv == "auto":
+            spec, reason = choose(c, ctx, kv_budget or available_memory_bytes() // 4)
+            notes.append(reason)
+        else:
+            spec = CacheSpec.parse(kv) if isinstance(kv, str) else kv
+            if kv_budget is not None:
+                check_budget(spec, c, ctx, kv_budget)
         form = model.weight_format(weights)
         caches = spec.layers(c, ctx)
         dense_tokens = ctx * (c.hidden_size + c.q_size + 2 * c.kv_size) + BLOCK_ROWS * ctx
@@ -74,6 +88,7 @@ class Plan:
             weights_bytes=model.weights_bytes(form),
             cache_bytes=sum(cache.planned_bytes for cache in caches),
             scratch_bytes=4 * (dense_tokens + chunk),
+            notes=tuple(notes),
         )
 
     def parts(self) -> dict[str, int]:
@@ -103,6 +118,7 @@ class Session:
         kv: str | CacheSpec = "dense",
         ctx: int | None = None,
         weights: str = "auto",
+        kv_budget: int | None = None,
         device: str = "cpu",
         threads: int | None = None,
         config: Path | None = None,
@@ -112,12 +128,13 @@ class Session:
         """Opens a model for ``ctx`` tokens (default: 8192 or the model's positions).
 
         path: a Hugging Face folder, a .safetensors file, or a store made by `edgekv quantize`. kv: a scheme of
-        CACHES with its knobs, ``name:knob=value``. weights: f32, int8, int4 or auto. progress(stage, done, total)
+        CACHES with its knobs, ``name:knob=value``, or auto within ``kv_budget`` bytes. weights: f32, int8,
+        int4 or auto. progress(stage, done, total)
         is called while weights are quantised. Raises an EdgeKVError: a bad file, a context beyond the model,
         too little memory (computed before it is taken).
         """
         model = Model.open(path, config=config, tokenizer=tokenizer)
-        plan = Plan.make(model, kv=kv, ctx=ctx, weights=weights)
+        plan = Plan.make(model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget)
         require_memory(plan.parts(), available_memory_bytes())
         vocabulary = None
         if model.tokenizer_path is not None:
@@ -269,7 +286,7 @@ class Session:
         read = sum(cache.bytes_read() for cache in self.caches)
         report.bytes_read_per_token = self._decoder.weights.token_bytes + read
         report.peak_rss_bytes = peak_rss_bytes()
-        report.notes = self.caches[0].notes()
+        report.notes = [*self.plan.notes, *self.caches[0].notes()]
         return report
 
     def _new_report(self) -> None:

@@ -104,7 +104,7 @@ def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytes
 
     main(["caches"])
     listed = capsys.readouterr().out
-    main(["run", "--model", str(model), "--kv", "list"])
+    main(["run", "--kv", "list"])
     assert capsys.readouterr().out == listed
     assert [line.split()[0] for line in listed.splitlines()] == list(CACHES)
     main(["caches", "--json"])
@@ -159,6 +159,11 @@ def test_bad_input_is_one_line_and_exit_2(
     assert captured.err.startswith("edgekv: error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--prompt", "x"]) == 2
+    assert "--model PATH" in capsys.readouterr().err
 
 
 def test_no_prompt(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

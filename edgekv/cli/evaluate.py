@@ -9,7 +9,7 @@ import os
 import pathlib
 
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, positive_int
+from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, model_path, positive_int
 from edgekv.cli.prompt import read_text
 from edgekv.errors import EdgeKVError
 from edgekv.evaluate import FIT_TOKENS, Quality, evaluate
@@ -40,7 +40,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _execute(arguments: argparse.Namespace) -> int:
     specs = split_specs(arguments.kv)
     text = read_text(arguments.text, "--text")
-    model = Model.open(arguments.model, config=arguments.config, tokenizer=arguments.tokenizer)
+    model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
     plan = Plan.make(model, kv="dense", ctx=arguments.ctx, weights=arguments.weights)
     if model.tokenizer_path is None:
         raise EdgeKVError(f"{model.path} has no tokenizer: copy one beside the weights, or pass --tokenizer PATH")

@@ -13,6 +13,8 @@ from edgekv.cli.options import (
     add_weights_option,
     bytes_text,
     cache_spec,
+    kv_budget,
+    model_path,
     positive_int,
     schemes_text,
 )
@@ -30,7 +32,7 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    model = Model.open(arguments.model, config=arguments.config)
+    model = Model.open(model_path(arguments), config=arguments.config)
     c = model.config
     forms = [model.weight_format("auto")] if model.is_store else [WEIGHTS[name] for name in WEIGHTS]
     facts = {
@@ -77,8 +79,8 @@ def _budget(arguments: argparse.Namespace) -> int:
     spec = cache_spec(arguments)
     if spec is None:
         return 0
-    model = Model.open(arguments.model, config=arguments.config)
-    plan = Plan.make(model, kv=spec, ctx=arguments.ctx, weights=arguments.weights)
+    model = Model.open(model_path(arguments), config=arguments.config)
+    plan = Plan.make(model, kv=spec, ctx=arguments.ctx, weights=arguments.weights, kv_budget=kv_budget(arguments))
     total, free = sum(plan.parts().values()), available_memory_bytes()
     facts = {
         "ctx": plan.ctx,

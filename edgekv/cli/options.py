@@ -11,8 +11,9 @@ from types import TracebackType
 from tqdm import tqdm
 
 from edgekv.dense.formats import WEIGHTS
+from edgekv.errors import ConfigError
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.machine import format_bytes
+from edgekv.machine import format_bytes, parse_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +39,17 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Which model."""
     parser.add_argument(
         "--model",
-        required=True,
         metavar="PATH",
         help="a Hugging Face folder, a .safetensors file, or a store made by `edgekv quantize`",
     )
     parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
+
+
+def model_path(arguments: argparse.Namespace) -> str:
+    """--model, which every command needs except where it only lists schemes."""
+    if arguments.model is None:
+        raise ConfigError("no model: give --model PATH, a Hugging Face folder, a .safetensors file or a store")
+    return str(arguments.model)
 
 
 def add_weights_option(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +62,12 @@ def add_kv_options(parser: argparse.ArgumentParser) -> None:
         "--kv",
         default="dense",
         metavar="NAME[:knob=value,...]",
-        help="KV cache scheme (default dense); `--kv list` prints them all",
+        help="KV cache scheme, or auto (default dense); `--kv list` prints them all",
+    )
+    parser.add_argument(
+        "--kv-budget",
+        metavar="BYTES",
+        help="bytes for the cache, such as 300M: --kv auto picks the best that fits",
     )
     parser.add_argument(
         "--tau", type=float, metavar="T", help="softmax temperature of h1b (default: fit on the prompt)"
@@ -74,13 +86,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
 
 
-def cache_spec(arguments: argparse.Namespace) -> CacheSpec | None:
-    """The scheme asked for, or None after `--kv list` printed them."""
+def cache_spec(arguments: argparse.Namespace) -> CacheSpec | str | None:
+    """The scheme asked for, "auto", or None after `--kv list` printed them."""
     if arguments.kv == "list":
         print(schemes_text())
         return None
+    if arguments.kv == "auto":
+        return "auto"
     overrides = {} if arguments.tau is None else {"tau": arguments.tau}
     return CacheSpec.parse(arguments.kv, **overrides)
+
+
+def kv_budget(arguments: argparse.Namespace) -> int | None:
+    """--kv-budget in bytes."""
+    return None if arguments.kv_budget is None else parse_bytes(arguments.kv_budget)
 
 
 def schemes_text() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, bytes_text
+from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, bytes_text, model_path
 from edgekv.dense.store import Store, build
 from edgekv.errors import CheckpointError
 from edgekv.model import Model
@@ -20,7 +20,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    model = Model.open(arguments.model, config=arguments.config)
+    model = Model.open(model_path(arguments), config=arguments.config)
     form = model.weight_format(arguments.weights)
     with Bars() as bars:
         at_home = arguments.output is None

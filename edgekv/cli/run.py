@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from edgekv.cli.options import Bars, Command, add_model_options, cache_spec, positive_int
+from edgekv.cli.options import Bars, Command, add_model_options, cache_spec, kv_budget, model_path, positive_int
 from edgekv.cli.prompt import read_text
 from edgekv.errors import EdgeKVError
 from edgekv.kvcache import CacheSpec
@@ -61,13 +61,14 @@ def _execute(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _load(arguments: argparse.Namespace, spec: CacheSpec, bars: Bars) -> Session:
+def _load(arguments: argparse.Namespace, spec: CacheSpec | str, bars: Bars) -> Session:
     with bars:
         return Session.load(
-            arguments.model,
+            model_path(arguments),
             kv=spec,
             ctx=arguments.ctx,
             weights=arguments.weights,
+            kv_budget=kv_budget(arguments),
             device=arguments.device,
             threads=arguments.threads,
             config=arguments.config,

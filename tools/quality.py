@@ -1,0 +1,58 @@
+"""Rewrite the tables of docs/quality.md from the JSON files that `edgekv eval --json` wrote into docs/data.
+
+usage: python tools/quality.py [--check]     (--check: exit 1 when the page is out of date)
+
+The page has a block per file, <!-- eval: NAME.json --> ... <!-- /eval -->; what is between is replaced.
+"""
+
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE, DATA = ROOT / "docs" / "quality.md", ROOT / "docs" / "data"
+BLOCK = re.compile(r"(<!-- eval: (\S+) -->\n).*?(<!-- /eval -->)", re.DOTALL)
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Settings in a line, then a row per scheme, smallest cache last."""
+    s, m = facts["settings"], facts["machine"]
+    lines = [
+        f"`{s['model']}` on `{s['text']}`: {s['windows']} window(s) of {s['ctx']} tokens, weights {s['weights']}; "
+        f"{m['cpu']}, {s['threads']} threads, edgekv {m['versions']['edgekv']}.",
+        "",
+        "| `--kv` | perplexity | x dense | KL | KL, later half | top-1 | cache bytes | of dense f16 | read per token |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    results = sorted(facts["results"], key=lambda r: -r["cache_bytes"])
+    dense = max((r["cache_bytes"] for r in results if r["kv"] == "dense:dtype=f16"), default=None)
+    for r in results:
+        share = f"{r['cache_bytes'] / dense:.3f}" if dense else ""
+        lines.append(
+            f"| `{r['kv']}` | {r['perplexity']:.3f} | {r['perplexity_ratio']:.4f} | {r['kl']:.4f} | "
+            f"{r['kl_second_half']:.4f} | {r['top1']:.3f} | {r['cache_bytes']:,} | {share} | "
+            f"{r['bytes_read_per_token']:,} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def updated(page: str) -> str:
+    def fill(match: re.Match[str]) -> str:
+        return match[1] + table(json.loads((DATA / match[2]).read_text())) + match[3]
+
+    return BLOCK.sub(fill, page)
+
+
+def main() -> int:
+    text = PAGE.read_text()
+    fresh = updated(text)
+    if "--check" in sys.argv[1:]:
+        return int(fresh != text)
+    PAGE.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

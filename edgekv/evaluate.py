@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.checkpoint.adapter import Adapter
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, rewind
@@ -50,26 +51,30 @@ def evaluate(
     specs: Sequence[CacheSpec],
     *,
     fit_tokens: int = FIT_TOKENS,
+    adapter: Adapter | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Quality]:
     """Each scheme over consecutive windows of ``ctx`` tokens; `dense` in f32 is the reference.
 
     Every token attends to the scheme's own compressed form of the earlier ones. What a scheme fits on a
     prompt (a temperature, a codebook) it fits on the first ``fit_tokens`` of each window, and starts over.
+    The decoder's weights are those of the adapter, for the reference and for all schemes; the rest of it is for
+    the scheme that it was trained for.
     """
     windows = [np.asarray(tokens[a : a + ctx]) for a in range(0, len(tokens) - ctx + 1, ctx)]
     if not windows or ctx < 2:
         raise ContextError(f"the text has {len(tokens)} tokens: it must fill at least one window of --ctx {ctx}")
     reference = CacheSpec.parse("dense:dtype=f32")
-    exact = [_hidden(decoder, window, reference, 0, None)[0] for window in windows]
+    exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
     base = _compare(decoder, windows, exact, exact)
     results = []
     for spec in specs:
         begin = time.perf_counter()
+        own = adapter if adapter and adapter.scheme == spec.scheme.name else None
         hidden = []
         for window in windows:
             report = None if progress is None else _stage(progress, spec)
-            x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), report)
+            x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), own, report)
             hidden.append(x)
         scores = _compare(decoder, windows, exact, hidden)
         results.append(
@@ -100,10 +105,13 @@ def _hidden(
     window: npt.NDArray[Any],
     spec: CacheSpec,
     fit_tokens: int,
+    adapter: Adapter | None,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[F32, list[KVCache]]:
     """Final hidden states (n, hidden) of a window, and the caches as it left them."""
     caches = spec.layers(decoder.config, len(window))
+    if adapter:
+        adapter.adapt(caches)
     for cache in caches:
         cache.allocate(decoder.kernels, decoder.workspace)
     x = decoder.embed(window, 0)

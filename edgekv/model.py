@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edgekv import kernels
+from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.source import open_source
 from edgekv.dense.formats import WeightFormat, specs_bytes, store_specs, weight_format
 from edgekv.dense.numpy_ import NumpyDense
@@ -34,21 +35,40 @@ class Model:
     identity: str
     tokenizer_path: pathlib.Path | None
     weights: CheckpointWeights | Store
+    adapter: Adapter | None = None
 
     @classmethod
-    def open(cls, path: Path, *, config: Path | None = None, tokenizer: Path | None = None) -> Model:
+    def open(
+        cls,
+        path: Path,
+        *,
+        config: Path | None = None,
+        tokenizer: Path | None = None,
+        adapter: Path | None = None,
+    ) -> Model:
         """Opens a Hugging Face folder, a .safetensors file or a store, and checks every tensor's shape.
 
-        Raises CheckpointError or ConfigError.
+        adapter: an adapter.safetensors whose weights take the place of the checkpoint's. Raises CheckpointError or
+        ConfigError.
         """
         place = pathlib.Path(path).expanduser()
         given = pathlib.Path(tokenizer).expanduser() if tokenizer else None
+        change = None if adapter is None else Adapter.open(adapter)
         if is_store(place):
             store = Store(place)
-            return cls(place, store.config, store.identity, given or place, store)
-        source = open_source(place, config=config, tokenizer=tokenizer)
-        weights = CheckpointWeights(source, architecture(source.config, source.tensors))
-        return cls(place, source.config, source.identity, given or source.tokenizer_folder, weights)
+            if change:
+                change.require_store(store.identity, place)
+            model = cls(place, store.config, store.identity, given or place, store, change)
+        else:
+            source = open_source(place, config=config, tokenizer=tokenizer)
+            if change:
+                source = change.apply(source)
+            weights = CheckpointWeights(source, architecture(source.config, source.tensors))
+            folder = given or source.tokenizer_folder
+            model = cls(place, source.config, source.identity, folder, weights, change)
+        if change:
+            change.require_shape(model.config.n_layers, model.config.n_heads)
+        return model
 
     @property
     def arch(self) -> Architecture:

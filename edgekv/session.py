@@ -28,7 +28,7 @@ from edgekv.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 F32 = npt.NDArray[np.float32]
 DEFAULT_CTX = 8192
 WARM_UP = "compiling kernels (once per machine)"
-WARM_UP_TOKENS = 400
+WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +105,8 @@ class Session:
         self.config = model.config
         self._decoder, self._settings = decoder, settings
         self.caches: list[KVCache] = plan.kv.layers(model.config, plan.ctx)
+        if model.adapter:
+            model.adapter.adapt(self.caches)
         for cache in self.caches:
             cache.allocate(decoder.kernels, decoder.workspace)
         self.tokens: list[int] = []  # prompt and output; the last may not be in the caches yet
@@ -123,18 +125,21 @@ class Session:
         threads: int | None = None,
         config: Path | None = None,
         tokenizer: Path | None = None,
+        adapter: Path | None = None,
         progress: Progress | None = None,
     ) -> Session:
         """Opens a model for ``ctx`` tokens (default: 8192 or the model's positions).
 
         path: a Hugging Face folder, a .safetensors file, or a store made by `edgekv quantize`. kv: a scheme of
         CACHES with its knobs, ``name:knob=value``, or auto within ``kv_budget`` bytes. weights: f32, int8,
-        int4 or auto. progress(stage, done, total)
-        is called while weights are quantised. Raises an EdgeKVError: a bad file, a context beyond the model,
-        too little memory (computed before it is taken).
+        int4 or auto. adapter: an adapter.safetensors trained for this checkpoint and this scheme.
+        progress(stage, done, total) is called while weights are quantised. Raises an EdgeKVError: a bad file, a
+        context beyond the model, too little memory (computed before it is taken).
         """
-        model = Model.open(path, config=config, tokenizer=tokenizer)
+        model = Model.open(path, config=config, tokenizer=tokenizer, adapter=adapter)
         plan = Plan.make(model, kv=kv, ctx=ctx, weights=weights, kv_budget=kv_budget)
+        if model.adapter:
+            model.adapter.require_scheme(plan.kv.scheme.name)
         require_memory(plan.parts(), available_memory_bytes())
         vocabulary = None
         if model.tokenizer_path is not None:
@@ -152,6 +157,7 @@ class Session:
             "ctx": plan.ctx,
             "device": device,
             "threads": threads,
+            "adapter": model.adapter and model.adapter.path.name,
         }
         return cls(model, plan, decoder, vocabulary, settings)
 

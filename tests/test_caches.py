@@ -110,6 +110,7 @@ def test_compressed_means_smaller_and_different(name: str) -> None:
     """No scheme silently does nothing: beyond its windows it holds fewer bytes or reads fewer, and it shows."""
     shape, n = "gqa", 3000
     dense, cache = (make(kv, shape, capacity=n) for kv in ("dense", name))
+    cache.mark([(50, n - 500)])  # for the scheme that compresses images alone
     for each in (dense, cache):
         fill(each, shape, n - 10)
     assert cache.bytes_read() > 0
@@ -142,9 +143,10 @@ def test_rewinding_and_computing_again_gives_the_same(name: str) -> None:
     rewound.attend(q[:, 250:], k[:, 250:], v[:, 250:])
     kept = rewind([rewound], 250)
     assert kept == rewound.n_seen <= 250
-    rewound.attend(q[:, kept:250], k[:, kept:250], v[:, kept:250]) if kept < 250 else None
+    if kept < 250:
+        rewound.attend(q[:, kept:250], k[:, kept:250], v[:, kept:250])
     again = [cache.attend(q[:, 250:260], k[:, 250:260], v[:, 250:260]).copy() for cache in (rewound, straight)]
-    assert relative(*again) < 2e-2 if kept else True
+    assert relative(*again) < 2e-3
     assert rewind([rewound], 0) == 0
     fresh = make(name, shape)
     first = [cache.attend(q[:, :90], k[:, :90], v[:, :90]).copy() for cache in (rewound, fresh)]

@@ -23,7 +23,7 @@ def table(facts: dict[str, Any]) -> str:
         f"`{s['model']}` on `{s['text']}`: {s['windows']} window(s) of {s['ctx']} tokens, weights {s['weights']}; "
         f"{m['cpu']}, {s['threads']} threads, edgekv {m['versions']['edgekv']}.",
         "",
-        "| `--kv` | perplexity | x dense | KL | KL, later half | top-1 | cache bytes | of dense f16 | read per token |",
+        "| `--kv` | perplexity | x dense | KL | KL, late | top-1 | cache bytes | of dense f16 | read per token |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     results = sorted(facts["results"], key=lambda r: -r["cache_bytes"])

@@ -171,6 +171,12 @@ class TensorSet:
         """As TensorFile.array."""
         return self._home(name).array(name)
 
+    def replaced(self, file: TensorFile, names: Iterable[str]) -> "TensorSet":
+        """The same checkpoint with these of its tensors taken from another file."""
+        changed = TensorSet(self.files)
+        changed._homes = {**self._homes, **dict.fromkeys(names, file)}
+        return changed
+
     def release(self, name: str) -> None:
         """As TensorFile.release."""
         self._home(name).release(name)

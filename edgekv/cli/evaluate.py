@@ -9,7 +9,15 @@ import os
 import pathlib
 
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, model_path, positive_int
+from edgekv.cli.options import (
+    Bars,
+    Command,
+    add_adapter_option,
+    add_source_options,
+    add_weights_option,
+    model_path,
+    positive_int,
+)
 from edgekv.cli.prompt import read_text
 from edgekv.errors import EdgeKVError
 from edgekv.evaluate import FIT_TOKENS, Quality, evaluate
@@ -22,6 +30,7 @@ from edgekv.tokenizer import load_tokenizer
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
+    add_adapter_option(parser)
     add_weights_option(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to predict; - is standard input")
     parser.add_argument("--kv", default="all", metavar="LIST", help="schemes, comma-separated (default all)")
@@ -40,7 +49,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _execute(arguments: argparse.Namespace) -> int:
     specs = split_specs(arguments.kv)
     text = read_text(arguments.text, "--text")
-    model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
+    model = Model.open(
+        model_path(arguments),
+        config=arguments.config,
+        tokenizer=arguments.tokenizer,
+        adapter=arguments.adapter,
+    )
     plan = Plan.make(model, kv="dense", ctx=arguments.ctx, weights=arguments.weights)
     if model.tokenizer_path is None:
         raise EdgeKVError(f"{model.path} has no tokenizer: copy one beside the weights, or pass --tokenizer PATH")
@@ -50,7 +64,15 @@ def _execute(arguments: argparse.Namespace) -> int:
         form = model.weight_format(arguments.weights)
         decoder = find_device(arguments.device).decoder(model, form, plan.ctx, threads, bars.update)
         used = tokens[: plan.ctx * arguments.windows]
-        results = evaluate(decoder, used, plan.ctx, specs, fit_tokens=arguments.fit, progress=bars.update)
+        results = evaluate(
+            decoder,
+            used,
+            plan.ctx,
+            specs,
+            fit_tokens=arguments.fit,
+            adapter=model.adapter,
+            progress=bars.update,
+        )
     print(table(results))
     if arguments.json:
         facts = {
@@ -58,6 +80,7 @@ def _execute(arguments: argparse.Namespace) -> int:
             "settings": {
                 "model": model.path.name,
                 "identity": model.identity,
+                "adapter": model.adapter and model.adapter.path.name,
                 "text": pathlib.Path(arguments.text).name,
                 "ctx": plan.ctx,
                 "windows": len(used) // plan.ctx,

@@ -52,6 +52,10 @@ def model_path(arguments: argparse.Namespace) -> str:
     return str(arguments.model)
 
 
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="FILE", help="an adapter.safetensors trained for this model and --kv")
+
+
 def add_weights_option(parser: argparse.ArgumentParser) -> None:
     accepted = ", ".join(("auto", *WEIGHTS))
     parser.add_argument("--weights", default="auto", metavar="FORMAT", help=f"{accepted} (default auto: by size)")

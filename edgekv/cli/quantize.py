@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, bytes_text, model_path
+from edgekv.cli.options import (
+    Bars,
+    Command,
+    add_adapter_option,
+    add_source_options,
+    add_weights_option,
+    bytes_text,
+    model_path,
+)
 from edgekv.dense.store import Store, build
 from edgekv.errors import CheckpointError
 from edgekv.model import Model
@@ -13,6 +21,7 @@ from edgekv.model import Model
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
+    add_adapter_option(parser)
     add_weights_option(parser)
     parser.add_argument(
         "--output", metavar="FOLDER", help="a new folder (default: the cache folder that run looks in)"
@@ -20,7 +29,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    model = Model.open(model_path(arguments), config=arguments.config)
+    model = Model.open(model_path(arguments), config=arguments.config, adapter=arguments.adapter)
     form = model.weight_format(arguments.weights)
     with Bars() as bars:
         at_home = arguments.output is None

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from edgekv.cli.options import Bars, Command, add_model_options, cache_spec, kv_budget, model_path, positive_int
+from edgekv.cli.options import (
+    Bars,
+    Command,
+    add_adapter_option,
+    add_model_options,
+    cache_spec,
+    kv_budget,
+    model_path,
+    positive_int,
+)
 from edgekv.cli.prompt import read_text
 from edgekv.errors import EdgeKVError
 from edgekv.kvcache import CacheSpec
@@ -17,6 +26,7 @@ DEFAULTS = SamplingParams()
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
+    add_adapter_option(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; - is standard input")
@@ -73,6 +83,7 @@ def _load(arguments: argparse.Namespace, spec: CacheSpec | str, bars: Bars) -> S
             threads=arguments.threads,
             config=arguments.config,
             tokenizer=arguments.tokenizer,
+            adapter=arguments.adapter,
             progress=bars.update,
         )
 

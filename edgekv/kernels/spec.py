@@ -19,6 +19,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.kernels.spec_codes import CodeKernels
+from edgekv.kernels.spec_evict import EvictKernels
+from edgekv.kernels.spec_ints import IntKernels
+from edgekv.kernels.spec_retrieval import RetrievalKernels
+
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
@@ -29,7 +34,7 @@ BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
 
 
-class Kernels(Protocol):
+class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, Protocol):
     """A backend is a module with these functions."""
 
     def encode_f16(self, x: F32, store: U16, t0: int) -> None:
@@ -65,11 +70,11 @@ class Kernels(Protocol):
     def pack_sign_rows(self, x: F32) -> U64:
         """The signs of x (G, M, b) as (G, M, W) words, bits as in `pack_signs`."""
 
-    def scores_signs(self, q_codes: U64, codes: U64, t0: int, t1: int, scale: float, s: F32, s0: int) -> None:
+    def scores_signs(self, q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:
         """s[:, :, s0 : s0 + t1 - t0] = scale * (b - 2 * popcount(q XOR k)): H1B-KV, equation 3.
 
-        The score of the paper, over its temperature, is scale = 1 / (b * tau). q_codes (G, M, W), codes as in
-        `pack_signs`.
+        The score of the paper, over its temperature, is scale = 1 / (b * tau). q_codes (G, M, W), scale (G, M),
+        codes as in `pack_signs`.
         """
 
     def encode_int4(self, x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:

@@ -36,7 +36,7 @@ def configure(n: int | None = None) -> None:
         raise ConfigError(f"threads={n} is too few; give 1 or more, or none for all cores")
     _start()
     available = int(numba.config.NUMBA_NUM_THREADS)
-    _n_threads = available if n is None else min(n, available)
+    _n_threads = min(n or available, available)
 
 
 def count() -> int:
@@ -64,7 +64,7 @@ def run_parallel(kernel: Callable[..., None], *args: Any) -> None:
 
 def _start() -> None:
     """Loads Numba's threading layer, with libgomp's spinning bounded unless the user has set it."""
-    global _guard
+    global _guard, _n_threads
     with _start_lock:
         if _n_threads:
             return
@@ -74,4 +74,6 @@ def _start() -> None:
         numba.set_num_threads(numba.get_num_threads())  # loads the layer, and libgomp reads its settings then
         if ours:
             del os.environ["GOMP_SPINCOUNT"]
-        _guard = threading.Lock() if numba.threading_layer() == "workqueue" else nullcontext()
+        if numba.threading_layer() == "workqueue":
+            _guard = threading.Lock()
+        _n_threads = int(numba.config.NUMBA_NUM_THREADS)

@@ -8,12 +8,36 @@ from typing import Any
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry, KVCache
 from edgekv.kvcache.dense import Dense
+from edgekv.kvcache.fier import Fier
 from edgekv.kvcache.h1b import H1B
+from edgekv.kvcache.h2o import H2O
+from edgekv.kvcache.kivi import Kivi
+from edgekv.kvcache.kvcomp import KVComp
+from edgekv.kvcache.loki import Loki
+from edgekv.kvcache.mikv import MiKV
+from edgekv.kvcache.minicache import MiniCache
+from edgekv.kvcache.quest import Quest
+from edgekv.kvcache.snapkv import SnapKV
+from edgekv.kvcache.streaming import Streaming
+from edgekv.kvcache.tova import Tova
+from edgekv.kvcache.visual import Visual1
 from edgekv.models.config import ModelConfig
 
 CACHES: dict[str, type[KVCache]] = {
     "dense": Dense,
     "h1b": H1B,
+    "loki1": Loki,
+    "minicache4": MiniCache,
+    "kivi2": Kivi,
+    "streaming": Streaming,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "tova": Tova,
+    "mikv": MiKV,
+    "fier": Fier,
+    "quest": Quest,
+    "visual1": Visual1,
+    "kvcomp": KVComp,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -71,6 +71,7 @@ class KVCache(abc.ABC):
     gives_up: ClassVar[str]
     exact_when_short: ClassVar[bool] = False  # no loss beyond f16 rounding for the first 64 tokens
     Knobs: ClassVar[type]
+    exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         self.geometry, self.knobs = geometry, knobs
@@ -112,10 +113,24 @@ class KVCache(abc.ABC):
         """
         self.extend(keys, values)
 
+    def mark(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Says which tokens of the coming prompt stand for images: ranges (first, last + 1) from its start on.
+
+        Called on every layer's cache before `prefill`. Most schemes treat all tokens alike.
+        """
+        return
+
     @classmethod
     def settle(cls, caches: Sequence[Any]) -> None:
         """Called with every layer's cache after a prompt: for what is fitted over all layers. Most fit nothing."""
         return
+
+    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+        """Takes what was trained for this layer of this scheme, by name, into the empty cache.
+
+        ``source`` says in `notes` where it is from. Raises CacheError: most schemes have nothing to train.
+        """
+        raise CacheError(f"--kv {self.name} takes no {source}: nothing in it is trained; leave --adapter out")
 
     @abc.abstractmethod
     def extend(self, keys: F32, values: F32) -> None:

@@ -107,12 +107,14 @@ class Float32(KeyCodec, ValueCodec):
 class SignSketch(KeyCodec):
     """sign(R k): ``bits`` sign bits per key under a fixed Gaussian R (H1B-KV eq. 2); queries likewise (eq. 3).
 
-    Both sides are signs, so scores are (1 / bits) s_q . s_k / tau: `tau` is the softmax temperature (eq. 5).
+    Both sides are signs, so scores are (1 / bits) s_q . s_k / tau. `tau` (n_kv_heads, R) is the softmax
+    temperature (eq. 5): of all query heads of a KV head, or of each of the R that share it.
     """
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, seed: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
-        self.bits, self.tau = bits, 1.0
+        self.bits = bits
+        self.tau: F32 = np.ones((n_kv_heads, 1), np.float32)
         rng = np.random.Generator(np.random.PCG64(seed))
         self.projection = rng.standard_normal((bits, head_dim)).astype(np.float32)  # R: not stored per token
 
@@ -131,7 +133,7 @@ class SignSketch(KeyCodec):
 
     def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
         signs = self.kernels.pack_sign_rows(queries @ self.projection.T)
-        scale = 1.0 / (self.bits * self.tau)
+        scale: F32 = np.repeat(1 / (self.bits * self.tau), queries.shape[1] // self.tau.shape[1], axis=1)
         self.kernels.scores_signs(signs, self.arrays["signs"], t0, t1, scale, s, s0)
 
 

@@ -1,20 +1,26 @@
-"""The baseline: keys and values as the model made them, rounded to half precision (or kept in float32)."""
+"""The baseline: keys and values as the model made them, in half precision (or in float32, or in 8 bits)."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codecs import F16, Float32, KeyCodec, ValueCodec
 from edgekv.kvcache.keepall import KeepAll
 
-DTYPES: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
+DTYPES: dict[str, Callable[[int, int, int], tuple[KeyCodec, ValueCodec]]] = {  # of heads, tokens, head_dim
+    "f16": lambda g, n, d: (F16(g, n, d), F16(g, n, d)),
+    "f32": lambda g, n, d: (Float32(g, n, d), Float32(g, n, d)),
+    "q8": lambda g, n, d: (SymmetricKeys(g, n, d, 8), SymmetricValues(g, n, d, 8)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseKnobs:
-    """``dtype``: f16 or f32."""
+    """``dtype``: f16, f32 or q8."""
 
     dtype: str = "f16"
 
@@ -24,16 +30,18 @@ class DenseKnobs:
 
 
 class Dense(KeepAll):
-    """Every key and value in half precision: 4 * head_dim bytes per token and KV head (f32: 8 * head_dim)."""
+    """Every key and value in half precision: 4 * head_dim bytes per token and KV head.
+
+    f32: 8 * head_dim. q8: symmetric levels -127..127 with a float16 scale per token, 2 * (head_dim + 2); keys take
+    whole blocks of 32 tokens.
+    """
 
     name = "dense"
     paper = "baseline"
-    summary = "keys and values in f16 (or dtype=f32)"
+    summary = "keys and values in f16 (or dtype=f32, q8)"
     gives_up = "nothing but memory"
     exact_when_short = True
     Knobs = DenseKnobs
 
     def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[KeyCodec, ValueCodec]:
-        codec = DTYPES[knobs.dtype]
-        shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
-        return codec(*shape), codec(*shape)
+        return DTYPES[knobs.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)

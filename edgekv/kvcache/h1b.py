@@ -1,75 +1,119 @@
-"""H1B-KV (arXiv text in the docs): 1-bit sketched keys and queries, 4-bit values, softmax temperature tau."""
+"""H1B-KV: 1-bit sketched keys and queries, 4-bit values, softmax temperature tau."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import F32, Geometry
-from edgekv.kvcache.codecs import Int4, KeyCodec, SignSketch, ValueCodec
+from edgekv.kvcache.codecs import F16, Int4, KeyCodec, SignSketch, ValueCodec
 from edgekv.kvcache.keepall import KeepAll
 
 DEFAULT_TAU = 0.05  # the best global value measured without adaptation
 FIT_QUERIES = 16
 FIT_MIN_TOKENS = 32
 FIT_TAUS = np.geomspace(0.01, 0.5, 24).astype(np.float32)
+FIT_OVER = {"global": (0, 2, 3), "layer": (2, 3), "head": ()}  # summed axes of (layer, tau, KV head, query head)
 
 
 @dataclasses.dataclass(frozen=True)
-class H1BKnobs:
-    """``b``: sketch bits, a multiple of 64; ``tau``: softmax temperature (0: fit on the prompt); ``seed`` of R."""
+class SketchKnobs:
+    """``b``: sketch bits, a multiple of 64; ``tau``: softmax temperature, 0 to fit it on the prompt.
+
+    ``fit``: one tau for the whole model (global), per layer or per query head; ``seed`` of R.
+    """
+
+    scheme: ClassVar[str]
 
     b: int = 256
     tau: float = 0.0
+    fit: str = "global"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.b % 64 or not 64 <= self.b <= 512:
-            raise CacheError(f"--kv h1b:b={self.b}: accepted: multiples of 64 from 64 to 512")
-        if self.tau < 0:
+            raise CacheError(f"--kv {self.scheme}:b={self.b}: accepted: multiples of 64 from 64 to 512")
+        if not 0 <= self.tau < np.inf:
             raise CacheError(
-                f"--kv h1b:tau={self.tau}: accepted: a positive temperature, or 0 to fit it on the prompt"
+                f"--kv {self.scheme}:tau={self.tau}: accepted: a positive temperature, or 0 to fit it on the "
+                "prompt"
             )
+        if self.fit not in FIT_OVER:
+            raise CacheError(f"--kv {self.scheme}:fit={self.fit}: accepted: {', '.join(FIT_OVER)}")
+
+    @property
+    def f16_values(self) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class H1BKnobs(SketchKnobs):
+    """Those of SketchKnobs; ``keys_only``: values in f16 (the paper's Table V)."""
+
+    scheme: ClassVar[str] = "h1b"
+
+    keys_only: bool = False
+
+    @property
+    def f16_values(self) -> bool:
+        return self.keys_only
 
 
 class H1B(KeepAll):
     """softmax((1/b) sign(Rq) . sign(Rk) / tau) V: b/8 + head_dim/2 + 3 bytes per token and KV head.
 
-    R is one Gaussian (b, head_dim) matrix from ``seed``, the same for all layers and heads, and not counted.
-    As in the paper there is no exact window and one global tau. Without an adapter, tau is fitted on the
-    prompt: the value that makes the binary attention's cross-entropy to the exact one smallest, summed over
-    all layers and heads.
+    H1B-KV, equations 2 to 5; with ``keys_only`` b/8 + 2 * head_dim bytes. R is one Gaussian (b, head_dim)
+    matrix from ``seed``, the same for all layers and heads, and not counted. As in the paper there is no exact
+    window. The paper trains one global tau, and V_proj, for a model: that is an adapter, and with one the prompt
+    too attends through the sketches. Without, tau is fitted on the prompt: the value that makes the binary
+    attention's cross-entropy to the exact one smallest, summed over all layers and heads, or (``fit``) for each
+    by itself.
     """
 
     name = "h1b"
     paper = "H1B-KV, eq. 2-5"
     summary = "1-bit Gaussian sketches of keys and queries, 4-bit values"
     gives_up = "untuned, perplexity about 4 times dense's: the binarised query loses most of the score"
-    Knobs = H1BKnobs
+    Knobs: ClassVar[type[SketchKnobs]] = H1BKnobs
 
-    def __init__(self, geometry: Geometry, knobs: H1BKnobs) -> None:
+    def __init__(self, geometry: Geometry, knobs: SketchKnobs) -> None:
         super().__init__(geometry, knobs)
+        self.sketch.tau = np.full((geometry.n_kv_heads, geometry.group), knobs.tau or DEFAULT_TAU, np.float32)
         self.tau_source = "set by tau=" if knobs.tau else "default, no prompt was long enough to fit it"
-        self._set_tau(knobs.tau or DEFAULT_TAU)
+        self.tau_scope = ""  # " in layer 0" where the layers differ
         self._fit_losses: npt.NDArray[np.float64] | None = None
 
-    def codecs(self, geometry: Geometry, knobs: H1BKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, knobs: SketchKnobs) -> tuple[KeyCodec, ValueCodec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        self.sketch = SignSketch(*shape, knobs.b, knobs.seed)
+        if knobs.f16_values:
+            return self.sketch, F16(*shape)
         if geometry.head_dim % 2:
             raise CacheError(f"--kv h1b packs two values to a byte: head_dim {geometry.head_dim} must be even")
-        self.sketch = SignSketch(*shape, knobs.b, knobs.seed)
         return self.sketch, Int4(*shape)
 
     @property
-    def tau(self) -> float:
+    def tau(self) -> F32:
+        """(n_kv_heads, query heads that share one)"""
         return self.sketch.tau
 
-    def _set_tau(self, tau: float) -> None:
-        self.sketch.tau = tau
+    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+        """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the knobs comes first."""
+        unknown = sorted(parameters.keys() ^ {"tau"})
+        if unknown:
+            raise CacheError(f"{source}: --kv {self.name} takes tau and nothing else, not {', '.join(unknown)}")
+        self.exact_prefill = False
+        if self.knobs.tau:
+            return
+        tau = parameters["tau"]
+        self.tau[:] = tau if tau.size == 1 else tau.reshape(self.tau.shape)
+        self.tau_source = source
+        self.tau_scope = f" in layer {self.geometry.layer}" if tau.ndim else ""
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         self.extend(keys, values)
@@ -77,10 +121,14 @@ class H1B(KeepAll):
             self._fit_losses = self._losses(queries, keys)
 
     def _losses(self, queries: F32, keys: F32) -> npt.NDArray[np.float64]:
-        """Cross-entropy of the binary to the exact attention at each of FIT_TAUS, over sampled queries."""
+        """Cross-entropy of the binary to the exact attention at each of FIT_TAUS, over sampled queries.
+
+        (taus, n_kv_heads, query heads that share one)
+        """
         n = queries.shape[1]
-        g, group, b = self.geometry.n_kv_heads, self.geometry.group, self.knobs.b
-        losses = np.zeros(len(FIT_TAUS))
+        g, group = self.tau.shape
+        losses = np.zeros((len(FIT_TAUS), g, group))
+        unscaled = np.full((g, group), 1 / self.knobs.b, np.float32)
         for t in np.linspace(n // 2, n - 1, FIT_QUERIES).astype(int):
             lo = 0 if self.geometry.window is None else max(0, t + 1 - self.geometry.window)
             q = queries[:, t].reshape(g, group, -1)
@@ -89,29 +137,36 @@ class H1B(KeepAll):
             exact /= exact.sum(-1, keepdims=True)
             alpha = np.empty_like(exact)
             signs = self.kernels.pack_sign_rows(q @ self.sketch.projection.T)
-            self.kernels.scores_signs(signs, self.arrays["key.signs"], lo, int(t) + 1, 1.0 / b, alpha, 0)
+            self.kernels.scores_signs(signs, self.arrays["key.signs"], lo, int(t) + 1, unscaled, alpha, 0)
             top = alpha.max(-1, keepdims=True)
             mean = (exact * alpha).sum(-1)
             for i, tau in enumerate(FIT_TAUS):
                 log_z = np.log(np.exp((alpha - top) / tau).sum(-1)) + top[..., 0] / tau
-                losses[i] += float((log_z - mean / tau).sum())
+                losses[i] += log_z - mean / tau
         return losses
 
     @classmethod
     def settle(cls, caches: Sequence[H1B]) -> None:
-        """One tau for all layers, as in the paper: the grid value with the least summed loss."""
-        fitted = [cache._fit_losses for cache in caches if cache._fit_losses is not None]
-        if not fitted:
+        """The grid value with the least loss: one for all layers, as in the paper, or as ``fit`` says."""
+        losses = [cache._fit_losses for cache in caches if cache._fit_losses is not None]
+        if not losses:
             return
-        tau = float(FIT_TAUS[np.argmin(np.sum(fitted, axis=0))])
-        for cache in caches:
-            cache._set_tau(tau)
+        fit = caches[0].knobs.fit
+        summed = np.sum(losses, axis=FIT_OVER[fit], keepdims=True)  # (layers or 1, taus, g or 1, group or 1)
+        best = FIT_TAUS[summed.argmin(axis=1)]
+        for i, cache in enumerate(caches):
+            cache.tau[:] = best[i % len(best)]
             cache.tau_source = f"fitted on the prompt's prefill ({cache.n_seen} tokens)"
+            cache.tau_scope = "" if fit == "global" else f" in layer {cache.geometry.layer}"
             cache._fit_losses = None
 
     def notes(self) -> list[str]:
-        return [
-            f"h1b: tau {self.tau:.3g} ({self.tau_source}), b = {self.knobs.b}",
-            "h1b: this model was not adapted to binary attention; expect poor text "
-            "(measured on llama-40m: perplexity about 4 times dense's)",
-        ]
+        low, high = f"{self.tau.min():.3g}", f"{self.tau.max():.3g}"
+        tau = low if low == high else f"{low} to {high}"
+        lines = [f"{self.name}: tau {tau}{self.tau_scope} ({self.tau_source}), b = {self.knobs.b}"]
+        if self.exact_prefill:
+            lines.append(
+                f"{self.name}: this model was not adapted to binary attention; expect poor text "
+                "(measured on llama-40m: perplexity about 4 times dense's)"
+            )
+        return lines

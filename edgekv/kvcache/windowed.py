@@ -193,13 +193,11 @@ class Windowed(KVCache):
         self.n_recent -= block
 
     def truncate(self, n: int) -> int:
-        """Whole packed blocks stay; a rewind into the packed part forgets from that block's start."""
-        if n >= self.n_sink + self.n_bulk:
-            self.n_recent = n - self.n_sink - self.n_bulk
-        elif n >= self.n_sink:
-            self.n_bulk = (n - self.n_sink) // self.sizes.block * self.sizes.block
-            self.n_recent = 0
-        else:
-            self.n_sink, self.n_bulk, self.n_recent = n, 0, 0
+        """Keeps what is packed at that length; tokens exact then and packed by now must be computed again."""
+        self.n_sink = min(n, self.sizes.sink)
+        surplus = min(n - self.n_sink - self.sizes.window, self.bulk_capacity)
+        packed = max(0, surplus // self.sizes.block * self.sizes.block)
+        self.n_recent = n - self.n_sink - packed if packed == self.n_bulk else 0
+        self.n_bulk = packed
         self.n_seen = self.n_sink + self.n_bulk + self.n_recent
         return self.n_seen

@@ -103,19 +103,21 @@ class Decoder:
 
         Layer by layer. Into empty caches attention is exact, and each cache then encodes the whole prompt at once;
         only one layer's float32 queries, keys and values are alive. A prompt that continues a filled
-        cache goes through `KVCache.attend` in blocks, and so does every prompt with ``exact`` False:
-        then each token attends to what the scheme has kept of the earlier ones, as in decoding.
+        cache goes through `KVCache.attend` in blocks, and so does every prompt with ``exact`` False, or where
+        the scheme wants no exact one: then each token attends to what the scheme has kept of the earlier ones,
+        as in decoding.
         """
         n, start = len(x), caches[0].n_seen
+        exact = exact and start == 0 and caches[0].exact_prefill
         cos, sin = self._tables(start, n)
         for i, cache in enumerate(caches):
-            if start == 0 and exact:
+            if exact:
                 self._prefill_layer(i, cache, x, cos, sin)
             else:
                 self._continue_layer(i, cache, x, cos, sin)
             if progress:
                 progress(i + 1, len(caches))
-        if start == 0 and exact:
+        if exact:
             type(caches[0]).settle(caches)
         return x
 

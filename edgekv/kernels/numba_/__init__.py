@@ -1,22 +1,58 @@
 """The fast backend: Numba on all threads of a CPU, with explicit vectors where LLVM would not find them."""
 
 from edgekv.kernels.numba_.dense import encode_f16, scores_f16, scores_f32, values_f16, values_f32
+from edgekv.kernels.numba_.evict import add_attention, evict_lowest, store_token
+from edgekv.kernels.numba_.fier import encode_fier, scores_fier
+from edgekv.kernels.numba_.huffman import huffman_pack, huffman_sizes, scores_huffman, values_huffman
 from edgekv.kernels.numba_.int4 import encode_int4, values_int4
+from edgekv.kernels.numba_.ints import encode_sym, scores_sym, values_sym
+from edgekv.kernels.numba_.kivi import encode_kivi_keys, encode_kivi_values, scores_kivi, values_kivi
+from edgekv.kernels.numba_.levels import quantise_channels, quantise_tokens
+from edgekv.kernels.numba_.mikv import scores_tokens
+from edgekv.kernels.numba_.quest import encode_pages
+from edgekv.kernels.numba_.retrieval import scores_f16_at, select_top, values_f16_at
 from edgekv.kernels.numba_.rope import split_rope
 from edgekv.kernels.numba_.signs import pack_sign_rows, pack_signs, scores_signs
 from edgekv.kernels.numba_.softmax import softmax
+from edgekv.kernels.numba_.visual import encode_levels, scores_levels, values_levels
 
 __all__ = [
+    "add_attention",
     "encode_f16",
+    "encode_fier",
     "encode_int4",
+    "encode_kivi_keys",
+    "encode_kivi_values",
+    "encode_levels",
+    "encode_pages",
+    "encode_sym",
+    "evict_lowest",
+    "huffman_pack",
+    "huffman_sizes",
     "pack_sign_rows",
     "pack_signs",
+    "quantise_channels",
+    "quantise_tokens",
     "scores_f16",
+    "scores_f16_at",
     "scores_f32",
+    "scores_fier",
+    "scores_huffman",
+    "scores_kivi",
+    "scores_levels",
     "scores_signs",
+    "scores_sym",
+    "scores_tokens",
+    "select_top",
     "softmax",
     "split_rope",
+    "store_token",
     "values_f16",
+    "values_f16_at",
     "values_f32",
+    "values_huffman",
     "values_int4",
+    "values_kivi",
+    "values_levels",
+    "values_sym",
 ]

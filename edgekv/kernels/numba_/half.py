@@ -7,7 +7,7 @@ before F16C, small Celerons), LLVM would call a library function that is not the
 import platform
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 
 from edgekv.kernels.numba_.jit import CPU_FEATURES, intrinsic

@@ -9,6 +9,7 @@ from numba.extending import intrinsic as _intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 Scalar = Any  # a number inside a kernel
+Args = tuple[Any, ...]
 
 CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codegen.get_host_cpu_features()
 

@@ -3,12 +3,13 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.numba_.jit import Scalar, fast_jit, parallel_jit
+from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run
+from edgekv.kernels.numba_.scalar import get, put
 from edgekv.kernels.spec import F32
 
-ONE = np.float32(1)
 ELEMENT_WORK = 3  # load, rotate, store, in multiply-adds
+ONE = np.float32(1)
 
 
 def split_rope(
@@ -23,117 +24,61 @@ def split_rope(
     k_norm: F32,
     eps: float,
 ) -> None:
-    n_heads, n_tokens, _ = q.shape
-    args = (
-        np.ascontiguousarray(qkv).reshape(n_tokens, -1, q.shape[2]),
-        np.ascontiguousarray(cos),
-        np.ascontiguousarray(sin),
-        n_heads,
-        *flat(q),
-        *flat(k),
-        *flat(v),
-        np.float32(scale),
-        q_norm,
-        k_norm,
-        np.float32(eps),
-    )
-    run(_split_tokens, _split_parallel, n_tokens, ELEMENT_WORK * qkv.size, *args)
+    (n_heads, n_tokens, head_dim), n_kv_heads = q.shape, k.shape[0]
+    sizes = n_heads, n_kv_heads, head_dim, cos.shape[1]
+    inputs = tuple(np.ascontiguousarray(x).reshape(-1) for x in (qkv, cos, sin, q_norm, k_norm))
+    args = (*sizes, *inputs, *flat(q), *flat(k), *flat(v), np.float32(scale), np.float32(eps))
+    run(_split_tokens, _split_parallel, n_tokens, ELEMENT_WORK * qkv.size, args)
 
 
 @fast_jit
-def _split_tokens(
-    first: int,
-    last: int,
-    qkv: F32,
-    cos: F32,
-    sin: F32,
-    n_heads: int,
-    q: F32,
-    q_gap_h: int,
-    q_gap_t: int,
-    k: F32,
-    k_gap_h: int,
-    k_gap_t: int,
-    v: F32,
-    v_gap_h: int,
-    v_gap_t: int,
-    scale: Scalar,
-    q_norm: F32,
-    k_norm: F32,
-    eps: Scalar,
-) -> None:
-    head_dim = qkv.shape[2]
-    n_kv_heads = (qkv.shape[1] - n_heads) // 2
+def _split_tokens(first: int, last: int, args: Args) -> None:
+    n_heads, n_kv_heads, head_dim, half, qkv, cos, sin, q_norm, k_norm = args[:9]
+    q, q_gap_h, q_gap_t, k, k_gap_h, k_gap_t, v, v_gap_h, v_gap_t, scale, eps = args[9:]
     for t in range(first, last):
+        x = t * (n_heads + 2 * n_kv_heads) * head_dim
         for h in range(n_heads):
-            target = q[h * q_gap_h + t * q_gap_t :][:head_dim]
-            _rotate_head(qkv[t, h], cos[t], sin[t], q_norm, eps, scale, target)
+            y = h * q_gap_h + t * q_gap_t
+            _normalise(qkv, x, head_dim, q_norm, eps, scale, q, y)
+            _rotate(cos, sin, t * half, half, q, y)
+            x += head_dim
         for h in range(n_kv_heads):
-            target = k[h * k_gap_h + t * k_gap_t :][:head_dim]
-            _rotate_head(qkv[t, n_heads + h], cos[t], sin[t], k_norm, eps, ONE, target)
-            v[h * v_gap_h + t * v_gap_t :][:head_dim] = qkv[t, n_heads + n_kv_heads + h]
+            y = h * k_gap_h + t * k_gap_t
+            _normalise(qkv, x, head_dim, k_norm, eps, ONE, k, y)
+            _rotate(cos, sin, t * half, half, k, y)
+            x += head_dim
+        for h in range(n_kv_heads):
+            y = h * v_gap_h + t * v_gap_t
+            for d in range(head_dim):
+                put(v, y + d, get(qkv, x + d))
+            x += head_dim
 
 
 @fast_jit
-def _rotate_head(x: F32, cos: F32, sin: F32, norm: F32, eps: Scalar, scale: Scalar, out: F32) -> None:
-    if len(norm) == 0:
-        for d in range(len(x)):
-            out[d] = x[d] * scale
-    else:
-        squares = np.float32(0)
-        for d in range(len(x)):
-            squares += x[d] * x[d]
-        factor = scale / np.sqrt(squares / np.float32(len(x)) + eps)
-        for d in range(len(x)):
-            out[d] = x[d] * factor * norm[d]
-    half = len(cos)
+def _normalise(x: F32, i: int, head_dim: int, weight: F32, eps: Scalar, scale: Scalar, out: F32, j: int) -> None:
+    """out[j:] = the RMS norm of the head x[i:], or x if there are no weights, times scale."""
+    if len(weight) == 0:
+        for d in range(head_dim):
+            put(out, j + d, get(x, i + d) * scale)
+        return
+    squares = np.float32(0)
+    for d in range(head_dim):
+        squares += get(x, i + d) * get(x, i + d)
+    factor = scale / np.sqrt(squares / np.float32(head_dim) + eps)
+    for d in range(head_dim):
+        put(out, j + d, get(x, i + d) * factor * get(weight, d))
+
+
+@fast_jit
+def _rotate(cos: F32, sin: F32, i: int, half: int, x: F32, j: int) -> None:
+    """Rotates the head x[j:] in place by the angles from i on."""
     for d in range(half):
-        x1, x2 = out[d], out[d + half]
-        out[d] = x1 * cos[d] - x2 * sin[d]
-        out[d + half] = x2 * cos[d] + x1 * sin[d]
+        x1, x2, c, s = get(x, j + d), get(x, j + half + d), get(cos, i + d), get(sin, i + d)
+        put(x, j + d, x1 * c - x2 * s)
+        put(x, j + half + d, x2 * c + x1 * s)
 
 
 @parallel_jit
-def _split_parallel(
-    n_parts: int,
-    n_items: int,
-    qkv: F32,
-    cos: F32,
-    sin: F32,
-    n_heads: int,
-    q: F32,
-    q_gap_h: int,
-    q_gap_t: int,
-    k: F32,
-    k_gap_h: int,
-    k_gap_t: int,
-    v: F32,
-    v_gap_h: int,
-    v_gap_t: int,
-    scale: Scalar,
-    q_norm: F32,
-    k_norm: F32,
-    eps: Scalar,
-) -> None:
+def _split_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
-        _split_tokens(
-            n_items * part // n_parts,
-            n_items * (part + 1) // n_parts,
-            qkv,
-            cos,
-            sin,
-            n_heads,
-            q,
-            q_gap_h,
-            q_gap_t,
-            k,
-            k_gap_h,
-            k_gap_t,
-            v,
-            v_gap_h,
-            v_gap_t,
-            scale,
-            q_norm,
-            k_norm,
-            eps,
-        )
+        _split_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

@@ -3,10 +3,32 @@
 from typing import Any
 
 from numba import types
+from numba.core import cgutils
 
 from edgekv.kernels.numba_.jit import intrinsic
 
 NOT_NAN = ("nnan", "nsz")
+
+
+@intrinsic
+def get(context: Any, array: Any, index: Any) -> Any:
+    """array[index] of a flat array, index >= 0: Numba's wrap-around of negative ones hides the stride."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(context, builder, array, args))
+
+    return array.dtype(array, types.intp), build
+
+
+@intrinsic
+def put(context: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] = value of a flat array, index >= 0, value of its type."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _pointer(context, builder, array, args))
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, array.dtype), build
 
 
 @intrinsic
@@ -29,6 +51,11 @@ def count_ones(context: Any, word: Any) -> Any:
         return builder.ctpop(args[0])
 
     return types.uint64(types.uint64), build
+
+
+def _pointer(context: Any, builder: Any, array: Any, args: Any) -> Any:
+    data = cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
+    return builder.gep(data, [args[1]])
 
 
 def _select(comparison: str) -> Any:

@@ -7,7 +7,7 @@ into what the processor has (one AVX-512 register, two of NEON), so the same ker
 
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
@@ -72,6 +72,18 @@ def load_high_nibbles(context: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
+def load_codes(context: Any, array: Any, index: Any, shift: Any, mask: Any) -> Any:
+    """(byte >> shift) & mask of bytes index.. of a flat uint8 array, as numbers."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = builder.zext(_load(context, builder, signature, args[:2], _I8), _INTS)
+        shift, mask = (_splat(builder, builder.trunc(arg, _I32), _INTS) for arg in args[2:])
+        return builder.sitofp(builder.and_(builder.lshr(wide, shift), mask), _VECTOR)
+
+    return vector(array, types.intp, types.intp, types.intp), build
+
+
+@intrinsic
 def load_signs(context: Any, array: Any, index: Any) -> Any:
     """Bit j is 1 where element index + j of a flat float32 array is >= 0; uint64."""
 
@@ -102,6 +114,17 @@ def splat(context: Any, x: Any) -> Any:
         return _splat(builder, args[0], _VECTOR)
 
     return vector(types.float32), build
+
+
+@intrinsic
+def broadcast(context: Any, array: Any, index: Any) -> Any:
+    """A vector with element `index` of a flat float32 array in every lane."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = builder.load(_pointer(context, builder, array, args, _F32))
+        return _splat(builder, element, _VECTOR)
+
+    return vector(array, types.intp), build
 
 
 @intrinsic

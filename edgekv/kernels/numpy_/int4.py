@@ -12,7 +12,7 @@ def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
     tokens = slice(t0, t0 + x.shape[1])
     lo = np.minimum(x.min(axis=2), 0)  # (G, n)
     hi = np.maximum(x.max(axis=2), 0)
-    delta[:, tokens] = _round_up_to_f16((hi - lo) / np.float32(15))
+    delta[:, tokens] = round_up_to_f16((hi - lo) / np.float32(15))
     step = delta[:, tokens].view(np.float16).astype(np.float32)
     step[step == 0] = 1  # only if all elements are (nearly) zero: they round to code 0
     offset = np.rint(-lo / step)
@@ -30,7 +30,7 @@ def values_int4(p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: i
     values_f32(p, s0, values, 0, t1 - t0, out)
 
 
-def _round_up_to_f16(x: F32) -> U16:
+def round_up_to_f16(x: F32) -> U16:
     """Bits of the smallest float16 not below x >= 0, or of the largest float16."""
     x = np.minimum(x, LARGEST_F16)
     half = x.astype(np.float16)

@@ -15,11 +15,11 @@ def pack_sign_rows(x: F32) -> U64:
     return np.packbits(x >= 0, axis=-1, bitorder="little").view("<u8")
 
 
-def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: float, s: F32, s0: int) -> None:
+def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:
     tokens = np.arange(t0, t1)
     keys = codes[:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, T, W)
     n_bits = 64 * keys.shape[2]
     for m in range(q_codes.shape[1]):
         differing = np.ascontiguousarray(q_codes[:, m, None] ^ keys).view(np.uint8)
         count = np.unpackbits(differing, axis=-1).sum(axis=-1, dtype=np.int32)  # (G, T)
-        s[:, m, s0 : s0 + t1 - t0] = np.float32(scale) * (n_bits - 2 * count).astype(np.float32)
+        s[:, m, s0 : s0 + t1 - t0] = scale[:, m, None] * (n_bits - 2 * count).astype(np.float32)

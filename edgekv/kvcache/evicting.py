@@ -1,0 +1,284 @@
+"""The policy of schemes that drop tokens: a fixed number of slots per KV head, in f16, whatever the context."""
+
+from __future__ import annotations
+
+import abc
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kvcache.base import F32, I64, Array, Geometry, KVCache, Layout, Workspace
+
+I32 = npt.NDArray[np.int32]
+
+BLOCK_ROWS = 512  # query rows whose scores over the prompt are alive at once
+
+
+def check_budget(scheme: str, budget: float) -> None:
+    """Raises CacheError unless it is a fraction of the context or a whole number of tokens."""
+    if not 0 < budget < math.inf or (budget > 1 and budget != int(budget)):
+        raise CacheError(
+            f"--kv {scheme}:budget={budget:g}: accepted: a fraction of the context up to 1, "
+            "or a whole number of tokens above 1"
+        )
+
+
+def budget_tokens(budget: float, capacity: int) -> int:
+    """Slots per KV head for a budget in tokens, or up to 1 as a fraction of the context, rounded up."""
+    return min(capacity, math.ceil(budget * capacity) if budget <= 1 else int(budget))
+
+
+class Evicting(KVCache):
+    """``budget`` tokens per KV head, each head its own: slots * (4 * head_dim + 4) bytes with their positions.
+
+    Room is made before a token comes in, so that a query sees at most ``budget`` tokens, its own included.
+    Tokens keep the rotation of their original position; the order of the slots means nothing to attention.
+    Those that a sliding window hides are masked.
+    """
+
+    exact_when_short = True
+
+    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        super().__init__(geometry, knobs)
+        self.slots = budget_tokens(knobs.budget, geometry.capacity)
+        self.n_used = 0
+
+    def layout(self) -> Layout:
+        tokens = (self.geometry.n_kv_heads, self.slots)
+        half = ((*tokens, self.geometry.head_dim), "uint16")
+        return {"key.half": half, "value.half": half, "position": (tokens, "int32")}
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        super().allocate(kernels, workspace)
+        self._target = np.zeros(self.geometry.n_kv_heads, np.int64)  # each head's slot for the next token
+        self._lo, self._hi = np.zeros((2, self.geometry.group), np.int64)
+
+    @property
+    def n_kept(self) -> int:
+        return self.n_used
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the budget is smaller than the context."""
+        return self.slots < self.geometry.capacity
+
+    def _first_visible(self, end: int) -> int:
+        """The earliest position that the query of the last of ``end`` tokens may see."""
+        return 0 if self.geometry.window is None else max(0, end - self.geometry.window)
+
+    def bytes_read(self) -> int:
+        return self.n_used * self.geometry.n_kv_heads * 4 * self.geometry.head_dim
+
+    def notes(self) -> list[str]:
+        if not self.evicts:
+            return []
+        return [f"{self.name}: holds {self.slots} of {self.geometry.capacity} tokens per KV head in f16"]
+
+    @abc.abstractmethod
+    def _make_room(self) -> None:
+        """Puts the slots for the next token into `_target`, one used slot more than before or one evicted."""
+
+    def _observe(self, q: F32, p: F32) -> None:
+        """What a scheme learns from a token's queries (n_kv_heads, group, head_dim) and attention weights."""
+
+    def extend(self, keys: F32, values: F32) -> None:
+        """Where all heads drop the same tokens: whole runs, up to the last slot."""
+        n = keys.shape[1]
+        self.require_room(n)
+        a = 0
+        while a < n:
+            self._make_room()
+            slot = int(self._target[0])
+            b = min(n, a + self.slots - slot)
+            self.kernels.encode_f16(keys[:, a:b], self.arrays["key.half"], slot)
+            self.kernels.encode_f16(values[:, a:b], self.arrays["value.half"], slot)
+            self.arrays["position"][:, slot : slot + b - a] = np.arange(self.n_seen, self.n_seen + b - a)
+            self.n_used = max(self.n_used, slot + b - a)
+            self.n_seen += b - a
+            a = b
+
+    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
+        self.require_room(keys.shape[1])
+        out = self.workspace.array("attention", queries.shape)
+        for i in range(queries.shape[1]):
+            self._append(keys[:, i], values[:, i])
+            out[:, i] = self._attend_token(queries[:, i])
+        return out
+
+    def _append(self, key: F32, value: F32) -> None:
+        self._make_room()
+        a = self.arrays
+        self.kernels.store_token(
+            key, value, self.n_seen, self._target, a["key.half"], a["value.half"], a["position"]
+        )
+        self.n_seen += 1
+
+    def _attend_token(self, queries: F32) -> F32:
+        """Attention (n_heads, head_dim) of the latest token over all that is held."""
+        g, group, head_dim = self.geometry.n_kv_heads, self.geometry.group, self.geometry.head_dim
+        q = np.ascontiguousarray(queries).reshape(g, group, head_dim)
+        s = self.workspace.array("scores", (g, group, self.n_kept))
+        out = self.workspace.array("attention.token", (g, group, head_dim))
+        self._score(q, s)
+        self._hide(s, self.n_seen - 1)
+        self._hi.fill(s.shape[2])
+        self.kernels.softmax(s, self._lo, self._hi)
+        self._observe(q, s)
+        out.fill(0)
+        self._accumulate(s, out)
+        return out.reshape(queries.shape)
+
+    def _hide(self, s: F32, first: int, n: int = 1) -> None:
+        """Masks the columns that a sliding window hides from rows (group, n): queries from ``first`` on."""
+        if self.geometry.window is not None and first + n > self.geometry.window:
+            visible = np.arange(first + 1, first + n + 1) - self.geometry.window
+            hidden = self._positions()[:, None] < visible[:, None]  # (n_kv_heads, n, columns)
+            np.copyto(s.reshape(len(s), -1, n, s.shape[2]), -np.inf, where=hidden[:, None])
+
+    def _positions(self) -> I32:
+        """Of the tokens held, in the order of the scores' columns: (n_kv_heads, n_kept)."""
+        return self.arrays["position"][:, : self.n_used]
+
+    def _score(self, q: F32, s: F32) -> None:
+        self.kernels.scores_f16(q, self.arrays["key.half"], 0, self.n_used, s, 0)
+
+    def _accumulate(self, p: F32, out: F32) -> None:
+        self.kernels.values_f16(p, 0, self.arrays["value.half"], 0, self.n_used, out)
+
+    def _rebuild(self, kept: I64, keys: F32, values: F32) -> None:
+        """Of the tokens held, followed by new ones, only the columns ``kept`` (n_kv_heads, k), ascending, stay."""
+        k = kept.shape[1]
+        for name, new in self._new_tokens(keys, values).items():
+            for slots, tokens, columns in zip(self.arrays[name], new, kept, strict=True):
+                slots[:k] = pick(slots, self.n_used, tokens, columns)
+        self.n_used = k
+        self.n_seen += keys.shape[1]
+
+    def _new_tokens(self, keys: F32, values: F32) -> dict[str, Array]:
+        """What new tokens add to each array of slots, not rounded yet."""
+        positions = np.arange(self.n_seen, self.n_seen + keys.shape[1], dtype=np.int32)
+        return {
+            "key.half": keys,
+            "value.half": values,
+            "position": np.broadcast_to(positions, keys.shape[:2]),
+        }
+
+    def truncate(self, n: int) -> int:
+        """Back to the start if the budget is below the context: later tokens had a say in what is held."""
+        if n < self.n_seen:
+            self.n_used = self.n_seen = 0 if self.evicts else n
+        return self.n_seen
+
+
+class LowestFirst(Evicting):
+    """Evicts the token of least mass, 4 more bytes per slot: attention weights summed over queries and group.
+
+    Each query's weights are added to `decay` times the mass so far. The `recent` latest tokens, the new one
+    among them, are not up for eviction; of equals the older one leaves.
+    """
+
+    decay: ClassVar[float]
+    recent = 1
+
+    def layout(self) -> Layout:
+        return {**super().layout(), "mass": ((self.geometry.n_kv_heads, self.slots), "float32")}
+
+    def bytes_read(self) -> int:
+        return super().bytes_read() + self.n_used * self.geometry.n_kv_heads * 8
+
+    def _make_room(self) -> None:
+        if self.n_used < self.slots:
+            self._target.fill(self.n_used)
+            self.n_used += 1
+            return
+        a, end = self.arrays, self.n_seen + 1
+        visible, protected = self._first_visible(end), end - self.recent
+        self.kernels.evict_lowest(a["mass"], a["position"], self.n_used, visible, protected, self._target)
+
+    def _observe(self, q: F32, p: F32) -> None:
+        if self.evicts:
+            self.kernels.add_attention(p, self.arrays["mass"], self.n_used, self.decay)
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        """The mass is that of the whole prompt before anything is evicted, as in the papers."""
+        if not self.evicts:
+            self.extend(keys, values)
+            return
+        first = 0 if self.decay else keys.shape[1] - 1
+        window, kernels, workspace = self.geometry.window, self.kernels, self.workspace
+        self._admit(keys, values, attention_received(queries, keys, first, window, kernels, workspace))
+
+    def extend(self, keys: F32, values: F32) -> None:
+        """Without queries the new tokens have no mass."""
+        self._admit(keys, values, np.zeros(keys.shape[:2], np.float32))
+
+    def _admit(self, keys: F32, values: F32, mass: F32) -> None:
+        """Appends tokens of known mass (n_kv_heads, n) and keeps the best of old and new."""
+        self.require_room(mass.shape[1])
+        a, end = self.arrays, self.n_seen + mass.shape[1]
+        new = np.broadcast_to(np.arange(self.n_seen, end, dtype=np.int32), mass.shape)
+        positions = np.concatenate([a["position"][:, : self.n_used], new], axis=1)
+        mass = np.concatenate([a["mass"][:, : self.n_used], mass], axis=1)
+        kept = highest(mass, positions, self.slots, self._first_visible(end), end - self.recent)
+        self._rebuild(kept, keys, values)
+        a["mass"][:, : self.n_used] = np.take_along_axis(mass, kept, axis=1)
+
+    def truncate(self, n: int) -> int:
+        kept = super().truncate(n)
+        self.arrays["mass"][:, self.n_used :] = 0
+        return kept
+
+
+def pick(slots: Array, n_used: int, new: Array, columns: I64) -> Array:
+    """One head's first ``n_used`` slots and then new tokens, at ascending columns, as the slots store them."""
+    m = int(np.searchsorted(columns, n_used))
+    fresh = new[columns[m:] - n_used]
+    return np.concatenate([slots[columns[:m]], half_bits(fresh) if slots.dtype == np.uint16 else fresh])
+
+
+def highest(mass: F32, positions: I32, n: int, visible: int, protected: int) -> I64:
+    """Per KV head the columns, ascending, of the at most ``n`` tokens that evicting one by one would leave.
+
+    Tokens from position ``protected`` on stay, those below ``visible`` go first, the later one wins a tie.
+    """
+    rank = np.where(positions < visible, np.float32(-1), mass)
+    rank[positions >= protected] = np.inf
+    order = np.lexsort((positions, rank), axis=1)
+    return np.sort(order[:, max(0, order.shape[1] - n) :], axis=1)
+
+
+def attention_received(
+    queries: F32, keys: F32, first: int, window: int | None, kernels: Kernels, workspace: Workspace
+) -> F32:
+    """(n_kv_heads, n): the causal attention weights of queries ``first``.. to each key of a prompt, summed.
+
+    queries (n_heads, n, head_dim), scaled; keys (n_kv_heads, n, head_dim). The sum goes over the queries and
+    over the heads that share the key. Scratch: one block of BLOCK_ROWS x n float32, as the prompt's attention.
+    """
+    n_heads, n, head_dim = queries.shape
+    n_kv_heads = len(keys)
+    group = n_heads // n_kv_heads
+    received = np.zeros((n_kv_heads, n), np.float32)
+    block = max(1, BLOCK_ROWS // group)
+    for g in range(n_kv_heads):
+        for a in range(first, n, block):
+            b = min(a + block, n)
+            begin = 0 if window is None else max(0, a + 1 - window)
+            q = workspace.array("prefill.rows", (group * (b - a), head_dim))
+            q.reshape(group, b - a, head_dim)[:] = queries[g * group : (g + 1) * group, a:b]
+            s = workspace.array("prefill.scores", (group * (b - a), b - begin))
+            np.matmul(q, keys[g, begin:b].T, out=s)
+            hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - begin, group)
+            lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
+            kernels.softmax(s[None], lo, hi)
+            kernels.add_attention(s[None], received[g : g + 1, begin:b], b - begin, 1.0)
+    return received
+
+
+def half_bits(x: F32) -> npt.NDArray[np.uint16]:
+    """x rounded to float16, as bits."""
+    return x.astype(np.float16).view(np.uint16)

@@ -1,0 +1,82 @@
+"""Sizes, poisoned buffers and comparisons shared by the kernel tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+# Values for `numba_.launch.MIN_PARALLEL_WORK`, so that both ways of calling a kernel are tested at any size.
+EITHER_PATH = pytest.mark.parametrize("min_parallel_work", [0, 1 << 62], ids=["parallel", "serial"])
+
+HEAD_DIMS = (8, 12, 16, 64, 80, 96, 128, 256)
+LENGTHS = (1, 2, 63, 64, 65, 127, 200, 513)
+SIGN_BITS = (64, 128, 256, 512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem: queries (g, r * n, d) against `length` tokens from t0 on, in columns from s0 on."""
+
+    d: int
+    length: int
+    g: int
+    r: int
+    n: int
+    t0: int
+    s0: int
+
+    @property
+    def m(self) -> int:
+        return self.r * self.n
+
+    @property
+    def t1(self) -> int:
+        return self.t0 + self.length
+
+    @property
+    def capacity(self) -> int:
+        return (self.t1 + 70) // 64 * 64  # a whole number of blocks, with unused tokens behind t1
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}{value}" for name, value in dataclasses.asdict(self).items())
+
+
+def cases(widths: tuple[int, ...]) -> list[Case]:
+    """Every width with every length; the other sizes take turns, so that each occurs many times."""
+    return [
+        Case(d, length, g=1 + i % 3, r=1 + i % 8, n=(1, 3)[i // 3 % 2], t0=(0, 3, 64)[i % 3], s0=(0, 5)[i % 2])
+        for i, (d, length) in enumerate(itertools.product(widths, LENGTHS))
+    ]
+
+
+def generator(case: Case) -> np.random.Generator:
+    return np.random.default_rng(dataclasses.astuple(case))
+
+
+def normal(rng: np.random.Generator, *shape: int) -> npt.NDArray[np.float32]:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def poisoned_scores(case: Case, contiguous: bool) -> npt.NDArray[np.float32]:
+    """NaN scores with unused columns before and behind; as a slice, rows are apart in memory."""
+    columns = case.s0 + case.length + 4
+    if contiguous:
+        return np.full((case.g, case.m, columns), np.nan, np.float32)
+    return np.full((case.g, case.m + 1, columns + 3), np.nan, np.float32)[:, : case.m, 1 : columns + 1]
+
+
+def inside(case: Case) -> slice:
+    """The columns of the scores that a kernel may write."""
+    return slice(case.s0, case.s0 + case.length)
+
+
+def assert_close(actual: npt.ArrayLike, expected: npt.ArrayLike, tolerance: float = 2e-6) -> None:
+    """Equal up to `tolerance` times the largest expected magnitude; NaNs in the same places."""
+    expected = np.asarray(expected)
+    finite = expected[np.isfinite(expected)]
+    scale = float(np.abs(finite).max()) if finite.size else 1.0
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-30))

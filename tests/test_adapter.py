@@ -1,0 +1,208 @@
+"""Adapters: what they change, what they leave, what they refuse."""
+
+import json
+import pathlib
+from typing import Any
+
+import golden_cases
+import numpy as np
+import pytest
+from checkpoint_files import one_line
+from safetensors.numpy import save_file
+
+from edgekv import Session
+from edgekv.checkpoint.adapter import Adapter
+from edgekv.cli import main
+from edgekv.dense.formats import WEIGHTS
+from edgekv.errors import CheckpointError, ConfigError
+from edgekv.model import Model
+
+CASE = "llama31"  # 3 layers, 4 query heads
+TOKENS = golden_cases.tokens(CASE)[:40]
+V_PROJ = "model.layers.1.self_attn.v_proj.weight"
+TAU = np.linspace(0.05, 0.5, 12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return golden_cases.write_checkpoint(CASE, tmp_path_factory.mktemp("base"))
+
+
+def write(path: pathlib.Path, model: pathlib.Path, tensors: dict[str, Any], **metadata: str) -> pathlib.Path:
+    known = {"format": "edgekv-adapter", "version": "1", "base": Model.open(model).identity, "scheme": "h1b"}
+    save_file(tensors, path, metadata={**known, **metadata})
+    return path
+
+
+def changed_v_proj(case: str = CASE, name: str = V_PROJ) -> dict[str, np.ndarray]:
+    return {name: golden_cases.tensors(case)[name] * np.float32(1.5) + np.float32(0.1)}
+
+
+def logits(model: pathlib.Path, **settings: Any) -> np.ndarray:
+    session = Session.load(model, weights="f32", **settings)
+    return session.logits(TOKENS[:30])
+
+
+@pytest.mark.parametrize("device", ["cpu", "numpy"])
+def test_weights_are_those_of_an_edited_checkpoint(
+    device: str, base: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    edited = tmp_path / "edited"
+    edited.mkdir()
+    save_file({**golden_cases.tensors(CASE), **changed_v_proj()}, edited / "model.safetensors")
+    (edited / "config.json").write_text(json.dumps(golden_cases.CASES[CASE]))
+    tau = np.full((), 0.2, np.float32)
+    adapter = write(tmp_path / "adapter.safetensors", base, {"tau": tau, **changed_v_proj()})
+    only_tau = write(tmp_path / "tau.safetensors", edited, {"tau": tau})
+    adapted = logits(base, kv="h1b", device=device, adapter=adapter)
+    np.testing.assert_array_equal(adapted, logits(edited, kv="h1b", device=device, adapter=only_tau))
+    unadapted = logits(base, kv="h1b:tau=0.2", device=device)
+    assert np.abs(adapted - unadapted).max() > 0.1
+
+
+def test_gpt2_takes_the_whole_c_attn(tmp_path: pathlib.Path) -> None:
+    base = golden_cases.write_checkpoint("gpt2", tmp_path / "base")
+    (name,) = (n for n in golden_cases.tensors("gpt2") if n.endswith("h.0.attn.c_attn.weight"))
+    adapter = write(tmp_path / "a", base, {"tau": np.ones((), np.float32), **changed_v_proj("gpt2", name)})
+    plain = logits(base, kv="h1b:tau=1")
+    assert np.abs(logits(base, kv="h1b", adapter=adapter) - plain).max() > 0.1
+
+
+def test_every_head_of_every_layer_gets_its_tau(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    session = Session.load(base, kv="h1b", adapter=write(tmp_path / "a", base, {"tau": TAU}))
+    np.testing.assert_array_equal([cache.tau.ravel() for cache in session.caches], TAU)
+    session = Session.load(base, kv="h1b", adapter=write(tmp_path / "b", base, {"tau": TAU[:, 0].copy()}))
+    assert [set(cache.tau.ravel()) for cache in session.caches] == [{tau} for tau in TAU[:, 0]]
+
+
+def test_a_prompt_attends_as_the_adapted_model_was_trained_to(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """One prompt is the same as its tokens one by one; an unadapted model's prompt attends exactly."""
+    adapter = write(tmp_path / "a", base, {"tau": TAU})
+    whole, single = (Session.load(base, kv="h1b", weights="f32", adapter=adapter) for _ in range(2))
+    together = whole.logits(TOKENS)
+    np.testing.assert_allclose(together, np.concatenate([single.logits([t]) for t in TOKENS]), atol=2e-4)
+    exact = Session.load(base, kv="dense:dtype=f32", weights="f32").logits(TOKENS)
+    assert np.abs(together - exact).max() > 0.1
+
+
+def test_the_report_names_the_adapter_and_no_longer_warns(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    session = Session.load(base, kv="h1b", adapter=write(tmp_path / "mine.safetensors", base, {"tau": TAU}))
+    list(session.generate(TOKENS, max_new_tokens=2))
+    report = session.report()
+    assert report.notes == ["h1b: tau 0.05 to 0.173 in layer 0 (adapter mine.safetensors), b = 256"]
+    assert report.settings["adapter"] == "mine.safetensors"
+
+
+def test_identity_follows_the_weights_only(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """So that the weight stores of base and adapted model are two, and a tau alone shares the base's."""
+    plain = Model.open(base).identity
+    assert Model.open(base, adapter=write(tmp_path / "a", base, {"tau": TAU})).identity == plain
+    weights = {"tau": TAU, **changed_v_proj()}
+    one = Model.open(base, adapter=write(tmp_path / "b", base, weights)).identity
+    weights[V_PROJ] = weights[V_PROJ] + 1
+    other = Model.open(base, adapter=write(tmp_path / "c", base, weights)).identity
+    assert len({plain, one, other}) == 3
+
+
+def test_a_store_takes_a_tau_but_no_weights(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    def quantize(folder: str, *arguments: str) -> pathlib.Path:
+        command = ["quantize", "--model", str(base), "--weights", "int8", "--output", str(tmp_path / folder)]
+        assert main([*command, *arguments]) == 0
+        return tmp_path / folder
+
+    tau = write(tmp_path / "tau.safetensors", base, {"tau": TAU})
+    weights = write(tmp_path / "weights.safetensors", base, {"tau": TAU, **changed_v_proj()})
+    plain, adapted = quantize("plain"), quantize("adapted", "--adapter", str(weights))
+    assert Model.open(plain, adapter=tau).identity == Model.open(base).identity
+    with pytest.raises(ConfigError) as error:
+        Model.open(plain, adapter=weights)
+    one_line(error, weights, "replaces 1 tensors", plain, "original checkpoint", "quantize --adapter")
+    with pytest.raises(ConfigError, match="belongs to the checkpoint"):
+        Model.open(adapted, adapter=tau)
+    stores = Model.open(adapted, adapter=weights).weights, Model.open(plain).weights
+    expected = Model.open(base, adapter=weights).store(WEIGHTS["int8"])
+    for layer in range(3):
+        values, unadapted = (store.matrix(f"{layer}.qkv") for store in stores)
+        np.testing.assert_array_equal(values, expected.matrix(f"{layer}.qkv"))
+        assert (values != unadapted).any() == (layer == 1)
+
+
+def test_another_base_is_refused(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    adapter = write(tmp_path / "a", base, {"tau": TAU}, base="0123456789abcdef")
+    with pytest.raises(ConfigError) as error:
+        Model.open(base, adapter=adapter)
+    one_line(error, adapter, "0123456789abcdef", Model.open(base).identity)
+
+
+def test_another_scheme_is_refused(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    adapter = write(tmp_path / "a", base, {"tau": TAU})
+    for kv in ("dense", "loki1"):
+        with pytest.raises(ConfigError) as error:
+            Session.load(base, kv=kv, adapter=adapter)
+        one_line(error, adapter, "trained for --kv h1b", kv, "leave --adapter out")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "parts"),
+    [
+        ({"tau": TAU, "model.layers.9.x": TAU}, {}, ["'model.layers.9.x' is not in"]),
+        ({"tau": TAU, V_PROJ: TAU}, {}, [V_PROJ, "(3, 4)", "(32, 64)"]),
+        ({"tau": TAU, V_PROJ: np.zeros((32, 64), np.int8)}, {}, [V_PROJ, "I8", "F32"]),
+        ({"tau": TAU[:2]}, {}, ["tau has shape (2, 4)", "(), (3,), (3, 4)"]),
+        ({"tau": -TAU}, {}, ["positive", "-0.5"]),
+        ({"tau": TAU * np.float32(np.nan)}, {}, ["positive"]),
+        ({V_PROJ: golden_cases.tensors(CASE)[V_PROJ]}, {}, ["no tensor 'tau'"]),
+        ({"tau": TAU}, {"format": "pt"}, ["no adapter", "format pt"]),
+        ({"tau": TAU}, {"version": "2"}, ["version 2", "version 1"]),
+    ],
+)
+def test_bad_adapters(
+    tensors: dict[str, np.ndarray],
+    metadata: dict[str, str],
+    parts: list[str],
+    base: pathlib.Path,
+    tmp_path: pathlib.Path,
+) -> None:
+    adapter = write(tmp_path / "bad", base, tensors, **metadata)
+    with pytest.raises(ConfigError) as error:
+        Model.open(base, adapter=adapter)
+    one_line(error, adapter, *parts)
+
+
+@pytest.mark.parametrize("name", ["base", "scheme"])
+def test_metadata_must_be_complete(name: str, tmp_path: pathlib.Path) -> None:
+    metadata = {"format": "edgekv-adapter", "version": "1", "base": "0", "scheme": "h1b"}
+    del metadata[name]
+    save_file({"tau": TAU}, tmp_path / "a", metadata=metadata)
+    with pytest.raises(ConfigError, match=name):
+        Adapter.open(tmp_path / "a")
+
+
+def test_a_file_that_is_no_safetensors_file(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a").write_bytes(b"no")
+    with pytest.raises(CheckpointError) as error:
+        Model.open(base, adapter=tmp_path / "a")
+    one_line(error, tmp_path / "a")
+
+
+def test_the_command_line_takes_adapters(
+    shared: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shared / "models" / "stories260K"
+    config = Model.open(model).config
+    tau = np.full((config.n_layers, config.n_heads), 0.1, np.float32)
+    adapter = str(write(tmp_path / "tau.safetensors", model, {"tau": tau}))
+    (tmp_path / "text").write_text("Once upon a time there was a little girl. " * 30)
+    run = ["run", "--model", str(model), "--prompt", "Once upon a time", "--max-new-tokens", "4"]
+    assert main([*run, "--kv", "h1b", "--adapter", adapter]) == 0
+    assert "(adapter tau.safetensors)" in capsys.readouterr().err
+    assert main([*run, "--adapter", adapter]) == 2
+    assert "was trained for --kv h1b, not dense" in capsys.readouterr().err
+    evaluate = ["eval", "--model", str(model), "--text", str(tmp_path / "text"), "--ctx", "64"]
+    out = str(tmp_path / "out.json")
+    assert main([*evaluate, "--kv", "dense,h1b", "--adapter", adapter, "--json", out]) == 0
+    facts = json.loads(pathlib.Path(out).read_text())
+    assert facts["settings"]["adapter"] == "tau.safetensors"
+    dense, h1b = facts["results"]
+    assert dense["notes"] == []
+    assert "(adapter tau.safetensors)" in h1b["notes"][0]

@@ -1,0 +1,180 @@
+"""What holds for all kernels: two complete backends, one compilation each, aligned stores, threads."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numba
+import numpy as np
+import pytest
+from kernel_cases import normal
+
+from edgekv import kernels
+from edgekv.errors import ConfigError
+from edgekv.kernels import aligned, numba_, numpy_, spec, threads
+from edgekv.kernels.numba_ import dense, int4, launch, rope, signs
+from edgekv.kernels.numba_.softmax import _softmax_rows
+
+NAMES = [name for name in dir(spec.Kernels) if not name.startswith("_")]
+
+SPINCOUNT = os.environ.get("GOMP_SPINCOUNT")
+
+# Two Python threads in parallel kernels at once: Numba's workqueue would abort the process without the lock.
+TWO_THREADS = """
+import threading, numba, numpy as np
+from edgekv.kernels import numba_kernels, threads
+from edgekv.kernels.numba_ import launch
+
+kernels = numba_kernels()
+launch.MIN_PARALLEL_WORK = 0
+def work():
+    for _ in range(300):
+        s = np.zeros((2, 2, 64), np.float32)
+        kernels.softmax(s, np.zeros(2, np.int64), np.full(2, 64))
+        assert (s == 1 / 64).all()
+        done.append(1)
+done = []
+pair = [threading.Thread(target=work) for _ in range(2)]
+for thread in pair: thread.start()
+for thread in pair: thread.join()
+print(numba.threading_layer(), threads.count(), len(done))
+"""
+
+
+@pytest.fixture
+def all_threads() -> Iterator[None]:
+    yield
+    threads.configure()
+
+
+@pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+def test_backends_provide_the_whole_specification(backend: object) -> None:
+    assert sorted(backend.__all__) == NAMES  # type: ignore[attr-defined]
+    for name in NAMES:
+        _, *specified = inspect.signature(getattr(spec.Kernels, name)).parameters
+        assert list(inspect.signature(getattr(backend, name)).parameters) == specified, name
+
+
+@pytest.mark.usefixtures("all_threads")
+def test_factories_return_the_backends() -> None:
+    assert kernels.numba_kernels(1) is numba_
+    assert threads.count() == 1
+    assert kernels.numpy_kernels(1) is numpy_
+
+
+@pytest.mark.usefixtures("all_threads")
+def test_thread_count_is_bounded_by_the_machine() -> None:
+    threads.configure()
+    available = threads.count()
+    assert available >= 1
+    threads.configure(1000)
+    assert threads.count() == available
+    with pytest.raises(ConfigError, match="threads=0"):
+        threads.configure(0)
+
+
+@pytest.mark.usefixtures("all_threads")
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_heads_times_splits_divide_evenly(n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_n_threads", n_threads)
+    for heads in range(1, 9):
+        assert heads * launch.token_splits(heads, 1 << 40) % n_threads == 0
+        assert launch.token_splits(heads, 1) == 1
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7])
+def test_token_spans_cover_the_range_once(splits: int) -> None:
+    for t0, t1 in [(0, 1), (0, 64), (3, 64), (63, 65), (5, 500), (64, 640), (100, 100)]:
+        spans = [launch.token_span(t0, t1, splits, i) for i in range(splits)]
+        tokens = [t for start, end in spans for t in range(start, end)]
+        assert tokens == list(range(t0, t1))
+        assert all(start % 64 == 0 for start, end in spans if t0 < start < end)
+
+
+def test_settings_of_libgomp_are_not_left_in_the_environment() -> None:
+    threads.configure()
+    assert os.environ.get("GOMP_SPINCOUNT") == SPINCOUNT
+
+
+@pytest.mark.parametrize("layer", ["default", "workqueue"])
+def test_two_python_threads_may_use_kernels_at_once(layer: str) -> None:
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": "2"}
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_THREADS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    name, count, done = result.stdout.split()
+    assert (count, done) == ("2", "600")
+    assert layer in ("default", name)
+
+
+def test_each_python_thread_uses_the_configured_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba's own setting belongs to the Python thread that made it; and it is put back."""
+    monkeypatch.setattr(threads, "_n_threads", 1)
+    seen = []
+
+    def work() -> None:
+        before = numba.get_num_threads()
+        threads.run_parallel(lambda: seen.append(numba.get_num_threads()))
+        assert numba.get_num_threads() == before
+        seen.append(0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [1, 0]
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 5, 7), (1, 1, 130)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.uint64])
+def test_aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+    x = aligned.zeros(shape, dtype)
+    assert (x.shape, x.dtype, x.flags.c_contiguous, x.flags.writeable) == (shape, dtype, True, True)
+    assert x.ctypes.data % 64 == 0
+    assert not x.any()
+
+
+def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
+    """Contiguous and sliced scores, single tokens and many: one signature (two where stores differ in type)."""
+    rng = np.random.default_rng(0)
+    for rows, gap in [(1, 0), (1, 3), (4, 0), (4, 3)]:
+        n, d, b = 70, 32, 64
+        s = np.zeros((2, rows, n + gap), np.float32)[:, :, :n]
+        q, x, out = normal(rng, 2, rows, d), normal(rng, 2, n, d), normal(rng, 2, rows, d)
+        store = np.zeros((2, 128, d), np.uint16)
+        codes, delta, zero = (
+            np.zeros((2, 128, d // 2), np.uint8),
+            np.zeros((2, 128), np.uint16),
+            np.zeros((2, 128), np.uint8),
+        )
+        sketches = np.zeros((2, 2, 1, 64), np.uint64)
+        numba_.encode_f16(x, store, 0)
+        numba_.encode_int4(x, codes, delta, zero, 0)
+        numba_.pack_signs(normal(rng, 2, n, b), sketches, 0)
+        scale = np.full((2, rows), 0.1, np.float32)
+        numba_.scores_f16(q, store, 0, n, s, 0)
+        numba_.scores_signs(numba_.pack_sign_rows(normal(rng, 2, rows, b)), sketches, 0, n, scale, s, 0)
+        numba_.softmax(s, np.zeros(rows, np.int64), np.full(rows, n))
+        numba_.values_f16(s, 0, store, 0, n, out)
+        numba_.values_int4(s, 0, codes, delta, zero, 0, n, out)
+        heads = [np.zeros((h, rows + gap, d), np.float32)[:, :rows] for h in (4, 2, 2)]
+        table = normal(rng, 2, rows, 8)
+        empty = np.empty(0, np.float32)
+        numba_.split_rope(normal(rng, rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
+    for kernel in (
+        dense._encode_tokens,
+        int4._encode_tokens,
+        int4._values_items,
+        rope._split_tokens,
+        signs._pack_tokens,
+        signs._scores_items,
+        _softmax_rows,
+    ):
+        assert len(kernel.signatures) == 1, kernel
+    for kernel in (dense._scores_items, dense._values_items):
+        assert 1 <= len(kernel.signatures) <= 2, kernel

@@ -1,0 +1,215 @@
+"""Error-bounded levels and their Huffman codes: NumPy against the formulas and bit by bit, Numba against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_scores
+
+from edgekv.kernels import numba_, numpy_
+from edgekv.kernels.numba_ import launch
+from edgekv.kvcache.codebook import Codebook
+
+BACKENDS = pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+POISON = 0xAB
+HUGE_F16 = 0x7BFF
+
+# Head size, tokens and their place, rows, and block: on and off block borders, one row to many.
+CASES = [
+    (Case(d=8, length=1, g=1, r=1, n=1, t0=0, s0=0), 16),
+    (Case(d=12, length=65, g=2, r=5, n=1, t0=3, s0=5), 32),
+    (Case(d=16, length=200, g=3, r=1, n=3, t0=64, s0=0), 64),
+    (Case(d=64, length=63, g=1, r=8, n=1, t0=1, s0=5), 64),
+    (Case(d=80, length=127, g=2, r=2, n=3, t0=0, s0=0), 128),
+    (Case(d=96, length=2, g=3, r=4, n=1, t0=31, s0=5), 64),
+    (Case(d=128, length=513, g=2, r=1, n=1, t0=3, s0=0), 64),
+    (Case(d=256, length=64, g=1, r=7, n=1, t0=64, s0=5), 64),
+]
+
+
+def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return bits.view(np.float16).astype(np.float32)
+
+
+def awkward_rows(d: int) -> npt.NDArray[np.float32]:
+    """Tokens (1, 16, d) at the edges of what can be quantised."""
+    x = normal(np.random.default_rng(d), 16, d)
+    x[0] = 0
+    x[1] = -0.0
+    x[2] = 3.25
+    x[3] = 1e-12
+    x[4] *= 1e-6  # the step is a subnormal float16
+    x[5] *= 1e5
+    x[6] = 1e7  # beyond float16
+    x[7] = np.arange(d) % 8
+    x[8] = np.arange(d) % 8 + 0.5
+    x[9, 0] = -1000  # an outlier
+    return x[None]
+
+
+def check_unit(
+    x: npt.NDArray[np.float32],
+    codes: npt.NDArray[np.uint8],
+    low: np.float32,
+    step: np.float32,
+    relative_step: float,
+    levels: int,
+) -> None:
+    """Elements of one channel or token: low, step and every code as specified."""
+    assert low == np.float16(np.clip(x.min(), -65504, 65504))
+    exact = max(float(x.max() - low), 0.0) * relative_step
+    assert step == 65504 if exact > 65504 else exact * (1 - 1e-6) <= step <= exact * (1 + 2**-10) + 2**-24
+    np.testing.assert_array_equal(codes, np.clip(np.rint((x - low) / (step or np.float32(1))), 0, levels - 1))
+
+
+@BACKENDS
+@pytest.mark.parametrize(("relative_step", "levels"), [(0.2, 6), (0.15, 8), (1.0, 2), (1 / 255, 256)])
+def test_levels_are_as_specified(backend: object, relative_step: float, levels: int) -> None:
+    """Keys per channel of 16 tokens, values per token: the same rule along other axes."""
+    x, d = awkward_rows(12), 12
+    codes, ends = np.full(x.shape, POISON, np.uint8), np.full((2, 1, 3, d), HUGE_F16, np.uint16)
+    backend.quantise_channels(x, relative_step, levels, 16, codes, *ends, 1)  # type: ignore[attr-defined]
+    for channel in range(d):
+        low, step = widened(ends)[:, 0, 1, channel]
+        check_unit(x[0, :, channel], codes[0, :, channel], low, step, relative_step, levels)
+    assert (ends[:, :, [0, 2]] == HUGE_F16).all()
+    ends = np.full((2, 1, 20), HUGE_F16, np.uint16)
+    backend.quantise_tokens(x, relative_step, levels, codes, *ends, 3)  # type: ignore[attr-defined]
+    for t in range(16):
+        low, step = widened(ends)[:, 0, 3 + t]
+        check_unit(x[0, t], codes[0, t], low, step, relative_step, levels)
+    assert (ends[:, :, np.r_[0:3, 19]] == HUGE_F16).all()
+
+
+@pytest.mark.parametrize("relative_step", [0.5, 0.3, 0.15, 0.07])
+def test_error_is_half_a_step(relative_step: float) -> None:
+    x = normal(np.random.default_rng(0), 2, 640, 64).astype(np.float16).astype(np.float32)
+    codes, ends, levels = (
+        np.empty(x.shape, np.uint8),
+        np.empty((2, 2, 640), np.uint16),
+        round(1 / relative_step) + 1,
+    )
+    numba_.quantise_tokens(x, relative_step, levels, codes, *ends, 0)
+    low, step = widened(ends)[..., None]
+    in_steps = np.abs(low + step * codes - x) / step
+    assert 0.49 < in_steps.max() <= 0.5 + 1e-3
+    assert (step[..., 0] <= relative_step * (x.max(2) - x.min(2)) * (1 + 2**-10)).all()
+
+
+@EITHER_PATH
+def test_numba_quantises_to_the_same_bits(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    for d in (8, 12, 80, 128):
+        for x in (normal(np.random.default_rng(d), 3, 96, d) * 3, np.tile(awkward_rows(d), (1, 2, 1))):
+            for relative_step in (0.25, 0.11):
+                results = []
+                for backend in (numba_, numpy_):
+                    codes, channels = np.empty((2, *x.shape), np.uint8), np.zeros((2, len(x), 8, d), np.uint16)
+                    tokens = np.zeros((2, len(x), 100), np.uint16)
+                    backend.quantise_channels(x, relative_step, 10, 32, codes[0], *channels, 1)
+                    backend.quantise_tokens(x, relative_step, 10, codes[1], *tokens, 3)
+                    results.append((codes, channels, tokens))
+                for actual, expected in zip(*results, strict=True):
+                    np.testing.assert_array_equal(actual, expected)
+
+
+class Packed:
+    """Random codes of whole blocks, packed: every third block in fixed-length codes, the pool poisoned between."""
+
+    def __init__(
+        self, backend: object, seed: int, g: int, blocks: int, block: int, d: int, levels: int = 6
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        weights = rng.random(levels) ** 4 + 0.01
+        self.codes = rng.choice(levels, (g, blocks * block, d), p=weights / weights.sum()).astype(np.uint8)
+        self.book, self.fixed = Codebook.huffman(np.bincount(self.codes.ravel())), Codebook.fixed_length(levels)
+        self.plain_bits = block * d * int(self.fixed.lengths[0])
+        self.bits = np.zeros((g, blocks * block), np.uint16)
+        backend.huffman_sizes(self.codes, self.book.lengths, self.bits, 0)  # type: ignore[attr-defined]
+        self.plain = (np.arange(g * blocks).reshape(g, blocks) % 3 == 2).astype(np.uint8)
+        sizes = self.bits.reshape(g, blocks, block)
+        sizes[self.plain == 1] = self.plain_bits // block
+        n_words = -(-sizes.sum(2, dtype=np.int64) // 64) + 1  # a word of poison behind each block
+        ends = n_words.T.cumsum().reshape(blocks, g).T
+        self.offsets = (ends - n_words).astype(np.uint32)
+        self.pool = np.full(int(ends.max()) + 1, 0xABAB_ABAB_ABAB_ABAB, np.uint64)
+        backend.huffman_pack(  # type: ignore[attr-defined]
+            self.codes,
+            np.stack([self.book.words, self.fixed.words]),
+            np.stack([self.book.lengths, self.fixed.lengths]),
+            self.plain,
+            self.offsets,
+            0,
+            block,
+            self.pool,
+        )
+
+    def store(self) -> tuple[object, ...]:
+        return self.pool, self.offsets, self.bits, self.book.table, self.fixed.table, self.plain_bits
+
+    def read_bit_by_bit(self, g: int, b: int, block: int) -> list[int]:
+        """One block's symbols as the paper reads them: a bit at a time, until a code word is complete."""
+        book = self.fixed if self.plain[g, b] else self.book
+        symbols = {(int(n), int(w)): i for i, (n, w) in enumerate(zip(book.lengths, book.words, strict=True))}
+        stream = self.pool[self.offsets[g, b] :]
+        found, position = [], 0
+        for _ in range(block * self.codes.shape[2]):
+            length = word = 0
+            while (length, word) not in symbols or not length:
+                word |= (int(stream[position // 64]) >> position % 64 & 1) << length
+                length, position = length + 1, position + 1
+            found.append(symbols[length, word])
+        assert position == self.bits[g, b * block : (b + 1) * block].sum()
+        return found
+
+
+@BACKENDS
+def test_bit_strings_read_back_bit_by_bit(backend: object) -> None:
+    g, blocks, block, d = 2, 3, 16, 12
+    packed = Packed(backend, 0, g, blocks, block, d)
+    for head in range(g):
+        for b in range(blocks):
+            expected = packed.codes[head, b * block : (b + 1) * block].ravel().tolist()
+            assert packed.read_bit_by_bit(head, b, block) == expected
+
+
+@EITHER_PATH
+def test_numba_packs_the_same_words(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    for d, block, levels in ((8, 16, 2), (12, 32, 5), (80, 64, 17), (128, 64, 256)):
+        actual, expected = (Packed(backend, d, 3, 4, block, d, levels) for backend in (numba_, numpy_))
+        np.testing.assert_array_equal(actual.bits, expected.bits)
+        np.testing.assert_array_equal(actual.pool, expected.pool)
+
+
+@EITHER_PATH
+@pytest.mark.parametrize(("case", "block"), CASES, ids=str)
+def test_scores_and_sums_are_those_of_the_codes(
+    case: Case, block: int, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both backends against plain products with low + step * code, in float64."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    rng, blocks = generator(case), -(-case.t1 // block)
+    packed = Packed(numpy_, case.d, case.g, blocks, block, case.d)
+    channels = rng.uniform(0.1, 1, (2, case.g, blocks, case.d)).astype(np.float16).view(np.uint16)
+    tokens = rng.uniform(0.1, 1, (2, case.g, blocks * block)).astype(np.float16).view(np.uint16)
+    span = slice(case.t0, case.t1)
+    low, step = (np.repeat(widened(end).astype(float), block, axis=1)[:, span] for end in channels)
+    keys = low + step * packed.codes[:, span]
+    low, step = (widened(end).astype(float)[:, span, None] for end in tokens)
+    values = low + step * packed.codes[:, span]
+    q, out = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
+    p = poisoned_scores(case, case.g == 1)
+    p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
+    exact_sums = out + p[:, :, inside(case)].astype(float) @ values
+    for backend in (numba_, numpy_):
+        s, sums = poisoned_scores(case, case.g == 1), out.copy()
+        backend.scores_huffman(q, *packed.store(), *channels, case.t0, case.t1, s, case.s0)
+        backend.values_huffman(p, case.s0, *packed.store(), *tokens, case.t0, case.t1, sums)
+        scale = np.abs(q).sum(2).max() * np.abs(keys).max()
+        np.testing.assert_allclose(s[:, :, inside(case)], q @ keys.transpose(0, 2, 1), rtol=0, atol=1e-6 * scale)
+        outside = np.ones(s.shape[2], bool)
+        outside[inside(case)] = False
+        assert np.isnan(s[:, :, outside]).all()
+        np.testing.assert_allclose(sums, exact_sums, rtol=2e-5, atol=1e-4)

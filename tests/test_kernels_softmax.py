@@ -1,0 +1,76 @@
+"""Softmax over column ranges: NumPy against the formula, Numba against NumPy and against exp."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_cases import EITHER_PATH, assert_close
+
+from edgekv.kernels import numba_, numpy_
+from edgekv.kernels.numba_ import launch
+
+BACKENDS = pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+COLUMNS = (1, 2, 15, 16, 17, 63, 64, 65, 200, 513)
+
+
+def ranges(m: int, columns: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """A range per row: all columns, causal ones, an inner one, an empty one."""
+    lo, hi = np.zeros(m, np.int64), np.arange(columns - m + 1, columns + 1).clip(0)
+    lo[1::3] = columns // 3
+    hi[2::4] = lo[2::4]
+    return lo, hi
+
+
+@BACKENDS
+def test_is_the_softmax_inside_the_range_and_zero_outside(backend: object) -> None:
+    s = np.random.default_rng(0).standard_normal((2, 5, 40), np.float32) * 5
+    lo, hi = np.array([0, 3, 39, 12, 7]), np.array([40, 39, 40, 12, 20])
+    expected = np.zeros(s.shape)
+    for g, m in np.ndindex(2, 5):
+        weights = np.exp(s[g, m, lo[m] : hi[m]].astype(np.float64))
+        expected[g, m, lo[m] : hi[m]] = weights / weights.sum()
+    s[:, 1, :3] = s[:, 3] = np.nan  # not in the range: must not be read
+    backend.softmax(s, lo, hi)  # type: ignore[attr-defined]
+    np.testing.assert_allclose(s, expected, rtol=2e-6, atol=1e-38)
+
+
+@BACKENDS
+def test_masked_and_far_scores(backend: object) -> None:
+    rows = np.full((1, 4, 70), -np.inf, np.float32)
+    rows[0, 0, 5] = 3  # one finite score
+    rows[0, 1, :3] = 1e30, 1e30, -1e30  # huge scores
+    rows[0, 2] = 0
+    rows[0, 2, ::2] = -1000  # exp underflows
+    backend.softmax(rows, np.zeros(4, np.int64), np.full(4, 70))  # type: ignore[attr-defined]
+    expected = np.zeros((4, 70))
+    expected[0, 5], expected[1, :2], expected[2, 1::2] = 1, 0.5, 1 / 35
+    assert_close(rows[0], expected)
+    assert rows[0, 2, 0] == 0  # not merely small
+    assert not rows[0, 3].any()
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_numba_equals_numpy(
+    columns: int, contiguous: bool, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    whole = np.random.default_rng(columns).standard_normal((3, 9, columns + 5), np.float32) * 8
+    expected_whole = whole.copy()
+    part = np.s_[:] if contiguous else np.s_[:, 1:8, 2 : columns + 2]
+    s, expected = whole[part], expected_whole[part]
+    lo, hi = ranges(s.shape[1], s.shape[2])
+    numba_.softmax(s, lo, hi)
+    numpy_.softmax(expected, lo, hi)
+    np.testing.assert_allclose(whole, expected_whole, rtol=4e-6, atol=1e-38)
+
+
+def test_numba_exponential_is_accurate() -> None:
+    """Beside one score of 0, each probability is exp(x) over the sum: all of float32's range."""
+    x = np.linspace(-86.9, 0, 100_001, dtype=np.float32)
+    s = x.reshape(1, 1, -1).copy()
+    numba_.softmax(s, np.zeros(1, np.int64), np.array([x.size]))
+    exact = np.exp(x.astype(np.float64))
+    np.testing.assert_allclose(s[0, 0], exact / exact.sum(), rtol=1e-6, atol=1e-37)

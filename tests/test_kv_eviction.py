@@ -1,0 +1,378 @@
+"""Schemes that drop tokens: who is kept, against each paper's rule spelt out token by token in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from edgekv.errors import CacheError
+from edgekv.kernels import numba_kernels, numpy_kernels
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import Geometry, Workspace
+from edgekv.kvcache.evicting import Evicting, attention_received, budget_tokens
+
+F32 = npt.NDArray[np.float32]
+BACKENDS = pytest.mark.parametrize("backend", [numpy_kernels, numba_kernels], ids=["numpy", "numba"])
+G, GROUP, D = 2, 3, 24
+SCHEMES = {
+    "streaming": "streaming:budget=40,sink=3",
+    "h2o": "h2o:budget=40,recent=0.3",
+    "tova": "tova:budget=40",
+    "tova per head": "tova:budget=40,per_head=true",
+    "snapkv": "snapkv:budget=40,observe=8,interval=5,kernel=3",
+}
+ALL = pytest.mark.parametrize("kv", SCHEMES.values(), ids=SCHEMES.keys())
+
+
+def make(kv: str, capacity: int = 400, backend=numba_kernels, window: int | None = None) -> Evicting:
+    spec = CacheSpec.parse(kv)
+    cache = spec.scheme(Geometry(G * GROUP, G, D, capacity, window=window), spec.knobs)
+    cache.allocate(backend(None), Workspace())
+    return cache
+
+
+def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
+    """Queries, and keys and values that float16 holds."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((G * GROUP, n, D)).astype(np.float32) * np.float32(0.5)
+    k, v = rng.standard_normal((2, G, n, D)).astype(np.float16).astype(np.float32)
+    return q.astype(np.float16).astype(np.float32), k, v
+
+
+def kept(cache: Evicting) -> list[list[int]]:
+    """Positions held, per KV head."""
+    return [sorted(row) for row in cache.arrays["position"][:, : cache.n_used].tolist()]
+
+
+@dataclasses.dataclass
+class Reference:
+    """All keys, values and queries so far, and which positions each KV head still holds."""
+
+    budget: int
+    window: int | None = None
+    recent: int = 1
+
+    def __post_init__(self) -> None:
+        self.q, self.k, self.v = (np.empty((heads, 0, D)) for heads in (G * GROUP, G, G))
+        self.held: list[list[int]] = [[] for _ in range(G)]
+        self.mass = np.zeros((G, 0))
+
+    def weights(self, g: int, position: int, held: list[int]) -> npt.NDArray[np.float64]:
+        """(GROUP, len(held)): softmax of the group's queries at a position over held tokens."""
+        scores = self.q[g * GROUP : (g + 1) * GROUP, position] @ self.k[g, held].T
+        seen = np.array(held) <= position
+        if self.window is not None:
+            seen &= np.array(held) > position - self.window
+        e = np.where(seen, np.exp(scores - scores[:, seen].max(axis=1, keepdims=True)), 0)
+        return e / e.sum(axis=1, keepdims=True)
+
+    def prefill(self, q: F32, k: F32, v: F32) -> None:
+        n = k.shape[1]
+        self.q, self.k, self.v = q.astype(float), k.astype(float), v.astype(float)
+        self.mass = np.zeros((G, n))
+        self.held = [list(range(n)) for _ in range(G)]
+        for t in range(n):
+            self.learn(t, [self.weights(g, t, list(range(n))) for g in range(G)])
+        self.shrink(n)
+
+    def shrink(self, n: int) -> None:
+        for g in range(G):
+            while len(self.held[g]) > self.budget:
+                self.held[g].remove(self.victim(g, n))
+
+    def attend(self, q: F32, k: F32, v: F32) -> npt.NDArray[np.float64]:
+        out = np.empty(q.shape)
+        for i in range(q.shape[1]):
+            t = self.k.shape[1]
+            self.q, self.k, self.v = (
+                np.concatenate([old, new[:, i : i + 1]], axis=1)
+                for old, new in ((self.q, q), (self.k, k), (self.v, v))
+            )
+            self.mass = np.pad(self.mass, ((0, 0), (0, 1)))
+            self.make_room(t)
+            weights = []
+            for g in range(G):
+                self.held[g].append(t)
+                w = self.weights(g, t, self.held[g])
+                out[g * GROUP : (g + 1) * GROUP, i] = w @ self.v[g, self.held[g]]
+                weights.append(w)
+            self.learn(t, weights)
+        return out
+
+    def make_room(self, t: int) -> None:
+        for g in range(G):
+            if len(self.held[g]) == self.budget:
+                self.held[g].remove(self.victim(g, t + 1))
+
+    def victim(self, g: int, n: int) -> int:
+        """Of tokens before the recent ones the hidden, then the lightest, then the oldest."""
+        hidden = n - self.window if self.window is not None else 0
+        candidates = [p for p in self.held[g] if p < n - self.recent]
+        return min(candidates, key=lambda p: (p >= hidden, p >= hidden and self.mass[g, p], p))
+
+    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+        """What a query teaches about the tokens that it saw."""
+
+
+class ReferenceStreaming(Reference):
+    def victim(self, g: int, n: int) -> int:
+        return min(p for p in self.held[g] if p >= 3)
+
+
+class ReferenceH2O(Reference):
+    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+        for g, w in enumerate(weights):
+            self.mass[g, self.held[g]] += w.sum(axis=0)
+
+
+class ReferenceTovaPerHead(Reference):
+    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+        for g, w in enumerate(weights):
+            self.mass[g, self.held[g]] = w.mean(axis=0)
+
+
+class ReferenceTova(Reference):
+    def learn(self, t: int, weights: list[npt.NDArray[np.float64]]) -> None:
+        assert self.held[0] == self.held[1]
+        self.mass[:, self.held[0]] = np.mean([w.mean(axis=0) for w in weights], axis=0)
+
+
+class ReferenceSnapKV(Reference):
+    observe, interval, kernel = 8, 5, 3
+
+    def shrink(self, n: int) -> None:
+        if n > self.budget:
+            self.compress(n, self.budget)
+
+    def make_room(self, t: int) -> None:
+        if len(self.held[0]) == self.budget:
+            self.compress(t, self.budget - self.interval)
+
+    def compress(self, n: int, size: int) -> None:
+        for g in range(G):
+            held = sorted(self.held[g])
+            votes = sum(self.weights(g, p, held).sum(axis=0) for p in range(n - self.observe, n))
+            earlier = np.pad(votes[: -self.observe], self.kernel // 2)
+            pooled = [max(earlier[i : i + self.kernel]) for i in range(len(held) - self.observe)]
+            hidden = n - self.window if self.window is not None else 0
+            order = sorted(
+                range(len(pooled)), key=lambda i: (held[i] >= hidden, held[i] >= hidden and pooled[i], held[i])
+            )
+            best = order[len(pooled) - (size - self.observe) :]
+            self.held[g] = sorted([held[i] for i in best]) + held[-self.observe :]
+
+
+REFERENCES = {
+    "streaming": lambda window: ReferenceStreaming(40, window),
+    "h2o": lambda window: ReferenceH2O(40, window, recent=12),
+    "tova": lambda window: ReferenceTova(40, window),
+    "tova per head": lambda window: ReferenceTovaPerHead(40, window),
+    "snapkv": lambda window: ReferenceSnapKV(40, window),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("window", [None, 30, 70])
+@pytest.mark.parametrize("prompt", [0, 25, 90])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_keeps_and_answers_what_the_paper_says(name: str, prompt: int, window: int | None, backend) -> None:
+    cache, reference = make(SCHEMES[name], backend=backend, window=window), REFERENCES[name](window)
+    q, k, v = draw(200)
+    if prompt:
+        cache.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
+        reference.prefill(q[:, :prompt], k[:, :prompt], v[:, :prompt])
+        assert kept(cache) == [sorted(held) for held in reference.held]
+    got = cache.attend(q[:, prompt:], k[:, prompt:], v[:, prompt:])
+    expected = reference.attend(q[:, prompt:], k[:, prompt:], v[:, prompt:])
+    assert kept(cache) == [sorted(held) for held in reference.held]
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+    assert cache.n_seen == 200
+    assert cache.n_kept == len(reference.held[0])
+
+
+@ALL
+def test_many_tokens_at_once_are_bit_for_bit_single_steps(kv: str) -> None:
+    q, k, v = draw(150)
+    whole, single = make(kv), make(kv)
+    together = whole.attend(q, k, v).copy()
+    apart = [single.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1]).copy() for i in range(150)]
+    np.testing.assert_array_equal(together, np.concatenate(apart, axis=1))
+    for name, array in whole.arrays.items():
+        np.testing.assert_array_equal(array, single.arrays[name])
+
+
+@ALL
+@pytest.mark.parametrize("window", [None, 50])
+def test_equals_dense_when_the_budget_covers_the_context(kv: str, window: int | None) -> None:
+    name = kv.partition(":")[0]
+    q, k, v = draw(130)
+    dense, cache = make("dense", 130, window=window), make(f"{name}:budget=1.0", 130, window=window)
+    for each in (dense, cache):
+        each.prefill(q[:, :70], k[:, :70], v[:, :70])
+    expected = dense.attend(q[:, 70:], k[:, 70:], v[:, 70:]).copy()
+    np.testing.assert_allclose(cache.attend(q[:, 70:], k[:, 70:], v[:, 70:]), expected, atol=1e-6)
+    assert cache.n_kept == 130
+
+
+@pytest.mark.parametrize("capacity", [1000, 50_000])
+@pytest.mark.parametrize(
+    ("kv", "slots", "slot_bytes", "fixed"),
+    [
+        ("streaming:budget=128", 128, 4 * D + 4, 0),
+        ("h2o:budget=128", 128, 4 * D + 8, 0),
+        ("tova:budget=128", 128, 4 * D + 8, 0),
+        ("snapkv:budget=128", 128, 4 * D + 4, G * GROUP * 32 * 2 * D),
+    ],
+)
+def test_bytes_are_the_formula_whatever_the_context(
+    kv: str, slots: int, slot_bytes: int, fixed: int, capacity: int
+) -> None:
+    cache = make(kv, capacity)
+    assert cache.nbytes == cache.planned_bytes == G * slots * slot_bytes + fixed
+    cache.attend(*draw(200))
+    assert cache.nbytes == G * slots * slot_bytes + fixed
+    extra = slot_bytes - 4 * D if "mass" in cache.arrays else 0
+    assert cache.bytes_read() == cache.n_kept * G * (4 * D + extra)
+
+
+def test_a_budget_is_tokens_or_a_fraction() -> None:
+    assert [budget_tokens(b, 1000) for b in (1.0, 0.125, 0.0001, 2, 999, 5000)] == [1000, 125, 1, 2, 999, 1000]
+    assert make("h2o:budget=0.1", 401).slots == 41
+
+
+def test_an_eighth_of_the_tokens_is_an_eighth_of_denses_bytes() -> None:
+    """The H1B-KV tables' SparseLLM, at head_dim 128."""
+    spec = CacheSpec.parse("h2o:budget=0.125")
+    bytes_ = spec.scheme(Geometry(32, 32, 128, 8192), spec.knobs).planned_bytes
+    assert bytes_ / (8192 * 32 * 512) == pytest.approx(1 / 8, rel=0.02)
+
+
+@ALL
+def test_appending_without_queries_in_pieces_equals_one_go(kv: str) -> None:
+    q, k, v = draw(230)
+    whole, pieces = make(kv), make(kv)
+    for cache in (whole, pieces):
+        cache.attend(q[:, :60], k[:, :60], v[:, :60])
+    whole.extend(k[:, 60:], v[:, 60:])
+    for a, b in ((60, 61), (61, 75), (75, 76), (76, 180), (180, 230)):
+        pieces.extend(k[:, a:b], v[:, a:b])
+    assert kept(whole) == kept(pieces)
+    assert 229 in kept(whole)[0]
+    after = [cache.attend(*draw(20, 1)).copy() for cache in (whole, pieces)]
+    np.testing.assert_allclose(after[0], after[1], atol=1e-6)
+
+
+def test_without_queries_h2o_keeps_old_heavy_hitters_and_snapkv_the_latest() -> None:
+    q, k, v = draw(230)
+    for kv, oldest in (("h2o:budget=40,recent=0.3", 0), (SCHEMES["snapkv"], 190)):
+        cache = make(kv)
+        cache.attend(q[:, :60], k[:, :60], v[:, :60])
+        cache.extend(k[:, 60:], v[:, 60:])
+        assert min(kept(cache)[0]) >= oldest
+        assert (min(kept(cache)[0]) < 60) == kv.startswith("h2o")
+
+
+def test_heads_choose_for_themselves_except_in_tova() -> None:
+    q, k, v = draw(150)
+    for name, kv in SCHEMES.items():
+        cache = make(kv)
+        cache.attend(q, k, v)
+        same = kept(cache)[0] == kept(cache)[1]
+        assert same == (name in ("streaming", "tova")), name
+
+
+@ALL
+def test_rewinding_never_leaves_a_wrong_state(kv: str) -> None:
+    """It goes back to the very token or to the start; either way the rest comes out as in a fresh cache."""
+    q, k, v = draw(120)
+    for length in (30, 100):
+        cache, fresh = make(kv), make(kv)
+        cache.attend(q[:, :length], k[:, :length], v[:, :length])
+        assert cache.truncate(length) == length
+        n = cache.truncate(20)
+        assert n == cache.n_seen == (20 if kv.startswith("streaming") and length == 30 else 0)
+        fresh.attend(q[:, :20], k[:, :20], v[:, :20])
+        cache.attend(q[:, n:20], k[:, n:20], v[:, n:20])
+        again = [each.attend(q[:, 20:], k[:, 20:], v[:, 20:]).copy() for each in (cache, fresh)]
+        np.testing.assert_array_equal(*again)
+        assert kept(cache) == kept(fresh)
+
+
+@ALL
+def test_a_cache_that_never_evicts_rewinds_to_any_token(kv: str) -> None:
+    name = kv.partition(":")[0]
+    q, k, v = draw(90)
+    cache, fresh = make(f"{name}:budget=1.0", 100), make(f"{name}:budget=1.0", 100)
+    cache.prefill(q, k, v)
+    assert cache.truncate(33) == cache.n_kept == 33
+    fresh.attend(q[:, :33], k[:, :33], v[:, :33])
+    again = [each.attend(q[:, 33:], k[:, 33:], v[:, 33:]).copy() for each in (cache, fresh)]
+    np.testing.assert_array_equal(*again)
+
+
+def test_snapkv_finds_what_the_question_asks_for_with_its_neighbours() -> None:
+    """Only the last queries look at tokens 50 and 51; pooling keeps those beside them too."""
+    q, k, v = draw(300)
+    direction = np.ones(D, np.float32)
+    k[:, 50:52] = 2 * direction
+    q[:, -8:] = direction
+    cache = make(SCHEMES["snapkv"])
+    cache.prefill(q, k, v)
+    assert all({49, 50, 51, 52} <= set(held) for held in kept(cache))
+
+
+def test_pooling_by_average_is_the_mean_with_zeros_beyond_the_ends() -> None:
+    cache = make("snapkv:budget=40,observe=8,kernel=3,pool=avg,interval=5")
+    votes = np.zeros((G, 60), np.float32)
+    votes[:, 0], votes[:, 20] = 2.0, 3.0  # spread over 0..1 and 19..21
+    chosen = cache._winners(votes, np.arange(60, dtype=np.int32), 8 + 5, 60)
+    assert chosen.tolist() == [[0, 1, 19, 20, 21, *range(52, 60)]] * G
+
+
+def test_heavy_hitters_survive_and_the_recent_stay() -> None:
+    q, k, v = draw(150)
+    k[:, 7] = 1.5  # every query that follows is drawn to it
+    q = np.abs(q)
+    cache = make("h2o:budget=20,recent=0.5")
+    cache.attend(q, k, v)
+    assert all({7, *range(140, 150)} <= set(held) for held in kept(cache))
+
+
+def test_received_attention_is_the_column_sum_of_the_causal_matrix() -> None:
+    q, k, _ = draw(700)
+    for window, first in ((None, 0), (100, 0), (None, 695), (100, 690)):
+        scores = np.einsum("grnd,gtd->grnt", q.reshape(G, GROUP, 700, D).astype(float), k.astype(float))
+        seen = np.tri(700, dtype=bool)
+        if window:
+            seen &= ~np.tri(700, k=-window, dtype=bool)
+        e = np.where(seen, np.exp(scores), 0)
+        expected = (e / e.sum(-1, keepdims=True))[:, :, first:].sum(axis=(1, 2))
+        for backend in (numpy_kernels, numba_kernels):
+            got = attention_received(q, k, first, window, backend(None), Workspace())
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        ("streaming:budget=0", "budget=0: accepted: a fraction of the context up to 1, or a whole number"),
+        ("h2o:budget=-3", "budget=-3"),
+        ("tova:budget=100.5", "budget=100.5"),
+        ("tova:budget=inf", "budget=inf"),
+        ("h2o:budget=nan", "budget=nan"),
+        ("h2o:recent=1.5", "recent=1.5: accepted: a share of the budget, 0 to 1"),
+        ("streaming:sink=-1", "sink=-1: accepted: 0 or more tokens"),
+        ("snapkv:observe=0", "observe=0: accepted: 1 or more tokens"),
+        ("snapkv:interval=0", "interval=0"),
+        ("snapkv:kernel=4", "kernel=4: accepted: an odd number"),
+        ("snapkv:pool=sum", "pool=sum: accepted: max, avg"),
+        ("streaming:budget=4", "budget=4 is 4 of 400 tokens, all taken by sink=4: raise the budget"),
+        ("snapkv:budget=0.1", "budget=0.1 is 40 of 400 tokens: accepted: at least observe [+] interval = 96"),
+    ],
+)
+def test_impossible_settings_are_refused(kv: str, message: str) -> None:
+    with pytest.raises(CacheError, match=message):
+        make(kv)

@@ -1,0 +1,172 @@
+"""H1B-KV and its 1-bit-key baseline: equations 2 to 5 by hand, tau per head, how tau is fitted, adapted, said."""
+
+import numpy as np
+import pytest
+from test_kv_minicache import F32, F64, draw, make
+
+from edgekv.errors import CacheError
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.h1b import FIT_TAUS, H1B
+
+SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 24)]
+
+
+def four_bits(v: F32) -> F64:
+    """Equation 4: (round(v / delta) + z - z) * delta in 0..15, delta in float16 and never too small."""
+    low, high = np.minimum(v.min(-1, keepdims=True), 0), np.maximum(v.max(-1, keepdims=True), 0)
+    exact = (high - low) / np.float32(15)
+    delta = exact.astype(np.float16)
+    delta = np.where(delta < exact, np.nextafter(delta, np.float16(np.inf)), delta).astype(float)
+    zero = np.rint(-low / delta)
+    return (np.clip(np.rint(v / delta) + zero, 0, 15) - zero) * delta
+
+
+def binary_attention(q: F32, k: F32, v: F64, projection: F32, tau: F64) -> F64:
+    """Equations 2, 3 and 5 for the last q.shape[1] tokens; tau (n_heads,)."""
+    group, n, total, b = q.shape[0] // k.shape[0], q.shape[1], k.shape[1], len(projection)
+    s_q, s_k = (np.where(x @ projection.T >= 0, 1.0, -1.0) for x in (q, k))
+    alpha = s_q @ np.repeat(s_k, group, 0).transpose(0, 2, 1) / b
+    scores = alpha / tau[:, None, None]
+    scores[:, np.arange(total) > np.arange(total - n, total)[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ np.repeat(v, group, 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kv", ["h1b:b=64", "h1b:b=192", "h1b:b=512,keys_only=1", "loki1"])
+def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, int, int]) -> None:
+    n = 133
+    q, k, v = draw(*shape, n)
+    tau = np.linspace(0.03, 0.3, shape[0], dtype=np.float32)
+    cache = make(kv, *shape, n)
+    cache.adapt({"tau": tau}, "a test")
+    cache.extend(k[:, :-9], v[:, :-9])
+    got = cache.attend(q[:, -9:], k[:, -9:], v[:, -9:])
+    values = v.astype(np.float16).astype(float) if cache.knobs.f16_values else four_bits(v)
+    expected = binary_attention(q[:, -9:], k, values, cache.sketch.projection, tau.astype(float))
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("b", [64, 192, 512])
+def test_bytes_are_the_formula(b: int) -> None:
+    n_kv_heads, head_dim, capacity = 2, 128, 1024
+    for kv, value_bytes in ((f"h1b:b={b}", 64 + 3), (f"h1b:b={b},keys_only=1", 256), (f"loki1:b={b}", 256)):
+        cache = make(kv, 8, n_kv_heads, head_dim, capacity)
+        assert cache.nbytes == cache.planned_bytes == n_kv_heads * capacity * (b // 8 + value_bytes)
+
+
+def fitted(fit: str, name: str = "h1b") -> list[H1B]:
+    """Two layers, prefilled; queries of head h of layer l look for their own key 1 + h + 4 l times as sharply."""
+    shape, n = (4, 2, 64), 200
+    caches = [make(f"{name}:fit={fit}", *shape, n) for _ in range(2)]
+    for layer, cache in enumerate(caches):
+        _, k, v = draw(*shape, n)
+        sharpness = 1 + np.arange(4, dtype=np.float32) + 4 * layer
+        q = np.repeat(k, 2, axis=0) * sharpness[:, None, None] / 16
+        cache.prefill(q, k, v)
+    H1B.settle(caches)
+    return caches
+
+
+def test_one_tau_for_all_layers_as_in_the_paper() -> None:
+    taus = np.concatenate([cache.tau.ravel() for cache in fitted("global")])
+    assert len(set(taus.tolist())) == 1
+    assert taus[0] in FIT_TAUS
+
+
+@pytest.mark.parametrize("name", ["h1b", "loki1"])
+def test_sharper_attention_gets_a_lower_tau_of_its_own(name: str) -> None:
+    (a,), (b,) = (set(cache.tau.ravel().tolist()) for cache in fitted("layer", name))
+    assert a > fitted("global")[0].tau[0, 0] > b
+    heads = np.concatenate([cache.tau.ravel() for cache in fitted("head", name)])
+    assert heads[0] > heads[1] > heads[3] > heads[7]
+    assert (np.diff(heads) <= 0).all()
+
+
+def test_a_fitted_tau_is_the_one_of_least_cross_entropy() -> None:
+    """Brute force over the grid, for one head, at every query that the fit samples."""
+    shape, n = (2, 1, 32), 64
+    q, k, v = draw(*shape, n)
+    cache = make("h1b:fit=head", *shape, n)
+    cache.prefill(q, k, v)
+    H1B.settle([cache])
+    for head in range(2):
+        losses = np.zeros(len(FIT_TAUS))
+        for t in np.linspace(n // 2, n - 1, 16).astype(int):
+            query, keys = q[head : head + 1, t : t + 1], k[:, : t + 1]
+            exact = np.exp((query[0, 0] @ keys[0].T).astype(float))
+            for i, tau in enumerate(FIT_TAUS):
+                one_hot, taus = np.eye(t + 1)[None], np.full(1, tau, float)
+                weights = binary_attention(query, keys, one_hot, cache.sketch.projection, taus)[0, 0]
+                losses[i] -= (exact / exact.sum() * np.log(weights)).sum()
+        assert cache.tau[0, head] == FIT_TAUS[losses.argmin()]
+
+
+def test_short_prompts_and_given_taus_are_not_fitted() -> None:
+    q, k, v = draw(4, 2, 64, 40)
+    short, given = make("h1b", 4, 2, 64, 50), make("h1b:tau=0.125", 4, 2, 64, 50)
+    short.prefill(q[:, :20], k[:, :20], v[:, :20])
+    given.prefill(q, k, v)
+    H1B.settle([short])
+    H1B.settle([given])
+    assert (short.tau == np.float32(0.05)).all()
+    assert (given.tau == 0.125).all()
+    assert short.notes()[0] == "h1b: tau 0.05 (default, no prompt was long enough to fit it), b = 256"
+    assert "tau 0.125 (set by tau=)" in given.notes()[0]
+
+
+def test_notes_say_whose_tau_it_is() -> None:
+    cache = fitted("head")[0]
+    assert "h1b: tau " in cache.notes()[0]
+    assert " to " in cache.notes()[0]
+    assert "in layer 0 (fitted on the prompt's prefill (200 tokens))" in cache.notes()[0]
+    assert "not adapted" in cache.notes()[1]
+    assert "in layer" not in fitted("global")[0].notes()[0]
+    for tau, text in (
+        (np.float32(0.25).reshape(()), "tau 0.25 (adapter x)"),
+        (np.full(1, 0.5, np.float32), "tau 0.5 in layer 0 (adapter x)"),
+        (np.linspace(0.1, 0.4, 4, dtype=np.float32), "tau 0.1 to 0.4 in layer 0 (adapter x)"),
+    ):
+        cache = make("loki1", 4, 2, 64, 50)
+        cache.adapt({"tau": tau}, "adapter x")
+        assert cache.notes() == [f"loki1: {text}, b = 256"]
+        assert not cache.exact_prefill
+
+
+def test_a_given_tau_comes_before_an_adapters() -> None:
+    cache = make("h1b:tau=0.125", 4, 2, 64, 50)
+    cache.adapt({"tau": np.full(4, 0.5, np.float32)}, "adapter x")
+    assert (cache.tau == 0.125).all()
+    assert cache.notes() == ["h1b: tau 0.125 (set by tau=), b = 256"]
+
+
+def test_what_can_not_be_adapted_says_so() -> None:
+    tau = {"tau": np.ones((), np.float32)}
+    with pytest.raises(CacheError, match=r"^--kv dense takes no adapter x: nothing in it is trained"):
+        make("dense", 4, 2, 64, 50).adapt(tau, "adapter x")
+    for parameters in ({**tau, "bias": np.ones(2, np.float32)}, {}):
+        with pytest.raises(CacheError, match=r"^adapter x: --kv h1b takes tau and nothing else"):
+            make("h1b", 4, 2, 64, 50).adapt(parameters, "adapter x")
+
+
+@pytest.mark.parametrize("name", ["h1b", "loki1"])
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [
+        ("b=96", "accepted: multiples of 64 from 64 to 512"),
+        ("b=576", "accepted: multiples of 64 from 64 to 512"),
+        ("tau=-1", "accepted: a positive temperature"),
+        ("tau=nan", "accepted: a positive temperature"),
+        ("fit=token", "accepted: global, layer, head"),
+    ],
+)
+def test_knobs_are_checked(name: str, knob: str, message: str) -> None:
+    with pytest.raises(CacheError, match=f"^--kv {name}:{knob.partition('=')[0]}=.*{message}") as error:
+        CacheSpec.parse(f"{name}:{knob}")
+    assert "\n" not in str(error.value)
+
+
+def test_only_four_bit_values_need_an_even_head_size() -> None:
+    with pytest.raises(CacheError, match=r"^--kv h1b packs two values to a byte: head_dim 15 must be even$"):
+        make("h1b", 2, 2, 15, 10)
+    make("loki1", 2, 2, 15, 10)

@@ -1,0 +1,123 @@
+"""KIVI: its quantiser by hand in float64, its window, its bytes."""
+
+import numpy as np
+import pytest
+from test_kv_minicache import F32, F64, attention, draw, make
+
+from edgekv.errors import CacheError
+
+SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 128)]
+
+
+def quantised(x: F64, bits: int, axis: int) -> F64:
+    """low + step * round((x - low) / step), the ends along the axis in float16, the step never too small."""
+    top = 2**bits - 1
+    low = x.min(axis, keepdims=True).astype(np.float16).astype(float)
+    exact = (x.max(axis, keepdims=True).astype(np.float32) - low.astype(np.float32)) / np.float32(top)
+    step = exact.astype(np.float16)
+    step = np.where(step < exact, np.nextafter(step, np.float16(np.inf)), step).astype(float)
+    return low + step * np.clip(np.rint((x - low) / step), 0, top)
+
+
+def stored(k: F32, v: F32, n_packed: int, bits: int, group: int, vgroup: int) -> tuple[F64, F64]:
+    """What the cache holds: the first n_packed tokens in codes, the rest in float16."""
+    k, v = (x.astype(np.float16).astype(float) for x in (k, v))
+    g, _, d = k.shape
+    span = vgroup or d
+    packed = k[:, :n_packed].reshape(g, n_packed // group, group, d)
+    k[:, :n_packed] = quantised(packed, bits, 2).reshape(g, n_packed, d)
+    packed = v[:, :n_packed].reshape(g, n_packed, d // span, span)
+    v[:, :n_packed] = quantised(packed, bits, 3).reshape(g, n_packed, d)
+    return k, v
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("bits", "window", "group", "vgroup", "n", "n_packed"),
+    [
+        (2, 128, 32, 0, 330, 192),
+        (2, 0, 32, 16, 191, 160),
+        (4, 64, 64, 0, 257, 192),
+        (2, 5, 128, 8, 262, 256),
+    ],
+)
+def test_attention_is_that_of_the_stored_tokens(
+    shape: tuple[int, int, int], bits: int, window: int, group: int, vgroup: int, n: int, n_packed: int
+) -> None:
+    q, k, v = draw(*shape, n)
+    kv = f"kivi2:bits={bits},window={window},group={group},vgroup={vgroup}"
+    cache = make(kv, *shape, n)
+    cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
+    got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+    expected = attention(q[:, -1:], *stored(k, v, n_packed, bits, group, vgroup), None)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_exact_until_a_group_leaves_the_window(shape: tuple[int, int, int]) -> None:
+    n = 160
+    q, k, v = draw(*shape, n)
+    cache = make("kivi2", *shape, 400)
+    got = cache.attend(q[:, : n - 1], k[:, : n - 1], v[:, : n - 1]).copy()
+    expected = attention(q[:, : n - 1], *stored(k[:, : n - 1], v[:, : n - 1], 0, 2, 32, 0), None)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+    assert (cache.n_bulk, cache.n_recent) == (32, 128)
+
+
+def test_sliding_window_crosses_packed_groups() -> None:
+    shape, n, window = (8, 2, 64), 330, 200
+    q, k, v = draw(*shape, n)
+    cache = make("kivi2", *shape, n, window)
+    cache.extend(k[:, :-1], v[:, :-1])
+    got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+    expected = attention(q[:, -1:], *stored(k, v, 192, 2, 32, 0), window)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kv", "token"),
+    [
+        ("kivi2", 128 * (2 / 8 + 4 / 32) + 128 * 2 / 8 + 4),  # 84: 3 bits per key element, 2.25 per value element
+        ("kivi2:vgroup=32", 128 * (2 / 8 + 4 / 32) * 2),
+        ("kivi2:bits=4,group=64", 128 * (4 / 8 + 4 / 64) + 128 * 4 / 8 + 4),
+    ],
+)
+def test_bytes_are_the_formula(kv: str, token: float) -> None:
+    n_kv_heads, head_dim, capacity = 2, 128, 4096
+    cache = make(kv, 8, n_kv_heads, head_dim, capacity)
+    exact = cache.knobs.window + cache.knobs.group
+    packed = capacity - cache.knobs.window
+    assert cache.nbytes == cache.planned_bytes == n_kv_heads * (packed * token + exact * 4 * head_dim)
+    cache.extend(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
+    assert cache.bytes_read() == n_kv_heads * (packed * token + cache.knobs.window * 4 * head_dim)
+
+
+def test_more_bits_and_smaller_value_groups_are_closer() -> None:
+    shape, n = (8, 2, 128), 500
+    q, k, v = draw(*shape, n)
+    v[:, :, 7] = 20  # an outlier channel, which a range of its own span keeps from the others
+    exact = attention(q[:, -8:], k.astype(float), v.astype(float), None)
+    errors = []
+    for kv in ("kivi2", "kivi2:vgroup=32", "kivi2:bits=4"):
+        cache = make(kv, *shape, n)
+        cache.extend(k[:, :-8], v[:, :-8])
+        errors.append(np.linalg.norm(cache.attend(q[:, -8:], k[:, -8:], v[:, -8:]) - exact))
+    assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
+
+
+@pytest.mark.parametrize(
+    ("kv", "head_dim", "message"),
+    [
+        ("kivi2:bits=3", 64, "bits=3: accepted: 2, 4"),
+        ("kivi2:group=48", 64, "group=48: accepted: 32, 64, 128"),
+        ("kivi2:window=-1", 64, "window=-1: accepted: 0 or more"),
+        ("kivi2:vgroup=-1", 64, "vgroup=-1: accepted: 0"),
+        ("kivi2:vgroup=24", 64, "vgroup=24: it must divide head_dim 64"),
+        ("kivi2", 10, "head_dim 10 must be a multiple of 4"),
+    ],
+)
+def test_knobs_are_checked(kv: str, head_dim: int, message: str) -> None:
+    with pytest.raises(CacheError, match=message) as error:
+        make(kv, 2, 2, head_dim, 300)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,236 @@
+"""KVComp: codes of bounded error and bounded size, whatever the codebook was built from."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from edgekv.errors import CacheError
+from edgekv.kernels import numba_kernels, numpy_kernels
+from edgekv.kernels.spec_codes import TABLE_BITS, TABLE_SYMBOLS
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import Geometry, Workspace
+from edgekv.kvcache.codebook import Codebook, code_lengths, gaussian_counts
+from edgekv.kvcache.kvcomp import KVComp
+
+BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
+
+
+def make(kv: str = "kvcomp:window=64", backend: str = "numba", capacity: int = 600, **geometry: int) -> KVComp:
+    spec = CacheSpec.parse(kv)
+    sizes = {"n_heads": HEADS, "n_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, **geometry}
+    cache = spec.scheme(Geometry(capacity=capacity, **sizes), spec.knobs)
+    cache.allocate(BACKENDS[backend](None), Workspace())
+    assert isinstance(cache, KVComp)
+    return cache
+
+
+def draw(n: int, seed: int = 0) -> tuple[npt.NDArray[np.float32], ...]:
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((h, n, HEAD_DIM), np.float32) for h in (HEADS, KV_HEADS, KV_HEADS))
+    return q / np.float32(np.sqrt(HEAD_DIM)), k + 2 * k[:, :1], v
+
+
+def huffman_bits(counts: npt.NDArray[np.int64]) -> int:
+    """Total length of a Huffman code by merging the two rarest, again and again."""
+    heap, total = [int(count) for count in counts], 0
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        merged = heapq.heappop(heap) + heapq.heappop(heap)
+        total += merged
+        heapq.heappush(heap, merged)
+    return total
+
+
+@pytest.mark.parametrize("levels", [2, 3, 5, 9, 16, 256])
+def test_code_lengths_are_optimal(levels: int) -> None:
+    for seed in range(5):
+        counts = np.random.default_rng(seed).integers(1, 1000, levels)
+        assert (code_lengths(counts, longest=20) * counts).sum() == huffman_bits(counts)
+
+
+def test_code_lengths_are_bounded_and_every_symbol_has_a_word() -> None:
+    fibonacci = np.ones(30, np.int64)
+    for i in range(2, 30):
+        fibonacci[i] = fibonacci[i - 1] + fibonacci[i - 2]
+    lengths = code_lengths(fibonacci)
+    assert lengths.max() == TABLE_BITS
+    assert (np.exp2(-lengths.astype(float))).sum() == 1
+    never_seen = Codebook.huffman(np.array([0, 10**6, 0, 10**6]))
+    assert (never_seen.lengths > 0).all()
+    assert never_seen.lengths.max() <= TABLE_BITS
+
+
+@pytest.mark.parametrize(
+    "book",
+    [
+        Codebook.huffman(gaussian_counts(0.2, 64)),
+        Codebook.huffman(gaussian_counts(0.02, 128)),
+        Codebook.fixed_length(5),
+        Codebook.fixed_length(256),
+    ],
+)
+def test_table_decodes_what_lies_whole_in_its_index(book: Codebook) -> None:
+    words = {
+        "".join(str(word >> i & 1) for i in range(length)): symbol
+        for symbol, (word, length) in enumerate(zip(book.words.tolist(), book.lengths.tolist(), strict=True))
+    }
+    for index in range(0, 1 << TABLE_BITS, 7):
+        bits, symbols, used = format(index, f"0{TABLE_BITS}b")[::-1], [], 0
+        for _ in range(TABLE_SYMBOLS):
+            word = next((w for w in words if bits.startswith(w, used)), None)
+            if word is None:
+                break
+            symbols.append(words[word])
+            used += len(word)
+        entry = int(book.table[index])
+        number = entry >> 60
+        if symbols:  # a fixed-length code may leave indexes without a meaning
+            assert [entry >> 8 * i & 255 for i in range(number)][: len(symbols)] == symbols
+        if len(words) & (len(words) - 1) == 0 or book.lengths.min() != book.lengths.max():
+            assert (number, entry >> 56 & 15) == (len(symbols), used)
+        assert number > 0 < entry >> 56 & 15  # a decoder always gets on
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("krel", "vrel", "block"), [(0.25, 0.2, 64), (0.1, 0.05, 32), (1.0, 0.5, 16)])
+def test_attention_is_that_of_the_levels(backend: str, krel: float, vrel: float, block: int) -> None:
+    """Against float64: keys rounded per channel of a block, values per token, the latest tokens only to f16."""
+    n, window = 333, 64
+    q, k, v = draw(n + 1)
+    cache = make(f"kvcomp:krel={krel},vrel={vrel},block={block},window={window}", backend)
+    cache.prefill(q[:, :n], k[:, :n], v[:, :n])
+    got = cache.attend(q[:, n:], k[:, n:], v[:, n:])
+    k, v = (x.astype(np.float16).astype(float) for x in (k, v))
+    packed = (n - window) // block * block
+    blocks = k[:, :packed].reshape(KV_HEADS, -1, block, HEAD_DIM)
+    k[:, :packed] = rounded(blocks, krel, axis=2).reshape(KV_HEADS, packed, HEAD_DIM)
+    v[:, :packed] = rounded(v[:, :packed], vrel, axis=2)
+    scores = q[:, n:].astype(float) @ np.repeat(k, HEADS // KV_HEADS, 0).transpose(0, 2, 1)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ np.repeat(v, HEADS // KV_HEADS, 0)
+    np.testing.assert_allclose(got, expected, atol=2e-3)
+
+
+def rounded(x: npt.NDArray[np.float64], relative_step: float, axis: int) -> npt.NDArray[np.float64]:
+    low, high = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    step = ((high - low) * relative_step).astype(np.float16).astype(float)
+    step = np.where(
+        step < (high - low) * relative_step, np.nextafter(step.astype(np.float16), np.float16(np.inf)), step
+    )
+    return low + np.rint((x - low) / step) * step
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    d, g, block, window, n, levels = 128, 2, 64, 128, 1000, (5, 6)
+    cache = make("kvcomp", capacity=1100, head_dim=d)
+    q, k, v = (np.random.default_rng(0).standard_normal((h, n, d), np.float32) for h in (HEADS, g, g))
+    capacity = (1100 - window) // block * block
+    tables = sum(size * 3 for size in levels) + 2 * 8 * 2**TABLE_BITS
+    fixed = capacity * g * (4 * d / block + 4 + 2 * (2 + 4 / block)) + tables + (window + block) * g * 4 * d
+    pools = capacity * g * d * (3 + 3) / 8 + 2 * 8  # both need three bits at most, and a word behind them
+    assert cache.planned_bytes == fixed + pools
+    assert cache.nbytes <= fixed + 2 * 4096
+    cache.prefill(q, k, v)
+    packed = (n - window) // block * block
+    used = [codec.arrays["bits"][:, :packed].sum() / 8 for codec in (cache.keys, cache.values)]
+    assert sum(used) < 0.85 * packed * g * d * (3 + 3) / 8  # entropy coding gains
+    slack = 8 * g * packed / block  # a word per block at most
+    assert fixed + sum(used) <= cache.nbytes <= fixed + (sum(used) + 2 * slack) * (1 + 1 / 32) + 2 * 4096
+    per_token = (sum(used) / packed) + g * (4 * d / block + 4 + 2 * (2 + 4 / block))
+    assert cache.keys.token_bytes + cache.values.token_bytes == pytest.approx(per_token, rel=0.02)
+    exact_tokens = n - packed
+    assert cache.bytes_read() == pytest.approx(packed * per_token + exact_tokens * g * 4 * d, rel=0.02)
+
+
+def test_a_codebook_of_another_text_costs_no_more_than_fixed_length_codes() -> None:
+    """Nearly all levels of the prompt are the same; what follows has every level alike."""
+    capacity, d = 600, HEAD_DIM
+    cache = make("kvcomp:krel=0.2,vrel=0.2,window=0", capacity=capacity)
+    q, k, v = (np.zeros_like(x) for x in draw(128))
+    k[:, ::64], k[:, 1::64], v[..., 0], v[..., 1] = 1, -1, 1, -1
+    cache.prefill(q, k, v)
+    assert sorted(cache.keys.arrays["lengths"]) == [1, 2, 3, 4, 5, 5]
+    t, channel = np.mgrid[:448, :d]
+    cycle = np.broadcast_to((t + channel) % 6, (KV_HEADS, 448, d)).astype(np.float32)
+    before = cache.keys._end(2)
+    cache.extend(cycle, cycle)
+    assert cache.nbytes <= cache.planned_bytes
+    assert cache.keys._end(9) - before == 7 * KV_HEADS * 64 * d * 3 / 64
+    eye = np.eye(d, dtype=np.float32)[None].repeat(KV_HEADS, 0)
+    s = np.empty((KV_HEADS, d, 448), np.float32)
+    cache.keys.scores(eye, 128, 576, s, 0)
+    np.testing.assert_allclose(s.transpose(0, 2, 1), cycle, atol=2e-2)
+
+
+def test_the_codebook_is_the_prompts() -> None:
+    q, k, v = draw(400)
+    cache = make()
+    default = cache.keys.arrays["lengths"].copy()
+    cache.prefill(q, k**3, v)
+    fitted = cache.keys.arrays["lengths"].copy()
+    assert not np.array_equal(default, fitted)
+    codes = cache.keys.quantise((k**3)[:, :384].astype(np.float16).astype(np.float32), 0)
+    np.testing.assert_array_equal(fitted, code_lengths(np.bincount(codes.ravel(), minlength=5)))
+    cache.truncate(0)
+    cache.attend(q, k, v)
+    np.testing.assert_array_equal(cache.keys.arrays["lengths"], fitted)  # until the next prompt
+    cache.truncate(0)
+    cache.prefill(q, k, v)
+    assert not np.array_equal(cache.keys.arrays["lengths"], fitted)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64])
+def test_prompts_shorter_than_a_block_keep_the_default(n: int) -> None:
+    q, k, v = draw(n)
+    cache = make()
+    default = cache.values.arrays["table"].copy()
+    cache.prefill(q, k, v)
+    assert np.array_equal(cache.values.arrays["table"], default) == (n < 64)
+    assert cache.notes() == ["kvcomp: nothing is packed before 128 tokens"]
+
+
+def test_the_pool_grows_in_place() -> None:
+    cache = make(capacity=20_000)
+    _, k, v = draw(64)
+    places, sizes = set(), set()
+    for _ in range(300):
+        cache.extend(k, v)
+        pool = cache.arrays["key.pool"]
+        places.add(pool.ctypes.data)
+        sizes.add(pool.nbytes)
+        assert pool is cache.keys.pool
+        assert pool.nbytes <= (cache.keys._end(cache.n_bulk // 64) + 1) * 8 * (1 + 1 / 32) + 4096
+    assert len(places) == 1
+    assert 10 < len(sizes) < 100
+
+
+def test_a_rewind_frees_the_pool_for_what_comes() -> None:
+    q, k, v = draw(500)
+    cache, other = make(), make()
+    cache.prefill(q, k, v)
+    assert cache.truncate(140) == 64
+    cache.extend(k[:, 64:], v[:, 64:])
+    other.prefill(q, k, v)
+    assert cache.keys._end(cache.n_bulk // 64) == other.keys._end(other.n_bulk // 64)
+    np.testing.assert_array_equal(
+        cache.attend(q[:, :1], k[:, :1], v[:, :1]), other.attend(q[:, :1], k[:, :1], v[:, :1])
+    )
+
+
+def test_notes_name_the_bits() -> None:
+    cache = make()
+    cache.prefill(*draw(500))
+    (note,) = cache.notes()
+    assert note.startswith("kvcomp: ")
+    assert "bits per key element" in note
+
+
+@pytest.mark.parametrize("knob", ["krel=0.003", "krel=1.1", "vrel=0", "block=48", "window=-1"])
+def test_bad_knobs(knob: str) -> None:
+    with pytest.raises(CacheError, match=f"kvcomp:{knob.split('=')[0]}=.*accepted"):
+        CacheSpec.parse(f"kvcomp:{knob}")

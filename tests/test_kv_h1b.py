@@ -170,3 +170,11 @@ def test_only_four_bit_values_need_an_even_head_size() -> None:
     with pytest.raises(CacheError, match=r"^--kv h1b packs two values to a byte: head_dim 15 must be even$"):
         make("h1b", 2, 2, 15, 10)
     make("loki1", 2, 2, 15, 10)
+
+
+@pytest.mark.parametrize(
+    "kv", ["h1b", "h1b:b=64,tau=0.1,fit=head,keys_only=1", "h1b:keys_only=false", "loki1:seed=3"]
+)
+def test_a_spec_is_parsed_from_what_it_prints(kv: str) -> None:
+    spec = CacheSpec.parse(kv)
+    assert CacheSpec.parse(str(spec)) == spec

@@ -126,7 +126,7 @@ def rounded(x: npt.NDArray[np.float64], relative_step: float, axis: int) -> npt.
 
 
 def test_bytes_are_those_of_the_formula() -> None:
-    d, g, block, window, n, levels = 128, 2, 64, 128, 1000, (5, 6)
+    d, g, block, window, n, levels = 128, 2, 64, 128, 1000, (5, 5)
     cache = make("kvcomp", capacity=1100, head_dim=d)
     q, k, v = (np.random.default_rng(0).standard_normal((h, n, d), np.float32) for h in (HEADS, g, g))
     capacity = (1100 - window) // block * block

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
+from tqdm import tqdm
 
 Ids = npt.NDArray[np.uint16]
 Labels = npt.NDArray[np.uint8]
@@ -97,10 +98,13 @@ TASKS: dict[str, Callable[[Rng], list[Fact]]] = {"pass-key": pass_key, "four-cod
 
 
 def training_facts(rng: Rng, n: int) -> list[Fact]:
-    """A pass key now and then, codes of different things for the rest, in any wording."""
+    """Up to ``n`` codes in any wording, half the time of like things; often a pass key replaces the first."""
     names = [f"{COLOURS[i % 8]} {THINGS[i // 8]}" for i in rng.choice(64, size=n, replace=False)]
+    if rng.random() < 0.5:
+        thing = rng.choice(THINGS)
+        names = [f"{colour} {thing}" for colour in rng.permutation(COLOURS)[:n]]
     facts = [Fact(draw_value(rng), name) for name in names]
-    if rng.random() < 0.7:
+    if rng.random() < 0.6:
         facts[0] = Fact(draw_value(rng))
     return [fact.reworded(rng) for fact in facts]
 
@@ -123,24 +127,27 @@ class Prose:
         return self.tokenizer.encode("\n" + text)[2:]  # drops "▁" and "\n"
 
     def stretch(self, rng: Rng, n_tokens: int) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """``n_tokens`` from the start of a random sentence, and the places in them where a sentence begins."""
-        n_starts = np.searchsorted(self.breaks, len(self.tokens) - n_tokens, side="right")
-        if n_starts == 0:
+        """``n_tokens`` from anywhere or from the start of a sentence, and where in them sentences begin."""
+        n_starts = len(self.tokens) - n_tokens + 1
+        if n_starts < 1:
             raise ValueError(f"the text has {len(self.tokens)} tokens, too few for a row of {n_tokens}")
-        first = rng.integers(n_starts)
-        start = self.breaks[first]
-        last = np.searchsorted(self.breaks, start + n_tokens)
+        start = int(rng.integers(n_starts))
+        if rng.random() < 0.5:
+            start = int(self.breaks[max(0, np.searchsorted(self.breaks, start, side="right") - 1)])
+            start = min(start, n_starts - 1)
+        first, last = np.searchsorted(self.breaks, [start, start + n_tokens])
         return self.tokens[start : start + n_tokens], self.breaks[first:last] - start
 
     def weave(self, rng: Rng, pieces: Iterable[tuple[float, Piece]], length: int) -> Row:
-        """BOS and prose with each piece at the sentence nearest its place (0 to 1): (length,) ids and labels."""
+        """BOS and prose with each piece before the sentence after its place (0 to 1): (length,) ids and labels."""
         placed = sorted(pieces, key=lambda piece: piece[0])
         room = length - 1 - sum(len(ids) for _, (ids, _) in placed)
         text, breaks = self.stretch(rng, room)
+        cuts = np.append(breaks, room)
         row, labels = [np.array([self.tokenizer.bos_id()])], [np.array([IGNORED])]
         done = 0
         for place, (ids, n_answer) in placed:
-            cut = room if place >= 1 else int(breaks[min(np.searchsorted(breaks, place * room), len(breaks) - 1)])
+            cut = int(cuts[np.searchsorted(cuts, min(place, 1.0) * room)])
             row += [text[done:cut], np.array(ids)]
             labels += [np.full(cut - done, PROSE), np.repeat([IGNORED, ANSWER], [len(ids) - n_answer, n_answer])]
             done = cut
@@ -155,25 +162,23 @@ def prose_row(rng: Rng, prose: Prose, length: int) -> Row:
 
 
 def copy_row(rng: Rng, prose: Prose, length: int) -> Row:
-    """Spans of 8 to 64 tokens in random order, many times each; all of a repeated span counts but its first token.
+    """Prose, then spans of 8 to 64 tokens in random order, many times each; a span's first token never counts.
 
-    Half the spans are sentences' beginnings, half are tokens in random order, which only copying can predict.
+    Half the spans are text, half are tokens in random order, which only copying can predict.
     """
     spans = []
     for _ in range(rng.integers(2, 9)):
         n = int(rng.integers(8, 65))
-        start = rng.integers(len(prose.tokens) - n)
-        chosen = slice(start, start + n) if rng.random() < 0.5 else rng.integers(len(prose.tokens), size=n)
-        spans.append(prose.tokens[chosen])
-    row, labels, n_tokens, seen = [np.array([prose.tokenizer.bos_id()])], [np.array([IGNORED])], 1, set()
-    while n_tokens < length:
+        text = prose.stretch(rng, n)[0]
+        spans.append(text if rng.random() < 0.5 else rng.choice(prose.tokens, size=n))
+    row, labels = prose_row(rng, prose, int(rng.integers(2, length // 2)))
+    seen = set()
+    while len(row) < length:
         i = int(rng.integers(len(spans)))
-        row.append(spans[i])
-        labels.append(np.full(len(spans[i]), COPY if i in seen else IGNORED))
-        labels[-1][0] = IGNORED
+        row = np.concatenate([row, spans[i]])
+        labels = np.append(labels, [IGNORED] + [COPY if i in seen else IGNORED] * (len(spans[i]) - 1))
         seen.add(i)
-        n_tokens += len(spans[i])
-    return np.concatenate(row)[:length].astype(np.uint16), np.concatenate(labels)[:length].astype(np.uint8)
+    return row[:length], labels[:length].astype(np.uint8)
 
 
 def recall_row(rng: Rng, prose: Prose, length: int) -> Row:
@@ -258,20 +263,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    vocabulary = pathlib.Path(args.model, "tokenizer.model")
+    if not vocabulary.is_file():
+        parser.error(f"{vocabulary} is missing; --model must be a folder with a sentencepiece tokenizer")
+
     from edgekv import Session
 
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(pathlib.Path(args.model, "tokenizer.model")))
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
     prose = Prose(np.array(tokenizer.encode(read_text(args.text)), np.uint16), tokenizer)
     session = Session.load(args.model, kv=args.kv, ctx=args.length)
     for task in args.task or TASKS:
         prompts, right = make_prompts(prose, task, args.length, args.n, args.seed), []
-        for prompt in prompts:
+        for prompt in tqdm(prompts, desc=task, disable=None):  # shown on a terminal only
             session.reset()
             steps = session.generate(prompt.ids, max_new_tokens=len(prompt.answer))
             right.append([step.token for step in steps] == prompt.answer)
         for depth, share in score_by_depth(prompts, right).items():
             print(f"{task} {args.length} tokens, depth {depth:.0%}: {share:.0%}")
-        print(f"{task} {args.length} tokens, --kv {args.kv}: {sum(right)} of {len(right)} right")
+        print(f"{task} {args.length} tokens, --kv {args.kv}: {sum(right)} of {len(right)} right", flush=True)
 
 
 if __name__ == "__main__":

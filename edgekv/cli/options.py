@@ -74,7 +74,7 @@ def add_kv_options(parser: argparse.ArgumentParser) -> None:
         help="bytes for the cache, such as 300M: --kv auto picks the best that fits",
     )
     parser.add_argument(
-        "--tau", type=float, metavar="T", help="softmax temperature of h1b (default: fit on the prompt)"
+        "--tau", type=float, metavar="T", help="softmax temperature of h1b and loki1 (default: fit on the prompt)"
     )
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from edgekv.kernels.spec_codes import CodeKernels
 from edgekv.kernels.spec_evict import EvictKernels
 from edgekv.kernels.spec_ints import IntKernels
+from edgekv.kernels.spec_planes import PlaneKernels
 from edgekv.kernels.spec_retrieval import RetrievalKernels
 
 F32 = npt.NDArray[np.float32]
@@ -34,7 +35,7 @@ BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
 
 
-class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, Protocol):
+class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, Protocol):
     """A backend is a module with these functions."""
 
     def encode_f16(self, x: F32, store: U16, t0: int) -> None:

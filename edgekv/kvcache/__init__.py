@@ -16,6 +16,7 @@ from edgekv.kvcache.kvcomp import KVComp
 from edgekv.kvcache.loki import Loki
 from edgekv.kvcache.mikv import MiKV
 from edgekv.kvcache.minicache import MiniCache
+from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.quest import Quest
 from edgekv.kvcache.snapkv import SnapKV
 from edgekv.kvcache.streaming import Streaming
@@ -38,6 +39,7 @@ CACHES: dict[str, type[KVCache]] = {
     "quest": Quest,
     "visual1": Visual1,
     "kvcomp": KVComp,
+    "onebit": OneBit,
 }
 
 
@@ -99,9 +101,9 @@ class CacheSpec:
 def _convert(name: str, field: dataclasses.Field[Any], text: str) -> Any:
     kind: Any = type(field.default)
     if kind is bool:
-        if text not in ("0", "1", "true", "false"):
+        if text.lower() not in ("0", "1", "true", "false"):
             raise CacheError(f"--kv {name}:{field.name}={text}: accepted: true or false")
-        return text in ("1", "true")
+        return text.lower() in ("1", "true")
     try:
         return kind(text)
     except ValueError:

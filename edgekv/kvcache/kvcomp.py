@@ -22,7 +22,7 @@ class KVCompKnobs:
     """
 
     krel: float = 0.25
-    vrel: float = 0.2
+    vrel: float = 0.25
     block: int = 64
     window: int = 128
 
@@ -61,7 +61,7 @@ class KVComp(Windowed):
     name = "kvcomp"
     paper = "KVComp, 3.1-3.3"
     summary = "error-bounded levels (K per channel and block, V per token) in Huffman codes built on the prompt"
-    gives_up = "speed: every code is decoded at every step; bytes are known only when the text is"
+    gives_up = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
     Knobs = KVCompKnobs
 
     def window_sizes(self, knobs: KVCompKnobs) -> Sizes:

@@ -19,14 +19,16 @@ from edgekv.machine import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class VisualKnobs:
-    """``bits`` per element; ``group`` that shares the two ends: layer, tensor, head, head+token; ``quantile``.
+    """``bits`` per element; ``group`` that shares two ends: layer, tensor, head or head+token; ``quantile``.
 
-    The levels reach from that quantile of the group to the same one from above; 0: from least to largest.
+    The levels reach from that quantile of the group to the same one from above; 0: from least to largest. The
+    paper gives no value. With text marked as if it were an image, two small models did best with 0.1 at 1 bit (at
+    0.02 the two levels lie so far out that all scores are inflated), 0.01 at 2 bits, 0 from 4 bits on.
     """
 
     bits: int = 1
     group: str = "head"
-    quantile: float = 0.02
+    quantile: float = 0.1
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

@@ -1,4 +1,4 @@
-"""Bit strings and bit planes for Numba kernels: words at any byte, and lanes chosen by the bits of an array."""
+"""Bit strings and bit planes for Numba kernels: words at any byte, and bits spread over bytes."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from edgekv.kernels.numba_ import simd
 from edgekv.kernels.numba_.jit import intrinsic
 
 _I64 = ir.IntType(64)
+_BYTES = ir.VectorType(ir.IntType(8), simd.LANES)
 
 
 @intrinsic
@@ -33,13 +34,31 @@ def store_word(context: Any, array: Any, index: Any, word: Any) -> Any:
 
 
 @intrinsic
-def add_where(context: Any, array: Any, index: Any, x: Any, so_far: Any) -> Any:
-    """so_far + x in the lanes i for which bit i is set in the bytes index.. of a flat uint8 array, else so_far."""
-    mask = ir.IntType(simd.LANES)
+def put_bits(context: Any, codes: Any, i: Any, planes: Any, j: Any) -> Any:
+    """codes[i:] = the LANES bits from byte j of planes on, one to a byte; both flat uint8 arrays."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.load(simd._pointer(context, builder, array, args, mask), align=1)
-        chosen = builder.bitcast(bits, ir.VectorType(ir.IntType(1), simd.LANES))
-        return builder.select(chosen, builder.fadd(args[3], args[2]), args[3])
+        target = simd._pointer(context, builder, codes, args[:2], _BYTES)
+        builder.store(_spread(context, builder, planes, args[2:]), target, align=1)
+        return context.get_dummy_value()
 
-    return simd.vector(array, types.intp, simd.vector, simd.vector), build
+    return types.none(codes, types.intp, planes, types.intp), build
+
+
+@intrinsic
+def shift_in_bits(context: Any, codes: Any, i: Any, planes: Any, j: Any) -> Any:
+    """`put_bits` below what is there: codes[i:] = 2 * codes[i:] + bit."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target = simd._pointer(context, builder, codes, args[:2], _BYTES)
+        before = builder.load(target, align=1)
+        after = builder.add(builder.add(before, before), _spread(context, builder, planes, args[2:]))
+        builder.store(after, target, align=1)
+        return context.get_dummy_value()
+
+    return types.none(codes, types.intp, planes, types.intp), build
+
+
+def _spread(context: Any, builder: Any, planes: Any, args: Any) -> Any:
+    bits = builder.load(simd._pointer(context, builder, planes, args, ir.IntType(simd.LANES)), align=1)
+    return builder.zext(builder.bitcast(bits, ir.VectorType(ir.IntType(1), simd.LANES)), _BYTES)

@@ -115,7 +115,7 @@ def add_row(
     Each `span` of elements has weights of its own: BLOCK from weights[w] on for the first, the next behind them.
     """
     tile = 4 * LANES // len(parts)  # bytes of four vectors
-    whole = n_bytes // tile * tile if span % LANES == 0 and n_bytes % LANES == 0 else 0
+    whole = _whole(tile, n_bytes, span)
     for d in range(0, whole, tile):
         e0, e1 = _element(parts, d, n_bytes, 0), _element(parts, d, n_bytes, 1)
         e2, e3 = _element(parts, d, n_bytes, 2), _element(parts, d, n_bytes, 3)
@@ -135,9 +135,72 @@ def add_row(
         simd.store(out, target + e1, a1)
         simd.store(out, target + e2, a2)
         simd.store(out, target + e3, a3)
+    _add_rest(parts, weights, w, n, span, codes, code, n_bytes, out, target, whole)
+
+
+@fast_jit
+def add_four_rows(
+    parts: Parts,
+    weights: F32,
+    w: int,
+    gap_w: int,
+    n: int,
+    span: int,
+    codes: U8,
+    code: int,
+    n_bytes: int,
+    out: F32,
+    target: int,
+) -> None:
+    """`add_row` for four neighbouring rows of out, whose weights are gap_w apart: each code is unpacked once."""
+    n_bits, head_dim = 8 // len(parts), len(parts) * n_bytes
+    whole = _whole(LANES, n_bytes, span)
+    for part in range(len(parts)):
+        for d in range(0, whole, LANES):
+            element = part * n_bytes + d
+            row, i, j = w + element // span * BLOCK, target + element, code + d
+            a0, a1 = simd.load(out, i), simd.load(out, i + head_dim)
+            a2, a3 = simd.load(out, i + 2 * head_dim), simd.load(out, i + 3 * head_dim)
+            for t in range(row, row + n):
+                x = simd.load_codes(codes, j, part * n_bits, (1 << n_bits) - 1)
+                a0 = simd.multiply_add(simd.broadcast(weights, t), x, a0)
+                a1 = simd.multiply_add(simd.broadcast(weights, t + gap_w), x, a1)
+                a2 = simd.multiply_add(simd.broadcast(weights, t + 2 * gap_w), x, a2)
+                a3 = simd.multiply_add(simd.broadcast(weights, t + 3 * gap_w), x, a3)
+                j += n_bytes
+            simd.store(out, i, a0)
+            simd.store(out, i + head_dim, a1)
+            simd.store(out, i + 2 * head_dim, a2)
+            simd.store(out, i + 3 * head_dim, a3)
+    for k in range(4):
+        row = target + k * head_dim
+        _add_rest(parts, weights, w + k * gap_w, n, span, codes, code, n_bytes, out, row, whole)
+
+
+@fast_jit
+def _whole(tile: int, n_bytes: int, span: int) -> int:
+    """Bytes that whole tiles of vectors cover: none where a vector's elements would not share their weights."""
+    return n_bytes // tile * tile if span % LANES == 0 and n_bytes % LANES == 0 else 0
+
+
+@fast_jit
+def _add_rest(
+    parts: Parts,
+    weights: F32,
+    w: int,
+    n: int,
+    span: int,
+    codes: U8,
+    code: int,
+    n_bytes: int,
+    out: F32,
+    target: int,
+    first: int,
+) -> None:
+    """`add_row` for the elements of the bytes from `first` on, one by one."""
     n_bits = 8 // len(parts)
     for part in range(len(parts)):
-        for d in range(whole, n_bytes):
+        for d in range(first, n_bytes):
             element = part * n_bytes + d
             row, total = w + element // span * BLOCK, ZERO
             for t in range(n):

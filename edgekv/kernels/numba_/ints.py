@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.numba_ import simd
-from edgekv.kernels.numba_.codes import add_row, dot_four_rows, dot_row, parts_of
+from edgekv.kernels.numba_.codes import add_four_rows, add_row, dot_four_rows, dot_row, parts_of
 from edgekv.kernels.numba_.half import as_float
 from edgekv.kernels.numba_.int4 import round_to_even, round_up_to_half
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, jit, parallel_jit
@@ -43,7 +43,7 @@ def scores_sym(q: F32, codes: U8, scale: U16, t0: int, t1: int, s: F32, s0: int)
 def values_sym(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
     work = out.size * (t1 - t0)
     splits = token_splits(out.shape[0], work)
-    weights = np.empty((out.shape[0] * splits, BLOCK), np.float32)
+    weights = np.empty((out.shape[0] * splits, 4 * BLOCK), np.float32)  # of four rows
     partial = partial_sums(out, splits)
     parts = parts_of(out.shape[2], codes.shape[2])
     args = splits, *flat(p), s0, codes, scale, t0, t1, weights, partial, *parts
@@ -147,15 +147,18 @@ def _values_items(first: int, last: int, args: Args) -> None:
         start, end = token_span(t0, t1, splits, split)
         for block in range(start, end, BLOCK):
             n, token = min(BLOCK, end - block), g * capacity + block
-            column = g * gap_g + s0 + block - t0
+            column, code = g * gap_g + s0 + block - t0, token * n_bytes
             target = (split * n_kv_heads + g) * n_rows * head_dim
-            for _ in range(n_rows):
-                total = _weigh(p, column, n, scale, token, weights, item * BLOCK)
-                for d in range(target, target + head_dim):
+            for m in range(n_rows):
+                w, row = (item * 4 + m % 4) * BLOCK, target + m * head_dim
+                total = _weigh(p, column + m * gap_m, n, scale, token, weights, w)
+                for d in range(row, row + head_dim):
                     put(out, d, get(out, d) - middle * total)
-                code = token * n_bytes
-                add_row(parts, weights, item * BLOCK, n, head_dim, codes, code, n_bytes, out, target)
-                column, target = column + gap_m, target + head_dim
+                if m >= n_rows // 4 * 4:
+                    add_row(parts, weights, w, n, head_dim, codes, code, n_bytes, out, row)
+                elif m % 4 == 3:
+                    w, row = w - 3 * BLOCK, row - 3 * head_dim
+                    add_four_rows(parts, weights, w, BLOCK, n, head_dim, codes, code, n_bytes, out, row)
 
 
 @parallel_jit

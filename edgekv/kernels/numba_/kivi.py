@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.numba_ import simd
-from edgekv.kernels.numba_.codes import add_row, dot_four_rows, dot_row, parts_of
+from edgekv.kernels.numba_.codes import add_four_rows, add_row, dot_four_rows, dot_row, parts_of
 from edgekv.kernels.numba_.half import as_float, float_to_half
 from edgekv.kernels.numba_.int4 import LARGEST_F16, round_to_even, round_up_to_half
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, jit, parallel_jit
@@ -49,7 +49,7 @@ def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
 def values_kivi(p: F32, s0: int, codes: U8, step: U16, low: U16, t0: int, t1: int, out: F32) -> None:
     work = out.size * (t1 - t0)
     splits = token_splits(out.shape[0], work)
-    weights = np.empty((out.shape[0] * splits, step.shape[1] * BLOCK), np.float32)
+    weights = np.empty((out.shape[0] * splits, 4 * step.shape[1] * BLOCK), np.float32)  # of four rows
     partial = partial_sums(out, splits)
     parts = parts_of(out.shape[2], codes.shape[2])
     args = splits, *flat(p), s0, codes, step, low, t0, t1, weights, partial, *parts
@@ -205,25 +205,28 @@ def _values_items(first: int, last: int, args: Args) -> None:
     n_kv_heads, n_rows, head_dim = out.shape[1:]
     capacity, n_bytes = codes.shape[1:]
     n_spans = step.shape[1]
-    span, w_size = head_dim // n_spans, n_spans * BLOCK
+    span, gap_w = head_dim // n_spans, n_spans * BLOCK
     out, codes, weights = out.reshape(-1), codes.reshape(-1), weights.reshape(-1)
     step, low = step.reshape(-1), low.reshape(-1)
     for item in range(first, last):
         g, split = item // splits, item % splits
         start, end = token_span(t0, t1, splits, split)
         for block in range(start, end, BLOCK):
-            n, token = min(BLOCK, end - block), g * capacity + block
+            n, code = min(BLOCK, end - block), (g * capacity + block) * n_bytes
             column = g * gap_g + s0 + block - t0
             target = (split * n_kv_heads + g) * n_rows * head_dim
-            for _ in range(n_rows):
+            for m in range(n_rows):
+                w, row = (item * 4 + m % 4) * gap_w, target + m * head_dim
                 for i in range(n_spans):
-                    place, w = (g * n_spans + i) * capacity + block, item * w_size + i * BLOCK
-                    shift = _fold(p, column, step, low, place, n, weights, w)
-                    for d in range(target + i * span, target + (i + 1) * span):
+                    place = (g * n_spans + i) * capacity + block
+                    shift = _fold(p, column + m * gap_m, step, low, place, n, weights, w + i * BLOCK)
+                    for d in range(row + i * span, row + (i + 1) * span):
                         put(out, d, get(out, d) + shift)
-                code = token * n_bytes
-                add_row(parts, weights, item * w_size, n, span, codes, code, n_bytes, out, target)
-                column, target = column + gap_m, target + head_dim
+                if m >= n_rows // 4 * 4:
+                    add_row(parts, weights, w, n, span, codes, code, n_bytes, out, row)
+                elif m % 4 == 3:
+                    w, row = w - 3 * gap_w, row - 3 * head_dim
+                    add_four_rows(parts, weights, w, gap_w, n, span, codes, code, n_bytes, out, row)
 
 
 @parallel_jit

@@ -15,15 +15,19 @@ from edgekv.kernels.numpy_.int4 import encode_int4, values_int4
 from edgekv.kernels.numpy_.ints import encode_sym, scores_sym, values_sym
 from edgekv.kernels.numpy_.kivi import encode_kivi_keys, encode_kivi_values, scores_kivi, values_kivi
 from edgekv.kernels.numpy_.mikv import scores_tokens
+from edgekv.kernels.numpy_.planes import encode_centres, encode_signs, pack_queries, scores_centred
+from edgekv.kernels.numpy_.quads import encode_quads, values_quads
 from edgekv.kernels.numpy_.quest import encode_pages
 from edgekv.kernels.numpy_.retrieval import scores_f16_at, select_top, values_f16_at
 from edgekv.kernels.numpy_.rope import split_rope
+from edgekv.kernels.numpy_.rotate import hadamard, hadamard_back
 from edgekv.kernels.numpy_.signs import pack_sign_rows, pack_signs, scores_signs
 from edgekv.kernels.numpy_.softmax import softmax
 from edgekv.kernels.numpy_.visual import encode_levels, scores_levels, values_levels
 
 __all__ = [
     "add_attention",
+    "encode_centres",
     "encode_f16",
     "encode_fier",
     "encode_int4",
@@ -31,14 +35,20 @@ __all__ = [
     "encode_kivi_values",
     "encode_levels",
     "encode_pages",
+    "encode_quads",
+    "encode_signs",
     "encode_sym",
     "evict_lowest",
+    "hadamard",
+    "hadamard_back",
     "huffman_pack",
     "huffman_sizes",
+    "pack_queries",
     "pack_sign_rows",
     "pack_signs",
     "quantise_channels",
     "quantise_tokens",
+    "scores_centred",
     "scores_f16",
     "scores_f16_at",
     "scores_f32",
@@ -60,5 +70,6 @@ __all__ = [
     "values_int4",
     "values_kivi",
     "values_levels",
+    "values_quads",
     "values_sym",
 ]

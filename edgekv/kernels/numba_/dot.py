@@ -1,0 +1,149 @@
+"""Vectors of 4 * LANES bytes: codes unpacked, and multiplied four to a lane into sums in int32.
+
+Most processors have an instruction for these products of codes of at most 127 with bytes of at most 255.
+"""
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import models, register_model
+
+from edgekv.kernels.numba_.jit import CPU_FEATURES, intrinsic
+from edgekv.kernels.numba_.simd import LANES, vector
+
+Ints = Any  # LANES int32, or 4 * LANES bytes, inside a kernel
+Value = Any  # an llvmlite value
+
+_I8, _I16, _I32 = (ir.IntType(n_bits) for n_bits in (8, 16, 32))
+_INTS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+_BYTES, _PAIRS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
+
+
+class _IntsType(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(f"int32x{LANES}")
+
+
+ints = _IntsType()
+
+
+@register_model(_IntsType)
+class _IntsModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _INTS)
+
+
+@intrinsic
+def load_bytes(context: Any, array: Any, index: Any) -> Any:
+    """Bytes index.. of a flat uint8 array."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), _INTS.as_pointer())
+        return builder.load(pointer, align=1)
+
+    return ints(array, types.intp), build
+
+
+@intrinsic
+def codes_of(context: Any, packed: Any, shift: Any, bits: Any) -> Any:
+    """The `bits` bits from bit `shift` on of each byte."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        packed, shift, bits = args[0], builder.trunc(args[1], _I32), builder.trunc(args[2], _I32)
+        mask = builder.mul(builder.sub(builder.shl(_I32(1), bits), _I32(1)), _I32(0x01010101))
+        return builder.and_(builder.lshr(packed, _splat(builder, shift)), _splat(builder, mask))
+
+    return ints(ints, types.intp, types.intp), build
+
+
+@intrinsic
+def no_sums(context: Any) -> Any:
+    """LANES sums of 0."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(_INTS, [0] * LANES)
+
+    return ints(), build
+
+
+@intrinsic
+def add_products(context: Any, word: Any, codes: Any, so_far: Any) -> Any:
+    """Adds to each sum the four bytes of the uint32 `word` times its four codes."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _dot(builder, _splat(builder, args[0]), args[1], args[2])
+
+    return ints(types.uint32, ints, ints), build
+
+
+@intrinsic
+def sums_as_vector(context: Any, a: Any) -> Any:
+    """Sums as float32."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sitofp(args[0], _VECTOR)
+
+    return vector(ints), build
+
+
+def _splat(builder: Any, word: Value) -> Value:
+    empty = ir.Constant(_INTS, ir.Undefined)
+    first = builder.insert_element(empty, word, _I32(0))
+    return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+
+
+def _vnni(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _INTS, so_far, words, codes)
+
+
+def _byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    pairs, fours = {
+        8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+        16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+    }[LANES]
+    products = _call(builder, pairs, _PAIRS, builder.bitcast(words, _BYTES), builder.bitcast(codes, _BYTES))
+    return builder.add(so_far, _call(builder, fours, _INTS, products, ir.Constant(_PAIRS, [1] * (2 * LANES))))
+
+
+def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    quarter, bytes16 = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
+    parts = []
+    for start in range(0, LANES, 4):
+        lanes = ir.Constant(quarter, list(range(start, start + 4)))
+        acc, a, b = (builder.shuffle_vector(x, x, lanes) for x in (so_far, words, codes))
+        a, b = builder.bitcast(a, bytes16), builder.bitcast(b, bytes16)
+        parts.append(_call(builder, "llvm.aarch64.neon.udot.v4i32.v16i8", quarter, acc, a, b))
+    whole = ir.Constant(_INTS, list(range(LANES)))
+    return builder.shuffle_vector(*parts, whole)
+
+
+def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    byte = ir.Constant(_INTS, [255] * LANES)
+    for shift in range(0, 32, 8):
+        by = ir.Constant(_INTS, [shift] * LANES)
+        a, b = (builder.and_(builder.lshr(x, by), byte) for x in (words, codes))
+        so_far = builder.add(so_far, builder.mul(a, b))
+    return so_far
+
+
+def _call(builder: Any, name: str, kind: Any, *args: Value) -> Value:
+    function_type = ir.FunctionType(kind, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
+
+
+def _choose() -> Callable[..., Value]:
+    if platform.machine() == "aarch64":
+        return _arm if "+dotprod" in CPU_FEATURES and LANES == 8 else _plain
+    if "+avx512vnni" in CPU_FEATURES if LANES == 16 else "+avxvnni" in CPU_FEATURES:
+        return _vnni
+    if "+avx512bw" in CPU_FEATURES if LANES == 16 else "+avx2" in CPU_FEATURES:
+        return _byte_pairs
+    return _plain
+
+
+_dot = _choose()

@@ -84,8 +84,8 @@ class PlaneKernels(Protocol):
 
         codes (G, cap / 64, 2 * b, D, 4). For 4, 2 and 1 bits, byte [q, d, i] has element d of the tokens
         t = 4 * q + i, t + 8 * b, t + 16 * b, ... of the block, from its low bits up: four tokens lie side by side,
-        as the dot product instructions of 8-bit integers want them. 3 bits are the upper 2 bits (4 rows q) followed
-        by the lowest (2 rows).
+        as the dot product instructions of 8-bit integers want them. 3 bits are the upper 2 bits (4 rows q)
+        followed by the lowest (2 rows).
         The codes are those of the best uniform step for a Gaussian of the token's mean square; scale (G, cap) is
         then |x| ** 2 / (x . levels), so that the stored vector has the inner product |x| ** 2 with x: sums of
         many values are not shrunk.

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgekv import kernels
 from edgekv.checkpoint.adapter import Adapter
-from edgekv.checkpoint.source import open_source
+from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.dense.formats import WeightFormat, specs_bytes, store_specs, weight_format
 from edgekv.dense.numpy_ import NumpyDense
 from edgekv.dense.ort import OrtDense
@@ -58,7 +58,8 @@ class Model:
             store = Store(place)
             if change:
                 change.require_store(store.identity, place)
-            model = cls(place, store.config, store.identity, given or place, store, change)
+            beside = place if holds_tokenizer(place) else None
+            model = cls(place, store.config, store.identity, given or beside, store, change)
         else:
             source = open_source(place, config=config, tokenizer=tokenizer)
             if change:

@@ -162,17 +162,18 @@ def _find_config(
 
 def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path | None:
     if given is None:
-        return beside if _holds_tokenizer(beside) else None
+        return beside if holds_tokenizer(beside) else None
     path = _expanded(given)
     folder = path.parent if path.name in TOKENIZER_FILES else path
-    if not _holds_tokenizer(folder):
+    if not holds_tokenizer(folder):
         raise TokenizerError(
             f"{path}: holds no tokenizer; accepted are {_listed(TOKENIZER_FILES)} or their folder"
         )
     return folder
 
 
-def _holds_tokenizer(folder: Path) -> bool:
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer lies in the folder."""
     return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
 
 

@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from edgekv.dense.store import Store
 from edgekv.errors import CheckpointError
+from edgekv.machine import return_large_blocks
 
 F32 = npt.NDArray[np.float32]
 
@@ -36,6 +37,7 @@ class OrtDense:
     """The three blocks of every layer, run by onnxruntime with ``threads`` threads."""
 
     def __init__(self, store: Store, threads: int) -> None:
+        return_large_blocks()
         n = store.arch.config.n_layers
         names = [f"{i}.{end}.onnx" for i in range(n) for end in ("in", "out")] + ["head.onnx"]
         with ThreadPoolExecutor(max(threads, 1)) as pool:

@@ -161,9 +161,19 @@ def test_bad_input_is_one_line_and_exit_2(
     assert message in captured.err
 
 
-def test_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgekv.cli.options.demo_model", lambda: None)
     assert main(["run", "--prompt", "x"]) == 2
     assert "--model PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kv", ["dense", "kivi2"])
+def test_without_a_model_the_demo_runs_and_retrieves(kv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prose = "The old man walked along the road to the village, and the rain fell on the fields. "
+    question = "\n\nWhat is the pass key? The pass key is"
+    prompt = prose * 12 + "The pass key is 48213. Remember it. " + prose * 12 + question
+    assert main(["run", "--prompt", prompt, "--max-new-tokens", "8", "--kv", kv]) == 0
+    assert capsys.readouterr().out.split()[0].startswith("48213")
 
 
 def test_no_prompt(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from edgekv.demo import demo_model
 from edgekv.dense.formats import WEIGHTS
 from edgekv.errors import ConfigError
 from edgekv.kvcache import CACHES, CacheSpec
@@ -40,16 +41,18 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="a Hugging Face folder, a .safetensors file, or a store made by `edgekv quantize`",
+        help="a Hugging Face folder, a .safetensors file, or a store made by `edgekv quantize` "
+        "(default: the demo model that ships with edgekv)",
     )
     parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """--model, which every command needs except where it only lists schemes."""
-    if arguments.model is None:
+    """--model, or the demo model that ships with edgekv."""
+    path = arguments.model or demo_model()
+    if path is None:
         raise ConfigError("no model: give --model PATH, a Hugging Face folder, a .safetensors file or a store")
-    return str(arguments.model)
+    return str(path)
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:

@@ -1,14 +1,20 @@
-"""Where the demo model lies: what `edgekv` uses when no --model is given."""
+"""Where the files of `models/` lie: the shapes by name, and the model used when no --model is given."""
 
 from __future__ import annotations
 
 import pathlib
 import sys
 
-CHECKOUT = pathlib.Path(__file__).resolve().parent.parent / "models" / "demo"
-INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "demo"
+CHECKOUT = pathlib.Path(__file__).resolve().parent.parent / "models"
+INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "models"
+
+
+def shipped(name: str) -> pathlib.Path | None:
+    """A file of `models/` by its name there: in the checkout, else where the wheel put it."""
+    return next((folder / name for folder in (CHECKOUT, INSTALLED) if (folder / name).is_file()), None)
 
 
 def demo_model() -> pathlib.Path | None:
-    """The folder of the model that ships with edgekv: in the checkout, else where the wheel put it."""
-    return next((folder for folder in (CHECKOUT, INSTALLED) if (folder / "config.json").is_file()), None)
+    """The folder of the model that ships with edgekv."""
+    config = shipped("demo/config.json")
+    return config and config.parent

@@ -20,10 +20,25 @@ U16 = npt.NDArray[np.uint16]
 U64 = npt.NDArray[np.uint64]
 
 CENTRE = 16
+CENTRES = 5
 """Tokens that share a centre."""
 
 GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
 """Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
+
+KEY_STEP = GAUSS_STEP[4] * 0.797885
+"""Step of a 4-bit key code over the scale of `encode_signs`, which is 1 / sqrt(2 / pi) for that Gaussian."""
+
+PAIR_STEP = 3.98
+"""Spacing of a 4-bit code's two top bits as a code of its own, not shrunk; the code's own step is 1."""
+
+FULL_VALUES = 2.8
+"""Times the threshold: where two more value planes save as much error per bit as the first two at 1."""
+
+LARGEST_CORRECTION = 8.0
+
+LEAST_WEIGHT = 1e-30
+"""p * scale: where a block's largest is smaller, its 8-bit weights are too, down to 0."""
 
 
 class PlaneKernels(Protocol):
@@ -40,10 +55,12 @@ class PlaneKernels(Protocol):
         """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
 
     def encode_centres(self, x: F32, codes: U8, step: U16, t0: int) -> None:
-        """Stores the mean of every CENTRE tokens of x (G, n, D) in 4 bits and leaves x - (what was stored) in x.
+        """Stores means of x (G, n, D) in 4 bits and leaves x - (what was stored) in x; n, t0 are multiples of 64.
 
-        n and t0 are multiples of CENTRE. codes (G, cap / CENTRE, D / 2): byte j has element j in its low nibble
-        and j + D / 2 in its high one. step (G, cap / CENTRE): the largest magnitude / 8.
+        codes (G, cap / 64, CENTRES, D / 2): row 0 has the mean of the block of 64 tokens, rows 1.. those of each
+        CENTRE tokens of what that leaves. Two steps hold an offset of all keys, however large, as well as the
+        differences. Byte j has element j in its low nibble and j + D / 2 in its high one.
+        step (G, cap / 64, CENTRES): the row's largest magnitude / 8.
         """
 
     def encode_signs(self, x: F32, signs: U64, scale: U16, t0: int) -> None:
@@ -52,10 +69,10 @@ class PlaneKernels(Protocol):
         scale (G, cap) = |x|_2 ** 2 / |x|_1: sign(x) * scale has the inner product |x|_2 ** 2 with x (RaBitQ).
         """
 
-    def pack_queries(self, q: F32, planes: U64, step: F32) -> None:
+    def pack_queries(self, q: F32, planes: U64, step: F32, rounded: F32) -> None:
         """Stores q (G, M, D) in codes of B bits as planes (G, M, B, W), the sign plane first; step (G, M).
 
-        step is the row's largest magnitude / 2 ** (B - 1).
+        step is the row's largest magnitude / 2 ** (B - 1); rounded (G, M, D) is what the planes stand for.
         """
 
     def scores_centred(
@@ -96,4 +113,45 @@ class PlaneKernels(Protocol):
 
         p * scale is rounded to multiples of 1 / 255 of its largest in each block of 64 tokens, and multiplied with
         the codes in integers.
+        """
+
+    def encode_planes(self, x: F32, step: F32, planes: U64, t0: int) -> None:
+        """Stores x (G, n, D) at tokens t0.. of planes (G, cap, B, W) by successive approximation.
+
+        Plane j holds the signs of x, and x then loses sign * step / 2 ** j; step (G, n), what is left stays in x.
+        """
+
+    def attend_planes(
+        self,
+        p: F32,
+        s0: int,
+        t0: int,
+        t1: int,
+        q: F32,
+        rounded: F32,
+        lam: F32,
+        signs: U64,
+        scale: U16,
+        fine: U64,
+        top: U64,
+        low: U64,
+        value_scale: U16,
+        threshold: float,
+        n: int,
+        out: F32,
+        tail: F32,
+        change: F32,
+        counts: I64,
+    ) -> None:
+        """Reads the tokens t0..t1 that matter for p (G, M, S), the probabilities by `scores_centred`'s scores.
+
+        Per KV head and query token (n of them, M = R * n) those tokens count that have at least `threshold` in p
+        for one of the R heads. Their probability is corrected for what the sign of the key leaves out: times
+        exp(d), d = scale * (KEY_STEP * q . (code - 7.5) - lam[g] * rounded . sign) clipped to
+        +-LARGEST_CORRECTION, with code the 4 bits of the signs and of `fine` (G, cap, 3, W). If one of the R is
+        still at least FULL_VALUES * threshold, out[g, m] (G, M, D) += probability * value with all 4 planes of
+        `top` and `low` (G, cap, 2, W); else if one is at least threshold, with the 2 of `top`, whose levels are
+        PAIR_STEP apart in value_scale. All others' probabilities are added up per block in tail (G, M, blocks of
+        64 tokens, counted from t0 // 64 on). change (G, M) = sum of the corrections, new minus old. counts
+        (G, n, 2): tokens corrected, and tokens with all value planes. p is left alone.
         """

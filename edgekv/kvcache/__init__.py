@@ -7,6 +7,7 @@ from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.bitplane import BitPlane
 from edgekv.kvcache.dense import Dense
 from edgekv.kvcache.fier import Fier
 from edgekv.kvcache.h1b import H1B
@@ -40,6 +41,7 @@ CACHES: dict[str, type[KVCache]] = {
     "visual1": Visual1,
     "kvcomp": KVComp,
     "onebit": OneBit,
+    "bitplane": BitPlane,
 }
 
 

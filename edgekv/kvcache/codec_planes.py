@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kernels.spec_planes import CENTRE
+from edgekv.kernels.spec_planes import CENTRES, GAUSS_STEP, KEY_STEP
 from edgekv.kvcache.base import F32, Array, Layout
 from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
+
+LARGEST_F16 = np.float32(65504)
 
 
 class Rotation:
@@ -44,7 +46,7 @@ class Rotation:
 
 
 class CentredSigns(KeyCodec):
-    """A centre per 16 tokens in 4 bits, and per key one sign per element of what is left, and one scale.
+    """Centres of 64 and of 16 tokens in 4 bits, and per key one sign per element of what is left, and one scale.
 
     r = P k - c, x = sign(r), f = |r|_2 ** 2 / |r|_1: q . k ~ (P q) . c + lam * f * (P q) . x. The second product
     is made with P q in ``planes`` bit planes, by counting bits. P has ``width`` rows: head_dim rounded up to whole
@@ -64,8 +66,8 @@ class CentredSigns(KeyCodec):
         return {
             "signs": ((g, capacity // WORD, width // WORD, WORD), "uint64"),
             "scale": ((g, capacity), "uint16"),
-            "centres": ((g, capacity // CENTRE, width // 2), "uint8"),
-            "centre_step": ((g, capacity // CENTRE), "uint16"),
+            "centres": ((g, capacity // WORD, CENTRES, width // 2), "uint8"),
+            "centre_step": ((g, capacity // WORD, CENTRES), "uint16"),
         }
 
     @property
@@ -76,24 +78,31 @@ class CentredSigns(KeyCodec):
     @property
     def block_bytes(self) -> int:
         """Bytes of WORD tokens, all heads together."""
-        return self.n_kv_heads * (WORD * (self.width // 8 + 2) + WORD // CENTRE * (self.width // 2 + 2))
+        return self.n_kv_heads * (WORD * (self.width // 8 + 2) + CENTRES * (self.width // 2 + 2))
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
         rotated = self.rotation.forward(x, self.kernels)
         self.kernels.encode_centres(rotated, a["centres"], a["centre_step"], t0)
         self.kernels.encode_signs(rotated, a["signs"], a["scale"], t0)
+        self._encode_rest(rotated, t0)
+
+    def _encode_rest(self, residual: F32, t0: int) -> None:
+        """What a finer code keeps of r (n_kv_heads, n, width), which it may overwrite."""
+        return
 
     def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        self.scan(*self.pack(queries), t0, t1, s, s0)
+        rotated, planes, step, _ = self.pack(queries)
+        self.scan(rotated, planes, step, t0, t1, s, s0)
 
-    def pack(self, queries: F32) -> tuple[F32, Array, F32]:
-        """Queries rotated, and their bit planes and steps."""
+    def pack(self, queries: F32) -> tuple[F32, Array, F32, F32]:
+        """Queries rotated, their bit planes and steps, and what these stand for."""
         rotated = self.rotation.forward(queries, self.kernels)
         planes = np.empty((*queries.shape[:2], self.planes, self.width // WORD), np.uint64)
         step = np.empty(queries.shape[:2], np.float32)
-        self.kernels.pack_queries(rotated, planes, step)
-        return rotated, planes, step
+        rounded = np.empty_like(rotated)
+        self.kernels.pack_queries(rotated, planes, step, rounded)
+        return rotated, planes, step, rounded
 
     def scan(self, rotated: F32, planes: Array, step: F32, t0: int, t1: int, s: F32, s0: int) -> None:
         a = self.arrays
@@ -129,3 +138,106 @@ class QuadValues(ValueCodec):
         rotated = np.zeros_like(out)
         self.kernels.values_quads(p, s0, a["codes"], a["scale"], t0, t1, rotated)
         self.rotation.add_back(rotated, out, self.kernels)
+
+
+class PlaneKeys(CentredSigns):
+    """`CentredSigns`, and per token the three lower planes of a 4-bit code of r, whose top plane the signs are."""
+
+    queries: tuple[F32, F32]  # of the last `scores`, rotated, and as the scan took them: for `PlaneValues`
+
+    def layout(self) -> Layout:
+        fine = (self.n_kv_heads, self.capacity, 3, self.width // WORD)
+        return super().layout() | {"fine": (fine, "uint64")}
+
+    @property
+    def fine_bytes(self) -> int:
+        """Of one token and head: what a corrected score reads beyond the scan."""
+        return 3 * self.width // 8
+
+    @property
+    def token_bytes(self) -> int:
+        return super().token_bytes + self.n_kv_heads * self.fine_bytes
+
+    def _encode_rest(self, residual: F32, t0: int) -> None:
+        step = self.arrays["scale"][:, t0 : t0 + residual.shape[1]].view(np.float16) * np.float32(KEY_STEP)
+        half = 4 * step[..., None]
+        residual -= np.where(residual >= 0, half, -half)
+        self.kernels.encode_planes(residual, 2 * step, self.arrays["fine"], t0)
+
+    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        rotated, planes, step, rounded = self.pack(queries)
+        self.queries = rotated, rounded
+        self.scan(rotated, planes, step, t0, t1, s, s0)
+
+
+class PlaneValues(ValueCodec):
+    """4 bits per element of P v in planes, the two upper ones apart from the lower; and the mean of every block.
+
+    `accumulate` is the second stage of ``keys``' scores: tokens with a probability of ``threshold`` or more are
+    corrected by their lower key planes and read their values' planes, others count as their block's mean. The
+    probabilities then no longer add up to 1, so it divides ``out`` by their sum: it must come last.
+    """
+
+    def __init__(self, keys: PlaneKeys, *, group: int, threshold: float) -> None:
+        super().__init__(keys.n_kv_heads, keys.capacity, keys.head_dim)
+        self.keys, self.group, self.threshold = keys, group, threshold
+        self.counts = np.full(2, np.inf)  # tokens corrected and read in full per head and query token, on average
+
+    def layout(self) -> Layout:
+        g, capacity, width = self.n_kv_heads, self.capacity, self.keys.width
+        planes = (g, capacity, 2, width // WORD)
+        return {
+            "top": (planes, "uint64"),
+            "low": (planes, "uint64"),
+            "scale": ((g, capacity), "uint16"),
+            "means": ((g, capacity // WORD, width // 2, 1), "uint8"),
+            "mean_scale": ((g, capacity // WORD), "uint16"),
+        }
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of WORD tokens' mean, all heads together: all that is read of most."""
+        return self.n_kv_heads * (self.keys.width // 2 + 2)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.keys.width // 2 + 2) + -(-self.block_bytes // WORD)
+
+    def chosen_bytes(self, n_tokens: int) -> int:
+        """Bytes of the tokens chosen among n_tokens: as the last queries did, or at most."""
+        corrected, full = np.minimum(self.counts, min(n_tokens, self.group / self.threshold))
+        pair = self.keys.width // 4
+        return int(self.n_kv_heads * (corrected * (self.keys.fine_bytes + pair + 2) + full * pair))
+
+    def encode(self, x: F32, t0: int) -> None:
+        a, (g, n, _) = self.arrays, x.shape
+        rotated = self.keys.rotation.forward(x, self.kernels)
+        means = np.ascontiguousarray(rotated.reshape(g, n // WORD, WORD, -1).mean(axis=2))
+        self.kernels.encode_sym(means, a["means"], a["mean_scale"], t0 // WORD)
+        square = np.einsum("gnd,gnd->gn", rotated, rotated)
+        step = np.sqrt(square / rotated.shape[2]) * np.float32(GAUSS_STEP[4])
+        left = rotated.copy()
+        self.kernels.encode_planes(left, 4 * step, a["top"], t0)
+        self.kernels.encode_planes(left, step, a["low"], t0)
+        along = square - np.einsum("gnd,gnd->gn", rotated, left)  # |x| ** 2 / (x . levels) is then the scale
+        scale = step * square / np.where(along > 0, along, 1)
+        a["scale"][:, t0 : t0 + n] = np.minimum(scale, LARGEST_F16).astype(np.float16).view(np.uint16)
+
+    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
+        a, k = self.arrays, self.keys.arrays
+        groups, rows, _ = self.keys.queries[0].shape
+        b0, b1 = t0 // WORD, -(-t1 // WORD)
+        sums, change = np.zeros_like(self.keys.queries[0]), np.empty((groups, rows), np.float32)
+        tail = np.empty((groups, rows, b1 - b0), np.float32)
+        counts = np.empty((groups, rows // self.group, 2), np.int64)
+        stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"]
+        self.kernels.attend_planes(
+            *(p, s0, t0, t1, *self.keys.queries, self.keys.lam, *stored),
+            *(self.threshold, rows // self.group, sums, tail, change, counts),
+        )
+        self.kernels.values_sym(tail, 0, a["means"], a["mean_scale"], b0, b1, sums)
+        self.counts = counts.mean(axis=(0, 1))
+        scale = 1 / (1 + change[..., None])
+        sums *= scale
+        out *= scale
+        self.keys.rotation.add_back(sums, out, self.kernels)

@@ -158,6 +158,7 @@ class Windowed(KVCache):
             keys.scores(q, t0, end, s, column)
         self.kernels.softmax(s, lo - first, hi - first)
         result.fill(0)
+        spans.sort(key=lambda span: span[0].values is self.value_codec)  # packed last: it may rescale
         for (_, values, end), t0, column in spans:
             values.accumulate(s, column, t0, end, result)
         out[:] = result.reshape(n_heads, n, head_dim)

@@ -3,6 +3,7 @@
 from edgekv.kernels.numba_.dense import encode_f16, scores_f16, scores_f32, values_f16, values_f32
 from edgekv.kernels.numba_.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.numba_.fier import encode_fier, scores_fier
+from edgekv.kernels.numba_.gather import attend_planes, encode_planes
 from edgekv.kernels.numba_.huffman import huffman_pack, huffman_sizes, scores_huffman, values_huffman
 from edgekv.kernels.numba_.int4 import encode_int4, values_int4
 from edgekv.kernels.numba_.ints import encode_sym, scores_sym, values_sym
@@ -21,6 +22,7 @@ from edgekv.kernels.numba_.visual import encode_levels, scores_levels, values_le
 
 __all__ = [
     "add_attention",
+    "attend_planes",
     "encode_centres",
     "encode_f16",
     "encode_fier",
@@ -29,6 +31,7 @@ __all__ = [
     "encode_kivi_values",
     "encode_levels",
     "encode_pages",
+    "encode_planes",
     "encode_quads",
     "encode_signs",
     "encode_sym",

@@ -12,7 +12,7 @@ from edgekv.kernels.numba_.launch import flat, run, token_span, token_splits
 from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
 from edgekv.kernels.numba_.signs import pack_signs
 from edgekv.kernels.spec import BLOCK, F32, U8, U16, U64
-from edgekv.kernels.spec_planes import CENTRE
+from edgekv.kernels.spec_planes import CENTRE, CENTRES
 
 LANES = simd.LANES
 TILE = 4 * LANES
@@ -20,15 +20,14 @@ WORD_BITS = 64
 LINE = 64  # bytes
 BLOCKS_AHEAD = 4
 WORD_WORK = 4  # XOR, count and add of a word, in multiply-adds
-CENTRES = BLOCK // CENTRE  # of a block
 ZERO, ONE, HALF, TWO, EIGHT = np.array([0, 1, 0.5, 2, 8], np.float32)
-MIDDLE, HIGHEST, LARGEST_F16, MEAN = np.array([7.5, 15, 65504, 1 / CENTRE], np.float32)
+MIDDLE, HIGHEST, LARGEST_F16 = np.array([7.5, 15, 65504], np.float32)
 LARGEST_F16_64 = np.float64(65504)
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
     args = x, codes, step, t0
-    run(_centre_items, _centre_parallel, x.shape[0] * x.shape[1] // CENTRE, 4 * x.size, args)
+    run(_centre_items, _centre_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
 
 
 def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
@@ -37,9 +36,9 @@ def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
     pack_signs(x, signs, t0)
 
 
-def pack_queries(q: F32, planes: U64, step: F32) -> None:
+def pack_queries(q: F32, planes: U64, step: F32, rounded: F32) -> None:
     codes = np.empty((len(q) * q.shape[1], q.shape[2]), np.uint32)
-    args = np.ascontiguousarray(q), planes, step, codes
+    args = np.ascontiguousarray(q), planes, step, rounded, codes
     run(_query_items, _query_parallel, len(codes), 8 * q.size, args)
 
 
@@ -67,43 +66,46 @@ def scores_centred(
 @fast_jit
 def _centre_items(first: int, last: int, args: Args) -> None:
     x, codes, step, t0 = args
-    (_, n, width), n_stored = x.shape, step.shape[1]
+    (_, n, width), n_blocks = x.shape, step.shape[1]
     x, codes, step = x.reshape(-1), codes.reshape(-1), step.reshape(-1)
-    groups = n // CENTRE
+    groups = n // BLOCK
     for item in range(first, last):
-        target = item // groups * n_stored + t0 // CENTRE + item % groups
-        row = item * CENTRE * width
-        largest = ZERO
-        for d in range(row, row + width):
-            largest = maximum(largest, abs(_mean(x, d, width)))
-        bits = float_to_half(minimum(largest / EIGHT, LARGEST_F16))
-        put(step, target, bits)
-        _encode_centre(x, row, width, as_float(bits), codes, target * (width // 2))
+        target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * CENTRES
+        row = item * BLOCK * width
+        _encode_mean(x, row, BLOCK, width, step, codes, target)
+        for i in range(1, CENTRES):
+            _encode_mean(x, row + (i - 1) * CENTRE * width, CENTRE, width, step, codes, target + i)
 
 
 @jit
-def _mean(x: F32, d: int, width: int) -> Scalar:
-    total = get(x, d)
-    for i in range(1, CENTRE):
-        total += get(x, d + i * width)
-    return total * MEAN
-
-
-@jit
-def _encode_centre(x: F32, row: int, width: int, step: Scalar, codes: U8, code: int) -> None:
-    half = width // 2
-    divisor = ONE if step == ZERO else step
+def _encode_mean(x: F32, row: int, n: int, width: int, step: U16, codes: U8, target: int) -> None:
+    """Stores the mean of n rows of x and subtracts it from them."""
+    half, largest = width // 2, ZERO
+    for d in range(row, row + width):
+        largest = maximum(largest, abs(_mean(x, d, n, width)))
+    bits = float_to_half(minimum(largest / EIGHT, LARGEST_F16))
+    put(step, target, bits)
+    size = as_float(bits)
+    divisor = ONE if size == ZERO else size
     for d in range(half):
-        low = minimum(maximum(np.floor(_mean(x, row + d, width) / divisor) + EIGHT, ZERO), HIGHEST)
-        high = minimum(maximum(np.floor(_mean(x, row + half + d, width) / divisor) + EIGHT, ZERO), HIGHEST)
-        put(codes, code + d, np.uint8(np.int32(low) | np.int32(high) << 4))
-        _subtract(x, row + d, width, (low - MIDDLE) * step)
-        _subtract(x, row + half + d, width, (high - MIDDLE) * step)
+        low = minimum(maximum(np.floor(_mean(x, row + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
+        high = minimum(maximum(np.floor(_mean(x, row + half + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
+        put(codes, target * half + d, np.uint8(np.int32(low) | np.int32(high) << 4))
+        _subtract(x, row + d, n, width, (low - MIDDLE) * size)
+        _subtract(x, row + half + d, n, width, (high - MIDDLE) * size)
 
 
 @jit
-def _subtract(x: F32, d: int, width: int, centre: Scalar) -> None:
-    for i in range(CENTRE):
+def _mean(x: F32, d: int, n: int, width: int) -> Scalar:
+    total = get(x, d)
+    for i in range(1, n):
+        total += get(x, d + i * width)
+    return total * (ONE / np.float32(n))
+
+
+@jit
+def _subtract(x: F32, d: int, n: int, width: int, centre: Scalar) -> None:
+    for i in range(n):
         put(x, d + i * width, get(x, d + i * width) - centre)
 
 
@@ -134,9 +136,10 @@ def _scale_parallel(n_parts: int, n_items: int, args: Args) -> None:
 
 @jit
 def _query_items(first: int, last: int, args: Args) -> None:
-    q, planes, step, codes = args
+    q, planes, step, rounded, codes = args
     width, (n_planes, n_words) = q.shape[2], planes.shape[2:]
     q, planes, step, codes = q.reshape(-1), planes.reshape(-1), step.reshape(-1), codes.reshape(-1)
+    rounded = rounded.reshape(-1)
     half = np.float32(1 << (n_planes - 1))
     top = half + half - ONE
     for item in range(first, last):
@@ -150,6 +153,7 @@ def _query_items(first: int, last: int, args: Args) -> None:
         for d in range(row, row + width):
             code = minimum(maximum(np.floor(get(q, d) / divisor) + half, ZERO), top)
             put(codes, d, np.uint32(np.int32(code)))
+            put(rounded, d, (code - half + HALF) * size)
         for plane in range(n_planes):
             target = (item * n_planes + plane) * n_words
             for w in range(n_words):
@@ -201,8 +205,10 @@ def _scores_items(first: int, last: int, args: Args) -> None:
             column = g * gap_g + s0 + block * BLOCK + i - t0
             for m in range(n_rows):
                 row = g * n_rows + m
-                for c in range(CENTRES):
-                    put(scratch, bases + c, _dot(q, row * width, scratch, near + c * width, width))
+                common = _dot(q, row * width, scratch, near, width)
+                for c in range(1, CENTRES):
+                    base = common + _dot(q, row * width, scratch, near + c * width, width)
+                    put(scratch, bases + c - 1, base)
                 words = row * n_planes * n_words
                 factor = get(step, row) * HALF
                 if n == BLOCK:

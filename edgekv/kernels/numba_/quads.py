@@ -11,7 +11,7 @@ from edgekv.kernels.numba_.launch import add_partial_sums, flat, partial_sums, r
 from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
 from edgekv.kernels.spec import BLOCK, F32, U8, U16
 from edgekv.kernels.spec_codes import U32
-from edgekv.kernels.spec_planes import GAUSS_STEP
+from edgekv.kernels.spec_planes import GAUSS_STEP, LEAST_WEIGHT
 
 LANES = simd.LANES
 TILE = 4 * LANES
@@ -20,7 +20,7 @@ QUADS = BLOCK // 4
 LINE = 64
 PREFETCHED = TILE * 4 // LINE  # cache lines of a row of a tile
 BLOCKS_AHEAD = 4
-ZERO, ONE, TWO, TOP_WEIGHT = np.array([0, 1, 2, 255], np.float32)
+ZERO, ONE, TWO, TOP_WEIGHT, LEAST = np.array([0, 1, 2, 255, LEAST_WEIGHT], np.float32)
 Scale = tuple[Scalar, Scalar]
 LARGEST_F16 = np.float64(65504)
 
@@ -178,7 +178,7 @@ def _weigh(
         weight = get(p, column + t) * as_float(get(scale, token + t))
         put(weights, w + t, weight)
         top = maximum(top, weight)
-    factor, total = TOP_WEIGHT / (ONE if top == ZERO else top), np.int32(0)
+    factor, total = TOP_WEIGHT / maximum(top, LEAST), np.int32(0)
     for t in range(BLOCK):
         rounded = np.int32(round_to_even(get(weights, w + t) * factor))
         put(whole, byte + t, np.uint8(rounded))

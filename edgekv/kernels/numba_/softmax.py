@@ -46,7 +46,7 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
         return
     total = ZERO
     for i in range(end - start):
-        weight = _exp(get(s, start + i) - peak)
+        weight = exp_of_negative(get(s, start + i) - peak)
         put(s, start + i, weight)
         total += weight
     scale = ONE / total
@@ -55,7 +55,7 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
 
 
 @fast_jit
-def _exp(x: Scalar) -> Scalar:
+def exp_of_negative(x: Scalar) -> Scalar:
     """exp(x) for x <= 0, relative error 2e-7; 0 below LOWEST."""
     clipped = maximum(x, LOWEST)
     exponent = np.int32(clipped * LOG2_E - HALF)  # truncation rounds, as the argument is negative

@@ -3,6 +3,7 @@
 from edgekv.kernels.numpy_.dense import encode_f16, scores_f16, scores_f32, values_f16, values_f32
 from edgekv.kernels.numpy_.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.numpy_.fier import encode_fier, scores_fier
+from edgekv.kernels.numpy_.gather import attend_planes, encode_planes
 from edgekv.kernels.numpy_.huffman import (
     huffman_pack,
     huffman_sizes,
@@ -27,6 +28,7 @@ from edgekv.kernels.numpy_.visual import encode_levels, scores_levels, values_le
 
 __all__ = [
     "add_attention",
+    "attend_planes",
     "encode_centres",
     "encode_f16",
     "encode_fier",
@@ -35,6 +37,7 @@ __all__ = [
     "encode_kivi_values",
     "encode_levels",
     "encode_pages",
+    "encode_planes",
     "encode_quads",
     "encode_signs",
     "encode_sym",

@@ -12,18 +12,24 @@ LARGEST_F16 = 65504.0
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
     g, n, d = x.shape
-    groups = x.reshape(g, n // CENTRE, CENTRE, d)
-    mean = groups[:, :, 0].copy()
-    for i in range(1, CENTRE):
-        mean += groups[:, :, i]
-    mean *= np.float32(1 / CENTRE)
-    rows = slice(t0 // CENTRE, (t0 + n) // CENTRE)
-    step[:, rows] = to_half(np.abs(mean).max(axis=2) / np.float32(8))
-    width = step[:, rows].view(np.float16).astype(np.float32)[..., None]
+    blocks = slice(t0 // BLOCK, (t0 + n) // BLOCK)
+    _encode_means(x.reshape(g, n // BLOCK, 1, BLOCK, d), codes[:, blocks, :1], step[:, blocks, :1])
+    _encode_means(x.reshape(g, n // BLOCK, -1, CENTRE, d), codes[:, blocks, 1:], step[:, blocks, 1:])
+
+
+def _encode_means(x: F32, codes: U8, step: U16) -> None:
+    """codes (..., D / 2) and step (...) of the means of x (..., n, D), which are subtracted."""
+    n, d = x.shape[-2:]
+    mean = x[..., 0, :].copy()
+    for i in range(1, n):
+        mean += x[..., i, :]
+    mean *= np.float32(1 / n)
+    step[...] = to_half(np.abs(mean).max(axis=-1) / np.float32(8))
+    width = step.view(np.float16).astype(np.float32)[..., None]
     levels = np.clip(np.floor(mean / np.where(width == 0, 1, width)) + 8, 0, 15).astype(np.float32)
     packed = levels.astype(np.uint8)
-    codes[:, rows] = packed[..., : d // 2] | packed[..., d // 2 :] << 4
-    groups -= ((levels - np.float32(7.5)) * width)[:, :, None]
+    codes[...] = packed[..., : d // 2] | packed[..., d // 2 :] << 4
+    x -= ((levels - np.float32(7.5)) * width)[..., None, :]
 
 
 def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
@@ -33,12 +39,13 @@ def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
     pack_signs(x, signs, t0)
 
 
-def pack_queries(q: F32, planes: U64, step: F32) -> None:
+def pack_queries(q: F32, planes: U64, step: F32, rounded: F32) -> None:
     n_planes = planes.shape[2]
     half = 2.0 ** (n_planes - 1)
     step[...] = np.abs(q).max(axis=2) / np.float32(half)
     width = np.where(step == 0, 1, step)[..., None]
     codes = np.clip(np.floor(q / width) + half, 0, 2 * half - 1).astype(np.int64)
+    rounded[...] = (codes - half + 0.5) * step[..., None]
     for plane in range(n_planes):
         bits = codes >> (n_planes - 1 - plane) & 1
         planes[:, :, plane] = pack_sign_rows(bits.astype(np.float32) - 1)
@@ -78,9 +85,11 @@ def to_half(x: npt.NDArray[np.floating]) -> U16:
 
 
 def _centres(codes: U8, step: U16) -> F32:
-    levels = np.concatenate([codes & 15, codes >> 4], axis=2).astype(np.float32) - np.float32(7.5)
-    centres: F32 = levels * step.view(np.float16).astype(np.float32)[..., None]
-    return centres
+    """(G, cap / CENTRE, D)."""
+    levels = np.concatenate([codes & 15, codes >> 4], axis=3).astype(np.float32) - np.float32(7.5)
+    means = levels * step.view(np.float16).astype(np.float32)[..., None]  # (G, blocks, CENTRES, D)
+    centres: F32 = means[:, :, :1] + means[:, :, 1:]
+    return centres.reshape(len(centres), -1, centres.shape[3])
 
 
 def _popcount(words: U64) -> npt.NDArray[np.int64]:

@@ -4,7 +4,7 @@ import numpy as np
 
 from edgekv.kernels.numpy_.planes import to_half
 from edgekv.kernels.spec import BLOCK, F32, U8, U16
-from edgekv.kernels.spec_planes import GAUSS_STEP
+from edgekv.kernels.spec_planes import GAUSS_STEP, LEAST_WEIGHT
 
 PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code, in groups that divide a byte
 TOP_WEIGHT = np.float32(255)
@@ -38,7 +38,7 @@ def values_quads(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: 
         widths = scale[:, None, first:last].view(np.float16).astype(np.float32)
         weights[..., inside] = p[:, :, s0 + first - t0 : s0 + last - t0] * widths
         top = weights.max(axis=2, keepdims=True)
-        whole = np.rint(weights * (TOP_WEIGHT / np.where(top == 0, 1, top)))
+        whole = np.rint(weights * (TOP_WEIGHT / np.maximum(top, np.float32(LEAST_WEIGHT))))
         levels = _levels(codes[:, block], bits).astype(np.float32) - middle  # (G, 64, D)
         out += top / TOP_WEIGHT * (whole @ levels)
 

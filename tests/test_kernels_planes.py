@@ -1,0 +1,295 @@
+"""Signs around centres, bit planes and quads: NumPy against float64 by hand, Numba against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_cases import EITHER_PATH, Case, assert_close, cases, generator, inside, normal, poisoned_scores
+
+from edgekv.kernels import numba_, numpy_
+from edgekv.kernels.numba_ import launch
+from edgekv.kernels.spec_planes import (
+    CENTRE,
+    CENTRES,
+    FULL_VALUES,
+    KEY_STEP,
+    LARGEST_CORRECTION,
+    PAIR_STEP,
+    PlaneKernels,
+)
+
+BLOCK = 64
+F64 = npt.NDArray[np.float64]
+CASES = cases((64, 128, 192))
+SMALL = Case(d=128, length=150, g=2, r=3, n=2, t0=64, s0=2)
+BACKENDS = pytest.mark.parametrize("backend", [numpy_, numba_], ids=["numpy", "numba"])
+
+
+class Store:
+    """Arrays for `capacity` tokens, poisoned: what is not written shows."""
+
+    def __init__(self, case: Case, bits: int = 2) -> None:
+        g, c, d = case.g, case.capacity, case.d
+        words = d // 64
+        self.signs = np.full((g, c // BLOCK, words, BLOCK), 0xABABABABABABABAB, np.uint64)
+        self.scale = np.full((g, c), 0x7E00, np.uint16)  # NaN
+        self.centres = np.full((g, c // BLOCK, CENTRES, d // 2), 0xAB, np.uint8)
+        self.centre_step = np.full((g, c // BLOCK, CENTRES), 0x7E00, np.uint16)
+        self.fine = np.full((g, c, 3, words), 0xABABABABABABABAB, np.uint64)
+        self.top, self.low = self.fine[:, :, :2].copy(), self.fine[:, :, :2].copy()
+        self.value_scale = self.scale.copy()
+        self.quads = np.full((g, c // BLOCK, 2 * bits, d, 4), 0xAB, np.uint8)
+
+    @property
+    def keys(self) -> tuple[npt.NDArray[Any], ...]:
+        return self.signs, self.scale, self.centres, self.centre_step
+
+
+def filled(backend: PlaneKernels, case: Case, bits: int = 2) -> tuple[Store, npt.NDArray[np.float32]]:
+    """Every token of the capacity stored, keys with a drift that centres take; and what `encode_centres` left."""
+    rng = generator(case)
+    store = Store(case, bits)
+    keys = normal(rng, case.g, case.capacity, case.d)
+    keys += np.repeat(normal(rng, case.g, case.capacity // CENTRE, case.d), CENTRE, axis=1)
+    backend.encode_centres(keys, store.centres, store.centre_step, 0)
+    backend.encode_signs(keys, store.signs, store.scale, 0)
+    left = keys.copy()
+    values = normal(rng, case.g, case.capacity, case.d)
+    step = 0.4 * np.abs(normal(rng, case.g, case.capacity)) + np.float32(0.1)
+    backend.encode_quads(values, store.quads, store.value_scale, 0)
+    keys -= np.where(keys >= 0, 4 * step[..., None], -4 * step[..., None])
+    backend.encode_planes(keys, 2 * step, store.fine, 0)
+    backend.encode_planes(values, 4 * step, store.top, 0)
+    backend.encode_planes(values, step, store.low, 0)
+    return store, left
+
+
+def bits_of(words: npt.NDArray[np.uint64]) -> F64:
+    """(..., D) of 0 and 1 of (..., W)."""
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little").astype(float)
+
+
+def half(bits: npt.NDArray[np.uint16]) -> F64:
+    return bits.view(np.float16).astype(float)
+
+
+def sign_words(store: Store) -> npt.NDArray[np.uint64]:
+    """(G, cap, W) of the signs, which lie in blocks."""
+    g, blocks, words, _ = store.signs.shape
+    return store.signs.transpose(0, 1, 3, 2).reshape(g, blocks * BLOCK, words)
+
+
+def code(*planes: npt.NDArray[np.uint64]) -> F64:
+    """Levels of the planes, the first one the highest, minus the middle one."""
+    weighted = [2.0 ** (len(planes) - 1 - j) * bits_of(plane) for j, plane in enumerate(planes)]
+    return np.sum(weighted, axis=0) - (2 ** len(planes) - 1) / 2
+
+
+def test_centres_are_the_means_of_64_and_then_of_16_tokens() -> None:
+    x = normal(np.random.default_rng(0), 2, 128, 64) + 40 * normal(np.random.default_rng(1), 64)
+    x[1, 64:] = 0
+    codes, step = np.zeros((2, 4, CENTRES, 32), np.uint8), np.zeros((2, 4, CENTRES), np.uint16)
+    left = x.copy()
+    numpy_.encode_centres(left, codes, step, 64)
+    stored = decoded_centres(codes, step)[:, 64:192]
+    np.testing.assert_allclose(left, x - stored, atol=2e-5)
+    width = np.repeat(half(step[:, 1:3, 1:]).reshape(2, 8), 16, axis=1)[..., None]
+    mean = np.repeat(x.astype(float).reshape(2, 8, 16, 64).mean(axis=2), 16, axis=1)
+    assert (np.abs(stored - mean) <= width / 2 * 1.01).all()  # half a step of the second stage
+    blocks = x.astype(float).reshape(2, 2, 64, 64).mean(axis=2)
+    np.testing.assert_allclose(half(step[:, 1:3, 0]), np.abs(blocks).max(axis=2) / 8, rtol=1e-3, atol=1e-7)
+    assert width[0].max() < half(step[0, 1:3, 0]).min() / 4  # the offset is in the first
+    assert not codes[:, [0, 3]].any()
+
+
+def decoded_centres(codes: npt.NDArray[np.uint8], step: npt.NDArray[np.uint16]) -> F64:
+    """The centre of each token, (G, cap, D)."""
+    rows = (np.concatenate([codes & 15, codes >> 4], axis=3) - 7.5) * half(step)[..., None]
+    both = rows[:, :, :1] + rows[:, :, 1:]
+    return np.repeat(both.reshape(len(both), -1, both.shape[3]), CENTRE, axis=1)
+
+
+def test_scores_are_centre_plus_signs_times_scale() -> None:
+    case = SMALL
+    store, left = filled(numpy_, case)
+    rng = np.random.default_rng(1)
+    q = normal(rng, case.g, case.m, case.d)
+    planes = np.zeros((case.g, case.m, 5, case.d // 64), np.uint64)
+    step, rounded = np.zeros((case.g, case.m), np.float32), np.empty_like(q)
+    numpy_.pack_queries(q, planes, step, rounded)
+    by_planes = code(*np.moveaxis(planes, 2, 0)) * step[..., None]
+    np.testing.assert_allclose(rounded, by_planes, rtol=1e-6)
+    assert (np.abs(rounded - q) <= step[..., None] * 0.5001).all()
+    s = poisoned_scores(case, True)
+    numpy_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
+    scale = np.square(left.astype(float)).sum(2) / np.abs(left.astype(float)).sum(2)
+    np.testing.assert_allclose(half(store.scale), scale, rtol=1e-3)
+    centres = decoded_centres(store.centres, store.centre_step)
+    signs = np.where(left >= 0, 1.0, -1.0)
+    expected = q @ centres.transpose(0, 2, 1) + (rounded @ signs.transpose(0, 2, 1)) * half(store.scale)[:, None]
+    assert_close(s[:, :, inside(case)], expected[:, :, case.t0 : case.t1])
+    assert np.isnan(np.delete(s, np.r_[inside(case)], axis=2)).all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_quads_sum_what_they_stored(backend: PlaneKernels, bits: int) -> None:
+    case = SMALL
+    store, x = Store(case, bits), normal(np.random.default_rng(2), case.g, case.capacity, case.d)
+    x[0, 5] = 0
+    backend.encode_quads(x, store.quads, store.value_scale, 0)
+    p = np.zeros((case.g, case.capacity, case.capacity), np.float32)
+    p[:] = np.eye(case.capacity)
+    out = np.zeros((case.g, case.capacity, case.d), np.float32)
+    backend.values_quads(p, 0, store.quads, store.value_scale, 0, case.capacity, out)  # one token a row
+    assert not out[0, 5].any()
+    length = np.square(x.astype(float)).sum(2)
+    np.testing.assert_allclose((out * x.astype(float)).sum(2), length, rtol=2e-3)  # not shrunk
+    error = np.linalg.norm(out - x) / np.linalg.norm(x)
+    low, high = {1: (0.7, 0.8), 2: (0.33, 0.38), 3: (0.18, 0.22), 4: (0.1, 0.13)}[bits]
+    assert low < error < high  # of a Gaussian's best uniform levels, made unbiased
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numba_stores_the_same_bits(case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    (expected, left), (got, got_left) = (filled(backend, case) for backend in (numpy_, numba_))
+    np.testing.assert_array_equal(got_left, left)
+    for name, array in vars(expected).items():
+        np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numba_computes_the_same_scores_and_sums(
+    case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    bits, n_planes = 1 + case.length % 4, 3 + case.g
+    store, _ = filled(numpy_, case, bits)
+    rng = generator(case)
+    q = normal(rng, case.g, case.m, case.d)
+    shape = (case.g, case.m, n_planes, case.d // 64)
+    packed = [
+        (np.zeros(shape, np.uint64), np.zeros(shape[:2], np.float32), np.full_like(q, np.nan)) for _ in range(2)
+    ]
+    for backend, out in zip((numpy_, numba_), packed, strict=True):
+        backend.pack_queries(q, *out)
+    for a, b in zip(*packed, strict=True):
+        np.testing.assert_array_equal(b, a)
+    planes, step, _ = packed[0]
+    s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
+    numpy_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, expected, case.s0)
+    numba_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
+    assert_close(s, expected)
+    p = np.exp(expected - expected[:, :, inside(case)].max(axis=2, keepdims=True))
+    sums = [normal(np.random.default_rng(3), case.g, case.m, case.d) for _ in range(2)]
+    for backend, out in zip((numpy_, numba_), sums, strict=True):
+        backend.values_quads(p, case.s0, store.quads, store.value_scale, case.t0, case.t1, out)
+    assert_close(sums[1], sums[0], 2e-3)  # a weight on the border of two 8-bit codes may take the other
+
+
+def attended(
+    backend: PlaneKernels, case: Case, store: Store, p: npt.NDArray[np.float32], threshold: float
+) -> tuple[npt.NDArray[Any], ...]:
+    """out, tail, change and counts of `attend_planes`."""
+    q, rounded, lam = gather_queries(case)
+    blocks = -(-case.t1 // BLOCK) - case.t0 // BLOCK
+    out = np.zeros((case.g, case.m, case.d), np.float32)
+    tail = np.full((case.g, case.m, blocks), np.nan, np.float32)
+    change = np.full((case.g, case.m), np.nan, np.float32)
+    counts = np.full((case.g, case.n, 2), -1, np.int64)
+    stored = store.signs, store.scale, store.fine, store.top, store.low, store.value_scale
+    span = case.s0, case.t0, case.t1
+    backend.attend_planes(p, *span, q, rounded, lam, *stored, threshold, case.n, *(out, tail, change, counts))
+    return out, tail, change, counts
+
+
+def gather_queries(case: Case) -> tuple[npt.NDArray[np.float32], ...]:
+    rng = np.random.default_rng(4)
+    q = normal(rng, case.g, case.m, case.d) / 8
+    return q, np.round(q * 16) / 16, np.linspace(0.8, 1, case.g, dtype=np.float32)
+
+
+def probabilities(case: Case) -> npt.NDArray[np.float32]:
+    """Rows over the tokens that add up to 1, a few large; NaN outside."""
+    p = poisoned_scores(case, case.g == 1)
+    weights = np.exp(2 * normal(generator(case), case.g, case.m, case.length))
+    p[:, :, inside(case)] = weights / weights.sum(axis=2, keepdims=True)
+    return p
+
+
+def test_what_matters_is_read_and_the_rest_is_added_up() -> None:
+    case, threshold = SMALL, 0.01
+    store, _ = filled(numpy_, case)
+    p = probabilities(case)
+    out, tail, change, counts = attended(numpy_, case, store, p, threshold)
+    q, rounded, lam = gather_queries(case)
+    signs = sign_words(store)
+    key_code = code(signs, *np.moveaxis(store.fine, 2, 0))
+    value_full = code(*np.moveaxis(store.top, 2, 0), *np.moveaxis(store.low, 2, 0))
+    value_pair = code(*np.moveaxis(store.top, 2, 0)) * PAIR_STEP
+    read, kept = np.zeros(out.shape), np.zeros(tail.shape)
+    for g, j in np.ndindex(case.g, case.n):
+        rows, n_corrected, n_full = [j + case.n * r for r in range(case.r)], 0, 0
+        new = p[g, rows, inside(case)].astype(float)
+        before = new.sum(axis=1)
+        for i in range(case.length):
+            t = case.t0 + i
+            if (new[:, i] >= threshold).any():
+                n_corrected += 1
+                exact = KEY_STEP * (q[g, rows].astype(float) @ key_code[g, t])
+                coarse = lam[g] * (rounded[g, rows].astype(float) @ (2 * bits_of(signs[g, t]) - 1))
+                d = half(store.scale[g, t]) * (exact - coarse)
+                new[:, i] *= np.exp(np.clip(d, -LARGEST_CORRECTION, LARGEST_CORRECTION))
+                largest = new[:, i].max()
+                n_full += largest >= FULL_VALUES * threshold
+                if largest >= threshold:
+                    value = value_full if largest >= FULL_VALUES * threshold else value_pair
+                    read[g, rows] += np.outer(new[:, i], value[g, t] * half(store.value_scale[g, t]))
+                    continue
+            kept[g, rows, t // BLOCK - case.t0 // BLOCK] += new[:, i]
+        np.testing.assert_allclose(change[g, rows], new.sum(axis=1) - before, atol=1e-5)
+        assert counts[g, j].tolist() == [n_corrected, n_full]
+        assert 0 < n_full < n_corrected < case.length
+    assert_close(out, read, 1e-5)
+    assert_close(tail, kept, 1e-5)
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("threshold", [1e-6, 3e-3, 2.0], ids=["all", "some", "none"])
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_numba_reads_the_same(
+    case: Case, threshold: float, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    store, _ = filled(numpy_, case)
+    p = probabilities(case)
+    before = p.copy()
+    expected = attended(numpy_, case, store, p, threshold)
+    got = attended(numba_, case, store, p, threshold)
+    np.testing.assert_array_equal(p, before)
+    np.testing.assert_array_equal(got[3], expected[3])
+    for a, b in zip(got[:3], expected[:3], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(np.abs(b).max())))
+    if threshold == 2:
+        assert not got[0].any()
+        assert_close(got[1].sum(axis=2), np.ones((case.g, case.m)), 1e-5)
+
+
+@BACKENDS
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (80, 128), (128, 128), (3, 4)])
+def test_hadamard_is_orthogonal_and_undone(backend: PlaneKernels, head_dim: int, width: int) -> None:
+    rng = np.random.default_rng(5)
+    x, flips = normal(rng, 2, 7, head_dim), rng.choice(np.array([-1, 1], np.float32), width)
+    out, back = np.full((2, 7, width), np.nan, np.float32), np.ones((2, 7, head_dim), np.float32)
+    backend.hadamard(x, flips, out)
+    matrix = np.array([[(-1.0) ** bin(i & j).count("1") for j in range(width)] for i in range(width)])
+    expected = (x.astype(float) * flips[:head_dim]) @ matrix[:head_dim] / np.sqrt(width)
+    np.testing.assert_allclose(np.sort(out, axis=2), np.sort(expected, axis=2), atol=2e-6)
+    backend.hadamard_back(out, flips, back)
+    np.testing.assert_allclose(back, 1 + x, atol=3e-6)

@@ -1,0 +1,196 @@
+"""onebit and bitplane: attention computed by hand from what they stored, their bytes, what they survive."""
+
+import numpy as np
+import pytest
+from test_kernels_planes import bits_of, code, decoded_centres, half
+from test_kv_minicache import F32, F64, attention, draw, make
+
+from edgekv.errors import CacheError
+from edgekv.kernels.spec_planes import KEY_STEP
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.codec_planes import Rotation
+
+SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]
+
+
+def matrix(rotation: Rotation, cache: KVCache) -> F64:
+    """P (width, head_dim)."""
+    identity = np.eye(rotation.head_dim, dtype=np.float32)[None]
+    return rotation.forward(identity, cache.kernels)[0].T.astype(float)
+
+
+def signs_and_centres(cache: KVCache) -> tuple[F64, F64]:
+    """lam * f * sign and the centre of each packed key, (n_kv_heads, n_bulk, width)."""
+    words = cache.arrays["key.signs"].transpose(0, 1, 3, 2)
+    g, _, _, n_words = words.shape
+    signs = 2 * bits_of(words.reshape(g, -1, n_words)) - 1
+    centres = decoded_centres(cache.arrays["key.centres"], cache.arrays["key.centre_step"])
+    scaled = cache.knobs.lam * signs * half(cache.arrays["key.scale"])[..., None]
+    return scaled[:, : cache.n_bulk], centres[:, : cache.n_bulk]
+
+
+def with_exact(x: F32, packed: F64, n_sink: int) -> F64:
+    """Float16 tokens of x, those from n_sink on replaced by the packed ones."""
+    x = x.astype(np.float16).astype(float)
+    x[:, n_sink : n_sink + packed.shape[1]] = packed
+    return x
+
+
+def last(cache: KVCache, q: F32, k: F32, v: F32) -> F32:
+    """The last token's attention; the others are a prompt."""
+    cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
+    return cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_onebit_attends_to_what_it_stored(shape: tuple[int, int, int], bits: int) -> None:
+    n = 300
+    q, k, v = draw(*shape, n)
+    q /= np.sqrt(shape[2])
+    cache = make(f"onebit:v={bits},window=64,planes=8", *shape, n)
+    got = last(cache, q, k, v)
+    assert cache.n_bulk == 192
+    scaled, centres = signs_and_centres(cache)
+    keys = with_exact(k, (scaled + centres) @ matrix(cache.key_codec.rotation, cache), 4)
+    rotation = matrix(cache.value_codec.rotation, cache)
+    bytes_ = cache.arrays["value.codes"]
+    per = 8 // bits
+    levels = np.concatenate([bytes_ >> bits * i & (1 << bits) - 1 for i in range(per)], axis=2)
+    g, blocks, _, d, _ = levels.shape
+    levels = levels.transpose(0, 1, 2, 4, 3).reshape(g, blocks * 64, d) - (2**bits - 1) / 2
+    values = levels * half(cache.arrays["value.scale"])[..., None] @ rotation
+    expected = attention(q[:, -1:], keys, with_exact(v, values[:, : cache.n_bulk], 4), None)
+    np.testing.assert_allclose(got, expected, atol=0.02 * np.abs(expected).max())  # 8-bit queries and weights
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bitplane_reading_all_is_four_bit_attention(shape: tuple[int, int, int]) -> None:
+    n = 300
+    q, k, v = draw(*shape, n)
+    q /= np.sqrt(shape[2])
+    cache = make("bitplane:p=1e-9", *shape, n)
+    got = last(cache, q, k, v)
+    assert cache.n_bulk == 256
+    _, centres = signs_and_centres(cache)
+    rotation = matrix(cache.key_codec.rotation, cache)
+    words = cache.arrays["key.signs"].transpose(0, 1, 3, 2)
+    words = words.reshape(words.shape[0], -1, words.shape[3])
+    key_code = code(words, *np.moveaxis(cache.arrays["key.fine"], 2, 0))
+    stored = (KEY_STEP * key_code * half(cache.arrays["key.scale"])[..., None])[:, : cache.n_bulk]
+    planes = [plane for name in ("value.top", "value.low") for plane in np.moveaxis(cache.arrays[name], 2, 0)]
+    values = code(*planes) * half(cache.arrays["value.scale"])[..., None] @ rotation
+    values = with_exact(v, values[:, : cache.n_bulk], 4)
+    expected = attention(q[:, -1:], with_exact(k, (stored + centres) @ rotation, 4), values, None)
+    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
+    exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
+    assert np.linalg.norm(got - exact) < 0.2 * np.linalg.norm(exact)
+
+
+def test_bitplane_reading_none_is_the_estimate_times_means() -> None:
+    shape, n = (8, 2, 64), 300
+    q, k, v = draw(*shape, n)
+    q /= 8
+    cache = make("bitplane:p=1,planes=8", *shape, n)
+    got = last(cache, q, k, v)
+    scaled, centres = signs_and_centres(cache)
+    rotation = matrix(cache.key_codec.rotation, cache)
+    keys = with_exact(k, (scaled + centres) @ rotation, 4)
+    exact = v.astype(np.float16).astype(float)[:, 4:260]
+    means = np.repeat(exact.reshape(2, 4, 64, 64).mean(axis=2), 64, axis=1)
+    expected = attention(q[:, -1:], keys, with_exact(v, means, 4), None)
+    assert np.linalg.norm(got - expected) < 0.1 * np.linalg.norm(expected)  # means in 4 bits
+    assert cache.values.counts.tolist() == [0, 0]
+
+
+def test_a_lower_threshold_is_closer_and_reads_more() -> None:
+    shape, n = (8, 2, 128), 1500
+    q, k, v = draw(*shape, n)
+    q /= 4  # peaked
+    exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
+    errors, read = [], []
+    for p in ("0.1", "0.003", "0.0001"):
+        cache = make(f"bitplane:p={p}", *shape, n)
+        errors.append(np.linalg.norm(last(cache, q, k, v) - exact))
+        read.append(cache.bytes_read())
+    assert errors[0] > 1.5 * errors[1] > 1.5 * errors[2]
+    assert read[0] < read[1] < read[2] < cache.nbytes
+
+
+@pytest.mark.parametrize("kv", ["onebit", "bitplane"])
+def test_exact_until_a_block_leaves_the_window(kv: str) -> None:
+    shape = (8, 2, 64)
+    n = 4 + 64 + make(kv, *shape, 500).knobs.window
+    q, k, v = draw(*shape, n)
+    cache = make(kv, *shape, 500)
+    got = cache.attend(q[:, : n - 1], k[:, : n - 1], v[:, : n - 1]).copy()
+    k16, v16 = (x[:, : n - 1].astype(np.float16).astype(float) for x in (k, v))
+    np.testing.assert_allclose(got, attention(q[:, : n - 1], k16, v16, None), atol=1e-4)
+    cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
+    assert cache.n_bulk == 64
+
+
+@pytest.mark.parametrize("kv", ["onebit", "bitplane"])
+def test_an_offset_common_to_all_keys_costs_nothing(kv: str) -> None:
+    """Key biases tens of times the keys' own size, as some models have."""
+    shape, n = (8, 2, 128), 600
+    q, k, v = draw(*shape, n)
+    q /= np.sqrt(128)
+    errors = {}
+    for offset in (0, 30):
+        shifted = k + np.float32(offset) * np.sign(k[:, :1])
+        for name in (kv, "minicache4"):
+            got = last(make(name, *shape, n), q, shifted, v)
+            exact = attention(q[:, -1:], shifted.astype(np.float16).astype(float), v.astype(float), None)
+            errors[name, offset] = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+    assert errors[kv, 30] < 1.5 * errors[kv, 0] + 0.1
+    assert errors["minicache4", 30] > 2 * errors["minicache4", 0]
+
+
+def test_more_value_bits_are_closer() -> None:
+    shape, n = (8, 2, 64), 500
+    q, k, v = draw(*shape, n)
+    q /= 8
+    exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
+    errors = [np.linalg.norm(last(make(f"onebit:v={bits}", *shape, n), q, k, v) - exact) for bits in (1, 2, 4)]
+    assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
+
+
+@pytest.mark.parametrize(
+    ("kv", "window", "token"),
+    [
+        ("onebit", 128, 16 + 2 + 66 * 5 / 64 + 32 + 2),
+        ("onebit:v=4,window=64", 64, 16 + 2 + 66 * 5 / 64 + 64 + 2),
+        ("bitplane", 32, 66 + 66 * 5 / 64 + 66 + 66 / 64),
+    ],
+)
+def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
+    g, d, capacity = 2, 128, 4 + 4096 + window
+    cache = make(kv, 8, g, d, capacity)
+    assert cache.nbytes == cache.planned_bytes == g * (4096 * token + (4 + window + 64) * 4 * d)
+    x = np.zeros((g, capacity, d), np.float32)
+    cache.extend(x, x)
+    exact = (4 + window) * 4 * d
+    if kv == "bitplane":  # before the first query: as many as there can be
+        chosen = 4096 * (48 + 32 + 2 + 32)
+        assert cache.bytes_read() == g * (4096 * (18 + 66 * 5 / 64 + 66 / 64) + chosen + exact)
+    else:
+        assert cache.bytes_read() == pytest.approx(g * (4096 * token + exact), rel=1e-2)  # whole bytes per token
+
+
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        ("onebit:v=5", "v=5: accepted: 1, 2, 3 or 4"),
+        ("onebit:sink=-1", "sink=-1: accepted: 0 or more"),
+        ("onebit:window=-1", "window=-1: accepted: 0 or more"),
+        ("onebit:lam=0", "lam=0.0: accepted: more than 0"),
+        ("bitplane:planes=2", "planes=2: accepted: 3 to 8"),
+        ("bitplane:p=0", "p=0.0: accepted: a probability"),
+        ("bitplane:p=1.5", "p=1.5: accepted: a probability"),
+    ],
+)
+def test_knobs_are_checked(kv: str, message: str) -> None:
+    with pytest.raises(CacheError, match=message) as error:
+        make(kv, 2, 2, 64, 300)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,102 @@
+"""`edgekv power record --csv FILE -- COMMAND`: meters any program; its exit status is passed on."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.metering import add_meter_options, open_sampler
+from edgekv.errors import PowerError
+from edgekv.machine import format_bytes, peak_rss_bytes
+from edgekv.power import EnergyMeter
+from edgekv.power.trace import Trace
+
+
+def add_record(actions: Any, name: str) -> None:
+    parser = actions.add_parser(
+        name, help="meter a command, write the samples as CSV, print a summary", allow_abbrev=False
+    )
+    add_meter_options(parser)
+    parser.add_argument("--csv", metavar="FILE", help="write every sample: Unix time, watts, each rail's watts")
+    parser.add_argument(
+        "--idle", type=float, default=0.0, metavar="S", help="seconds at rest before, to subtract (default: none)"
+    )
+    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a program, its arguments")
+    parser.set_defaults(execute=_execute)
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    command = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
+    if not command:
+        raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
+    if arguments.csv:
+        _require_writable(arguments.csv)
+    sampler = open_sampler(arguments)
+    unix_offset_s = time.time() - time.perf_counter()
+    with EnergyMeter(sampler, idle_s=arguments.idle) as meter:
+        child = _start(command)
+        with meter.phase("command"):
+            _wait(child)
+    _, wait_status, usage = os.wait4(child.pid, 0)
+    child.returncode = code = os.waitstatus_to_exitcode(wait_status)
+    if arguments.csv:
+        atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
+    rows = meter.report().rows()
+    rows.append(("used", f"{usage.ru_utime + usage.ru_stime:.2f} s of processor time, peak RSS {_peak(usage)}"))
+    print("\n".join(f"{topic:<12}{text}" for topic, text in rows), file=sys.stderr)
+    return code if code >= 0 else 128 - code  # as shells report a signal
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command)
+    except OSError as error:
+        raise PowerError(f"{command[0]}: can't be run ({error.strerror}); give a program that exists") from None
+
+
+def _wait(child: subprocess.Popen[bytes]) -> None:
+    """Until it ends, leaving it to be reaped. Ctrl-C reaches the program itself, which decides what to do."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _peak(usage: Any) -> str:
+    """A child's mark begins at its parent's, so that a smaller program's own is not known."""
+    mark, ours = usage.ru_maxrss * 1024, peak_rss_bytes()
+    return format_bytes(mark) if mark > ours else f"at most {format_bytes(ours)}"
+
+
+def _require_writable(path: str) -> None:
+    folder = pathlib.Path(path).expanduser().absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise PowerError(f"--csv {path}: {folder} is no folder that can be written to; give another")
+
+
+def samples_csv(trace: Trace, unix_offset_s: float) -> str:
+    """A line per sample; an energy counter's watts are the mean since the sample before.
+
+    `edgekv run --power-csv` reads the same form.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["time_unix_s", "watts", *(f"{rail}_w" for rail in trace.rails)])
+    watts = trace.watts()
+    rails = np.stack([trace.watts((rail,)) for rail in trace.rails], axis=1)
+    for when, total, row in zip(trace.times_s + unix_offset_s, watts, rails, strict=True):
+        numbers = ("" if np.isnan(value) else f"{value:.6g}" for value in (total, *row))
+        writer.writerow([f"{when:.6f}", *numbers])
+    return text.getvalue()

@@ -1,0 +1,304 @@
+"""`edgekv power` and `edgekv run --power` as a user meets them, on made-up sensors."""
+
+import csv
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import power_trees as trees
+import pytest
+
+from edgekv.cli import main
+from edgekv.cli.power_doctor import diagnosis
+from edgekv.cli.power_record import samples_csv
+from edgekv.power import METERS, survey
+from edgekv.power.csv_log import read_log
+from edgekv.power.trace import Trace
+
+
+class Steady(trees.Signal):
+    """A board that draws 4 W, of which 3 W on a rail of its own."""
+
+    name = "rpi-pmic"
+    covers = "a made-up board"
+    max_hz = 100.0
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 4.0)
+
+    @classmethod
+    def probe(cls, root: object = "/") -> "Steady":
+        return cls()
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METERS, "rpi-pmic", Steady)
+
+
+@pytest.fixture
+def bare(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sensor at all, whatever this machine has."""
+
+    def probe(root: object = "/") -> None:
+        from edgekv.power.base import Absent
+
+        raise Absent("not here")
+
+    for name, kind in METERS.items():
+        monkeypatch.setitem(METERS, name, type(kind.__name__, (kind,), {"probe": staticmethod(probe)}))
+
+
+def edgekv(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run([sys.executable, "-m", "edgekv", *map(str, arguments)], capture_output=True, **options)
+
+
+# edgekv power
+
+
+@pytest.mark.usefixtures("steady")
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "--json", "--seconds", "1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["meter"]["meter"] == "rpi-pmic"
+    assert facts["power"]["average_w"] == pytest.approx(4.0)
+    assert facts["power"]["n_samples"] > 1
+    assert facts["machine"]["cores"]
+
+
+@pytest.mark.usefixtures("steady")
+def test_live(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "--seconds", "1", "--meter", "rpi-pmic", "--hz", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "rpi-pmic  4.00 W" in out
+    assert "  total  4.000 W" in out
+    assert "load" in out
+
+
+@pytest.mark.usefixtures("bare")
+def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "--seconds", "0.1"]) == 0
+    assert "n/a: no power sensor" in capsys.readouterr().out
+    assert main(["power", "--json", "--seconds", "0.1"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["power"], facts["meter"]["meter"]) == (None, None)
+    assert "no power sensor" in facts["reason"]
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "0"], "--seconds 0"),
+        (["--meter", "sundial"], "accepted: auto, rpi-pmic"),
+        (["--meter", "rapl"], "not here"),
+        (["record", "--", "true"], "no power sensor"),
+        (["record"], "no command"),
+        (["record", "--csv", "/no/such/folder/x.csv", "--", "true"], "/no/such/folder"),
+    ],
+)
+def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+# edgekv power record
+
+
+@pytest.mark.usefixtures("steady")
+def test_record_writes_the_samples_and_passes_the_status_on(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.csv"
+    before = time.time()
+    command = ["sh", "-c", "echo said; sleep 0.3; exit 7"]
+    assert main(["power", "record", "--csv", str(path), "--idle", "0.1", "--", *command]) == 7
+    out, err = capfd.readouterr()
+    assert out == "said\n"
+    assert "energy      command" in err
+    assert "above idle" not in err  # there are no tokens to divide by
+    assert "peak RSS at most" in err
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0].keys() == {"time_unix_s", "watts", "total_w"}
+    assert {float(row["watts"]) for row in rows} == {4.0}
+    assert before - 1 < float(rows[0]["time_unix_s"]) < time.time() + 1
+    times, _, n_bad = read_log(path)
+    assert (len(times), n_bad) == (len(rows), 0)
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize(
+    ("command", "status"), [(["sh", "-c", "kill -TERM $$"], 128 + signal.SIGTERM), (["true"], 0), (["false"], 1)]
+)
+def test_record_reports_how_the_command_ended(command: list[str], status: int) -> None:
+    assert main(["power", "record", "--", *command]) == status
+
+
+@pytest.mark.usefixtures("steady")
+def test_record_without_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "record", "--", "/no/such/program"]) == 2
+    assert "/no/such/program: can't be run" in capsys.readouterr().err
+
+
+def test_record_on_a_pi_from_the_outside(tmp_path: pathlib.Path) -> None:
+    """A process of its own, the fake vcgencmd on its PATH, and Ctrl-C for the program that it meters."""
+    trees.fake_vcgencmd(tmp_path / "bin", trees.pmic_script())
+    environment = os.environ | {"PATH": trees.path_with(tmp_path / "bin")}
+    path = tmp_path / "log.csv"
+    command = [sys.executable, "-m", "edgekv", "power", "--meter", "rpi-pmic", "record", "--csv", str(path), "--"]
+    program = "trap 'exit 9' INT; echo ready; while :; do sleep 0.05; done"
+    process = subprocess.Popen(
+        [*command, "sh", "-c", program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(1.5)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 9, stderr.decode()
+    assert b"the sum of 12 rails" in stderr
+    assert b"at the wall = 1.1451 x sum + 0.5879 W" in stderr
+    _, watts, _ = read_log(path)
+    assert watts == pytest.approx(trees.PMIC_W, abs=1e-3)
+
+
+def test_a_counter_s_samples_as_watts() -> None:
+    times = np.array([1.0, 1.5, 2.5])
+    energy = np.array([[0.0, 0.0], [2.0, 1.0], [5.0, np.nan]])
+    trace = Trace(times, np.full((3, 2), np.nan), energy, ("package-0", "dram"), ("package-0",))
+    lines = samples_csv(trace, 1_790_000_000.0).splitlines()
+    assert lines == [
+        "time_unix_s,watts,package-0_w,dram_w",
+        "1790000001.000000,4,4,2",
+        "1790000001.500000,4,4,2",
+        "1790000002.500000,3,3,",
+    ]
+
+
+# edgekv power doctor
+
+
+def test_doctor_on_boards(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    tree = trees.AGX_ORIN | trees.model("NVIDIA Jetson AGX Orin Developer Kit") | trees.battery("Charging")
+    root = trees.write_tree(tmp_path, tree)
+    rows = dict(diagnosis(survey(root), root))
+    assert rows["board"].startswith("NVIDIA Jetson AGX Orin Developer Kit: 12 x Cortex-A78AE")
+    assert "total = VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0" in rows["ina3221"]
+    assert "VDDQ_VDD2_1V8AO 1.5 W" in rows["ina3221"]
+    assert rows["rapl"] == "-- no RAPL counters"
+    assert rows["battery"].startswith("!! battery BAT0 is charging")
+    assert rows["verdict"] == "--power uses ina3221"
+
+
+def test_doctor_says_how_to_get_permission(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", trees.path_with(tmp_path / "bin"))
+    trees.fake_vcgencmd(tmp_path / "bin", "echo 'VCHI initialization failed'; exit 255")
+    text = "\n".join(line for _, line in diagnosis(survey(tmp_path), tmp_path))
+    assert "usermod -aG video" in text
+    assert "99-edgekv-power.rules /etc/udev/rules.d/" in text
+    assert "nothing can be measured here" in text
+
+
+@pytest.mark.usefixtures("bare")
+def test_doctor_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "doctor"]) == 1
+    assert "verdict     nothing can be measured here" in capsys.readouterr().out
+
+
+# edgekv run --power
+
+
+def run(*arguments: str) -> int:
+    return main(["run", "--prompt", "It was a dark night", "--max-new-tokens", "60", *arguments])
+
+
+@pytest.mark.usefixtures("steady")
+def test_run_reports_energy_per_token(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert run("--power", "--power-idle", "1", "--json", str(path)) == 0
+    err = capsys.readouterr().err
+    assert "power       rpi-pmic: total; a made-up board" in err
+    assert "idle        4 W" in err
+    assert "energy      decode" in err
+    facts = json.loads(path.read_text())["energy"]
+    decode = facts["phases"]["decode"]
+    assert facts["phases"]["prefill"]["tokens"] == 6
+    assert decode["tokens"] == 59
+    assert facts["idle"]["watts"] == pytest.approx(4.0)
+    if decode["joules"] is None:  # a machine too busy to take two samples in it
+        assert "samples in" in decode["reason"]
+    else:
+        assert decode["mj_per_token"] == pytest.approx(4000 * decode["seconds"] / 59)
+        assert decode["net_j"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.usefixtures("bare")
+def test_run_without_a_sensor_says_why(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert run("--power", "--json", str(path)) == 0
+    err = capsys.readouterr().err
+    assert "energy      n/a: no power sensor" in err
+    assert "power doctor" in err
+    phases = json.loads(path.read_text())["energy"]["phases"]
+    assert phases["decode"]["joules"] is phases["decode"]["mj_per_token"] is None
+
+
+def test_run_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--power-estimate", "6.5") == 0
+    err = capsys.readouterr().err
+    assert "power       estimate; a stated 6.5 W, not measured" in err
+    assert err.count("ESTIMATE") == 2
+    assert "energy  " not in err
+
+
+def test_run_with_a_meter_s_log(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.csv"
+    begun = time.time()
+    lines = [f"{begun - 60 + 0.01 * i:.3f},3.5" for i in range(60_000)]
+    path.write_text("time,watts\n" + "\n".join(lines))
+    report = tmp_path / "report.json"
+    assert run("--power-csv", str(path), "--power-idle", "0.1", "--json", str(report)) == 0
+    decode = json.loads(report.read_text())["energy"]["phases"]["decode"]
+    assert decode["joules"] == pytest.approx(3.5 * decode["seconds"])
+    assert "what the external meter measures (log.csv)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--power", "sundial"], "accepted: auto, rpi-pmic"),
+        (["--power-csv", "/no/log.csv"], "/no/log.csv"),
+        (["--power-estimate", "-3"], "--power-estimate"),
+        (["--power-estimate", "3", "--power-idle", "-1"], "idle time"),
+    ],
+)
+def test_run_with_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_run_that_is_not_metered_has_no_energy(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    assert run("--json", str(tmp_path / "report.json")) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["energy"] is None
+    assert "energy" not in capsys.readouterr().err

@@ -1,0 +1,275 @@
+"""Phases, idle and tokens become a report; a log is aligned; estimates and n/a say what they are."""
+
+import dataclasses
+import datetime
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from edgekv.errors import PowerError
+from edgekv.power.base import Correction, Throttle
+from edgekv.power.csv_log import CsvLog
+from edgekv.power.phases import EnergyMeter, NoMeter
+from edgekv.power.source import About, Estimate, Unmetered
+from edgekv.power.trace import Trace, Window
+
+WALL = Correction("at the wall", 1.2, 0.5, "a fit")
+
+
+class Recorded:
+    """A source with a known trace: 3 W until 10 s, then 9 W."""
+
+    has_idle = True
+
+    def __init__(self) -> None:
+        times = np.arange(0.0, 30.0, 0.01)
+        watts = np.where(times < 10.0, 3.0 + 0.1 * np.sign(np.sin(40 * times)), 9.0)
+        nothing = np.full((len(times), 1), np.nan)
+        self.trace = Trace(times, watts[:, None], nothing, ("VIN",), ("VIN",))
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def window(self, start_s: float, end_s: float) -> Window:
+        return self.trace.window(start_s, end_s)
+
+    def about(self) -> About:
+        return About("ina238", "the board", rails=("VIN",), total=("VIN",), correction=WALL, cpu_share=0.004)
+
+    def throttle(self) -> Throttle | None:
+        return Throttle()
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that only sleeping moves on by itself."""
+    clock = Clock(2.0)
+    monkeypatch.setattr("edgekv.power.phases.time.sleep", lambda s: setattr(clock, "now", clock.now + s))
+    return clock
+
+
+def test_phases_apart_gross_above_idle_and_corrected(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with EnergyMeter(Recorded(), idle_s=5.0, root=tmp_path, clock=clock) as meter:
+        clock.now = 12.0
+        with meter.phase("prefill", tokens=100):
+            clock.now = 14.0
+        with meter.phase("decode") as decode:
+            clock.now = 18.0
+            decode.tokens = 8
+        clock.now = 20.0
+        with meter.phase("decode") as decode:
+            clock.now = 22.0
+            decode.tokens += 4
+    report = meter.report()
+    assert report.idle is not None
+    assert report.idle.watts == pytest.approx(3.0, rel=0.01)
+    assert report.idle.spread_w == pytest.approx(0.1, rel=0.05)
+    prefill, decode_energy = report.phases["prefill"], report.phases["decode"]
+    assert prefill.joules == pytest.approx(18.0)
+    assert prefill.mj_per_token == pytest.approx(180.0)
+    assert (decode_energy.tokens, decode_energy.spans, decode_energy.seconds) == (12, 2, 6.0)
+    assert decode_energy.joules == pytest.approx(54.0)
+    assert decode_energy.net_j == pytest.approx(54.0 - 18.0, rel=0.01)
+    assert decode_energy.net_error_j == pytest.approx(6.0 * report.idle.spread_w, abs=1e-6)
+    assert decode_energy.corrected_j == pytest.approx(1.2 * 54.0 + 0.5 * 6.0)
+    assert decode_energy.mj_per_token == pytest.approx(4500.0)
+    assert decode_energy.corrected_mj_per_token == pytest.approx(1e3 * 67.8 / 12)
+    assert decode_energy.peak_w == 9.0
+    assert decode_energy.rails_j == {"VIN": pytest.approx(54.0)}
+    assert decode_energy.n_samples == pytest.approx(600, abs=3)
+    text = "\n".join(f"{topic}: {line}" for topic, line in report.rows())
+    assert "power: ina238: VIN; the board; not corrected; at the wall = 1.2 x sum + 0.5 W (a fit)" in text
+    assert "energy: prefill 180 mJ/token gross" in text
+    assert "5650 at the wall (12 tokens, 6.00 s, 54 ± " in text
+    assert "0.40% of one core, no gaps" in text
+    assert json.dumps(dataclasses.asdict(report))
+
+
+def test_a_phase_that_is_interrupted_is_still_metered(clock: Clock, tmp_path: pathlib.Path) -> None:
+    meter = EnergyMeter(Recorded(), idle_s=0.0, root=tmp_path, clock=clock)
+    with pytest.raises(KeyboardInterrupt), meter:  # noqa: PT012
+        clock.now = 12.0
+        with meter.phase("decode", tokens=3):
+            clock.now = 15.0
+            raise KeyboardInterrupt
+    report = meter.report()
+    assert report.idle is None
+    assert report.phases["decode"].joules == pytest.approx(27.0)
+    assert report.phases["decode"].net_j is None
+
+
+def test_a_phase_without_samples_is_not_zero(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with EnergyMeter(Recorded(), idle_s=0.0, root=tmp_path, clock=clock) as meter:
+        clock.now = 12.001
+        with meter.phase("prefill", tokens=5):
+            clock.now = 12.005
+    phase = meter.report().phases["prefill"]
+    assert (phase.joules, phase.mj_per_token, phase.tokens) == (None, None, 5)
+    assert ("energy", "prefill n/a: 0 samples in 0.004 s: too short for this meter") in meter.report().rows()
+
+
+def test_an_estimate_says_so_everywhere(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with (
+        EnergyMeter(Estimate(4.0), idle_s=5.0, root=tmp_path, clock=clock) as meter,
+        meter.phase("decode", tokens=2),
+    ):
+        clock.now += 3.0
+    report = meter.report()
+    assert report.about.estimate
+    assert report.idle is None
+    assert report.phases["decode"].mj_per_token == pytest.approx(6000.0)
+    assert report.phases["decode"].peak_w is report.phases["decode"].error_j is None
+    assert [topic for topic, _ in report.rows()] == ["power", "ESTIMATE"]
+    assert "not measured" in report.rows()[0][1]
+    for watts in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(PowerError, match="--power-estimate"):
+            Estimate(watts)
+
+
+def test_nothing_to_measure_is_one_line(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with EnergyMeter(Unmetered("no sensor"), root=tmp_path, clock=clock) as meter:
+        for name in ("prefill", "decode"):
+            with meter.phase(name, tokens=1):
+                clock.now += 1.0
+    assert meter.report().rows() == [("energy", "n/a: no sensor")]
+    assert meter.report().phases["decode"].joules is None
+
+
+def test_nobody_asked() -> None:
+    with NoMeter() as meter, meter.phase("decode") as phase:
+        phase.tokens += 1
+    assert meter.report() is None
+
+
+def test_bad_idle_times() -> None:
+    for seconds in (-1.0, float("nan"), 1e9):
+        with pytest.raises(PowerError, match="idle time"):
+            EnergyMeter(Recorded(), idle_s=seconds)
+
+
+# External logs
+
+UNIX = 1_790_000_000.0
+
+
+def written(path: pathlib.Path, lines: list[str]) -> pathlib.Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def iso(unix_s: float, zone: datetime.timezone) -> str:
+    return datetime.datetime.fromtimestamp(unix_s, zone).isoformat()
+
+
+FORMS = {
+    "header": lambda t, w: ["time,watts", *(f"{a:.3f},{b}" for a, b in zip(t, w, strict=True))],
+    "ours": lambda t, w: ["time_unix_s,watts,VIN_w", *(f"{a:.3f},{b},{b}" for a, b in zip(t, w, strict=True))],
+    "none": lambda t, w: [f"{a:.3f},{b}" for a, b in zip(t, w, strict=True)],
+    "milliseconds": lambda t, w: [
+        "Power (W);Timestamp",
+        *(f"{b};{a * 1e3:.0f}" for a, b in zip(t, w, strict=True)),
+    ],
+    "utc": lambda t, w: [
+        "Voltage\tPower\tTime",
+        *(f"5.1\t{b}\t{iso(a, datetime.timezone.utc).replace('+00:00', 'Z')}" for a, b in zip(t, w, strict=True)),
+    ],
+    "tenths": lambda t, w: [
+        "time,watts",
+        *(f"{iso(a, datetime.timezone.utc)[:19]}.{round(a * 10) % 10}Z,{b}" for a, b in zip(t, w, strict=True)),
+    ],
+    "zone": lambda t, w: [
+        "datetime,w",
+        *(f"{iso(a, datetime.timezone(datetime.timedelta(hours=-7)))},{b}" for a, b in zip(t, w, strict=True)),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_log_is_aligned_by_its_timestamps(form: str, tmp_path: pathlib.Path, clock: Clock) -> None:
+    times = UNIX + np.arange(0, 20, 0.1)
+    watts = np.where(times - UNIX < 8.0, 2.0, 6.0)
+    path = written(tmp_path / "log.csv", FORMS[form](times, watts))
+    clock.now = 500.0  # the run's clock is 500 at UNIX + 1
+    log = CsvLog(path, wall_clock=lambda: UNIX + 1 + clock.now - 500.0, clock=clock)
+    with EnergyMeter(log, idle_s=5.0, root=tmp_path, clock=clock) as meter:
+        clock.now = 509.0
+        with meter.phase("decode", tokens=10):
+            clock.now = 514.0
+    report = meter.report()
+    assert report.idle is not None
+    assert report.idle.watts == pytest.approx(2.0)
+    assert report.phases["decode"].joules == pytest.approx(30.0, rel=1e-6)
+    assert report.about.meter == "csv"
+
+
+def test_a_log_that_does_not_cover_the_run(tmp_path: pathlib.Path, clock: Clock) -> None:
+    path = written(tmp_path / "log.csv", FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0)))
+    log = CsvLog(path, wall_clock=lambda: UNIX + 100 + clock.now, clock=clock)
+    log.start()
+    log.stop()
+    with pytest.raises(PowerError, match=r"covers \d\d:\d\d:\d\d to .*, this ran"):
+        log.window(10.0, 20.0)
+
+
+def test_half_written_and_broken_lines_are_lost(tmp_path: pathlib.Path, clock: Clock) -> None:
+    lines = FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0))
+    path = tmp_path / "log.csv"
+    path.write_text("# a meter\n" + "\n".join([*lines, f"{UNIX},nan", "what,ever"]) + f"\n{UNIX + 5:.3f}")
+    log = CsvLog(path, wall_clock=lambda: UNIX + clock.now, clock=clock)
+    log.start()
+    log.stop()
+    assert log.window(1.0, 3.0).joules == pytest.approx(4.0)
+    assert log.about().losses == {"lines that are not a time and watts": 3}
+
+
+def test_a_log_that_has_only_its_header_yet(tmp_path: pathlib.Path, clock: Clock) -> None:
+    path = written(tmp_path / "log.csv", ["time,watts"])
+    log = CsvLog(path, wall_clock=lambda: UNIX + clock.now, clock=clock)
+    log.start()
+    path.write_text("\n".join(FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0))))
+    log.stop()
+    assert log.window(1.0, 3.0).joules == pytest.approx(4.0)
+
+
+def test_a_clock_that_was_set_is_noted(tmp_path: pathlib.Path, clock: Clock) -> None:
+    path = written(tmp_path / "log.csv", FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0)))
+    offset = [UNIX]
+    log = CsvLog(path, wall_clock=lambda: offset[0] + clock.now, clock=clock)
+    log.start()
+    offset[0] += 3.0
+    log.stop()
+    assert "set by +3.00 s" in log.about().notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read"),
+        ("", "holds no line"),
+        ("time,volts\n1,2\n", "no columns of time and watts"),
+        ("time,watts\n0.1,5\n0.2,5\n", "not understood"),
+        ("time,watts\nyesterday,5\n", "not understood"),
+        ("just words\n", "no columns"),
+    ],
+)
+def test_a_log_that_cannot_be_used(content: str | None, message: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "log.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(PowerError, match=message) as error:
+        CsvLog(path)
+    assert "Unix seconds or ISO 8601" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import Config, Tensor, load_shape, number, tensor_list
+from shapes import Tensor, tensor_list
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
@@ -31,6 +31,7 @@ from edgekv.checkpoint.source import INDEX, SINGLE
 from edgekv.checkpoint.tensors import DTYPES
 from edgekv.checkpoint.writer import TensorWriter, atomic_write
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
+from edgekv.shapes import Config, load_shape, number
 
 TORCH_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 OUR_FILES = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}

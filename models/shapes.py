@@ -1,4 +1,4 @@
-"""The shapes of known models: which tensors a Hugging Face config.json asks for, by architecture.
+"""Which tensors a model of a config.json has, and how random ones are drawn.
 
 The .json files in this folder are the published values; each can be given to `--config` too.
 """
@@ -6,17 +6,10 @@ The .json files in this folder are the published values; each can be given to `-
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from edgekv.checkpoint.source import read_config
 from edgekv.errors import ConfigError
 from edgekv.models import architecture
-
-SHAPES = Path(__file__).resolve().parent
-MIN_ROTARY_POSITIONS = 8192
-
-Config = dict[str, Any]
+from edgekv.shapes import Config
 
 
 @dataclass(frozen=True)
@@ -29,16 +22,6 @@ class Tensor:
     std: float
 
 
-def number(config: Config, key: str, default: int | None = None) -> int:
-    """A positive whole number of the config."""
-    value = default if config.get(key) is None else config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{key} is {value!r} in the shape; a whole number above 0 is needed")
-    return value
-
-
-POSITIONS = {"gpt2": "n_positions"}
-LAYERS = {"gpt2": "n_layer"}
 RESIDUAL = (".o_proj.weight", ".down_proj.weight", ".c_proj.weight")  # written to the residual stream
 NORM_BIAS = re.compile(r"ln_\w+\.bias$")
 
@@ -59,23 +42,3 @@ def tensor_list(config: Config) -> list[Tensor]:
         return Tensor(name, shape, 0.0, residual_std if name.endswith(RESIDUAL) else std)
 
     return [tensor(name, shape) for name, shape in arch.tensors().items()]
-
-
-def load_shape(shape: str, n_layers: int | None, n_positions: int | None) -> Config:
-    """The config of a named shape of this folder, or of a JSON file, with what was asked changed.
-
-    Random weights have no trained length, so plain rotary positions are raised to MIN_ROTARY_POSITIONS.
-    """
-    path = Path(shape) if shape.endswith(".json") else SHAPES / f"{shape}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in SHAPES.glob("*.json")))
-        raise ConfigError(f"--shape {shape}: no such shape; accepted are {known}, or a path that ends in .json")
-    config = read_config(path)
-    rope = architecture(config).config.rope
-    layers_key = LAYERS.get(config["model_type"], "num_hidden_layers")
-    positions_key = POSITIONS.get(config["model_type"], "max_position_embeddings")
-    if n_positions is None and rope is not None and rope.kind == "default":
-        n_positions = max(number(config, positions_key), MIN_ROTARY_POSITIONS)
-    config[layers_key] = n_layers or number(config, layers_key)
-    config[positions_key] = n_positions or number(config, positions_key)
-    return config

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from edgekv.checkpoint.source import Source, open_source, read_config
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
+from edgekv.shapes import load_shape
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 sys.path.insert(0, str(MODELS))
@@ -280,7 +281,7 @@ def test_wrong_shapes(
 
 def test_unknown_shape_lists_the_known() -> None:
     with pytest.raises(ConfigError) as error:
-        shapes.load_shape("llama9", None, None)
+        load_shape("llama9")
     for part in ("llama9", "tinyllama", "gpt2-xl"):
         assert part in str(error.value)
 

@@ -1,14 +1,14 @@
 """`--kv auto`: the best scheme that fits, and why."""
 
-import golden_cases
 import pytest
 
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.auto import AUTO, check_budget, choose, planned_bytes
 from edgekv.models import architecture
+from edgekv.shapes import load_shape
 
-CONFIG = architecture(golden_cases.CASES["llama31"] | {"max_position_embeddings": 8192}).config
+CONFIG = architecture(load_shape("llama3.2-1b")).config
 CTX = 8192
 SIZES = [planned_bytes(CacheSpec.parse(text), CONFIG, CTX) for text in AUTO]
 

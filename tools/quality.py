@@ -2,7 +2,8 @@
 
 usage: python tools/quality.py [--check]     (--check: exit 1 when the page is out of date)
 
-The page has a block per file, <!-- eval: NAME.json --> ... <!-- /eval -->; what is between is replaced.
+The page has a block per model and text, <!-- eval: NAME.json [NAME.json ...] --> ... <!-- /eval -->; what is
+between is replaced. Files of one block must have the same settings: they are runs of different schemes.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "quality.md", ROOT / "docs" / "data"
-BLOCK = re.compile(r"(<!-- eval: (\S+) -->\n).*?(<!-- /eval -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- eval: (\S[^>]*\S) -->\n).*?(<!-- /eval -->)", re.DOTALL)
 
 
 def table(facts: dict[str, Any]) -> str:
@@ -38,9 +39,20 @@ def table(facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs of different schemes on the same model and text as one."""
+    if any(run["settings"] != runs[0]["settings"] for run in runs):
+        raise SystemExit(f"different settings in one block: {[run['settings'] for run in runs]}")
+    return runs[0] | {"results": [result for run in runs for result in run["results"]]}
+
+
 def updated(page: str) -> str:
     def fill(match: re.Match[str]) -> str:
-        return match[1] + table(json.loads((DATA / match[2]).read_text())) + match[3]
+        return (
+            match[1]
+            + table(merged([json.loads((DATA / name).read_text()) for name in match[2].split()]))
+            + match[3]
+        )
 
     return BLOCK.sub(fill, page)
 

@@ -7,8 +7,8 @@ from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
 from edgekv.models.config import ModelConfig
 
-# Least measured loss first (perplexity on llama-40m and gpt2-60m); all keep every token, none needs training.
-AUTO = ("dense", "dense:dtype=q8", "kivi2:bits=4", "kivi2")
+# Least measured loss first (docs/quality.md); all keep every token, none needs training.
+AUTO = ("dense", "dense:dtype=q8", "kivi2:bits=4", "bitplane", "kivi2", "onebit", "onebit:v=1")
 
 
 def choose(config: ModelConfig, ctx: int, budget: int) -> tuple[CacheSpec, str]:

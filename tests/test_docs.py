@@ -1,0 +1,35 @@
+"""The documents say what the data beside them say."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from edgekv.kvcache import CACHES
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import quality  # noqa: E402
+
+
+def test_quality_tables_are_those_of_the_data() -> None:
+    assert subprocess.run([sys.executable, ROOT / "tools" / "quality.py", "--check"], check=False).returncode == 0
+
+
+def test_quality_covers_every_scheme_on_both_models_and_texts() -> None:
+    blocks = quality.BLOCK.findall(quality.PAGE.read_text())
+    assert len(blocks) == 4
+    for _, names, _ in blocks:
+        facts = quality.merged([json.loads((quality.DATA / name).read_text()) for name in names.split()])
+        assert facts["settings"]["ctx"] == 8192
+        assert {result["kv"].partition(":")[0] for result in facts["results"]} == set(CACHES)
+
+
+def test_runs_with_other_settings_are_not_merged() -> None:
+    run = {"settings": {"ctx": 1}, "results": []}
+    with pytest.raises(SystemExit, match="different settings"):
+        quality.merged([run, {"settings": {"ctx": 2}, "results": []}])
+    assert quality.merged([run | {"results": [1]}, run | {"results": [2]}])["results"] == [1, 2]

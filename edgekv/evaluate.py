@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.errors import ContextError
+from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, rewind
 from edgekv.models.decoder import Decoder
@@ -143,8 +144,8 @@ def _compare_window(decoder: Decoder, window: npt.NDArray[Any], exact: F32, hidd
     loss, kl, top1 = np.empty(n), np.empty(n), np.empty(n)
     for a in range(0, n, LOGIT_ROWS):
         part = slice(a, min(a + LOGIT_ROWS, n))
-        p = _log_softmax(decoder.head(exact[part]))
-        q = p if hidden is exact else _log_softmax(decoder.head(hidden[part]))
+        p = _log_softmax(to_host(decoder.head(exact[part])))
+        q = p if hidden is exact else _log_softmax(to_host(decoder.head(hidden[part])))
         loss[part] = -np.take_along_axis(q, window[part.start + 1 : part.stop + 1, None], 1)[:, 0]
         kl[part] = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
         top1[part] = p.argmax(axis=1) == q.argmax(axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import os
 import pathlib
@@ -18,6 +19,8 @@ from edgekv.dense.store import Progress, Store, is_store, open_or_build
 from edgekv.dense.weights import CheckpointWeights, Weights
 from edgekv.errors import ConfigError
 from edgekv.kernels import Kernels
+from edgekv.kvcache import CacheSpec
+from edgekv.machine import available_memory_bytes
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
@@ -46,7 +49,7 @@ class Model:
         tokenizer: Path | None = None,
         adapter: Path | None = None,
     ) -> Model:
-        """Opens a Hugging Face folder, a .safetensors file or a store, and checks every tensor's shape.
+        """Opens a Hugging Face folder, a .safetensors or .gguf file or a store, and checks every tensor's shape.
 
         adapter: an adapter.safetensors whose weights take the place of the checkpoint's. Raises CheckpointError or
         ConfigError.
@@ -68,7 +71,7 @@ class Model:
             folder = given or source.tokenizer_folder
             model = cls(place, source.config, source.identity, folder, weights, change)
         if change:
-            change.require_shape(model.config.n_layers, model.config.n_heads)
+            change.require_shape(model.config)
         return model
 
     @property
@@ -97,13 +100,22 @@ class Model:
     def weight_format(self, name: str) -> WeightFormat:
         """The format that ``--weights name`` means for this model; a store has its own."""
         if isinstance(self.weights, CheckpointWeights):
-            return weight_format(name, self.arch)
+            return weight_format(name, self.arch, self.weights.own_format)
         if name not in ("auto", self.weights.form.name):
             raise ConfigError(
                 f"--weights {name}: {self.path} is a store of {self.weights.form.name} weights; "
                 f"leave --weights out, or give the original checkpoint"
             )
         return self.weights.form
+
+    def weights_note(self, form: WeightFormat) -> str | None:
+        """What a user must know of these weights in this format."""
+        lost = self.weights.quantised_again(form) if isinstance(self.weights, CheckpointWeights) else ()
+        if not lost:
+            return None
+        formats = sorted({form.of(name).name for name in self.arch.linears()})
+        hint = "" if formats == ["int8-32"] else "; --weights int8-32 loses least"
+        return f"weights of type {', '.join(lost)} were quantised a second time, to {' and '.join(formats)}{hint}"
 
     def weights_bytes(self, form: WeightFormat) -> int:
         """Bytes of a store in this format: what decoding maps."""
@@ -116,11 +128,32 @@ class Model:
         return open_or_build(self.weights, form, progress)
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A way to compute: the linear layers' backend, and the attention kernels."""
+class Device(abc.ABC):
+    """A place to compute, as `--device` names it."""
 
-    summary: str
+    def available(self, spec: CacheSpec) -> bool:
+        """Whether this machine has it, and it has the scheme."""
+        return True
+
+    def require(self, spec: CacheSpec) -> None:
+        """An EdgeKVError says what is missing for the scheme."""
+        return
+
+    def free_bytes(self) -> int:
+        """Memory for weights and caches."""
+        return available_memory_bytes()
+
+    @abc.abstractmethod
+    def decoder(
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+    ) -> Decoder:
+        """Loads the weights in this format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host(Device):
+    """This machine's cores: the linear layers' backend, and the attention kernels."""
+
     open_dense: Callable[[Model, WeightFormat, int, Progress | None], tuple[Weights, Dense]]
     open_kernels: Callable[[int], Kernels]
 
@@ -143,13 +176,27 @@ def _numpy(model: Model, form: WeightFormat, threads: int, progress: Progress | 
     return weights, NumpyDense(weights)
 
 
-DEVICES: dict[str, Device] = {
-    "cpu": Device("onnxruntime and Numba", _onnxruntime, kernels.numba_kernels),
-    "numpy": Device("the NumPy reference: slow, exact", _numpy, kernels.numpy_kernels),
+def _cuda() -> Device:
+    from edgekv.cuda.device import CudaDevice
+
+    return CudaDevice()
+
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "cpu": lambda: Host(_onnxruntime, kernels.numba_kernels),  # onnxruntime and Numba
+    "numpy": lambda: Host(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
+    "cuda": _cuda,  # CuPy
 }
 
 
 def find_device(name: str) -> Device:
     if name not in DEVICES:
-        raise ConfigError(f"--device {name!r} is unknown; accepted: {', '.join(DEVICES)}")
-    return DEVICES[name]
+        raise ConfigError(f"--device {name!r} is unknown; accepted: auto, {', '.join(DEVICES)}")
+    return DEVICES[name]()
+
+
+def resolve_device(name: str, spec: CacheSpec) -> str:
+    """What ``auto`` means on this machine for this scheme: cuda where it can be had; other names stay."""
+    if name != "auto":
+        return name
+    return "cuda" if find_device("cuda").available(spec) else "cpu"

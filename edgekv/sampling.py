@@ -91,6 +91,8 @@ class Sampler:
                 f"logits have shape {logits.shape}, not {(self.vocab_size,)}: "
                 "the sampler was made for another vocabulary"
             )
+        if not isinstance(logits, np.ndarray):
+            return self._choose_on_device(logits, history)
         logits = self._penalise(logits, history)
         best = int(np.argmax(logits))  # NaN counts as the largest
         if not math.isfinite(logits[best]):
@@ -104,6 +106,11 @@ class Sampler:
         cumulative = np.cumsum(weights)
         chosen = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
         return chosen if ids is None else int(ids[chosen])
+
+    def _choose_on_device(self, logits: Any, history: Sequence[int]) -> int:
+        from edgekv.cuda.sampling import choose
+
+        return choose(logits, self.params, self._rng.random() if self.params.temperature else 0.0, history)
 
     def state(self) -> dict[str, Any]:
         """The random generator's state, for JSON; `load_state` continues the same series."""

@@ -9,6 +9,11 @@ import numpy.typing as npt
 CACHE_LINE_BYTES = 64
 
 
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """`numpy.empty`: scratch needs no alignment."""
+    return np.empty(shape, dtype)
+
+
 def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """`numpy.zeros`, C-contiguous and aligned to 64 bytes; untouched pages take no memory."""
     dtype = np.dtype(dtype)

@@ -50,11 +50,17 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
     def values_f16(self, p: F32, s0: int, values: U16, t0: int, t1: int, out: F32) -> None:
         """out (G, M, D) += sum over t in t0..t1 of p[:, :, s0 + t - t0] * values[:, t]."""
 
+    def encode_f32(self, x: F32, store: F32, t0: int) -> None:
+        """`encode_f16` without rounding: store (G, cap, D) float32."""
+
     def scores_f32(self, q: F32, keys: F32, t0: int, t1: int, s: F32, s0: int) -> None:
         """`scores_f16` for keys held in float32."""
 
     def values_f32(self, p: F32, s0: int, values: F32, t0: int, t1: int, out: F32) -> None:
         """`values_f16` for values held in float32."""
+
+    def project(self, x: F32, matrix: F32) -> F32:
+        """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
 
     def softmax(self, s: F32, lo: I64, hi: I64) -> None:
         """Row m of every group: softmax over columns lo[m]..hi[m] in place, 0 in every other column of s.

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheError
-from edgekv.kernels import Kernels
-from edgekv.kernels.aligned import zeros
+from edgekv.kernels import Kernels, aligned
+from edgekv.kernels.memory import Memory
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -40,9 +40,10 @@ class Geometry:
 
 
 class Workspace:
-    """Scratch buffers by name, grown when needed and shared by all layers of a session."""
+    """Scratch buffers by name, grown when needed and shared by all layers of a session; in ``memory``."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory = aligned) -> None:
+        self.memory = memory
         self._buffers: dict[str, Array] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
@@ -50,8 +51,25 @@ class Workspace:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
-            buffer = self._buffers[name] = np.empty(size, dtype)
+            buffer = self._buffers[name] = self.memory.empty((size,), dtype)
         return buffer[:size].reshape(shape)
+
+    def buffers(self) -> list[Array]:
+        """All of them."""
+        return list(self._buffers.values())
+
+    def scores(self, shape: tuple[int, int, int]) -> Any:
+        """A score buffer for the kernels alone: a backend may return something that is no array."""
+        return self.array("scores", shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheState:
+    """All that one layer's attention depends on; ``counters`` and ``fitted`` are ready for JSON."""
+
+    counters: dict[str, int]
+    fitted: dict[str, Any]
+    arrays: dict[str, Array]
 
 
 def layout_bytes(layout: Layout) -> int:
@@ -62,13 +80,16 @@ class KVCache(abc.ABC):
     """Keys and values of one layer, in whatever form the scheme keeps them.
 
     The cache owns attention: dense keys and values never go back to the model. Arrays are allocated
-    once for ``geometry.capacity`` tokens. Queries arrive multiplied by the layer's score scale.
+    once for ``geometry.capacity`` tokens. Queries arrive multiplied by the layer's score scale. Whatever counts
+    tokens is an int attribute ``n_...``, so that `state` finds it.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
     gives_up: ClassVar[str]
+    version: ClassVar[int] = 1  # of what the arrays mean: a saved cache of another one is refused
+    packs_like: ClassVar[tuple[str, ...]] = ()  # other schemes, whose kernels it comes to use as it fills
     exact_when_short: ClassVar[bool] = False  # no loss beyond f16 rounding for the first 64 tokens
     Knobs: ClassVar[type]
     exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
@@ -85,6 +106,7 @@ class KVCache(abc.ABC):
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
         """Takes the memory; the pages are touched as tokens arrive."""
         self.kernels, self.workspace = kernels, workspace
+        zeros = workspace.memory.zeros
         self.arrays = {name: zeros(shape, dtype) for name, (shape, dtype) in self.layout().items()}
 
     @property
@@ -143,6 +165,17 @@ class KVCache(abc.ABC):
         queries (n_heads, n, head_dim); returns (n_heads, n, head_dim), valid until the next call.
         """
 
+    def steady_tokens(self) -> int:
+        """How many of the next tokens, one after the other, are only appended: nothing is packed or chosen.
+
+        Their steps differ in nothing but the place of the token, so that one can be replayed for another.
+        """
+        return 0
+
+    def skip(self, n: int) -> None:
+        """Counts n tokens (n < 0: takes them back) within `steady_tokens` that a replayed step appends."""
+        self.n_seen += n
+
     def truncate(self, n: int) -> int:
         """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.
 
@@ -150,6 +183,28 @@ class KVCache(abc.ABC):
         """
         self.n_seen = n
         return n
+
+    def state(self) -> CacheState:
+        """What a cache of the same scheme, knobs and geometry needs to go on from here; arrays are not copied."""
+        counters = {name: int(value) for name, value in vars(self).items() if name.startswith("n_")}
+        return CacheState(counters, self.fitted(), self.arrays)
+
+    def prepare(self, counters: Mapping[str, int], fitted: Mapping[str, Any]) -> dict[str, Array]:
+        """Takes a state's counters and fitted values into the just allocated cache.
+
+        Returns the arrays, zero where nothing is written yet, to be filled with the state's.
+        """
+        vars(self).update(counters)
+        self.refit(fitted)
+        return self.arrays
+
+    def fitted(self) -> dict[str, Any]:
+        """What the conversation decided beside counters and arrays, ready for JSON. Most schemes fit nothing."""
+        return {}
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        """Takes what `fitted` gave; afterwards `arrays` have the shapes that they had then."""
+        return
 
     def notes(self) -> list[str]:
         """What the user must know about this run's cache, one line each."""
@@ -174,7 +229,7 @@ def rewind(caches: Sequence[KVCache], n: int) -> int:
     """Truncates every layer to the same length, ``n`` or the most below it that all can keep; returns it."""
     n = min([n, *(cache.n_seen for cache in caches)])
     while True:
-        kept = min(cache.truncate(n) for cache in caches)
+        kept = min(cache.truncate(n) if cache.n_seen > n else n for cache in caches)
         if kept == n:
             return n
         n = kept

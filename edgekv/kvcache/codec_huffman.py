@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kernels.spec_codes import TABLE_BITS, U8, U64
 from edgekv.kvcache.base import F32, Array, Layout
 from edgekv.kvcache.codebook import Codebook, gaussian_counts
@@ -74,15 +75,19 @@ class HuffmanCodec(Codec):
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         super().bind(arrays, kernels)
-        private = mmap.mmap(-1, self.pool_bound, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._reserved: U64 = np.frombuffer(private, np.uint64)
-        self.pool = self._reserved[:0]
+        self._plain = [np.asarray(x, like=arrays["words"]) for x in (self.plain.words, self.plain.lengths)]
+        self._plain_table = np.asarray(self.plain.table, like=arrays["table"])
+        self._reserved: U64 | None = None
+        if isinstance(arrays["bits"], np.ndarray):
+            private = mmap.mmap(-1, self.pool_bound, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._reserved = np.frombuffer(private, np.uint64)
+        self.pool: U64 = np.zeros_like(arrays["bits"], np.uint64, shape=(0,))
         self._grow(1)
         self._use(Codebook.huffman(gaussian_counts(self.relative_step, self.unit_size)))
 
     def _use(self, book: Codebook) -> None:
         for name in ("lengths", "words", "table"):
-            self.arrays[name][:] = getattr(book, name)
+            self.arrays[name][:] = np.asarray(getattr(book, name), like=self.arrays[name])
 
     def fit(self, x: F32) -> None:
         """Takes the Huffman code of a prompt's levels, x (n_kv_heads, n, head_dim), while nothing is encoded."""
@@ -92,8 +97,8 @@ class HuffmanCodec(Codec):
             return
         counts = np.zeros(self.levels, np.int64)
         for a in range(0, whole, longest):
-            part = np.ascontiguousarray(F16.round(x[:, a : min(a + longest, whole)]))
-            counts += np.bincount(self.quantise(part, 0).ravel(), minlength=self.levels)
+            part = contiguous(F16.round(x[:, a : min(a + longest, whole)]))
+            counts += to_host(np.bincount(self.quantise(part, 0).ravel(), minlength=self.levels))
         self._use(Codebook.huffman(counts))
 
     def encode(self, x: F32, t0: int) -> None:
@@ -108,8 +113,8 @@ class HuffmanCodec(Codec):
         ends = self._end(first) + n_words.cumsum().reshape(n_words.shape)
         a["offsets"][:, first : first + n_blocks] = (ends - n_words).T
         self._grow(int(ends[-1, -1]) + 1)
-        words = np.stack([a["words"], self.plain.words])
-        lengths = np.stack([a["lengths"], self.plain.lengths])
+        words = np.stack([a["words"], self._plain[0]])
+        lengths = np.stack([a["lengths"], self._plain[1]])
         self.kernels.huffman_pack(
             codes, words, lengths, plain.view(np.uint8), a["offsets"], first, self.block, self.pool
         )
@@ -126,13 +131,29 @@ class HuffmanCodec(Codec):
         """Makes the first words of the pool usable; what is there stays where it is."""
         if n_words > len(self.pool):
             pages = -(-(n_words + n_words // POOL_MARGIN) // PAGE_WORDS)
-            self.pool = self._reserved[: pages * PAGE_WORDS]
-            self.on_growth(self.pool)
+            self._open_pool(min(pages * PAGE_WORDS, self.pool_bound // WORD_BYTES))
+
+    def _open_pool(self, n_words: int) -> None:
+        """On the host, where untouched pages take no memory, the pool stays in place; elsewhere it is copied."""
+        if self._reserved is not None:
+            self.pool = self._reserved[:n_words]
+        else:
+            old, self.pool = self.pool, np.zeros_like(self.pool, shape=(n_words,))
+            self.pool[: len(old)] = old
+        self.on_growth(self.pool)
+
+    def fitted(self) -> dict[str, int]:
+        """As `KVCache.fitted`: what the data decided beside the arrays."""
+        return {"pool_words": len(self.pool), "n_encoded": self.n_encoded}
+
+    def refit(self, fitted: Mapping[str, int]) -> None:
+        self.n_encoded = fitted["n_encoded"]
+        self._open_pool(fitted["pool_words"])
 
     def _store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
         """What the kernels read."""
         a = self.arrays
-        tables = a["table"], self.plain.table, self.plain_bits
+        tables = a["table"], self._plain_table, self.plain_bits
         return self.pool, a["offsets"], a["bits"], *tables, a["low"], a["step"]
 
 
@@ -148,7 +169,7 @@ class HuffmanKeys(HuffmanCodec, KeyCodec):
         return {"low": channels, "step": channels, **super().layout()}
 
     def quantise(self, x: F32, t0: int) -> U8:
-        codes, (low, step) = np.empty(x.shape, np.uint8), (self.arrays["low"], self.arrays["step"])
+        codes, (low, step) = np.empty_like(x, np.uint8), (self.arrays["low"], self.arrays["step"])
         self.kernels.quantise_channels(
             x, self.relative_step, self.levels, self.block, codes, low, step, t0 // self.block
         )
@@ -170,7 +191,7 @@ class HuffmanValues(HuffmanCodec, ValueCodec):
         return {"low": tokens, "step": tokens, **super().layout()}
 
     def quantise(self, x: F32, t0: int) -> U8:
-        codes, (low, step) = np.empty(x.shape, np.uint8), (self.arrays["low"], self.arrays["step"])
+        codes, (low, step) = np.empty_like(x, np.uint8), (self.arrays["low"], self.arrays["step"])
         self.kernels.quantise_tokens(x, self.relative_step, self.levels, codes, low, step, t0)
         return codes
 

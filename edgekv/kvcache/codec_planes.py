@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.memory import contiguous
 from edgekv.kernels.spec_planes import CENTRES, GAUSS_STEP, KEY_STEP
 from edgekv.kvcache.base import F32, Array, Layout
 from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
@@ -27,20 +28,28 @@ class Rotation:
             self._flips = rng.choice(np.array([-1, 1], np.float32), width)
         else:
             self._matrix = np.linalg.qr(rng.standard_normal((width, head_dim)))[0].astype(np.float32)
+            self._inverse = np.ascontiguousarray(self._matrix.T)
+
+    def bind(self, like: Array) -> None:
+        """Brings the constants to where ``like`` is."""
+        if self._flips is None:
+            self._matrix = np.asarray(self._matrix, like=like)
+            self._inverse = np.asarray(self._inverse, like=like)
+        else:
+            self._flips = np.asarray(self._flips, like=like)
 
     def forward(self, x: F32, kernels: Kernels) -> F32:
         """(A, n, width) of x (A, n, head_dim)."""
         if self._flips is None:
-            rotated: F32 = x @ self._matrix.T
-            return rotated
-        out = np.empty((*x.shape[:2], self.width), np.float32)
+            return kernels.project(x, self._matrix)
+        out = np.empty_like(x, shape=(*x.shape[:2], self.width))
         kernels.hadamard(x, self._flips, out)
         return out
 
     def add_back(self, x: F32, out: F32, kernels: Kernels) -> None:
         """out (A, n, head_dim) += the inverse of x (A, n, width)."""
         if self._flips is None:
-            out += x @ self._matrix
+            out += kernels.project(x, self._inverse)
         else:
             kernels.hadamard_back(x, self._flips, out)
 
@@ -75,10 +84,18 @@ class CentredSigns(KeyCodec):
         """Rounded up: the centres' share need not be whole."""
         return -(-self.block_bytes // WORD)
 
+    def bytes_of(self, n_tokens: int) -> int:
+        return -(-n_tokens * self.block_bytes // WORD)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of WORD tokens, all heads together."""
         return self.n_kv_heads * (WORD * (self.width // 8 + 2) + CENTRES * (self.width // 2 + 2))
+
+    def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        super().bind(arrays, kernels)
+        self.rotation.bind(arrays["signs"])
+        self.lam = np.asarray(self.lam, like=arrays["signs"])
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
@@ -98,8 +115,9 @@ class CentredSigns(KeyCodec):
     def pack(self, queries: F32) -> tuple[F32, Array, F32, F32]:
         """Queries rotated, their bit planes and steps, and what these stand for."""
         rotated = self.rotation.forward(queries, self.kernels)
-        planes = np.empty((*queries.shape[:2], self.planes, self.width // WORD), np.uint64)
-        step = np.empty(queries.shape[:2], np.float32)
+        rows = queries.shape[:2]
+        planes = np.empty_like(rotated, np.uint64, shape=(*rows, self.planes, self.width // WORD))
+        step = np.empty_like(rotated, shape=rows)
         rounded = np.empty_like(rotated)
         self.kernels.pack_queries(rotated, planes, step, rounded)
         return rotated, planes, step, rounded
@@ -128,6 +146,10 @@ class QuadValues(ValueCodec):
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * -(-(self.bits * self.head_dim + 16) // 8)
+
+    def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        super().bind(arrays, kernels)
+        self.rotation.bind(arrays["codes"])
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
@@ -158,8 +180,12 @@ class PlaneKeys(CentredSigns):
     def token_bytes(self) -> int:
         return super().token_bytes + self.n_kv_heads * self.fine_bytes
 
+    def bytes_of(self, n_tokens: int) -> int:
+        return super().bytes_of(n_tokens) + n_tokens * self.n_kv_heads * self.fine_bytes
+
     def _encode_rest(self, residual: F32, t0: int) -> None:
-        step = self.arrays["scale"][:, t0 : t0 + residual.shape[1]].view(np.float16) * np.float32(KEY_STEP)
+        step = self.arrays["scale"][:, t0 : t0 + residual.shape[1]].view(np.float16)
+        step = step.astype(np.float32) * np.float32(KEY_STEP)
         half = 4 * step[..., None]
         residual -= np.where(residual >= 0, half, -half)
         self.kernels.encode_planes(residual, 2 * step, self.arrays["fine"], t0)
@@ -212,7 +238,7 @@ class PlaneValues(ValueCodec):
     def encode(self, x: F32, t0: int) -> None:
         a, (g, n, _) = self.arrays, x.shape
         rotated = self.keys.rotation.forward(x, self.kernels)
-        means = np.ascontiguousarray(rotated.reshape(g, n // WORD, WORD, -1).mean(axis=2))
+        means = contiguous(rotated.reshape(g, n // WORD, WORD, -1).mean(axis=2))
         self.kernels.encode_sym(means, a["means"], a["mean_scale"], t0 // WORD)
         square = np.einsum("gnd,gnd->gn", rotated, rotated)
         step = np.sqrt(square / rotated.shape[2]) * np.float32(GAUSS_STEP[4])
@@ -225,11 +251,12 @@ class PlaneValues(ValueCodec):
 
     def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
         a, k = self.arrays, self.keys.arrays
-        groups, rows, _ = self.keys.queries[0].shape
+        rotated = self.keys.queries[0]
+        groups, rows, _ = rotated.shape
         b0, b1 = t0 // WORD, -(-t1 // WORD)
-        sums, change = np.zeros_like(self.keys.queries[0]), np.empty((groups, rows), np.float32)
-        tail = np.empty((groups, rows, b1 - b0), np.float32)
-        counts = np.empty((groups, rows // self.group, 2), np.int64)
+        sums, change = np.zeros_like(rotated), np.empty_like(rotated, shape=(groups, rows))
+        tail = np.empty_like(rotated, shape=(groups, rows, b1 - b0))
+        counts = np.empty_like(rotated, np.int64, shape=(groups, rows // self.group, 2))
         stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"]
         self.kernels.attend_planes(
             *(p, s0, t0, t1, *self.keys.queries, self.keys.lam, *stored),

@@ -28,7 +28,11 @@ class Codec(abc.ABC):
     @property
     @abc.abstractmethod
     def token_bytes(self) -> int:
-        """Bytes that one token takes, all heads together."""
+        """Bytes that one token takes, all heads together; rounded up where tokens share some."""
+
+    def bytes_of(self, n_tokens: int) -> int:
+        """Bytes that n tokens take, the shared ones counted once."""
+        return n_tokens * self.token_bytes
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         """The allocated arrays of `layout`, and the kernels to use on them."""
@@ -75,7 +79,7 @@ class F16(KeyCodec, ValueCodec):
 
     def move(self, t0: int, t1: int, to: int) -> None:
         """Copies tokens t0..t1 to position ``to``; the ranges may overlap."""
-        self.arrays["half"][:, to : to + t1 - t0] = self.arrays["half"][:, t0:t1]
+        self.arrays["half"][:, to : to + t1 - t0] = self.arrays["half"][:, t0:t1].copy()
 
     def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
         self.kernels.scores_f16(queries, self.arrays["half"], t0, t1, s, s0)
@@ -95,7 +99,7 @@ class Float32(KeyCodec, ValueCodec):
         return self.n_kv_heads * self.head_dim * 4
 
     def encode(self, x: F32, t0: int) -> None:
-        self.arrays["single"][:, t0 : t0 + x.shape[1]] = x
+        self.kernels.encode_f32(x, self.arrays["single"], t0)
 
     def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
         self.kernels.scores_f32(queries, self.arrays["single"], t0, t1, s, s0)
@@ -126,13 +130,17 @@ class SignSketch(KeyCodec):
     def token_bytes(self) -> int:
         return self.n_kv_heads * self.bits // 8
 
+    def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        super().bind(arrays, kernels)
+        self.projection = np.asarray(self.projection, like=arrays["signs"])
+
     def encode(self, x: F32, t0: int) -> None:
         for a in range(0, x.shape[1], ENCODE_TOKENS):  # bounds the projected keys, bits / head_dim times x
-            projected = x[:, a : a + ENCODE_TOKENS] @ self.projection.T
+            projected = self.kernels.project(x[:, a : a + ENCODE_TOKENS], self.projection)
             self.kernels.pack_signs(projected, self.arrays["signs"], t0 + a)
 
     def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        signs = self.kernels.pack_sign_rows(queries @ self.projection.T)
+        signs = self.kernels.pack_sign_rows(self.kernels.project(queries, self.projection))
         scale: F32 = np.repeat(1 / (self.bits * self.tau), queries.shape[1] // self.tau.shape[1], axis=1)
         self.kernels.scores_signs(signs, self.arrays["signs"], t0, t1, scale, s, s0)
 

@@ -36,6 +36,9 @@ class KeepAll(KVCache):
         reach = min(self.n_seen, self.geometry.window or self.n_seen)
         return reach * (self.key_codec.token_bytes + self.value_codec.token_bytes)
 
+    def steady_tokens(self) -> int:
+        return min(self.geometry.capacity, self.geometry.window or self.geometry.capacity) - self.n_seen
+
     def extend(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])
         self.key_codec.encode(keys, self.n_seen)
@@ -48,7 +51,7 @@ class KeepAll(KVCache):
         groups, rows = self.geometry.n_kv_heads, self.geometry.group * n
         lo, hi = self.visible(n)
         first, end = int(lo.min()), self.n_seen
-        s = self.workspace.array("scores", (groups, rows, end - first))
+        s = self.workspace.scores((groups, rows, end - first))
         out = self.workspace.array("attention", (groups, rows, head_dim))
         self.key_codec.scores(queries.reshape(groups, rows, head_dim), first, end, s, 0)
         self.kernels.softmax(s, lo - first, hi - first)

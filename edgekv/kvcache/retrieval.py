@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, I64, Array, Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import F16, KeyCodec, ValueCodec
 from edgekv.kvcache.keepall import KeepAll
@@ -89,6 +90,10 @@ class Retrieval(KeepAll):
         token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
         return n_blocks * self._index.block_bytes + n_tokens * token_bytes
 
+    def steady_tokens(self) -> int:
+        """None with an index: which tokens are read depends on how many there are."""
+        return 0 if self._index else super().steady_tokens()
+
     def extend(self, keys: F32, values: F32) -> None:
         before = self.n_seen
         super().extend(keys, values)
@@ -106,7 +111,7 @@ class Retrieval(KeepAll):
         while begin < end:  # in pieces of tokens that see the same blocks
             stop = min(end, self._index.covered(begin + 1) + self._index.block - 1)
             part = slice(begin + n - end, stop + n - end)
-            out[:, part] = self._attend_piece(self._index, np.ascontiguousarray(queries[:, part]), begin)
+            out[:, part] = self._attend_piece(self._index, contiguous(queries[:, part]), begin)
             begin = stop
         return out
 
@@ -132,13 +137,14 @@ class Retrieval(KeepAll):
         groups, end, indexed = self.geometry.n_kv_heads, start + n, index.covered(start + 1)
         n_chosen = min(self.knobs.k, indexed)
         tokens = self.workspace.array("retrieval.tokens", (groups, n, n_chosen + end - indexed), np.int32)
-        tokens[:, :, n_chosen:] = np.arange(indexed, end, dtype=np.int32)
+        tokens[:, :, n_chosen:] = np.arange(indexed, end, dtype=np.int32, like=tokens)
         if n_chosen == indexed:
-            tokens[:, :, :n_chosen] = np.arange(indexed, dtype=np.int32)
+            tokens[:, :, :n_chosen] = np.arange(indexed, dtype=np.int32, like=tokens)
         else:
             units = self._best_units(index, q, start, n)
             each = tokens[:, :, :n_chosen].reshape(groups, n, -1, index.unit)  # a view
-            np.add(units[..., None] * np.int32(index.unit), np.arange(index.unit, dtype=np.int32), out=each)
+            within = np.arange(index.unit, dtype=np.int32, like=tokens)
+            np.add(units[..., None] * np.int32(index.unit), within, out=each)
         return tokens, n_chosen + np.arange(start + 1, end + 1) - indexed
 
     def _best_units(self, index: Index, q: F32, start: int, n: int) -> Array:

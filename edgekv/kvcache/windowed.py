@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16, KeyCodec, ValueCodec
 
@@ -93,7 +94,7 @@ class Windowed(KVCache):
         total, end = 0, self.n_seen
         for keys, values, n in reversed(self.segments()):
             seen = max(0, min(n, reach - (self.n_seen - end)))
-            total += seen * (keys.token_bytes + values.token_bytes)
+            total += keys.bytes_of(seen) + values.bytes_of(seen)
             end -= n
         return total
 
@@ -114,8 +115,8 @@ class Windowed(KVCache):
         ):
             rounded = np.concatenate([store.decode(0, self.n_recent), store.round(new)], axis=1)
             if packed:
-                codec.encode(np.ascontiguousarray(rounded[:, :packed]), self.n_bulk)
-            store.encode(np.ascontiguousarray(rounded[:, packed:]), 0)
+                codec.encode(contiguous(rounded[:, :packed]), self.n_bulk)
+            store.encode(contiguous(rounded[:, packed:]), 0)
         self.n_bulk += packed
         self.n_recent = total - packed
         self.n_seen += keys.shape[1]
@@ -143,10 +144,10 @@ class Windowed(KVCache):
     def _attend_piece(self, queries: F32, out: F32) -> None:
         n_heads, n, head_dim = queries.shape
         groups, rows = self.geometry.n_kv_heads, self.geometry.group * n
-        q = np.ascontiguousarray(queries).reshape(groups, rows, head_dim)
+        q = contiguous(queries).reshape(groups, rows, head_dim)
         lo, hi = self.visible(n)
         first = int(lo.min())
-        s = self.workspace.array("scores", (groups, rows, self.n_seen - first))
+        s = self.workspace.scores((groups, rows, self.n_seen - first))
         result = self.workspace.array("attention.piece", (groups, rows, head_dim))
         begin, spans = 0, []
         for segment in self.segments():
@@ -179,6 +180,18 @@ class Windowed(KVCache):
             self._stores["recent_value"].encode(values, self.n_recent)
             self.n_recent += keys.shape[1]
             self.n_seen += keys.shape[1]
+
+    def steady_tokens(self) -> int:
+        """Up to the one before the next block is packed."""
+        if self.n_sink < self.sizes.sink:
+            return 0
+        reach = min(self.geometry.capacity, self.geometry.window or self.geometry.capacity)
+        before_packing = self.sizes.window + self.sizes.block - 1 - self.n_recent
+        return max(0, min(reach - self.n_seen, before_packing))
+
+    def skip(self, n: int) -> None:
+        super().skip(n)
+        self.n_recent += n
 
     def _pack_overflow(self) -> None:
         block = self.sizes.block

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from edgekv.dense.weights import Weights
 from edgekv.kernels import Kernels
+from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.models.attention import ExactAttention
 from edgekv.models.rope import RopeTable
@@ -165,4 +166,5 @@ class Decoder:
 
     def _merge(self, out: F32) -> F32:
         """(n_heads, n, head_dim) -> (n, n_heads * head_dim)."""
-        return np.ascontiguousarray(out.transpose(1, 0, 2)).reshape(out.shape[1], -1)
+        merged: F32 = contiguous(out.transpose(1, 0, 2)).reshape(out.shape[1], -1)
+        return merged

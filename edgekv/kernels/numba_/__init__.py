@@ -1,6 +1,14 @@
 """The fast backend: Numba on all threads of a CPU, with explicit vectors where LLVM would not find them."""
 
-from edgekv.kernels.numba_.dense import encode_f16, scores_f16, scores_f32, values_f16, values_f32
+from edgekv.kernels.numba_.dense import (
+    encode_f16,
+    encode_f32,
+    project,
+    scores_f16,
+    scores_f32,
+    values_f16,
+    values_f32,
+)
 from edgekv.kernels.numba_.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.numba_.fier import encode_fier, scores_fier
 from edgekv.kernels.numba_.gather import attend_planes, encode_planes
@@ -25,6 +33,7 @@ __all__ = [
     "attend_planes",
     "encode_centres",
     "encode_f16",
+    "encode_f32",
     "encode_fier",
     "encode_int4",
     "encode_kivi_keys",
@@ -43,6 +52,7 @@ __all__ = [
     "pack_queries",
     "pack_sign_rows",
     "pack_signs",
+    "project",
     "quantise_channels",
     "quantise_tokens",
     "scores_centred",

@@ -29,6 +29,15 @@ def encode_f16(x: F32, store: U16, t0: int) -> None:
     run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
 
 
+def encode_f32(x: F32, store: F32, t0: int) -> None:
+    store[:, t0 : t0 + x.shape[1]] = x
+
+
+def project(x: F32, matrix: F32) -> F32:
+    result: F32 = x @ matrix.T
+    return result
+
+
 def scores_f16(q: F32, keys: U16 | F32, t0: int, t1: int, s: F32, s0: int) -> None:
     work = q.size * (t1 - t0)
     splits = token_splits(q.shape[0], work)

@@ -1,6 +1,14 @@
 """The reference backend: each kernel as its formula, in NumPy. Slow, and the oracle of the others."""
 
-from edgekv.kernels.numpy_.dense import encode_f16, scores_f16, scores_f32, values_f16, values_f32
+from edgekv.kernels.numpy_.dense import (
+    encode_f16,
+    encode_f32,
+    project,
+    scores_f16,
+    scores_f32,
+    values_f16,
+    values_f32,
+)
 from edgekv.kernels.numpy_.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.numpy_.fier import encode_fier, scores_fier
 from edgekv.kernels.numpy_.gather import attend_planes, encode_planes
@@ -31,6 +39,7 @@ __all__ = [
     "attend_planes",
     "encode_centres",
     "encode_f16",
+    "encode_f32",
     "encode_fier",
     "encode_int4",
     "encode_kivi_keys",
@@ -49,6 +58,7 @@ __all__ = [
     "pack_queries",
     "pack_sign_rows",
     "pack_signs",
+    "project",
     "quantise_channels",
     "quantise_tokens",
     "scores_centred",

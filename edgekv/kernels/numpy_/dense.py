@@ -9,6 +9,15 @@ def encode_f16(x: F32, store: U16, t0: int) -> None:
     store[:, t0 : t0 + x.shape[1]] = x.astype(np.float16).view(np.uint16)
 
 
+def encode_f32(x: F32, store: F32, t0: int) -> None:
+    store[:, t0 : t0 + x.shape[1]] = x
+
+
+def project(x: F32, matrix: F32) -> F32:
+    result: F32 = x @ matrix.T
+    return result
+
+
 def scores_f16(q: F32, keys: U16, t0: int, t1: int, s: F32, s0: int) -> None:
     scores_f32(q, _widen(keys[:, t0:t1]), 0, t1 - t0, s, s0)
 

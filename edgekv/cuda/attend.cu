@@ -1,0 +1,151 @@
+// Attention in one launch, for the codecs KEYS and VALUES. Every block makes the softmax over a share of the tokens (a
+// running maximum, the sum of the weights, the weighted values); the last block of a KV head puts the shares together.
+
+// Tokens t0 .. t1 of a store, whose columns start at s0; columns lo .. hi are visible.
+struct Span {
+    int t0, t1, s0, lo, hi;
+    __device__ bool sees(int t) const { return t >= t0 && t < t1 && s0 + t - t0 >= lo && s0 + t - t0 < hi; }
+};
+
+template <class K, class V>
+__device__ void attend_share(const Queries& queries, const Store& key_store, const Store& value_store, const Span& span,
+                             int part, int parts, int g, float* ends, float (*out)[HEAD_DIM])
+{
+    __shared__ typename K::Shared key_shared;
+    __shared__ typename V::Shared value_shared;
+    __shared__ float factor[ROWS];
+    int first = span.t0 / TILE, n = divide_up(span.t1, TILE) - first;
+    int tile = first + (i64)n * part / parts, last = first + (i64)n * (part + 1) / parts;
+    K keys(key_shared, queries, key_store, g, 0, span.t1);
+    V values(value_shared, value_store, g, span.t1);
+    float peak[divide_up(ROWS, WARPS)], total[divide_up(ROWS, WARPS)];
+    for (int i = 0; i < divide_up(ROWS, WARPS); ++i) peak[i] = MINUS_INFINITY, total[i] = 0;
+    keys.load(tile);
+    for (; tile < last; ++tile) {
+        values.load(tile);
+        keys.scores(tile);
+        __syncthreads();
+        if (tile + 1 < last) keys.load(tile + 1);
+#pragma unroll
+        for (int i = 0; i < divide_up(ROWS, WARPS); ++i) {
+            int m = i * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+            if (m >= ROWS) break;
+            float s0 = span.sees(tile * TILE + lane) ? keys.score(m, lane) : MINUS_INFINITY;
+            float s1 = span.sees(tile * TILE + lane + 32) ? keys.score(m, lane + 32) : MINUS_INFINITY;
+            float top = fmaxf(peak[i], lane_max(fmaxf(s0, s1)));
+            float base = top == MINUS_INFINITY ? 0 : top;
+            float p0 = expf(s0 - base), p1 = expf(s1 - base), shrink = expf(peak[i] - base);
+            peak[i] = top;
+            total[i] = total[i] * shrink + p0 + p1;
+            if (lane == 0) factor[m] = shrink;
+            values.rescale_offset(i, shrink);
+            values.weigh(m, i, p0, p1);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m)
+            if (factor[m] != 1) values.rescale(m, factor[m]);
+        values.add(tile);
+    }
+#pragma unroll
+    for (int i = 0; i < divide_up(ROWS, WARPS); ++i) {
+        int m = i * WARPS + threadIdx.x / 32;
+        if (m >= ROWS) break;
+        float sum = lane_sum(total[i]);
+        if (threadIdx.x % 32 == 0) ends[2 * m] = peak[i], ends[2 * m + 1] = sum;
+    }
+    __syncthreads();
+    values.finish(out);
+}
+
+// out[m, :] += the shares from .. to of row m, each times its weight; a warp takes every fourth share.
+__device__ void add_shares(const float* sums, const float (*weights)[ROWS], int from, int to, float* out)
+{
+    __shared__ float sum[WARPS][HEAD_DIM];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int m = 0; m < ROWS; ++m) {
+        float x[divide_up(HEAD_DIM, 32)] = {};
+#pragma unroll 4
+        for (int i = from + warp; i < to; i += WARPS)
+#pragma unroll
+            for (int k = 0; k < divide_up(HEAD_DIM, 32); ++k) {
+                int c = lane + 32 * k;
+                if (c < HEAD_DIM) x[k] += weights[i][m] * __ldcg(&sums[((i64)i * ROWS + m) * HEAD_DIM + c]);
+            }
+#pragma unroll
+        for (int k = 0; k < divide_up(HEAD_DIM, 32); ++k)
+            if (lane + 32 * k < HEAD_DIM) sum[warp][lane + 32 * k] = x[k];
+        __syncthreads();
+        for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) {
+            float total = 0;
+            for (int i = 0; i < WARPS; ++i) total += sum[i][c];
+            out[m * HEAD_DIM + c] += total;
+        }
+        __syncthreads();
+    }
+}
+
+// Blocks 0 .. main_parts share the main store, the next ones take a store of exact (float16) tokens each, `n_exact` in all.
+// out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights. Scratch: ends (G, blocks, ROWS, 2),
+// the maximum and the sum of weights that a block found, and sums (G, blocks, ROWS, HEAD_DIM). done (G): zeros, left so.
+#if ROWS > 2  // without the 2 some spill for the sake of more blocks per processor
+#define BLOCKS_AT_ONCE , 2
+#else
+#define BLOCKS_AT_ONCE
+#endif
+extern "C" __global__ void __launch_bounds__(THREADS BLOCKS_AT_ONCE)
+attend(const float* q, const void* codes, const float* scale,
+       const void* ka, const void* kb, const void* kc, const void* kd, const void* va, const void* vb, const void* vc,
+       const void* vd, int capacity, int value_capacity, int t0, int t1, int s0, int main_parts,
+       const float* exact_q, const void* key1, const void* value1, int capacity1, int from1, int to1, int column1, int parts1,
+       const void* key2, const void* value2, int capacity2, int from2, int to2, int column2,
+       int lo, int hi, const int* shift, float* ends, float* sums, u32* done, float* out_main, float* out_exact)
+{
+    __shared__ float out[ROWS][HEAD_DIM];
+    __shared__ bool is_last;
+    int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x;
+    ends += (i64)g * shares * ROWS * 2;
+    sums += (i64)g * shares * ROWS * HEAD_DIM;
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
+    if (share < main_parts) {
+        Queries queries = {q, codes, scale, ROWS};
+        Store keys = {ka, kb, kc, kd, 0, 0, capacity}, values = {va, vb, vc, vd, 0, 0, value_capacity};
+        Span span = {t0, t1, s0, lo, hi + *shift};
+        attend_share<KEYS, VALUES>(queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
+    } else {
+#ifdef EXACT
+        bool second = share - main_parts >= parts1;
+        Queries queries = {exact_q, 0, 0, ROWS};
+        Store keys = {second ? key2 : key1, 0, 0, 0, 0, 0, second ? capacity2 : capacity1};
+        Store values = {second ? value2 : value1, 0, 0, 0, 0, 0, keys.capacity};
+        Span span = {second ? from2 : from1, second ? to2 : to1, second ? column2 : column1, lo, hi + *shift};
+        int part = second ? share - main_parts - parts1 : share - main_parts;
+        int parts = second ? shares - main_parts - parts1 : parts1;
+        attend_share<RowKeys<u16, 8>, RowValues<u16, 8>>(queries, keys, values, span, part, parts, g,
+                                                         ends + share * ROWS * 2, out);
+#endif
+    }
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) sums[(i64)share * ROWS * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicInc(&done[g], shares - 1) == (u32)shares - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    __shared__ float weights[MOST_SHARES][ROWS];
+    for (int m = threadIdx.x / 32; m < ROWS; m += WARPS) {
+        float peak = MINUS_INFINITY, total = 0;
+        for (int i = threadIdx.x % 32; i < shares; i += 32) peak = fmaxf(peak, __ldcg(&ends[(i * ROWS + m) * 2]));
+        peak = lane_max(peak);
+        if (peak == MINUS_INFINITY) peak = 0;
+        for (int i = threadIdx.x % 32; i < shares; i += 32) {
+            weights[i][m] = expf(__ldcg(&ends[(i * ROWS + m) * 2]) - peak);
+            total += weights[i][m] * __ldcg(&ends[(i * ROWS + m) * 2 + 1]);
+        }
+        total = lane_sum(total);
+        for (int i = threadIdx.x % 32; i < shares; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
+    }
+    __syncthreads();
+    if (main_parts > 0) add_shares(sums, weights, 0, main_parts, out_main + (i64)g * ROWS * HEAD_DIM);
+    if (shares > main_parts) add_shares(sums, weights, main_parts, shares, out_exact + (i64)g * ROWS * HEAD_DIM);
+}

@@ -1,0 +1,52 @@
+// Keys as KEY_DIM sign bits, queries likewise: `scores_signs`.
+
+struct SignKeys {
+    static constexpr int WORDS = KEY_DIM / 64;
+    static constexpr int MINE = divide_up(WORDS, 2);  // two threads share a token
+    struct Shared {
+        float s[ROWS][TILE];
+    };
+    Shared& shared;
+    const u64* signs;
+    int end, token, half;
+    u64 raw[MINE], q[ROWS][MINE];
+    float scale[ROWS];
+
+    __device__ SignKeys(Shared& shared, const Queries& queries, const Store& store, int g, int m0, int end)
+        : shared(shared), signs((const u64*)store.a + (i64)g * divide_up(store.capacity, TILE) * WORDS * TILE), end(end),
+          token(threadIdx.x / 2), half(threadIdx.x % 2)
+    {
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) {
+            i64 row = (i64)g * queries.rows + m0 + m;
+            bool there = m0 + m < queries.rows;
+            scale[m] = there ? queries.scale[row] : 0;
+            for (int i = 0; i < MINE; ++i)
+                q[m][i] = there && 2 * i + half < WORDS ? ((const u64*)queries.codes)[row * WORDS + 2 * i + half] : 0;
+        }
+    }
+
+    __device__ void load(int tile)
+    {
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) {
+            int word = 2 * i + half;
+            bool there = tile * TILE + token < end && word < WORDS;
+            raw[i] = there ? signs[((i64)tile * WORDS + word) * TILE + token] : 0;
+        }
+    }
+
+    __device__ void scores(int tile)
+    {
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) {
+            int differing = 0;
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) differing += __popcll(raw[i] ^ q[m][i]);
+            differing += __shfl_xor_sync(EVERY_LANE, differing, 1);
+            if (half == 0) shared.s[m][token] = scale[m] * (float)(KEY_DIM - 2 * differing);
+        }
+    }
+
+    __device__ float score(int m, int i) const { return shared.s[m][i]; }
+};

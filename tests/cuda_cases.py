@@ -1,0 +1,66 @@
+"""Where the CUDA kernels run in tests, a GPU or a CPU in its place, and their comparison with the NumPy oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_host.driver import HostDriver
+from kernel_cases import assert_close
+
+from edgekv.cuda.kernels import CudaKernels
+from edgekv.errors import ConfigError
+from edgekv.kernels import numpy_
+from edgekv.kernels.memory import to_host
+
+DEVICES = ["host", "gpu"]
+
+
+@dataclasses.dataclass
+class OnDevice:
+    """A driver, its kernels, and how arrays get there."""
+
+    driver: Any
+    kernels: CudaKernels
+
+    @classmethod
+    def open(cls, name: str) -> OnDevice:
+        """Skips the test without a GPU, or without g++."""
+        if name == "host":
+            driver: Any = HostDriver()
+        else:
+            from edgekv.cuda.cupy_driver import CupyDriver
+
+            try:
+                driver = CupyDriver()
+            except ConfigError as error:
+                pytest.skip(f"needs a GPU ({error})")
+        return cls(driver, CudaKernels(driver))
+
+    def up(self, x: np.ndarray) -> Any:
+        return self.driver.upload(x.copy())
+
+    def check(self, name: str, *arguments: Any, tolerance: float = 2e-6) -> list[Any]:
+        """Calls a kernel here and in the oracle, on copies, and compares every argument and the result afterwards.
+
+        int64 arguments are ranges and counts, which stay on the host. Floats may differ by `tolerance` of their
+        largest, all else must be equal. Returns the oracle's arguments.
+        """
+        expected = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
+        actual = [self.up(x) if isinstance(x, np.ndarray) and x.dtype != np.int64 else x for x in arguments]
+        results = getattr(numpy_, name)(*expected), getattr(self.kernels, name)(*actual)
+        for i, (a, b) in enumerate(zip([*expected, results[0]], [*actual, results[1]], strict=True)):
+            if not isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+                continue
+            if a.dtype == np.float32:
+                assert_close(to_host(b), a, tolerance)
+            else:
+                np.testing.assert_array_equal(to_host(b), a, err_msg=f"{name}, argument {i}")
+        return expected
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> OnDevice:
+    return OnDevice.open(request.param)

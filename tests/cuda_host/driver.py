@@ -1,0 +1,208 @@
+"""A device for `edgekv.cuda` on the CPU: kernels compiled by g++ with `shim.h`, arrays that behave as CuPy's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekv.cuda.module import Program
+
+SHIM = pathlib.Path(__file__).with_name("shim.h")
+KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
+
+
+class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """A NumPy array that, like CuPy's, refuses to become one by itself and takes no NumPy arrays as operands."""
+
+    __array_priority__ = 100
+
+    def __init__(self, host: np.ndarray) -> None:
+        self.host = host
+
+    shape = property(lambda self: self.host.shape)
+    dtype = property(lambda self: self.host.dtype)
+    ndim = property(lambda self: self.host.ndim)
+    size = property(lambda self: self.host.size)
+    nbytes = property(lambda self: self.host.nbytes)
+    strides = property(lambda self: self.host.strides)
+    itemsize = property(lambda self: self.host.itemsize)
+    flags = property(lambda self: self.host.flags)
+    T = property(lambda self: HostArray(self.host.T))
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __getitem__(self, key: Any) -> HostArray:
+        return HostArray(np.asarray(self.host[_keys(key)]))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.host[_keys(key)] = _unwrap(value)
+
+    def __int__(self) -> int:
+        return int(self.host)
+
+    def __float__(self) -> float:
+        return float(self.host)
+
+    def __bool__(self) -> bool:
+        return bool(self.host)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        out = kwargs.pop("out", None)
+        if out is not None:
+            kwargs["out"] = tuple(_unwrap(x) for x in out)
+        return _wrap(getattr(ufunc, method)(*map(_unwrap, inputs), **kwargs))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.asarray:  # only ever with like=: the argument is the host's
+            return HostArray(np.array(*args, **kwargs))
+        return _wrap(function(*_unwrap(args), **_unwrap(kwargs)))
+
+    def get(self) -> np.ndarray:
+        return self.host.copy()
+
+
+def _method(name: str) -> Any:
+    def method(self: HostArray, *args: Any, **kwargs: Any) -> Any:
+        return _wrap(getattr(self.host, name)(*_unwrap(args), **_unwrap(kwargs)))
+
+    return method
+
+
+for _name in (
+    *("reshape", "view", "astype", "copy", "transpose", "fill", "sum", "max", "min", "mean", "ravel", "argmax"),
+    *("cumsum", "any", "all", "repeat"),
+):
+    setattr(HostArray, _name, _method(_name))
+
+
+def _unwrap(x: Any) -> Any:
+    if isinstance(x, HostArray):
+        return x.host
+    if isinstance(x, np.ndarray) and x.ndim:
+        raise TypeError(f"Unsupported type {type(x)}: a NumPy array among the device's")
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_unwrap, x))
+    return {k: _unwrap(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def _keys(key: Any) -> Any:
+    """Indices may be NumPy arrays, as with CuPy."""
+    parts = key if isinstance(key, tuple) else (key,)
+    unwrapped = tuple(x.host if isinstance(x, HostArray) else x for x in parts)
+    return unwrapped if isinstance(key, tuple) else unwrapped[0]
+
+
+def _wrap(x: Any) -> Any:
+    if isinstance(x, (np.ndarray, np.generic)):
+        return HostArray(np.asarray(x))
+    return type(x)(map(_wrap, x)) if isinstance(x, (tuple, list)) else x
+
+
+class HostDriver:
+    """`edgekv.cuda.module.Driver` on the CPU. In every other launch the threads take turns from the last on."""
+
+    multiprocessors = 2
+
+    def __init__(self) -> None:
+        self.backwards = False
+        self.shift = self.zeros((1,), np.int32)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        """Poisoned: every byte is 0xff, NaN in floats."""
+        x = np.empty(shape, dtype)
+        x.reshape(-1).view(np.uint8).fill(0xFF)
+        return HostArray(x)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
+        return HostArray(np.zeros(shape, dtype))
+
+    def upload(self, host: np.ndarray) -> HostArray:
+        return HostArray(np.array(host, order="C"))
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Nothing is recorded here: a replay takes the step again, which must not depend on when."""
+        return step
+
+    def launch(self, program: Program, kernel: str, grid: tuple[int, ...], block: int, *arguments: Any) -> None:
+        assert all(n > 0 for n in grid)
+        assert block > 0
+        self.backwards = not self.backwards
+        slots = [_slot(x) for x in arguments]
+        pointers = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
+        x, y, z = (*grid, 1, 1)[:3]
+        library, counts = _build(program)
+        assert len(slots) == counts[kernel], kernel
+        getattr(library, f"run_{kernel}")(x, y, z, block, self.backwards, pointers)
+
+
+def _slot(x: Any) -> Any:
+    if isinstance(x, HostArray):
+        assert x.host.flags.c_contiguous or x.strides[-1] == x.itemsize, "kernels take rows"
+        return ctypes.c_void_p(x.host.ctypes.data)
+    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_int(x)
+
+
+@functools.cache
+def _build(program: Program) -> tuple[ctypes.CDLL, dict[str, int]]:
+    """The program with one function per kernel that runs it on the CPU, and the kernels' numbers of arguments."""
+    source, counts = program.source(("common",)), {}
+    for name, parameters in KERNEL.findall(source):
+        types = [re.sub(r"\w+$", "", p).strip() for p in parameters.split(",")]
+        counts[name] = len(types)
+        call = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(types))
+        source += (
+            f'\nextern "C" void run_{name}(int x, int y, int z, int block, bool backwards, void** a)\n'
+            f"{{\n    dim3 grid{{(unsigned)x, (unsigned)y, (unsigned)z}};\n"
+            f"    fibers::run(grid, block, backwards, [&] {{ {name}({call}); }});\n}}\n"
+        )
+    defines = [f"-D{name}={value}" for name, value in program.macros]
+    header = _shim()
+    library = header.with_name(_digest(source, *defines) + ".so")
+    if not library.exists():
+        command = ["g++", *FLAGS, "-shared", "-Wl,-Bsymbolic", *defines, "-include", str(header), "-x", "c++", "-"]
+        _compile(command, library, source, str(program))
+    return ctypes.CDLL(str(library)), counts
+
+
+@functools.cache
+def _shim() -> pathlib.Path:
+    """The shim in a folder of its own, precompiled: most of what there is to compile."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++, to run the CUDA kernels on the CPU")
+    folder = pathlib.Path(tempfile.gettempdir()) / f"edgekv-cuda-{os.getuid()}-{_digest(SHIM.read_text(), *FLAGS)}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    header = folder / SHIM.name
+    if not (folder / "shim.h.gch").exists():
+        shutil.copyfile(SHIM, header)
+        _compile(["g++", *FLAGS, "-x", "c++-header", str(header)], folder / "shim.h.gch", "", SHIM.name)
+    return header
+
+
+def _compile(command: list[str], target: pathlib.Path, source: str, what: str) -> None:
+    partial = target.with_suffix(f".{os.getpid()}")
+    done = subprocess.run(
+        [*command, "-o", str(partial)], input=source, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, f"{what}: {done.stderr[:4000]}"
+    partial.replace(target)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]

@@ -1,0 +1,198 @@
+// Runs CUDA kernels on the CPU, for tests: a block's threads are fibers that take turns at barriers and shuffles.
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+static dim3 gridDim, blockDim, blockIdx, threadIdx;
+
+namespace fibers {
+struct Fiber {
+    ucontext_t context;  // where it starts; later switches are jumps, which take no system call
+    jmp_buf place;
+    char* stack = nullptr;
+    bool running = false, started = false;
+};
+struct Warp {
+    unsigned long long slots[2][32];
+    int arrived = 0, round = 0, live = 0;
+};
+static std::vector<Fiber> all;
+static std::vector<Warp> warps;
+static jmp_buf scheduler;
+static int current, live, at_barrier, barrier_round;
+static bool progress, backwards;
+static std::function<void()> body;
+static const size_t STACK = 1 << 17;
+
+inline void yield()
+{
+    if (_setjmp(all[current].place) == 0) _longjmp(scheduler, 1);
+}
+inline void resume(Fiber& fiber)
+{
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+}
+inline void entry()
+{
+    body();
+    all[current].running = false;
+    --live, --warps[current / 32].live;
+    progress = true;
+    yield();
+}
+// Waits until all that are alive have come.
+inline void meet(int& arrived, int& round, const int& alive)
+{
+    int mine = round;
+    ++arrived;
+    while (round == mine) {
+        if (arrived >= alive) {
+            arrived = 0;
+            ++round;
+            progress = true;
+            return;
+        }
+        yield();
+    }
+}
+inline void run_block(int threads)
+{
+    if ((int)all.size() != threads) {
+        for (auto& fiber : all) free(fiber.stack);
+        all.assign(threads, {});
+        for (auto& fiber : all) fiber.stack = (char*)malloc(STACK);
+    }
+    warps.assign((threads + 31) / 32, {});
+    at_barrier = 0, live = threads;
+    for (int i = 0; i < threads; ++i) {
+        getcontext(&all[i].context);
+        all[i].context.uc_stack.ss_sp = all[i].stack;
+        all[i].context.uc_stack.ss_size = STACK;
+        all[i].context.uc_link = nullptr;
+        makecontext(&all[i].context, entry, 0);
+        all[i].running = true, all[i].started = false;
+        ++warps[i / 32].live;
+    }
+    for (bool any = true; any;) {
+        any = progress = false;
+        for (int k = 0; k < threads; ++k) {
+            current = backwards ? threads - 1 - k : k;
+            if (!all[current].running) continue;
+            any = true;
+            threadIdx.x = current;
+            resume(all[current]);
+        }
+        if (any && !progress) {
+            fprintf(stderr, "threads of a block wait for each other\n");
+            abort();
+        }
+    }
+}
+inline void run(dim3 grid, int threads, bool reversed, std::function<void()> kernel)
+{
+    body = kernel;
+    backwards = reversed;
+    gridDim = grid;
+    blockDim.x = threads;
+    for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
+        for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
+            for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) run_block(threads);
+}
+}  // namespace fibers
+
+inline void __syncthreads()
+{
+    fibers::meet(fibers::at_barrier, fibers::barrier_round, fibers::live);
+}
+template <class T> T __shfl_xor_sync(unsigned, T x, int lanes)
+{
+    int w = fibers::current / 32, lane = fibers::current % 32;
+    fibers::Warp& warp = fibers::warps[w];
+    int side = warp.round % 2;
+    memcpy(&warp.slots[side][lane], &x, sizeof(T));
+    fibers::meet(warp.arrived, warp.round, warp.live);
+    T other;
+    memcpy(&other, &warp.slots[side][lane ^ lanes], sizeof(T));
+    return other;
+}
+template <class T> T __shfl_sync(unsigned, T x, int from)
+{
+    int lane = fibers::current % 32;
+    T result = x;
+    for (int i = 1; i < 32; ++i) {
+        T other = __shfl_xor_sync(0, x, i);
+        if ((lane ^ i) == from) result = other;
+    }
+    return result;
+}
+inline unsigned __ballot_sync(unsigned, int predicate)
+{
+    unsigned bits = (predicate != 0) << fibers::current % 32;
+    for (int i = 16; i > 0; i /= 2) bits |= __shfl_xor_sync(0, bits, i);
+    return bits;
+}
+inline void __syncwarp(unsigned = 0) { __shfl_xor_sync(0, 0, 0); }
+inline void __threadfence() {}
+inline unsigned atomicInc(unsigned* at, unsigned most)
+{
+    unsigned old = *at;
+    *at = old >= most ? 0 : old + 1;
+    return old;
+}
+template <class T, class U> T atomicAdd(T* at, U x)
+{
+    T old = *at;
+    *at += x;
+    return old;
+}
+inline unsigned atomicOr(unsigned* at, unsigned bits)
+{
+    unsigned old = *at;
+    *at |= bits;
+    return old;
+}
+template <class T> T __ldcg(const T* at) { return *at; }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+template <class To, class From> To same_bits(From x)
+{
+    To y;
+    memcpy(&y, &x, sizeof(y));
+    return y;
+}
+inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
+inline float __int_as_float(int x) { return same_bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
+inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
+
+inline float half_to_float(unsigned short bits) { return (float)same_bits<_Float16>(bits); }
+inline unsigned short float_to_half(float x) { return same_bits<unsigned short>((_Float16)x); }
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+inline unsigned dot_bytes(unsigned a, unsigned b, unsigned sum)
+{
+    for (int i = 0; i < 32; i += 8) sum += (a >> i & 255) * (b >> i & 255);
+    return sum;
+}

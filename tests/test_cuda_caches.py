@@ -1,0 +1,109 @@
+"""KV schemes on CUDA kernels: the same caches, handed another backend, against the NumPy one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_cases import OnDevice, device  # noqa: F401
+
+from edgekv.cuda.decoder import CudaWorkspace
+from edgekv.cuda.device import SCHEMES
+from edgekv.kernels import numpy_kernels
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache.base import Geometry, KVCache, Workspace
+
+SHAPES = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_dim
+CAPACITY = 150
+# Small windows and budgets, so that few tokens reach every part of a scheme.
+SMALL = {
+    "kivi2": "kivi2:window=32",
+    "onebit": "onebit:window=16",
+    "bitplane": "bitplane:window=16,p=0.02",
+    "kvcomp": "kvcomp:window=16,block=32",
+    "fier": "fier:k=32",
+    "quest": "quest:k=32",
+}
+TOLERANCE = 2e-3  # that of the contract test of all schemes
+VARIANTS = [
+    *(SMALL.get(name, name) for name in SCHEMES),
+    "dense:dtype=f32",
+    "dense:dtype=q8",
+    "onebit:window=16,v=3",
+]
+
+
+def make(text: str, shape: str, kernels: Any, workspace: Workspace) -> KVCache:
+    spec = CacheSpec.parse(text)
+    cache = spec.scheme(Geometry(*SHAPES[shape], CAPACITY, layer=2, n_layers=4), spec.knobs)
+    cache.allocate(kernels, workspace)
+    return cache
+
+
+def draw(shape: str, n: int, seed: int) -> list[np.ndarray]:
+    """Queries, keys and values, with an offset of all keys."""
+    n_heads, groups, d = SHAPES[shape]
+    rng = np.random.default_rng(seed)
+    offset = 3 * np.random.default_rng(1).standard_normal((groups, 1, d))
+    parts = (
+        rng.standard_normal((n_heads, n, d)) * 2 / np.sqrt(d),
+        rng.standard_normal((groups, n, d)) + offset,
+        rng.standard_normal((groups, n, d)),
+    )
+    return [x.astype(np.float32) for x in parts]
+
+
+def converse(cache: KVCache, up: Any, shape: str) -> np.ndarray:
+    """A prompt, single tokens, several at once, a rewind, one more: all that attends."""
+    cache.prefill(*map(up, draw(shape, 100, 0)))
+    type(cache).settle([cache])
+    out = [to_host(cache.attend(*map(up, draw(shape, 1, seed)))).copy() for seed in range(1, 4)]
+    out.append(to_host(cache.attend(*map(up, draw(shape, 9, 4)))).copy())
+    cache.truncate(105)
+    out.append(to_host(cache.attend(*map(up, draw(shape, 1, 5)))).copy())
+    return np.concatenate(out, axis=1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("text", VARIANTS)
+def test_caches_equal_the_numpy_ones(device: OnDevice, text: str, shape: str) -> None:  # noqa: F811
+    here = make(text, shape, numpy_kernels(), Workspace())
+    there = make(text, shape, device.kernels, CudaWorkspace(device.driver))
+    expected, actual = converse(here, lambda x: x, shape), converse(there, device.up, shape)
+    assert np.linalg.norm(actual - expected) < TOLERANCE * np.linalg.norm(expected)
+    assert there.n_seen == here.n_seen
+    assert there.nbytes == here.nbytes
+    for name, array in here.arrays.items():
+        np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
+
+
+@pytest.mark.parametrize("text", ["dense", "h1b", "kivi2:window=32", "onebit:window=16"])
+def test_attention_of_one_token_is_one_launch(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the codecs allow it the score buffer is never made."""
+    host = OnDevice.open("host")
+    cache = make(text, "mha", host.kernels, CudaWorkspace(host.driver))
+    cache.prefill(*map(host.up, draw("mha", 100, 0)))
+    launched = []
+    monkeypatch.setattr(host.driver, "launch", lambda *a: launched.append(a[1]))
+    cache.attend(*map(host.up, draw("mha", 1, 1)))
+    assert launched.count("attend") == 1
+    assert not {"scores", "values", "softmax"} & set(launched)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_replayed_step_needs_nothing_but_the_position(name: str) -> None:
+    """`steady_tokens` promises that a step changes counters alone; `skip` changes them as appending does."""
+    cache = make(SMALL.get(name, name), "gqa", numpy_kernels(), Workspace())
+    cache.attend(*draw("gqa", 70, 0))
+    n = cache.steady_tokens()
+    assert 0 <= n <= CAPACITY - 70
+    before = cache.state().counters
+    for seed in range(min(n, 3)):
+        expected = {k: v + (k in ("n_seen", "n_recent")) for k, v in cache.state().counters.items()}
+        cache.attend(*draw("gqa", 1, seed))
+        assert cache.state().counters == expected
+        assert cache.steady_tokens() == n - seed - 1
+    cache.skip(-min(n, 3))
+    assert cache.state().counters == before

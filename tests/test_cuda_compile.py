@@ -1,0 +1,151 @@
+"""CUDA programs compile for every GPU generation that edgekv names, without a GPU and without spills."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import pathlib
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from edgekv.cuda import backend
+from edgekv.cuda.codes import ENCODE as ENCODE_CODES
+from edgekv.cuda.dense import ENCODE
+from edgekv.cuda.matvec import linear_program
+from edgekv.cuda.module import FOLDER, Program
+from edgekv.cuda.planes import GATHER, encode_program
+from edgekv.cuda.retrieval import ENCODE as ENCODE_INDEX
+
+ARCHITECTURES = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 87: "Orin", 90: "H100, H200"}
+REPORT = re.compile(
+    r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
+)
+
+ROWS = {"HEAD_DIM": 128, "KEY_DIM": 128, "ROWS": 4}
+HUFFMAN = {"CODE_BLOCK": 64, "PLAIN_BITS": 3 * 64 * 128, "TABLE_BITS": 11}
+KEYS = {
+    "rows": {"KEYS": "RowKeys<u16>"},
+    "signs": {"KEYS": "SignKeys", "KEY_DIM": 256},
+    "columns": {"KEYS": "ColumnKeys<4>", "KEY_SCALES": "SCALE_PER_TOKEN", "KEY_BLOCK": 32},
+    "centred": {"KEYS": "CentredKeys", "PLANES": 5},
+    "huffman": {"KEYS": "HuffmanKeys", **HUFFMAN},
+    "fier": {"KEYS": "FierKeys", "GROUP": 32},
+}
+VALUES = {
+    "rows": {"VALUES": "RowValues<float>"},
+    "bytes": {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_ZERO"},
+    "quads": {"VALUES": "QuadValues", "VALUE_BITS": 2},
+    "huffman": {"VALUES": "HuffmanValues", **HUFFMAN},
+}
+PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some
+    ("rows", {"VALUES": "RowValues<u16>"}, "rows", False),
+    ("signs", VALUES["bytes"], "bytes", False),
+    ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "bytes", False),
+    ("centred", VALUES["quads"], "quads", True),
+]
+KIVI = {
+    **{"KEYS": "ColumnKeys<2>", "KEY_SCALES": "STEP_PER_CHANNEL", "KEY_BLOCK": 32},
+    **{"VALUES": "ByteValues<2>", "VALUE_SCALES": "FROM_LOW"},
+}
+
+
+def program(files: tuple[str, ...], **macros: object) -> Program:
+    return Program(tuple(dict.fromkeys(files)), tuple(macros.items()))  # type: ignore[arg-type]
+
+
+def attend(files: tuple[str, ...], exact: bool, macros: dict[str, object]) -> Program:
+    more = {"MOST_SHARES": backend.MOST_SHARES} | ({"EXACT": 1} if exact else {})
+    return program((*files, *(["rows"] if exact else []), "attend"), **ROWS | macros | more)
+
+
+PROGRAMS = {
+    **{f"scores-{file}": program((file, "scores"), **ROWS | macros) for file, macros in KEYS.items()},
+    **{f"values-{file}": program((file, "values"), **ROWS | macros) for file, macros in VALUES.items()},
+    **{f"attend-{k}": attend((k, file), exact, KEYS[k] | values) for k, values, file, exact in PAIRS},
+    "attend-kivi": attend(("columns", "bytes"), True, KIVI),
+    **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
+    "gather": program(("gather",), ROWS=4, KEY_DIM=128, **dict(GATHER)),
+    "chosen": program(("chosen",), ROWS=4, HEAD_DIM=128),
+    "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
+    **{
+        name: program((name,)) for name in ("add_partial", "choose", "inputs", "layers", "pack", "rope", "softmax")
+    },
+    **{
+        "encode": ENCODE,
+        "encode-codes": ENCODE_CODES,
+        "encode-index": ENCODE_INDEX,
+        "encode-planes": encode_program(2),
+    },
+}
+
+
+class Nvrtc:
+    """The runtime compiler's C functions."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    @classmethod
+    def find(cls) -> Nvrtc | None:
+        """In the wheel nvidia-cuda-nvrtc (-cu12), or where the system's loader looks."""
+        places = find_spec("nvidia") and find_spec("nvidia").submodule_search_locations  # type: ignore[union-attr]
+        found = [path for place in places or () for path in pathlib.Path(place).rglob("libnvrtc.so*")]
+        system = ctypes.util.find_library("nvrtc")
+        for path in [*map(str, sorted(found)), *([system] if system else [])]:
+            try:
+                return cls(ctypes.CDLL(path))
+            except OSError:  # noqa: PERF203
+                continue
+        return None
+
+    def architectures(self) -> list[int]:
+        count = ctypes.c_int()
+        self.library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        self.library.nvrtcGetSupportedArchs(numbers)
+        return list(numbers)
+
+    def compile(self, source: str, options: tuple[str, ...]) -> tuple[bool, str]:
+        """Whether it compiles, and the log."""
+        handle, size = ctypes.c_void_p(), ctypes.c_size_t()
+        self.library.nvrtcCreateProgram(ctypes.byref(handle), source.encode(), b"edgekv.cu", 0, None, None)
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = self.library.nvrtcCompileProgram(handle, len(options), arguments)
+        self.library.nvrtcGetProgramLogSize(handle, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        self.library.nvrtcGetProgramLog(handle, log)
+        self.library.nvrtcDestroyProgram(ctypes.byref(handle))
+        return status == 0, log.value.decode()
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    found = Nvrtc.find()
+    if found is None:
+        pytest.skip(
+            "needs NVRTC: pip install nvidia-cuda-nvrtc-cu12 (any 12.x knows all generations down to sm_53)"
+        )
+    return found
+
+
+def test_every_source_file_is_compiled_here() -> None:
+    compiled = {name for each in PROGRAMS.values() for name in each.files} | {"common", "ptx"}
+    assert compiled == {path.stem for path in FOLDER.glob("*.cu")}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_programs_compile_without_spills(nvrtc: Nvrtc, architecture: int) -> None:
+    if architecture not in nvrtc.architectures():
+        pytest.skip(f"this NVRTC no longer compiles for sm_{architecture} ({ARCHITECTURES[architecture]})")
+    for name, each in PROGRAMS.items():
+        options = (*each.options(), "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v")  # as CuPy does
+        done, log = nvrtc.compile(each.source(), options)
+        assert done, f"{name}: {log}"
+        found = REPORT.findall(log)
+        assert found, f"{name}: no report in {log}"
+        for kernel, stack, spills in found:
+            assert (int(stack), int(spills)) == (0, 0), (
+                f"{name}: {kernel} uses {stack} B of stack, spills {spills} B"
+            )

@@ -1,0 +1,133 @@
+"""Whole models on the CUDA path: logits, recorded steps, sampling, and greedy text."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import golden_cases
+import numpy as np
+import pytest
+from cuda_cases import OnDevice, device  # noqa: F401
+
+from edgekv import Session
+from edgekv.cuda.decoder import CudaDecoder
+from edgekv.cuda.weights import DeviceWeights
+from edgekv.demo import demo_model
+from edgekv.errors import EdgeKVError
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import KVCache
+from edgekv.model import Model, find_device
+from edgekv.sampling import Sampler, SamplingParams
+
+GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
+CAPACITY = 48
+
+
+def decoder(model: Model, place: OnDevice, weights: str = "f32") -> CudaDecoder:
+    store = model.store(model.weight_format(weights))
+    return CudaDecoder(DeviceWeights(store, place.driver, None), place.driver, CAPACITY, 1)
+
+
+def open_caches(decoder: Any, text: str) -> list[KVCache]:
+    caches = CacheSpec.parse(text).layers(decoder.config, CAPACITY)
+    for cache in caches:
+        cache.allocate(decoder.kernels, decoder.workspace)
+    return caches
+
+
+@pytest.mark.parametrize("name", ["llama2-gqa", "rope-dynamic", "mistral", "qwen3", "gpt2"])
+def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    """A prompt's are transformers'; those of two pieces and single tokens, most of them replayed, are NumPy's."""
+    model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
+    cuda, tokens = decoder(model, device), golden_cases.tokens(name)
+    caches = open_caches(cuda, "dense:dtype=f32")
+    whole = to_host(cuda.head(cuda.prefill(cuda.embed(tokens, 0), caches)))
+    np.testing.assert_allclose(whole[::3], GOLDEN[name], atol=2e-4, rtol=0)
+    rows = []
+    for each in (cuda, find_device("numpy").decoder(model, model.weight_format("f32"), CAPACITY, 1, None)):
+        caches = open_caches(each, "dense:dtype=f32")
+        parts = [each.prefill(each.embed(tokens[a:b], a), caches) for a, b in ((0, 17), (17, 28))]
+        logits = [to_host(each.head(x)) for x in parts]
+        rows.append([*logits, *(to_host(each.step(token, caches))[None].copy() for token in tokens[28:])])
+    np.testing.assert_allclose(*(np.concatenate(each) for each in rows), atol=2e-4, rtol=0)
+    assert cuda.n_replayed == (19 if name in ("llama2-gqa", "qwen3", "gpt2") else 0)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "int4-32"])
+def test_quantised_weights(device: OnDevice, weights: str, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    """A prompt goes through cuBLAS, a step through the codes: both are what the store's codes stand for."""
+    model = Model.open(golden_cases.write_checkpoint("llama-biases", tmp_path / "model"))
+    form, tokens = model.weight_format(weights), golden_cases.tokens("llama-biases")
+    results = []
+    for each in (find_device("numpy").decoder(model, form, CAPACITY, 1, None), decoder(model, device, weights)):
+        caches = open_caches(each, "dense:dtype=f32")
+        hidden = each.prefill(each.embed(tokens[:20], 0), caches)
+        steps = [to_host(each.step(token, caches)).copy() for token in tokens[20:23]]
+        results.append(np.stack([to_host(each.head(hidden[-1:]))[0], *steps]))
+    np.testing.assert_allclose(results[1], results[0], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("text", ["h1b", "onebit:window=8", "kivi2:window=0", "bitplane:window=8,sink=2"])
+def test_replayed_steps_equal_steps(text: str, tmp_path: pathlib.Path) -> None:
+    """The recording's kernels run with the last position of a stretch and the shift; blocks are packed between."""
+    model = Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model"))
+    tokens = golden_cases.tokens("llama2-gqa")
+    rows = []
+    for replays in (True, False):
+        cuda = decoder(model, OnDevice.open("host"))
+        if not replays:
+            type(cuda).can_replay = property(lambda self: False)  # restored below
+        try:
+            caches = open_caches(cuda, text)
+            cuda.prefill(cuda.embed(tokens[:12], 0), caches)
+            rows.append(np.stack([to_host(cuda.step(token, caches)).copy() for token in tokens[12:40]]))
+        finally:
+            if not replays:
+                type(cuda).can_replay = CAN_REPLAY
+        assert (cuda.n_replayed > 10) == replays
+    np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
+
+
+CAN_REPLAY = CudaDecoder.can_replay
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=1.3, top_k=0, top_p=1.0, min_p=0.0, seed=2),
+    SamplingParams(temperature=0.9, top_k=7, top_p=1.0, min_p=0.1, seed=3, repetition_penalty=1.4),
+    SamplingParams(
+        temperature=1.0, top_k=0, top_p=0.6, min_p=0.02, seed=4, repetition_penalty=1.2, repetition_window=4
+    ),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_tokens_are_chosen_as_on_the_host(device: OnDevice, params: SamplingParams) -> None:  # noqa: F811
+    rng = np.random.default_rng(0)
+    here, there, history = Sampler(params, 300), Sampler(params, 300), list(range(10, 20))
+    for _ in range(20):
+        logits = (rng.standard_normal(300) * 3).astype(np.float32).round(1)  # with ties
+        expected = here.sample(logits, history)
+        assert there.sample(device.up(logits), history) == expected
+        history.append(expected)
+
+
+def test_logits_that_are_no_numbers_are_refused(device: OnDevice) -> None:  # noqa: F811
+    logits = np.zeros(8, np.float32)
+    logits[3] = np.nan
+    with pytest.raises(EdgeKVError, match="the largest logit is nan"):
+        Sampler(SamplingParams(), 8).sample(device.up(logits))
+
+
+@pytest.mark.parametrize("name", ["stories260K", "demo"])
+def test_greedy_text_equals_the_cpus(name: str, request: pytest.FixtureRequest) -> None:
+    OnDevice.open("gpu")
+    path = demo_model() if name == "demo" else request.getfixturevalue("shared") / "models" / name
+    texts = []
+    for where in ("numpy", "cuda"):
+        session = Session.load(path, kv="dense", ctx=300, weights="f32", device=where)
+        texts.append([step.token for step in session.generate("Once upon a time", max_new_tokens=100)])
+    assert texts[1] == texts[0]

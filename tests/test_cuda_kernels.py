@@ -1,0 +1,305 @@
+"""CUDA kernels against the NumPy oracle: encoders to the bit, sums up to rounding, poisoned outputs, odd sizes."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from cuda_cases import OnDevice, device  # noqa: F401
+from kernel_cases import Case, assert_close, generator, normal
+
+from edgekv.cuda.kernels import CudaKernels
+from edgekv.kernels import numpy_, spec
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache.codebook import Codebook
+
+CASES = [
+    Case(d=128, length=200, g=2, r=1, n=1, t0=0, s0=0),
+    Case(d=64, length=65, g=1, r=4, n=1, t0=3, s0=5),
+    Case(d=80, length=130, g=2, r=3, n=3, t0=64, s0=2),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+WIDE = [case for case in CASES if case.d % 64 == 0]
+each_wide_case = pytest.mark.parametrize("case", WIDE, ids=str)
+
+
+def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return normal(rng, *shape).astype(np.float16).view(np.uint16)
+
+
+def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(0, 1 << 64, shape, np.uint64)
+
+
+def scores(case: Case) -> np.ndarray:
+    return np.full((case.g, case.m, case.s0 + case.length + 3), np.nan, np.float32)
+
+
+def probabilities(case: Case) -> np.ndarray:
+    """NaN in the columns that are not to be read."""
+    p = scores(case)
+    p[:, :, case.s0 : case.s0 + case.length] = generator(case).random((case.g, case.m, case.length)) ** 8
+    return p
+
+
+def awkward(case: Case) -> np.ndarray:
+    """Values to encode (g, length, d): a token of zeros, one that is nearly, one of negative zeros."""
+    x = normal(generator(case), case.g, case.length, case.d)
+    x[:, 0], x[:, -1], x[:, 1] = 0, x[:, -1] * np.float32(1e-9), np.float32(-0.0)
+    return x
+
+
+def test_every_kernel_has_the_signature_of_the_specification() -> None:
+    for name in [name for name in dir(CudaKernels) if hasattr(spec.Kernels, name) and not name.startswith("_")]:
+        specified = list(inspect.signature(getattr(spec.Kernels, name)).parameters)
+        assert list(inspect.signature(getattr(CudaKernels, name)).parameters) == specified, name
+
+
+@each_case
+def test_numbers(device: OnDevice, case: Case) -> None:  # noqa: F811
+    rng = generator(case)
+    x, q = normal(rng, case.g, case.length, case.d), normal(rng, case.g, case.m, case.d)
+    half = np.zeros((case.g, case.capacity, case.d), np.uint16)
+    half = device.check("encode_f16", x, half, case.t0)[1]
+    single = device.check("encode_f32", x, np.zeros(half.shape, np.float32), case.t0)[1]
+    for kind, store in (("f16", half), ("f32", single)):
+        device.check(f"scores_{kind}", q, store, case.t0, case.t1, scores(case), case.s0)
+        out = normal(rng, case.g, case.m, case.d)
+        device.check(f"values_{kind}", probabilities(case), case.s0, store, case.t0, case.t1, out)
+
+
+@pytest.mark.parametrize("d", [8, 12, 256])
+def test_narrow_and_wide_heads(device: OnDevice, d: int) -> None:  # noqa: F811
+    case = Case(d=d, length=100, g=2, r=2, n=1, t0=1, s0=0)
+    rng = generator(case)
+    store = halves(rng, case.g, case.capacity, d)
+    device.check("scores_f16", normal(rng, case.g, case.m, d), store, case.t0, case.t1, scores(case), case.s0)
+    out = normal(rng, case.g, case.m, d)
+    device.check("values_f16", probabilities(case), case.s0, store, case.t0, case.t1, out)
+    codes, delta = np.zeros((case.g, case.capacity, d // 2), np.uint8), np.zeros(store.shape[:2], np.uint16)
+    a = device.check("encode_int4", awkward(case), codes, delta, np.zeros(delta.shape, np.uint8), case.t0)[1:4]
+    device.check("values_int4", probabilities(case), case.s0, *a, case.t0, case.t1, out)
+
+
+def test_scores_may_be_a_slice(device: OnDevice) -> None:  # noqa: F811
+    case = CASES[1]
+    rng = generator(case)
+    q, store = normal(rng, case.g, case.m, case.d), halves(rng, case.g, case.capacity, case.d)
+    whole = np.full((case.g, case.m + 2, 90), np.nan, np.float32)
+    part = np.s_[:, 1 : 1 + case.m, 3:83]
+    expected, actual = whole.copy(), device.up(whole)
+    numpy_.scores_f16(q, store, case.t0, case.t1, expected[part], case.s0)
+    device.kernels.scores_f16(device.up(q), device.up(store), case.t0, case.t1, actual[part], case.s0)
+    assert_close(to_host(actual), expected)
+
+
+@pytest.mark.parametrize("columns", [1, 33, 700])
+def test_softmax(device: OnDevice, columns: int) -> None:  # noqa: F811
+    rng = np.random.default_rng(columns)
+    s = normal(rng, 2, 3, columns) * 20
+    s[0, 0] = -np.inf
+    s[1, 1, : columns // 2] = -np.inf
+    lo = np.array([0, columns // 3, columns])
+    device.check("softmax", s, lo, np.array([columns, columns, columns]))
+    device.check("softmax", s, np.zeros(3, np.int64), np.full(3, (columns + 1) // 2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "n", "d", "half", "normed"), [(4, 2, 3, 16, 8, True), (3, 3, 1, 80, 10, False)]
+)
+def test_split_rope(
+    device: OnDevice,  # noqa: F811
+    heads: int,
+    groups: int,
+    n: int,
+    d: int,
+    half: int,
+    normed: bool,
+) -> None:
+    rng = np.random.default_rng(d)
+    norms = [normal(rng, d if normed else 0) for _ in range(2)]
+    tables = normal(rng, 2, n, half)
+    outs = [np.full((h, n, d), np.nan, np.float32) for h in (heads, groups, groups)]
+    qkv = normal(rng, n, (heads + 2 * groups) * d)
+    device.check("split_rope", qkv, *tables, *outs, 0.3, *norms, 1e-6)
+
+
+@pytest.mark.parametrize(("bits", "rows"), [(256, 1), (64, 3), (512, 8)])
+def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:  # noqa: F811
+    case = Case(d=16, length=130, g=2, r=rows, n=1, t0=5, s0=4)
+    rng = generator(case)
+    x = normal(rng, case.g, case.length, bits)
+    x[0, 0, :3] = 0.0, -0.0, 1e-45
+    codes = device.check(
+        "pack_signs", x, np.zeros((case.g, case.capacity // 64, bits // 64, 64), np.uint64), case.t0
+    )[1]
+    q = normal(rng, case.g, rows, bits)
+    device.check("pack_sign_rows", q)
+    scale = rng.random((case.g, rows), np.float32)
+    device.check("scores_signs", numpy_.pack_sign_rows(q), codes, case.t0, case.t1, scale, scores(case), case.s0)
+    device.check("project", normal(rng, case.g, rows, 24), normal(rng, bits, 24))
+
+
+@each_case
+def test_affine_values(device: OnDevice, case: Case) -> None:  # noqa: F811
+    tokens = case.g, case.capacity
+    arrays = np.zeros((*tokens, case.d // 2), np.uint8), np.zeros(tokens, np.uint16), np.zeros(tokens, np.uint8)
+    store = device.check("encode_int4", awkward(case), *arrays, case.t0)[1:4]
+    out = normal(generator(case), case.g, case.m, case.d)
+    device.check("values_int4", probabilities(case), case.s0, *store, case.t0, case.t1, out)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@each_case
+def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:  # noqa: F811
+    rng, n_bytes, scale = generator(case), case.d * bits // 8, np.zeros((case.g, case.capacity), np.uint16)
+    codes = np.zeros((case.g, -(-case.capacity // 32), n_bytes, 32), np.uint8)
+    keys = device.check("encode_sym", awkward(case), codes, scale, case.t0)[1:3]
+    q = normal(rng, case.g, case.m, case.d)
+    device.check("scores_sym", q, *keys, case.t0, case.t1, scores(case), case.s0)
+    codes = np.zeros((case.g, case.capacity, n_bytes, 1), np.uint8)
+    values = device.check("encode_sym", awkward(case), codes, scale, case.t0)[1:3]
+    device.check("values_sym", probabilities(case), case.s0, *values, case.t0, case.t1, q.copy())
+
+
+@pytest.mark.parametrize(("bits", "block"), [(2, 32), (4, 128)])
+@each_case
+def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> None:  # noqa: F811
+    rng, n_bytes, capacity = generator(case), case.d * bits // 8, -(-case.capacity // block) * block
+    x = normal(rng, case.g, capacity, case.d)
+    x[:, :block, 0] = 1.5  # a channel that is the same everywhere
+    groups = case.g, capacity // block
+    ends = [np.zeros((*groups, case.d), np.uint16) for _ in range(2)]
+    keys = device.check("encode_kivi_keys", x, np.zeros((*groups, n_bytes, block), np.uint8), *ends, 0)[1:4]
+    q = normal(rng, case.g, case.m, case.d)
+    device.check("scores_kivi", q, *keys, case.t0, case.t1, scores(case), case.s0)
+    ends = [np.zeros((case.g, 1, capacity), np.uint16) for _ in range(2)]
+    codes = np.zeros((case.g, capacity, n_bytes), np.uint8)
+    values = device.check("encode_kivi_values", awkward(case), codes, *ends, case.t0)[1:4]
+    device.check("values_kivi", probabilities(case), case.s0, *values, case.t0, case.t1, q.copy())
+
+
+@pytest.mark.parametrize(("width", "d"), [(128, 128), (64, 50), (16, 12)])
+def test_hadamard(device: OnDevice, width: int, d: int) -> None:  # noqa: F811
+    rng = np.random.default_rng(width)
+    flips = rng.choice(np.array([-1, 1], np.float32), width)
+    device.check("hadamard", normal(rng, 3, 2, d), flips, np.full((3, 2, width), np.nan, np.float32), tolerance=0)
+    device.check("hadamard_back", normal(rng, 3, 2, width), flips, normal(rng, 3, 2, d), tolerance=0)
+
+
+@pytest.mark.parametrize("planes", [3, 5])
+@each_wide_case
+def test_centred_signs(device: OnDevice, case: Case, planes: int) -> None:  # noqa: F811
+    rng, blocks, n_words = generator(case), case.capacity // 64, case.d // 64
+    x = normal(rng, case.g, case.capacity, case.d) + 3
+    x[:, :64] = 0
+    centres = np.zeros((case.g, blocks, 5, case.d // 2), np.uint8), np.zeros((case.g, blocks, 5), np.uint16)
+    x, *centres = device.check("encode_centres", x, *centres, 0, tolerance=0)[:3]
+    signs = np.zeros((case.g, blocks, n_words, 64), np.uint64), np.zeros((case.g, case.capacity), np.uint16)
+    signs = device.check("encode_signs", x, *signs, 0)[1:3]
+    q = normal(rng, case.g, case.m, case.d)
+    q[0, 0] = 0
+    packed = np.zeros((*q.shape[:2], planes, n_words), np.uint64), np.zeros(q.shape[:2], np.float32)
+    q_planes, step = device.check("pack_queries", q, *packed, np.full_like(q, np.nan), tolerance=0)[1:3]
+    store = *signs, *centres
+    device.check("scores_centred", q, q_planes, step, *store, case.t0, case.t1, scores(case), case.s0)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_quads(device: OnDevice, bits: int) -> None:  # noqa: F811
+    case = CASES[bits % len(CASES)]
+    tokens = np.zeros((case.g, case.capacity), np.uint16)
+    codes = np.zeros((case.g, case.capacity // 64, 2 * bits, case.d, 4), np.uint8)
+    x = normal(generator(case), case.g, case.capacity, case.d)
+    x[:, 0] = 0
+    store = device.check("encode_quads", x, codes, tokens, 0)[1:3]
+    out = normal(generator(case), case.g, case.m, case.d)
+    device.check("values_quads", probabilities(case), case.s0, *store, case.t0, case.t1, out)
+
+
+@each_wide_case
+def test_bit_planes(device: OnDevice, case: Case) -> None:  # noqa: F811
+    rng, n_words, capacity = generator(case), case.d // 64, case.capacity
+    x, step = normal(rng, case.g, capacity, case.d), rng.random((case.g, capacity), np.float32)
+    device.check("encode_planes", x, step, np.zeros((case.g, capacity, 3, n_words), np.uint64), 0, tolerance=0)
+    p = probabilities(case) ** 4
+    p /= np.nansum(p, axis=2, keepdims=True)
+    q, rounded = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
+    scale = (rng.random((case.g, capacity)) / 20).astype(np.float16).view(np.uint16)
+    planes = [words(rng, case.g, capacity, n, n_words) for n in (3, 2, 2)]
+    tail = np.full((case.g, case.m, -(-case.t1 // 64) - case.t0 // 64), np.nan, np.float32)
+    device.check(
+        *("attend_planes", p, case.s0, case.t0, case.t1, q, rounded, rng.random(case.g, np.float32)),
+        *(words(rng, case.g, capacity // 64, n_words, 64), scale, *planes, halves(rng, case.g, capacity) & 0x7FFF),
+        *(0.01, case.n, normal(rng, *q.shape), tail, np.full(q.shape[:2], np.nan, np.float32)),
+        np.full((case.g, case.n, 2), -1, np.int32).astype(np.uint64),
+        tolerance=1e-5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "block", "relative_step"), [(CASES[0], 64, 0.25), (CASES[1], 16, 0.07), (CASES[2], 256, 0.4)]
+)
+def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: float) -> None:  # noqa: F811
+    """Levels, sizes and bit strings are equal; scores and sums on them, with a block in fixed-length codes."""
+    rng, levels, capacity = generator(case), round(1 / relative_step) + 1, -(-case.capacity // block) * block
+    x, q = normal(rng, case.g, capacity, case.d), normal(rng, case.g, case.m, case.d)
+    x[:, 5], x[:, :, 1] = 0, x[:, :, 1] * 30
+    flat = Codebook.fixed_length(levels)
+    plain_bits = block * case.d * int(flat.lengths[0])
+    for side in ("channels", "tokens"):
+        shape = (case.g, capacity // block, case.d) if side == "channels" else (case.g, capacity)
+        ends, sizes = [np.zeros(shape, np.uint16) for _ in range(2)], (block,) if side == "channels" else ()
+        codes = np.zeros(x.shape, np.uint8)
+        codes, *ends = device.check(f"quantise_{side}", x, relative_step, levels, *sizes, codes, *ends, 0)[-4:-1]
+        book = Codebook.huffman(np.bincount(codes.ravel(), minlength=levels))
+        bits = device.check("huffman_sizes", codes, book.lengths, np.zeros((case.g, capacity), np.uint16), 0)[2]
+        strings = bits.reshape(case.g, -1, block)  # a view
+        plain = strings.sum(axis=2) >= plain_bits
+        plain[0, 0] = True
+        strings[plain] = plain_bits // block
+        n_words = -(-strings.sum(axis=2, dtype=np.int64) // 64)
+        offsets = (n_words.cumsum() - n_words.ravel()).reshape(n_words.shape).astype(np.uint32)
+        pool = np.full(n_words.sum() + 1, 0xAAAAAAAAAAAAAAAA, np.uint64)
+        both = np.stack([book.words, flat.words]), np.stack([book.lengths, flat.lengths])
+        pool = device.check("huffman_pack", codes, *both, plain.view(np.uint8), offsets, 0, block, pool)[-1]
+        store = pool, offsets, bits, book.table, flat.table, plain_bits, *ends
+        if side == "channels":
+            device.check("scores_huffman", q, *store, case.t0, case.t1, scores(case), case.s0)
+        else:
+            device.check("values_huffman", probabilities(case), case.s0, *store, case.t0, case.t1, q.copy())
+
+
+@pytest.mark.parametrize(("r", "n", "columns", "k"), [(1, 1, 1500, 64), (4, 3, 1100, 256), (8, 1, 50, 64)])
+def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> None:  # noqa: F811
+    """Ties, -0, -inf; then exact scores and sums of the chosen tokens."""
+    rng = np.random.default_rng(columns)
+    s = normal(rng, 2, r * n, columns)
+    s[:, :, 50:] = s[:, :, 50:].round(1)
+    s[0, 0, :40], s[0, 0, 41], s[0, :, 42] = 1.5, -0.0, -np.inf
+    lo, hi = rng.integers(0, 5, n), rng.integers(columns - 5, columns + 1, n)
+    chosen = np.full((2, n, min(k, columns) + 4), -1, np.int32)
+    expected, found = chosen.copy(), device.up(chosen)
+    numpy_.select_top(s.copy(), lo, hi, k, expected)
+    device.kernels.select_top(device.up(s), lo, hi, k, found)
+    np.testing.assert_array_equal(to_host(found), expected)
+    store, q = halves(rng, 2, columns, 64), normal(rng, 2, r * n, 64)
+    tokens, counts = (
+        rng.integers(0, columns, chosen.shape).astype(np.int32),
+        rng.integers(1, chosen.shape[2] + 1, n),
+    )
+    empty = np.full((2, r * n, chosen.shape[2]), np.nan, np.float32)
+    device.check("scores_f16_at", q, store, tokens, counts, empty)
+    device.check("values_f16_at", rng.random(empty.shape, np.float32), store, tokens, counts, q.copy())
+
+
+@pytest.mark.parametrize(("group", "minmax"), [(32, False), (128, True)])
+def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:  # noqa: F811
+    rng, groups, rows, d = np.random.default_rng(group), 640 // group, 3, 80
+    keys = halves(rng, 2, 640, d)
+    index = np.zeros((2, 640 // 32, d), np.uint32), np.zeros((2, groups, 2, d), np.uint16)
+    index = device.check("encode_fier", keys, group, minmax, *index, 1, groups)[3:5]
+    s, q = np.full((2, rows, 700), np.nan, np.float32), normal(rng, 2, rows, d)
+    device.check("scores_fier", q, *index, group, 1, groups, s, 2)
+    device.check("encode_pages", keys, 16, np.zeros((2, 40, 2 * d), np.uint16), 1, 40)

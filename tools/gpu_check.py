@@ -1,0 +1,232 @@
+"""Everything that needs a GPU, in one run: tests, then measurements. Prints a log and writes all as JSON.
+
+usage: python tools/gpu_check.py [--out FOLDER] [--only SECTION ...] [--seconds 230]
+
+A section that fails says so and the next one follows; none is begun after --seconds. tools/gpu_page.py puts the
+tables of the JSON file into docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import cupy  # noqa: E402
+import gpu_measure  # noqa: E402
+
+from edgekv.shapes import load_shape  # noqa: E402
+
+DEPTHS = (8192, 32768)
+SCHEMES = ("dense", "h1b", "onebit", "bitplane", "kivi2", "minicache4", "kvcomp", "fier", "quest")
+LONG = (("dense", 131072), ("h1b", 131072), ("onebit", 131072))  # one layer's worth
+WHOLE = ("dense", "h1b", "onebit", "bitplane", "kivi2", "kvcomp")
+BOARDS = {"Jetson Nano, 25.6 GB/s": 25.6e9, "Orin Nano, 68 GB/s": 68e9, "Orin Nano Super, 102 GB/s": 102e9}
+TEST_SECONDS = 110
+
+
+class Log:
+    """What was found: printed at once, kept for the JSON file."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder, self.tables, self.facts = folder, {}, {}  # type: tuple[pathlib.Path, dict[str, str], dict[str, Any]]
+
+    def table(self, name: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        print("\n".join(lines))
+        for row in rows:
+            lines.append(f"| {' | '.join(map(str, row))} |")
+            print(lines[-1], flush=True)
+        self.tables[name] = "\n".join(lines)
+
+    def write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "gpu.json"
+        path.write_text(json.dumps({"tables": self.tables, "facts": self.facts}, indent=1, default=str) + "\n")
+        print(f"wrote {path}")
+
+
+def machine(gpu: gpu_measure.Gpu, log: Log) -> None:
+    runtime, properties = cupy.cuda.runtime, gpu.properties
+    facts = {
+        "gpu": properties["name"].decode(),
+        "compute capability": f"{properties['major']}.{properties['minor']}",
+        "multiprocessors": gpu.driver.multiprocessors,
+        "L2 bytes": gpu.l2_bytes,
+        "driver": runtime.driverGetVersion(),
+        "CUDA runtime": runtime.runtimeGetVersion(),
+        "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "CuPy": cupy.__version__,
+        "copy GB/s, read and written": round(gpu.copy_bandwidth() / 1e9, 1),
+    }
+    log.facts |= facts
+    log.table("machine", ("what", "value"), facts.items())
+
+
+def tests(gpu: gpu_measure.Gpu, log: Log) -> None:
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_cuda_*.py"))
+    workers = ["-n", "8"] if has_module("xdist") else []
+    options = ["-q", "-rfE", "--tb=short", "-W", "default", "-k", "gpu or greedy or compile", *workers]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS, check=False
+        )
+        text = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        text = f"{(error.stdout or b'').decode()}\nstopped after {TEST_SECONDS} s"
+    print(text[-9000:], flush=True)
+    lines = [line for line in text.splitlines() if " passed" in line or " failed" in line or " error" in line]
+    log.facts["tests"] = lines[-1] if lines else "no closing line"
+
+
+def has_module(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def attention(gpu: gpu_measure.Gpu, log: Log) -> None:
+    """Per layer, 32 heads of 128, one token: append, scores, softmax, values; and bitplane's scan alone."""
+    bandwidth, results = gpu.copy_bandwidth(), []
+
+    def rows() -> Iterable[Sequence[object]]:
+        plan = [*((text, depth) for depth in DEPTHS for text in SCHEMES), *LONG]
+        for text, depth in plan:
+            results.append(attempt(gpu_measure.attention, gpu, text, depth, bandwidth))
+            yield row(results[-1], text, depth)
+        for depth in DEPTHS:
+            results.append(attempt(gpu_measure.scan, gpu, depth, bandwidth))
+            yield row(results[-1], "bitplane's scan", depth)
+
+    def row(r: dict[str, Any] | None, text: str, depth: int) -> Sequence[object]:
+        if r is None:
+            return text, f"{depth:,}", "failed", *[""] * (4 + len(BOARDS))
+        predicted = [f"{r['bytes'] / speed * 1e6:,.0f}" for speed in BOARDS.values()]
+        speed = f"{r['gb_per_s']:,.0f}", f"{r['times_floor']:.2f}", r["layers"]
+        return text, f"{depth:,}", f"{r['us']:.1f}", f"{r['bytes']:,}", *speed, *predicted
+
+    head = "scheme", "tokens", "us/layer", "bytes read", "GB/s", "x floor", "layers"
+    log.table("attention", (*head, *(f"predicted us, {board}" for board in BOARDS)), rows())
+    log.facts["attention"] = [r for r in results if r]
+
+
+def torch(gpu: gpu_measure.Gpu, log: Log) -> None:
+    """PyTorch's attention and cuBLAS's matrix-vector products on the same shapes."""
+
+    def rows() -> Iterable[Sequence[object]]:
+        for depth in DEPTHS:
+            n, once = (4 if depth < 20000 else 2), depth * gpu_measure.HEADS * gpu_measure.HEAD_DIM * 2
+            plan = (
+                ("scaled_dot_product_attention, f16", 2 * once, gpu_measure.torch_attention, (depth, n)),
+                ("cuBLAS f16 matvec: scores", once, gpu_measure.torch_matvec, (depth, n, False)),
+                ("cuBLAS f16 matvec: values", once, gpu_measure.torch_matvec, (depth, n, True)),
+            )
+            for what, n_bytes, measure, arguments in plan:
+                seconds = attempt(measure, *arguments)
+                if seconds:
+                    log.facts[f"{what} at {depth}"] = seconds
+                    yield what, f"{depth:,}", f"{seconds * 1e6:.1f}", f"{n_bytes / seconds / 1e9:,.0f}"
+
+    log.table("torch", ("PyTorch", "tokens", "us", "GB/s"), rows())
+
+
+def profile(gpu: gpu_measure.Gpu, log: Log) -> None:
+    """Each kernel of a step by itself."""
+
+    def rows() -> Iterable[Sequence[object]]:
+        for depth in DEPTHS:
+            for text in ("fier", "kvcomp", "bitplane", "onebit", "h1b", "dense"):
+                for name, seconds in attempt(gpu_measure.kernels_of, gpu, text, depth, 8) or ():
+                    log.facts[f"{text} {name} at {depth}"] = seconds
+                    yield text, f"{depth:,}", name, f"{seconds * 1e6:.1f}"
+
+    log.table("profile", ("scheme", "tokens", "kernel", "us/layer"), rows())
+
+
+def weights(gpu: gpu_measure.Gpu, log: Log) -> None:
+    """A matrix of 4,096 x 11,008 times one activation."""
+
+    def rows() -> Iterable[Sequence[object]]:
+        for name, seconds, n_bytes in gpu_measure.weight_products(gpu):
+            yield name, f"{seconds * 1e6:.1f}", f"{n_bytes:,}", f"{n_bytes / seconds / 1e9:,.0f}"
+
+    log.table("weights", ("form", "us", "bytes", "GB/s"), rows())
+
+
+def whole(gpu: gpu_measure.Gpu, log: Log) -> None:
+    """Llama 2 7B's shape, random int4 weights, 8,192 tokens in the cache."""
+    results = []
+
+    def rows() -> Iterable[Sequence[object]]:
+        for r in gpu_measure.end_to_end(gpu, load_shape("llama2-7b"), WHOLE, 8192):
+            results.append(r)
+            if "ms" in r:
+                yield r["scheme"], f"{r['ms']:.1f}", *[""] * 6
+                continue
+            energy = "" if r["mj_per_token"] is None else f"{r['mj_per_token']:.0f}"
+            yield (
+                *(f"`{r['scheme']}`", f"{r['ms_per_token']:.3f}", f"{r['ms_per_token_mean']:.3f}", energy),
+                *(r["tokens"], r["replayed"], f"{r['bytes']:,}", f"{r['gb_per_s']:,.0f}"),
+            )
+
+    head = ("scheme", "ms/token, median", "mean", "mJ/token", "tokens", "replayed", "bytes read", "GB/s")
+    log.table("whole", head, rows())
+    log.facts["whole"] = results
+
+
+def attempt(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """The measurement, or None after its traceback was printed."""
+    try:
+        return measure(*arguments)
+    except Exception:
+        traceback.print_exc()
+        return None
+    finally:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+SECTIONS = {
+    "machine": machine,
+    "tests": tests,
+    "weights": weights,
+    "attention": attention,
+    "torch": torch,
+    "whole": whole,
+    "profile": profile,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="gpu-check", metavar="FOLDER")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--seconds", type=float, default=230)
+    arguments = parser.parse_args()
+    begin, log = time.perf_counter(), Log(pathlib.Path(arguments.out))
+    gpu = gpu_measure.Gpu()
+    for name in arguments.only:
+        elapsed = time.perf_counter() - begin
+        print(f"\n== {name} ({elapsed:.0f} s so far): {SECTIONS[name].__doc__ or ''}", flush=True)
+        if elapsed > arguments.seconds:
+            print("no time left")
+            continue
+        attempt(SECTIONS[name], gpu, log)
+        log.write()
+    print(f"done in {time.perf_counter() - begin:.0f} s; tests: {log.facts.get('tests')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,8 +14,9 @@ from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerEr
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-FOREIGN_SUFFIXES = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
+FOREIGN_SUFFIXES = (".bin", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
 
+GGUF = ".gguf"
 MAX_JSON_BYTES = 4 << 20
 
 
@@ -44,11 +45,11 @@ def open_source(
     config: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Source:
-    """Open a Hugging Face folder (one file, or shards with an index) or a bare .safetensors file.
+    """Open a Hugging Face folder (one file, or shards with an index), a bare .safetensors file, or a .gguf file.
 
     The config is `config` where it is given, else config.json beside the weights, else the JSON text under
     "config" in a file's `__metadata__`. The tokenizer is looked for in `tokenizer` (a folder, or a tokenizer file
-    in it), else beside the weights.
+    in it), else beside the weights. A .gguf file holds both by itself.
 
     `identity` hashes the config and, of each file, the size, the header, the first and last 64 KiB of data and the
     first KiB of every tensor: enough to notice a fine-tune of any layer without reading gigabytes.
@@ -56,6 +57,8 @@ def open_source(
     Raises CheckpointError for the weights, ConfigError for the config, TokenizerError for `tokenizer`.
     """
     place = _expanded(path)
+    if place.suffix == GGUF:
+        return _open_gguf(place, config, tokenizer)
     folder = place if os.path.isdir(place) else None
     tensors = _open_folder(folder) if folder else _open_file(place)
     beside = folder or place.parent
@@ -67,6 +70,26 @@ def open_source(
         config=values,
         config_path=config_path,
         tokenizer_folder=_find_tokenizer(beside, tokenizer),
+        identity=_identity(tensors, values),
+    )
+
+
+def _open_gguf(
+    place: Path, config: str | os.PathLike[str] | None, tokenizer: str | os.PathLike[str] | None
+) -> Source:
+    from edgekv.checkpoint.gguf_file import GgufFile
+    from edgekv.checkpoint.gguf_import import imported
+
+    folder, index = imported(place)
+    tensors = TensorSet([GgufFile(place, index)])
+    values = read_config(config) if config is not None else index["config"]
+    return Source(
+        path=place,
+        folder=None,
+        tensors=tensors,
+        config=values,
+        config_path=None if config is None else _expanded(config),
+        tokenizer_folder=_find_tokenizer(folder, tokenizer),
         identity=_identity(tensors, values),
     )
 
@@ -97,6 +120,9 @@ def _open_folder(folder: Path) -> TensorSet:
             f"{folder}: holds {len(files)} safetensors files ({_listed(files)}) and no {INDEX}; "
             "add the index, or give one of the files"
         )
+    gguf = [name for name in names if name.endswith(GGUF)]
+    if gguf:
+        raise CheckpointError(f"{folder}: holds no safetensors weights; give its GGUF file: {folder / gguf[0]}")
     foreign = [name for name in names if name.endswith(FOREIGN_SUFFIXES)]
     if foreign:
         raise _foreign(folder, foreign)

@@ -105,6 +105,19 @@ class TensorFile:
             ) from error
         return view
 
+    def outputs(self, name: str, lo: int, hi: int, transposed: bool) -> npt.NDArray[Any]:
+        """Rows lo..hi (outputs) of a projection that may be stored transposed: (hi - lo, inputs)."""
+        stored = self.array(name)
+        return stored[:, lo:hi].T if transposed else stored[lo:hi]
+
+    def quantised(self, name: str) -> str | None:
+        """The type of a tensor that is stored in quantised blocks; None: as plain numbers."""
+        return None
+
+    def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """Of a quantised projection's rows: whole numbers (rows, blocks, 32) and their scales (rows, blocks)."""
+        raise CheckpointError(f"{self.path}: tensor {name!r} is not quantised")
+
     def release(self, name: str) -> None:
         """Give a tensor's mapped pages back, so that streaming a big file keeps the resident memory small.
 
@@ -170,6 +183,18 @@ class TensorSet:
     def array(self, name: str) -> npt.NDArray[Any]:
         """As TensorFile.array."""
         return self._home(name).array(name)
+
+    def outputs(self, name: str, lo: int, hi: int, transposed: bool) -> npt.NDArray[Any]:
+        """As TensorFile.outputs."""
+        return self._home(name).outputs(name, lo, hi, transposed)
+
+    def quantised(self, name: str) -> str | None:
+        """As TensorFile.quantised."""
+        return self._home(name).quantised(name)
+
+    def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """As TensorFile.blocks."""
+        return self._home(name).blocks(name, lo, hi)
 
     def replaced(self, file: TensorFile, names: Iterable[str]) -> "TensorSet":
         """The same checkpoint with these of its tensors taken from another file."""

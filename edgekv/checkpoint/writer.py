@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,22 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
     partial = _Partial(target, len(data))
     try:
         partial.write(data)
+        partial.commit()
+    except BaseException:
+        partial.discard()
+        raise
+
+
+def atomic_stream(path: str | os.PathLike[str], nbytes: int, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file of ``nbytes`` bytes piece by piece, so that `path` holds all of it or what it held before.
+
+    It is on the disk, not only in the page cache, when this returns. Raises CheckpointError when it cannot be
+    written.
+    """
+    partial = _Partial(Path(path), nbytes)
+    try:
+        for piece in pieces:
+            partial.write(piece)
         partial.commit()
     except BaseException:
         partial.discard()

@@ -22,17 +22,42 @@ class WeightFormat:
     bits: int
     block: int
 
+    def of(self, linear: str) -> WeightFormat:
+        """The format of one linear layer."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedFormat(WeightFormat):
+    """As a quantised file has it: ``linears`` names the format in WEIGHTS of each linear layer."""
+
+    linears: tuple[tuple[str, str], ...] = ()
+
+    def of(self, linear: str) -> WeightFormat:
+        return WEIGHTS[dict(self.linears)[linear]]
+
 
 WEIGHTS: dict[str, WeightFormat] = {
     "f32": WeightFormat("f32", 32, 0),
     "int8": WeightFormat("int8", 8, 128),
+    "int8-32": WeightFormat("int8-32", 8, 32),
     "int4": WeightFormat("int4", 4, 128),
     "int4-32": WeightFormat("int4-32", 4, 32),
 }
 
 
-def weight_format(name: str, arch: Architecture) -> WeightFormat:
-    """The named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4."""
+def mixed_format(linears: Mapping[str, str]) -> WeightFormat:
+    """The format of a file that is quantised already, from each linear layer's."""
+    return MixedFormat("gguf", 0, 0, tuple(linears.items()))
+
+
+def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
+    """The named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4.
+
+    own: that of a file which is quantised already; ``auto`` and its own name keep it.
+    """
+    if own is not None and name in ("auto", own.name):
+        return own
     if name == "auto":
         elements = sum(linear.n_elements for linear in arch.linears().values())
         name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "int4"
@@ -45,11 +70,12 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
     """Every tensor of the store in file order: name -> (safetensors dtype, shape); tables keep their dtypes."""
     specs: Specs = {}
     for name, linear in arch.linears().items():
-        if form.bits == 32:
+        own = form.of(name)
+        if own.bits == 32:
             specs[f"{name}.weight"] = ("F32", (linear.rows, linear.columns))
         else:
-            blocks = n_blocks(linear.columns, form.block)
-            specs[f"{name}.codes"] = ("U8", (linear.rows, blocks, form.block * form.bits // 8))
+            blocks = n_blocks(linear.columns, own.block)
+            specs[f"{name}.codes"] = ("U8", (linear.rows, blocks, own.block * own.bits // 8))
             specs[f"{name}.scales"] = ("F32", (linear.rows, blocks))
         if linear.biases:
             specs[f"{name}.bias"] = ("F32", (linear.rows,))

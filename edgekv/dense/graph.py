@@ -55,11 +55,12 @@ class GraphOps:
     def linear(self, x: str, name: str) -> str:
         linear = self.linears[name]
         bias = self._weight(f"{name}.bias") if linear.biases else ""
-        if self.form.bits == 32:
+        form = self.form.of(name)
+        if form.bits == 32:
             inputs = [x, self._weight(f"{name}.weight"), *([bias] if bias else [])]
             return self._node("Gemm", inputs, transB=1)[0]
         inputs = [x, self._weight(f"{name}.codes"), self._weight(f"{name}.scales")]
-        attributes = {"K": linear.columns, "N": linear.rows, "bits": self.form.bits, "block_size": self.form.block}
+        attributes = {"K": linear.columns, "N": linear.rows, "bits": form.bits, "block_size": form.block}
         y = self._node("MatMulNBits", inputs, MICROSOFT, accuracy_level=4, **attributes)[0]
         return self.add(y, bias) if bias else y
 

@@ -102,6 +102,12 @@ def quantize(weight: F32, bits: int, block: int, codes: U8, scales: F32) -> None
     _quantize(np.ascontiguousarray(weight), bits, block, SHRINK if bits == 4 else SHRINK[:1], codes, scales)
 
 
+def pack(centred: npt.NDArray[np.int8], bits: int) -> U8:
+    """Codes (r, blocks, block * bits / 8) of whole numbers (r, blocks, block) around 0."""
+    codes: U8 = (centred.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+    return codes if bits == 8 else codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
+
+
 def dequantize(codes: U8, scales: F32, bits: int, block: int, columns: int) -> F32:
     """(r, columns) float32 from codes and scales."""
     rows = codes.shape[0]

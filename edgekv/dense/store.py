@@ -19,9 +19,18 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from edgekv.checkpoint.cache_folder import cache_root
 from edgekv.checkpoint.tensors import TensorFile, to_float32
 from edgekv.checkpoint.writer import TensorWriter, atomic_write
-from edgekv.dense.formats import WEIGHTS, WeightFormat, file_offsets, specs_bytes, store_specs
+from edgekv.dense.formats import (
+    WEIGHTS,
+    MixedFormat,
+    WeightFormat,
+    file_offsets,
+    mixed_format,
+    specs_bytes,
+    store_specs,
+)
 from edgekv.dense.graph import block_graphs
 from edgekv.dense.quantize import dequantize, n_blocks, quantize
 from edgekv.dense.weights import F32, CheckpointWeights, Ids
@@ -51,8 +60,7 @@ def is_store(path: pathlib.Path) -> bool:
 
 def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
     """Where `run` keeps the store of a checkpoint: under XDG_CACHE_HOME (~/.cache)."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "edgekv" / "stores" / f"{identity}-{form.name}-v{FORMAT}"
+    return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
 
 class Store:
@@ -63,17 +71,18 @@ class Store:
         try:
             manifest: dict[str, Any] = json.loads((folder / "store.json").read_text())
             version, name = manifest["format"], manifest["weights"]
+            linears = manifest.get("linears")
             self.identity, self.config = str(manifest["identity"]), dict(manifest["config"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder}/store.json: not a weight store ({error}); quantise the model again"
             ) from error
-        if version != FORMAT or name not in WEIGHTS:
+        if version != FORMAT or (name not in WEIGHTS and not linears):
             raise CheckpointError(
                 f"{folder}: store format {version} with weights {name!r}, this edgekv reads format {FORMAT}; "
                 f"run `edgekv quantize` again"
             )
-        self.form = WEIGHTS[name]
+        self.form = mixed_format(linears) if linears else WEIGHTS[name]
         self.arch = architecture(self.config)
         self._file = TensorFile(folder / WEIGHTS_FILE)
         self.table_dtypes = {name: self._file.info(name).dtype for name in self.arch.tables()}
@@ -90,12 +99,17 @@ class Store:
         self.token_bytes = self.nbytes - specs_bytes(tables)  # what one decode step reads, but for a row
         self._linears = self.arch.linears()
 
+    def raw(self, tensor: str) -> npt.NDArray[Any]:
+        """A tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
+        return self._file.array(tensor)
+
     def matrix(self, name: str) -> F32:
         """(rows, columns) float32, dequantised: what the codes stand for."""
-        if self.form.bits == 32:
+        form = self.form.of(name)
+        if form.bits == 32:
             return to_float32(self._file.array(f"{name}.weight"))
         codes, scales = (self._file.array(f"{name}.{part}") for part in ("codes", "scales"))
-        return dequantize(codes, scales, self.form.bits, self.form.block, self._linears[name].columns)
+        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns)
 
     def bias(self, name: str) -> F32 | None:
         return to_float32(self._file.array(f"{name}.bias")) if self._linears[name].biases else None
@@ -147,6 +161,8 @@ def build(weights: CheckpointWeights, form: WeightFormat, folder: pathlib.Path, 
             if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
                 shutil.copyfile(source.tokenizer_folder / name, partial / name)
         manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
+        if isinstance(form, MixedFormat):
+            manifest["linears"] = dict(form.linears)
         atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
         try:
             partial.rename(folder)
@@ -178,10 +194,13 @@ def _write_weights(
                 progress("quantising" if form.bits < 32 else "converting", done, total)
 
         for name, linear in linears.items():
-            if form.bits == 32:
+            own = form.of(name)
+            if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
             else:
-                codes, scales = _quantized(weights, name, form, linear.rows, linear.columns)
+                codes, scales = weights.taken_over(name, own) or _quantized(
+                    weights, name, own, linear.rows, linear.columns
+                )
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)
             bias = weights.bias(name)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.checkpoint.gguf_blocks import FORMATS, NEAREST
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import to_float32
-from edgekv.dense.formats import ITEM_BYTES
+from edgekv.dense.formats import ITEM_BYTES, WeightFormat, mixed_format
+from edgekv.dense.quantize import pack
 from edgekv.errors import ConfigError
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, Part
 
 F32 = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 
 
@@ -32,6 +35,20 @@ class Weights(Protocol):
     def bias(self, name: str) -> F32 | None: ...
     def vector(self, name: str) -> F32: ...
     def rows(self, table: str, ids: Ids) -> F32: ...
+
+
+WIDTH = ("int4-32", "int8-32", "f32")
+
+
+def _format_for(kinds: Sequence[str | None]) -> str:
+    """The narrowest format that suits all tensors of a linear layer (None: not quantised)."""
+    suited = [FORMATS.get(kind) or NEAREST.get(kind, "int4-32") if kind else "f32" for kind in kinds]
+    return max(suited, key=WIDTH.index)
+
+
+def _keeps(kind: str, form: str) -> bool:
+    """Whether blocks of this type go into the format unchanged: 4-bit ones also with 8 bits."""
+    return kind in FORMATS and form in WIDTH and WIDTH.index(form) >= WIDTH.index(FORMATS[kind])
 
 
 class CheckpointWeights:
@@ -68,9 +85,39 @@ class CheckpointWeights:
         }
         return self.nbytes - sum(self._tensors.info(name).nbytes for name in tables)
 
+    @property
+    def own_format(self) -> WeightFormat | None:
+        """That of a file which is quantised already, of each linear layer by itself; else None."""
+        kinds = self._kinds()
+        if not any(kind for part in kinds.values() for kind in part):
+            return None
+        return mixed_format({name: _format_for(part) for name, part in kinds.items()})
+
+    def quantised_again(self, form: WeightFormat) -> tuple[str, ...]:
+        """Types of quantised tensors that have other blocks than ``form`` and lose by it."""
+        kinds = self._kinds().items()
+        lost = {kind for name, part in kinds for kind in part if kind and not _keeps(kind, form.of(name).name)}
+        return tuple(sorted(lost))
+
+    def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
+        """Codes and scales of a linear in ``form``, where the file has them already; else None."""
+        parts = self._linears[name].parts
+        kinds = [self._tensors.quantised(part.tensor) for part in parts]
+        if not all(kind and _keeps(kind, form.name) for kind in kinds):
+            return None
+        pairs = [self._tensors.blocks(part.tensor, 0, part.rows) for part in parts]
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
+        return pack(codes, form.bits), scales
+
+    def _kinds(self) -> dict[str, list[str | None]]:
+        """The quantised types of each linear's tensors."""
+        return {
+            name: [self._tensors.quantised(part.tensor) for part in linear.parts]
+            for name, linear in self._linears.items()
+        }
+
     def _part_rows(self, part: Part, lo: int, hi: int) -> F32:
-        stored = self._tensors.array(part.tensor)
-        return to_float32(stored[:, lo:hi].T if part.conv1d else stored[lo:hi])
+        return to_float32(self._tensors.outputs(part.tensor, lo, hi, part.conv1d))
 
     def blocks(self, name: str, max_elements: int) -> Iterator[F32]:
         """The rows of a linear from the first to the last, (r, columns) float32 with bounded r."""

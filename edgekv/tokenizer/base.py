@@ -57,6 +57,10 @@ class Tokenizer(abc.ABC):
         return self._token_bytes(int(token_id)) if token_id < self.vocab_size else b""
 
     @abc.abstractmethod
+    def piece(self, token_id: int) -> str:
+        """A token below `vocab_size` as the vocabulary writes it: `<|eot_id|>`."""
+
+    @abc.abstractmethod
     def _encode(self, text: str, bos: bool) -> list[int]:
         """`encode` of a text that is known to be Unicode."""
 

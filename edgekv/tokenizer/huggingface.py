@@ -48,6 +48,9 @@ class HuggingFaceTokenizer(Tokenizer):
             for token_id, token in library.get_added_tokens_decoder().items()
         }
 
+    def piece(self, token_id: int) -> str:
+        return self._library.id_to_token(token_id) or ""
+
     def _encode(self, text: str, bos: bool) -> list[int]:
         ids: list[int] = self._library.encode(text, add_special_tokens=bos).ids
         return ids

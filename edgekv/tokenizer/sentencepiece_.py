@@ -34,6 +34,9 @@ class SentencePieceTokenizer(Tokenizer):
         token_id: int = self._library.piece_to_id(name)
         return token_id if self._library.id_to_piece(token_id) == name else None
 
+    def piece(self, token_id: int) -> str:
+        return str(self._library.id_to_piece(token_id))
+
     def _encode(self, text: str, bos: bool) -> list[int]:
         ids: list[int] = self._library.encode(text)
         return self._start + ids if bos else ids

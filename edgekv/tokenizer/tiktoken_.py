@@ -63,6 +63,10 @@ class TiktokenTokenizer(Tokenizer):
         )
         self._start = [] if self.bos_id is None or declared.add_bos is False else [self.bos_id]
 
+    def piece(self, token_id: int) -> str:
+        special = token_id - len(self._tokens)
+        return SPECIAL_TOKENS[special] if special >= 0 else self._tokens[token_id].decode(errors="replace")
+
     def _encode(self, text: str, bos: bool) -> list[int]:
         ids = list(self._start) if bos else []
         for part in _parts(text):

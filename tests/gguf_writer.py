@@ -1,0 +1,160 @@
+"""Writes a Hugging Face folder as GGUF, the way llama.cpp's converter does, for the tests of reading it."""
+
+import json
+import pathlib
+from typing import Any
+
+import gguf
+import numpy as np
+import sentencepiece
+
+from edgekv.checkpoint.gguf_layout import FAMILIES
+from edgekv.checkpoint.tensors import TensorFile, to_float32
+
+TYPES = gguf.GGMLQuantizationType
+
+
+def write_gguf(
+    folder: pathlib.Path, path: pathlib.Path, kind: str = "F32", *, head: str | None = None, tokenizer: bool = True
+) -> pathlib.Path:
+    """Matrices of type ``kind`` (the output projection of type ``head``), vectors in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    file = TensorFile(folder / "model.safetensors")
+    tensors = {name: to_float32(file.array(name)) for name in file.names()}
+    writer = gguf.GGUFWriter(str(path), config["model_type"])
+    _write_config(writer, config)
+    if tokenizer:
+        write_tokenizer(writer, folder)
+    names = gguf_names(config)
+    for name, array in tensors.items():
+        target = names[name.removeprefix("transformer.")]
+        array = _reordered(target, array, config)
+        if array.ndim == 1 or target == "position_embd.weight":
+            writer.add_tensor(target, array)
+            continue
+        chosen = TYPES[(head if head and target == "output.weight" else kind)]
+        writer.add_tensor(target, gguf.quants.quantize(np.ascontiguousarray(array), chosen), raw_dtype=chosen)
+    factors = _rope_factors(config)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_names(config: dict[str, Any]) -> dict[str, str]:
+    """Checkpoint tensor -> GGUF tensor."""
+    family = FAMILIES[config["model_type"]]
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    names = {}
+    for ours, theirs in family.names.items():
+        for i in range(layers if "{i}" in ours else 1):
+            for end in ("weight", "bias"):
+                names[f"{theirs.format(i=i)}.{end}"] = f"{ours.format(i=i)}.{end}"
+    return names
+
+
+def _reordered(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    role = name.split(".")[-2]
+    if role in FAMILIES[config["model_type"]].conv1d and array.ndim == 2:
+        return array.T
+    if role in FAMILIES[config["model_type"]].interleaved:
+        key = "num_attention_heads" if role == "attn_q" else "num_key_value_heads"
+        heads = config.get(key, config["num_attention_heads"])
+        halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
+        return halves.swapaxes(1, 2).reshape(array.shape)
+    return array
+
+
+def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    if config["model_type"] == "gpt2":
+        writer.add_context_length(config["n_positions"])
+        writer.add_embedding_length(config["n_embd"])
+        writer.add_block_count(config["n_layer"])
+        writer.add_feed_forward_length(config.get("n_inner") or 4 * config["n_embd"])
+        writer.add_head_count(config["n_head"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads", heads))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(scaling["factor"])
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def _rope_factors(config: dict[str, Any]) -> np.ndarray | None:
+    """Llama 3.1's scaling as the converter writes it: what each frequency is divided by."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "llama3":
+        return None
+    dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    frequencies = config["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
+    original = scaling["original_max_position_embeddings"]
+    low, high = original / scaling["low_freq_factor"], original / scaling["high_freq_factor"]
+    factors = []
+    for wavelength in 2 * np.pi / frequencies:
+        if wavelength < high:
+            factors.append(1.0)
+        elif wavelength > low:
+            factors.append(scaling["factor"])
+        else:
+            span = scaling["high_freq_factor"] - scaling["low_freq_factor"]
+            smooth = (original / wavelength - scaling["low_freq_factor"]) / span
+            factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
+    """The tokenizer that lies in the folder, if there is one."""
+    if (folder / "tokenizer.model").exists():
+        _write_sentencepiece(writer, folder / "tokenizer.model")
+    elif (folder / "vocab.json").exists():
+        _write_byte_pairs(writer, folder)
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        writer.add_chat_template(template.read_text())
+
+
+def _write_sentencepiece(writer: gguf.GGUFWriter, path: pathlib.Path) -> None:
+    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ids = range(library.vocab_size())
+    tests = {2: library.is_unknown, 3: library.is_control, 5: library.is_unused, 6: library.is_byte}
+    types = [next((kind for kind, test in tests.items() if test(i)), 1) for i in ids]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([library.id_to_piece(i) for i in ids])
+    writer.add_token_scores([library.get_score(i) for i in ids])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(library.bos_id())
+    writer.add_eos_token_id(library.eos_id())
+
+
+def _write_byte_pairs(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    end = vocabulary["<|endoftext|>"]
+    merges = (folder / "merges.txt").read_text().splitlines()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i == end else 1 for i in range(len(tokens))])
+    writer.add_token_merges([line for line in merges if line and not line.startswith("#version")])
+    writer.add_bos_token_id(end)
+    writer.add_eos_token_id(end)

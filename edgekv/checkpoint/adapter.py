@@ -1,6 +1,6 @@
 """An adapter: what training for one KV scheme changes in one checkpoint, in a small .safetensors file.
 
-tau                      F32 (), (n_layers,) or (n_layers, n_heads): the scheme's softmax temperature
+tau, or lam              F32 (), (n_layers,) or (n_layers, heads): what the scheme learns, as in SETTINGS
 any checkpoint tensor    under its own name: its replacement (V_proj; the whole c_attn of a GPT-2)
 `__metadata__`           format, version, base (the checkpoint's identity), scheme; the rest is provenance
 """
@@ -20,9 +20,12 @@ import numpy.typing as npt
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import DTYPES, FLOATS, TensorFile, to_float32
 from edgekv.errors import ConfigError
+from edgekv.models.config import ModelConfig
 
 FORMAT, VERSION = "edgekv-adapter", "1"
-TAU = "tau"
+SETTINGS = {"tau": "n_heads", "lam": "n_kv_heads"}
+"""What a scheme learns, and the config's field that counts its heads. h1b: the softmax temperature of query heads;
+onebit: the scale of the scores that it estimates, of KV heads."""
 
 F32 = npt.NDArray[np.float32]
 
@@ -38,13 +41,14 @@ class Adapter:
     """An opened adapter; its weights are mapped and not read.
 
     base: identity of the checkpoint that it belongs to; scheme: name of the KV scheme that it was trained for;
-    tau: as stored; weights: names of the checkpoint's tensors that it replaces.
+    setting: one of SETTINGS, its `value` as stored; weights: names of the checkpoint's tensors that it replaces.
     """
 
     file: TensorFile
     base: str
     scheme: str
-    tau: F32
+    setting: str
+    value: F32
     weights: tuple[str, ...]
 
     @classmethod
@@ -66,13 +70,16 @@ class Adapter:
                 raise ConfigError(
                     f"{path}: tensor {name!r} is {file.info(name).dtype}; accepted are F64, F32, F16, BF16"
                 )
-        if TAU not in names:
-            raise ConfigError(f"{path}: has no tensor 'tau'; write the adapter again")
-        tau = to_float32(file.array(TAU))
-        if not (np.isfinite(tau) & (tau > 0)).all():
-            raise ConfigError(f"{path}: tau must be positive everywhere, its least value is {tau.min()}")
-        weights = tuple(name for name in names if name != TAU)
-        return cls(file, file.metadata["base"], file.metadata["scheme"], tau, weights)
+        settings = [name for name in SETTINGS if name in names]
+        if len(settings) != 1:
+            has = " and ".join(settings) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
+            raise ConfigError(f"{path}: has {has}; an adapter has one of them: write it again")
+        (setting,) = settings
+        value = to_float32(file.array(setting))
+        if not (np.isfinite(value) & (value > 0)).all():
+            raise ConfigError(f"{path}: {setting} must be positive everywhere, its least value is {value.min()}")
+        weights = tuple(name for name in names if name != setting)
+        return cls(file, file.metadata["base"], file.metadata["scheme"], setting, value, weights)
 
     @property
     def path(self) -> Path:
@@ -91,7 +98,7 @@ class Adapter:
         for name in self.weights:
             if name not in source.tensors:
                 raise ConfigError(
-                    f"{self.path}: tensor {name!r} is not in {source.path}; accepted: tau and the names there"
+                    f"{self.path}: tensor {name!r} is not in {source.path}; accepted: {self.setting} and its names"
                 )
             shape, expected = self.file.info(name).shape, source.tensors.info(name).shape
             if shape != expected:
@@ -122,19 +129,19 @@ class Adapter:
                 f"{self.path}: was trained for --kv {self.scheme}, not {scheme}; use that, or leave --adapter out"
             )
 
-    def require_shape(self, n_layers: int, n_heads: int) -> None:
-        """Raises ConfigError when tau belongs to a model of another shape."""
+    def require_shape(self, config: ModelConfig) -> None:
+        """Raises ConfigError when the setting belongs to a model of another shape."""
+        n_layers, n_heads = config.n_layers, getattr(config, SETTINGS[self.setting])
         accepted = (), (n_layers,), (n_layers, n_heads)
-        if self.tau.shape not in accepted:
-            raise ConfigError(
-                f"{self.path}: tau has shape {self.tau.shape}; accepted: {', '.join(map(str, accepted))}"
-            )
+        if self.value.shape not in accepted:
+            shapes = ", ".join(map(str, accepted))
+            raise ConfigError(f"{self.path}: {self.setting} has shape {self.value.shape}; accepted: {shapes}")
 
     def adapt(self, caches: Sequence[Adaptable]) -> None:
-        """Gives each layer's cache its tau: () if all layers share it, else the layer's own (1,) or (n_heads,)."""
+        """Gives each layer's cache its value: () if all layers share it, else the layer's own (1,) or (heads,)."""
         for layer, cache in enumerate(caches):
-            tau = self.tau if self.tau.ndim == 0 else self.tau[layer].reshape(-1)
-            cache.adapt({TAU: tau}, f"adapter {self.path.name}")
+            value = self.value if self.value.ndim == 0 else self.value[layer].reshape(-1)
+            cache.adapt({self.setting: value}, f"adapter {self.path.name}")
 
     def _require_base(self, identity: str) -> None:
         if identity != self.base:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.base import Geometry
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache.base import F32, Geometry
 from edgekv.kvcache.codec_planes import CentredSigns, QuadValues
 from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
 from edgekv.kvcache.windowed import Sizes, Windowed
@@ -58,7 +63,8 @@ class OneBit(Windowed):
     f = |r|_2 ** 2 / |r|_1 of r = P k - c. H1B-KV also keeps one bit per key element, but binarises the query too;
     here the query has 5 bit planes, and a score is XOR and popcount of 5 D' bits. ``lam``, which H1B-KV's learned
     temperature corresponds to, is 0.9 for all heads: fitted per head on the prompt (least cross-entropy) it was
-    no better. P depends on the seed alone and is not counted.
+    no better. An adapter brings trained ones, one per KV head; with it a prompt too attends to what is packed. P
+    depends on the seed alone and is not counted.
     """
 
     name = "onebit"
@@ -66,11 +72,37 @@ class OneBit(Windowed):
     summary = "1-bit keys around 4-bit centres, 5-bit queries, 2-bit rotated values, first and last tokens exact"
     gives_up = "the exact scores of all but the first and latest tokens (0.5 to 2% of perplexity)"
     Knobs = OneBitKnobs
+    lam_source = ""  # what it was adapted by
 
     def window_sizes(self, knobs: OneBitKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, window=knobs.window, block=WORD)
 
     def codecs(self, geometry: Geometry, capacity: int, knobs: OneBitKnobs) -> tuple[KeyCodec, ValueCodec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
-        keys = CentredSigns(*shape, planes=knobs.planes, lam=knobs.lam, seed=knobs.seed)
-        return keys, QuadValues(*shape, bits=knobs.v, seed=knobs.seed)
+        self.keys = CentredSigns(*shape, planes=knobs.planes, lam=knobs.lam, seed=knobs.seed)
+        return self.keys, QuadValues(*shape, bits=knobs.v, seed=knobs.seed)
+
+    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+        """``lam`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
+        unknown = sorted(parameters.keys() ^ {"lam"})
+        if unknown:
+            raise CacheError(f"{source}: --kv {self.name} takes lam and nothing else, not {', '.join(unknown)}")
+        self.exact_prefill = False
+        self.keys.lam[:] = parameters["lam"]
+        self.lam_source = source
+
+    def fitted(self) -> dict[str, Any]:
+        return {"lam": to_host(self.keys.lam).tolist(), "lam_source": self.lam_source} if self.lam_source else {}
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        if fitted:
+            self.exact_prefill = False
+            self.keys.lam[:] = np.asarray(np.array(fitted["lam"], np.float32), like=self.keys.lam)
+            self.lam_source = fitted["lam_source"]
+
+    def notes(self) -> list[str]:
+        if not self.lam_source:
+            return []
+        lam = to_host(self.keys.lam)
+        shown = " to ".join(f"{end:.3g}" for end in sorted({lam.min(), lam.max()}))
+        return [f"{self.name}: lam {shown} in layer {self.geometry.layer} ({self.lam_source})"]

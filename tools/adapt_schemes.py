@@ -1,0 +1,202 @@
+"""The KV schemes of tools/adapt.py: attention over what a scheme stores of all tokens, differentiable."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from adapt_rounding import (
+    Sign,
+    half,
+    rounded_f16,
+    rounded_gauss,
+    rounded_int4,
+    rounded_means,
+    rounded_planes,
+    straight_through,
+)
+from torch import Tensor, nn
+
+from edgekv.kernels import numpy_kernels
+from edgekv.kernels.spec_planes import CENTRE
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import F32, Workspace
+from edgekv.kvcache.codec_planes import Rotation
+from edgekv.kvcache.codecs import WORD, SignSketch
+from edgekv.models.config import ModelConfig
+
+ALL = slice(None)
+SCOPES = {"global": (0, 0), "layer": (ALL, 0), "head": (ALL, ALL)}
+"""What of (layers, heads) has a value of its own."""
+
+QUERY_BLOCK = 1024  # of onebit: bounds a mask
+LEAST_SETTING = 1e-3
+
+
+def shared(x: Tensor, group: int) -> Tensor:
+    """Keys or values (rows, n_kv_heads, ...) once for each of the query heads that share them."""
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def exact_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The dense cache's: all tokens, no rounding."""
+    group = q.shape[1] // k.shape[1]
+    return F.scaled_dot_product_attention(q, shared(k, group), shared(v, group), is_causal=True, scale=1.0)
+
+
+class Scheme(nn.Module, abc.ABC):
+    """A KV scheme's attention in all layers; its ``setting``, one of an adapter's SETTINGS, is trained."""
+
+    setting: ClassVar[str]
+    value: nn.Parameter  # (), (layers,) or (layers, heads)
+
+    def __init__(self, spec: CacheSpec, config: ModelConfig, scope: str, device: str) -> None:
+        super().__init__()
+        self.spec, self.config, self.scope, self.device = spec, config, scope, device
+
+    def start(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Sets what the scheme has without training. ``prompt``: each layer's queries, keys, values of one row."""
+        value = torch.from_numpy(self.untrained(prompt))[SCOPES[self.scope]]
+        self.value = nn.Parameter(value.to(self.device))
+
+    @abc.abstractmethod
+    def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
+        """The setting (layers, heads) without training."""
+
+    @abc.abstractmethod
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `adapt_model.Attention`."""
+
+    def clamp(self) -> None:
+        """Keeps the setting positive."""
+        self.value.data.clamp_(min=LEAST_SETTING)
+
+    def __str__(self) -> str:
+        low, high = self.value.min().item(), self.value.max().item()
+        return f"{self.setting} {low:.4f}" + (f" to {high:.4f}" if high > low else "")
+
+    def of_heads(self, layer: int) -> Tensor:
+        """The layer's setting, (1, 1, 1) or (heads, 1, 1)."""
+        return (self.value[layer] if self.value.ndim else self.value).reshape(-1, 1, 1)
+
+
+class BinarySketch(Scheme):
+    """`h1b` and `loki1`: signs of keys and queries under R, a softmax temperature, values in four bits or f16."""
+
+    setting = "tau"
+
+    def __init__(self, spec: CacheSpec, config: ModelConfig, scope: str, device: str) -> None:
+        super().__init__(spec, config, scope, device)
+        sketch = SignSketch(1, 0, config.head_dim, spec.knobs.b, spec.knobs.seed)
+        self.projection = torch.from_numpy(sketch.projection).to(device)
+
+    def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
+        """As `edgekv.kvcache.h1b.H1B` fits it on a prompt."""
+        spec = dataclasses.replace(self.spec, knobs=dataclasses.replace(self.spec.knobs, fit=self.scope))
+        caches = spec.layers(self.config, prompt[0][0].shape[2])
+        for cache, layer in zip(caches, prompt, strict=True):
+            cache.allocate(numpy_kernels(), Workspace())
+            cache.prefill(*(x[0].float().cpu().numpy() for x in layer))
+        spec.scheme.settle(caches)
+        return np.stack([cache.tau.ravel() for cache in caches])
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group, (bits, head_dim) = q.shape[1] // k.shape[1], self.projection.shape
+        values = straight_through(v, rounded_f16(v) if self.spec.knobs.f16_values else rounded_int4(v))
+        operands = (
+            self._signs(q) / (bits * self.of_heads(layer)),
+            shared(self._signs(k), group),
+            shared(values, group),
+        )
+        width = max(bits, head_dim)  # a GPU's fused kernels want equal sizes
+        padded = (F.pad(x, (0, width - x.shape[-1])) for x in operands)
+        return F.scaled_dot_product_attention(*padded, is_causal=True, scale=1.0)[..., :head_dim]
+
+    def _signs(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return Sign.apply(F.normalize(x, dim=-1) @ self.projection.T)
+
+
+class CentredSigns(Scheme):
+    """`onebit`, but for the 8-bit weights in its sums of values.
+
+    With queries (P q, P q in planes), packed keys (centre, lam * f * sign) and exact keys (P k, 0), one product
+    gives the scores of all.
+    """
+
+    setting = "lam"
+
+    def __init__(self, spec: CacheSpec, config: ModelConfig, scope: str, device: str) -> None:
+        super().__init__(spec, config, scope, device)
+        d, seed = config.head_dim, spec.knobs.seed
+        self.key_rotation = rotation_matrix(Rotation(d, -(-d // WORD) * WORD, seed)).to(device)
+        self.value_rotation = rotation_matrix(Rotation(d, d, seed)).to(device)
+
+    def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
+        return np.full((self.config.n_layers, self.config.n_kv_heads), self.spec.knobs.lam, np.float32)
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):  # 16 bits would lose what the centres keep
+            return self._attend(layer, q, straight_through(k, rounded_f16(k)), straight_through(v, rounded_f16(v)))
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, group, sink = q.shape[2], q.shape[1] // k.shape[1], self.spec.knobs.sink
+        middle = slice(sink, sink + self._n_packed(n - 1))
+        rotated = q @ self.key_rotation.T
+        planes = straight_through(rotated, rounded_planes(rotated, self.spec.knobs.planes))
+        queries = torch.cat([rotated, planes], dim=-1)
+        exact_keys = F.pad(k @ self.key_rotation.T, (0, rotated.shape[-1]))
+        packed_keys = self._packed_keys(layer, k[:, :, middle])
+        packed_values = self._packed_values(v[:, :, middle])
+        out = []
+        for a in range(0, n, QUERY_BLOCK):
+            t = torch.arange(a, min(a + QUERY_BLOCK, n), device=q.device)
+            exact, n_packed, mask = self._visible(t)
+            keys = torch.cat([exact_keys[:, :, exact], packed_keys[:, :, :n_packed]], dim=2)
+            values = torch.cat([v[:, :, exact], packed_values[:, :, :n_packed]], dim=2)
+            operands = queries[:, :, t], shared(keys, group), shared(values, group)
+            out.append(F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=1.0))
+        return torch.cat(out, dim=2)
+
+    def _n_packed(self, t: int) -> int:
+        """Tokens that are packed when token t attends: those beyond the window, in whole blocks."""
+        return max(0, t - self.spec.knobs.sink - self.spec.knobs.window) // WORD * WORD
+
+    def _visible(self, t: Tensor) -> tuple[Tensor, int, Tensor]:
+        """For the queries of tokens t: which tokens some see exactly, how many packed ones, and who sees what."""
+        sink, (first, last) = self.spec.knobs.sink, (int(t[0]), int(t[-1]))
+        every = torch.arange(last + 1, device=t.device)
+        exact = every[(every < sink) | (every >= sink + self._n_packed(first))]
+        n_packed = self._n_packed(last)
+        packed_at = torch.tensor([[self._n_packed(i)] for i in t.tolist()], device=t.device)
+        sees_exact = ((exact < sink) | (exact >= sink + packed_at)) & (exact <= t[:, None])
+        return exact, n_packed, torch.cat([sees_exact, every[:n_packed] < packed_at], dim=1)
+
+    def _packed_keys(self, layer: int, k: Tensor) -> Tensor:
+        """(rows, n_kv_heads, n, 2 * width) of n tokens in whole blocks."""
+        rotated = k @ self.key_rotation.T
+        with torch.no_grad():
+            centre = rounded_means(rotated, WORD)
+            centre = centre + rounded_means(rotated - centre, CENTRE)
+            rest = rotated - centre
+            magnitude = rest.abs().sum(-1, keepdim=True)
+            scale = half(rest.square().sum(-1, keepdim=True) / magnitude.where(magnitude > 0, 1.0))
+            signs = torch.where(rest >= 0, scale, -scale)
+        return torch.cat([straight_through(rotated, centre), self.of_heads(layer) * signs], dim=-1)
+
+    def _packed_values(self, v: Tensor) -> Tensor:
+        rotated = v @ self.value_rotation.T
+        return straight_through(rotated, rounded_gauss(rotated, self.spec.knobs.v)) @ self.value_rotation
+
+
+SCHEMES: dict[str, type[Scheme]] = {"h1b": BinarySketch, "loki1": BinarySketch, "onebit": CentredSigns}
+
+
+def rotation_matrix(rotation: Rotation) -> Tensor:
+    """P (width, head_dim)."""
+    identity = np.eye(rotation.head_dim, dtype=np.float32)[None]
+    return torch.from_numpy(rotation.forward(identity, numpy_kernels())[0].T.copy())

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from edgekv.errors import EdgeKVError
 
 if TYPE_CHECKING:
+    from edgekv.generation import Step as Step
     from edgekv.kvcache import CACHES as CACHES
     from edgekv.sampling import SamplingParams as SamplingParams
     from edgekv.session import Session as Session
-    from edgekv.session import Step as Step
 
 __version__ = metadata.version("edgekv")
 __all__ = ["CACHES", "EdgeKVError", "SamplingParams", "Session", "Step", "__version__"]
 
-_HOMES = {"CACHES": "kvcache", "SamplingParams": "sampling", "Session": "session", "Step": "session"}
+_HOMES = {"CACHES": "kvcache", "SamplingParams": "sampling", "Session": "session", "Step": "generation"}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,5 +25,13 @@ class ContextError(EdgeKVError):
     """A prompt or a context length does not fit the model or the session."""
 
 
+class SessionError(EdgeKVError):
+    """A session file is missing, damaged, foreign, or belongs to another model or scheme."""
+
+
 class MemoryBudgetError(EdgeKVError):
     """The asked weights, cache and scratch do not fit this machine's memory."""
+
+
+class PowerError(EdgeKVError):
+    """Power can't be measured as asked: no sensor, no permission, or a log that can't be used."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from edgekv.checkpoint.writer import atomic_write
 from edgekv.machine import format_bytes, machine_info
+from edgekv.power.report import EnergyReport
 
 
 @dataclass
@@ -23,6 +24,7 @@ class RunReport:
     decode_latencies_s: seconds of each decode step, one entry per token; the session appends.
     time_to_first_token_s: seconds from the prompt to the first token's text.
     bytes_read_per_token: weights and cache that one decode step reads.
+    energy: joules by phase, where a meter was asked for.
     notes: warnings a reader of the numbers must see, a line each.
     stop_reason: why generation ended.
     """
@@ -37,6 +39,7 @@ class RunReport:
     weights_bytes: int | None = None
     bytes_read_per_token: int | None = None
     peak_rss_bytes: int | None = None
+    energy: EnergyReport | None = None
     notes: list[str] = field(default_factory=list)
     stop_reason: str | None = None
     machine: dict[str, Any] = field(default_factory=machine_info)
@@ -95,6 +98,7 @@ class RunReport:
                 f"peak RSS {_size(self.peak_rss_bytes)}",
             ),
             ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
+            *(self.energy.rows() if self.energy else ()),
             ("stopped", self.stop_reason or "not yet"),
             *(("note", note) for note in self.notes),
         ]

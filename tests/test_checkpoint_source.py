@@ -110,7 +110,7 @@ def test_index_that_is_not_json(tmp_path: Path) -> None:
     one_line(error, "index.json", "not valid JSON")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_other_formats_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     for path in (tmp_path, tmp_path / name):

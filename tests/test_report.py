@@ -55,6 +55,7 @@ def test_what_was_not_measured_is_none():
         "weights_bytes",
         "bytes_read_per_token",
         "peak_rss_bytes",
+        "energy",
         "stop_reason",
         "prefill_tokens_per_s",
         "decode_tokens_per_s",

@@ -140,7 +140,7 @@ def test_no_tokenizer(model: pathlib.Path) -> None:
 def test_too_little_memory_is_said_before_it_is_taken(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgekv.session.available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("edgekv.model.available_memory_bytes", lambda: 100_000)
     with pytest.raises(MemoryBudgetError, match=r"kv cache .* but 97\.7 KiB is available"):
         Session.load(model)
 
@@ -203,7 +203,7 @@ def test_bad_scheme(text: str, message: str) -> None:
 def test_bad_names(model: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="accepted: auto, f32"):
         Session.load(model, weights="int3")
-    with pytest.raises(ConfigError, match="accepted: cpu, numpy"):
+    with pytest.raises(ConfigError, match="accepted: auto, cpu, numpy, cuda"):
         Session.load(model, device="tpu")
 
 

@@ -21,15 +21,17 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
-from edgekv.kvcache.base import F32, Geometry, Layout
+from edgekv.kvcache.base import F32, Geometry
+from edgekv.kvcache.codec_planes import CentredSigns
 from edgekv.kvcache.codecs import F16, KeyCodec
 from edgekv.kvcache.dense import Dense
 from edgekv.kvcache.fier import SignIndex
+from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.quest import PageIndex
 from edgekv.kvcache.retrieval import Index
 from edgekv.machine import machine_info
 from edgekv.model import Model, find_device
-from edgekv.session import Plan
+from edgekv.plan import Plan
 from edgekv.tokenizer import load_tokenizer
 
 TOP = 64  # tokens to find
@@ -37,40 +39,6 @@ CHOICES = (64, 128, 256)  # tokens chosen
 STRIDE = 256  # tokens between queries: a multiple of every group and page
 
 Shape = tuple[int, int, int]  # KV heads, tokens, channels
-
-
-class SignPlane(KeyCodec):
-    """q . c + lambda f <Pq, sign(r)> with r = P(k - c), f = |r|^2 / |r|_1: P a rotation, c the mean of 64 tokens.
-
-    What a scan of sign planes reads: a bit per element and an f16 scale per key, an f16 mean per 64 of them.
-    """
-
-    BLOCK, SHRINKAGE = 64, 0.9
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__(*shape)
-        gaussian = np.random.default_rng(0).standard_normal((self.head_dim, self.head_dim))
-        self.rotation = np.linalg.qr(gaussian)[0].astype(np.float32)
-
-    def layout(self) -> Layout:
-        return {}
-
-    @property
-    def token_bytes(self) -> float:
-        return self.n_kv_heads * (self.head_dim / 8 + 2 + 2 * self.head_dim / self.BLOCK)
-
-    def encode(self, x: F32, t0: int) -> None:
-        groups, n, head_dim = x.shape
-        blocks = x.reshape(groups, n // self.BLOCK, self.BLOCK, head_dim)
-        mean = blocks.mean(2, keepdims=True).astype(np.float16).astype(np.float32)
-        r = (blocks - mean) @ self.rotation.T
-        scale = (np.square(r).sum(-1) / np.abs(r).sum(-1)).astype(np.float16).astype(np.float32)
-        signs = np.where(r >= 0, np.float32(1), np.float32(-1))
-        self.approximate = mean + self.SHRINKAGE * scale[..., None] * (signs @ self.rotation)
-        self.approximate = self.approximate.reshape(x.shape)
-
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        s[:, :, s0 : s0 + t1 - t0] = queries @ self.approximate[:, t0:t1].transpose(0, 2, 1)
 
 
 @dataclasses.dataclass
@@ -111,8 +79,10 @@ def scorers(shape: Shape, keys: Any, kernels: Kernels) -> dict[str, Scorer]:
     }
     quest = {f"quest p={page}": PageIndex(*shape, page) for page in (8, 16, 32)}
     indexes = {name: by_index(index, keys, kernels) for name, index in (fier | quest).items()}
-    signs = {"sign plane": by_codec(SignPlane(*shape), keys, kernels)}
-    return indexes | signs | {"newest tokens": Scorer(1, 0.0, newest_first)}
+    knobs = OneBit.Knobs()
+    signs = CentredSigns(*shape, planes=knobs.planes, lam=knobs.lam, seed=knobs.seed)
+    scan = {"onebit, bitplane": by_codec(signs, keys, kernels)}
+    return indexes | scan | {"newest tokens": Scorer(1, 0.0, newest_first)}
 
 
 class Tally:

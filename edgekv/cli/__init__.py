@@ -7,13 +7,28 @@ import sys
 from collections.abc import Sequence
 
 from edgekv import __version__
+from edgekv.cli.bench import BENCH
+from edgekv.cli.chat import CHAT
 from edgekv.cli.evaluate import EVAL
 from edgekv.cli.info import BUDGET, INFO, LIST
+from edgekv.cli.power import POWER
 from edgekv.cli.quantize import QUANTIZE
 from edgekv.cli.run import RUN
+from edgekv.cli.serve import SERVE
 from edgekv.errors import EdgeKVError
 
-COMMANDS = {"run": RUN, "info": INFO, "budget": BUDGET, "caches": LIST, "quantize": QUANTIZE, "eval": EVAL}
+COMMANDS = {
+    "run": RUN,
+    "chat": CHAT,
+    "serve": SERVE,
+    "info": INFO,
+    "budget": BUDGET,
+    "caches": LIST,
+    "quantize": QUANTIZE,
+    "eval": EVAL,
+    "bench": BENCH,
+    "power": POWER,
+}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ from edgekv.evaluate import FIT_TOKENS, Quality, evaluate
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.machine import format_bytes, machine_info
 from edgekv.model import Model, find_device
-from edgekv.session import Plan
+from edgekv.plan import Plan
 from edgekv.tokenizer import load_tokenizer
 
 
@@ -48,6 +48,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _execute(arguments: argparse.Namespace) -> int:
     specs = split_specs(arguments.kv)
+    if arguments.plot:
+        require_matplotlib()
     text = read_text(arguments.text, "--text")
     model = Model.open(
         model_path(arguments),
@@ -120,13 +122,18 @@ def table(results: list[Quality]) -> str:
     return "\n".join([head, *rows])
 
 
-def plot(results: list[Quality], path: str) -> None:
-    """Perplexity against the cache's bytes, both logarithmic."""
+def require_matplotlib() -> None:
+    """EdgeKVError where it is missing: to be called before the work."""
     try:
         import matplotlib
     except ImportError:
         raise EdgeKVError("--plot needs matplotlib: pip install 'edgekv[plot]'") from None
     matplotlib.use("Agg")
+
+
+def plot(results: list[Quality], path: str) -> None:
+    """Perplexity against the cache's bytes, both logarithmic."""
+    require_matplotlib()
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5))

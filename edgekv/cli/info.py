@@ -23,7 +23,7 @@ from edgekv.kvcache import CACHES
 from edgekv.kvcache.base import Geometry
 from edgekv.machine import available_memory_bytes
 from edgekv.model import Model
-from edgekv.session import Plan
+from edgekv.plan import Plan
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,8 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 def _info(arguments: argparse.Namespace) -> int:
     model = Model.open(model_path(arguments), config=arguments.config)
     c = model.config
-    forms = [model.weight_format("auto")] if model.is_store else [WEIGHTS[name] for name in WEIGHTS]
+    own = model.weight_format("auto")
+    forms = [own] if model.is_store else list(dict.fromkeys([own, *WEIGHTS.values()]))
     facts = {
         "model": str(model.path),
         "model_type": c.model_type,
@@ -93,6 +94,7 @@ def _budget(arguments: argparse.Namespace) -> int:
         "total_bytes": total,
         "available_bytes": free,
         "fits": total <= free,
+        "notes": plan.notes,
     }
     if arguments.json:
         print(json.dumps(facts, indent=2))
@@ -103,6 +105,8 @@ def _budget(arguments: argparse.Namespace) -> int:
     print(f"{'scratch':<10}{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read")
     verdict = "fits in" if total <= free else "does not fit in"
     print(f"{'total':<10}{bytes_text(total)}; {verdict} {bytes_text(free)} available")
+    for note in plan.notes:
+        print(f"{'note':<10}{note}")
     return 0
 
 

@@ -41,7 +41,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="a Hugging Face folder, a .safetensors file, or a store made by `edgekv quantize` "
+        help="a Hugging Face folder, a .safetensors or .gguf file, or a store made by `edgekv quantize` "
         "(default: the demo model that ships with edgekv)",
     )
     parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
@@ -51,7 +51,9 @@ def model_path(arguments: argparse.Namespace) -> str:
     """--model, or the demo model that ships with edgekv."""
     path = arguments.model or demo_model()
     if path is None:
-        raise ConfigError("no model: give --model PATH, a Hugging Face folder, a .safetensors file or a store")
+        raise ConfigError(
+            "no model: give --model PATH, a Hugging Face folder, a .safetensors or .gguf file or a store"
+        )
     return str(path)
 
 
@@ -67,14 +69,14 @@ def add_weights_option(parser: argparse.ArgumentParser) -> None:
 def add_kv_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv",
-        default="dense",
         metavar="NAME[:knob=value,...]",
         help="KV cache scheme, or auto (default dense); `--kv list` prints them all",
     )
     parser.add_argument(
         "--kv-budget",
         metavar="BYTES",
-        help="bytes for the cache, such as 300M: --kv auto picks the best that fits",
+        help="bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits; "
+        "with --kv auto, the best scheme that fits the whole context",
     )
     parser.add_argument(
         "--tau", type=float, metavar="T", help="softmax temperature of h1b and loki1 (default: fit on the prompt)"
@@ -94,14 +96,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cache_spec(arguments: argparse.Namespace) -> CacheSpec | str | None:
-    """The scheme asked for, "auto", or None after `--kv list` printed them."""
-    if arguments.kv == "list":
+    """The scheme asked for, "auto", "steps" for a budget alone, or None after `--kv list` printed them."""
+    name = arguments.kv or ("dense" if arguments.kv_budget is None else "steps")
+    if name == "list":
         print(schemes_text())
         return None
-    if arguments.kv == "auto":
-        return "auto"
+    if name in ("auto", "steps"):
+        return str(name)
     overrides = {} if arguments.tau is None else {"tau": arguments.tau}
-    return CacheSpec.parse(arguments.kv, **overrides)
+    return CacheSpec.parse(name, **overrides)
 
 
 def kv_budget(arguments: argparse.Namespace) -> int | None:

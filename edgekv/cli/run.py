@@ -3,112 +3,101 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 
-from edgekv.cli.options import (
-    Bars,
-    Command,
-    add_adapter_option,
-    add_model_options,
-    cache_spec,
-    kv_budget,
-    model_path,
-    positive_int,
-)
+from edgekv.cli.conversation import add_session_options, continued, is_saved, open_session, save_session
+from edgekv.cli.metering import add_power_options, energy_meter
+from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec
 from edgekv.cli.prompt import read_text
+from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.errors import EdgeKVError
-from edgekv.kvcache import CacheSpec
+from edgekv.generation import Step
+from edgekv.grammar import Constraint, json_constraint, read_schema
+from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.sampling import SamplingParams
 from edgekv.session import Session
-
-DEFAULTS = SamplingParams()
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_adapter_option(parser)
+    add_session_options(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; - is standard input")
-    parser.add_argument(
-        "--max-new-tokens", type=positive_int, default=128, metavar="N", help="stop after N tokens (default 128)"
-    )
-    parser.add_argument("--temperature", type=float, default=DEFAULTS.temperature, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=DEFAULTS.top_k, help="0 is off (default %(default)s)")
-    parser.add_argument("--top-p", type=float, default=DEFAULTS.top_p, help="1 is off (default %(default)s)")
-    parser.add_argument("--min-p", type=float, default=DEFAULTS.min_p, help="0 is off (default %(default)s)")
-    parser.add_argument(
-        "--repetition-penalty", type=float, default=DEFAULTS.repetition_penalty, help="1 is off (default)"
-    )
-    parser.add_argument("--seed", type=int, default=None, help="of the sampler (default: drawn, and reported)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)"
-    )
+    add_sampling_options(parser, temperature=0.0, max_new_tokens=128)
+    parser.add_argument("--json-schema", metavar="FILE", help="answer with JSON of this schema (needs llguidance)")
     parser.add_argument("--device", default="cpu", help="cpu (onnxruntime + Numba) or numpy (the slow reference)")
     parser.add_argument("--json", metavar="FILE", help="write the report with every setting as JSON")
+    add_power_options(parser)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
     spec = cache_spec(arguments)
     if spec is None:
         return 0
-    prompt = read_prompt(arguments)
-    sampling = SamplingParams(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-    )
-    bars = Bars()
-    session = _load(arguments, spec, bars)
-    status = _generate(session, prompt, sampling, arguments, bars)
+    prompt: str | list[int] = read_prompt(arguments) if has_prompt(arguments) or not is_saved(arguments) else []
+    sampling = sampling_params(arguments)
+    schema = read_schema(arguments.json_schema) if arguments.json_schema else None
+    bars, meter = Bars(), energy_meter(arguments)
+    session = open_session(arguments, spec, bars)
+    constraint = None
+    if schema is not None:
+        constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
+    with meter:
+        status = _generate(session, prompt, sampling, constraint, arguments, bars, meter)
+    save_session(arguments, session)
     report = session.report()
+    report.energy = meter.report()
     print(report.to_text(), file=sys.stderr)
     if arguments.json:
         report.write_json(arguments.json)
     return status
 
 
-def _load(arguments: argparse.Namespace, spec: CacheSpec | str, bars: Bars) -> Session:
-    with bars:
-        return Session.load(
-            model_path(arguments),
-            kv=spec,
-            ctx=arguments.ctx,
-            weights=arguments.weights,
-            kv_budget=kv_budget(arguments),
-            device=arguments.device,
-            threads=arguments.threads,
-            config=arguments.config,
-            tokenizer=arguments.tokenizer,
-            adapter=arguments.adapter,
-            progress=bars.update,
-        )
-
-
 def _generate(
-    session: Session, prompt: str, sampling: SamplingParams, arguments: argparse.Namespace, bars: Bars
+    session: Session,
+    prompt: str | list[int],
+    sampling: SamplingParams,
+    constraint: Constraint | None,
+    arguments: argparse.Namespace,
+    bars: Bars,
+    meter: EnergyMeter | NoMeter,
 ) -> int:
     try:
         with bars:
             steps = session.generate(
                 prompt,
                 max_new_tokens=arguments.max_new_tokens,
-                sampling=sampling,
+                sampling=continued(session, sampling),
                 stop=arguments.stop,
+                constraint=constraint,
                 progress=lambda done, total: bars.update("prefill", done, total),
             )
-            for step in steps:
-                sys.stdout.write(step.text)
-                sys.stdout.flush()
+            with meter.phase("prefill") as prefill:
+                for step in itertools.islice(steps, 1):
+                    _print(step)
+            prefill.tokens = session.report().prefill_tokens
+            with meter.phase("decode") as decode:
+                for step in steps:
+                    _print(step)
+                    decode.tokens += 1
         sys.stdout.write("\n")
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         session.report().stop_reason = "interrupted"
         return 130
     return 0
+
+
+def _print(step: Step) -> None:
+    sys.stdout.write(step.text)
+    sys.stdout.flush()
+
+
+def has_prompt(arguments: argparse.Namespace) -> bool:
+    return arguments.prompt is not None or arguments.prompt_file is not None
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

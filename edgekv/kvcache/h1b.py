@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheError
+from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import F32, Geometry
 from edgekv.kvcache.codecs import F16, Int4, KeyCodec, SignSketch, ValueCodec
 from edgekv.kvcache.keepall import KeepAll
@@ -127,7 +128,7 @@ class H1B(KeepAll):
         """
         n = queries.shape[1]
         g, group = self.tau.shape
-        losses = np.zeros((len(FIT_TAUS), g, group))
+        losses = np.zeros_like(queries, np.float64, shape=(len(FIT_TAUS), g, group))
         unscaled = np.full((g, group), 1 / self.knobs.b, np.float32)
         for t in np.linspace(n // 2, n - 1, FIT_QUERIES).astype(int):
             lo = 0 if self.geometry.window is None else max(0, t + 1 - self.geometry.window)
@@ -143,7 +144,7 @@ class H1B(KeepAll):
             for i, tau in enumerate(FIT_TAUS):
                 log_z = np.log(np.exp((alpha - top) / tau).sum(-1)) + top[..., 0] / tau
                 losses[i] += log_z - mean / tau
-        return losses
+        return to_host(losses)
 
     @classmethod
     def settle(cls, caches: Sequence[H1B]) -> None:
@@ -159,6 +160,19 @@ class H1B(KeepAll):
             cache.tau_source = f"fitted on the prompt's prefill ({cache.n_seen} tokens)"
             cache.tau_scope = "" if fit == "global" else f" in layer {cache.geometry.layer}"
             cache._fit_losses = None
+
+    def fitted(self) -> dict[str, Any]:
+        return {
+            "tau": self.tau.tolist(),
+            "tau_source": self.tau_source,
+            "tau_scope": self.tau_scope,
+            "exact_prefill": self.exact_prefill,
+        }
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        self.tau[:] = fitted["tau"]
+        self.tau_source, self.tau_scope = fitted["tau_source"], fitted["tau_scope"]
+        self.exact_prefill = fitted["exact_prefill"]
 
     def notes(self) -> list[str]:
         low, high = f"{self.tau.min():.3g}", f"{self.tau.max():.3g}"

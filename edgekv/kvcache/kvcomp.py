@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
@@ -87,6 +89,13 @@ class KVComp(Windowed):
         self.keys.fit(keys)
         self.values.fit(values)
         self.extend(keys, values)
+
+    def fitted(self) -> dict[str, Any]:
+        return {"keys": self.keys.fitted(), "values": self.values.fitted()}
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        self.keys.refit(fitted["keys"])
+        self.values.refit(fitted["values"])
 
     def notes(self) -> list[str]:
         d = self.geometry.n_kv_heads * self.geometry.head_dim

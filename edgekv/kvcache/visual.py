@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -138,12 +138,15 @@ class Visual1(KVCache):
                     f"--kv visual1: span {first}..{last} does not fit: give non-empty ranges of the coming "
                     f"prompt, in order and apart, within the {self.geometry.capacity - self.n_seen} free tokens"
                 )
-            shape = self.geometry.n_kv_heads, stop - start, self.geometry.head_dim
-            levels = (self.knobs.bits, self.knobs.group)
-            self.spans.append(Span(start, stop, (LevelSpan(*shape, *levels), LevelSpan(*shape, *levels))))
-            for codec in self.spans[-1].packed:
-                self._take_memory(codec)
+            self._add_span(start, stop)
         self._fit_text()
+
+    def _add_span(self, start: int, stop: int) -> None:
+        shape = self.geometry.n_kv_heads, stop - start, self.geometry.head_dim
+        levels = (self.knobs.bits, self.knobs.group)
+        self.spans.append(Span(start, stop, (LevelSpan(*shape, *levels), LevelSpan(*shape, *levels))))
+        for codec in self.spans[-1].packed:
+            self._take_memory(codec)
 
     def _fit_text(self) -> None:
         """Room for exactly the tokens that no span will hold."""
@@ -198,13 +201,16 @@ class Visual1(KVCache):
 
     def _append(self, run: Run, keys: F32, values: F32) -> None:
         if run.span and run.span.exact is None:
-            run.span.exact = self._half_stores(run.span.stop - run.span.start)
-            for codec in run.span.exact:
-                self._take_memory(codec)
+            self._open_exact(run.span, run.span.stop - run.span.start)
             self._list_arrays()
         for store, x in zip(self._stores(run), (keys, values), strict=True):
             store.encode(x, run.at)
         self.n_seen = run.stop
+
+    def _open_exact(self, span: Span, capacity: int) -> None:
+        span.exact = self._half_stores(capacity)
+        for codec in span.exact:
+            self._take_memory(codec)
 
     def _pack_if_complete(self, run: Run) -> None:
         span = run.span
@@ -250,6 +256,22 @@ class Visual1(KVCache):
         self.n_seen = n
         self._fit_text()
         return n
+
+    def fitted(self) -> dict[str, Any]:
+        """Each span's ends and its stores' capacities: a rewind moves the end alone."""
+        spans = [
+            (span.start, span.stop, span.packed[0].capacity, span.exact[0].capacity if span.exact else 0)
+            for span in self.spans
+        ]
+        return {"spans": spans}
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        for start, stop, packed, exact in fitted["spans"]:
+            self._add_span(start, start + packed)
+            if exact:
+                self._open_exact(self.spans[-1], exact)
+            self.spans[-1].stop = stop
+        self._fit_text()
 
     def notes(self) -> list[str]:
         n_image = sum(span.stop - span.start for span in self.spans)

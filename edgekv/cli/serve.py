@@ -1,0 +1,146 @@
+"""`edgekv serve`: a model behind OpenAI's API, on this machine alone unless a key is set."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+import sys
+from typing import Any
+
+from edgekv.chat import MAX_NEW_TOKENS
+from edgekv.cli.conversation import add_template_option, load_session, open_template
+from edgekv.cli.metering import add_power_options, energy_source
+from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec, positive_int
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.machine import available_memory_bytes, parse_bytes
+
+LOOPBACK_NAMES = ["localhost", "127.0.0.1", "::1"]
+KEY_VARIABLE = "EDGEKV_API_KEY"
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_adapter_option(parser)
+    add_template_option(parser)
+    parser.add_argument("--device", default="cpu", help="cpu (onnxruntime + Numba) or numpy (the slow reference)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default %(default)s)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})"
+    )
+    parser.add_argument("--name", help="the model's name in the API (default: its folder's)")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=positive_int,
+        default=MAX_NEW_TOKENS,
+        metavar="N",
+        help="of an answer whose request sets no limit (default %(default)s)",
+    )
+    parser.add_argument(
+        "--queue", type=positive_int, default=32, metavar="N", help="requests that may wait (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-request", default="1M", metavar="BYTES", help="of a request's body (default %(default)s)"
+    )
+    parser.add_argument(
+        "--prefix-cache",
+        metavar="BYTES",
+        help="for the caches of recent conversations (default: a quarter of the free memory)",
+    )
+    parser.add_argument(
+        "--client-timeout", type=float, default=30.0, metavar="S", help="for a client that stops (default 30)"
+    )
+    add_power_options(parser)
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    uvicorn = _uvicorn()
+    spec = cache_spec(arguments)
+    if spec is None:
+        return 0
+    api_key, hosts = _access(arguments)
+    source = energy_source(arguments)
+    session = load_session(arguments, spec, Bars())
+    from edgekv.server.app import Limits, build_app
+    from edgekv.server.energy import Energy
+    from edgekv.server.engine import Engine
+
+    engine = Engine(
+        session,
+        open_template(arguments, session),
+        queue_limit=arguments.queue,
+        pool_bytes=_pool_bytes(arguments),
+        max_new_tokens=arguments.max_new_tokens,
+        energy=Energy(source),
+    )
+    limits = Limits(parse_bytes(arguments.max_request), arguments.client_timeout)
+    name = arguments.name or session.model.path.name
+    app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=5,
+            server_header=False,
+        )
+    )
+    _listen(server, arguments, name)
+    return 0
+
+
+def _listen(server: Any, arguments: argparse.Namespace, name: str) -> None:
+    """Binds first, so that the address that is said is the real one."""
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+    try:
+        listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise EdgeKVError(
+            f"--host {arguments.host} --port {arguments.port}: can't listen there ({error}); give an address of "
+            "this machine and a free port"
+        ) from None
+    with listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"edgekv: {name} on http://{shown}:{port} (Ctrl-C ends)", file=sys.stderr, flush=True)
+        server.run(sockets=[listener])
+
+
+def _access(arguments: argparse.Namespace) -> tuple[str | None, list[str] | None]:
+    """The key, and the names by which the server may be called: on loopback without a key only loopback's."""
+    api_key = arguments.api_key or os.environ.get(KEY_VARIABLE) or None
+    if api_key is not None:
+        return api_key, None
+    if not _is_loopback(arguments.host):
+        raise ConfigError(
+            f"--host {arguments.host} can be reached from other machines: set --api-key KEY (or {KEY_VARIABLE}), "
+            "or listen on 127.0.0.1"
+        )
+    return None, [*LOOPBACK_NAMES, arguments.host]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _pool_bytes(arguments: argparse.Namespace) -> int:
+    return parse_bytes(arguments.prefix_cache) if arguments.prefix_cache else available_memory_bytes() // 4
+
+
+def _uvicorn() -> Any:
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError:
+        raise EdgeKVError("serve needs starlette and uvicorn: pip install 'edgekv[serve]'") from None
+    return uvicorn
+
+
+SERVE = Command("serve a model through OpenAI's API, with a page to chat on", _arguments, _execute)

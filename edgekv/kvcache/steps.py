@@ -1,0 +1,130 @@
+"""steps (ours): a bound on bytes that holds: as it fills, the oldest tokens get by with fewer bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import F32, Geometry, Workspace
+from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
+from edgekv.kvcache.tiers import Shape, TieredKeys, TieredValues, Tiers, described, least_bytes
+from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.machine import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsKnobs:
+    """``budget``: bytes for all layers; ``sink`` first and ``window`` latest tokens stay exact."""
+
+    budget: int = 64 << 20
+    sink: int = 4
+    window: int = 128
+
+    def __post_init__(self) -> None:
+        for name, least in (("budget", 1), ("sink", 0), ("window", 0)):
+            if getattr(self, name) < least:
+                raise CacheError(f"--kv steps:{name}={getattr(self, name)}: accepted: {least} or more")
+
+
+class Steps(Windowed):
+    """Dense while all fits; then the oldest tokens in `bitplane`, in `onebit` with 4-bit, then 2-bit values.
+
+    All layers together, and the buffer that a layer is laid out anew with, take at most ``budget`` bytes at every
+    moment: each layer budget / (layers + 1). A step packs as many of the oldest blocks of 64 tokens as it must for
+    1/16 more tokens. What was packed finely steps down from there: keys as if they had been packed so at first,
+    values through the finer code.
+    """
+
+    name = "steps"
+    paper = "ours"
+    summary = "f16 as long as it fits the budget, then the oldest tokens in ever fewer bits"
+    gives_up = "precision of the oldest tokens, as little as the budget allows"
+    Knobs = StepsKnobs
+    packs_like = ("bitplane", "onebit:v=4", "onebit:v=2")
+
+    def window_sizes(self, knobs: StepsKnobs) -> Sizes:
+        return Sizes(sink=knobs.sink, window=knobs.window, block=WORD)
+
+    def codecs(self, geometry: Geometry, capacity: int, knobs: StepsKnobs) -> tuple[KeyCodec, ValueCodec]:
+        g, d = geometry.n_kv_heads, geometry.head_dim
+        shape = Shape(g, d, geometry.group)
+        arena = layer_bytes(knobs.budget, geometry.n_layers) - exact_bytes(geometry, knobs)
+        if arena < least_bytes(shape, capacity):
+            least = (exact_bytes(geometry, knobs) + least_bytes(shape, capacity)) * (geometry.n_layers + 1)
+            raise CacheError(
+                f"--kv-budget {format_bytes(knobs.budget)}: {geometry.capacity} tokens need at least "
+                f"{format_bytes(least)} ({least} bytes) in this model; raise it or lower --ctx"
+            )
+        self.tiers = Tiers(shape, capacity, arena)
+        return TieredKeys(self.tiers, g, capacity, d), TieredValues(self.tiers, g, capacity, d)
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        self.tiers.workspace = workspace
+        super().allocate(kernels, workspace)
+
+    def fitted(self) -> dict[str, Any]:
+        return self.tiers.state()
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        self.tiers.load_state(fitted)
+
+    def extend(self, keys: F32, values: F32) -> None:
+        self._hold(keys.shape[1])
+        super().extend(keys, values)
+
+    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
+        self._hold(keys.shape[1])
+        return super().attend(queries, keys, values)
+
+    def _hold(self, n: int) -> None:
+        """One step for n more tokens, so that none is packed finely only to be packed again."""
+        packed = min(self.n_seen + n - self.sizes.sink - self.sizes.window, self.bulk_capacity)
+        self.tiers.hold(self.n_bulk, packed // WORD * WORD)
+
+    def truncate(self, n: int) -> int:
+        kept = super().truncate(n)
+        if not self.n_bulk:  # back to the finest
+            self.arrays["key.arena"][:] = 0
+            self.tiers.bind(self.arrays["key.arena"], self.kernels)
+        return kept
+
+    def bytes_read(self) -> int:
+        """What the visible tokens take; `bitplane` reads less."""
+        reach = min(self.n_seen, self.geometry.window or self.n_seen)
+        exact = min(reach, self.n_recent) + max(0, reach - self.n_recent - self.n_bulk)
+        first = self.n_bulk - min(self.n_bulk, max(0, reach - self.n_recent))
+        parts = self.tiers.parts(first, self.n_bulk)
+        packed = sum((b - a) * store.block_bytes // WORD for store, a, b in parts)
+        return exact * 4 * self.geometry.n_kv_heads * self.geometry.head_dim + packed
+
+    def notes(self) -> list[str]:
+        held = [(b - a, store.tier.name) for store, a, b in self.tiers.parts(0, self.n_bulk)]
+        now = ", ".join(f"{n} tokens in {name}" for n, name in held)
+        log = [entry for entry in self.tiers.log if entry[1] != "dense"]
+        steps = f"stepped down: {described(log)}" if log else "everything in f16 so far"
+        exact = f"{self.n_sink + self.n_recent} exact"
+        return [f"kv budget {format_bytes(self.knobs.budget)}: {steps}; now {now + ', ' if now else ''}{exact}"]
+
+
+def layer_bytes(budget: int, n_layers: int) -> int:
+    """One layer's share; the last share is the buffer that all layers step with."""
+    return budget // (n_layers + 1)
+
+
+def exact_bytes(geometry: Geometry, knobs: StepsKnobs) -> int:
+    """The first and the latest tokens of a layer, in f16."""
+    recent = min(geometry.capacity, knobs.window + WORD)
+    return 4 * geometry.n_kv_heads * geometry.head_dim * (knobs.sink + recent)
+
+
+def parse_kv(text: str) -> CacheSpec:
+    """As `CacheSpec.parse`, of a session's scheme."""
+    name, _, rest = text.partition(":")
+    if name != Steps.name:
+        return CacheSpec.parse(text)
+    values = dict(item.split("=") for item in rest.split(","))
+    return CacheSpec(Steps, StepsKnobs(**{knob: int(value) for knob, value in values.items()}))

@@ -1,0 +1,72 @@
+"""Recent conversations kept with their caches: a request goes on where one of them has the same beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgekv.errors import MemoryBudgetError
+from edgekv.session import Session
+
+WORTH_COPYING = 32  # tokens in common from which on another conversation's cache is copied
+
+
+class SessionPool:
+    """At most ``budget_bytes`` of caches (at least one), least recently used first to go. For one thread.
+
+    base: a loaded session, the first of the pool; the others share its weights.
+    """
+
+    def __init__(self, base: Session, budget_bytes: int) -> None:
+        self.capacity = max(1, budget_bytes // max(1, base.plan.cache_bytes))
+        self._idle: list[Session] = [base]  # least recently used first
+        self._all: list[Session] = [base]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(cache.nbytes for session in self._all for cache in session.caches)
+
+    @property
+    def n_sessions(self) -> int:
+        return len(self._all)
+
+    def acquire(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
+        """A session rewound to the longest beginning of ``ids`` that is cached, and what it still has to read.
+
+        One whose conversation goes on is taken itself. One that only begins alike is copied, so that it can go on
+        too. Give the session back with `release`.
+        """
+        closest = max(reversed(self._idle), key=lambda session: common(session.tokens, ids))
+        shared = common(closest.tokens, ids)
+        if shared == len(closest.tokens):
+            session = closest
+        else:
+            session = self._spare(closest)
+            if session is not closest and shared >= WORTH_COPYING:
+                session.copy(closest)
+        self._idle.remove(session)
+        return session, session.align(ids)
+
+    def release(self, session: Session) -> None:
+        self._idle.append(session)
+
+    def _spare(self, closest: Session) -> Session:
+        """A session to overwrite: a new one while there is room, else the least recently used."""
+        if len(self._all) < self.capacity:
+            try:
+                session = self._idle[0].sibling()
+            except MemoryBudgetError:
+                self.capacity = len(self._all)
+            else:
+                self._all.append(session)
+                self._idle.insert(0, session)
+                return session
+        return self._idle[0]
+
+
+def common(held: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many tokens two conversations begin with alike."""
+    for n, (a, b) in enumerate(zip(held, wanted, strict=False)):
+        if a != b:
+            return n
+    return min(len(held), len(wanted))

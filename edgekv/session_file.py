@@ -1,0 +1,211 @@
+"""The session file: JSON and sparse arrays, written whole or not at all, every byte of it checksummed.
+
+magic, format version, CRC-32 and size of the header     32 bytes
+header    JSON: the content, and of each array its type, shape, the runs of bytes that are stored, and their CRC-32
+data      the runs of all arrays, back to back
+
+Arrays of a KV cache have room for the whole context and are zero where nothing was written: only the runs of
+GRAIN bytes that are not all zero are stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import pathlib
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.checkpoint.writer import atomic_stream
+from edgekv.errors import SessionError
+
+MAGIC, VERSION = b"edgekv session\r\n", 1
+PREFIX = struct.Struct("<16sIIQ")
+GRAIN = 1024
+
+Array = npt.NDArray[Any]
+U8 = npt.NDArray[np.uint8]
+Runs = list[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coding:
+    """How the stored bytes of an array of ``itemsize`` become bytes of the file, and back."""
+
+    pack: Callable[[bytes, int], bytes]
+    unpack: Callable[[bytes | memoryview, int], bytes | memoryview]
+
+
+def _huffman_pack(data: bytes, itemsize: int) -> bytes:
+    """Huffman codes alone, without a search for repetitions: codes of a quantised cache hardly repeat.
+
+    All first bytes of the elements come first, then all second ones: a float16's exponents have few values.
+    """
+    planes = np.frombuffer(data, np.uint8).reshape(-1, itemsize).T
+    coder = zlib.compressobj(wbits=-zlib.MAX_WBITS, strategy=zlib.Z_HUFFMAN_ONLY)
+    return coder.compress(planes.tobytes()) + coder.flush()
+
+
+def _huffman_unpack(data: bytes | memoryview, itemsize: int) -> bytes:
+    planes = np.frombuffer(zlib.decompress(data, wbits=-zlib.MAX_WBITS), np.uint8).reshape(itemsize, -1)
+    return bytes(planes.T.tobytes())
+
+
+CODINGS: dict[str, Coding] = {
+    "plain": Coding(lambda data, itemsize: data, lambda data, itemsize: data),
+    "huffman": Coding(_huffman_pack, _huffman_unpack),
+}
+
+
+def write(
+    path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapping[str, Array], coding: str = "plain"
+) -> int:
+    """Writes ``content`` (JSON) and C-contiguous arrays in one rename, and waits for the disk; returns the bytes.
+
+    Raises CheckpointError when the file cannot be written: a full disk, a missing folder.
+    """
+    blobs, pieces = [], []
+    for name, array in arrays.items():
+        flat = _flat(array)
+        runs = nonzero_runs(flat)
+        parts: list[bytes | memoryview] = [flat[a:b].data for a, b in runs]
+        if coding != "plain":
+            parts = [CODINGS[coding].pack(b"".join(parts), array.itemsize)]
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        size = sum(len(part) for part in parts)
+        shape = list(array.shape)
+        blobs.append(
+            {"name": name, "dtype": array.dtype.str, "shape": shape, "runs": runs, "size": size, "crc": crc}
+        )
+        pieces += parts
+    header = json.dumps({"content": content, "coding": coding, "blobs": blobs}, allow_nan=False).encode()
+    prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(header), len(header))
+    total = len(prefix) + len(header) + sum(len(piece) for piece in pieces)
+    atomic_stream(path, total, [prefix, header, *pieces])
+    return total
+
+
+def nonzero_runs(flat: U8) -> Runs:
+    """Ranges of bytes (start, stop), ascending and apart, outside of which ``flat`` (n,) is zero."""
+    whole = len(flat) // GRAIN * GRAIN
+    used = flat[:whole].view(np.uint64).reshape(-1, GRAIN // 8).any(axis=1)
+    if whole < len(flat):
+        used = np.append(used, flat[whole:].any())
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], used, [False]]).astype(np.int8))) * GRAIN
+    return [(int(a), min(int(b), len(flat))) for a, b in edges.reshape(-1, 2)]
+
+
+def copy_used(source: Array, target: Array) -> None:
+    """Copies into an array of zeros without touching what is zero in both: that takes no memory."""
+    if not isinstance(source, np.ndarray):  # a device's
+        target[...] = source
+        return
+    old, new = _flat(source), _flat(target)
+    for a, b in nonzero_runs(old):
+        new[a:b] = old[a:b]
+
+
+def _flat(array: Array) -> U8:
+    flat: U8 = array.reshape(-1).view(np.uint8)
+    return flat
+
+
+class SessionFile:
+    """An opened session file whose every byte has been checked.
+
+    Raises SessionError when it is missing, foreign, of another version, truncated or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path).expanduser()
+        self._data = _mapped(self.path)
+        size = self._check_prefix()
+        header = json.loads(self._data[PREFIX.size : PREFIX.size + size])
+        self.content: dict[str, Any] = header["content"]
+        self._coding = CODINGS[header["coding"]]
+        self._blobs = {blob["name"]: blob for blob in header["blobs"]}
+        self._starts: dict[str, int] = {}
+        self._check_blobs(PREFIX.size + size)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data)
+
+    def require(self, arrays: Mapping[str, Array]) -> None:
+        """Raises SessionError unless the file holds just these arrays, of their types and shapes."""
+        found = {name: f"{blob['dtype']} {tuple(blob['shape'])}" for name, blob in self._blobs.items()}
+        needed = {name: f"{array.dtype.str} {array.shape}" for name, array in arrays.items()}
+        for name in sorted(found.keys() | needed.keys()):
+            if found.get(name) != needed.get(name):
+                raise SessionError(
+                    f"{self.path}: array {name} is {found.get(name, 'absent')}, this edgekv needs "
+                    f"{needed.get(name, 'none')}; the file was written by another version: open it with that, or "
+                    "start a new session"
+                )
+
+    def fill(self, name: str, array: Array) -> None:
+        """The array's elements, as they were."""
+        blob, flat = self._blobs[name], _flat(array)
+        data = np.frombuffer(self._coding.unpack(self._stored(name), array.itemsize), np.uint8)
+        end = 0
+        for a, b in [*blob["runs"], (len(flat), len(flat))]:
+            if flat[end:a].any():  # a write would take memory that zeros don't need
+                flat[end:a] = 0
+            flat[a:b], data = data[: b - a], data[b - a :]
+            end = b
+
+    def _stored(self, name: str) -> memoryview:
+        start = self._starts[name]
+        return memoryview(self._data)[start : start + self._blobs[name]["size"]]
+
+    def _check_prefix(self) -> int:
+        """The header's size."""
+        if len(self._data) < PREFIX.size:
+            raise self._error(f"has {len(self._data)} bytes, too few for a session")
+        magic, version, crc, size = PREFIX.unpack_from(self._data)
+        if magic != MAGIC:
+            raise self._error("is no edgekv session")
+        if version != VERSION:
+            raise self._error(f"has format version {version}, this edgekv reads {VERSION}")
+        if len(self._data) < PREFIX.size + size:
+            raise self._error(f"is cut off: {len(self._data)} bytes, its header alone needs {PREFIX.size + size}")
+        if zlib.crc32(self._data[PREFIX.size : PREFIX.size + size]) != crc:
+            raise self._error("is damaged: its header does not match its checksum")
+        return int(size)
+
+    def _check_blobs(self, position: int) -> None:
+        total = position + sum(blob["size"] for blob in self._blobs.values())
+        if len(self._data) != total:
+            what = "is cut off" if len(self._data) < total else "has bytes at its end that are not its own"
+            raise self._error(f"{what}: {len(self._data)} bytes, its header promises {total}")
+        for name, blob in self._blobs.items():
+            self._starts[name] = position
+            position += blob["size"]
+            if zlib.crc32(self._stored(name)) != blob["crc"]:
+                raise self._error(f"is damaged: {name} does not match its checksum")
+
+    def _error(self, what: str) -> SessionError:
+        return SessionError(f"{self.path}: {what}; give a file that `save` wrote, or start a new session")
+
+
+def _mapped(path: pathlib.Path) -> mmap.mmap | bytes:
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise SessionError(
+            f"{path}: cannot be read ({error.strerror}); give a session file, or start a new session"
+        ) from error
+    except ValueError:
+        raise SessionError(f"{path}: is no regular file; give a session file") from None

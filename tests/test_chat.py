@@ -1,0 +1,337 @@
+"""Chat: templates in a sandbox, turns that reuse the cache on every scheme, the terminal with a real Ctrl-C."""
+
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from edgekv import CACHES, SamplingParams, Session
+from edgekv.chat import Chat, answer_ids
+from edgekv.chat_template import ChatTemplate, find_template
+from edgekv.errors import ConfigError, ContextError, EdgeKVError, SessionError
+from edgekv.tokenizer import load_tokenizer
+from edgekv.turns import TurnEncoder
+
+TAGGED = """\
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('the system message comes first') }}
+    {%- endif %}
+{{- '<|' + message.role + '|>\n' + message.content | trim + eos_token + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
+BRACKETS = """\
+{{ bos_token }}{% for message in messages %}
+{%- if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}
+{%- else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"""
+REASONED = TAGGED.replace("message.content | trim", "message.content.split('</think>')[-1]")
+DECIDES_BY_HISTORY = {"mikv"}  # what it packed, later tokens had a say in: it is computed again as one prompt
+TEMPLATES = {"tagged": TAGGED, "brackets": BRACKETS}
+
+
+@pytest.fixture(scope="module")
+def folder(shared: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A model whose answers end: every full stop is its end-of-text token."""
+    source, folder = shared / "models" / "stories260K", tmp_path_factory.mktemp("chat")
+    for path in source.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
+    stop = load_tokenizer(source).encode("park.", bos=False)[-1]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TAGGED}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    return Session.load(folder, ctx=512)
+
+
+def chat(session: Session, template: str = TAGGED, system: str | None = None) -> Chat:
+    return Chat(session, ChatTemplate(template, session.require_tokenizer()), system)
+
+
+def said(steps: object) -> str:
+    return "".join(step.text for step in steps)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> None:
+    session = loaded.sibling(kv="dense:dtype=f32")
+    talk = chat(session, TEMPLATES[template])
+    fed = []
+    for question in ("Once upon a time", "Who was there", "And then"):
+        before = session.n_past
+        steps = list(talk.ask(question, max_new_tokens=80))
+        report = session.report()
+        fed.append(report.prefill_tokens)
+        assert steps[-1].stop in ("end of text", "max_new_tokens")
+        assert session.n_past == before + report.prefill_tokens + len(report.decode_latencies_s)
+    assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 3
+    fresh, tokens, answer = loaded.sibling(kv="dense:dtype=f32"), session.tokens, talk.messages[-1]["ids"]
+    question = tokens[: len(tokens) - len(answer)]
+    assert [s.token for s in fresh.generate(question, max_new_tokens=80)][: len(answer)] == answer
+    assert max(fed) < 60
+
+
+def test_the_cache_holds_what_the_template_writes(loaded: Session) -> None:
+    """What was fed, decoded, is the rendered conversation."""
+    session = loaded.sibling()
+    talk = chat(session, system="Be brief.")
+    for question in ("Tom went", "Lily saw"):
+        list(talk.ask(question, max_new_tokens=60))
+    rendered = talk.template.render(talk.messages, add_generation_prompt=False)
+    text = session.require_tokenizer().decode(session.tokens)
+    assert text.split() == rendered.replace("</s>", "").split()
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
+    session = loaded.sibling(kv=kv)
+    talk = chat(session)
+    first = said(talk.ask("One day, a little girl named Lily", max_new_tokens=30))
+    second = said(talk.ask("She had a friend", max_new_tokens=30))
+    again = said(talk.retry(max_new_tokens=30))
+    if kv in DECIDES_BY_HISTORY:
+        assert session.report().prefill_tokens > 60
+    else:
+        assert session.report().prefill_tokens == 1
+        assert again == second
+    other = said(talk.retry(max_new_tokens=30, sampling=SamplingParams(temperature=1.5, seed=1)))
+    assert other != second
+    assert [m["content"] for m in talk.messages] == [
+        "One day, a little girl named Lily",
+        first.strip(),
+        "She had a friend",
+        other.strip(),
+    ]
+
+
+def test_retry_computes_one_token_again(loaded: Session) -> None:
+    session = loaded.sibling(kv="kivi2")
+    talk = chat(session)
+    list(talk.ask("One day", max_new_tokens=20))
+    list(talk.retry(max_new_tokens=20))
+    assert session.report().prefill_tokens == 1
+    with pytest.raises(SessionError, match="no answer"):
+        chat(loaded.sibling()).retry()
+
+
+@pytest.mark.parametrize("kv", ["onebit", "bitplane", "kivi2", "kvcomp", "dense", "fier"])
+def test_a_rewind_far_back_recomputes_little(loaded: Session, kv: str) -> None:
+    """What is packed stays packed; only the tokens that were exact at that length are computed again."""
+    session = loaded.sibling(kv=kv)
+    prompt = session.encode("Once upon a time there was a little girl named Lily. " * 18)[:330]
+    list(session.generate(prompt, max_new_tokens=1))
+    first = [step.token for step in session.generate([5], max_new_tokens=150, stop=["never"])]
+    session.rewind(331)
+    list(session.generate([5], max_new_tokens=1))
+    assert session.report().prefill_tokens <= 128 + 64 + 2
+    assert len(first) > 1
+
+
+def test_stopping_an_answer_keeps_what_was_said(loaded: Session) -> None:
+    session = loaded.sibling()
+    talk = chat(session)
+    steps = talk.ask("Once upon a time", max_new_tokens=50)
+    text = said(next(steps) for _ in range(7))
+    steps.close()
+    assert talk.messages[-1]["content"] == text.strip()
+    assert len(talk.messages[-1]["ids"]) == 7
+    list(talk.ask("Go on", max_new_tokens=5))
+    assert session.report().prefill_tokens < 40
+
+
+def test_a_message_that_does_not_fit_is_forgotten(loaded: Session) -> None:
+    talk = chat(loaded.sibling(ctx=60))
+    list(talk.ask("Tom", max_new_tokens=4))
+    with pytest.raises(ContextError, match="--ctx 60"):
+        talk.ask("word " * 100)
+    assert len(talk.messages) == 2
+    assert said(talk.ask("Lily", max_new_tokens=4))
+
+
+def test_interrupted_in_the_prompt(loaded: Session) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    talk = chat(loaded.sibling())
+    with pytest.raises(KeyboardInterrupt):
+        next(talk.ask("Tom", progress=interrupt))
+    assert talk.messages == []
+    assert said(talk.ask("Lily", max_new_tokens=4))
+
+
+def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Path) -> None:
+    session = loaded.sibling(kv="onebit")
+    talk = chat(session, system="Stories.")
+    list(talk.ask("Once upon a time", max_new_tokens=30))
+    session.save(tmp_path / "chat")
+    again = chat(Session.restore(tmp_path / "chat", loaded), system="ignored: there is a history")
+    assert again.messages == talk.messages
+    assert said(again.ask("And then", max_new_tokens=30)) == said(talk.ask("And then", max_new_tokens=30))
+    assert again.session.report().prefill_tokens < 40
+    talk.clear()
+    assert [m["role"] for m in talk.messages] == ["system"]
+    assert session.n_past == 0
+
+
+def test_a_stop_string_is_not_in_the_cache(loaded: Session) -> None:
+    session = loaded.sibling()
+    talk = chat(session)
+    text = said(talk.ask("Once upon a time", max_new_tokens=60, stop=["little girl"]))
+    assert not text.endswith("little")
+    ids = talk.messages[-1]["ids"]
+    assert "little" not in session.require_tokenizer().decode(ids)
+    assert session.tokens[-len(ids) :] == ids
+
+
+def test_answer_ids_end_where_the_text_ends(loaded: Session) -> None:
+    tokenizer = loaded.require_tokenizer()
+    ids = tokenizer.encode("a big park and more", bos=False)
+    whole = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert answer_ids(tokenizer, ids, whole) == ids
+    assert answer_ids(tokenizer, [*ids, 2, 5], whole) == ids
+    part = answer_ids(tokenizer, ids, whole[: whole.index(" and")])
+    assert b"".join(map(tokenizer.token_bytes, part)).decode() == whole[: whole.index(" and")]
+
+
+def test_a_template_that_changes_answers_is_obeyed(loaded: Session) -> None:
+    """Reasoning that the template drops from earlier answers leaves the cache too."""
+    tokenizer = loaded.require_tokenizer()
+    encoder = TurnEncoder(ChatTemplate(REASONED, tokenizer), tokenizer)
+    messages = [
+        {"role": "user", "content": "Tom"},
+        {"role": "assistant", "content": "hmm</think>Lily"},
+        {"role": "user", "content": "Who"},
+    ]
+    ids = encoder.ids(messages, lambda i: [5, 6, 7] if i == 1 else None)
+    assert "hmm" not in tokenizer.decode(ids)
+    assert ids == encoder.ids(messages, lambda i: None)
+
+
+def test_special_tokens_of_a_template_become_ids(loaded: Session) -> None:
+    tokenizer = loaded.require_tokenizer()
+    encoder = TurnEncoder(ChatTemplate(BRACKETS, tokenizer), tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids = encoder.ids(messages, lambda i: None)
+    assert ids[0] == tokenizer.bos_id
+    assert ids[-1] == tokenizer.eos_ids[0]
+
+
+def test_where_templates_are_found(tmp_path: pathlib.Path) -> None:
+    assert find_template(tmp_path) is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "one"}))
+    (tmp_path / "tokenizer.model").touch()
+    assert find_template(tmp_path) == find_template(tmp_path / "tokenizer.model") == "one"
+    several = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    config.write_text(json.dumps({"chat_template": several}))
+    assert find_template(tmp_path) == "three"
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert find_template(tmp_path) == "four"
+    (tmp_path / "chat_template.jinja").unlink()
+    config.write_text("[")
+    with pytest.raises(ConfigError, match="chat template can't be read"):
+        find_template(tmp_path)
+
+
+BAD_TEMPLATES = {
+    "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", EdgeKVError, "refuses"),
+    "mutation": ("{{ messages.append(1) }}", EdgeKVError, "refuses"),
+    "syntax": ("{% for %}", ConfigError, "no valid Jinja"),
+    "a missing name": ("{{ messages[0].role + nothing.at.all }}", EdgeKVError, "refuses"),
+    "a huge loop": ("{% for i in range(10000000000) %}x{% endfor %}", EdgeKVError, "refuses"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEMPLATES)
+def test_templates_are_sandboxed_and_their_errors_are_one_line(name: str, loaded: Session) -> None:
+    source, kind, message = BAD_TEMPLATES[name]
+    with pytest.raises(kind, match=message) as error:
+        ChatTemplate(source, loaded.require_tokenizer()).render([{"role": "user", "content": "a"}])
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_may_refuse(loaded: Session) -> None:
+    talk = chat(loaded.sibling())
+    talk.messages.append({"role": "user", "content": "a"})
+    talk.messages.append({"role": "system", "content": "late"})
+    with pytest.raises(EdgeKVError, match="the system message comes first"):
+        talk.ask("b")
+    assert len(talk.messages) == 2
+
+
+def test_functions_that_templates_use(loaded: Session) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% endfor %}{{ {'é': [1]} | tojson }}{{ strftime_now('%Y') | length }}{{ bos_token }}"
+    )
+    template = ChatTemplate(source, loaded.require_tokenizer())
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert template.render(messages) == 'b{"é": [1]}4<s>'
+
+
+def edgekv(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "edgekv", "chat", *map(str, arguments)]
+
+
+def test_the_terminal(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    lines = (
+        f"Once upon a time\n/retry\n/stats\n/save {tmp_path / 'a'}\nAnd then\n/load {tmp_path / 'a'}\n/history\n"
+    )
+    lines += f"/nonsense\n/load {tmp_path}/none\n/help\n/clear\n/retry\n\n/exit\nnever read\n"
+    arguments = ["--model", folder, "--ctx", 512, "--kv", "onebit", "--temperature", 0, "--system", "Stories."]
+    command = edgekv(*arguments, "--session", tmp_path / "session")
+    done = subprocess.run(command, input=lines.encode(), capture_output=True, timeout=300)
+    errors = done.stderr.decode()
+    assert done.returncode == 0, errors
+    answers = done.stdout.decode().splitlines()
+    assert answers[0] == answers[1] != ""
+    assert "decode" in errors
+    history = errors[errors.index("system: Stories.") :].splitlines()
+    assert history[1] == "user: Once upon a time"
+    assert history[2] == f"assistant: {answers[0].strip()}"
+    assert history[3].startswith("error: /nonsense is unknown; there are: /save")
+    assert "No such file" in history[4]
+    assert "there is no answer to try again" in errors
+    assert "Traceback" not in errors
+    again = subprocess.run(
+        edgekv("--model", folder, "--session", tmp_path / "session"), input=b"", capture_output=True
+    )
+    assert b"1 messages, 0 tokens" in again.stderr
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    arguments = [
+        "--model",
+        shared / "models" / "stories260K",
+        "--device",
+        "numpy",
+        "--session",
+        tmp_path / "session",
+    ]
+    with subprocess.Popen(
+        edgekv(*arguments, "--max-new-tokens", 400),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"Once upon a time\n")
+        process.stdin.flush()
+        process.stdout.read(10)
+        process.send_signal(signal.SIGINT)
+        process.stdout.readline()
+        _, errors = process.communicate(b"/history\n/exit\n", timeout=60)
+    assert process.returncode == 0
+    assert b"(stopped: Ctrl-C)" in errors
+    assert b"plain User/Assistant transcript" in errors
+    assert b"user: Once upon a time\nassistant: " in errors
+    session = Session.restore(tmp_path / "session", shared / "models" / "stories260K")
+    assert len(session.memo["messages"]) == 2

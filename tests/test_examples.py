@@ -1,0 +1,135 @@
+"""The examples run as they stand."""
+
+import configparser
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import golden_cases
+import numpy as np
+import pytest
+from serving import DEMO, ROOT
+
+from edgekv import Session
+from edgekv.errors import ContextError
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
+        "summarise_notes.py",
+        "async_stream.py",
+        "edgekv.service",
+    }
+
+
+def test_notes_are_summarised_once(tmp_path: pathlib.Path) -> None:
+    for i, text in enumerate(["Call the doctor about the horse.", "Buy bread and candles for the long winter."]):
+        (tmp_path / f"note{i}.txt").write_text(text)
+    first = run(EXAMPLES / "summarise_notes.py", tmp_path, "--words", 8).stdout
+    assert len(first.splitlines()) == 2
+    for i in range(2):
+        summary = (tmp_path / f"note{i}.summary").read_text()
+        assert summary.strip()
+        assert summary.count("\n") == 1
+        assert f"note{i}.txt: {summary}" in first
+    assert run(EXAMPLES / "summarise_notes.py", tmp_path).stdout == ""
+
+
+def test_the_instruction_is_read_once() -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from summarise_notes import INSTRUCTION, summarise
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    session = Session.load(DEMO, kv="onebit", ctx=1024)
+    session.logits(session.encode(INSTRUCTION))
+    n = session.n_past
+    summaries = [summarise(session, "The ship sails at dawn.", 12) for _ in range(2)]
+    assert summaries[0] == summaries[1]
+    assert session.report().prefill_tokens < 30
+    assert session.n_past == n
+
+
+def test_a_cancelled_task_leaves_a_usable_session() -> None:
+    said = run(EXAMPLES / "async_stream.py", "--seconds", 0.5).stdout
+    cancelled = re.search(r"\(cancelled after (\d+) tokens\)\n(.+)", said)
+    assert cancelled
+    assert 5 < int(cancelled[1]) < 2000
+    assert cancelled[2]
+
+
+def test_the_unit_starts_the_server(tmp_path: pathlib.Path) -> None:
+    """Its own command line, with this environment's program, the demo model and a free port."""
+    path = EXAMPLES / "edgekv.service"
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(path)
+    assert unit["Install"]["WantedBy"] == "multi-user.target"
+    program, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    assert program.endswith("/edgekv")
+    values = {"--model": str(DEMO), "--port": "0"}
+    command = [values.get(before, argument) for before, argument in zip(["", *arguments], arguments, strict=False)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgekv", *command], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        found = None
+        while not found:
+            line = process.stderr.readline()
+            assert line
+            found = re.search(r"http://\S+", line)
+        with urllib.request.urlopen(f"{found[0]}/health", timeout=30) as answer:
+            assert json.loads(answer.read())["status"] == "ok"
+        process.send_signal(signal.Signals[unit["Service"]["KillSignal"]])
+        assert process.wait(30) in (0, 130)
+    if shutil.which("systemd-analyze"):
+        checked = subprocess.run(
+            ["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=60
+        )
+        problems = [line for line in checked.stderr.splitlines() if "not executable" not in line]
+        assert not any("Unknown" in line for line in problems), problems
+
+
+@pytest.mark.parametrize("name", ["llama31", "gpt2"])
+def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pathlib.Path) -> None:
+    folder = golden_cases.write_checkpoint(name, tmp_path)
+    session, tokens = Session.load(folder), golden_cases.tokens(name)[:20]
+    session.logits(tokens[:5])
+    vector = session.embed(tokens)
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+    assert (session.n_past, session.tokens) == (5, tokens[:5])
+    head = session.model.weights.matrix("head")
+    logits = Session.load(folder, kv="dense").logits(tokens).mean(axis=0)
+    scaled = head @ vector
+    np.testing.assert_allclose(scaled / np.linalg.norm(scaled), logits / np.linalg.norm(logits), atol=1e-4)
+    with pytest.raises(ContextError, match="accepted: 1 to"):
+        session.embed([1] * 65)
+
+
+def test_like_texts_have_like_embeddings() -> None:
+    session = Session.load(DEMO, ctx=256)
+    sea, storm, sum_ = (
+        session.embed(text)
+        for text in (
+            "The ship sailed over the sea in a great storm.",
+            "The captain steered his boat through the waves and the wind.",
+            "Two and two make four, and four and four make eight.",
+        )
+    )
+    assert sea @ storm > sea @ sum_

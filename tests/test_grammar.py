@@ -1,0 +1,85 @@
+"""JSON schemas: whatever the model would say, the text is of the schema, with every kind of tokenizer."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+from serving import DEMO
+
+from edgekv import Session
+from edgekv.cli import main
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.grammar import JsonSchema, _library, json_constraint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["old", "young", "é"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return Session.load(DEMO, ctx=300)
+
+
+def generate(session: Session, schema: dict[str, object], seed: int) -> tuple[str, str | None]:
+    constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
+    session.reset()
+    steps = session.generate(
+        "The old man: ", max_new_tokens=150, temperature=1.2, seed=seed, constraint=constraint
+    )
+    made = list(steps)
+    return "".join(step.text for step in made), made[-1].stop
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_text_is_of_the_schema(session: Session, seed: int) -> None:
+    text, stop = generate(session, SCHEMA, seed)
+    value = json.loads(text)
+    assert list(value) == ["name", "age", "tags"]
+    assert len(value["name"]) <= 12
+    assert 0 <= value["age"] <= 120
+    assert set(value["tags"]) <= {"old", "young", "é"}
+    assert stop == "end of schema"
+
+
+def test_byte_pairs(shared: pathlib.Path) -> None:
+    """GPT-2's tokenizer over the demo's weights: only the texts of the tokens matter."""
+    session = Session.load(shared / "models" / "stories260K", ctx=300)
+    value, _ = generate(session, {"enum": ["yes", "no"]}, 1)
+    assert json.loads(value) in ("yes", "no")
+
+
+def test_schemas_that_can_not_be_followed(session: Session) -> None:
+    tokenizer = session.require_tokenizer()
+    for schema in ({"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "object", "properties": 3}):
+        with pytest.raises(ConfigError, match="can't be followed") as error:
+            JsonSchema(schema, tokenizer, session.config.vocab_size)
+        assert "\n" not in str(error.value)
+
+
+def test_without_the_library(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    _library.cache_clear()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(EdgeKVError, match=r"pip install 'edgekv\[grammar\]'"):
+        json_constraint({}, session.require_tokenizer(), 10)
+
+
+def test_on_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    run = ["run", "--prompt", "Who is it?", "--temperature", "1", "--seed", "2", "--ctx", "300", "--json-schema"]
+    assert main([*run, str(path)]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"name", "age", "tags"}
+    for content, message in (("[1]", "give an object"), ("{", "can't be read")):
+        path.write_text(content)
+        assert main([*run, str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert main([*run, str(tmp_path / "none")]) == 2

@@ -1,0 +1,147 @@
+"""Conversations that outgrow their context: what stays, what is said, and that positions are right."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import golden_cases
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from serving import DEMO, TEMPLATE
+
+from edgekv import CACHES, SamplingParams, Session
+from edgekv.chat import Chat
+from edgekv.chat_template import ChatTemplate
+from edgekv.errors import ConfigError, ContextError
+from edgekv.overflow import SINK, Slide
+
+CTX = 400
+PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, golden_cases.VOCAB, 330)]
+KEPT = CTX - CTX // 2
+
+
+@pytest.fixture(scope="module", params=["llama31", "gpt2"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """Rotary and learned positions, for exactly as many tokens as the context."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    config = golden_cases.CASES[name] | {"max_position_embeddings": CTX, "n_positions": CTX}
+    golden_cases.write_checkpoint(name, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    if name == "gpt2":
+        save_file(
+            golden_cases.tensors(name) | {"transformer.wpe.weight": golden_cases._draw(name, "wpe", (CTX, 48))},
+            folder / "model.safetensors",
+        )
+    return Session.load(folder, ctx=CTX, overflow="slide")
+
+
+def text(session: Session, prompt: list[int], n: int) -> list[int]:
+    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> None:
+    session = loaded.sibling(kv=kv)
+    got = text(session, PROMPT, 150)
+    before = loaded.sibling(kv=kv)
+    first = text(before, PROMPT, CTX - len(PROMPT) + 1)
+    everything = PROMPT + first
+    kept = everything[:SINK] + everything[SINK - KEPT :]
+    after = loaded.sibling(kv=kv)
+    assert got == first + text(after, kept, 150 - len(first))
+    assert session.tokens == after.tokens
+    assert session.n_past < CTX
+    assert session.n_dropped == CTX + 1 - KEPT
+    assert f"overflow: {session.n_dropped} tokens" in " ".join(session.report().notes)
+
+
+def test_it_goes_on_for_ever(loaded: Session) -> None:
+    session = loaded.sibling(kv="onebit")
+    got = text(session, PROMPT, 3 * CTX)
+    assert len(got) == 3 * CTX
+    assert len(session.tokens) <= CTX + 1
+    assert session.tokens[:SINK] == PROMPT[:SINK]
+    assert len(session.tokens) + session.n_dropped == len(PROMPT) + len(got)
+    session.reset()
+    assert session.n_dropped == 0
+
+
+def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
+    session, long = loaded.sibling(), PROMPT * 3
+    kept = long[:SINK] + long[SINK - (CTX - CTX // 4) :]
+    assert text(session, long, 20) == text(loaded.sibling(), kept, 20)
+    more = loaded.sibling()
+    text(more, PROMPT, 5)
+    held = more.tokens + PROMPT
+    kept = held[:SINK] + held[SINK - (CTX - CTX // 4) :]
+    assert text(more, PROMPT, 20) == text(loaded.sibling(), kept, 20)
+
+
+def test_more_first_tokens_may_stay(loaded: Session) -> None:
+    session = loaded.sibling()
+    session.overflow = Slide(sink=50)
+    text(session, PROMPT, 100)
+    assert session.tokens[:50] == PROMPT[:50]
+
+
+def test_saved_after_it_slid(loaded: Session, tmp_path: pathlib.Path) -> None:
+    straight, saved = loaded.sibling(kv="kivi2"), loaded.sibling(kv="kivi2")
+    whole = text(straight, PROMPT, 300)
+    first = text(saved, PROMPT, 120)
+    saved.save(tmp_path / "session")
+    restored = Session.restore(tmp_path / "session", loaded, overflow="slide")
+    assert restored.n_dropped == saved.n_dropped > 0
+    assert first + text(restored, [], 180) == whole
+
+
+def test_stop_is_the_default(loaded: Session) -> None:
+    session = Session.load(loaded.model.path, ctx=CTX)
+    steps = list(session.generate(PROMPT, max_new_tokens=200))
+    assert "--overflow slide" in str(steps[-1].stop)
+    assert len(steps) == CTX - len(PROMPT) + 1
+    with pytest.raises(ContextError, match="--overflow slide"):
+        session.generate(PROMPT)
+    with pytest.raises(ConfigError, match="accepted: stop, slide"):
+        Session.load(loaded.model.path, overflow="roll")
+
+
+def test_a_chat_drops_its_oldest_turns() -> None:
+    session = Session.load(DEMO, ctx=300, overflow="slide")
+    talk = Chat(session, ChatTemplate(TEMPLATE, session.require_tokenizer()), "You are a sailor.")
+    greedy = SamplingParams()
+    for i in range(12):
+        list(talk.ask(f"Question {i}: what is a ship, and who sails it?", max_new_tokens=30, sampling=greedy))
+        assert session.n_past <= 300
+    dropped = [m["content"] for m in talk.messages if m.get("dropped")]
+    assert len(talk.messages) == 25
+    assert len(dropped) > 8
+    assert len(dropped) % 2 == 0
+    text = session.require_tokenizer().decode(session.tokens)
+    assert text.startswith("system: You are a sailor.")
+    assert "Question 11" in text
+    assert "Question 0" not in text
+    assert session.n_dropped == 0
+    long = Chat(session.sibling(), talk.template)
+    answer = list(long.ask("Tell me everything.", max_new_tokens=700, sampling=greedy))
+    assert len(answer) == 700
+    assert long.session.n_dropped > 0
+    list(long.ask("And then?", max_new_tokens=5, sampling=greedy))
+    assert len(long.messages[1]["ids"]) == 700
+
+
+def test_the_terminal_says_what_was_dropped(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "template").write_text(TEMPLATE)
+    command = [sys.executable, "-m", "edgekv", "chat", "--ctx", "100", "--overflow", "slide", "--temperature", "0"]
+    command += ["--chat-template", str(tmp_path / "template"), "--max-new-tokens", "60"]
+    done = subprocess.run(
+        command, input=b"Tell me of the sea.\n" + 3 * b"And then?\n", capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(rb"the context was full: [1-9]\d* of the oldest messages, \d+ tokens", done.stderr)
+    run = [*command[:3], "run", *command[4:8], "--prompt", "It was", "--max-new-tokens", "150"]
+    done = subprocess.run(run, capture_output=True, timeout=300)
+    assert re.search(rb"overflow: \d+ tokens between", done.stderr)

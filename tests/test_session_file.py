@@ -1,0 +1,341 @@
+"""Saved sessions: the text goes on as if nothing had happened; a damaged or foreign file is refused; kill -9."""
+
+import json
+import os
+import pathlib
+import random
+import resource
+import subprocess
+import sys
+import time
+
+import golden_cases
+import numpy as np
+import pytest
+
+from edgekv import CACHES, SamplingParams, Session
+from edgekv.errors import CheckpointError, SessionError
+from edgekv.kvcache import CacheSpec
+from edgekv.session_file import GRAIN, SessionFile, nonzero_runs, write
+
+CTX = 1400
+SAMPLING = SamplingParams(temperature=1.0, seed=5)
+PROMPT = [int(t) for t in np.random.default_rng(0).integers(0, golden_cases.VOCAB, 1200)]
+
+
+def write_model(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """A golden case whose config allows contexts beyond every scheme's window and budget."""
+    golden_cases.write_checkpoint(name, folder)
+    config = golden_cases.CASES[name] | {"max_position_embeddings": CTX}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_model("llama31", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loaded(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "xdg")
+    return Session.load(model, ctx=CTX)
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory, loaded: Session) -> Session:
+    return Session.load(write_model("mistral", tmp_path_factory.mktemp("mistral")), ctx=CTX)
+
+
+def text(session: Session, prompt: list[int], n: int, sampling: object = SAMPLING) -> list[int]:
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=sampling)]
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["plain", "compressed"])
+@pytest.mark.parametrize("kv", CACHES)
+def test_restored_text_equals_uninterrupted_text(
+    loaded: Session, kv: str, compress: bool, tmp_path: pathlib.Path
+) -> None:
+    straight, saved = loaded.sibling(kv=kv), loaded.sibling(kv=kv)
+    for session in (straight, saved):
+        session.caches[0].mark([(100, 900)])
+    whole = text(straight, PROMPT, 160)
+    first = text(saved, PROMPT, 70)
+    size = saved.save(tmp_path / "session", compress=compress)
+    assert size == (tmp_path / "session").stat().st_size
+    restored = Session.restore(tmp_path / "session", loaded)
+    assert restored.report().cache_bytes == saved.report().cache_bytes
+    second = text(restored, [], 90, restored.sampler)
+    assert first + second == whole
+    assert len(set(whole)) > 30
+
+
+@pytest.mark.parametrize("kv", ["mikv", "h2o", "snapkv", "quest:k=16,skip=0", "onebit", "visual1"])
+def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathlib.Path) -> None:
+    whole = text(sliding.sibling(kv=kv), PROMPT, 60)
+    saved = sliding.sibling(kv=kv)
+    first = text(saved, PROMPT, 20)
+    saved.save(tmp_path / "session")
+    restored = Session.restore(tmp_path / "session", sliding)
+    assert first + text(restored, [], 40, restored.sampler) == whole
+
+
+def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, tmp_path: pathlib.Path) -> None:
+    sessions = [loaded.sibling(kv="visual1") for _ in range(2)]
+    for session in sessions:
+        for cache in session.caches:
+            cache.mark([(10, 60), (1100, 1250)])
+    whole = text(sessions[0], PROMPT, 100)
+    first = text(sessions[1], PROMPT, 30)  # 20 tokens before the span is packed
+    sessions[1].save(tmp_path / "session")
+    restored = Session.restore(tmp_path / "session", loaded)
+    assert first + text(restored, [], 70, restored.sampler) == whole
+
+
+@pytest.mark.parametrize("kv", CACHES)
+def test_restored_after_a_rewind(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
+    """What the rewind left in the arrays behind the last token does no harm."""
+    texts = []
+    for save in (False, True):
+        session = loaded.sibling(kv=kv)
+        text(session, PROMPT, 20)
+        session.rewind(700)
+        if save:
+            session.save(tmp_path / "session")
+            session = Session.restore(tmp_path / "session", loaded)
+        texts.append(text(session, [1, 2, 3], 60))
+    assert texts[0] == texts[1]
+
+
+def test_saved_between_two_steps_with_its_memo(loaded: Session, tmp_path: pathlib.Path) -> None:
+    session = loaded.sibling(kv="kivi2")
+    session.memo["messages"] = [{"role": "user", "content": "héllo"}]
+    steps = session.generate(PROMPT, max_new_tokens=60, sampling=SAMPLING)
+    first = [next(steps).token for _ in range(25)]
+    session.save(tmp_path / "session")
+    rest = [step.token for step in steps]
+    restored = Session.restore(tmp_path / "session", loaded)
+    assert restored.memo == session.memo
+    assert restored.tokens == PROMPT + first
+    assert text(restored, [], 35, restored.sampler) == rest
+
+
+def test_an_empty_session(loaded: Session, tmp_path: pathlib.Path) -> None:
+    loaded.sibling().save(tmp_path / "session")
+    restored = Session.restore(tmp_path / "session", loaded)
+    assert (restored.n_past, restored.tokens, restored.sampler) == (0, [], None)
+    assert text(restored, PROMPT[:50], 20) == text(loaded.sibling(), PROMPT[:50], 20)
+
+
+@pytest.fixture(scope="module")
+def file(loaded: Session, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    session = loaded.sibling(kv="onebit")
+    text(session, PROMPT[:300], 5)
+    path = tmp_path_factory.mktemp("session") / "file"
+    session.save(path)
+    return path
+
+
+def test_a_file_holds_what_is_used_and_no_more(loaded: Session, tmp_path: pathlib.Path) -> None:
+    session = loaded.sibling(kv="dense")
+    text(session, PROMPT[: CTX // 10], 5)
+    session.save(tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size < 0.2 * session.report().cache_bytes
+
+
+def test_every_flipped_bit_is_noticed(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    data, rng = bytearray(file.read_bytes()), random.Random(0)
+    damaged = tmp_path / "damaged"
+    for position in [*range(40), *(rng.randrange(len(data)) for _ in range(150))]:
+        bit = 1 << rng.randrange(8)
+        data[position] ^= bit
+        damaged.write_bytes(data)
+        with pytest.raises(SessionError, match="damaged") as error:
+            SessionFile(damaged)
+        assert "\n" not in str(error.value)
+        data[position] ^= bit
+    SessionFile(file)
+
+
+def test_a_truncated_or_longer_file(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    data = file.read_bytes()
+    for size in [*range(0, len(data), len(data) // 40), len(data) - 1]:
+        (tmp_path / "cut").write_bytes(data[:size])
+        with pytest.raises(SessionError, match=r"too few|cut off"):
+            SessionFile(tmp_path / "cut")
+    (tmp_path / "longer").write_bytes(data + b"x")
+    with pytest.raises(SessionError, match="not its own"):
+        SessionFile(tmp_path / "longer")
+
+
+def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for path, reason in (
+        (model / "model.safetensors", "is no edgekv session"),
+        (tmp_path / "absent", "No such file"),
+        (tmp_path, "Is a directory"),
+        (pathlib.Path("/dev/null"), "too few"),
+    ):
+        with pytest.raises(SessionError, match=reason):
+            Session.restore(path, model)
+    newer = bytearray(file.read_bytes())
+    newer[16] += 1
+    (tmp_path / "newer").write_bytes(newer)
+    with pytest.raises(SessionError, match="format version 2, this edgekv reads 1"):
+        Session.restore(tmp_path / "newer", model)
+
+
+CHANGES = {
+    "another model": ({"identity": "0" * 16, "model": "other"}, "belongs to the model other"),
+    "other weights": ({"weights": "int8"}, "give --weights int8"),
+    "a scheme that is gone": ({"kv": "h2b:b=3"}, "'h2b' is unknown"),
+    "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
+    "another shape of arrays": (
+        {"kv": "onebit:sink=8"},
+        r"is <u2 \(2, 4, 16\), this edgekv needs <u2 \(2, 8, 16\)",
+    ),
+    "fewer layers": ({"layers": []}, "0 layers"),
+    "nonsense counters": ({"layers": [{"counters": {"n_seen": 9999}, "fitted": {}}] * 3}, "n_seen"),
+    "no tokens": ({"tokens": None}, "can't take over"),
+    "a sampler of the future": ({"sampler": {"params": {"mirostat": 1}}}, "mirostat"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_belongs_to_something_else(
+    name: str, loaded: Session, file: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    change, reason = CHANGES[name]
+    original = SessionFile(file)
+    state = {
+        f"{i}/{k}": a
+        for i, cache in enumerate(Session.restore(file, loaded).caches)
+        for k, a in cache.arrays.items()
+    }
+    write(tmp_path / "file", original.content | change, state)
+    session = loaded.sibling(kv="onebit")
+    text(session, PROMPT[:40], 3)
+    before = list(session.tokens)
+    with pytest.raises(SessionError, match=reason) as error:
+        Session.restore(tmp_path / "file", loaded)
+    assert "\n" not in str(error.value)
+    with pytest.raises(SessionError):
+        session.load_saved(tmp_path / "file")
+    assert session.tokens == before
+    assert len(text(session, [1], 3)) == 3
+
+
+def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.Path, loaded: Session) -> None:
+    with pytest.raises(SessionError, match=r"was held with --kv onebit.*not dense"):
+        Session.restore(file, loaded, kv="dense")
+    with pytest.raises(SessionError, match="was held with --ctx 1400, not 1000"):
+        Session.restore(file, loaded, ctx=1000)
+    with pytest.raises(SessionError, match="give --weights f32"):
+        Session.restore(file, model, weights="int8")
+    assert Session.restore(file, model, kv="onebit").plan.kv == CacheSpec.parse("onebit")
+
+
+def test_load_saved_replaces_the_conversation(loaded: Session, file: pathlib.Path) -> None:
+    session = loaded.sibling(kv="onebit")
+    text(session, PROMPT[500:900], 9)
+    session.load_saved(file)
+    assert text(session, [4], 20) == text(Session.restore(file, loaded), [4], 20)
+
+
+def test_runs_cover_what_is_not_zero() -> None:
+    rng = np.random.default_rng(0)
+    for size in (0, 1, GRAIN - 1, GRAIN, 5 * GRAIN, 7 * GRAIN + 8):
+        flat = np.zeros(size, np.uint8)
+        flat[rng.integers(0, max(size, 1), size // 2000 + (size > 0))] = 1
+        runs = nonzero_runs(flat)
+        covered = np.zeros(size, bool)
+        for a, b in runs:
+            covered[a:b] = True
+        assert flat[~covered].sum() == 0
+        assert covered.sum() <= GRAIN * flat.sum()
+
+
+WRITER = """
+import sys, numpy as np
+from edgekv.session_file import write
+path, k = sys.argv[1], 0
+while True:
+    k += 1
+    arrays = {str(i): np.full(200_000 + 1000 * i, k, np.uint64) for i in range(5)}
+    write(path, {"k": k}, arrays)
+    print(k, flush=True)
+"""
+
+
+def started_and_killed(arguments: list[object], seconds: float) -> list[bytes]:
+    """What a Python program printed after its first line, until it is killed that many seconds later."""
+    with subprocess.Popen([sys.executable, "-c", *map(str, arguments)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(seconds)
+        process.kill()
+        return process.stdout.read().split()
+
+
+def test_kill_9_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path: pathlib.Path) -> None:
+    path, rng = tmp_path / "session", random.Random(1)
+    for _ in range(12):
+        said = started_and_killed([WRITER, path], rng.random() * 0.15)
+        file = SessionFile(path)
+        k = file.content["k"]
+        assert k in (int(said[-1]), int(said[-1]) + 1) if said else k in (1, 2)
+        array = np.empty(204_000, np.uint64)
+        file.fill("4", array)
+        assert (array == k).all()
+    write(path, {"k": 0}, {})
+    assert list(tmp_path.iterdir()) == [path]  # what the killed left is gone
+
+
+def test_a_full_disk_keeps_the_old_file(loaded: Session, file: pathlib.Path) -> None:
+    """RLIMIT_FSIZE makes write() fail as a full disk does; CPython ignores SIGXFSZ."""
+    before, session = file.read_bytes(), Session.restore(file, loaded)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            session.save(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "edgekv", "run", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, timeout=300)
+
+
+@pytest.mark.parametrize("options", [["--kv", "onebit"], ["--kv", "h2o:budget=32", "--session-compress"]])
+def test_run_session_goes_on_in_another_process(
+    shared: pathlib.Path, tmp_path: pathlib.Path, options: list[str]
+) -> None:
+    common = ["--model", shared / "models" / "stories260K", "--temperature", 1, "--seed", 3]
+    prompt = ["--prompt", "Once upon a time", *options]
+    whole = run(*common, *prompt, "--max-new-tokens", 50)
+    assert whole.returncode == 0, whole.stderr
+    session = ["--session", tmp_path / "file"]
+    first = run(*common, *prompt, *session, "--max-new-tokens", 20)
+    second = run(*common, *session, "--max-new-tokens", 30)
+    assert first.stdout[:-1] + second.stdout[:-1] == whole.stdout[:-1]
+    refused = run(*common, *session, "--kv", "dense")
+    assert (refused.returncode, refused.stderr.count(b"\n")) == (2, 1)
+    assert b"leave --kv out" in refused.stderr
+
+
+def test_a_killed_run_leaves_a_session_that_goes_on(shared: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    model, path, rng = shared / "models" / "stories260K", tmp_path / "file", random.Random(2)
+    code = (
+        "import sys; from edgekv import Session; s = Session.load(sys.argv[1], kv='onebit', ctx=500)\n"
+        "for step in s.generate('Once upon a time', max_new_tokens=180): s.save(sys.argv[2]); print(flush=True)"
+    )
+    straight = Session.load(model, kv="onebit", ctx=500)
+    list(straight.generate("Once upon a time", max_new_tokens=195))
+    for _ in range(3):
+        started_and_killed([code, model, path], rng.random() * 0.3)
+        session = Session.restore(path, model)
+        list(session.generate([], max_new_tokens=10))
+        assert session.tokens == straight.tokens[: len(session.tokens)]

@@ -23,7 +23,7 @@ def matvec(
     scales: Array | None = None,
     bias: Array | None = None,
 ) -> Array:
-    """(n, rows) float32: x, contiguous, n times `columns` elements, by 32- or 16-bit numbers, 8- or 4-bit codes."""
+    """(n, rows) float32: x, contiguous, n times `columns` numbers, by 32 or 16 bits or codes of 8 or 4."""
     rows = matrix.shape[0]
     columns = columns or matrix.shape[1]
     n = x.size // columns

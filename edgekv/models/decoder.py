@@ -44,7 +44,9 @@ class Decoder:
         self._rope = RopeTable(self.config.rope, capacity) if self.config.rope else None
         names = ("norm_q", "norm_k") if self.config.qk_norm else ()
         layers = range(self.config.n_layers)
-        self._norms = [tuple(weights.vector(f"{i}.{name}") for name in names) or (NONE, NONE) for i in layers]
+        # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
+        vectors = [tuple(weights.vector(f"{i}.{name}").copy() for name in names) for i in layers]
+        self._norms = [pair or (NONE, NONE) for pair in vectors]
 
     def warm_up(self, caches: Sequence[KVCache]) -> None:
         """Compiles a scheme's kernels, or loads them from Numba's cache, on throw-away random tokens."""

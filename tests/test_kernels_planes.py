@@ -185,7 +185,7 @@ def test_numba_computes_the_same_scores_and_sums(
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
     numpy_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, expected, case.s0)
     numba_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
-    assert_close(s, expected)
+    assert_close(s, expected, 1e-4)  # q in two bytes
     p = np.exp(expected - expected[:, :, inside(case)].max(axis=2, keepdims=True))
     sums = [normal(np.random.default_rng(3), case.g, case.m, case.d) for _ in range(2)]
     for backend, out in zip((numpy_, numba_), sums, strict=True):
@@ -275,7 +275,7 @@ def test_numba_reads_the_same(
     np.testing.assert_array_equal(p, before)
     np.testing.assert_array_equal(got[3], expected[3])
     for a, b in zip(got[:3], expected[:3], strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(np.abs(b).max())))
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-4 * max(1.0, float(np.abs(b).max())))
     if threshold == 2:
         assert not got[0].any()
         assert_close(got[1].sum(axis=2), np.ones((case.g, case.m)), 1e-5)

@@ -93,7 +93,8 @@ class PlaneKernels(Protocol):
 
         planes (G, M, B, W) as in `pack_queries`, step (G, M) times what the caller wants; the keys as in
         `encode_signs` and `encode_centres`. The second product is a count of bits: with q = sum_j 2 ** j y_j / 2
-        over planes y of +-1, it is ((2 ** B - 1) * D - 2 * sum_j 2 ** j popcount(y_j XOR sign)) / 2.
+        over planes y of +-1, it is ((2 ** B - 1) * D - 2 * sum_j 2 ** j popcount(y_j XOR sign)) / 2. In the first,
+        q may be rounded to multiples of 2 ** -15 of the row's largest magnitude.
         """
 
     def encode_quads(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
@@ -153,5 +154,6 @@ class PlaneKernels(Protocol):
         `top` and `low` (G, cap, 2, W); else if one is at least threshold, with the 2 of `top`, whose levels are
         PAIR_STEP apart in value_scale. All others' probabilities are added up per block in tail (G, M, blocks of
         64 tokens, counted from t0 // 64 on). change (G, M) = sum of the corrections, new minus old. counts
-        (G, n, 2): tokens corrected, and tokens with all value planes. p is left alone.
+        (G, n, 2): tokens corrected, and tokens with all value planes. p is left alone. What the bits are
+        multiplied with may be rounded to multiples of 2 ** -15 of its largest magnitude.
         """

@@ -1,5 +1,6 @@
 """The fast backend: Numba on all threads of a CPU, with explicit vectors where LLVM would not find them."""
 
+from edgekv.kernels.numba_.centres import encode_centres
 from edgekv.kernels.numba_.dense import (
     encode_f16,
     encode_f32,
@@ -18,7 +19,7 @@ from edgekv.kernels.numba_.ints import encode_sym, scores_sym, values_sym
 from edgekv.kernels.numba_.kivi import encode_kivi_keys, encode_kivi_values, scores_kivi, values_kivi
 from edgekv.kernels.numba_.levels import quantise_channels, quantise_tokens
 from edgekv.kernels.numba_.mikv import scores_tokens
-from edgekv.kernels.numba_.planes import encode_centres, encode_signs, pack_queries, scores_centred
+from edgekv.kernels.numba_.planes import encode_signs, pack_queries, scores_centred
 from edgekv.kernels.numba_.quads import encode_quads, values_quads
 from edgekv.kernels.numba_.quest import encode_pages
 from edgekv.kernels.numba_.retrieval import scores_f16_at, select_top, values_f16_at

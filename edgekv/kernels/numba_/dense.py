@@ -16,7 +16,7 @@ from edgekv.kernels.numba_.launch import (
     token_span,
     token_splits,
 )
-from edgekv.kernels.numba_.scalar import get, put
+from edgekv.kernels.numba_.scalar import address, get, put
 from edgekv.kernels.spec import BLOCK, F32, U16
 
 LANES = simd.LANES
@@ -79,7 +79,7 @@ def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
 def _scores_items(first: int, last: int, args: Args) -> None:
     splits, q, keys, t0, t1, s, gap_g, gap_m, s0 = args
     (_, n_rows, head_dim), capacity = q.shape, keys.shape[1]
-    q, keys = q.reshape(-1), keys.reshape(-1)
+    q, keys, s = address(q), address(keys), address(s)
     for item in range(first, last):
         g = item // splits
         start, end = token_span(t0, t1, splits, item % splits)
@@ -151,7 +151,7 @@ def _score_four_rows(
 def _values_items(first: int, last: int, args: Args) -> None:
     splits, p, gap_g, gap_m, s0, values, t0, t1, out = args
     (n_kv_heads, n_rows, head_dim), capacity = out.shape[1:], values.shape[1]
-    out, values = out.reshape(-1), values.reshape(-1)
+    p, out, values = address(p), address(out), address(values)
     for item in range(first, last):
         g, split = item // splits, item % splits
         start, end = token_span(t0, t1, splits, split)

@@ -13,6 +13,7 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 
 from edgekv.kernels.numba_.jit import CPU_FEATURES, intrinsic
+from edgekv.kernels.numba_.scalar import pointer_to
 from edgekv.kernels.numba_.simd import LANES, vector
 
 Ints = Any  # LANES int32, or 4 * LANES bytes, inside a kernel
@@ -20,6 +21,7 @@ Value = Any  # an llvmlite value
 
 _I8, _I16, _I32 = (ir.IntType(n_bits) for n_bits in (8, 16, 32))
 _INTS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+_BITS = ir.VectorType(ir.IntType(1), 4 * LANES)
 _BYTES, _PAIRS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
 
 
@@ -42,11 +44,53 @@ def load_bytes(context: Any, array: Any, index: Any) -> Any:
     """Bytes index.. of a flat uint8 array."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), _INTS.as_pointer())
-        return builder.load(pointer, align=1)
+        return _load(context, builder, array, args, _INTS)
 
     return ints(array, types.intp), build
+
+
+@intrinsic
+def load_half(context: Any, array: Any, index: Any) -> Any:
+    """Half as many bytes index.. of a flat uint8 array, then zeros."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half = ir.VectorType(_I32, LANES // 2)
+        zeros, whole = ir.Constant(half, [0] * (LANES // 2)), ir.Constant(_INTS, list(range(LANES)))
+        return builder.shuffle_vector(_load(context, builder, array, args, half), zeros, whole)
+
+    return ints(array, types.intp), build
+
+
+@intrinsic
+def load_bits(context: Any, array: Any, index: Any) -> Any:
+    """A byte of 0 or 1 for each bit from byte index of a flat uint8 array on."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = _load(context, builder, array, args, ir.IntType(4 * LANES))
+        if LANES == 16:  # AVX-512 has registers for them
+            return builder.bitcast(builder.zext(builder.bitcast(bits, _BITS), _BYTES), _INTS)
+        few = builder.bitcast(bits, ir.VectorType(_I8, LANES // 2))
+        each = ir.Constant(ir.VectorType(_I32, 4 * LANES), [byte // 8 for byte in range(4 * LANES)])
+        tested = builder.and_(
+            builder.shuffle_vector(few, few, each),
+            ir.Constant(_BYTES, [1 << byte % 8 for byte in range(4 * LANES)]),
+        )
+        ones = builder.icmp_unsigned("!=", tested, ir.Constant(_BYTES, [0] * (4 * LANES)))
+        return builder.bitcast(builder.zext(ones, _BYTES), _INTS)
+
+    return ints(array, types.intp), build
+
+
+@intrinsic
+def store_bytes(context: Any, array: Any, index: Any, codes: Any) -> Any:
+    """Writes 4 * LANES bytes to bytes index.. of a flat uint8 array."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.bitcast(pointer_to(context, builder, array, args), _INTS.as_pointer())
+        builder.store(args[2], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, ints), build
 
 
 @intrinsic
@@ -82,6 +126,37 @@ def add_products(context: Any, word: Any, codes: Any, so_far: Any) -> Any:
 
 
 @intrinsic
+def add_signed(context: Any, codes: Any, signed: Any, so_far: Any) -> Any:
+    """Adds to each sum its four codes times four signed bytes."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _signed_dot(builder, *args)
+
+    return ints(ints, ints, ints), build
+
+
+@intrinsic
+def multiply_add(context: Any, a: Any, factor: Any, b: Any) -> Any:
+    """a * factor + b."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, factor, b = args
+        return builder.add(builder.mul(a, _splat(builder, builder.trunc(factor, _I32))), b)
+
+    return ints(ints, types.intp, ints), build
+
+
+@intrinsic
+def total(context: Any, a: Any) -> Any:
+    """The sum of all lanes, int32."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, f"llvm.vector.reduce.add.v{LANES}i32", _I32, args[0])
+
+    return types.int32(ints), build
+
+
+@intrinsic
 def sums_as_vector(context: Any, a: Any) -> Any:
     """Sums as float32."""
 
@@ -89,6 +164,10 @@ def sums_as_vector(context: Any, a: Any) -> Any:
         return builder.sitofp(args[0], _VECTOR)
 
     return vector(ints), build
+
+
+def _load(context: Any, builder: Any, kind: Any, args: Any, target: Any) -> Value:
+    return builder.load(builder.bitcast(pointer_to(context, builder, kind, args), target.as_pointer()), align=1)
 
 
 def _splat(builder: Any, word: Value) -> Value:
@@ -110,14 +189,14 @@ def _byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Valu
     return builder.add(so_far, _call(builder, fours, _INTS, products, ir.Constant(_PAIRS, [1] * (2 * LANES))))
 
 
-def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+def _arm(builder: Any, words: Value, codes: Value, so_far: Value, instruction: str = "udot") -> Value:
     quarter, bytes16 = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
     parts = []
     for start in range(0, LANES, 4):
         lanes = ir.Constant(quarter, list(range(start, start + 4)))
         acc, a, b = (builder.shuffle_vector(x, x, lanes) for x in (so_far, words, codes))
         a, b = builder.bitcast(a, bytes16), builder.bitcast(b, bytes16)
-        parts.append(_call(builder, "llvm.aarch64.neon.udot.v4i32.v16i8", quarter, acc, a, b))
+        parts.append(_call(builder, f"llvm.aarch64.neon.{instruction}.v4i32.v16i8", quarter, acc, a, b))
     whole = ir.Constant(_INTS, list(range(LANES)))
     return builder.shuffle_vector(*parts, whole)
 
@@ -127,6 +206,19 @@ def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
     for shift in range(0, 32, 8):
         by = ir.Constant(_INTS, [shift] * LANES)
         a, b = (builder.and_(builder.lshr(x, by), byte) for x in (words, codes))
+        so_far = builder.add(so_far, builder.mul(a, b))
+    return so_far
+
+
+def _arm_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
+    return _arm(builder, codes, signed, so_far, "sdot")
+
+
+def _plain_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
+    top = ir.Constant(_INTS, [24] * LANES)
+    for shift in range(0, 32, 8):
+        to_top = ir.Constant(_INTS, [24 - shift] * LANES)
+        a, b = (builder.ashr(builder.shl(x, to_top), top) for x in (codes, signed))
         so_far = builder.add(so_far, builder.mul(a, b))
     return so_far
 
@@ -147,3 +239,4 @@ def _choose() -> Callable[..., Value]:
 
 
 _dot = _choose()
+_signed_dot = {_arm: _arm_signed, _plain: _plain_signed}.get(_dot, _dot)  # x86 multiplies unsigned with signed

@@ -8,11 +8,12 @@ from edgekv.kernels.numba_.half import as_float, float_to_half
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run, token_splits
 from edgekv.kernels.numba_.masks import add_where
-from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
+from edgekv.kernels.numba_.scalar import address, get, maximum, minimum, put
+from edgekv.kernels.spec import U8
 from edgekv.kernels.spec_retrieval import F32, U16, U32
 
 LANES = simd.LANES
-WORD_TOKENS = 32
+WORD_TOKENS, WORD_BYTES = 32, 4
 HALVES_AHEAD = 2048  # of the levels: two groups of head_dim 128 and three to come
 LINE_WORDS, LINE_HALVES = 16, 32  # to a cache line
 ZERO, HALF, TWO = np.array([0, 0.5, 2], np.float32)
@@ -32,7 +33,7 @@ def scores_fier(q: F32, signs: U32, levels: U16, group: int, b0: int, b1: int, s
     work = q.size * (b1 - b0) * group
     splits = token_splits(q.shape[0], work)
     weights = np.empty((q.shape[0] * splits, q.shape[2]), np.float32)
-    args = splits, np.ascontiguousarray(q), signs, levels, group, b0, b1, *flat(s), s0, weights
+    args = splits, np.ascontiguousarray(q), signs.view(np.uint8), levels, group, b0, b1, *flat(s), s0, weights
     run(_scores_items, _scores_parallel, q.shape[0] * splits, work, args)
 
 
@@ -115,7 +116,7 @@ def _scores_items(first: int, last: int, args: Args) -> None:
     splits, q, signs, levels, group, b0, b1, s, gap_g, gap_m, s0, weights = args
     n_rows, head_dim = q.shape[1:]
     n_groups, n_words = levels.shape[1], signs.shape[1]
-    q, signs, levels, weights = q.reshape(-1), signs.reshape(-1), levels.reshape(-1), weights.reshape(-1)
+    q, signs, levels, weights, s = address(q), address(signs), address(levels), address(weights), address(s)
     for item in range(first, last):
         g, split = item // splits, item % splits
         for b in range(b0 + (b1 - b0) * split // splits, b0 + (b1 - b0) * (split + 1) // splits):
@@ -159,24 +160,26 @@ def _fold(q: F32, query: int, levels: U16, level: int, head_dim: int, weights: F
 
 @fast_jit
 def _score_word(
-    signs: U32, word: int, weights: F32, weight: int, head_dim: int, base: Scalar, s: F32, column: int
+    signs: U8, word: int, weights: F32, weight: int, head_dim: int, base: Scalar, s: F32, column: int
 ) -> None:
     """s[column:][:32] = base + the sum of the weights of the channels whose bit is set, token by token."""
     whole = head_dim // 4 * 4
     for shift in range(0, WORD_TOKENS, 2 * LANES):
         a0 = a1 = simd.splat(base)
         b0 = b1 = c0 = c1 = d0 = d1 = simd.splat(ZERO)
-        for i in range(0, whole, 4):
-            bits, w = get(signs, word + i), simd.broadcast(weights, weight + i)
-            a0, a1 = add_where(bits, shift, w, a0), add_where(bits, shift + LANES, w, a1)
-            bits, w = get(signs, word + i + 1), simd.broadcast(weights, weight + i + 1)
-            b0, b1 = add_where(bits, shift, w, b0), add_where(bits, shift + LANES, w, b1)
-            bits, w = get(signs, word + i + 2), simd.broadcast(weights, weight + i + 2)
-            c0, c1 = add_where(bits, shift, w, c0), add_where(bits, shift + LANES, w, c1)
-            bits, w = get(signs, word + i + 3), simd.broadcast(weights, weight + i + 3)
-            d0, d1 = add_where(bits, shift, w, d0), add_where(bits, shift + LANES, w, d1)
-        for i in range(whole, head_dim):
-            bits, w = get(signs, word + i), simd.broadcast(weights, weight + i)
-            a0, a1 = add_where(bits, shift, w, a0), add_where(bits, shift + LANES, w, a1)
+        first, second = WORD_BYTES * word + shift // 8, WORD_BYTES * word + (shift + LANES) // 8
+        for d in range(0, whole, 4):
+            i, j = first + WORD_BYTES * d, second + WORD_BYTES * d
+            w = simd.broadcast(weights, weight + d)
+            a0, a1 = add_where(signs, i, w, a0), add_where(signs, j, w, a1)
+            w = simd.broadcast(weights, weight + d + 1)
+            b0, b1 = add_where(signs, i + WORD_BYTES, w, b0), add_where(signs, j + WORD_BYTES, w, b1)
+            w = simd.broadcast(weights, weight + d + 2)
+            c0, c1 = add_where(signs, i + 2 * WORD_BYTES, w, c0), add_where(signs, j + 2 * WORD_BYTES, w, c1)
+            w = simd.broadcast(weights, weight + d + 3)
+            d0, d1 = add_where(signs, i + 3 * WORD_BYTES, w, d0), add_where(signs, j + 3 * WORD_BYTES, w, d1)
+        for d in range(whole, head_dim):
+            i, j, w = first + WORD_BYTES * d, second + WORD_BYTES * d, simd.broadcast(weights, weight + d)
+            a0, a1 = add_where(signs, i, w, a0), add_where(signs, j, w, a1)
         simd.store(s, column + shift, simd.add(simd.add(a0, b0), simd.add(c0, d0)))
         simd.store(s, column + shift + LANES, simd.add(simd.add(a1, b1), simd.add(c1, d1)))

@@ -4,26 +4,19 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.numba_ import simd
-from edgekv.kernels.numba_.half import as_float
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run
-from edgekv.kernels.numba_.masks import add_where, at_least, lowest_one
-from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
-from edgekv.kernels.numba_.softmax import exp_of_negative
+from edgekv.kernels.numba_.masks import at_least, lowest_one
+from edgekv.kernels.numba_.refine import LINE, PENDING, add_planes, choose, estimate, prepare, weigh
+from edgekv.kernels.numba_.scalar import address, get, put
 from edgekv.kernels.spec import BLOCK, F32, I64, U16, U64
-from edgekv.kernels.spec_codes import U32
-from edgekv.kernels.spec_planes import FULL_VALUES, KEY_STEP, LARGEST_CORRECTION, PAIR_STEP
 
 LANES = simd.LANES
-WORD_BITS, HALF_WORD = 64, 32
-LINE_WORDS = 16  # uint32 to a cache line
-PENDING = 256  # tokens found before they are read: their lines are on the way
+WORD_BITS = 64
 SCAN_WORK, READ_WORK = 1, 8  # of one probability and of one element of a token, in multiply-adds
 TYPICAL_SHARE = 32  # one token of so many is read
 ONE_BIT = np.uint64(1)
-ZERO, HALF, TWO, FOUR, EIGHT = np.array([0, 0.5, 2, 4, 8], np.float32)
-MIDDLE, PAIR_MIDDLE, STEP_OF_KEY, STEP_OF_PAIR = np.array([7.5, 1.5, KEY_STEP, PAIR_STEP], np.float32)
-LARGEST, LARGEST_FACTOR = np.array([LARGEST_CORRECTION, np.exp(LARGEST_CORRECTION)], np.float32)
+ZERO, HALF = np.array([0, 0.5], np.float32)
 
 
 def encode_planes(x: F32, step: F32, planes: U64, t0: int) -> None:
@@ -51,14 +44,16 @@ def attend_planes(
     change: F32,
     counts: I64,
 ) -> None:
-    n_items, n_heads, n_tokens = q.shape[0] * n, q.shape[1] // n, t1 - t0
-    pending = np.empty((n_items, PENDING), np.int32)
-    rows = np.empty((n_items, 2, n_heads), np.float32)
-    planes = signs.view(np.uint32), fine.view(np.uint32), top.view(np.uint32), low.view(np.uint32)
-    work = q.shape[0] * q.shape[1] * n_tokens * (SCAN_WORK + READ_WORK * q.shape[2] // TYPICAL_SHARE)
+    n_items, n_heads, n_tokens, width = q.shape[0] * n, q.shape[1] // n, t1 - t0, q.shape[2]
+    chosen = np.empty((n_items, 3, PENDING), np.int32)
+    weights = np.empty((n_items, 4 * n_heads + 1, PENDING), np.float32)
+    near = np.empty((n_items, 2 * n_heads + 2 * width), np.float32)
+    halves = np.empty((n_items, n_heads + 1, 4 * width), np.uint8)
+    planes = signs.view(np.uint8), fine.view(np.uint8), top.view(np.uint8), low.view(np.uint8)
+    work = q.shape[0] * q.shape[1] * n_tokens * (SCAN_WORK + READ_WORK * width // TYPICAL_SHARE)
     args = (
         *(*flat(p), s0, t0, t1, q, rounded, lam, scale, *planes, value_scale),
-        *(np.float32(threshold), np.float32(FULL_VALUES * threshold), n, pending, rows, out, tail, change, counts),
+        *(np.float32(threshold), n, chosen, weights, near, halves, out, tail, change, counts),
     )
     run(_attend_items, _attend_parallel, n_items, work, args)
 
@@ -94,26 +89,26 @@ def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
 @fast_jit
 def _attend_items(first: int, last: int, args: Args) -> None:
     p, gap_g, gap_m, s0, t0, t1, q, rounded, lam, scale, signs, fine, top, low, value_scale = args[:15]
-    threshold, full, n, pending, rows, out, tail, change, counts = args[15:]
-    (_, n_rows, width), n_words = q.shape, q.shape[2] // WORD_BITS
-    n_heads, capacity, blocks = n_rows // n, scale.shape[1], tail.shape[2]
-    pending, rows, out, tail = pending.reshape(-1), rows.reshape(-1), out.reshape(-1), tail.reshape(-1)
-    q, rounded, change = q.reshape(-1), rounded.reshape(-1), change.reshape(-1)
-    keys = signs.reshape(-1), scale.reshape(-1), fine.reshape(-1)
-    values = top.reshape(-1), low.reshape(-1), value_scale.reshape(-1)
+    threshold, n, chosen, weights, near, halves, out, tail, change, counts = args[15:]
+    (_, n_rows, width), capacity, blocks = q.shape, scale.shape[1], tail.shape[2]
+    n_heads = n_rows // n
+    p, out, tail, change, counts = address(p), address(out), address(tail), address(change), address(counts)
+    q, rounded, lam = address(q), address(rounded), address(lam)
+    keys = address(signs), address(scale), address(fine)
+    values = address(top), address(low), address(value_scale)
+    chosen, weights, near, halves = address(chosen), address(weights), address(near), address(halves)
     for item in range(first, last):
         g, j = item // n, item % n
         row = g * n_rows + j
         chances = g * gap_g + j * gap_m + s0 - t0  # column of token 0, of the first head
-        queries = q, rounded, row, n, n_words, get(lam, g)
-        sums = out, tail, change, blocks, t0 // BLOCK
-        limits = threshold, full
-        where = p, chances, n * gap_m, rows, item * 2 * n_heads, n_heads
-        for r in range(n_heads):
-            i = (row + r * n) * width
-            middle = MIDDLE * STEP_OF_KEY * _total(q, i, width) - get(lam, g) * _total(rounded, i, width)
-            put(rows, item * 2 * n_heads + r, middle)
-            put(change, row + r * n, ZERO)
+        memory = (
+            *(chosen, item * 3 * PENDING, weights, item * (4 * n_heads + 1) * PENDING),
+            *(near, item * (2 * n_heads + 2 * width)),
+        )
+        products = halves, item * (n_heads + 1) * 4 * width
+        tail_of = tail, blocks, t0 // BLOCK
+        where = p, chances, n * gap_m, n_heads, row, n, width
+        prepare(q, rounded, get(lam, g), where, memory, products, change)
         n_found = n_read = n_full = 0
         for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
             start, end = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)
@@ -127,15 +122,20 @@ def _attend_items(first: int, last: int, args: Args) -> None:
                 while bits:
                     token = t + lowest_one(bits)
                     bits &= bits - ONE_BIT
-                    _prefetch(keys, values, g * capacity + token, n_words, where, token, full)
-                    put(pending, item * PENDING + n_found, np.int32(token))
+                    _prefetch(keys, values, g * capacity + token, width)
+                    put(chosen, item * 3 * PENDING + n_found, np.int32(token))
                     n_found += 1
             if n_found > PENDING - BLOCK or block == (t1 - 1) // BLOCK:
-                found = pending, item * PENDING, n_found
-                n_full += _read_tokens(found, g * capacity, where, queries, keys, values, limits, sums)
+                base = g * capacity
+                estimate(n_found, base, where, memory, products, keys)
+                weigh(n_found, where, memory, change)
+                n_pairs, n_whole = choose(n_found, base, threshold, where, memory, values, tail_of)
+                add_planes(n_pairs, n_whole, base, where, memory, values, out)
+                n_full += n_whole
                 n_read += n_found
                 n_found = 0
-        counts[g, j, 0], counts[g, j, 1] = n_read, n_full
+        put(counts, 2 * item, n_read)
+        put(counts, 2 * item + 1, n_full)
 
 
 @parallel_jit
@@ -164,111 +164,11 @@ def _at_least(p: F32, start: int, length: int, threshold: Scalar) -> Scalar:
     return bits
 
 
-@jit
-def _prefetch(keys: Args, values: Args, stored: int, n_words: int, where: Args, token: int, full: Scalar) -> None:
-    """Asks for what `_read_token` will probably read."""
-    (_, _, fine), (top, low, _), (p, chances, gap, _, _, n_heads) = keys, values, where
-    for i in range(0, 6 * n_words, LINE_WORDS):
-        simd.prefetch(fine, stored * 6 * n_words + i)
-    for i in range(0, 4 * n_words, LINE_WORDS):
-        simd.prefetch(top, stored * 4 * n_words + i)
-    for r in range(n_heads):
-        if get(p, chances + r * gap + token) >= full:
-            for i in range(0, 4 * n_words, LINE_WORDS):
-                simd.prefetch(low, stored * 4 * n_words + i)
-
-
 @fast_jit
-def _read_tokens(
-    found: Args, base: int, where: Args, queries: Args, keys: Args, values: Args, limits: Args, sums: Args
-) -> int:
-    """Corrects the tokens' probabilities and adds their values; returns how many had all planes.
-
-    One call for many tokens: each call counts the references of every array, which takes longer than a token.
-    """
-    pending, first, n_found = found
-    p, chances, gap, rows, near, n_heads = where
-    q, rounded, row, n, n_words, lam = queries
-    signs, scale, fine = keys
-    top, low, value_scale = values
-    threshold, full = limits
-    out, tail, change, blocks, first_block = sums
-    width, n_full = n_words * WORD_BITS, 0
-    for k in range(first, first + n_found):
-        token = np.int64(get(pending, k))
-        stored = base + token
-        sign = (stored // BLOCK * n_words) * BLOCK + token % BLOCK
-        size = as_float(get(scale, stored))
-        largest = ZERO
-        for r in range(n_heads):
-            m = row + r * n
-            left = _left_out(q, rounded, m * width, signs, sign, fine, stored * 6 * n_words, n_words, lam)
-            correction = maximum(minimum(size * (left - get(rows, near + r)), LARGEST), -LARGEST)
-            old = get(p, chances + r * gap + token)
-            new = old * LARGEST_FACTOR * exp_of_negative(correction - LARGEST)
-            put(rows, near + n_heads + r, new)
-            put(change, m, get(change, m) + (new - old))
-            largest = maximum(largest, new)
-        is_read, is_full = largest >= threshold, largest >= full
-        size = as_float(get(value_scale, stored))
-        n_full += is_full
-        for r in range(n_heads):
-            m = row + r * n
-            new, old = get(rows, near + n_heads + r), get(p, chances + r * gap + token)
-            i = m * blocks + token // BLOCK - first_block
-            put(tail, i, get(tail, i) - old if is_read else get(tail, i) - old + new)
-            if is_full:
-                _add_full(top, low, stored * 4 * n_words, n_words, new * size, out, m * width)
-            elif is_read:
-                _add_pair(top, stored * 4 * n_words, n_words, new * size * STEP_OF_PAIR, out, m * width)
-    return n_full
-
-
-@fast_jit
-def _left_out(
-    q: F32, rounded: F32, i: int, signs: U32, sign: int, fine: U32, plane: int, n_words: int, lam: Scalar
-) -> Scalar:
-    """KEY_STEP * q . code - 2 * lam * rounded . sign bit; the sign words lie BLOCK apart."""
-    a = b = c = d = coarse = simd.splat(ZERO)
-    for w in range(2 * n_words):
-        first = get(signs, 2 * (sign + w // 2 * BLOCK) + w % 2)
-        second, third = get(fine, plane + w), get(fine, plane + 2 * n_words + w)
-        fourth = get(fine, plane + 4 * n_words + w)
-        for shift in range(0, HALF_WORD, LANES):
-            x = simd.load(q, i)
-            a, b = add_where(first, shift, x, a), add_where(second, shift, x, b)
-            c, d = add_where(third, shift, x, c), add_where(fourth, shift, x, d)
-            coarse = add_where(first, shift, simd.load(rounded, i), coarse)
-            i += LANES
-    two = simd.splat(TWO)
-    code = simd.multiply_add(two, simd.multiply_add(two, simd.multiply_add(two, a, b), c), d)
-    scaled = simd.multiply(simd.splat(STEP_OF_KEY), code)
-    return simd.total(simd.multiply_add(simd.splat(-TWO * lam), coarse, scaled))
-
-
-@fast_jit
-def _add_full(top: U32, low: U32, plane: int, n_words: int, weight: Scalar, out: F32, target: int) -> None:
-    """out[target:] += weight * (code - 7.5) of four planes."""
-    w8, w4 = simd.splat(EIGHT * weight), simd.splat(FOUR * weight)
-    w2, w1 = simd.splat(TWO * weight), simd.splat(weight)
-    start = simd.splat(-MIDDLE * weight)
-    for w in range(2 * n_words):
-        first, second = get(top, plane + w), get(top, plane + 2 * n_words + w)
-        third, fourth = get(low, plane + w), get(low, plane + 2 * n_words + w)
-        for shift in range(0, HALF_WORD, LANES):
-            x = simd.add(simd.load(out, target), start)
-            y = add_where(second, shift, w4, add_where(first, shift, w8, x))
-            simd.store(out, target, add_where(fourth, shift, w1, add_where(third, shift, w2, y)))
-            target += LANES
-
-
-@fast_jit
-def _add_pair(top: U32, plane: int, n_words: int, weight: Scalar, out: F32, target: int) -> None:
-    """out[target:] += weight * (code - 1.5) of two planes."""
-    w2, w1, start = simd.splat(TWO * weight), simd.splat(weight), simd.splat(-PAIR_MIDDLE * weight)
-    for w in range(2 * n_words):
-        first, second = get(top, plane + w), get(top, plane + 2 * n_words + w)
-        for shift in range(0, HALF_WORD, LANES):
-            x = simd.add(simd.load(out, target), start)
-            simd.store(out, target, add_where(second, shift, w1, add_where(first, shift, w2, x)))
-            target += LANES
+def _prefetch(keys: Args, values: Args, stored: int, width: int) -> None:
+    """Asks for what `_correct` and `_add_planes` will read, but for the lower value planes."""
+    (_, _, fine), (top, _, _) = keys, values
+    for i in range(0, 3 * width // 8, LINE):
+        simd.prefetch(fine, stored * 3 * width // 8 + i)
+    for i in range(0, 2 * width // 8, LINE):
+        simd.prefetch(top, stored * 2 * width // 8 + i)

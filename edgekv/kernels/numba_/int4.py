@@ -14,7 +14,7 @@ from edgekv.kernels.numba_.launch import (
     token_span,
     token_splits,
 )
-from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
+from edgekv.kernels.numba_.scalar import address, get, maximum, minimum, put
 from edgekv.kernels.spec import BLOCK, F32, U8, U16
 
 LANES = simd.LANES
@@ -95,8 +95,8 @@ def _values_items(first: int, last: int, args: Args) -> None:
     splits, p, gap_g, gap_m, s0, codes, delta, zero, t0, t1, weights, out = args
     n_kv_heads, n_rows, head_dim = out.shape[1:]
     capacity, half = codes.shape[1:]
-    out, codes, weights = out.reshape(-1), codes.reshape(-1), weights.reshape(-1)
-    delta, zero = delta.reshape(-1), zero.reshape(-1)
+    p, out, codes, weights = address(p), address(out), address(codes), address(weights)
+    delta, zero = address(delta), address(zero)
     for item in range(first, last):
         g, split = item // splits, item % splits
         start, end = token_span(t0, t1, splits, split)

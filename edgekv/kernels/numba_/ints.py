@@ -16,7 +16,7 @@ from edgekv.kernels.numba_.launch import (
     token_span,
     token_splits,
 )
-from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
+from edgekv.kernels.numba_.scalar import address, get, maximum, minimum, put
 from edgekv.kernels.spec import BLOCK, F32, U8, U16
 
 LANES = simd.LANES
@@ -97,8 +97,8 @@ def _scores_items(first: int, last: int, args: Args) -> None:
     (_, n_rows, head_dim), capacity = q.shape, scale.shape[1]
     n_blocks, n_bytes, block = codes.shape[1:]
     middle = np.float32(1 << (8 // len(parts) - 1))
-    q, totals, dots = q.reshape(-1), totals.reshape(-1), dots.reshape(-1)
-    codes, scale = codes.reshape(-1), scale.reshape(-1)
+    q, totals, dots, s = address(q), address(totals), address(dots), address(s)
+    codes, scale = address(codes), address(scale)
     for item in range(first, last):
         g, dot = item // splits, item * 4 * block
         start, end = token_span(t0, t1, splits, item % splits)
@@ -140,8 +140,8 @@ def _values_items(first: int, last: int, args: Args) -> None:
     n_kv_heads, n_rows, head_dim = out.shape[1:]
     capacity, n_bytes = codes.shape[1:3]
     middle = np.float32(1 << (8 // len(parts) - 1))
-    out, codes = out.reshape(-1), codes.reshape(-1)
-    scale, weights = scale.reshape(-1), weights.reshape(-1)
+    p, out, codes = address(p), address(out), address(codes)
+    scale, weights = address(scale), address(weights)
     for item in range(first, last):
         g, split = item // splits, item % splits
         start, end = token_span(t0, t1, splits, split)

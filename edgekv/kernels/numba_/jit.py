@@ -27,6 +27,12 @@ def fast_jit(function: F) -> F:
     return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST)(function))
 
 
+def inline_jit(function: F) -> F:
+    """`fast_jit`, always inlined: for what runs so often that passing arrays would show."""
+    options = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": FAST, "forceinline": True}
+    return cast(F, numba.njit(**options)(function))
+
+
 def parallel_jit(function: F) -> F:
     """`numba.prange` loops run on all threads. Allocate nothing inside them: it is ten times slower."""
     return cast(F, numba.njit(cache=True, nogil=True, parallel=True)(function))

@@ -16,7 +16,7 @@ from edgekv.kernels.numba_.launch import (
     token_span,
     token_splits,
 )
-from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
+from edgekv.kernels.numba_.scalar import address, get, maximum, minimum, put
 from edgekv.kernels.spec import BLOCK, F32, U8, U16
 
 LANES = simd.LANES
@@ -140,8 +140,8 @@ def _scores_items(first: int, last: int, args: Args) -> None:
     parts = args[13:]
     n_rows, head_dim = q.shape[1:]
     n_groups, n_bytes, group = codes.shape[1:]
-    q, codes, step, low = q.reshape(-1), codes.reshape(-1), step.reshape(-1), low.reshape(-1)
-    folded, dots = folded.reshape(-1), dots.reshape(-1)
+    q, codes, step, low = address(q), address(codes), address(step), address(low)
+    folded, dots, s = address(folded), address(dots), address(s)
     for item in range(first, last):
         g, fold, dot = item // splits, item * 4 * head_dim, item * 4 * group
         start, end = token_span(t0, t1, splits, item % splits)
@@ -206,8 +206,8 @@ def _values_items(first: int, last: int, args: Args) -> None:
     capacity, n_bytes = codes.shape[1:]
     n_spans = step.shape[1]
     span, gap_w = head_dim // n_spans, n_spans * BLOCK
-    out, codes, weights = out.reshape(-1), codes.reshape(-1), weights.reshape(-1)
-    step, low = step.reshape(-1), low.reshape(-1)
+    p, out, codes, weights = address(p), address(out), address(codes), address(weights)
+    step, low = address(step), address(low)
     for item in range(first, last):
         g, split = item // splits, item % splits
         start, end = token_span(t0, t1, splits, split)

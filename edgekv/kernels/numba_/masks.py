@@ -4,28 +4,32 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from edgekv.kernels.numba_.jit import intrinsic
+from edgekv.kernels.numba_.scalar import pointer_to
 from edgekv.kernels.numba_.simd import LANES, vector
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_LANE_BITS = ir.IntType(LANES)
 _VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 @intrinsic
-def add_where(context: Any, word: Any, shift: Any, x: Any, so_far: Any) -> Any:
-    """so_far + x in the lanes j for which bit shift + j of the uint32 `word` is 1, so_far in the others."""
+def add_where(context: Any, planes: Any, index: Any, x: Any, so_far: Any) -> Any:
+    """so_far + x in the lanes whose bits are 1, so_far in the others: LANES bits of bytes index.. of `planes`."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, shift, x, so_far = args
-        lane_bits = ir.Constant(_INTS, [1 << lane for lane in range(LANES)])
-        bits = builder.shl(lane_bits, _splat(builder, builder.trunc(shift, _I32), _INTS))
-        tested = builder.and_(_splat(builder, word, _INTS), bits)
-        chosen = builder.icmp_unsigned("!=", tested, ir.Constant(_INTS, [0] * LANES))
-        return builder.select(chosen, builder.fadd(so_far, x), so_far)
+        pointer = builder.bitcast(pointer_to(context, builder, planes, args), _LANE_BITS.as_pointer())
+        bits = builder.load(pointer, align=1)
+        if LANES == 16:  # AVX-512 has registers for them
+            chosen = builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
+        else:
+            each = ir.Constant(_INTS, [1 << lane for lane in range(LANES)])
+            tested = builder.and_(_splat(builder, builder.zext(bits, _I32), _INTS), each)
+            chosen = builder.icmp_unsigned("!=", tested, ir.Constant(_INTS, [0] * LANES))
+        return builder.select(chosen, builder.fadd(args[3], args[2]), args[3])
 
-    return vector(types.uint32, types.intp, vector, vector), build
+    return vector(planes, types.intp, vector, vector), build
 
 
 @intrinsic
@@ -33,8 +37,7 @@ def at_least(context: Any, array: Any, index: Any, threshold: Any) -> Any:
     """Bit j is 1 where element index + j of a flat float32 array is >= threshold; uint64."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), _VECTOR.as_pointer())
+        pointer = builder.bitcast(pointer_to(context, builder, array, args), _VECTOR.as_pointer())
         bits = builder.fcmp_ordered(">=", builder.load(pointer, align=4), _splat(builder, args[2], _VECTOR))
         return builder.zext(builder.bitcast(bits, ir.IntType(LANES)), _I64)
 

@@ -7,7 +7,7 @@ from edgekv.kernels.numba_.codes import dot_four_rows, dot_row, parts_of
 from edgekv.kernels.numba_.half import as_float
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run, token_span, token_splits
-from edgekv.kernels.numba_.scalar import get, put
+from edgekv.kernels.numba_.scalar import address, get, put
 from edgekv.kernels.spec_evict import F32, U8, U16
 
 ROWS = 4  # that share an unpacked code
@@ -30,8 +30,8 @@ def _scores_items(first: int, last: int, args: Args) -> None:
     parts = args[13:]
     (_, n_rows, head_dim), capacity = q.shape, step.shape[1]
     n_blocks, n_bytes, block = codes.shape[1:]
-    q, totals, dots = q.reshape(-1), totals.reshape(-1), dots.reshape(-1)
-    codes, step, low = codes.reshape(-1), step.reshape(-1), low.reshape(-1)
+    q, totals, dots, s = address(q), address(totals), address(dots), address(s)
+    codes, step, low = address(codes), address(step), address(low)
     for item in range(first, last):
         g, dot = item // splits, item * ROWS * block
         start, end = token_span(t0, t1, splits, item % splits)

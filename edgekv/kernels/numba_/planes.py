@@ -6,10 +6,11 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.numba_ import simd
-from edgekv.kernels.numba_.half import as_float, float_to_half
+from edgekv.kernels.numba_.centres import centre_scores, split
+from edgekv.kernels.numba_.half import float_to_half
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run, token_span, token_splits
-from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
+from edgekv.kernels.numba_.scalar import address, get, maximum, minimum, put
 from edgekv.kernels.numba_.signs import pack_signs
 from edgekv.kernels.spec import BLOCK, F32, U8, U16, U64
 from edgekv.kernels.spec_planes import CENTRE, CENTRES
@@ -20,14 +21,8 @@ WORD_BITS = 64
 LINE = 64  # bytes
 BLOCKS_AHEAD = 4
 WORD_WORK = 4  # XOR, count and add of a word, in multiply-adds
-ZERO, ONE, HALF, TWO, EIGHT = np.array([0, 1, 0.5, 2, 8], np.float32)
-MIDDLE, HIGHEST, LARGEST_F16 = np.array([7.5, 15, 65504], np.float32)
+ZERO, ONE, HALF, TWO = np.array([0, 1, 0.5, 2], np.float32)
 LARGEST_F16_64 = np.float64(65504)
-
-
-def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
-    args = x, codes, step, t0
-    run(_centre_items, _centre_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
 
 
 def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
@@ -57,62 +52,12 @@ def scores_centred(
 ) -> None:
     work = WORD_WORK * planes.size * (t1 - t0)
     splits = token_splits(q.shape[0], work)
-    scratch = np.empty((q.shape[0] * splits, CENTRES * (q.shape[2] + 1) + BLOCK), np.float32)
+    n_items, n_rows, width = q.shape[0] * splits, *q.shape[1:]
+    halves = np.empty((n_items, n_rows, 2, width), np.uint8)
+    near = np.empty((n_items, 2 * n_rows + CENTRES + BLOCK), np.float32)
     q, keys = np.ascontiguousarray(q), (signs, scale, centres, centre_step)
-    args = splits, q, planes, step, *keys, t0, t1, *flat(s), s0, scratch
-    run(_scores_items, _scores_parallel, q.shape[0] * splits, work, args)
-
-
-@fast_jit
-def _centre_items(first: int, last: int, args: Args) -> None:
-    x, codes, step, t0 = args
-    (_, n, width), n_blocks = x.shape, step.shape[1]
-    x, codes, step = x.reshape(-1), codes.reshape(-1), step.reshape(-1)
-    groups = n // BLOCK
-    for item in range(first, last):
-        target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * CENTRES
-        row = item * BLOCK * width
-        _encode_mean(x, row, BLOCK, width, step, codes, target)
-        for i in range(1, CENTRES):
-            _encode_mean(x, row + (i - 1) * CENTRE * width, CENTRE, width, step, codes, target + i)
-
-
-@jit
-def _encode_mean(x: F32, row: int, n: int, width: int, step: U16, codes: U8, target: int) -> None:
-    """Stores the mean of n rows of x and subtracts it from them."""
-    half, largest = width // 2, ZERO
-    for d in range(row, row + width):
-        largest = maximum(largest, abs(_mean(x, d, n, width)))
-    bits = float_to_half(minimum(largest / EIGHT, LARGEST_F16))
-    put(step, target, bits)
-    size = as_float(bits)
-    divisor = ONE if size == ZERO else size
-    for d in range(half):
-        low = minimum(maximum(np.floor(_mean(x, row + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
-        high = minimum(maximum(np.floor(_mean(x, row + half + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
-        put(codes, target * half + d, np.uint8(np.int32(low) | np.int32(high) << 4))
-        _subtract(x, row + d, n, width, (low - MIDDLE) * size)
-        _subtract(x, row + half + d, n, width, (high - MIDDLE) * size)
-
-
-@jit
-def _mean(x: F32, d: int, n: int, width: int) -> Scalar:
-    total = get(x, d)
-    for i in range(1, n):
-        total += get(x, d + i * width)
-    return total * (ONE / np.float32(n))
-
-
-@jit
-def _subtract(x: F32, d: int, n: int, width: int, centre: Scalar) -> None:
-    for i in range(n):
-        put(x, d + i * width, get(x, d + i * width) - centre)
-
-
-@parallel_jit
-def _centre_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _centre_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+    args = splits, q, planes, step, *keys, t0, t1, *flat(s), s0, halves, near
+    run(_scores_items, _scores_parallel, n_items, work, args)
 
 
 @fast_jit
@@ -177,74 +122,50 @@ def _query_parallel(n_parts: int, n_items: int, args: Args) -> None:
 
 @fast_jit
 def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, planes, step, signs, scale, centres, centre_step, t0, t1, s, gap_g, gap_m, s0, scratch = args
+    splits, q, planes, step, signs, scale, centres, centre_step, t0, t1, s, gap_g, gap_m, s0, halves, near = args
     n_rows, width = q.shape[1:]
     n_planes, n_words = planes.shape[2:]
-    n_blocks, block_words = signs.shape[1], n_words * BLOCK
-    q, planes, step, scratch = q.reshape(-1), planes.reshape(-1), step.reshape(-1), scratch.reshape(-1)
-    signs, scale = signs.reshape(-1), scale.reshape(-1)
-    centres, centre_step = centres.reshape(-1), centre_step.reshape(-1)
-    scratch_items = CENTRES * (width + 1) + BLOCK
+    n_blocks, block_words, block_bytes = signs.shape[1], n_words * BLOCK, CENTRES * width // 2
+    signs, scale, centres, centre_step = address(signs), address(scale), address(centres), address(centre_step)
+    q, planes, step, s = address(q), address(planes), address(step), address(s)
+    halves, near = address(halves), address(near)
+    near_items = 2 * n_rows + CENTRES + BLOCK
     for item in range(first, last):
         g = item // splits
         start, end = token_span(t0, t1, splits, item % splits)
-        near = item * scratch_items  # the block's centres, then their scores, then the block's scores
-        bases = near + CENTRES * width
+        queries = item * 2 * n_rows * width  # the rows of q in bytes
+        sizes = item * near_items  # of these rows, then the block's centres' scores, then the block's scores
+        bases = sizes + 2 * n_rows
+        for m in range(n_rows):
+            row = g * n_rows + m
+            size, total = split(q, row * width, width, halves, queries + 2 * m * width)
+            put(near, sizes + 2 * m, size)
+            put(near, sizes + 2 * m + 1, np.float32(total))
         for block in range(start // BLOCK, (end + BLOCK - 1) // BLOCK):
             stored = g * n_blocks + block
             ahead = stored + BLOCKS_AHEAD
             for j in range(0, block_words, LINE // 8):
                 simd.prefetch(signs, ahead * block_words + j)
-            for j in range(0, CENTRES * width // 2, LINE):
-                simd.prefetch(centres, ahead * CENTRES * width // 2 + j)
+            for j in range(0, block_bytes, LINE):
+                simd.prefetch(centres, ahead * block_bytes + j)
             for j in range(0, BLOCK, LINE // 2):
                 simd.prefetch(scale, ahead * BLOCK + j)
-            _unpack_centres(centres, centre_step, stored * CENTRES, width, scratch, near)
             i = max(start - block * BLOCK, 0)
             n = min(end - block * BLOCK, BLOCK) - i
             column = g * gap_g + s0 + block * BLOCK + i - t0
             for m in range(n_rows):
-                row = g * n_rows + m
-                common = _dot(q, row * width, scratch, near, width)
-                for c in range(1, CENTRES):
-                    base = common + _dot(q, row * width, scratch, near + c * width, width)
-                    put(scratch, bases + c - 1, base)
+                row, query = g * n_rows + m, queries + 2 * m * width
+                size, total = get(near, sizes + 2 * m), get(near, sizes + 2 * m + 1)
+                centre_scores(halves, query, width, size, total, centres, centre_step, stored, near, bases)
                 words = row * n_planes * n_words
                 factor = get(step, row) * HALF
-                if n == BLOCK:
-                    target, into = column, s
-                    _score_block(
-                        planes,
-                        words,
-                        n_planes,
-                        n_words,
-                        factor,
-                        signs,
-                        scale,
-                        stored,
-                        scratch,
-                        bases,
-                        into,
-                        target,
-                    )
-                else:
-                    target = bases + CENTRES
-                    _score_block(
-                        planes,
-                        words,
-                        n_planes,
-                        n_words,
-                        factor,
-                        signs,
-                        scale,
-                        stored,
-                        scratch,
-                        bases,
-                        scratch,
-                        target,
-                    )
+                target, into = (column, s) if n == BLOCK else (bases + CENTRES, near)
+                _score_block(
+                    planes, words, n_planes, n_words, factor, signs, scale, stored, near, bases, into, target
+                )
+                if n != BLOCK:
                     for t in range(n):
-                        put(s, column + t, get(scratch, target + i + t))
+                        put(s, column + t, get(near, target + i + t))
                 column += gap_m
 
 
@@ -252,26 +173,6 @@ def _scores_items(first: int, last: int, args: Args) -> None:
 def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
         _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
-def _unpack_centres(codes: U8, step: U16, centre: int, width: int, out: F32, target: int) -> None:
-    half = width // 2
-    for c in range(CENTRES):
-        size = simd.splat(as_float(get(step, centre + c)))
-        middle = simd.multiply(simd.splat(-MIDDLE), size)
-        for d in range(0, half, LANES):
-            i, code = target + c * width + d, (centre + c) * half + d
-            simd.store(out, i, simd.multiply_add(simd.load_low_nibbles(codes, code), size, middle))
-            simd.store(out, i + half, simd.multiply_add(simd.load_high_nibbles(codes, code), size, middle))
-
-
-@fast_jit
-def _dot(a: F32, i: int, b: F32, j: int, width: int) -> Scalar:
-    total = simd.splat(ZERO)
-    for d in range(0, width, LANES):
-        total = simd.multiply_add(simd.load(a, i + d), simd.load(b, j + d), total)
-    return simd.total(total)
 
 
 @fast_jit

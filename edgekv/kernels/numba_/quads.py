@@ -8,7 +8,7 @@ from edgekv.kernels.numba_.half import as_float, float_to_half
 from edgekv.kernels.numba_.int4 import round_to_even
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.numba_.launch import add_partial_sums, flat, partial_sums, run, token_span, token_splits
-from edgekv.kernels.numba_.scalar import get, maximum, minimum, put
+from edgekv.kernels.numba_.scalar import address, get, maximum, minimum, put
 from edgekv.kernels.spec import BLOCK, F32, U8, U16
 from edgekv.kernels.spec_codes import U32
 from edgekv.kernels.spec_planes import GAUSS_STEP, LEAST_WEIGHT
@@ -114,8 +114,8 @@ def _values_items(first: int, last: int, args: Args) -> None:
     splits, p, gap_g, gap_m, s0, codes, scale, t0, t1, weights, bytes_, whole, out = args
     n_kv_heads, n_rows, head_dim = out.shape[1:]
     capacity, n_stored, bits = scale.shape[1], codes.shape[1], codes.shape[2] // 2
-    out, codes, scale, weights = out.reshape(-1), codes.reshape(-1), scale.reshape(-1), weights.reshape(-1)
-    bytes_, whole = bytes_.reshape(-1), whole.reshape(-1)
+    p, out, codes, scale = address(p), address(out), address(codes), address(scale)
+    weights, bytes_, whole = address(weights), address(bytes_), address(whole)
     middle = np.float32((1 << bits) - 1) / TWO
     for item in range(first, last):
         g, split = item // splits, item % splits

@@ -8,7 +8,7 @@ from edgekv.kernels.numba_.half import as_float
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run
 from edgekv.kernels.numba_.masks import at_least, lowest_one
-from edgekv.kernels.numba_.scalar import count_ones, get, maximum, minimum, put
+from edgekv.kernels.numba_.scalar import address, count_ones, get, maximum, minimum, put
 from edgekv.kernels.spec import BLOCK
 from edgekv.kernels.spec_retrieval import F32, I32, I64, U16
 
@@ -42,7 +42,7 @@ def values_f16_at(p: F32, values: U16, tokens: I32, counts: I64, out: F32) -> No
 def _select_rows(first: int, last: int, args: Args) -> None:
     s, gap_g, gap_m, n_heads, lo, hi, k, chosen = args
     n, width = len(lo), chosen.shape[2]
-    chosen = chosen.reshape(-1)
+    chosen, s = address(chosen), address(s)
     for item in range(first, last):
         j = item % n
         row, length = item // n * gap_g + j * gap_m + lo[j], hi[j] - lo[j]
@@ -148,7 +148,7 @@ def _scores_items(first: int, last: int, args: Args) -> None:
     q, keys, tokens, counts, s, gap_g, gap_m = args
     (_, n_rows, head_dim), capacity = q.shape, keys.shape[1]
     n, width = tokens.shape[1:]
-    q, keys, tokens = q.reshape(-1), keys.reshape(-1), tokens.reshape(-1)
+    q, keys, tokens, s = address(q), address(keys), address(tokens), address(s)
     for item in range(first, last):
         g, j = item // n, item % n
         list_end = item * width + counts[j]
@@ -200,7 +200,7 @@ def _values_items(first: int, last: int, args: Args) -> None:
     p, gap_g, gap_m, values, tokens, counts, out = args
     (_, n_rows, head_dim), capacity = out.shape, values.shape[1]
     n, width = tokens.shape[1:]
-    values, tokens, out = values.reshape(-1), tokens.reshape(-1), out.reshape(-1)
+    p, values, tokens, out = address(p), address(values), address(tokens), address(out)
     for item in range(first, last):
         g, j = item // n, item % n
         list_end = item * width + counts[j]

@@ -11,11 +11,25 @@ NOT_NAN = ("nnan", "nsz")
 
 
 @intrinsic
+def address(context: Any, array: Any) -> Any:
+    """The elements of a contiguous array, for what takes a flat array here: a bare pointer.
+
+    Numba counts the references of an array at each call that gets it, in atomic operations, and passes seven words
+    for it. The array must stay referenced elsewhere, as the arguments of a kernel are.
+    """
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
+
+    return types.CPointer(array.dtype)(array), build
+
+
+@intrinsic
 def get(context: Any, array: Any, index: Any) -> Any:
     """array[index] of a flat array, index >= 0: Numba's wrap-around of negative ones hides the stride."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(context, builder, array, args))
+        return builder.load(pointer_to(context, builder, array, args))
 
     return array.dtype(array, types.intp), build
 
@@ -25,7 +39,7 @@ def put(context: Any, array: Any, index: Any, value: Any) -> Any:
     """array[index] = value of a flat array, index >= 0, value of its type."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _pointer(context, builder, array, args))
+        builder.store(args[2], pointer_to(context, builder, array, args))
         return context.get_dummy_value()
 
     return types.none(array, types.intp, array.dtype), build
@@ -53,9 +67,12 @@ def count_ones(context: Any, word: Any) -> Any:
     return types.uint64(types.uint64), build
 
 
-def _pointer(context: Any, builder: Any, array: Any, args: Any) -> Any:
-    data = cgutils.create_struct_proxy(array)(context, builder, value=args[0]).data
-    return builder.gep(data, [args[1]])
+def pointer_to(context: Any, builder: Any, kind: Any, args: Any) -> Any:
+    """The element args[1] of args[0], which is of the Numba type `kind`: an array or an `address`."""
+    start, index = args[:2]
+    if isinstance(kind, types.Array):
+        start = cgutils.create_struct_proxy(kind)(context, builder, value=start).data
+    return builder.gep(start, [index])
 
 
 def _select(comparison: str) -> Any:

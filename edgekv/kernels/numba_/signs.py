@@ -6,7 +6,7 @@ from numba import prange
 from edgekv.kernels.numba_ import simd
 from edgekv.kernels.numba_.jit import Args, Scalar, jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run, token_span, token_splits
-from edgekv.kernels.numba_.scalar import count_ones, get, put
+from edgekv.kernels.numba_.scalar import address, count_ones, get, put
 from edgekv.kernels.spec import BLOCK, F32, U64
 
 WORD_BITS = 64
@@ -73,7 +73,7 @@ def _scores_items(first: int, last: int, args: Args) -> None:
     n_rows, n_words = q.shape[1:]
     block_words = n_words * BLOCK
     head_words = codes.shape[1] * block_words
-    q, codes, scale = q.reshape(-1), codes.reshape(-1), scale.reshape(-1)
+    q, codes, scale, s = address(q), address(codes), address(scale), address(s)
     for item in range(first, last):
         g = item // splits
         start, end = token_span(t0, t1, splits, item % splits)

@@ -14,6 +14,7 @@ from numba.extending import models, register_model
 
 from edgekv.kernels.numba_.half import widen
 from edgekv.kernels.numba_.jit import CPU_FEATURES, intrinsic
+from edgekv.kernels.numba_.scalar import pointer_to
 
 LANES = 16 if "+avx512f" in CPU_FEATURES else 8
 
@@ -225,9 +226,8 @@ def _load(context: Any, builder: Any, signature: Any, args: Any, element: Any) -
 
 
 def _pointer(context: Any, builder: Any, array: Any, args: Any, target: Any) -> Any:
-    """Pointer to element args[1] of args[0], of the array type `array`, seen as `target`."""
-    proxy = cgutils.create_struct_proxy(array)(context, builder, value=args[0])
-    return builder.bitcast(builder.gep(proxy.data, [args[1]]), target.as_pointer())
+    """Pointer to element args[1] of args[0], of the type `array`, seen as `target`."""
+    return builder.bitcast(pointer_to(context, builder, array, args), target.as_pointer())
 
 
 def _splat(builder: Any, x: Any, kind: Any) -> Any:

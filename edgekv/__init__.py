@@ -10,11 +10,18 @@ if TYPE_CHECKING:
     from edgekv.kvcache import CACHES as CACHES
     from edgekv.sampling import SamplingParams as SamplingParams
     from edgekv.session import Session as Session
+    from edgekv.spans import Embeddings as Embeddings
 
 __version__ = metadata.version("edgekv")
-__all__ = ["CACHES", "EdgeKVError", "SamplingParams", "Session", "Step", "__version__"]
+__all__ = ["CACHES", "EdgeKVError", "Embeddings", "SamplingParams", "Session", "Step", "__version__"]
 
-_HOMES = {"CACHES": "kvcache", "SamplingParams": "sampling", "Session": "session", "Step": "generation"}
+_HOMES = {
+    "CACHES": "kvcache",
+    "Embeddings": "spans",
+    "SamplingParams": "sampling",
+    "Session": "session",
+    "Step": "generation",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,10 @@ class ContextError(EdgeKVError):
     """A prompt or a context length does not fit the model or the session."""
 
 
+class ImageError(EdgeKVError):
+    """An image can't be read, or the model can't see it."""
+
+
 class SessionError(EdgeKVError):
     """A session file is missing, damaged, foreign, or belongs to another model or scheme."""
 

@@ -71,11 +71,10 @@ def evaluate(
     results = []
     for spec in specs:
         begin = time.perf_counter()
-        own = adapter if adapter and adapter.scheme == spec.scheme.name else None
         hidden = []
         for window in windows:
             report = None if progress is None else _stage(progress, spec)
-            x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), own, report)
+            x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), adapter, report)
             hidden.append(x)
         scores = _compare(decoder, windows, exact, hidden)
         results.append(
@@ -97,6 +96,16 @@ def evaluate(
     return results
 
 
+def open_caches(decoder: Decoder, spec: CacheSpec, capacity: int, adapter: Adapter | None) -> list[KVCache]:
+    """An empty cache for every layer; the adapter's parameters go in where it is for this scheme."""
+    caches = spec.layers(decoder.config, capacity)
+    if adapter and adapter.scheme == spec.scheme.name:
+        adapter.adapt(caches)
+    for cache in caches:
+        cache.allocate(decoder.kernels, decoder.workspace)
+    return caches
+
+
 def _stage(progress: Callable[[str, int, int], None], spec: CacheSpec) -> Callable[[int, int], None]:
     return lambda done, total: progress(spec.scheme.name, done, total)
 
@@ -110,11 +119,7 @@ def _hidden(
     progress: Callable[[int, int], None] | None,
 ) -> tuple[F32, list[KVCache]]:
     """Final hidden states (n, hidden) of a window, and the caches as it left them."""
-    caches = spec.layers(decoder.config, len(window))
-    if adapter:
-        adapter.adapt(caches)
-    for cache in caches:
-        cache.allocate(decoder.kernels, decoder.workspace)
+    caches = open_caches(decoder, spec, len(window), adapter)
     x = decoder.embed(window, 0)
     with blas_threads(decoder.threads):
         if fit_tokens:

@@ -14,6 +14,7 @@ from edgekv.conversation import LayerProgress
 from edgekv.grammar import Constraint
 from edgekv.report import RunReport
 from edgekv.sampling import Sampler, StopMatcher
+from edgekv.spans import Spans
 from edgekv.tokenizer import StreamDecoder
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ class Generation:
         self._eos = tokenizer.eos_ids if tokenizer else ()
         self._matcher = StopMatcher(stop)
 
-    def steps(self, ids: list[int], progress: LayerProgress | None) -> Iterator[Step]:
+    def steps(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> Iterator[Step]:
         session, report = self._session, self._report
         begin = time.perf_counter()
-        logits = self._prefill(ids, progress)
+        logits = self._prefill(ids, spans, progress)
         for produced in range(1, self._max_new_tokens + 1):
             if produced > 1:
                 begin = time.perf_counter()
@@ -78,12 +79,11 @@ class Generation:
             if reason:
                 return
 
-    def _prefill(self, ids: list[int], progress: LayerProgress | None) -> F32:
+    def _prefill(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> F32:
         session, begin = self._session, time.perf_counter()
-        pending = session.tokens[session.n_past :]  # the last answer's final token
-        logits = session.read(pending + ids, progress)
-        session.tokens.extend(ids)
-        self._report.prefill_tokens = len(pending) + len(ids)
+        n_pending = len(session.tokens) - session.n_past  # the last answer's final token
+        logits: F32 = session.append(ids, spans, progress=progress)[0]
+        self._report.prefill_tokens = n_pending + len(ids)
         self._report.prefill_s = time.perf_counter() - begin
         return logits
 

@@ -83,6 +83,23 @@ class Model:
         return self.arch.config
 
     @property
+    def text_config(self) -> dict[str, Any]:
+        """config.json with what a multimodal model says of its decoder at the top level."""
+        return {**self.raw_config.get("text_config", {}), **self.raw_config}
+
+    @property
+    def image_token(self) -> int | None:
+        """The token in a prompt that stands for an image; None: the model takes none."""
+        token = self.raw_config.get("image_token_index", self.raw_config.get("image_token_id"))
+        return None if token is None else int(token)
+
+    @property
+    def placeholder(self) -> int:
+        """The token that counts for a position that holds an embedding."""
+        token = self.image_token
+        return token if token is not None and token < self.config.vocab_size else 0
+
+    @property
     def is_store(self) -> bool:
         return isinstance(self.weights, Store)
 
@@ -96,6 +113,17 @@ class Model:
         biases = sum(linear.rows for linear in linears.values() if linear.biases)
         vectors = sum(size for _, size in self.arch.vectors().values())
         return tables + sum(linear.n_elements for linear in linears.values()) + biases + vectors
+
+    def summary(self) -> dict[str, Any]:
+        """What a report says of it: name, size, shapes."""
+        names = ("n_layers", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_positions")
+        return {
+            "name": self.path.name,
+            "model_type": self.config.model_type,
+            "n_parameters": self.n_parameters,
+            "identity": self.identity,
+            **{name: getattr(self.config, name) for name in names},
+        }
 
     def weight_format(self, name: str) -> WeightFormat:
         """The format that ``--weights name`` means for this model; a store has its own."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from edgekv.errors import ConfigError
@@ -19,15 +18,15 @@ class Overflow(abc.ABC):
     makes_room: ClassVar[bool]
 
     @abc.abstractmethod
-    def kept(self, tokens: Sequence[int], room: int) -> list[int] | None:
-        """Of tokens that are too many, at most ``room``; None: nothing can be done."""
+    def kept(self, n: int, room: int) -> list[int] | None:
+        """Of n tokens, which are too many, the positions of at most ``room``; None: nothing can be done."""
 
 
 class Stop(Overflow):
     summary = "end the text at the context's last token, and refuse a longer prompt"
     makes_room = False
 
-    def kept(self, tokens: Sequence[int], room: int) -> None:
+    def kept(self, n: int, room: int) -> None:
         return None
 
 
@@ -40,9 +39,9 @@ class Slide(Overflow):
 
     sink: int = SINK
 
-    def kept(self, tokens: Sequence[int], room: int) -> list[int]:
+    def kept(self, n: int, room: int) -> list[int]:
         sink = min(self.sink, room // 2)
-        return [*tokens[:sink], *tokens[len(tokens) - (room - sink) :]]
+        return [*range(sink), *range(n - (room - sink), n)]
 
 
 OVERFLOWS: dict[str, type[Overflow]] = {"stop": Stop, "slide": Slide}

@@ -54,7 +54,8 @@ class Plan:
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):
             notes.append(weights_note)
-        dense_tokens = ctx * (c.hidden_size + c.q_size + 2 * c.kv_size) + BLOCK_ROWS * ctx
+        held = ctx if caches[0].sees_queries else min(ctx, CHUNK)
+        prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
         chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size) + c.vocab_size
         return cls(
             ctx=ctx,
@@ -62,7 +63,7 @@ class Plan:
             weights=form.name,
             weights_bytes=model.weights_bytes(form),
             cache_bytes=sum(cache.planned_bytes for cache in caches),
-            scratch_bytes=4 * (dense_tokens + chunk),
+            scratch_bytes=4 * (prompt + chunk),
             notes=tuple(notes),
         )
 

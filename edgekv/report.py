@@ -15,6 +15,16 @@ from edgekv.power.report import EnergyReport
 
 
 @dataclass
+class ImagesReport:
+    """The images of one prompt: how many, the tokens that they take, and the seconds that reading them took."""
+
+    n: int
+    tokens: int
+    seconds: float
+    notes: list[str]
+
+
+@dataclass
 class RunReport:
     """Counts and times of one run; None is "not measured", never 0.
 
@@ -23,7 +33,9 @@ class RunReport:
     prefill_s: seconds for `prefill_tokens` tokens.
     decode_latencies_s: seconds of each decode step, one entry per token; the session appends.
     time_to_first_token_s: seconds from the prompt to the first token's text.
+    visual_cache_bytes: the part of `cache_bytes` that holds images, where the scheme keeps them apart.
     bytes_read_per_token: weights and cache that one decode step reads.
+    images: those of the prompt.
     energy: joules by phase, where a meter was asked for.
     notes: warnings a reader of the numbers must see, a line each.
     stop_reason: why generation ended.
@@ -35,7 +47,9 @@ class RunReport:
     prefill_s: float | None = None
     decode_latencies_s: list[float] = field(default_factory=list)
     time_to_first_token_s: float | None = None
+    images: ImagesReport | None = None
     cache_bytes: int | None = None
+    visual_cache_bytes: int | None = None
     weights_bytes: int | None = None
     bytes_read_per_token: int | None = None
     peak_rss_bytes: int | None = None
@@ -43,6 +57,13 @@ class RunReport:
     notes: list[str] = field(default_factory=list)
     stop_reason: str | None = None
     machine: dict[str, Any] = field(default_factory=machine_info)
+
+    @property
+    def text_cache_bytes(self) -> int | None:
+        """The rest of the cache, where the scheme keeps images apart."""
+        if self.cache_bytes is None or self.visual_cache_bytes is None:
+            return None
+        return self.cache_bytes - self.visual_cache_bytes
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -71,6 +92,7 @@ class RunReport:
         return _json_ready(  # type: ignore[no-any-return]
             asdict(self)
             | {
+                "text_cache_bytes": self.text_cache_bytes,
                 "decode_tokens": len(self.decode_latencies_s),
                 "prefill_tokens_per_s": self.prefill_tokens_per_s,
                 "decode_tokens_per_s": self.decode_tokens_per_s,
@@ -89,6 +111,7 @@ class RunReport:
         rows = [
             ("model", f"{self.model.get('name')}, {parameters}"),
             ("settings", ", ".join(settings)),
+            *self._images_rows(),
             ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
             ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
             ("decode", self._decode_text()),
@@ -97,6 +120,7 @@ class RunReport:
                 f"cache {_size(self.cache_bytes)}, weights {_size(self.weights_bytes)}, "
                 f"peak RSS {_size(self.peak_rss_bytes)}",
             ),
+            *self._parts_rows(),
             ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
             *(self.energy.rows() if self.energy else ()),
             ("stopped", self.stop_reason or "not yet"),
@@ -113,6 +137,15 @@ class RunReport:
         if not self.decode_latencies_s:
             return None
         return float(np.percentile(self.decode_latencies_s, percent)) * 1e3
+
+    def _images_rows(self) -> list[tuple[str, str]]:
+        seen = self.images
+        return [("images", f"{seen.n}, {seen.tokens} tokens, {seen.seconds:.3f} s")] if seen else []
+
+    def _parts_rows(self) -> list[tuple[str, str]]:
+        if self.visual_cache_bytes is None:
+            return []
+        return [("cache", f"visual {_size(self.visual_cache_bytes)}, text {_size(self.text_cache_bytes)}")]
 
     def _decode_text(self) -> str:
         if not self.decode_latencies_s:

@@ -18,6 +18,7 @@ from edgekv.kvcache.steps import parse_kv
 from edgekv.model import Model
 from edgekv.sampling import Sampler, SamplingParams
 from edgekv.session_file import SessionFile, write
+from edgekv.spans import Span, Spans
 
 if TYPE_CHECKING:
     from edgekv.session import Session
@@ -36,12 +37,14 @@ def save(session: Session, path: str | os.PathLike[str], compress: bool) -> int:
         "kv_version": session.plan.kv.scheme.version,
         "ctx": session.plan.ctx,
         "tokens": session.tokens,
+        "spans": [(span.start, span.stop, span.modality) for span in session.spans],
         "sampler": sampler and {"params": dataclasses.asdict(sampler.params), "state": sampler.state()},
         "memo": session.memo,
         "n_dropped": session.n_dropped,
         "layers": [{"counters": state.counters, "fitted": state.fitted} for state in states],
     }
     arrays = {f"{i}/{name}": to_host(a) for i, state in enumerate(states) for name, a in state.arrays.items()}
+    arrays |= {f"span/{i}": span.rows for i, span in enumerate(session.spans)}
     return write(path, content, arrays, "huffman" if compress else "plain")
 
 
@@ -58,6 +61,7 @@ class Saved:
             self.model, self.identity = str(content["model"]), str(content["identity"])
             self.weights, self.ctx = str(content["weights"]), int(content["ctx"])
             self.tokens: list[int] = [int(token) for token in content["tokens"]]
+            self._spans = [(int(a), int(b), str(modality)) for a, b, modality in content.get("spans", ())]
             self.kv = parse_kv(content["kv"])
             self._kv_version = int(content["kv_version"])
             self.n_dropped = int(content["n_dropped"])
@@ -65,6 +69,8 @@ class Saved:
             self._layers: list[dict[str, Any]] = list(content["layers"])
         except (KeyError, TypeError, ValueError, CacheError) as error:
             raise self._foreign(error) from error
+        if not all(0 <= a < b <= len(self.tokens) for a, b, _ in self._spans):
+            raise self._foreign(f"embeddings at {self._spans} of {len(self.tokens)} tokens")
         if self._kv_version != self.kv.scheme.version:
             raise self._foreign(f"version {self._kv_version} of {self.kv.scheme.name}")
 
@@ -93,18 +99,24 @@ class Saved:
                     "a new session"
                 )
 
-    def fill(self, caches: Sequence[KVCache]) -> None:
-        """Puts the saved state into a session's allocated, empty caches. Raises SessionError if it can't fit."""
+    def fill(self, caches: Sequence[KVCache], hidden_size: int) -> Spans:
+        """Puts the saved state into a session's allocated, empty caches; returns the conversation's embeddings.
+
+        Raises SessionError if it can't fit.
+        """
         if len(self._layers) != len(caches):
             raise self._foreign(f"{len(self._layers)} layers, not {len(caches)}")
         layers = enumerate(zip(caches, self._layers, strict=True))
         arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
+        spans = [Span(a, np.zeros((b - a, hidden_size), np.float32), kind) for a, b, kind in self._spans]
+        arrays |= {f"span/{i}": span.rows for i, span in enumerate(spans)}
         self.file.require(arrays)
         for name, array in arrays.items():
             host = to_host(array)
             self.file.fill(name, host)
             if host is not array:
                 array[...] = np.asarray(host, like=array)
+        return spans
 
     def _prepared(self, cache: KVCache, layer: dict[str, Any]) -> dict[str, Any]:
         counters, empty = layer["counters"], cache.state().counters

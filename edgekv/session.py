@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,10 +24,12 @@ from edgekv.model import Model, Path, find_device, resolve_device
 from edgekv.models.decoder import Decoder
 from edgekv.overflow import find_overflow
 from edgekv.plan import Plan
-from edgekv.report import RunReport
+from edgekv.report import ImagesReport, RunReport
 from edgekv.sampling import Sampler, SamplingParams
 from edgekv.saved import Saved, save
+from edgekv.spans import Prompt
 from edgekv.tokenizer import Tokenizer, load_tokenizer
+from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
 
 F32 = npt.NDArray[np.float32]
 WARM_UP = "compiling kernels (once per machine)"
@@ -42,6 +45,7 @@ class Session(Conversation):
         super().__init__(model, plan, decoder)
         self.tokenizer, self._settings = tokenizer, settings
         self.sampler: Sampler | None = None  # of the last text
+        self._images: ImagesReport | None = None  # of the coming prompt
         self._new_report()
 
     @classmethod
@@ -90,7 +94,7 @@ class Session(Conversation):
         require_memory(plan.parts(), place.free_bytes())
         vocabulary = None
         if model.tokenizer_path is not None:
-            vocabulary = load_tokenizer(model.tokenizer_path, config=model.raw_config)
+            vocabulary = load_tokenizer(model.tokenizer_path, config=model.text_config)
         threads = threads or len(os.sched_getaffinity(0))
         decoder = place.decoder(model, model.weight_format(plan.weights), plan.ctx, threads, progress)
         if progress:
@@ -172,12 +176,12 @@ class Session(Conversation):
     def _take(self, saved: Saved) -> None:
         sampler = saved.sampler(self.config.vocab_size)
         try:
-            saved.fill(self.caches)
+            spans = saved.fill(self.caches, self.config.hidden_size)
         except SessionError:
             self._new_caches()  # the present conversation is then computed again
             raise
-        self.tokens, self.memo, self.sampler = list(saved.tokens), saved.memo, sampler
-        self.n_dropped = saved.n_dropped
+        self.tokens, self.spans, self.n_dropped = list(saved.tokens), spans, saved.n_dropped
+        self.memo, self.sampler = saved.memo, sampler
         self._new_report()
 
     def sibling(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
@@ -204,10 +208,39 @@ class Session(Conversation):
         """Token ids of a prompt; the beginning-of-text token is added only to an empty conversation."""
         return self.require_tokenizer().encode(text, bos=not self.tokens)
 
+    @functools.cached_property
+    def vision(self) -> Vision:
+        """The model's vision encoder, loaded at its first use. Raises ImageError where there is none."""
+        return Vision(self.model, self._decoder.threads)
+
+    def prompt(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
+        """Token ids and, in place of its `<image>` tokens, the embeddings of images: files or Pillow images.
+
+        Without such tokens the images come first. Raises ImageError: a file that is no image, more or fewer images
+        than `<image>` tokens, a model that takes none.
+        """
+        pieces = self.encode(prompt) if isinstance(prompt, str) else prompt
+        if images:
+            vision, tokenizer = self.vision, self.tokenizer
+            require_placeholder(prompt, pieces, vision.image_token)
+            bos = tokenizer.bos_id if tokenizer and not self.tokens else None
+            pieces, self._images = vision.placed(pieces, images, bos)
+        elif self.model.image_token is not None:
+            check_places(pieces, self.model.image_token, 0)
+        return pieces
+
+    def prefill(
+        self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
+    ) -> F32:
+        """(vocab,) float32: logits after a prompt, which is appended to the conversation. See `prompt`."""
+        ids, spans = self._checked(self.prompt(prompt, images))
+        return to_host(self.append(ids, spans, progress=progress)[0])
+
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Prompt,
         *,
+        images: Sequence[ImageSource] = (),
         max_new_tokens: int = 128,
         sampling: SamplingParams | Sampler | None = None,
         temperature: float = 0.0,
@@ -216,7 +249,7 @@ class Session(Conversation):
         constraint: Constraint | None = None,
         progress: LayerProgress | None = None,
     ) -> Iterator[Step]:
-        """An iterator of tokens that continue the conversation with ``prompt`` (text or token ids).
+        """An iterator of tokens that continue the conversation with a prompt and ``images``: see `prompt`.
 
         ``sampling`` overrides ``temperature`` and ``seed``; a Sampler goes on with its series of random numbers,
         as with ``prompt=[]`` and `sampler` the last text does. ``constraint`` rules tokens out (`edgekv.grammar`).
@@ -226,24 +259,20 @@ class Session(Conversation):
         """
         params = sampling or SamplingParams(temperature=temperature, seed=seed)
         sampler = params if isinstance(params, Sampler) else Sampler(params, self.config.vocab_size)
-        ids = self.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        ids = self._fitted(ids)
-        self._check_prompt(ids)
+        ids, spans = self._checked(self.prompt(prompt, images))
         self.sampler = sampler
         self._new_report()
+        self._report.images, self._images = self._images, None
         chosen = dataclasses.asdict(sampler.params) | {"seed": sampler.seed}
         self._report.settings.update(chosen, max_new_tokens=max_new_tokens)
         generation = Generation(self, self._report, sampler, max_new_tokens, stop, constraint)
-        return generation.steps(ids, progress)
+        return generation.steps(ids, spans, progress)
 
-    def logits(self, ids: Sequence[int]) -> F32:
-        """(n, vocab) float32: logits after each of the ids, which are appended to the conversation."""
-        pending = self.tokens[self.n_past :]
-        self._check_prompt(list(ids))
-        with self._undo_on_error(self.n_past):
-            hidden = self._decoder.prefill(self._decoder.embed([*pending, *ids], self.n_past), self.caches)
-        self.tokens.extend(int(t) for t in ids)
-        return to_host(self._decoder.head(hidden[len(pending) :]))
+    def logits(self, prompt: Prompt) -> F32:
+        """(n, vocab) float32: logits after each token id or row of embeddings, all of which are appended."""
+        ids, spans = self._flat(prompt)
+        self._check_prompt(ids)
+        return to_host(self.append(ids, spans, n_logits=len(ids)))
 
     def embed(self, text: str | Sequence[int]) -> F32:
         """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
@@ -264,41 +293,20 @@ class Session(Conversation):
 
     def report(self) -> RunReport:
         """Counts, times and bytes of the last `generate`."""
-        report = self._report
-        report.cache_bytes = sum(cache.nbytes for cache in self.caches)
+        report, caches = self._report, self.caches
+        report.cache_bytes = sum(cache.nbytes for cache in caches)
+        visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
+        report.visual_cache_bytes = sum(visual) if visual else None
         report.weights_bytes = self._decoder.dense.weights_bytes
-        read = sum(cache.bytes_read() for cache in self.caches)
-        report.bytes_read_per_token = self._decoder.weights.token_bytes + read
+        report.bytes_read_per_token = self._decoder.weights.token_bytes + sum(c.bytes_read() for c in caches)
         report.peak_rss_bytes = peak_rss_bytes()
+        seen = report.images.notes if report.images else ()
         dropped = [f"overflow: {self.n_dropped} tokens between the first and the latest were dropped"]
-        report.notes = [*self.plan.notes, *(dropped if self.n_dropped else ()), *self.caches[0].notes()]
+        report.notes = [*self.plan.notes, *seen, *(dropped if self.n_dropped else ()), *caches[0].notes()]
         return report
 
     def _new_report(self) -> None:
-        c = self.config
-        shape = {
-            "name": self.model.path.name,
-            "model_type": c.model_type,
-            "n_parameters": self.model.n_parameters,
-            "identity": self.model.identity,
-        }
-        names = ("n_layers", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_positions")
-        self._report = RunReport(dict(self._settings), {**shape, **{name: getattr(c, name) for name in names}})
-
-    def _check_prompt(self, ids: list[int]) -> None:
-        if not ids and self.n_past == len(self.tokens):
-            raise ContextError("the prompt is empty: give at least one token")
-        room = self.plan.ctx - len(self.tokens)
-        if len(ids) > room:
-            raise ContextError(
-                f"the prompt has {len(ids)} tokens and {max(room, 0)} of --ctx {self.plan.ctx} are free; "
-                f"shorten it, raise --ctx (this model: up to {self.config.max_positions}), or set --overflow slide"
-            )
-        bad = [t for t in ids if not 0 <= t < self.config.vocab_size]
-        if bad:
-            raise TokenizerError(
-                f"token id {bad[0]} is outside the model's vocabulary of {self.config.vocab_size}"
-            )
+        self._report = RunReport(dict(self._settings), self.model.summary())
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -236,7 +236,7 @@ def test_bad_spans(spans: list[tuple[int, int]]) -> None:
         make("visual1").mark(spans)
 
 
-@pytest.mark.parametrize("knob", ["bits=0", "bits=9", "group=channel", "quantile=0.5", "quantile=-0.1"])
+@pytest.mark.parametrize("knob", ["bits=0", "bits=9", "group=channel", "quantile=0.5", "quantile=-0.1", "text=q8"])
 def test_bad_knobs(knob: str) -> None:
     with pytest.raises(CacheError, match=f"visual1:{knob}: accepted"):
         CacheSpec.parse(f"visual1:{knob}")
@@ -305,3 +305,30 @@ def test_numba_equals_numpy(
         assert np.isnan(s[:, :, case.s0 + case.length :]).all()
         np.testing.assert_allclose(s[:, :, inside(case)], q @ decoded.transpose(0, 2, 1), atol=1e-4)
         np.testing.assert_allclose(sums, out + p[:, :, inside(case)].astype(float) @ decoded, rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize(("text", "n_bytes"), [("f16", 2), ("f32", 4)])
+def test_text_is_kept_as_it_is_asked_for(text: str, n_bytes: int) -> None:
+    """The text's store is laid out anew when spans are marked: what is in it stays."""
+    q, k, v = draw(303)
+    dense, cache = make(f"dense:dtype={text}"), make(f"visual1:quantile=0.2,text={text}")
+    for each in (dense, cache):
+        each.prefill(q[:, :120], k[:, :120], v[:, :120])
+    part = slice(120, 130)
+    expected = dense.attend(q[:, part], k[:, part], v[:, part]).copy()
+    np.testing.assert_array_equal(cache.attend(q[:, part], k[:, part], v[:, part]), expected)
+    cache.mark([(20, 160)])
+    cache.attend(q[:, 130:300], k[:, 130:300], v[:, 130:300])
+    got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
+    expected = reference(q[:, 300:], k, v, [(150, 290)], group="head", bits=1, quantile=0.2)
+    np.testing.assert_allclose(got, expected, atol=3e-3)
+    assert cache.text_bytes == (320 - 140) * KV_HEADS * HEAD_DIM * 2 * n_bytes
+
+
+def test_marks_whose_tokens_never_came_are_forgotten() -> None:
+    cache, (q, k, v) = make("visual1"), draw(60)
+    cache.mark([(5, 50), (60, 70)])
+    cache.mark([(0, 40)])
+    assert [(span.start, span.stop) for span in cache.spans] == [(0, 40)]
+    assert cache.text_bytes == (320 - 40) * KV_HEADS * HEAD_DIM * 4
+    assert np.isfinite(cache.attend(q, k, v)).all()

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from edgekv import Session
+from edgekv.kvcache.h1b import H1B
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 TOLERANCE = 2e-4
@@ -37,6 +38,31 @@ def test_continuing_in_the_cache_equals_one_prompt(name: str, device: str, tmp_p
     parts = [session.logits(tokens[:17]), session.logits(tokens[17:41])]
     parts += [session.logits([token]) for token in tokens[41:]]
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama31", "mistral", "gpt2"])
+def test_prefill_in_chunks_is_one_prompt(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And schemes that learn from a prompt's queries get those of all its tokens."""
+    folder = golden_cases.write_checkpoint(name, tmp_path / "model")
+    tokens, logits, seen, prefill = golden_cases.tokens(name), [], [], H1B.prefill
+
+    def record(cache: H1B, queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        seen[-1].append(queries.copy())
+        prefill(cache, queries, keys, values)
+
+    monkeypatch.setattr(H1B, "prefill", record)
+    for chunk in (256, 7):
+        seen.append([])
+        monkeypatch.setattr("edgekv.models.decoder.CHUNK", chunk)
+        logits.append(Session.load(folder, kv="dense:dtype=f32", weights="f32").logits(tokens))
+        Session.load(folder, kv="h1b", weights="f32").prefill(tokens)
+    np.testing.assert_allclose(logits[1], logits[0], atol=TOLERANCE, rtol=0)
+    layers = golden_cases.CASES[name].get("num_hidden_layers", golden_cases.CASES[name].get("n_layer"))
+    for whole, chunked in zip(*(queries[-layers:] for queries in seen), strict=True):
+        assert whole.shape[1] >= len(tokens) - 1
+        np.testing.assert_allclose(chunked, whole, atol=TOLERANCE, rtol=0)
 
 
 def test_live_transformers_agree(tmp_path: pathlib.Path) -> None:

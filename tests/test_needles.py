@@ -6,7 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-import sentencepiece
+
+from edgekv.needles import DEPTHS, Prompt, Prose, make_prompt, make_sheet
+from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -23,10 +25,11 @@ LENGTHS = (129, 513, 2049)
 
 
 @pytest.fixture(scope="module")
-def prose() -> needles.Prose:
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(ROOT / "models" / "demo" / "tokenizer.model"))
+def prose() -> Prose:
+    tokenizer = load_tokenizer(ROOT / "models" / "demo")
     order = np.random.default_rng(0).integers(len(SENTENCES), size=2000)
-    return needles.Prose(np.array(tokenizer.encode(" ".join(SENTENCES[i] for i in order)), np.uint16), tokenizer)
+    text = " ".join(SENTENCES[i] for i in order)
+    return Prose(np.array(tokenizer.encode(text, bos=False), np.uint16), tokenizer)
 
 
 @pytest.fixture
@@ -34,41 +37,41 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(1)
 
 
-def text_of(prose: needles.Prose, ids: np.ndarray | list[int]) -> str:
+def text_of(prose: Prose, ids: np.ndarray | list[int]) -> str:
     return str(prose.tokenizer.decode([int(i) for i in ids]))
 
 
-def test_breaks_are_where_sentences_begin(prose: needles.Prose) -> None:
+def test_breaks_are_where_sentences_begin(prose: Prose) -> None:
     for i in prose.breaks[:200]:
         assert text_of(prose, prose.tokens[:i]).rstrip('"')[-1] in ".?!"
         assert text_of(prose, prose.tokens[i - 1 : i + 1])[1:] != ""
 
 
-def test_continuing_text_is_tokenised_as_inside_a_longer_text(prose: needles.Prose) -> None:
+def test_continuing_text_is_tokenised_as_inside_a_longer_text(prose: Prose) -> None:
     before, after = "It was late.", "\n\nThe pass key is 48213."
-    ids = prose.tokenizer.encode(before) + prose.continuing(after)
-    assert ids == prose.tokenizer.encode(before + after)
+    ids = prose.tokenizer.encode(before, bos=False) + prose.continuing(after)
+    assert ids == prose.tokenizer.encode(before + after, bos=False)
     assert len(prose.continuing(" 48213")) == len(prose.continuing(" 90000")) == 6  # a space, then digit by digit
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("make_row", [needles.prose_row, needles.copy_row, needles.recall_row])
-def test_rows_have_the_length_asked_for(make_row, length: int, prose: needles.Prose, rng) -> None:
+def test_rows_have_the_length_asked_for(make_row, length: int, prose: Prose, rng) -> None:
     for _ in range(20):
         ids, labels = make_row(rng, prose, length)
         assert ids.shape == labels.shape == (length,)
-        assert ids[0] == prose.tokenizer.bos_id()
+        assert ids[0] == prose.tokenizer.bos_id
         assert labels[0] == needles.IGNORED
 
 
-def test_a_prose_row_is_the_text(prose: needles.Prose, rng) -> None:
+def test_a_prose_row_is_the_text(prose: Prose, rng) -> None:
     ids, labels = needles.prose_row(rng, prose, 129)
     assert text_of(prose, ids).strip() in text_of(prose, prose.tokens)
     assert (labels[1:] == needles.PROSE).all()
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_copied_tokens_continue_a_pair_seen_before(length: int, prose: needles.Prose, rng) -> None:
+def test_copied_tokens_continue_a_pair_seen_before(length: int, prose: Prose, rng) -> None:
     n_copied = 0
     for _ in range(10):
         ids, labels = needles.copy_row(rng, prose, length)
@@ -80,7 +83,7 @@ def test_copied_tokens_continue_a_pair_seen_before(length: int, prose: needles.P
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_answer_of_a_recall_row_stands_earlier_in_the_row(length: int, prose: needles.Prose, rng) -> None:
+def test_every_answer_of_a_recall_row_stands_earlier_in_the_row(length: int, prose: Prose, rng) -> None:
     n_answers = 0
     for _ in range(30):
         ids, labels = needles.recall_row(rng, prose, length)
@@ -101,8 +104,8 @@ def test_training_sees_every_wording(rng) -> None:
 
 @pytest.mark.parametrize("task", needles.TASKS)
 @pytest.mark.parametrize("depth", [0.05, 0.5, 0.95])
-def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: needles.Prose, rng) -> None:
-    prompt = needles.make_prompt(rng, prose, task, 1024, depth)
+def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: Prose, rng) -> None:
+    prompt = make_prompt(rng, prose, task, 1024, depth)
     text, answer = text_of(prose, prompt.ids), text_of(prose, prompt.answer).strip()
     assert len(prompt.ids) + len(prompt.answer) == 1024
     assert text.count(answer) == 1
@@ -112,25 +115,55 @@ def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: 
     assert f"The {asked[1]} is {answer}." in text
 
 
-def test_four_codes_differ_and_any_of_them_is_asked_for(prose: needles.Prose) -> None:
+def test_four_codes_differ_and_any_of_them_is_asked_for(prose: Prose) -> None:
     prompts = needles.make_prompts(prose, "four-codes", 512, n=40)
     questions = {text_of(prose, prompt.ids).rsplit("\n", 1)[-1] for prompt in prompts}
     assert len(questions) == 4
     assert all(text_of(prose, prompt.ids).count(" door is ") == 4 for prompt in prompts)
 
 
-def test_prompts_repeat_with_their_seed_only(prose: needles.Prose) -> None:
+def test_prompts_repeat_with_their_seed_only(prose: Prose) -> None:
     first, again, other = (needles.make_prompts(prose, "pass-key", 256, n=10, seed=s) for s in (0, 0, 1))
     assert first == again
     assert [p.answer for p in first] != [p.answer for p in other]
-    assert [p.depth for p in first] == list(needles.DEPTHS)
+    assert [p.depth for p in first] == list(DEPTHS)
 
 
-def test_a_text_too_short_is_refused(prose: needles.Prose, rng) -> None:
+def test_a_text_too_short_is_refused(prose: Prose, rng) -> None:
     with pytest.raises(ValueError, match="too few for a row of"):
         needles.prose_row(rng, prose, len(prose.tokens) + 2)
 
 
 def test_score_by_depth_counts_each_depth_apart() -> None:
-    prompts = [needles.Prompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
+    prompts = [Prompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
     assert needles.score_by_depth(prompts, [True, False, True, True]) == {0.05: 0.5, 0.95: 1.0}
+
+
+TOKENIZERS = ("tokenizers/llama2", "tokenizers/llama2_hf", "models/gpt2-60m", "models/stories260K")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_facts_hide_in_any_tokenizers_text(name: str, shared: pathlib.Path, rng) -> None:
+    tokenizer = load_tokenizer(shared / name)
+    text = " ".join(SENTENCES * 200)
+    prose = Prose(np.array(tokenizer.encode(text, bos=False)), tokenizer)
+    sheet = make_sheet(rng, prose, 1000, 8)
+    written = tokenizer.decode(sheet.ids)
+    assert len(sheet.ids) + max(len(q.ids) + q.n_answer for q in sheet.questions) == 1000
+    assert sheet.ids[: len(prose.start)] == tokenizer.encode("")
+    for question in sheet.questions:
+        asked = b"".join(map(tokenizer.token_bytes, question.ids)).decode()
+        named = re.fullmatch(r"\n\nWhat is the (.*)\? The \1 is", asked)
+        assert named is not None
+        assert re.search(rf'[.?!]["\n]* The {named[1]} is {question.value}\.', written)
+    depths = sorted(question.depth for question in sheet.questions)
+    assert depths == [(i + 0.5) / 8 for i in range(8)]
+
+
+@pytest.mark.parametrize("text", ["word " * 900, "x" * 4000])
+def test_a_text_without_sentences_has_places_too(text: str, prose: Prose, rng) -> None:
+    tokenizer = prose.tokenizer
+    other = Prose(np.array(tokenizer.encode(text, bos=False)), tokenizer)
+    ids, owners = other.weave(rng, [(0.5, [7, 7, 7])], 400)
+    assert ids[owners == 0].tolist() == [7, 7, 7]
+    assert np.flatnonzero(owners == 0)[0] == pytest.approx(200, abs=20)

@@ -62,6 +62,9 @@ def test_what_was_not_measured_is_none():
         "latency_median_ms",
         "latency_p95_ms",
         "achieved_gb_per_s",
+        "images",
+        "visual_cache_bytes",
+        "text_cache_bytes",
     }
     assert {name for name, value in numbers.items() if value is None} == unmeasured
     assert (numbers["prefill_tokens"], numbers["decode_tokens"]) == (0, 0)

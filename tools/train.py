@@ -31,6 +31,8 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from edgekv.tokenizer import load_tokenizer
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -112,7 +114,7 @@ def prepare(text: pathlib.Path, heldout: pathlib.Path, data: pathlib.Path) -> No
 
 
 def load_prose(data: pathlib.Path, name: str) -> needles.Prose:
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
+    tokenizer = load_tokenizer(data / "tokenizer.model")
     return needles.Prose(np.load(data / f"{name}.npy"), tokenizer)
 
 
@@ -240,7 +242,7 @@ def perplexity(model: LlamaForCausalLM, prose: needles.Prose, length: int, n_row
     """Of rows of ``length`` tokens that begin with BOS, evenly spread over the text."""
     total = 0.0
     for start in np.linspace(0, len(prose.tokens) - length, n_rows).astype(int):
-        row = np.append(prose.tokenizer.bos_id(), prose.tokens[start : start + length - 1].astype(np.int64))
+        row = np.append(prose.start, prose.tokens[start : start + length - 1].astype(np.int64))
         ids = torch.from_numpy(row).to(DEVICE)
         hidden = model.model(ids[None, :-1]).last_hidden_state[0]
         total += token_losses(hidden, model.lm_head.weight, ids[1:])[0].mean().item()

@@ -11,8 +11,9 @@ from typing import Any
 
 from edgekv.bench import Prefill, Timing, bench, bench_prefill
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.evaluate import require_matplotlib, split_specs
+from edgekv.cli.evaluate import require_matplotlib
 from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, model_path, positive_int
+from edgekv.cli.subject import split_specs
 from edgekv.dense.formats import weight_format
 from edgekv.dense.random_ import random_store
 from edgekv.errors import ConfigError, EdgeKVError

@@ -36,7 +36,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_template_option(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message of a new conversation")
     add_sampling_options(parser, temperature=0.7, max_new_tokens=MAX_NEW_TOKENS)
-    parser.add_argument("--device", default="cpu", help="cpu (onnxruntime + Numba) or numpy (the slow reference)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="cpu (onnxruntime + Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
+        "and the scheme's kernels are, else cpu (default %(default)s)",
+    )
 
 
 def _execute(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from edgekv.chat_template import ChatTemplate, find_template, read_template
+from edgekv.cli.gate import warn_ungated
 from edgekv.cli.options import Bars, kv_budget, model_path
 from edgekv.kvcache import CacheSpec
 from edgekv.overflow import OVERFLOWS
@@ -40,9 +41,11 @@ def is_saved(arguments: argparse.Namespace) -> bool:
 def load_session(arguments: argparse.Namespace, spec: CacheSpec | str, bars: Bars) -> Session:
     """An empty conversation as the options say."""
     with bars:
-        return Session.load(
+        session = Session.load(
             model_path(arguments), kv=spec, kv_budget=kv_budget(arguments), **_options(arguments, bars)
         )
+    warn_ungated(session.model, session.plan.kv)
+    return session
 
 
 def open_session(arguments: argparse.Namespace, spec: CacheSpec | str, bars: Bars) -> Session:
@@ -51,7 +54,9 @@ def open_session(arguments: argparse.Namespace, spec: CacheSpec | str, bars: Bar
         return load_session(arguments, spec, bars)
     asked = None if arguments.kv in (None, "auto") else spec
     with bars:
-        return Session.restore(arguments.session, model_path(arguments), kv=asked, **_options(arguments, bars))
+        session = Session.restore(arguments.session, model_path(arguments), kv=asked, **_options(arguments, bars))
+    warn_ungated(session.model, session.plan.kv)
+    return session
 
 
 def _options(arguments: argparse.Namespace, bars: Bars) -> dict[str, Any]:

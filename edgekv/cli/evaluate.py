@@ -5,110 +5,50 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import pathlib
 
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.options import (
-    Bars,
-    Command,
-    add_adapter_option,
-    add_source_options,
-    add_weights_option,
-    model_path,
-    positive_int,
-)
-from edgekv.cli.prompt import read_text
+from edgekv.cli.gate import add_gate_options, run_gate
+from edgekv.cli.options import Bars, Command
+from edgekv.cli.subject import Subject, add_subject_options, split_specs
 from edgekv.errors import EdgeKVError
-from edgekv.evaluate import FIT_TOKENS, Quality, evaluate
-from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.machine import format_bytes, machine_info
-from edgekv.model import Model, find_device
-from edgekv.plan import Plan
-from edgekv.tokenizer import load_tokenizer
+from edgekv.evaluate import Quality, evaluate
+from edgekv.machine import format_bytes
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
-    add_adapter_option(parser)
-    add_weights_option(parser)
-    parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to predict; - is standard input")
-    parser.add_argument("--kv", default="all", metavar="LIST", help="schemes, comma-separated (default all)")
-    parser.add_argument("--ctx", type=positive_int, metavar="N", help="window (default 8192 or the model's)")
-    parser.add_argument("--windows", type=positive_int, default=1, metavar="N", help="windows of text (default 1)")
-    parser.add_argument(
-        "--fit", type=int, default=FIT_TOKENS, metavar="N", help="tokens that schemes fit on (default %(default)s)"
-    )
-    parser.add_argument("--tokenizer", metavar="PATH", help="a tokenizer file or folder, if not beside the model")
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
-    parser.add_argument("--device", default="cpu", help="cpu or numpy")
+    add_subject_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", metavar="FILE", help="perplexity against bytes: PNG or SVG (needs matplotlib)")
+    add_gate_options(parser)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    specs = split_specs(arguments.kv)
+    return run_gate(arguments) if arguments.gate else _evaluate(arguments)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    specs = split_specs(arguments.kv or "all")
     if arguments.plot:
         require_matplotlib()
-    text = read_text(arguments.text, "--text")
-    model = Model.open(
-        model_path(arguments),
-        config=arguments.config,
-        tokenizer=arguments.tokenizer,
-        adapter=arguments.adapter,
-    )
-    plan = Plan.make(model, kv="dense", ctx=arguments.ctx, weights=arguments.weights)
-    if model.tokenizer_path is None:
-        raise EdgeKVError(f"{model.path} has no tokenizer: copy one beside the weights, or pass --tokenizer PATH")
-    tokens = load_tokenizer(model.tokenizer_path, config=model.raw_config).encode(text)
-    threads = arguments.threads or len(os.sched_getaffinity(0))
+    subject = Subject(arguments)
     with Bars() as bars:
-        form = model.weight_format(arguments.weights)
-        decoder = find_device(arguments.device).decoder(model, form, plan.ctx, threads, bars.update)
-        used = tokens[: plan.ctx * arguments.windows]
+        decoder, ctx = subject.load(arguments.ctx, bars)
         results = evaluate(
             decoder,
-            used,
-            plan.ctx,
+            subject.tokens[: ctx * arguments.windows],
+            ctx,
             specs,
             fit_tokens=arguments.fit,
-            adapter=model.adapter,
+            adapter=subject.model.adapter,
             progress=bars.update,
         )
     print(table(results))
     if arguments.json:
-        facts = {
-            "results": [dataclasses.asdict(result) for result in results],
-            "settings": {
-                "model": model.path.name,
-                "identity": model.identity,
-                "adapter": model.adapter and model.adapter.path.name,
-                "text": pathlib.Path(arguments.text).name,
-                "ctx": plan.ctx,
-                "windows": len(used) // plan.ctx,
-                "weights": plan.weights,
-                "fit_tokens": arguments.fit,
-                "threads": threads,
-            },
-            "machine": machine_info(),
-        }
+        facts = {"results": [dataclasses.asdict(result) for result in results], **subject.facts(ctx)}
         atomic_write(arguments.json, (json.dumps(facts, indent=1) + "\n").encode())
     if arguments.plot:
         plot(results, arguments.plot)
     return 0
-
-
-def split_specs(text: str) -> list[CacheSpec]:
-    """Schemes of a comma-separated list in which the knobs are separated by commas too."""
-    if text == "all":
-        return [CacheSpec.parse(name) for name in CACHES]
-    items: list[str] = []
-    for item in text.split(","):
-        if items and "=" in item and ":" not in item:
-            items[-1] += f",{item}"
-        else:
-            items.append(item)
-    return [CacheSpec.parse(item) for item in items]
 
 
 def table(results: list[Quality]) -> str:

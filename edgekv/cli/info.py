@@ -52,6 +52,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "sliding_window": next((w for w in c.layer_windows if w), None),
         "tied_embeddings": c.tied_embeddings,
         "tokenizer": str(model.tokenizer_path) if model.tokenizer_path else None,
+        "image_token": model.image_token,
         "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},
         "auto_weights": model.weight_format("auto").name,
         "identity": model.identity,

@@ -17,6 +17,7 @@ from edgekv.cli.options import (
 from edgekv.dense.store import Store, build
 from edgekv.errors import CheckpointError
 from edgekv.model import Model
+from edgekv.vision import copy_vision
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,8 @@ def _build_at(model: Model, arguments: argparse.Namespace, bars: Bars) -> Store:
         raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
     if folder.exists():
         raise CheckpointError(f"--output {folder} exists; give a new folder or remove it")
-    build(model.weights, model.weight_format(arguments.weights), folder, bars.update)
+    form = model.weight_format(arguments.weights)
+    build(model.weights, form, folder, bars.update, lambda store: copy_vision(model, store))
     return Store(folder)
 
 

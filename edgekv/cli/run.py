@@ -8,15 +8,17 @@ import sys
 
 from edgekv.cli.conversation import add_session_options, continued, is_saved, open_session, save_session
 from edgekv.cli.metering import add_power_options, energy_meter
-from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec
+from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec, model_path
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.errors import EdgeKVError
 from edgekv.generation import Step
 from edgekv.grammar import Constraint, json_constraint, read_schema
+from edgekv.model import Model
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.sampling import SamplingParams
 from edgekv.session import Session
+from edgekv.vision import Picture, picture, require_vision
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +28,22 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; - is standard input")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image for a model that sees, in place of the prompt's next <image>, or else before the prompt; "
+        "may be given again",
+    )
     add_sampling_options(parser, temperature=0.0, max_new_tokens=128)
     parser.add_argument("--json-schema", metavar="FILE", help="answer with JSON of this schema (needs llguidance)")
-    parser.add_argument("--device", default="cpu", help="cpu (onnxruntime + Numba) or numpy (the slow reference)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="cpu (onnxruntime + Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
+        "and the scheme's kernels are, else cpu (default %(default)s)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the report with every setting as JSON")
     add_power_options(parser)
 
@@ -40,13 +55,14 @@ def _execute(arguments: argparse.Namespace) -> int:
     prompt: str | list[int] = read_prompt(arguments) if has_prompt(arguments) or not is_saved(arguments) else []
     sampling = sampling_params(arguments)
     schema = read_schema(arguments.json_schema) if arguments.json_schema else None
+    images = read_images(arguments)
     bars, meter = Bars(), energy_meter(arguments)
     session = open_session(arguments, spec, bars)
     constraint = None
     if schema is not None:
         constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
     with meter:
-        status = _generate(session, prompt, sampling, constraint, arguments, bars, meter)
+        status = _generate(session, prompt, images, sampling, constraint, arguments, bars, meter)
     save_session(arguments, session)
     report = session.report()
     report.energy = meter.report()
@@ -59,6 +75,7 @@ def _execute(arguments: argparse.Namespace) -> int:
 def _generate(
     session: Session,
     prompt: str | list[int],
+    images: list[Picture],
     sampling: SamplingParams,
     constraint: Constraint | None,
     arguments: argparse.Namespace,
@@ -67,15 +84,16 @@ def _generate(
 ) -> int:
     try:
         with bars:
-            steps = session.generate(
-                prompt,
-                max_new_tokens=arguments.max_new_tokens,
-                sampling=continued(session, sampling),
-                stop=arguments.stop,
-                constraint=constraint,
-                progress=lambda done, total: bars.update("prefill", done, total),
-            )
             with meter.phase("prefill") as prefill:
+                steps = session.generate(
+                    prompt,
+                    images=images,
+                    max_new_tokens=arguments.max_new_tokens,
+                    sampling=continued(session, sampling),
+                    stop=arguments.stop,
+                    constraint=constraint,
+                    progress=lambda done, total: bars.update("prefill", done, total),
+                )
                 for step in itertools.islice(steps, 1):
                     _print(step)
             prefill.tokens = session.report().prefill_tokens
@@ -98,6 +116,14 @@ def _print(step: Step) -> None:
 
 def has_prompt(arguments: argparse.Namespace) -> bool:
     return arguments.prompt is not None or arguments.prompt_file is not None
+
+
+def read_images(arguments: argparse.Namespace) -> list[Picture]:
+    """The images of --image, after a look at whether the model takes any: before anything large is loaded."""
+    if not arguments.image:
+        return []
+    require_vision(Model.open(model_path(arguments), config=arguments.config))
+    return [picture(path) for path in arguments.image]
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

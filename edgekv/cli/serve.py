@@ -24,7 +24,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_adapter_option(parser)
     add_template_option(parser)
-    parser.add_argument("--device", default="cpu", help="cpu (onnxruntime + Numba) or numpy (the slow reference)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="cpu (onnxruntime + Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
+        "and the scheme's kernels are, else cpu (default %(default)s)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default %(default)s)")
     parser.add_argument(

@@ -17,17 +17,22 @@ class CudaAttention:
         self.kernels = kernels
 
     def __call__(self, queries: Array, keys: Array, values: Array, window: int | None) -> None:
-        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values."""
+        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
+
+        These are of m >= n tokens, the queries of the last n.
+        """
         n_heads, n, head_dim = queries.shape
+        earlier = keys.shape[1] - n
         groups = keys.shape[0]
         group = n_heads // groups
-        step = max(1, SCORES // (n_heads * n))
+        step = max(1, SCORES // (n_heads * keys.shape[1]))
         for a in range(0, n, step):
             b = min(a + step, n)
-            first = 0 if window is None else max(0, a + 1 - window)
+            t0, t1 = earlier + a, earlier + b
+            first = 0 if window is None else max(0, t0 + 1 - window)
             q = queries[:, a:b].copy().reshape(groups, group * (b - a), head_dim)
-            s = q @ keys[:, first:b].transpose(0, 2, 1)
-            hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - first, group)
+            s = q @ keys[:, first:t1].transpose(0, 2, 1)
+            hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, group)
             lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
             self.kernels.softmax(s, lo, hi)
-            queries[:, a:b] = (s @ values[:, first:b]).reshape(n_heads, b - a, head_dim)
+            queries[:, a:b] = (s @ values[:, first:t1]).reshape(n_heads, b - a, head_dim)

@@ -16,7 +16,8 @@ from edgekv.machine import return_large_blocks
 F32 = npt.NDArray[np.float32]
 
 
-def _open(path: pathlib.Path, threads: int) -> ort.InferenceSession:
+def session_options(threads: int) -> ort.SessionOptions:
+    """Of sessions that share the machine's cores with others, and with the kernels."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -24,8 +25,12 @@ def _open(path: pathlib.Path, threads: int) -> ort.InferenceSession:
     options.enable_cpu_mem_arena = False  # one arena per session would keep every layer's scratch
     # Every session owns a pool: spinning workers of idle sessions would take the cores from the busy one.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+def _open(path: pathlib.Path, threads: int) -> ort.InferenceSession:
     try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own unrelated exception types
         detail = str(error).splitlines()[0]
         raise CheckpointError(

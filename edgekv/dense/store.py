@@ -134,11 +134,17 @@ def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: Prog
     return Store(folder)
 
 
-def build(weights: CheckpointWeights, form: WeightFormat, folder: pathlib.Path, progress: Progress | None) -> None:
+def build(
+    weights: CheckpointWeights,
+    form: WeightFormat,
+    folder: pathlib.Path,
+    progress: Progress | None,
+    beside: Callable[[pathlib.Path], None] | None = None,
+) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    Streams: at most about 0.3 GiB beside the mapped checkpoint. Raises CheckpointError when the disk
-    is too small (before writing, or when it fills up) or the folder can't be written.
+    beside(folder) adds files of its own. Streams: at most about 0.3 GiB beside the mapped checkpoint. Raises
+    CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -160,6 +166,8 @@ def build(weights: CheckpointWeights, form: WeightFormat, folder: pathlib.Path, 
         for name in TOKENIZER_FILES:
             if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
                 shutil.copyfile(source.tokenizer_folder / name, partial / name)
+        if beside:
+            beside(partial)
         manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
         if isinstance(form, MixedFormat):
             manifest["linears"] = dict(form.linears)

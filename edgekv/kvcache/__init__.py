@@ -81,6 +81,13 @@ class CacheSpec:
         knobs = ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self.knobs).items())
         return f"{self.scheme.name}:{knobs}" if knobs else self.scheme.name
 
+    @property
+    def short(self) -> str:
+        """As a person writes it: only the knobs that are not at their defaults."""
+        values = [(f.name, getattr(self.knobs, f.name), f.default) for f in dataclasses.fields(self.knobs)]
+        own = ",".join(f"{name}={value}" for name, value, default in values if value != default)
+        return f"{self.scheme.name}:{own}" if own else self.scheme.name
+
     def layers(self, config: ModelConfig, capacity: int) -> list[KVCache]:
         """One cache per layer, not allocated yet."""
         return [

@@ -92,12 +92,18 @@ class KVCache(abc.ABC):
     packs_like: ClassVar[tuple[str, ...]] = ()  # other schemes, whose kernels it comes to use as it fills
     exact_when_short: ClassVar[bool] = False  # no loss beyond f16 rounding for the first 64 tokens
     Knobs: ClassVar[type]
+    sees_queries: ClassVar[bool] = False  # `prefill` needs those of the whole prompt
     exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         self.geometry, self.knobs = geometry, knobs
         self.n_seen = 0  # tokens appended so far
         self.arrays: dict[str, Array] = {}
+
+    @classmethod
+    def exact_on_text(cls, knobs: Any) -> bool:
+        """Whether text loses nothing but f16 rounding: then there is nothing to gate."""
+        return False
 
     @abc.abstractmethod
     def layout(self) -> Layout:
@@ -120,6 +126,11 @@ class KVCache(abc.ABC):
         return sum(array.nbytes for array in self.arrays.values())
 
     @property
+    def visual_bytes(self) -> int | None:
+        """Bytes that hold the spans that `mark` named; None: the scheme does not keep these apart."""
+        return None
+
+    @property
     def n_kept(self) -> int:
         """Tokens that a query can still reach."""
         return self.n_seen
@@ -131,7 +142,8 @@ class KVCache(abc.ABC):
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         """Encodes a whole prompt into the empty cache; the model attends to it exactly, outside.
 
-        queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim), float32.
+        queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim), float32. Without `sees_queries`
+        the queries are those of the last tokens only.
         """
         self.extend(keys, values)
 

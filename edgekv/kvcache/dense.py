@@ -43,5 +43,9 @@ class Dense(KeepAll):
     exact_when_short = True
     Knobs = DenseKnobs
 
+    @classmethod
+    def exact_on_text(cls, knobs: DenseKnobs) -> bool:
+        return knobs.dtype != "q8"
+
     def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[KeyCodec, ValueCodec]:
         return DTYPES[knobs.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)

@@ -181,6 +181,7 @@ class LowestFirst(Evicting):
     among them, are not up for eviction; of equals the older one leaves.
     """
 
+    sees_queries = True
     decay: ClassVar[float]
     recent = 1
 

@@ -79,6 +79,7 @@ class H1B(KeepAll):
     name = "h1b"
     paper = "H1B-KV, eq. 2-5"
     summary = "1-bit Gaussian sketches of keys and queries, 4-bit values"
+    sees_queries = True
     gives_up = "untuned, perplexity about 4 times dense's: the binarised query loses most of the score"
     Knobs: ClassVar[type[SketchKnobs]] = H1BKnobs
 

@@ -55,6 +55,7 @@ class SnapKV(Evicting):
     name = "snapkv"
     paper = "SnapKV, FIER's baseline"
     summary = "the latest 32 tokens and those that they attend to most, in f16"
+    sees_queries = True
     gives_up = "tokens that the latest queries had no use for"
     Knobs = SnapKVKnobs
 

@@ -13,8 +13,10 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
 from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codec_visual import GROUPS, LevelSpan, encode_span
-from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.machine import format_bytes
+
+TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +26,13 @@ class VisualKnobs:
     The levels reach from that quantile of the group to the same one from above; 0: from least to largest. The
     paper gives no value. With text marked as if it were an image, two small models did best with 0.1 at 1 bit (at
     0.02 the two levels lie so far out that all scores are inflated), 0.01 at 2 bits, 0 from 4 bits on.
+    ``text``: what all but images is kept in, f16 or f32.
     """
 
     bits: int = 1
     group: str = "head"
     quantile: float = 0.1
+    text: str = "f16"
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
@@ -37,6 +41,8 @@ class VisualKnobs:
             raise CacheError(f"--kv visual1:group={self.group}: accepted: {', '.join(GROUPS)}")
         if not 0 <= self.quantile < 0.5:
             raise CacheError(f"--kv visual1:quantile={self.quantile}: accepted: 0 or more, below 0.5")
+        if self.text not in TEXTS:
+            raise CacheError(f"--kv visual1:text={self.text}: accepted: {', '.join(TEXTS)}")
 
 
 @dataclasses.dataclass
@@ -50,7 +56,7 @@ class Span:
 
 
 ENDS = ("key", "value")
-Store = LevelSpan | F16
+Store = LevelSpan | F16 | Float32
 
 
 class Run(NamedTuple):
@@ -67,7 +73,8 @@ class Visual1(KVCache):
 
     Visual KV cache quantisation, eq. 7-9. An image token of a KV head takes 2 * bits * ceil(head_dim / 8) bytes
     and shares the float16 ends of its group: 8 bytes per span (layer, tensor), span and KV head (head), or KV head
-    and token (head+token). A text token takes 4 * head_dim bytes. Without a marked span this is `dense`.
+    and token (head+token). A text token takes 4 * head_dim bytes (text=f32: 8). Without a marked span
+    this is `dense`.
 
     The groups: "layer", K and V of all heads of this layer together; "tensor", K or V of all heads; "head", K or V
     of one KV head; "head+token", one token of that. Each is taken over one span, not over the whole prompt. A span
@@ -84,14 +91,21 @@ class Visual1(KVCache):
     exact_when_short = True
     Knobs = VisualKnobs
 
+    @classmethod
+    def exact_on_text(cls, knobs: VisualKnobs) -> bool:
+        return True
+
     def __init__(self, geometry: Geometry, knobs: VisualKnobs) -> None:
         super().__init__(geometry, knobs)
         self.spans: list[Span] = []
-        self._text = self._half_stores(geometry.capacity)
+        self._text = self._text_stores(geometry.capacity)
 
-    def _half_stores(self, capacity: int) -> tuple[F16, F16]:
-        shape = self.geometry.n_kv_heads, capacity, self.geometry.head_dim
-        return F16(*shape), F16(*shape)
+    def _text_stores(self, capacity: int) -> tuple[F16 | Float32, F16 | Float32]:
+        shape, store = self._shape(capacity), TEXTS[self.knobs.text]
+        return store(*shape), store(*shape)
+
+    def _shape(self, capacity: int) -> tuple[int, int, int]:
+        return self.geometry.n_kv_heads, capacity, self.geometry.head_dim
 
     def _codecs(self) -> dict[str, Codec]:
         pairs: dict[str, tuple[Codec, Codec]] = {"text": self._text}
@@ -129,7 +143,11 @@ class Visual1(KVCache):
         return sum(array.nbytes for codec in self._text for array in codec.arrays.values())
 
     def mark(self, spans: Sequence[tuple[int, int]]) -> None:
-        """The spans' memory is taken, and the text's store shrinks by as many tokens. CacheError: bad spans."""
+        """The spans' memory is taken, and the text's store shrinks by as many tokens. CacheError: bad spans.
+
+        Marks of tokens that have not come are forgotten: these are another prompt's.
+        """
+        self.spans = [span for span in self.spans if span.start < self.n_seen]
         for first, last in spans:
             start, stop = self.n_seen + first, self.n_seen + last
             earliest = self.spans[-1].stop if self.spans else 0
@@ -142,7 +160,7 @@ class Visual1(KVCache):
         self._fit_text()
 
     def _add_span(self, start: int, stop: int) -> None:
-        shape = self.geometry.n_kv_heads, stop - start, self.geometry.head_dim
+        shape = self._shape(stop - start)
         levels = (self.knobs.bits, self.knobs.group)
         self.spans.append(Span(start, stop, (LevelSpan(*shape, *levels), LevelSpan(*shape, *levels))))
         for codec in self.spans[-1].packed:
@@ -153,10 +171,11 @@ class Visual1(KVCache):
         capacity = self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
         if capacity != self._text[0].capacity:
             n_text = sum(run.stop - run.start for run in self._runs(0, self.n_seen) if run.span is None)
-            old, self._text = self._text, self._half_stores(capacity)
+            old, self._text = self._text, self._text_stores(capacity)
             for source, target in zip(old, self._text, strict=True):
                 self._take_memory(target)
-                target.arrays["half"][:, :n_text] = source.arrays["half"][:, :n_text]
+                for name, array in target.arrays.items():
+                    array[:, :n_text] = source.arrays[name][:, :n_text]
         self._list_arrays()
 
     def _runs(self, start: int, stop: int) -> Iterator[Run]:
@@ -208,7 +227,7 @@ class Visual1(KVCache):
         self.n_seen = run.stop
 
     def _open_exact(self, span: Span, capacity: int) -> None:
-        span.exact = self._half_stores(capacity)
+        span.exact = F16(*self._shape(capacity)), F16(*self._shape(capacity))
         for codec in span.exact:
             self._take_memory(codec)
 

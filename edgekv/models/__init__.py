@@ -7,6 +7,7 @@ from edgekv.models.architecture import Architecture
 from edgekv.models.config import Raw
 from edgekv.models.gpt2 import GPT2
 from edgekv.models.llama import Llama
+from edgekv.models.llava import Llava
 
 MODELS: dict[str, type[Architecture]] = {
     "llama": Llama,
@@ -14,6 +15,7 @@ MODELS: dict[str, type[Architecture]] = {
     "qwen2": Llama,
     "qwen3": Llama,
     "gpt2": GPT2,
+    "llava": Llava,
 }
 
 

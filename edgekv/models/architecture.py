@@ -107,12 +107,17 @@ class Architecture(abc.ABC):
     def head(self, ops: Ops, x: Any) -> Any:
         """x (n, hidden) -> logits (n, vocab)."""
 
+    @property
+    def head_tensor(self) -> str:
+        """The language-model head where it has a tensor of its own."""
+        return "lm_head.weight"
+
     def linears(self) -> dict[str, Linear]:
         """Every projection of the model, the language-model head last."""
         every: dict[str, Linear] = {}
         for i in range(self.config.n_layers):
             every.update(self.layer_linears(i))
-        tensor = self.tables()["embed"][0] if self.config.tied_embeddings else "lm_head.weight"
+        tensor = self.tables()["embed"][0] if self.config.tied_embeddings else self.head_tensor
         every["head"] = Linear((Part(tensor, self.config.vocab_size, self.config.hidden_size),))
         return every
 

@@ -32,8 +32,8 @@ class ExactAttention:
     def __call__(self, queries: F32, keys: F32, values: F32, window: int | None) -> None:
         """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
 
-        keys, values (n_kv_heads, n, head_dim); query i sees keys max(0, i + 1 - window)..i. Scratch: per
-        thread one score block of BLOCK_ROWS x n float32.
+        keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
+        token t sees keys max(0, t + 1 - window)..t. Scratch: per thread one score block of BLOCK_ROWS x m float32.
         """
         n_heads, n, _ = queries.shape
         n_kv_heads = keys.shape[0]
@@ -63,16 +63,18 @@ class ExactAttention:
     def _block(
         self, scratch: Workspace, queries: F32, keys: F32, values: F32, a: int, b: int, window: int | None
     ) -> None:
-        """Queries a..b of one group (group, n, head_dim) over its keys and values (n, head_dim)."""
-        group, _, head_dim = queries.shape
-        first = 0 if window is None else max(0, a + 1 - window)
+        """Queries a..b of one group (group, n, head_dim) over its keys and values (m, head_dim)."""
+        group, n, head_dim = queries.shape
+        t0 = len(keys) - n + a
+        t1 = t0 + b - a
+        first = 0 if window is None else max(0, t0 + 1 - window)
         rows = group * (b - a)
         q = scratch.array("rows", (rows, head_dim))
         q.reshape(group, b - a, head_dim)[:] = queries[:, a:b]
-        s = scratch.array("scores", (rows, b - first))
-        np.matmul(q, keys[first:b].T, out=s)
-        hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - first, group)
+        s = scratch.array("scores", (rows, t1 - first))
+        np.matmul(q, keys[first:t1].T, out=s)
+        hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, group)
         lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
         self.kernels.softmax(s[None], lo, hi)
-        np.matmul(s, values[first:b], out=q)
+        np.matmul(s, values[first:t1], out=q)
         queries[:, a:b] = q.reshape(group, b - a, head_dim)

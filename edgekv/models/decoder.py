@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from edgekv.dense.weights import Weights
 from edgekv.kernels import Kernels
-from edgekv.kernels.memory import contiguous
+from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.models.attention import ExactAttention
 from edgekv.models.rope import RopeTable
@@ -75,6 +75,16 @@ class Decoder:
         summed: F32 = np.add(x, positions, dtype=np.float32)
         return summed
 
+    def place(self, rows: F32, x: F32, start: int, at: int) -> None:
+        """Puts embeddings (m, hidden) into x (n, hidden), which begins at position ``start``, from row ``at`` on.
+
+        Like tokens' they are given learned positions, where the model has these.
+        """
+        if self._rope is None:
+            first = start + at
+            rows = rows + to_host(self.weights.rows("positions", np.arange(first, first + len(rows))))
+        x[at : at + len(rows)] = np.asarray(rows, like=x)
+
     def head(self, x: F32) -> F32:
         """(n, vocab) float32 logits of hidden states (n, hidden)."""
         return self.dense.head(x)
@@ -105,7 +115,7 @@ class Decoder:
         """Turns x (n, hidden), an embedded prompt, into its hidden states in place; fills the caches.
 
         Layer by layer. Into empty caches attention is exact, and each cache then encodes the whole prompt at once;
-        only one layer's float32 queries, keys and values are alive. A prompt that continues a filled
+        only one layer's float32 keys and values are alive. A prompt that continues a filled
         cache goes through `KVCache.attend` in blocks, and so does every prompt with ``exact`` False, or where
         the scheme wants no exact one: then each token attends to what the scheme has kept of the earlier ones,
         as in decoding.
@@ -125,16 +135,21 @@ class Decoder:
         return x
 
     def _prefill_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:
-        n = len(x)
-        q, k, v = self._qkv_buffers("prefill", n)
+        """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
+        n, c, array = len(x), self.config, self.workspace.array
+        held = n if cache.sees_queries else min(n, CHUNK)
+        q = array("prefill.q", (c.n_heads, held, c.head_dim))
+        k = array("prefill.k", (c.n_kv_heads, n, c.head_dim))
+        v = array("prefill.v", (c.n_kv_heads, n, c.head_dim))
         for a in range(0, n, CHUNK):
-            part = slice(a, min(a + CHUNK, n))
-            self._project(i, x[part], cos[part], sin[part], q[:, part], k[:, part], v[:, part])
+            b = min(a + CHUNK, n)
+            queries = q[:, a % held : a % held + b - a]
+            self._project(i, x[a:b], cos[a:b], sin[a:b], queries, k[:, a:b], v[:, a:b])
+            out = array("prefill.out", queries.shape)
+            out[:] = queries
+            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i])
+            x[a:b] = self.dense.attention_out(i, x[a:b], self._merge(out))
         cache.prefill(q, k, v)
-        self._exact_attention(q, k, v, self.config.layer_windows[i])
-        for a in range(0, n, CHUNK):
-            part = slice(a, min(a + CHUNK, n))
-            x[part] = self.dense.attention_out(i, x[part], self._merge(q[:, part]))
 
     def _continue_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:
         n = len(x)

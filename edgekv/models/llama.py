@@ -60,7 +60,7 @@ def windows(raw: Raw, layers: int) -> tuple[int | None, ...]:
 
 class Llama(Architecture):
     prefixes = ("model.", "")
-    ignored = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
     read_config = staticmethod(llama_config)
     probe = "embed_tokens.weight"
 

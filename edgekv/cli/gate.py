@@ -1,0 +1,195 @@
+"""`edgekv eval --gate`: which lossy KV schemes may be used with a model; and the warning where none was asked."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.options import Bars
+from edgekv.cli.subject import Subject, split_specs
+from edgekv.errors import ConfigError
+from edgekv.exam import NEEDLES, Exam
+from edgekv.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, needs_gate, recommended
+from edgekv.gated import Gated
+from edgekv.kvcache import CacheSpec
+from edgekv.machine import format_bytes
+from edgekv.model import Model
+
+
+def add_gate_options(parser: argparse.ArgumentParser) -> None:
+    limits = Limits()
+    group = parser.add_argument_group(
+        "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
+    )
+    group.add_argument(
+        "--gate", action="store_true", help="a verdict per lossy scheme, remembered, and the --kv to use"
+    )
+    group.add_argument(
+        "--max-kl",
+        type=_limit,
+        default=limits.max_kl,
+        metavar="NATS",
+        help="mean KL divergence from dense, over all positions and the later half (default %(default)s)",
+    )
+    group.add_argument(
+        "--min-top1",
+        type=_share,
+        default=limits.min_top1,
+        metavar="SHARE",
+        help="positions whose likeliest token is dense's, likewise (default %(default)s)",
+    )
+    group.add_argument(
+        "--min-needles",
+        type=_share,
+        default=limits.min_needles,
+        metavar="SHARE",
+        help="of the needles that dense finds (default %(default)s)",
+    )
+    group.add_argument(
+        "--needles",
+        type=_count,
+        default=NEEDLES,
+        metavar="N",
+        help="pass keys and codes hidden in the text (default %(default)s; 0: none)",
+    )
+
+
+def run_gate(arguments: argparse.Namespace) -> int:
+    """Prints the verdicts and the recommendation, remembers the verdicts; 1 when no scheme passed."""
+    if arguments.plot:
+        raise ConfigError("--plot does not go with --gate; leave one of them out")
+    specs = _specs(arguments.kv)
+    subject = Subject(arguments)
+    limits = Limits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
+    ctx = arguments.ctx or default_ctx(len(subject.tokens), subject.model.config.max_positions)
+    with Bars() as bars:
+        decoder, ctx = subject.load(ctx, bars)
+        verdicts, exam = gate(
+            decoder,
+            subject.tokenizer,
+            subject.tokens,
+            specs,
+            ctx,
+            windows=arguments.windows,
+            limits=limits,
+            n_needles=arguments.needles,
+            fit_tokens=arguments.fit,
+            adapter=subject.model.adapter,
+            progress=bars.update,
+        )
+    facts = subject.facts(ctx)
+    best = recommended(verdicts)
+    print(_report(verdicts, exam, best, len(subject.tokens), facts["settings"]))
+    if arguments.json:
+        content = {
+            "verdicts": [{"passed": verdict.passed, **dataclasses.asdict(verdict)} for verdict in verdicts],
+            "recommended": _recommended_kv(best),
+            "needles": {"hidden": exam.n_hidden, "dense": exam.n_known, "applicable": exam.applies},
+            "limits": dataclasses.asdict(limits),
+            **facts,
+        }
+        atomic_write(arguments.json, (json.dumps(content, indent=1) + "\n").encode())
+    _remember(subject.model, specs, verdicts, limits, facts)
+    return 1 if best is None else 0
+
+
+def warn_ungated(model: Model, spec: CacheSpec) -> None:
+    """One line on standard error, once, for a lossy scheme that was never gated or has failed."""
+    warning = Gated(model).warn_once(spec)
+    if warning:
+        print(f"edgekv: {warning}", file=sys.stderr)
+
+
+def _specs(kv: str | None) -> list[CacheSpec]:
+    asked = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else split_specs(kv)
+    specs = [spec for spec in asked if needs_gate(spec)]
+    if not specs:
+        raise ConfigError(
+            f"--kv {kv} loses nothing on a text and needs no gate; name a lossy scheme (edgekv caches)"
+        )
+    return specs
+
+
+def _remember(
+    model: Model, specs: Sequence[CacheSpec], verdicts: Sequence[Verdict], limits: Limits, facts: dict[str, Any]
+) -> None:
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    machine = {name: facts["machine"][name] for name in ("cpu", "versions")}
+    measured = {**facts["settings"], "limits": dataclasses.asdict(limits), "machine": machine, "time": now}
+    memory = Gated(model)
+    for spec, verdict in zip(specs, verdicts, strict=True):
+        memory.remember(spec, verdict, measured)
+
+
+def _recommended_kv(best: Verdict | None) -> str:
+    return "dense" if best is None else _short(best)
+
+
+def _short(verdict: Verdict) -> str:
+    return CacheSpec.parse(verdict.kv).short
+
+
+def _report(
+    verdicts: Sequence[Verdict], exam: Exam, best: Verdict | None, n_tokens: int, settings: dict[str, Any]
+) -> str:
+    windows, ctx = settings["windows"], settings["ctx"]
+    lines = [
+        table(verdicts),
+        f"needles: {exam.note}",
+        f"measured on {windows} window{'s' * (windows > 1)} of {ctx} tokens ({settings['text']} has {n_tokens}), "
+        f"weights {settings['weights']}; longer contexts were not measured",
+    ]
+    why = "no scheme passed"
+    if best:
+        why = f"the smallest cache that passed, {format_bytes(best.quality.cache_bytes)}"
+    return "\n".join([*lines, f"recommended: --kv {_recommended_kv(best)} ({why})"])
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """A line per scheme."""
+    width = max(len("kv"), *(len(_short(verdict)) for verdict in verdicts)) + 2
+    head = f"{'kv':<{width}}{'KL':>9}{'KL late':>9}{'top1':>7}{'late':>7}{'needles':>9}{'cache':>11}  verdict"
+    return "\n".join([head, *(_row(verdict, width) for verdict in verdicts)])
+
+
+def _row(verdict: Verdict, width: int) -> str:
+    q = verdict.quality
+    needles = "n/a" if verdict.needles is None else "{}/{}".format(*verdict.needles)
+    said = "passed" if verdict.passed else f"failed: {'; '.join(verdict.failures)}"
+    return (
+        f"{_short(verdict):<{width}}{q.kl:>9.4f}{q.kl_second_half:>9.4f}{q.top1:>7.3f}{q.top1_second_half:>7.3f}"
+        f"{needles:>9}{format_bytes(q.cache_bytes):>11}  {said}"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _limit(text: str) -> float:
+    value = _number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")

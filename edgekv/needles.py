@@ -1,0 +1,239 @@
+"""Facts hidden in prose, and the questions that ask for them: pass keys and the codes of named things."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.tokenizer import Tokenizer
+
+Ids = npt.NDArray[Any]
+I64 = npt.NDArray[np.int64]
+Rng = np.random.Generator
+
+DEPTHS = tuple((i + 0.5) / 10 for i in range(10))
+COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
+THINGS = ("door", "gate", "house", "chest", "room", "box", "book", "boat")
+SPARSE = 100  # tokens from one place for a fact to the next, above which other places are taken
+
+# Scores use the first wording of each; training uses them all.
+KEY_STATEMENTS = (
+    "The pass key is {value}. Remember it.",
+    "The pass key is {value}. Remember it. {value} is the pass key.",
+    "Remember the pass key: it is {value}.",
+)
+KEY_QUESTIONS = (
+    "What is the pass key? The pass key is",
+    "What was the pass key? It was",
+    "The pass key is",
+)
+CODE_STATEMENTS = (
+    "The code of the {name} is {value}.",
+    "The code for the {name} is {value}.",
+    "Remember that the {name} has the code {value}.",
+)
+CODE_QUESTIONS = (
+    "What is the code of the {name}? The code of the {name} is",
+    "What was the code for the {name}? It was",
+    "The code of the {name} is",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A needle: the digits to remember, what they belong to (None: the pass key), and the wording of both ends."""
+
+    value: str
+    name: str | None = None
+    statement_wording: int = 0
+    question_wording: int = 0
+
+    @property
+    def statement(self) -> str:
+        wordings = CODE_STATEMENTS if self.name else KEY_STATEMENTS
+        return wordings[self.statement_wording].format(name=self.name, value=self.value)
+
+    @property
+    def question(self) -> str:
+        wordings = CODE_QUESTIONS if self.name else KEY_QUESTIONS
+        return wordings[self.question_wording].format(name=self.name)
+
+    def reworded(self, rng: Rng) -> Fact:
+        return dataclasses.replace(
+            self, statement_wording=int(rng.integers(3)), question_wording=int(rng.integers(3))
+        )
+
+
+def draw_value(rng: Rng) -> str:
+    return str(rng.integers(10_000, 100_000))
+
+
+def draw_names(rng: Rng, n: int) -> list[str]:
+    """Different coloured things, at most 64."""
+    return [f"{COLOURS[i % 8]} {THINGS[i // 8]}" for i in rng.choice(64, size=n, replace=False)]
+
+
+def pass_key(rng: Rng) -> list[Fact]:
+    """One 5-digit pass key."""
+    return [Fact(draw_value(rng))]
+
+
+def four_codes(rng: Rng) -> list[Fact]:
+    """The 5-digit codes of four doors in random order; the first is the one to ask for."""
+    return [Fact(draw_value(rng), f"{colour} door") for colour in rng.permutation(COLOURS[:4])]
+
+
+TASKS: dict[str, Callable[[Rng], list[Fact]]] = {"pass-key": pass_key, "four-codes": four_codes}
+
+
+class Prose:
+    """A tokenised text to hide facts in: between its sentences; where it has few, between words; else anywhere.
+
+    tokens: (n_tokens,) ids of ``tokenizer``, without what it puts at the start of a text.
+    """
+
+    def __init__(self, tokens: Ids, tokenizer: Tokenizer) -> None:
+        self.tokens, self.tokenizer = tokens, tokenizer
+        self.start = tokenizer.encode("")  # BOS, where the model has one
+        self.breaks = _breaks(tokens, tokenizer)
+
+    def continuing(self, text: str) -> list[int]:
+        """Ids of text that follows other text: no BOS, and no space that is not in it."""
+        if not self.tokenizer.drops_first_space:
+            return self.tokenizer.encode(text, bos=False)
+        ids = self.tokenizer.encode("\n" + text, bos=False)
+        n, n_bytes = 0, 0
+        while n_bytes < len(b" \n"):
+            n_bytes += len(self.tokenizer.token_bytes(ids[n]))
+            n += 1
+        return ids[n:]
+
+    def stretch(self, rng: Rng, n_tokens: int) -> tuple[Ids, I64]:
+        """``n_tokens`` from anywhere or from the start of a sentence, and where in them sentences begin."""
+        n_starts = len(self.tokens) - n_tokens + 1
+        if n_starts < 1:
+            raise ValueError(f"the text has {len(self.tokens)} tokens, too few for a row of {n_tokens}")
+        start = int(rng.integers(n_starts))
+        if rng.random() < 0.5:
+            start = int(self.breaks[max(0, np.searchsorted(self.breaks, start, side="right") - 1)])
+            start = min(start, n_starts - 1)
+        first, last = np.searchsorted(self.breaks, [start, start + n_tokens])
+        return self.tokens[start : start + n_tokens], self.breaks[first:last] - start
+
+    def weave(self, rng: Rng, pieces: Sequence[tuple[float, Sequence[int]]], length: int) -> tuple[Ids, I64]:
+        """BOS and prose with each piece of ids before the sentence after its place (0 to 1).
+
+        Returns (length,) ids, and (length,) which piece each is of: -1 is the prose.
+        """
+        room = length - len(self.start) - sum(len(ids) for _, ids in pieces)
+        text, breaks = self.stretch(rng, room)
+        cuts = np.append(breaks, room)
+        row, owners = [np.array(self.start, self.tokens.dtype)], [np.full(len(self.start), -1)]
+        done = 0
+        for i in sorted(range(len(pieces)), key=lambda i: pieces[i][0]):
+            place, ids = pieces[i]
+            cut = int(cuts[np.searchsorted(cuts, min(place, 1.0) * room)])
+            row += [text[done:cut], np.array(ids, self.tokens.dtype)]
+            owners += [np.full(cut - done, -1), np.full(len(ids), i)]
+            done = cut
+        row.append(text[done:])
+        owners.append(np.full(room - done, -1))
+        return np.concatenate(row), np.concatenate(owners)
+
+
+def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
+    """Where a fact may stand: indexes of tokens that begin a sentence, or a word, or all."""
+    used = np.unique(tokens)
+    ends, words = np.zeros((2, int(used.max(initial=0)) + 1), bool)
+    for token in used.tolist():
+        piece = tokenizer.token_bytes(token)
+        ends[token] = piece.rstrip(b"\"'").endswith((b".", b"?", b"!"))
+        words[token] = piece.startswith((b" ", b"\n"))
+    sentence = ends[tokens[:-1]] & words[tokens[1:]]
+    for found in (sentence, words[tokens[1:]]):
+        if found.sum() * SPARSE >= len(tokens):
+            return np.flatnonzero(found) + 1
+    return np.arange(1, max(len(tokens), 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A test: ids that end in a question, and the ids of the digits that answer it."""
+
+    ids: list[int]
+    answer: list[int]
+    depth: float
+
+
+def make_prompt(rng: Rng, prose: Prose, task: str, length: int, depth: float) -> Prompt:
+    """Prompt and answer take ``length`` tokens together; the fact asked for is at ``depth`` (0 to 1).
+
+    Other facts, which must not be confused with it, are anywhere.
+    """
+    facts = TASKS[task](rng)
+    pieces: list[tuple[float, list[int]]] = []
+    for i, fact in enumerate(facts):
+        pieces.append((depth if i == 0 else rng.random(), prose.continuing(" " + fact.statement)))
+    answer = prose.continuing(" " + facts[0].value)
+    pieces.append((1.0, prose.continuing("\n\n" + facts[0].question) + answer))
+    ids = prose.weave(rng, pieces, length)[0].tolist()
+    return Prompt(ids[: -len(answer)], answer, depth)
+
+
+def make_prompts(prose: Prose, task: str, length: int, n: int = 100, seed: int = 0) -> list[Prompt]:
+    """``n`` fresh prompts, spread evenly over the ten depths."""
+    rng = np.random.default_rng([seed, length, list(TASKS).index(task)])
+    return [make_prompt(rng, prose, task, length, DEPTHS[i % len(DEPTHS)]) for i in range(n)]
+
+
+def score_by_depth(prompts: Sequence[Prompt], right: Sequence[bool]) -> dict[float, float]:
+    """The share of right answers at each depth."""
+    by_depth: dict[float, list[bool]] = {}
+    for prompt, is_right in zip(prompts, right, strict=True):
+        by_depth.setdefault(prompt.depth, []).append(bool(is_right))
+    return {depth: sum(answers) / len(answers) for depth, answers in sorted(by_depth.items())}
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Ids that ask for one fact, the digits that answer it, and how many tokens they take."""
+
+    ids: list[int]
+    value: str
+    n_answer: int
+    depth: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sheet:
+    """A text with several facts in it, to be read once and asked for each of them."""
+
+    ids: list[int]
+    questions: tuple[Question, ...]
+
+
+def make_sheet(rng: Rng, prose: Prose, ctx: int, n: int) -> Sheet:
+    """A pass key and the codes of ``n - 1`` different things, spread evenly and in random order.
+
+    The text leaves room for the longest question and its answer in ``ctx`` tokens.
+    """
+    depths = (rng.permutation(n) + 0.5) / n
+    facts = [Fact(draw_value(rng), name) for name in (None, *draw_names(rng, n - 1))]
+    questions = tuple(
+        Question(
+            ids=prose.continuing("\n\n" + fact.question),
+            value=fact.value,
+            n_answer=len(prose.continuing(" " + fact.value)),
+            depth=float(depth),
+        )
+        for fact, depth in zip(facts, depths, strict=True)
+    )
+    pieces = [
+        (float(depth), prose.continuing(" " + fact.statement)) for fact, depth in zip(facts, depths, strict=True)
+    ]
+    room = max(len(question.ids) + question.n_answer for question in questions)
+    return Sheet(prose.weave(rng, pieces, ctx - room)[0].tolist(), questions)

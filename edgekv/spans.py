@@ -1,0 +1,93 @@
+"""Stretches of a conversation that are embeddings instead of tokens: what an image became."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import ContextError
+
+F32 = npt.NDArray[np.float32]
+VISUAL = "visual"
+
+
+@dataclasses.dataclass(frozen=True)
+class Embeddings:
+    """A piece of a prompt: ``rows`` (n, hidden_size) float32 in place of n tokens, and what they stand for.
+
+    ``modality``: spans of "visual" ones are marked in the caches (`KVCache.mark`), others are treated as text.
+    """
+
+    rows: F32
+    modality: str = VISUAL
+
+
+Prompt = Sequence[int | Embeddings]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Embeddings from position ``start`` on."""
+
+    start: int
+    rows: F32
+    modality: str
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.rows)
+
+
+Spans = list[Span]
+
+
+def flatten(prompt: Prompt, placeholder: int, hidden_size: int) -> tuple[list[int], Spans]:
+    """Ids, with ``placeholder`` for each row of embeddings, and spans, counted from the prompt's start."""
+    ids: list[int] = []
+    spans: Spans = []
+    for piece in prompt:
+        if isinstance(piece, Embeddings):
+            rows = np.ascontiguousarray(piece.rows, np.float32)
+            if rows.ndim != 2 or rows.shape[1] != hidden_size or not len(rows):
+                raise ContextError(
+                    f"embeddings of shape {rows.shape}: this model takes (n, {hidden_size}), n of 1 or more"
+                )
+            spans.append(Span(len(ids), rows, piece.modality))
+            ids += [placeholder] * len(rows)
+        else:
+            ids.append(int(piece))
+    return ids, spans
+
+
+def shifted(spans: Sequence[Span], by: int) -> Spans:
+    """The spans of a prompt, which begins at position ``by``."""
+    return [dataclasses.replace(span, start=span.start + by) for span in spans]
+
+
+def clipped(spans: Sequence[Span], start: int, stop: int) -> Spans:
+    """What lies in positions start..stop, counted from ``start``."""
+    parts = []
+    for span in spans:
+        a, b = max(start, span.start), min(stop, span.stop)
+        if a < b:
+            parts.append(Span(a - start, span.rows[a - span.start : b - span.start], span.modality))
+    return parts
+
+
+def selected(spans: Sequence[Span], kept: Sequence[int]) -> Spans:
+    """The spans of a conversation of which only the positions ``kept``, in order, are left."""
+    places = np.asarray(kept)
+    parts = []
+    for span in spans:
+        within = np.flatnonzero((places >= span.start) & (places < span.stop))
+        if len(within):
+            parts.append(Span(int(within[0]), span.rows[places[within] - span.start], span.modality))
+    return parts
+
+
+def visual_ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """(first, last + 1) of the images among them."""
+    return [(span.start, span.stop) for span in spans if span.modality == VISUAL]

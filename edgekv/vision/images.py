@@ -1,0 +1,119 @@
+"""Image files as upright 8-bit RGB; what that changes beyond the file's own meaning is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import warnings
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
+
+from edgekv.errors import ImageError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no EPS: Pillow would run Ghostscript
+MAX_PIXELS = 64_000_000
+PLAIN_MODES = ("RGB", "L", "1", "P")
+DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """An RGB image, how messages call it, and what was changed to make it one, a line each."""
+
+    rgb: Image.Image
+    name: str
+    notes: tuple[str, ...]
+
+
+ImageSource = Union[str, "os.PathLike[str]", "Image.Image", Picture]
+
+
+def picture(image: ImageSource) -> Picture:
+    """A file's or a Pillow image's content as RGB, turned as its EXIF tag says.
+
+    Raises ImageError for a file that is missing, damaged, no image, or of more than MAX_PIXELS pixels.
+    """
+    if isinstance(image, Picture):
+        return image
+    if isinstance(image, (str, os.PathLike)):
+        return _from_file(pathlib.Path(image).expanduser())
+    return _as_rgb(image, "the image")
+
+
+def require_pillow() -> Any:
+    """The module PIL. ImageError when it is not installed."""
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise ImageError("images need Pillow, which is not installed: pip install 'edgekv[vision]'") from None
+    return PIL
+
+
+def _from_file(path: pathlib.Path) -> Picture:
+    pil = require_pillow()
+    if not path.is_file():
+        raise ImageError(f"{path}: {'is no file' if path.exists() else 'does not exist'}; give an image file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, of big or odd files: what matters is checked here
+            with pil.Image.open(path, formats=FORMATS) as file:
+                return _as_rgb(file, str(path))
+    except (ImageError, MemoryError):
+        raise
+    except pil.UnidentifiedImageError:
+        raise ImageError(f"{path}: is no image that can be read; accepted: {', '.join(FORMATS)}") from None
+    except pil.Image.DecompressionBombError:
+        raise _too_big(path, f"more than {2 * pil.Image.MAX_IMAGE_PIXELS:,}") from None
+    except Exception as error:  # decoders raise whatever they stumble over
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise ImageError(f"{path}: can't be read whole ({reason}); save or copy it again") from error
+
+
+def _too_big(name: object, pixels: str) -> ImageError:
+    return ImageError(f"{name}: has {pixels} pixels; accepted: up to {MAX_PIXELS:,}: make it smaller first")
+
+
+def _as_rgb(image: Image.Image, name: str) -> Picture:
+    pil = require_pillow()
+    width, height = image.size
+    if not width or not height:
+        raise ImageError(f"{name}: has {width} x {height} pixels; accepted: at least one")
+    if width * height > MAX_PIXELS:
+        raise _too_big(name, f"{width} x {height}")
+    notes = []
+    if getattr(image, "n_frames", 1) > 1:
+        notes.append(f"has {image.n_frames} frames: the first is used")
+    if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) and image.mode not in DEEP_MODES:
+        notes.append("has 16 bits per channel: the upper 8 are used")
+    upright = pil.ImageOps.exif_transpose(image)
+    rgb, change = _converted(upright, name)
+    return Picture(rgb, name, tuple(f"{name} {note}" for note in (*notes, *change)))
+
+
+def _converted(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
+    """As RGB, and what a reader must know of it."""
+    if image.mode in DEEP_MODES:
+        return _from_16_bits(image, name), ["has 16 bits per pixel: the upper 8 are used"]
+    if image.mode == "F":
+        raise ImageError(f"{name}: has floating-point pixels, of no known range; save it with 8 bits per channel")
+    if image.has_transparency_data:
+        opaque = np.asarray(image.convert("RGBA").getchannel("A")).min() == 255
+        return image.convert("RGB"), [] if opaque else [
+            "has transparent parts: their colours are used as they are"
+        ]
+    note = [] if image.mode in PLAIN_MODES else [f"is {image.mode}: converted to RGB without a colour profile"]
+    return image.convert("RGB"), note
+
+
+def _from_16_bits(image: Image.Image, name: str) -> Image.Image:
+    pixels = np.asarray(image).astype(np.int64)
+    if pixels.min() < 0 or pixels.max() > 0xFFFF:
+        raise ImageError(f"{name}: has 32-bit pixels, of no known range; save it with 8 bits per channel")
+    grey = (pixels >> 8).astype(np.uint8)
+    return require_pillow().Image.fromarray(grey).convert("RGB")

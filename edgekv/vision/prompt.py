@@ -1,0 +1,38 @@
+"""Where images stand in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edgekv.errors import ImageError
+from edgekv.spans import Embeddings, Prompt
+
+PLACEHOLDER = "<image>"
+
+
+def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:
+    """ImageError unless the prompt has a placeholder for each image, or none at all."""
+    n_places = sum(piece == image_token for piece in prompt if not isinstance(piece, Embeddings))
+    if n_places and n_places != n_images:
+        raise ImageError(
+            f"the prompt has {n_places} image placeholder(s), token {image_token}, for {n_images} image(s): give "
+            "one for each, or write none, and the images come first"
+        )
+
+
+def require_placeholder(prompt: str | Prompt, pieces: Prompt, image_token: int | None) -> None:
+    """ImageError where the prompt's text says `<image>` and the tokenizer does not."""
+    if isinstance(prompt, str) and PLACEHOLDER in prompt and image_token not in pieces:
+        raise ImageError(
+            f"the tokenizer does not read {PLACEHOLDER} as the model's image token {image_token}: add it to "
+            f"tokenizer.json, or leave {PLACEHOLDER} out of the prompt, and the images come first"
+        )
+
+
+def place_images(prompt: Prompt, image_token: int, images: Sequence[Embeddings], n_first: int) -> Prompt:
+    """The prompt with an image at each placeholder; without any, they follow its first ``n_first`` pieces."""
+    places = [i for i, piece in enumerate(prompt) if not isinstance(piece, Embeddings) and piece == image_token]
+    if not places:
+        return [*prompt[:n_first], *images, *prompt[n_first:]]
+    placed = dict(zip(places, images, strict=True))
+    return [placed.get(i, piece) for i, piece in enumerate(prompt)]

@@ -1,0 +1,461 @@
+"""Images in prompts: transformers' logits, every scheme, rewinds, files, overflow, the command line."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import golden_cases
+import numpy as np
+import numpy.typing as npt
+import pytest
+import vision_cases as cases
+from cuda_cases import OnDevice
+
+from edgekv import CACHES, Embeddings, Session
+from edgekv.cli import main
+from edgekv.cuda.decoder import CudaDecoder
+from edgekv.cuda.weights import DeviceWeights
+from edgekv.dense.numpy_ import ACTIVATIONS
+from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache.visual import Visual1
+from edgekv.model import Model, find_device
+from edgekv.overflow import Slide
+from edgekv.spans import Span, clipped, selected
+from edgekv.vision import picture
+
+PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
+from PIL import Image  # noqa: E402
+
+F32 = npt.NDArray[np.float32]
+GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "vision.npz")
+IMAGES = [Image.fromarray(cases.pixels(*size)) for size in cases.SIZES]
+N = cases.N_TOKENS
+TEXT = "w17 w4 <image> w9 <image> w33 w34 w60"  # cases.PROMPT
+VISUAL = "visual1:bits=1,group=head,quantile=0.02,text=f16"
+FIRST, SECOND = (3, 3 + N), (4 + N, 4 + 2 * N)  # where the images of TEXT are
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return cases.write_model(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture
+def copied(folder: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(folder, tmp_path / "llava"))
+
+
+@pytest.fixture(scope="module")
+def base(folder: pathlib.Path) -> Session:
+    return Session.load(folder, kv="dense:dtype=f32", weights="f32")
+
+
+def tokens(steps: object) -> list[int]:
+    return [step.token for step in steps]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+def test_logits_are_transformers(folder: pathlib.Path, device: str) -> None:
+    session = Session.load(folder, kv="dense:dtype=f32", weights="f32", device=device)
+    logits = session.logits(session.prompt(TEXT, IMAGES[:2]))
+    np.testing.assert_allclose(logits, GOLDEN["logits"], atol=2e-5)
+
+
+@pytest.mark.parametrize(("newer", "apart"), [(True, False), (False, True), (True, True)])
+def test_the_same_model_in_other_files(newer: bool, apart: bool, tmp_path: pathlib.Path) -> None:
+    folder = cases.write_model(tmp_path / "m", newer=newer, apart=apart)
+    if newer:
+        settings = (folder / "preprocessor_config.json").rename(folder / "processor_config.json")
+        settings.write_text(json.dumps({"image_processor": json.loads(settings.read_text())}))
+    session = Session.load(folder, kv="dense:dtype=f32", weights="f32")
+    np.testing.assert_allclose(session.logits(session.prompt(TEXT, IMAGES[:2])), GOLDEN["logits"], atol=2e-5)
+
+
+def test_rows_are_the_encoder_and_the_projector(base: Session) -> None:
+    vision, weights = base.vision, cases.projector()
+    seen = picture(IMAGES[0])
+    values = vision.preprocess(seen)
+    weight, bias = cases.patches()
+    blocks = values.reshape(3, 4, 6, 4, 6).transpose(1, 3, 0, 2, 4).reshape(N, -1)  # (patches, 3 * 6 * 6)
+    features = blocks @ weight.reshape(cases.D_VISION, -1).T + bias
+    np.testing.assert_allclose(vision.encoder(values), features, atol=1e-5)
+    inner = ACTIVATIONS["gelu"](features @ weights["linear_1.weight"].T + weights["linear_1.bias"])
+    rows = inner @ weights["linear_2.weight"].T + weights["linear_2.bias"]
+    np.testing.assert_allclose(vision(seen).rows, rows, atol=1e-4)
+
+
+def test_pieces_prefill_and_logits_agree(base: Session) -> None:
+    pieces = base.prompt(TEXT, IMAGES[:2])
+    assert [len(piece.rows) if isinstance(piece, Embeddings) else piece for piece in pieces] == [
+        1, 17, 4, N, 9, N, 33, 34, 60
+    ]  # fmt: skip
+    base.reset()
+    whole = base.logits(pieces)
+    for cut in (2, 4, 7):  # before, behind and after the images
+        base.reset()
+        base.logits(pieces[:cut])
+        np.testing.assert_allclose(base.prefill(pieces[cut:]), whole[-1], atol=1e-4)
+    assert base.tokens[3 : 3 + N] == [cases.IMAGE_TOKEN] * N
+    assert [(span.start, span.stop) for span in base.spans] == [FIRST, SECOND]
+    base.reset()
+    assert base.spans == []
+
+
+def test_without_placeholders_images_come_first(base: Session) -> None:
+    base.reset()
+    expected = base.logits(base.prompt("<image> <image> w9 w8", IMAGES[:2]))
+    base.reset()
+    assert base.prompt("w9 w8", IMAGES[:2])[0] == 1  # behind the beginning-of-text token
+    np.testing.assert_array_equal(base.logits(base.prompt("w9 w8", IMAGES[:2])), expected)
+    again = base.prompt("w9", IMAGES[:1])  # in the middle of a conversation there is none
+    assert isinstance(again[0], Embeddings)
+    base.reset()
+
+
+@pytest.mark.parametrize(("text", "n"), [(TEXT, 1), (TEXT, 3), ("<image>", 2), ("w5 <image>", 0)])
+def test_placeholders_and_images_must_be_as_many(base: Session, text: str, n: int) -> None:
+    with pytest.raises(
+        ImageError, match=rf"image placeholder\(s\), token 95, for {n} image\(s\): give one for each"
+    ):
+        base.generate(text, images=IMAGES[:n])
+
+
+@pytest.mark.parametrize("kv", [*CACHES, VISUAL])
+def test_every_scheme_takes_images(base: Session, kv: str) -> None:
+    session = base.sibling(kv=kv)
+    pieces = base.prompt(TEXT, IMAGES[:2])
+    first = tokens(session.generate(pieces, max_new_tokens=6))
+    second = tokens(session.generate([4, base.vision(picture(IMAGES[2])), 8], max_new_tokens=4))
+    assert (len(first), len(second)) == (6, 4)
+    assert session.n_past == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
+    session.reset()
+    assert tokens(session.generate(pieces, max_new_tokens=6)) == first
+
+
+@pytest.mark.parametrize(
+    ("kv", "atol"), [("dense:dtype=f32", 5e-4), ("kivi2", 5e-3), ("visual1:bits=8,quantile=0,text=f32", 0.1)]
+)
+@pytest.mark.parametrize("n", [FIRST[0], FIRST[0] + 5, FIRST[1], SECOND[1] - 1])
+def test_rewinding_into_an_image_computes_the_rest_of_it_again(
+    base: Session, kv: str, atol: float, n: int
+) -> None:
+    session = base.sibling(kv=kv)
+    pieces = base.prompt(TEXT, IMAGES[:2])
+    whole = session.prefill(pieces)
+    flat = np.concatenate([_rows(base, piece) for piece in pieces])
+    session.rewind(n)
+    again = session.prefill([Embeddings(flat[n:])])
+    np.testing.assert_allclose(again, whole, atol=atol)
+
+
+def _rows(session: Session, piece: int | Embeddings) -> F32:
+    return piece.rows if isinstance(piece, Embeddings) else session._decoder.embed([piece], 0)
+
+
+def test_what_a_scheme_could_not_keep_is_computed_from_the_embeddings(base: Session) -> None:
+    """Tokens whose cache was dropped go in again with the next prompt, images among them."""
+    base.reset()
+    pieces = base.prompt(TEXT, IMAGES[:2])
+    whole = base.logits(pieces)
+    base.reset()
+    base.prefill(pieces[:-2])
+    for cache in base.caches:
+        cache.truncate(FIRST[0] + 3)
+    np.testing.assert_allclose(base.logits(pieces[-2:]), whole[-2:], atol=1e-4)
+    base.reset()
+
+
+def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = base.sibling(kv=VISUAL)
+    pieces = base.prompt(TEXT, IMAGES[:2])
+    expected = session.prefill(pieces)
+    session.reset()
+
+    def stop(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(pieces, progress=stop)
+    assert (session.tokens, session.spans, session.n_past) == ([], [], 0)
+    np.testing.assert_array_equal(session.prefill(pieces), expected)
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(pieces, progress=stop)
+    assert [(span.start, span.stop) for span in session.spans] == [FIRST, SECOND]
+    session.prefill([7])  # a token where an image would have been
+    assert [(span.start, span.stop) for span in session.caches[-1].spans] == [FIRST, SECOND]
+
+
+def test_a_prompt_may_wait(base: Session) -> None:
+    """Images stand where their prompt stands when its first token is asked for."""
+    session = base.sibling()
+    steps = session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1)
+    list(session.generate([1, 5, 6], max_new_tokens=1))
+    list(steps)
+    assert [(span.start, span.stop) for span in session.spans] == [(4 + a, 4 + b) for a, b in (FIRST, SECOND)]
+
+
+def test_visual1_packs_the_images_alone(base: Session) -> None:
+    session = base.sibling(kv=VISUAL, ctx=100)
+    session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1)
+    list(session.generate([5], max_new_tokens=2))
+    cache, g = session.caches[0], session.caches[0].geometry
+    assert isinstance(cache, Visual1)
+    session.reset()
+    list(session.generate(TEXT, images=IMAGES[:2], max_new_tokens=3))
+    assert [(span.start, span.stop) for span in cache.spans] == [FIRST, SECOND]
+    report = session.report()
+    visual = 2 * (2 * N * g.n_kv_heads * g.head_dim // 8 + 2 * 2 * 2 * g.n_kv_heads)
+    text = (100 - 2 * N) * g.n_kv_heads * g.head_dim * 4
+    n_layers = base.config.n_layers
+    assert (report.visual_cache_bytes, report.text_cache_bytes) == (visual * n_layers, text * n_layers)
+    assert report.cache_bytes == (visual + text) * n_layers
+    assert report.images is not None
+    assert (report.images.n, report.images.tokens) == (2, 2 * N)
+    assert report.images.seconds > 0
+    assert f"{2 * N} image tokens" in report.notes[-1]
+    assert "cache       visual " in report.to_text()
+    list(session.generate([5], max_new_tokens=1))
+    assert session.report().images is None
+
+
+def test_other_modalities_are_not_marked(base: Session) -> None:
+    session = base.sibling(kv=VISUAL)
+    rows = base.vision(picture(IMAGES[0])).rows
+    session.prefill([1, Embeddings(rows, "audio"), 4])
+    assert session.report().visual_cache_bytes == 0
+
+
+@pytest.mark.parametrize("kv", ["onebit", VISUAL, "dense"])
+def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.Path) -> None:
+    session = base.sibling(kv=kv)
+    list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=3))
+    session.save(tmp_path / "a.kv", compress=True)
+    restored = Session.restore(tmp_path / "a.kv", session)
+    for span, other in zip(session.spans, restored.spans, strict=True):
+        assert (span.start, span.modality) == (other.start, other.modality)
+        np.testing.assert_array_equal(span.rows, other.rows)
+    for each in (session, restored):
+        each.rewind(SECOND[1] - 4)
+    again = [tokens(each.generate([33, 34, 60], max_new_tokens=5)) for each in (session, restored)]
+    assert again[0] == again[1]
+    copied = base.sibling(kv=kv)
+    copied.copy(restored)
+    assert tokens(copied.generate([7], max_new_tokens=5)) == tokens(restored.generate([7], max_new_tokens=5))
+
+
+def test_sliding_keeps_the_latest_rows_of_an_image(base: Session) -> None:
+    ctx = 40
+    session = base.sibling(ctx=ctx)
+    pieces = base.prompt(TEXT, IMAGES[:2])
+    with pytest.raises(ContextError, match="set --overflow slide"):
+        base.sibling(ctx=30).generate(pieces)
+    session.overflow = Slide()
+    made = tokens(session.generate(pieces, max_new_tokens=12))
+    assert len(made) == 12
+    rows = np.concatenate([_rows(base, piece) for piece in pieces])
+    # 39 tokens and the first two made fit; the third makes room: 4 first tokens and the latest 16 stay
+    (span,) = [span for span in session.spans if span.start >= 4]
+    kept = range(41 - 16, SECOND[1])
+    assert (span.start, span.stop) == (4, 4 + len(kept))
+    np.testing.assert_array_equal(span.rows, rows[kept.start : kept.stop])
+    np.testing.assert_array_equal(session.spans[0].rows, rows[3:4])
+
+
+def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:
+    session = base.sibling()
+    session.prefill(base.prompt(TEXT, IMAGES[:2]))
+    ids = list(session.tokens)
+    assert session.align([*ids, 5]) == [*ids[FIRST[0] :], 5]
+    with pytest.raises(ImageError, match="placeholder"):
+        session.generate([*ids[FIRST[0] :], 5])
+
+
+def test_clipped_and_selected() -> None:
+    span = Span(3, np.arange(10, dtype=np.float32)[:, None], "visual")
+    (part,) = clipped([span], 5, 9)
+    assert (part.start, part.rows[:, 0].tolist()) == (0, [2, 3, 4, 5])
+    assert clipped([span], 0, 3) == clipped([span], 13, 20) == []
+    (part,) = selected([span], [0, 1, 4, 11, 12, 13])
+    assert (part.start, part.rows[:, 0].tolist()) == (2, [1, 8, 9])
+    assert selected([span], [0, 1, 20]) == []
+
+
+@pytest.mark.parametrize("shape", [(4,), (0, 64), (4, 63), (1, 4, 64)])
+def test_embeddings_of_another_shape(base: Session, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ContextError, match=r"this model takes \(n, 64\), n of 1 or more"):
+        base.prefill([1, Embeddings(np.zeros(shape, np.float32))])
+
+
+def test_learned_positions_are_added(tmp_path: pathlib.Path) -> None:
+    """GPT-2's embeddings, given as rows, are its tokens."""
+    session = Session.load(golden_cases.write_checkpoint("gpt2", tmp_path / "gpt2"), weights="f32")
+    ids = golden_cases.tokens("gpt2")[:12]
+    expected = session.logits(ids)
+    session.reset()
+    rows = session.model.weights.rows("embed", np.asarray(ids[4:9]))
+    np.testing.assert_allclose(session.logits([*ids[:4], Embeddings(rows), *ids[9:]])[-1], expected[-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama2-gqa", "gpt2"])
+def test_embeddings_on_a_device(device: OnDevice, name: str, tmp_path: pathlib.Path) -> None:
+    model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
+    store = model.store(model.weight_format("f32"))
+    cuda = CudaDecoder(DeviceWeights(store, device.driver, None), device.driver, 48, 1)
+    reference = find_device("numpy").decoder(model, model.weight_format("f32"), 48, 1, None)
+    rows = np.random.default_rng(0).standard_normal((5, model.config.hidden_size), np.float32)
+    xs = []
+    for decoder in (cuda, reference):
+        x = decoder.embed(range(9), 20)
+        decoder.place(rows, x, 20, 3)
+        xs.append(to_host(x))
+    np.testing.assert_allclose(*xs, atol=1e-6)
+
+
+def corrupted_onnx(folder: pathlib.Path) -> None:
+    (folder / "vision.onnx").write_bytes(b"no graph")
+
+
+def other_size(folder: pathlib.Path) -> None:
+    (folder / "vision.onnx").write_bytes(cases.vision_onnx(30, 30))
+
+
+def other_input(folder: pathlib.Path) -> None:
+    (folder / "vision.onnx").write_bytes(cases.vision_onnx(name="image"))
+
+
+def without(name: str) -> object:
+    return lambda folder: (folder / name).unlink()
+
+
+def config(**changes: object) -> object:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(cases.CONFIG | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (without("vision.onnx"), ImageError, "has no vision.onnx, without which images can't be read"),
+        (without("preprocessor_config.json"), ImageError, "has no preprocessor_config.json"),
+        (corrupted_onnx, CheckpointError, r"vision.onnx: onnxruntime can't open it \(.*\); export it again"),
+        (
+            other_size,
+            CheckpointError,
+            r"takes images of \[30, 30\], preprocessor_config.json makes them \[24, 24\]",
+        ),
+        (other_input, CheckpointError, r"has the inputs .*; accepted: pixel_values, float32"),
+        (config(projector_hidden_act="tanh"), ConfigError, "activation 'tanh' is not supported"),
+        (config(image_token_index=None), ImageError, "takes no images, its model_type is llava"),
+    ],
+    ids=["no encoder", "no preprocessing", "damaged", "size", "input", "activation", "no token"],
+)
+def test_models_that_lack_a_part(
+    copied: pathlib.Path, change: object, error: type[EdgeKVError], message: str
+) -> None:
+    change(copied)  # type: ignore[operator]
+    session = Session.load(copied, weights="f32")
+    assert session.logits([1, 5, 6]).shape == (3, 96)  # text needs none of it
+    with pytest.raises(error, match=message) as raised:
+        session.generate([1, 5], images=IMAGES[:1])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({}, None),
+        (None, "needs a text_config object"),
+        ({"model_type": "opt"}, "text_config of model_type 'opt' is not supported; supported: llama, mistral"),
+    ],
+)
+def test_text_configs(copied: pathlib.Path, text: dict[str, str] | None, message: str | None) -> None:
+    """One that says nothing is Llama's default, 7B: its tensors are missing here."""
+    config(text_config=text)(copied)  # type: ignore[operator]
+    with pytest.raises((ConfigError, CheckpointError), match=message or r"expects?|asks for \(32000, 4096\)"):
+        Session.load(copied)
+
+
+def test_a_projector_of_another_decoder(copied: pathlib.Path) -> None:
+    from safetensors.numpy import save_file
+
+    weights = {f"multi_modal_projector.{n}": a for n, a in cases.projector().items()}
+    weights["multi_modal_projector.linear_2.weight"] = np.zeros((60, 64), np.float32)
+    save_file(weights, copied / "projector.safetensors")
+    with pytest.raises(CheckpointError, match=r"linear_2.weight' has shape \(60, 64\)"):
+        Session.load(copied, weights="f32").generate([1], images=IMAGES[:1])
+
+
+def test_an_unknown_placeholder(copied: pathlib.Path) -> None:
+    config(image_token_index=94)(copied)  # type: ignore[operator]
+    with pytest.raises(ImageError, match=r"does not read <image> as the model's image token 94"):
+        Session.load(copied, weights="f32").generate("<image> w5", images=IMAGES[:1])
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["run", "--weights", "f32", "--max-new-tokens", "4", *map(str, arguments)])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_run(
+    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], base: Session
+) -> None:
+    files = [tmp_path / "a.png", tmp_path / "b.jpg"]
+    IMAGES[0].save(files[0])
+    IMAGES[1].convert("CMYK").save(files[1])
+    options = [option for path in files for option in ("--image", path)]
+    report = tmp_path / "report.json"
+    status, out, err = run(
+        capsys, "--model", folder, "--prompt", TEXT, *options, "--kv", VISUAL, "--json", report,
+        "--session", tmp_path / "a.kv",
+    )  # fmt: skip
+    assert status == 0
+    assert out.startswith("w")
+    assert f"note        {files[1]} is CMYK: converted to RGB without a colour profile" in err.splitlines()
+    facts = json.loads(report.read_text())
+    assert facts["images"]["n"] == 2
+    assert facts["visual_cache_bytes"] + facts["text_cache_bytes"] == facts["cache_bytes"]
+    status, out, err = run(
+        capsys, "--model", folder, "--prompt", "w8", "--image", files[0], "--session", tmp_path / "a.kv"
+    )
+    assert status == 0
+    assert "images      1, 16 tokens" in err
+
+
+def test_a_store_sees_too(
+    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    IMAGES[0].save(tmp_path / "a.png")
+    store = tmp_path / "store"
+    assert main(["quantize", "--model", str(folder), "--weights", "f32", "--output", str(store)]) == 0
+    capsys.readouterr()
+    outs = [
+        run(capsys, "--model", model, "--prompt", "<image> w8", "--image", tmp_path / "a.png")[:2]
+        for model in (folder, store)
+    ]
+    assert outs[0] == outs[1]
+    assert outs[0][0] == 0
+
+
+def test_errors_come_before_anything_is_loaded(
+    folder: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Session, "load", lambda *_, **__: pytest.fail("loaded"))
+    text_only = golden_cases.write_checkpoint("llama31", tmp_path / "llama")
+    IMAGES[0].save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no image")
+    for model, image, message in (
+        (text_only, "a.png", "takes no images"),
+        (folder, "b.png", "is no image that can be read"),
+        (folder, "c.png", "does not exist"),
+    ):
+        status, out, err = run(capsys, "--model", model, "--prompt", "w5", "--image", tmp_path / image)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1

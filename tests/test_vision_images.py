@@ -1,0 +1,167 @@
+"""Image files: what is read, what is converted and said, what is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import struct
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from edgekv.errors import ImageError
+from edgekv.vision import picture
+
+PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
+from PIL import Image  # noqa: E402
+
+RGB = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+GREY16 = (np.arange(5 * 7, dtype=np.uint16) * 1801).reshape(5, 7)
+
+
+def png(width: int, height: int, bits: int = 8, colour: int = 2, data: bytes = b"") -> bytes:
+    """A PNG by hand: Pillow writes none of these."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    )
+
+
+def rgb16_png() -> bytes:
+    rows = (RGB.astype(">u2") * 256 + 77).astype(">u2")
+    return png(7, 5, 16, data=b"".join(b"\0" + row.tobytes() for row in rows))
+
+
+def write(path: pathlib.Path, content: bytes | Callable[[pathlib.Path], object]) -> pathlib.Path:
+    path.write_bytes(content) if isinstance(content, bytes) else content(path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["png", "bmp", "tiff", "ppm", "webp"])
+def test_rgb_is_read_as_it_is(suffix: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(RGB).save(path, lossless=True)
+    read = picture(path)
+    np.testing.assert_array_equal(np.asarray(read.rgb), RGB)
+    assert (read.rgb.mode, read.notes, read.name) == ("RGB", (), str(path))
+    assert picture(read) is read
+
+
+def test_a_pillow_image_is_taken_too() -> None:
+    read = picture(Image.fromarray(RGB).convert("L"))
+    assert (read.rgb.mode, read.rgb.size, read.notes) == ("RGB", (7, 5), ())
+
+
+def test_photos_are_turned_upright(tmp_path: pathlib.Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by 90 degrees
+    Image.fromarray(RGB).save(tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(np.asarray(picture(tmp_path / "a.png").rgb), np.rot90(RGB, -1))
+
+
+def animated(path: pathlib.Path) -> None:
+    frames = [Image.fromarray(np.full((5, 7, 3), 60 * i, np.uint8)) for i in range(3)]
+    frames[1].save(path, save_all=True, append_images=[frames[0], frames[2]], loop=0, format="GIF")
+
+
+def transparent(path: pathlib.Path) -> None:
+    Image.fromarray(np.dstack([RGB, np.full((5, 7), 9, np.uint8)])).save(path)
+
+
+def palette(path: pathlib.Path) -> None:
+    Image.fromarray(RGB).convert("P").save(path, transparency=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note", "expected"),
+    [
+        ("a.gif", animated, "has 3 frames: the first is used", np.full((5, 7, 3), 60, np.uint8)),
+        ("a.jpg", lambda path: Image.new("CMYK", (7, 5)).save(path), "is CMYK: converted to RGB", None),
+        ("a.png", lambda path: Image.fromarray(GREY16).save(path), "has 16 bits per pixel", GREY16 >> 8),
+        ("a.tiff", lambda path: Image.fromarray(GREY16).save(path), "has 16 bits per pixel", GREY16 >> 8),
+        ("a.png", rgb16_png(), "has 16 bits per channel: the upper 8 are used", RGB),
+        ("a.png", transparent, "has transparent parts", RGB),
+        ("a.png", palette, "has transparent parts", None),
+    ],
+    ids=["animated", "cmyk", "grey16 png", "grey16 tiff", "rgb16", "transparent", "palette"],
+)
+def test_conversions_are_said(
+    name: str,
+    content: bytes | Callable[[pathlib.Path], object],
+    note: str,
+    expected: np.ndarray | None,
+    tmp_path: pathlib.Path,
+) -> None:
+    read = picture(write(tmp_path / name, content))
+    (said,) = read.notes
+    assert said.startswith(f"{tmp_path / name} {note}")
+    assert (read.rgb.mode, read.rgb.size) == ("RGB", (7, 5))
+    if expected is not None:
+        expected = expected if expected.ndim == 3 else expected[:, :, None].repeat(3, 2)
+        np.testing.assert_array_equal(np.asarray(read.rgb), expected)
+
+
+def cut_off(path: pathlib.Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:4000])
+
+
+def flipped(path: pathlib.Path) -> None:
+    cut_off(path)
+    data = bytearray(path.read_bytes())
+    data[300:340] = bytes(40)
+    path.write_bytes(data)
+
+
+BAD = {
+    "text": (b"this is no image", "is no image that can be read; accepted: PNG, JPEG"),
+    "empty": (b"", "is no image that can be read"),
+    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image that can be read"),
+    "cut off": (cut_off, "can't be read whole"),
+    "damaged": (flipped, "can't be read whole"),
+    "no data": (png(9, 9), "can't be read whole"),
+    "no pixels": (png(0, 5), "no image that can be read|at least one"),
+    "big": (png(10_000, 10_000), r"has 10000 x 10000 pixels; accepted: up to 64,000,000: make it smaller"),
+    "bomb": (png(60_000, 60_000), r"has more than [0-9,]+ pixels; accepted: up to 64,000,000"),
+    "float": (lambda path: Image.fromarray(RGB[..., 0] * np.float32(0.1)).save(path, "TIFF"), "floating-point"),
+    "deep": (lambda path: Image.fromarray(RGB[..., 0] * np.int32(9999)).save(path, "TIFF"), "32-bit pixels"),
+    "missing": (lambda path: None, "does not exist; give an image file"),
+    "folder": (lambda path: path.mkdir(), "is no file; give an image file"),
+    "pipe": (os.mkfifo, "is no file; give an image file"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_files_are_refused_in_one_line(bad: str, tmp_path: pathlib.Path) -> None:
+    content, message = BAD[bad]
+    path = write(tmp_path / "photo.png", content)
+    with pytest.raises(ImageError, match=message) as error:
+        picture(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_without_permission(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "photo.png", png(9, 9))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Image, "open", refuse)
+    with pytest.raises(ImageError, match=r"can't be read whole \(Permission denied\)"):
+        picture(path)
+
+
+def test_without_pillow_the_error_says_how_to_install_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
+    with pytest.raises(ImageError, match=r"pip install 'edgekv\[vision\]'"):
+        picture(tmp_path / "photo.png")

@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import pytest
+from cuda_cases import device  # noqa: F401
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

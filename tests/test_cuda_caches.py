@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_cases import OnDevice, device  # noqa: F401
+from cuda_cases import OnDevice
 
 from edgekv.cuda.decoder import CudaWorkspace
 from edgekv.cuda.device import SCHEMES
@@ -68,7 +68,7 @@ def converse(cache: KVCache, up: Any, shape: str) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("text", VARIANTS)
-def test_caches_equal_the_numpy_ones(device: OnDevice, text: str, shape: str) -> None:  # noqa: F811
+def test_caches_equal_the_numpy_ones(device: OnDevice, text: str, shape: str) -> None:
     here = make(text, shape, numpy_kernels(), Workspace())
     there = make(text, shape, device.kernels, CudaWorkspace(device.driver))
     expected, actual = converse(here, lambda x: x, shape), converse(there, device.up, shape)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import os
 import pathlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -23,7 +25,7 @@ REPORT = re.compile(
     r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
 )
 
-ROWS = {"HEAD_DIM": 128, "KEY_DIM": 128, "ROWS": 4}
+ROWS = {"HEAD_DIM": 128, "KEY_DIM": 128, "ROWS": 4, "TILES": 1}
 HUFFMAN = {"CODE_BLOCK": 64, "PLAIN_BITS": 3 * 64 * 128, "TABLE_BITS": 11}
 KEYS = {
     "rows": {"KEYS": "RowKeys<u16>"},
@@ -39,11 +41,11 @@ VALUES = {
     "quads": {"VALUES": "QuadValues", "VALUE_BITS": 2},
     "huffman": {"VALUES": "HuffmanValues", **HUFFMAN},
 }
-PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some
-    ("rows", {"VALUES": "RowValues<u16>"}, "rows", False),
-    ("signs", VALUES["bytes"], "bytes", False),
-    ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "bytes", False),
-    ("centred", VALUES["quads"], "quads", True),
+PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some; tiles at once for a single query
+    ("rows", {"VALUES": "RowValues<u16>"}, "rows", False, 1),
+    ("signs", VALUES["bytes"], "bytes", False, 4),
+    ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "bytes", False, 1),
+    ("centred", VALUES["quads"], "quads", True, 4),
 ]
 KIVI = {
     **{"KEYS": "ColumnKeys<2>", "KEY_SCALES": "STEP_PER_CHANNEL", "KEY_BLOCK": 32},
@@ -63,8 +65,14 @@ def attend(files: tuple[str, ...], exact: bool, macros: dict[str, object]) -> Pr
 PROGRAMS = {
     **{f"scores-{file}": program((file, "scores"), **ROWS | macros) for file, macros in KEYS.items()},
     **{f"values-{file}": program((file, "values"), **ROWS | macros) for file, macros in VALUES.items()},
-    **{f"attend-{k}": attend((k, file), exact, KEYS[k] | values) for k, values, file, exact in PAIRS},
+    **{f"attend-{k}": attend((k, file), exact, KEYS[k] | values) for k, values, file, exact, _ in PAIRS},
+    **{
+        f"attend-{k}-one": attend((k, file), exact, KEYS[k] | values | {"ROWS": 1, "TILES": tiles})
+        for k, values, file, exact, tiles in PAIRS
+    },
     "attend-kivi": attend(("columns", "bytes"), True, KIVI),
+    "attend-kivi-one": attend(("columns", "bytes"), True, KIVI | {"ROWS": 1, "TILES": 2}),
+    "scores-fier-one": program(("fier", "scores"), **ROWS | KEYS["fier"] | {"ROWS": 1, "TILES": 2}),
     **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
     "gather": program(("gather",), ROWS=4, KEY_DIM=128, **dict(GATHER)),
     "chosen": program(("chosen",), ROWS=4, HEAD_DIM=128),
@@ -139,9 +147,12 @@ def test_every_source_file_is_compiled_here() -> None:
 def test_programs_compile_without_spills(nvrtc: Nvrtc, architecture: int) -> None:
     if architecture not in nvrtc.architectures():
         pytest.skip(f"this NVRTC no longer compiles for sm_{architecture} ({ARCHITECTURES[architecture]})")
-    for name, each in PROGRAMS.items():
-        options = (*each.options(), "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v")  # as CuPy does
-        done, log = nvrtc.compile(each.source(), options)
+    as_cupy_does = "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v"
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(
+            lambda each: nvrtc.compile(each.source(), (*each.options(), *as_cupy_does)), PROGRAMS.values()
+        )
+    for name, (done, log) in zip(PROGRAMS, results, strict=True):
         assert done, f"{name}: {log}"
         found = REPORT.findall(log)
         assert found, f"{name}: no report in {log}"

@@ -8,7 +8,7 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
-from cuda_cases import OnDevice, device  # noqa: F401
+from cuda_cases import OnDevice
 
 from edgekv import Session
 from edgekv.cuda.decoder import CudaDecoder
@@ -38,7 +38,7 @@ def open_caches(decoder: Any, text: str) -> list[KVCache]:
 
 
 @pytest.mark.parametrize("name", ["llama2-gqa", "rope-dynamic", "mistral", "qwen3", "gpt2"])
-def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: pathlib.Path) -> None:  # noqa: F811
+def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: pathlib.Path) -> None:
     """A prompt's are transformers'; those of two pieces and single tokens, most of them replayed, are NumPy's."""
     model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
     cuda, tokens = decoder(model, device), golden_cases.tokens(name)
@@ -56,7 +56,7 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "int4-32"])
-def test_quantised_weights(device: OnDevice, weights: str, tmp_path: pathlib.Path) -> None:  # noqa: F811
+def test_quantised_weights(device: OnDevice, weights: str, tmp_path: pathlib.Path) -> None:
     """A prompt goes through cuBLAS, a step through the codes: both are what the store's codes stand for."""
     model = Model.open(golden_cases.write_checkpoint("llama-biases", tmp_path / "model"))
     form, tokens = model.weight_format(weights), golden_cases.tokens("llama-biases")
@@ -105,7 +105,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_tokens_are_chosen_as_on_the_host(device: OnDevice, params: SamplingParams) -> None:  # noqa: F811
+def test_tokens_are_chosen_as_on_the_host(device: OnDevice, params: SamplingParams) -> None:
     rng = np.random.default_rng(0)
     here, there, history = Sampler(params, 300), Sampler(params, 300), list(range(10, 20))
     for _ in range(20):
@@ -115,7 +115,7 @@ def test_tokens_are_chosen_as_on_the_host(device: OnDevice, params: SamplingPara
         history.append(expected)
 
 
-def test_logits_that_are_no_numbers_are_refused(device: OnDevice) -> None:  # noqa: F811
+def test_logits_that_are_no_numbers_are_refused(device: OnDevice) -> None:
     logits = np.zeros(8, np.float32)
     logits[3] = np.nan
     with pytest.raises(EdgeKVError, match="the largest logit is nan"):

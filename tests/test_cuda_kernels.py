@@ -6,7 +6,7 @@ import inspect
 
 import numpy as np
 import pytest
-from cuda_cases import OnDevice, device  # noqa: F401
+from cuda_cases import OnDevice
 from kernel_cases import Case, assert_close, generator, normal
 
 from edgekv.cuda.kernels import CudaKernels
@@ -57,7 +57,7 @@ def test_every_kernel_has_the_signature_of_the_specification() -> None:
 
 
 @each_case
-def test_numbers(device: OnDevice, case: Case) -> None:  # noqa: F811
+def test_numbers(device: OnDevice, case: Case) -> None:
     rng = generator(case)
     x, q = normal(rng, case.g, case.length, case.d), normal(rng, case.g, case.m, case.d)
     half = np.zeros((case.g, case.capacity, case.d), np.uint16)
@@ -70,7 +70,7 @@ def test_numbers(device: OnDevice, case: Case) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("d", [8, 12, 256])
-def test_narrow_and_wide_heads(device: OnDevice, d: int) -> None:  # noqa: F811
+def test_narrow_and_wide_heads(device: OnDevice, d: int) -> None:
     case = Case(d=d, length=100, g=2, r=2, n=1, t0=1, s0=0)
     rng = generator(case)
     store = halves(rng, case.g, case.capacity, d)
@@ -82,7 +82,7 @@ def test_narrow_and_wide_heads(device: OnDevice, d: int) -> None:  # noqa: F811
     device.check("values_int4", probabilities(case), case.s0, *a, case.t0, case.t1, out)
 
 
-def test_scores_may_be_a_slice(device: OnDevice) -> None:  # noqa: F811
+def test_scores_may_be_a_slice(device: OnDevice) -> None:
     case = CASES[1]
     rng = generator(case)
     q, store = normal(rng, case.g, case.m, case.d), halves(rng, case.g, case.capacity, case.d)
@@ -95,7 +95,7 @@ def test_scores_may_be_a_slice(device: OnDevice) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])
-def test_softmax(device: OnDevice, columns: int) -> None:  # noqa: F811
+def test_softmax(device: OnDevice, columns: int) -> None:
     rng = np.random.default_rng(columns)
     s = normal(rng, 2, 3, columns) * 20
     s[0, 0] = -np.inf
@@ -109,7 +109,7 @@ def test_softmax(device: OnDevice, columns: int) -> None:  # noqa: F811
     ("heads", "groups", "n", "d", "half", "normed"), [(4, 2, 3, 16, 8, True), (3, 3, 1, 80, 10, False)]
 )
 def test_split_rope(
-    device: OnDevice,  # noqa: F811
+    device: OnDevice,
     heads: int,
     groups: int,
     n: int,
@@ -126,7 +126,7 @@ def test_split_rope(
 
 
 @pytest.mark.parametrize(("bits", "rows"), [(256, 1), (64, 3), (512, 8)])
-def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:  # noqa: F811
+def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:
     case = Case(d=16, length=130, g=2, r=rows, n=1, t0=5, s0=4)
     rng = generator(case)
     x = normal(rng, case.g, case.length, bits)
@@ -142,7 +142,7 @@ def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:  # noqa:
 
 
 @each_case
-def test_affine_values(device: OnDevice, case: Case) -> None:  # noqa: F811
+def test_affine_values(device: OnDevice, case: Case) -> None:
     tokens = case.g, case.capacity
     arrays = np.zeros((*tokens, case.d // 2), np.uint8), np.zeros(tokens, np.uint16), np.zeros(tokens, np.uint8)
     store = device.check("encode_int4", awkward(case), *arrays, case.t0)[1:4]
@@ -152,7 +152,7 @@ def test_affine_values(device: OnDevice, case: Case) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("bits", [4, 8])
 @each_case
-def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:  # noqa: F811
+def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:
     rng, n_bytes, scale = generator(case), case.d * bits // 8, np.zeros((case.g, case.capacity), np.uint16)
     codes = np.zeros((case.g, -(-case.capacity // 32), n_bytes, 32), np.uint8)
     keys = device.check("encode_sym", awkward(case), codes, scale, case.t0)[1:3]
@@ -165,7 +165,7 @@ def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:  #
 
 @pytest.mark.parametrize(("bits", "block"), [(2, 32), (4, 128)])
 @each_case
-def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> None:  # noqa: F811
+def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> None:
     rng, n_bytes, capacity = generator(case), case.d * bits // 8, -(-case.capacity // block) * block
     x = normal(rng, case.g, capacity, case.d)
     x[:, :block, 0] = 1.5  # a channel that is the same everywhere
@@ -181,7 +181,7 @@ def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> N
 
 
 @pytest.mark.parametrize(("width", "d"), [(128, 128), (64, 50), (16, 12)])
-def test_hadamard(device: OnDevice, width: int, d: int) -> None:  # noqa: F811
+def test_hadamard(device: OnDevice, width: int, d: int) -> None:
     rng = np.random.default_rng(width)
     flips = rng.choice(np.array([-1, 1], np.float32), width)
     device.check("hadamard", normal(rng, 3, 2, d), flips, np.full((3, 2, width), np.nan, np.float32), tolerance=0)
@@ -190,7 +190,7 @@ def test_hadamard(device: OnDevice, width: int, d: int) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("planes", [3, 5])
 @each_wide_case
-def test_centred_signs(device: OnDevice, case: Case, planes: int) -> None:  # noqa: F811
+def test_centred_signs(device: OnDevice, case: Case, planes: int) -> None:
     rng, blocks, n_words = generator(case), case.capacity // 64, case.d // 64
     x = normal(rng, case.g, case.capacity, case.d) + 3
     x[:, :64] = 0
@@ -207,7 +207,7 @@ def test_centred_signs(device: OnDevice, case: Case, planes: int) -> None:  # no
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_quads(device: OnDevice, bits: int) -> None:  # noqa: F811
+def test_quads(device: OnDevice, bits: int) -> None:
     case = CASES[bits % len(CASES)]
     tokens = np.zeros((case.g, case.capacity), np.uint16)
     codes = np.zeros((case.g, case.capacity // 64, 2 * bits, case.d, 4), np.uint8)
@@ -219,7 +219,7 @@ def test_quads(device: OnDevice, bits: int) -> None:  # noqa: F811
 
 
 @each_wide_case
-def test_bit_planes(device: OnDevice, case: Case) -> None:  # noqa: F811
+def test_bit_planes(device: OnDevice, case: Case) -> None:
     rng, n_words, capacity = generator(case), case.d // 64, case.capacity
     x, step = normal(rng, case.g, capacity, case.d), rng.random((case.g, capacity), np.float32)
     device.check("encode_planes", x, step, np.zeros((case.g, capacity, 3, n_words), np.uint64), 0, tolerance=0)
@@ -241,7 +241,7 @@ def test_bit_planes(device: OnDevice, case: Case) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     ("case", "block", "relative_step"), [(CASES[0], 64, 0.25), (CASES[1], 16, 0.07), (CASES[2], 256, 0.4)]
 )
-def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: float) -> None:  # noqa: F811
+def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: float) -> None:
     """Levels, sizes and bit strings are equal; scores and sums on them, with a block in fixed-length codes."""
     rng, levels, capacity = generator(case), round(1 / relative_step) + 1, -(-case.capacity // block) * block
     x, q = normal(rng, case.g, capacity, case.d), normal(rng, case.g, case.m, case.d)
@@ -272,7 +272,7 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
 
 
 @pytest.mark.parametrize(("r", "n", "columns", "k"), [(1, 1, 1500, 64), (4, 3, 1100, 256), (8, 1, 50, 64)])
-def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> None:  # noqa: F811
+def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> None:
     """Ties, -0, -inf; then exact scores and sums of the chosen tokens."""
     rng = np.random.default_rng(columns)
     s = normal(rng, 2, r * n, columns)
@@ -295,7 +295,7 @@ def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> No
 
 
 @pytest.mark.parametrize(("group", "minmax"), [(32, False), (128, True)])
-def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:  # noqa: F811
+def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     rng, groups, rows, d = np.random.default_rng(group), 640 // group, 3, 80
     keys = halves(rng, 2, 640, d)
     index = np.zeros((2, 640 // 32, d), np.uint32), np.zeros((2, groups, 2, d), np.uint16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,22 +10,16 @@ import cupy
 import numpy as np
 
 from edgekv.cuda.cupy_driver import CupyDriver
-from edgekv.cuda.decoder import CudaDecoder, CudaWorkspace
+from edgekv.cuda.decoder import CudaWorkspace
 from edgekv.cuda.kernels import CudaKernels
 from edgekv.cuda.matvec import matvec
 from edgekv.cuda.module import CannotRecord
-from edgekv.cuda.weights import KINDS, DeviceWeights, Matrix
-from edgekv.dense.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache
-from edgekv.models import architecture
-from edgekv.sampling import Sampler, SamplingParams
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads
 FILL_TOKENS = 2048
-STD = 0.02
-PROMPT = 2048
 FORMS = (("int4", 4, 128), ("int4-32", 4, 32), ("int8", 8, 128), ("f16", 16, 1), ("f32", 32, 1))
 L2_TIMES = 4  # the inputs of one measurement, at least, in sizes of the L2 cache
 
@@ -65,9 +58,13 @@ class Gpu:
         return float(np.median(times))
 
     def copy_bandwidth(self, n_bytes: int = 4 << 30) -> float:
-        """Bytes per second, read and written, of a large copy from device to device."""
+        """Bytes per second, read and written, of a large copy on the device: the faster of two ways."""
         a, b = (cupy.ones(n_bytes // 4, np.float32) for _ in range(2))
-        return 2 * n_bytes / self.seconds(lambda: cupy.copyto(a, b))
+        copies = (
+            lambda: a.data.copy_from_device_async(b.data, n_bytes, self.driver.stream),
+            lambda: cupy.negative(b, out=a),
+        )
+        return max(2 * n_bytes / self.seconds(copy) for copy in copies)
 
 
 @dataclasses.dataclass
@@ -208,46 +205,35 @@ def torch_seconds(step: Callable[[], None]) -> float:
     return float(np.median(times))
 
 
-def kernels_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, float]]:
-    """Every kernel function that a token's attention calls, with its seconds per layer, each timed by itself."""
-    spy = Spy(gpu.kernels)
-    layers = Layers.filled(gpu, CacheSpec.parse(text), depth, most, spy)
-    lazy = gpu.workspace.scores
-    gpu.workspace.scores = lambda shape: gpu.workspace.array("scores", shape)  # type: ignore[method-assign]
-    spy.notes = []
+def launches_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, int, float]]:
+    """Every kernel that a token's attention launches: how often per layer, and its seconds per layer by itself.
+
+    Each layer's launches of one kernel are recorded together, so that the gaps between them count too.
+    """
+    layers = Layers.filled(gpu, CacheSpec.parse(text), depth, most)
+    layers.attend()
+    launch, notes = gpu.driver.launch, []
+
+    def note(*arguments: Any) -> None:
+        notes.append(arguments)
+        launch(*arguments)
+
+    gpu.driver.launch = note  # type: ignore[method-assign]
     try:
         layers.attend()
     finally:
-        gpu.workspace.scores = lazy  # type: ignore[method-assign]
-    notes, spy.notes = spy.notes, None
-    times = []
-    for name in dict.fromkeys(name for name, _, _ in notes):
-        own = [(function, arguments) for each, function, arguments in notes if each == name]
+        gpu.driver.launch = launch  # type: ignore[method-assign]
+    n, found = len(layers.caches), []
+    for program, kernel in dict.fromkeys((program, kernel) for program, kernel, *_ in notes):
+        own = [arguments for arguments in notes if arguments[:2] == (program, kernel)]
 
-        def step(own: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]] = own) -> None:
-            for function, arguments in own:
-                function(*arguments)
+        def step(own: Sequence[tuple[Any, ...]] = own) -> None:
+            for arguments in own:
+                launch(*arguments)
 
-        times.append((name, gpu.seconds(step) / len(layers.caches)))
-    return times
-
-
-class Spy:
-    """Kernels that note every call with its arguments while ``notes`` is a list."""
-
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
-        self.notes: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self.kernels, name)
-
-        def call(*arguments: Any) -> Any:
-            if self.notes is not None:
-                self.notes.append((name, function, arguments))
-            return function(*arguments)
-
-        return call
+        codecs = [str(value) for name, value in program.macros if name in ("KEYS", "VALUES")]
+        found.append((" ".join([kernel, *codecs]), len(own) // n, gpu.seconds(step) / n))
+    return found
 
 
 def weight_products(gpu: Gpu, rows: int = 4096, columns: int = 11008) -> Iterator[tuple[str, float, int]]:
@@ -267,90 +253,3 @@ def weight_products(gpu: Gpu, rows: int = 4096, columns: int = 11008) -> Iterato
                 matvec(gpu.driver, x, each, bits=bits, block=block, columns=columns, scales=own)
 
         yield name, gpu.seconds(step) / n, rows * (columns * bits // 8 + 4 * blocks)
-
-
-class SyntheticWeights(DeviceWeights):
-    """Random weights of a shape, drawn on the device."""
-
-    def __init__(self, gpu: Gpu, config: dict[str, Any], form: WeightFormat) -> None:
-        self.arch, self.driver = architecture(config), gpu.driver
-        specs = store_specs(self.arch, form, dict.fromkeys(self.arch.tables(), "F16"))
-        tables = {name: specs[name] for name in self.arch.tables()}
-        self.nbytes, self.token_bytes = specs_bytes(specs), specs_bytes(specs) - specs_bytes(tables)
-        self.linears = {name: self._linear(gpu, name, specs, form) for name in self.arch.linears()}
-        self.vectors = {name: cupy.ones(size, np.float32) for name, (_, size) in self.arch.vectors().items()}
-        drawn = {name: (gpu.normal(*shape) * STD).astype(np.float16) for name, (_, shape) in tables.items()}
-        self.tables = {name: (table.view(np.uint16), KINDS["F16"]) for name, table in drawn.items()}
-
-    def _linear(self, gpu: Gpu, name: str, specs: dict[str, Any], form: WeightFormat) -> Matrix:
-        linear = self.arch.linears()[name]
-        codes = gpu.rng.integers(0, 256, specs[f"{name}.codes"][1], dtype=np.uint8)
-        scales = cupy.full(specs[f"{name}.scales"][1], STD * np.sqrt(3) / 2 ** (form.bits - 1), np.float32)
-        return Matrix(linear.rows, linear.columns, form.bits, form.block, scales.shape[1], codes, scales, None)
-
-
-def prefill_seconds(gpu: Gpu, decoder: CudaDecoder, n: int) -> float:
-    """A prompt of n random tokens into dense caches, the second time."""
-    spec, ids = CacheSpec.parse("dense"), np.random.default_rng(0).integers(0, decoder.config.vocab_size, n)
-    for _ in range(2):
-        caches = spec.layers(decoder.config, n)
-        for cache in caches:
-            cache.allocate(decoder.kernels, decoder.workspace)
-        gpu.driver.stream.synchronize()
-        begin = time.perf_counter()
-        decoder.prefill(decoder.embed(ids, 0), caches)
-        gpu.driver.stream.synchronize()
-    return time.perf_counter() - begin
-
-
-def end_to_end(gpu: Gpu, config: dict[str, Any], schemes: Sequence[str], depth: int) -> Iterator[dict[str, Any]]:
-    """Whole decode steps of a shape with random int4 weights: time and energy per token."""
-    weights = SyntheticWeights(gpu, config, WEIGHTS["int4"])
-    decoder = CudaDecoder(weights, gpu.driver, depth + 1024, 1)
-    yield {"scheme": f"prefill of {PROMPT} tokens", "ms": prefill_seconds(gpu, decoder, PROMPT) * 1e3}
-    for text in schemes:
-        spec = CacheSpec.parse(text)
-        caches = spec.layers(decoder.config, depth + 1024)
-        for cache in caches:
-            cache.allocate(decoder.kernels, decoder.workspace)
-            for a in range(0, depth, FILL_TOKENS):
-                shape = HEADS, min(FILL_TOKENS, depth - a), HEAD_DIM
-                cache.extend(gpu.normal(*shape), gpu.normal(*shape))
-        yield {"scheme": text, **_decode(gpu, decoder, caches, weights.token_bytes)}
-        del caches
-        cupy.get_default_memory_pool().free_all_blocks()
-
-
-def _decode(gpu: Gpu, decoder: CudaDecoder, caches: Sequence[KVCache], weight_bytes: int) -> dict[str, Any]:
-    sampler = Sampler(SamplingParams(), decoder.config.vocab_size)
-    token, replayed = 1, decoder.n_replayed
-    for _ in range(4):
-        token = sampler.sample(decoder.step(token, caches), ())
-    joules, begin, times = _joules(), time.perf_counter(), []
-    while time.perf_counter() - begin < 1.5 and len(times) < 800:
-        start = time.perf_counter()
-        token = sampler.sample(decoder.step(token, caches), ())
-        times.append(time.perf_counter() - start)
-    seconds, used = time.perf_counter() - begin, _joules()
-    read = weight_bytes + sum(cache.bytes_read() for cache in caches)
-    return {
-        "ms_per_token": float(np.median(times)) * 1e3,
-        "ms_per_token_mean": seconds / len(times) * 1e3,
-        "tokens": len(times),
-        "replayed": decoder.n_replayed - replayed,
-        "bytes": read,
-        "gb_per_s": read / float(np.median(times)) / 1e9,
-        "mj_per_token": None if joules is None or used is None else (used - joules) / len(times) * 1e3,
-        "watts": None if joules is None or used is None else (used - joules) / seconds,
-    }
-
-
-def _joules() -> float | None:
-    """The board's energy counter; None where NVML has none."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))) / 1e3
-    except Exception:  # no nvidia-ml-py, or a card without a counter
-        return None

@@ -13,48 +13,81 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
 {
     __shared__ typename K::Shared key_shared;
     __shared__ typename V::Shared value_shared;
-    __shared__ float factor[ROWS];
+    __shared__ float tops[ROWS][TILES], factor[ROWS], totals[WARPS][ROWS];
     int first = span.t0 / TILE, n = divide_up(span.t1, TILE) - first;
     int tile = first + (i64)n * part / parts, last = first + (i64)n * (part + 1) / parts;
-    K keys(key_shared, queries, key_store, g, 0, span.t1);
-    V values(value_shared, value_store, g, span.t1);
-    float peak[divide_up(ROWS, WARPS)], total[divide_up(ROWS, WARPS)];
-    for (int i = 0; i < divide_up(ROWS, WARPS); ++i) peak[i] = MINUS_INFINITY, total[i] = 0;
-    keys.load(tile);
-    for (; tile < last; ++tile) {
-        values.load(tile);
-        keys.scores(tile);
-        __syncthreads();
-        if (tile + 1 < last) keys.load(tile + 1);
+    int end = least(span.t1, last * TILE), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    K keys(key_shared, queries, key_store, g, 0, end);
+    V values(value_shared, value_store, g, end);
+    float peak[TURNS_OF_ITEMS], total[TURNS_OF_ITEMS];  // of the rows whose items this warp has
 #pragma unroll
-        for (int i = 0; i < divide_up(ROWS, WARPS); ++i) {
-            int m = i * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-            if (m >= ROWS) break;
-            float s0 = span.sees(tile * TILE + lane) ? keys.score(m, lane) : MINUS_INFINITY;
-            float s1 = span.sees(tile * TILE + lane + 32) ? keys.score(m, lane + 32) : MINUS_INFINITY;
-            float top = fmaxf(peak[i], lane_max(fmaxf(s0, s1)));
+    for (int i = 0; i < TURNS_OF_ITEMS; ++i) peak[i] = MINUS_INFINITY, total[i] = 0;
+#pragma unroll
+    for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
+#pragma unroll
+    for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
+    for (; tile < last; tile += TILES) {
+        if (K::PREPARES) {
+            keys.prepare(tile);
+            __syncthreads();
+        }
+#pragma unroll
+        for (int u = 0; u < TILES; ++u)
+            if (tile + u < last) keys.scores(u, tile + u);
+        __syncthreads();
+        float s[TURNS_OF_ITEMS][2];
+#pragma unroll
+        for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+            int item = i * WARPS + warp, m = item / TILES, u = item % TILES;
+            if (item >= ITEMS) break;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                int t = (tile + u) * TILE + lane + 32 * j;
+                s[i][j] = t < end && span.sees(t) ? keys.score(u, m, lane + 32 * j) : MINUS_INFINITY;
+            }
+            float top = lane_max(fmaxf(s[i][0], s[i][1]));
+            if (lane == 0) tops[m][u] = top;
+        }
+#pragma unroll
+        for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
+        if (TILES > 1) __syncthreads();  // else a row's only item is its own warp's
+        else __syncwarp();
+#pragma unroll
+        for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+            int item = i * WARPS + warp, m = item / TILES, u = item % TILES;
+            if (item >= ITEMS) break;
+            float top = peak[i];
+#pragma unroll
+            for (int v = 0; v < TILES; ++v) top = fmaxf(top, tops[m][v]);
             float base = top == MINUS_INFINITY ? 0 : top;
-            float p0 = expf(s0 - base), p1 = expf(s1 - base), shrink = expf(peak[i] - base);
+            float p0 = __expf(s[i][0] - base), p1 = __expf(s[i][1] - base), shrink = __expf(peak[i] - base);
             peak[i] = top;
             total[i] = total[i] * shrink + p0 + p1;
-            if (lane == 0) factor[m] = shrink;
+            if (lane == 0 && u == 0) factor[m] = shrink;
             values.rescale_offset(i, shrink);
-            values.weigh(m, i, p0, p1);
+            values.weigh(u, m, i, p0, p1);
         }
         __syncthreads();
 #pragma unroll
         for (int m = 0; m < ROWS; ++m)
             if (factor[m] != 1) values.rescale(m, factor[m]);
-        values.add(tile);
+#pragma unroll
+        for (int u = 0; u < TILES; ++u) {
+            if (tile + u < last) values.add(u, tile + u);
+            values.load(u, tile + TILES + u);
+        }
     }
 #pragma unroll
-    for (int i = 0; i < divide_up(ROWS, WARPS); ++i) {
-        int m = i * WARPS + threadIdx.x / 32;
-        if (m >= ROWS) break;
-        float sum = lane_sum(total[i]);
-        if (threadIdx.x % 32 == 0) ends[2 * m] = peak[i], ends[2 * m + 1] = sum;
+    for (int i = 0; i < TURNS_OF_ITEMS; ++i) {
+        int item = i * WARPS + warp;
+        if (item < ITEMS && item % TILES == 0 && lane == 0) ends[2 * (item / TILES)] = peak[i];
     }
-    __syncthreads();
+    add_by_row<TILES>(total, totals);
+    for (int m = threadIdx.x; m < ROWS; m += THREADS) {
+        float sum = 0;
+        for (int i = 0; i < WARPS; ++i) sum += totals[i][m];
+        ends[2 * m + 1] = sum;
+    }
     values.finish(out);
 }
 
@@ -88,12 +121,9 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
 // Blocks 0 .. main_parts share the main store, the next ones take a store of exact (float16) tokens each, `n_exact` in all.
 // out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights. Scratch: ends (G, blocks, ROWS, 2),
 // the maximum and the sum of weights that a block found, and sums (G, blocks, ROWS, HEAD_DIM). done (G): zeros, left so.
-#if ROWS > 2  // without the 2 some spill for the sake of more blocks per processor
-#define BLOCKS_AT_ONCE , 2
-#else
-#define BLOCKS_AT_ONCE
-#endif
-extern "C" __global__ void __launch_bounds__(THREADS BLOCKS_AT_ONCE)
+#define BLOCKS_AT_ONCE (ROWS == 1 ? 4 : 2)  // of a processor: how many registers there are to a thread
+#define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 attend(const float* q, const void* codes, const float* scale,
        const void* ka, const void* kb, const void* kc, const void* kd, const void* va, const void* vb, const void* vc,
        const void* vd, int capacity, int value_capacity, int t0, int t1, int s0, int main_parts,
@@ -121,7 +151,7 @@ attend(const float* q, const void* codes, const float* scale,
         Span span = {second ? from2 : from1, second ? to2 : to1, second ? column2 : column1, lo, hi + *shift};
         int part = second ? share - main_parts - parts1 : share - main_parts;
         int parts = second ? shares - main_parts - parts1 : parts1;
-        attend_share<RowKeys<u16, 8>, RowValues<u16, 8>>(queries, keys, values, span, part, parts, g,
+        attend_share<RowKeys<u16, EXACT_FLIGHT, 1>, RowValues<u16, EXACT_FLIGHT, 1>>(queries, keys, values, span, part, parts, g,
                                                          ends + share * ROWS * 2, out);
 #endif
     }

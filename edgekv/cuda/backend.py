@@ -2,72 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.cuda.module import Array, Driver, Macros, Program
-from edgekv.errors import CacheError
+from edgekv.cuda.codec import (
+    I64,
+    MOST_ROWS,
+    THREADS,
+    Codec,
+    Queries,
+    Scores,
+    Span,
+    is_exact,
+    n_rounds,
+    rows_at_once,
+    strides,
+    tiles_at_once,
+)
+from edgekv.cuda.module import Array, Driver, Program
 
-I64 = npt.NDArray[np.int64]
-
-THREADS, TILE = 128, 64
-MOST_ROWS = 8  # of queries that one block takes
 MOST_SHARES = 128  # blocks that share the tokens of a KV head
-BLOCKS_PER_PROCESSOR = 8
-MOST_CHANNELS = 1024
+ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
 MOST_CONSTANTS = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """One side of attention: the C++ type in ``file`` that reads ``arrays``; ``width`` channels a token."""
-
-    kind: str
-    file: str
-    arrays: tuple[Array, ...]
-    capacity: int
-    width: int
-    macros: Macros = ()
-    joins: bool = True  # whether it has part in attention of one launch; then at most four arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class Queries:
-    """x (G, M, width), what the codec's kernel needs beside it, and a factor (G, M)."""
-
-    x: Array
-    codes: Array | None = None
-    scale: Array | None = None
-
-
-@dataclasses.dataclass
-class Span:
-    """Tokens t0..t1 of one store, at columns s0.. of the scores."""
-
-    keys: Codec
-    queries: Queries
-    t0: int
-    t1: int
-    s0: int
-    values: Codec | None = None
-    out: Array | None = None
-
-
-class Scores:
-    """A score buffer (G, M, columns) that need not exist: what is asked of it is remembered.
-
-    Once every span of tokens has its values, attention over all of them is one launch. A kernel that wants the
-    probabilities themselves has them computed after all.
-    """
-
-    def __init__(self, shape: tuple[int, int, int]) -> None:
-        self.shape = shape
-        self.spans: list[Span] = []
-        self.visible: tuple[I64, I64] | None = None
-        self.array: Array | None = None
 
 
 class Backend:
@@ -145,7 +103,7 @@ class Backend:
 
     def _launch_scores(self, keys: Codec, queries: Queries, t0: int, t1: int, s: Array, s0: int) -> None:
         groups, rows, _ = s.shape
-        at_once = _rows(rows)
+        at_once = rows_at_once(rows)
         program = Program(
             (keys.file, "scores"),
             (
@@ -153,30 +111,43 @@ class Backend:
                 ("KEY_DIM", keys.width),
                 ("HEAD_DIM", keys.width),
                 ("ROWS", at_once),
+                ("TILES", tiles_at_once(at_once, keys)),
                 *keys.macros,
             ),
         )
         row_blocks = -(-rows // at_once)
-        tiles = -(-t1 // TILE) - t0 // TILE
+        rounds = n_rounds(t0, t1, tiles_at_once(at_once, keys))
         self.driver.launch(
-            *(program, "scores", (self._splits(tiles, groups * row_blocks), groups, row_blocks), THREADS),
+            *(
+                program,
+                "scores",
+                (self._splits(rounds, groups * row_blocks, keys.blocks), groups, row_blocks),
+                THREADS,
+            ),
             *(*self._queries(queries), rows, *self._store(keys), t0, t1),
-            *(s, *_strides(s), s0),
+            *(s, *strides(s), s0),
         )
 
     def _launch_values(self, p: Array, s0: int, values: Codec, t0: int, t1: int, out: Array) -> None:
         groups, rows, _ = p.shape
-        at_once = _rows(rows)
+        at_once = rows_at_once(rows)
         program = Program(
             (values.file, "values"),
-            (("VALUES", values.kind), ("HEAD_DIM", values.width), ("ROWS", at_once), *values.macros),
+            (
+                ("VALUES", values.kind),
+                ("HEAD_DIM", values.width),
+                ("ROWS", at_once),
+                ("TILES", tiles_at_once(at_once, values)),
+                *values.macros,
+            ),
         )
         row_blocks = -(-rows // at_once)
-        splits = self._splits(-(-t1 // TILE) - t0 // TILE, groups * row_blocks)
+        rounds = n_rounds(t0, t1, tiles_at_once(at_once, values))
+        splits = self._splits(rounds, groups * row_blocks, values.blocks)
         partial = self.scratch("values", (groups, splits, rows, values.width))
         self.driver.launch(
             *(program, "values", (splits, groups, row_blocks), THREADS),
-            *(p, *_strides(p), s0, *self._store(values), t0, t1, rows, partial),
+            *(p, *strides(p), s0, *self._store(values), t0, t1, rows, partial),
         )
         self.add_partial(partial, out)
 
@@ -193,25 +164,38 @@ class Backend:
         many = bool((lo != lo[0]).any() or (hi != hi[0]).any())
         ends = self.constant(np.stack([lo, hi]).astype(np.int32)) if many else self.driver.shift
         self.driver.launch(
-            *(Program(("softmax",)), "softmax", (rows, groups), 256, s, *_strides(s), columns, rows),
+            *(
+                Program(("softmax",)),
+                "softmax",
+                (rows, groups),
+                256 if columns <= 2048 else 1024,
+                s,
+                *strides(s),
+                columns,
+                rows,
+            ),
             *(int(many), ends, int(lo[0]), int(hi[0]), self.driver.shift),
         )
 
     def _attend(self, s: Scores) -> None:
         """One launch if there is at most one store that is not of exact (f16) tokens, and two of those."""
-        spans = sorted(s.spans, key=lambda span: _is_exact(span))
+        spans = sorted(s.spans, key=lambda span: is_exact(span))
         main, exact = spans[0], spans[1:]
         lo, hi = s.visible or (np.zeros(1, np.int64), np.zeros(1, np.int64))
         uniform = (lo == lo[0]).all() and (hi == hi[0]).all()
         fits = len(exact) <= 2 and s.shape[1] <= MOST_ROWS and len({id(span.out) for span in exact}) <= 1
-        joined = all(map(_is_exact, exact)) and main.keys.joins and main.values is not None and main.values.joins
+        joined = all(map(is_exact, exact)) and main.keys.joins and main.values is not None and main.values.joins
         if not (uniform and fits and joined):
             self.probabilities(s)
             return
         groups, rows, _ = s.shape
         assert main.values is not None
-        tiles = [-(-span.t1 // TILE) - span.t0 // TILE for span in spans]
-        parts = [min(self._splits(tiles[0], groups), MOST_SHARES - sum(tiles[1:])), *tiles[1:]]
+        rounds = n_rounds(main.t0, main.t1, tiles_at_once(rows, main.keys, main.values))
+        exact_parts = [n_rounds(span.t0, span.t1, 1) for span in exact]
+        parts = [
+            min(self._splits(rounds, groups, ATTEND_BLOCKS.get(rows, 2)), MOST_SHARES - sum(exact_parts)),
+            *exact_parts,
+        ]
         shares = sum(parts)
         ends = self.scratch("attend.ends", (groups, shares, rows, 2))
         sums = self.scratch("attend.sums", (groups, shares, rows, main.values.width))
@@ -242,10 +226,12 @@ class Backend:
             self._scratch["attend.done"] = self.driver.zeros((groups,), np.uint32)
         return self._scratch["attend.done"]
 
-    def _splits(self, tiles: int, others: int) -> int:
-        """Into how many parts to cut a range of tiles that `others` more blocks share out too."""
-        wanted = -(-self.driver.multiprocessors * BLOCKS_PER_PROCESSOR // others)
-        return max(1, min(tiles, wanted, MOST_SHARES))
+    def _splits(self, rounds: int, others: int, blocks: int = 8) -> int:
+        """Into how many parts to cut a range of rounds of which there are `others`.
+
+        All of them run at once where a multiprocessor holds `blocks`: a few more would take as long again.
+        """
+        return max(1, min(rounds, self.driver.multiprocessors * blocks // others, MOST_SHARES))
 
     def _queries(self, queries: Queries) -> tuple[Array, Array, Array]:
         nothing = self.driver.shift
@@ -264,39 +250,9 @@ def _attend_program(keys: Codec, values: Codec, rows: int, with_exact: bool) -> 
     macros: dict[str, int | str] = dict(
         (
             *(("KEYS", keys.kind), ("VALUES", values.kind), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)),
-            *(("ROWS", rows), ("MOST_SHARES", MOST_SHARES)),
+            *(("ROWS", rows), ("TILES", tiles_at_once(rows, keys, values)), ("MOST_SHARES", MOST_SHARES)),
             *([("EXACT", 1)] if with_exact else []),
             *(*keys.macros, *values.macros),
         )
     )
     return Program(tuple(files), tuple(macros.items()))
-
-
-def _is_exact(span: Span) -> bool:
-    values = span.values
-    return span.keys.kind == "RowKeys<u16>" and values is not None and values.kind == "RowValues<u16>"
-
-
-def _rows(rows: int) -> int:
-    """Queries that a block takes at once: a power of two, so that few variants are compiled."""
-    return min(MOST_ROWS, 1 << (rows - 1).bit_length())
-
-
-def _strides(x: Array) -> tuple[int, int]:
-    """Elements between the groups and between the rows of x (G, M, S)."""
-    return x.strides[0] // x.itemsize, x.strides[1] // x.itemsize
-
-
-def per_head(x: Array) -> tuple[Array, int]:
-    """x (G, n, D) with the rows of a head contiguous, and the elements between heads."""
-    n, d = x.shape[1:]
-    if x.strides[2] != x.itemsize or (n > 1 and x.strides[1] != d * x.itemsize):
-        x = x.copy()
-    return x, x.strides[0] // x.itemsize if x.shape[0] > 1 else n * d
-
-
-def check_width(width: int) -> None:
-    if width > MOST_CHANNELS:
-        raise CacheError(
-            f"head_dim {width}: --device cuda takes at most {MOST_CHANNELS} channels; use --device cpu"
-        )

@@ -20,29 +20,29 @@ template <int BITS> struct ByteValues {
     static constexpr int CHUNK = least(TURNS, power_below(most(1, 32 / (PIECES * WORDS))));
 
     struct Shared {
-        float w[ROWS][TILE], offset[ROWS];
+        float w[TILES][ROWS][TILE], offset[WARPS][ROWS];
     };
     Shared& shared;
     Store store;
     const u8* codes;
     i64 first;  // of the head's scales
     int end, lane, slot;
-    u32 raw[CHUNK][PIECES][WORDS];
-    float scale[2], low[2];              // of the tokens that this lane weighs
-    float offset[divide_up(ROWS, WARPS)];  // of the rows that this warp weighs
+    u32 raw[TILES][CHUNK][PIECES][WORDS];
+    float scale[2], low[2];        // of the tokens that this lane weighs
+    float offset[TURNS_OF_ITEMS];  // of what this warp weighs
     float sum[ROWS * PER_ROW];
 
     __device__ ByteValues(Shared& shared, const Store& store, int g, int end)
         : shared(shared), store(store), codes((const u8*)store.a + (i64)g * store.capacity * BYTES),
           first((i64)g * store.capacity), end(end), lane(threadIdx.x % LANES), slot(threadIdx.x / LANES)
     {
-        for (int i = 0; i < divide_up(ROWS, WARPS); ++i) offset[i] = 0;
+        for (int i = 0; i < TURNS_OF_ITEMS; ++i) offset[i] = 0;
         for (int i = 0; i < ROWS * PER_ROW; ++i) sum[i] = 0;
     }
 
     __device__ int byte(int piece) const { return (piece * LANES + lane) * VEC; }
 
-    __device__ void load(int tile, int chunk = 0)
+    __device__ void load(int u, int tile, int chunk = 0)
     {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
@@ -51,15 +51,15 @@ template <int BITS> struct ByteValues {
             for (int k = 0; k < PIECES; ++k) {
                 const u8* from = codes + (i64)token * BYTES + byte(k);
                 if (token >= end || slot >= AT_ONCE || byte(k) >= BYTES) {
-                    for (int w = 0; w < WORDS; ++w) raw[i][k][w] = 0;
+                    for (int w = 0; w < WORDS; ++w) raw[u][i][k][w] = 0;
                 } else if (VEC >= 4) {
-                    load_words<WORDS>(from, raw[i][k]);
+                    load_words<WORDS>(from, raw[u][i][k]);
                 } else {
-                    raw[i][k][0] = VEC == 2 ? *(const u16*)from : *from;
+                    raw[u][i][k][0] = VEC == 2 ? *(const u16*)from : *from;
                 }
             }
         }
-        if (chunk > 0) return;
+        if (chunk > 0 || u != MY_TILE) return;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int token = tile * TILE + threadIdx.x % 32 + 32 * i;
@@ -72,10 +72,10 @@ template <int BITS> struct ByteValues {
         }
     }
 
-    __device__ void weigh(int m, int turn, float p0, float p1)
+    __device__ void weigh(int u, int m, int turn, float p0, float p1)
     {
-        shared.w[m][threadIdx.x % 32] = p0 * scale[0] * LIFT;
-        shared.w[m][threadIdx.x % 32 + 32] = p1 * scale[1] * LIFT;
+        shared.w[u][m][threadIdx.x % 32] = p0 * scale[0] * LIFT;
+        shared.w[u][m][threadIdx.x % 32 + 32] = p1 * scale[1] * LIFT;
         offset[turn] += p0 * low[0] + p1 * low[1];
     }
 
@@ -87,24 +87,24 @@ template <int BITS> struct ByteValues {
 
     __device__ void rescale_offset(int turn, float factor) { offset[turn] *= factor; }
 
-    __device__ void add(int tile)
+    __device__ void add(int u, int tile)
     {
         for (int chunk = 0; chunk < TURNS / CHUNK; ++chunk) {
-            if (chunk > 0) load(tile, chunk);
+            if (chunk > 0) load(u, tile, chunk);
 #pragma unroll
             for (int i = 0; i < CHUNK; ++i) {
                 int token = (chunk * CHUNK + i) * AT_ONCE + slot;
                 if (slot >= AT_ONCE) continue;
                 float w[ROWS];
 #pragma unroll
-                for (int m = 0; m < ROWS; ++m) w[m] = shared.w[m][token];
+                for (int m = 0; m < ROWS; ++m) w[m] = shared.w[u][m][token];
 #pragma unroll
                 for (int k = 0; k < PIECES; ++k)
 #pragma unroll
                     for (int b = 0; b < VEC; ++b)
 #pragma unroll
                         for (int part = 0; part < PARTS; ++part) {
-                            u32 word = raw[i][k][b / 4] >> b % 4 / 2 * 16;
+                            u32 word = raw[u][i][k][b / 4] >> b % 4 / 2 * 16;
                             float code = __uint_as_float(word & ((1u << BITS) - 1) << position(b, part));
 #pragma unroll
                             for (int m = 0; m < ROWS; ++m) {
@@ -120,14 +120,8 @@ template <int BITS> struct ByteValues {
 
     __device__ void finish(float (*out)[HEAD_DIM])
     {
-#pragma unroll
-        for (int turn = 0; turn < divide_up(ROWS, WARPS); ++turn) {
-            int m = turn * WARPS + threadIdx.x / 32;
-            float total = lane_sum(offset[turn]);
-            if (m < ROWS && threadIdx.x % 32 == 0) shared.offset[m] = total;
-        }
-        __syncthreads();
-        typedef SpreadSum<ROWS * PER_ROW, LANES> Sums;
+        add_by_row<TILES>(offset, shared.offset);
+        typedef SpreadSum<ROWS * PER_ROW, LANES, 32> Sums;
         int kept = 0;
         bool mine = true;
         Sums::run(sum, kept, mine);
@@ -137,7 +131,7 @@ template <int BITS> struct ByteValues {
             for (int i = 0; i < Sums::kept(); ++i) {
                 int part = (kept + i) % PARTS, b = (kept + i) / PARTS % VEC, k = (kept + i) / PARTS / VEC % PIECES;
                 int m = (kept + i) / PER_ROW, c = byte(k) + b + part * BYTES;
-                float extra = warp == 0 ? shared.offset[m] : 0;
+                float extra = shared.offset[warp][m];
                 if (turn && byte(k) < BYTES) out[m][c] += sum[i] * (SINK / (1 << position(b, part))) + extra;
             }
             __syncthreads();

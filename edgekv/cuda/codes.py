@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.cuda.backend import THREADS, Backend, Codec, Queries, Scores, per_head
+from edgekv.cuda.backend import Backend
+from edgekv.cuda.codec import THREADS, Codec, Queries, Scores, per_head
 from edgekv.cuda.module import Array, Macros, Program
 from edgekv.kernels.memory import contiguous
 from edgekv.kernels.spec_codes import TABLE_BITS

@@ -10,18 +10,19 @@ template <int BITS> struct ColumnKeys {
     static constexpr int BYTES = KEY_DIM / PARTS;
     static constexpr int TURNS = divide_up(BYTES, 8);  // a warp reads 4 rows of 32 tokens at a time, two warps share 32 tokens
     static constexpr int CHUNK = least(TURNS, 16);
-    static constexpr int BLOCKS = KEY_SCALES == STEP_PER_CHANNEL ? 2 : 1;  // of 32 tokens with queries of their own
+    static constexpr bool PREPARES = KEY_SCALES == STEP_PER_CHANNEL;
+    static constexpr int SLICES = PREPARES ? 2 * TILES : 1;  // of 32 tokens, with queries of their own
 
     struct Shared {
-        float q[BLOCKS][ROWS][KEY_DIM];       // times what the channel's codes count, and LIFT
-        float constant[2][2][ROWS];           // [32 tokens][warp of the pair]: the same for all tokens
-        float s[2][ROWS][TILE];               // [warp of the pair]
+        float q[SLICES][ROWS][KEY_DIM];       // times what the channel's codes count, and LIFT
+        float constant[2 * TILES][2][ROWS];   // [32 tokens][warp of the pair]: the same for all tokens
+        float s[2][TILES][ROWS][TILE];        // [warp of the pair]
     };
     Shared& shared;
     Store store;
     const float* x;  // of query m0
     int rows, end, g, block, pair, quad, strip;
-    u32 raw[CHUNK];
+    u32 raw[TILES][CHUNK];
     float scale[2];  // of the tokens that this lane finishes
 
     __device__ ColumnKeys(Shared& shared, const Queries& queries, const Store& store, int g, int m0, int end)
@@ -29,16 +30,18 @@ template <int BITS> struct ColumnKeys {
           end(end), g(g), block(threadIdx.x / 64), pair(threadIdx.x / 32 % 2), quad(threadIdx.x % 8),
           strip(threadIdx.x % 32 / 8)
     {
-        if (KEY_SCALES == SCALE_PER_TOKEN) lift_queries(0, 0, THREADS);
+        if (!PREPARES) lift_queries(0, block, 0, THREADS);
+        __syncthreads();
     }
 
-    // Queries for the codes of channel block `at` (i64 index of its scales), by threads of one half or all.
-    __device__ void lift_queries(int slice, i64 at, int threads)
+    // Queries for the codes of one block, whose channels' scales begin at `at`, by `threads` threads; their constant part
+    // is that of tokens `slice`.
+    __device__ void lift_queries(int place, int slice, i64 at, int threads)
     {
         float constant[ROWS] = {};
         for (int c = threadIdx.x % threads; c < KEY_DIM; c += threads) {
             float step = 1, low = -(float)(1 << (BITS - 1));
-            if (KEY_SCALES == STEP_PER_CHANNEL) {
+            if (PREPARES) {
                 step = half_to_float(((const u16*)store.b)[at + c]);
                 low = half_to_float(((const u16*)store.c)[at + c]);
             }
@@ -46,14 +49,14 @@ template <int BITS> struct ColumnKeys {
 #pragma unroll
             for (int m = 0; m < ROWS; ++m) {
                 float q = m < rows ? x[(i64)m * KEY_DIM + c] : 0;
-                shared.q[slice][m][c] = q * lift;
+                shared.q[place][m][c] = q * lift;
                 constant[m] += q * low;
             }
         }
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
             constant[m] = lane_sum(constant[m]);
-            if (threadIdx.x % 32 == 0) shared.constant[block][pair][m] = constant[m];
+            if (threadIdx.x % 32 == 0) shared.constant[slice][pair][m] = constant[m];
         }
     }
 
@@ -65,15 +68,15 @@ template <int BITS> struct ColumnKeys {
 
     __device__ int row(int turn) const { return (2 * turn + pair) * 4 + strip; }
 
-    __device__ void load(int tile, int chunk = 0)
+    __device__ void load(int u, int tile, int chunk = 0)
     {
         int token = tile * TILE + block * 32 + 4 * quad;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
             int r = row(chunk * CHUNK + i);
-            raw[i] = token < end && r < BYTES ? *(const u32*)((const u8*)store.a + offset(token, r)) : 0;
+            raw[u][i] = token < end && r < BYTES ? *(const u32*)((const u8*)store.a + offset(token, r)) : 0;
         }
-        if (KEY_SCALES == STEP_PER_CHANNEL || chunk > 0) return;
+        if (PREPARES || chunk > 0 || u != MY_TILE) return;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int t = tile * TILE + threadIdx.x % 32 + 32 * i;
@@ -81,16 +84,20 @@ template <int BITS> struct ColumnKeys {
         }
     }
 
-    __device__ void scores(int tile)
+    __device__ void prepare(int tile)
     {
-        if (KEY_SCALES == STEP_PER_CHANNEL) {
-            int group = least((tile * TILE + 32 * block) / KEY_BLOCK, store.capacity / KEY_BLOCK - 1);
-            lift_queries(block, ((i64)g * (store.capacity / KEY_BLOCK) + group) * KEY_DIM, THREADS / 2);
+        int groups = store.capacity / KEY_BLOCK;
+        for (int u = 0; u < TILES; ++u) {
+            int group = least(((tile + u) * TILE + 32 * block) / KEY_BLOCK, groups - 1);
+            lift_queries(2 * u + block, 2 * u + block, ((i64)g * groups + group) * KEY_DIM, THREADS / 2);
         }
-        __syncthreads();
+    }
+
+    __device__ void scores(int u, int tile)
+    {
         float sum[ROWS][4] = {};
         for (int chunk = 0; chunk < divide_up(TURNS, CHUNK); ++chunk) {
-            if (chunk > 0) load(tile, chunk);
+            if (chunk > 0) load(u, tile, chunk);
 #pragma unroll
             for (int i = 0; i < CHUNK; ++i) {
                 int r = least(row(chunk * CHUNK + i), BYTES - 1);  // beyond the end raw is 0
@@ -98,10 +105,10 @@ template <int BITS> struct ColumnKeys {
                 for (int part = 0; part < PARTS; ++part)
 #pragma unroll
                     for (int m = 0; m < ROWS; ++m) {
-                        float q = shared.q[BLOCKS == 2 ? block : 0][m][r + part * BYTES];
+                        float q = shared.q[PREPARES ? 2 * u + block : 0][m][r + part * BYTES];
 #pragma unroll
                         for (int t = 0; t < 4; ++t) {
-                            u32 word = raw[i] >> t / 2 * 16 & ((1u << BITS) - 1) << (t % 2 * 8 + part * BITS);
+                            u32 word = raw[u][i] >> t / 2 * 16 & ((1u << BITS) - 1) << (t % 2 * 8 + part * BITS);
                             sum[m][t] = multiply_add(q, __uint_as_float(word), sum[m][t]);
                         }
                     }
@@ -114,16 +121,16 @@ template <int BITS> struct ColumnKeys {
                 float x = sum[m][t] * (SINK / (1 << t % 2 * 8));
                 x += __shfl_xor_sync(EVERY_LANE, x, 8);
                 x += __shfl_xor_sync(EVERY_LANE, x, 16);
-                if (strip == 0) shared.s[pair][m][block * 32 + 4 * quad + t] = x;
+                if (strip == 0) shared.s[pair][u][m][block * 32 + 4 * quad + t] = x;
             }
     }
 
-    __device__ float score(int m, int i) const
+    __device__ float score(int u, int m, int i) const
     {
-        int slice = KEY_SCALES == STEP_PER_CHANNEL ? i / 32 : 0;
-        float sum = shared.s[0][m][i] + shared.s[1][m][i] + shared.constant[slice][0][m] + shared.constant[slice][1][m];
-        if (KEY_SCALES == STEP_PER_CHANNEL) return sum;
-        sum += shared.constant[1][0][m] + shared.constant[1][1][m];  // of all four warps
-        return sum * scale[i / 32];
+        int slice = PREPARES ? 2 * u + i / 32 : 0;
+        float sum = shared.s[0][u][m][i] + shared.s[1][u][m][i];
+        sum += shared.constant[slice][0][m] + shared.constant[slice][1][m];
+        if (PREPARES) return sum;
+        return (sum + shared.constant[1][0][m] + shared.constant[1][1][m]) * scale[i / 32];  // of all four warps
     }
 };

@@ -89,31 +89,11 @@ template <int N> __device__ __forceinline__ void load_words(const void* from, u3
 #define LIFT 1.2379400392853803e27f  // 2 ** 90
 #define SINK 576460752303423488.0f   // 2 ** 59
 
-// A codec reads tiles of 64 tokens in steps:
-//   load    starts the reads of a tile; nothing waits for them yet
-//   scores  keys leave the tile's scores in shared memory; after a barrier `score` is one of them
-//   weigh   a warp gives a row's weights to the values, two tokens per lane; after a barrier `add` sums
-// so that the reads of one step run under the arithmetic of another.
-
-// The arrays of a key or value store with room for `capacity` tokens per KV head; what they are is the codec's affair.
-struct Store {
-    const void *a, *b, *c, *d, *e, *f;
-    int capacity;
-};
-
-// Queries x (G, rows, KEY_DIM), what a codec made of them (codes), and a factor per query (scale (G, rows)).
-struct Queries {
-    const float* x;
-    const void* codes;
-    const float* scale;
-    int rows;
-};
-
-// Sums of x[0 .. N) over the lanes that differ in the bits FROM, 2 * FROM, ... 16 only. They are spread over those
+// Sums of x[0 .. N) over the lanes that differ in the bits FROM, 2 * FROM, ... TO / 2 only. They are spread over those
 // lanes: each is left with kept() of them in x[0 ..], from index `first` of the original on, if they are `mine`.
-template <int N, int FROM> struct SpreadSum {
+template <int N, int FROM, int TO> struct SpreadSum {
     static constexpr int HALF = N % 2 ? N : N / 2;
-    typedef SpreadSum<HALF, 2 * FROM> Rest;
+    typedef SpreadSum<HALF, 2 * FROM, TO> Rest;
     static constexpr __host__ __device__ int kept() { return Rest::kept(); }
     static __device__ __forceinline__ void run(float* x, int& first, bool& mine)
     {
@@ -131,7 +111,50 @@ template <int N, int FROM> struct SpreadSum {
         Rest::run(x, first, mine);
     }
 };
-template <int N> struct SpreadSum<N, 32> {
+template <int N, int TO> struct SpreadSum<N, TO, TO> {
     static constexpr __host__ __device__ int kept() { return N; }
     static __device__ __forceinline__ void run(float* x, int& first, bool& mine) {}
 };
+
+// A block works on TILES tiles of 64 tokens at a time. Tile u of them goes through these steps of a codec:
+//   load     starts the reads; nothing waits for them before the step that needs them
+//   prepare  once for all u, where PREPARES: keys put into shared memory what their scores need; then a barrier
+//   scores   keys leave the tile's scores in shared memory; after a barrier `score` is one of them
+//   weigh    a warp gives a row's weights to the values, two tokens per lane; after a barrier `add` sums
+// so that the reads of one round run under the arithmetic of the round before. A warp weighs item turn * WARPS + its
+// number of the ITEMS pairs of a row and a tile: always of tile MY_TILE, since TILES divides WARPS. What it needs for that
+// it keeps of this tile alone.
+#define MY_TILE ((int)threadIdx.x / 32 % TILES)
+#define ROUND (TILES * TILE)
+#define ITEMS (ROWS * TILES)
+#define TURNS_OF_ITEMS divide_up(ITEMS, WARPS)
+
+// The arrays of a key or value store with room for `capacity` tokens per KV head; what they are is the codec's affair.
+struct Store {
+    const void *a, *b, *c, *d, *e, *f;
+    int capacity;
+};
+
+// Queries x (G, rows, KEY_DIM), what a codec made of them (codes), and a factor per query (scale (G, rows)).
+struct Queries {
+    const float* x;
+    const void* codes;
+    const float* scale;
+    int rows;
+};
+
+// sums[warp][row] = what the lanes of each warp have of a row, where x[turn] is of row (turn * WARPS + warp) / PER_ROW.
+template <int PER_ROW, int TURNS, int N> __device__ __forceinline__ void add_by_row(const float (&x)[TURNS], float (*sums)[N])
+{
+    int warp = threadIdx.x / 32;
+    bool speaks = threadIdx.x % 32 == 0;
+    if (speaks)
+        for (int m = 0; m < N; ++m) sums[warp][m] = 0;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        float total = lane_sum(x[turn]);
+        int m = (turn * WARPS + warp) / PER_ROW;
+        if (speaks && m < N) sums[warp][m] += total;
+    }
+    __syncthreads();
+}

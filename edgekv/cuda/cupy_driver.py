@@ -99,11 +99,18 @@ def require_cupy() -> Any:
     try:
         cupy.cuda.runtime.getDeviceCount()
         cupy.zeros(1)
-    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, ImportError) as error:
+    except (RuntimeError, ImportError) as error:  # CUDARuntimeError and CUDADriverError are RuntimeErrors
         version = ".".join(map(str, divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)))
         raise ConfigError(
             f"--device cuda: CuPy for CUDA {version} finds no GPU that it can use ({error}): install or update "
             f"the NVIDIA driver, or {INSTALL}, or use --device cpu"
+        ) from error
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except (RuntimeError, ImportError) as error:
+        detail = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--device cuda: CuPy finds no CUDA compiler ({detail}): {INSTALL}, or use --device cpu"
         ) from error
     return cupy
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.cuda.attention import CudaAttention
-from edgekv.cuda.backend import MOST_ROWS, Scores
+from edgekv.cuda.codec import MOST_ROWS, Scores
 from edgekv.cuda.graph import Replay
 from edgekv.cuda.kernels import CudaKernels
 from edgekv.cuda.module import Array, Driver

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.cuda.backend import THREADS, Backend, Codec, Queries, Scores, per_head
+from edgekv.cuda.backend import Backend
+from edgekv.cuda.codec import THREADS, Codec, Queries, Scores, per_head
 from edgekv.cuda.matvec import MATVEC_ROWS, matvec
 from edgekv.cuda.module import Array, Program
 from edgekv.kernels.memory import contiguous

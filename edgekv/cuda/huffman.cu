@@ -74,9 +74,10 @@ __device__ void decode_tile(Tile& tile, const Store& store, int g, int first, in
 }
 
 struct HuffmanKeys {
+    static constexpr bool PREPARES = false;
     struct Shared {
         Tile tile;
-        float q[ROWS][4 * CODE_WORDS], constant[WARPS][ROWS], s[ROWS][TILE];
+        float q[ROWS][4 * CODE_WORDS], constant[WARPS][ROWS], s[TILES][ROWS][TILE];
     };
     Shared& shared;
     Store store;
@@ -90,7 +91,9 @@ struct HuffmanKeys {
         load_table(shared.tile, store);
     }
 
-    __device__ void load(int tile) {}
+    __device__ void load(int u, int tile) {}
+
+    __device__ void prepare(int tile) {}
 
     // Queries times the steps of the channels of one block, and what its low ends give.
     __device__ void lift_queries(i64 block)
@@ -114,8 +117,9 @@ struct HuffmanKeys {
         }
     }
 
-    __device__ void scores(int tile)
+    __device__ void scores(int u, int tile)
     {
+        if (u > 0) __syncthreads();
         decode_tile(shared.tile, store, g, tile * TILE, end);
         int t = threadIdx.x / 2, half = threadIdx.x % 2;  // two threads share a token
         for (int first = 0; first < TILE && tile * TILE + first < end; first += CODE_BLOCK) {
@@ -138,36 +142,37 @@ struct HuffmanKeys {
                 sum[m] += __shfl_xor_sync(EVERY_LANE, sum[m], 1);
                 float constant = 0;
                 for (int i = 0; i < WARPS; ++i) constant += shared.constant[i][m];
-                if (half == 0 && t >= first && t < first + CODE_BLOCK) shared.s[m][t] = sum[m] * SINK + constant;
+                if (half == 0 && t >= first && t < first + CODE_BLOCK) shared.s[u][m][t] = sum[m] * SINK + constant;
             }
         }
     }
 
-    __device__ float score(int m, int i) const { return shared.s[m][i]; }
+    __device__ float score(int u, int m, int i) const { return shared.s[u][m][i]; }
 };
 
 struct HuffmanValues {
     static constexpr int MINE = divide_up(CODE_WORDS, 32);  // words of a token that a lane takes; a warp takes 16 tokens
     struct Shared {
         Tile tile;
-        float w[ROWS][TILE], offset[ROWS];
+        float w[TILES][ROWS][TILE], offset[WARPS][ROWS];
     };
     Shared& shared;
     Store store;
     int g, end;
-    float offset[divide_up(ROWS, WARPS)], scale[2], low[2];
+    float offset[TURNS_OF_ITEMS], scale[2], low[2];
     float sum[ROWS * MINE * 4];
 
     __device__ HuffmanValues(Shared& shared, const Store& store, int g, int end)
         : shared(shared), store(store), g(g), end(end)
     {
-        for (int i = 0; i < divide_up(ROWS, WARPS); ++i) offset[i] = 0;
+        for (int i = 0; i < TURNS_OF_ITEMS; ++i) offset[i] = 0;
         for (int i = 0; i < ROWS * MINE * 4; ++i) sum[i] = 0;
         load_table(shared.tile, store);
     }
 
-    __device__ void load(int tile)
+    __device__ void load(int u, int tile)
     {
+        if (u != MY_TILE) return;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int token = tile * TILE + threadIdx.x % 32 + 32 * i;
@@ -177,14 +182,14 @@ struct HuffmanValues {
         }
     }
 
-    __device__ void weigh(int m, int turn, float p0, float p1)
+    __device__ void weigh(int u, int m, int turn, float p0, float p1)
     {
-        shared.w[m][threadIdx.x % 32] = p0 * scale[0] * LIFT;
-        shared.w[m][threadIdx.x % 32 + 32] = p1 * scale[1] * LIFT;
+        shared.w[u][m][threadIdx.x % 32] = p0 * scale[0] * LIFT;
+        shared.w[u][m][threadIdx.x % 32 + 32] = p1 * scale[1] * LIFT;
         offset[turn] += p0 * low[0] + p1 * low[1];
     }
 
-    __device__ void add(int tile)
+    __device__ void add(int u, int tile)
     {
         decode_tile(shared.tile, store, g, tile * TILE, end);
         __syncthreads();
@@ -192,7 +197,7 @@ struct HuffmanValues {
         for (int t = warp * (TILE / WARPS); t < least(last, (warp + 1) * (TILE / WARPS)); ++t) {
             float w[ROWS];
 #pragma unroll
-            for (int m = 0; m < ROWS; ++m) w[m] = shared.w[m][t];
+            for (int m = 0; m < ROWS; ++m) w[m] = shared.w[u][m][t];
 #pragma unroll
             for (int k = 0; k < MINE; ++k) {
                 u32 word = shared.tile.codes[t][least(threadIdx.x % 32 + 32 * k, CODE_WORDS - 1)];
@@ -212,12 +217,7 @@ struct HuffmanValues {
 
     __device__ void finish(float (*out)[HEAD_DIM])
     {
-#pragma unroll
-        for (int turn = 0; turn < divide_up(ROWS, WARPS); ++turn) {
-            int m = turn * WARPS + threadIdx.x / 32;
-            float total = lane_sum(offset[turn]);
-            if (m < ROWS && threadIdx.x % 32 == 0) shared.offset[m] = total;
-        }
+        add_by_row<TILES>(offset, shared.offset);
         for (int warp = 0; warp < WARPS; ++warp) {
             __syncthreads();
             if ((int)threadIdx.x / 32 != warp) continue;
@@ -228,7 +228,7 @@ struct HuffmanValues {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         int c = 4 * (threadIdx.x % 32 + 32 * k) + i;
-                        float extra = warp == 0 ? shared.offset[m] : 0;
+                        float extra = shared.offset[warp][m];
                         if (c < HEAD_DIM) out[m][c] += sum[(m * MINE + k) * 4 + i] * (SINK / (1 << i % 2 * 8)) + extra;
                     }
         }

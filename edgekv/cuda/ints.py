@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.cuda.backend import THREADS, Backend, Codec, Queries, Scores, per_head
+from edgekv.cuda.backend import Backend
+from edgekv.cuda.codec import THREADS, Codec, Queries, Scores, per_head
 from edgekv.cuda.dense import ENCODE
 from edgekv.cuda.module import Array
 from edgekv.errors import CacheError
@@ -68,12 +69,13 @@ def _columns(q: Array, codes: Array, arrays: tuple[Array, ...], capacity: int, s
     n_bytes, block = codes.shape[2:]
     bits = 8 * n_bytes // q.shape[2]
     macros = ("KEY_SCALES", scales), ("KEY_BLOCK", block)
-    return Codec(f"ColumnKeys<{bits}>", "columns", arrays, capacity, q.shape[2], macros)
+    return Codec(f"ColumnKeys<{bits}>", "columns", arrays, capacity, q.shape[2], macros, tiles=max(1, 4 // bits))
 
 
 def _bytes(out: Array, n_bytes: int, arrays: tuple[Array, ...], capacity: int, scales: str) -> Codec:
     bits = 8 * n_bytes // out.shape[2]
-    return Codec(f"ByteValues<{bits}>", "bytes", arrays, capacity, out.shape[2], (("VALUE_SCALES", scales),))
+    macros = (("VALUE_SCALES", scales),)
+    return Codec(f"ByteValues<{bits}>", "bytes", arrays, capacity, out.shape[2], macros, tiles=max(1, 4 // bits))
 
 
 def _require_one_span(spans: int) -> None:

@@ -1,24 +1,24 @@
 // What stands between the matrix products: norms, activations, embeddings. One row per block.
 
-extern "C" __global__ void __launch_bounds__(256) rms_norm(const float* x, int size, const float* weight, float eps, float* y)
+extern "C" __global__ void __launch_bounds__(512) rms_norm(const float* x, int size, const float* weight, float eps, float* y)
 {
     x += (i64)blockIdx.x * size, y += (i64)blockIdx.x * size;
     float square = 0;
-    for (int c = threadIdx.x; c < size; c += 256) square += x[c] * x[c];
+    for (int c = threadIdx.x; c < size; c += blockDim.x) square += x[c] * x[c];
     float length = sqrtf(block_sum(square) / size + eps);
-    for (int c = threadIdx.x; c < size; c += 256) y[c] = x[c] / length * weight[c];
+    for (int c = threadIdx.x; c < size; c += blockDim.x) y[c] = x[c] / length * weight[c];
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(512)
 layer_norm(const float* x, int size, const float* weight, const float* bias, float eps, float* y)
 {
     x += (i64)blockIdx.x * size, y += (i64)blockIdx.x * size;
     float sum = 0, square = 0;
-    for (int c = threadIdx.x; c < size; c += 256) sum += x[c];
+    for (int c = threadIdx.x; c < size; c += blockDim.x) sum += x[c];
     float mean = block_sum(sum) / size;
-    for (int c = threadIdx.x; c < size; c += 256) square += (x[c] - mean) * (x[c] - mean);
+    for (int c = threadIdx.x; c < size; c += blockDim.x) square += (x[c] - mean) * (x[c] - mean);
     float deviation = sqrtf(block_sum(square) / size + eps);
-    for (int c = threadIdx.x; c < size; c += 256) y[c] = (x[c] - mean) / deviation * weight[c] + bias[c];
+    for (int c = threadIdx.x; c < size; c += blockDim.x) y[c] = (x[c] - mean) / deviation * weight[c] + bias[c];
 }
 
 #define SILU 0

@@ -1,8 +1,8 @@
 // Weights (rows, columns) times an activation, and weights widened to float32 for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
 // 8 or 4 for the block-quantised layout of edgekv.dense.quantize, BLOCK inputs to a float32 scale.
 
-#define ROWS_AT_ONCE 4  // by a warp, which reads the activation once for them
-#define STEP 256        // inputs that a warp takes at a time: 8 per lane
+#define ROWS_AT_ONCE 4  // by a block, which reads the activation once for them
+#define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define QUANTISED (WEIGHT_BITS < 16)
 
@@ -49,14 +49,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* x, int rows, int columns,
        int blocks, float* y)
 {
-    int lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + threadIdx.x / 32) * ROWS_AT_ONCE;
+    int first = blockIdx.x * ROWS_AT_ONCE;
     int padded = QUANTISED ? blocks * BLOCK : columns;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     x += (i64)blockIdx.y * columns;
     float sum[ROWS_AT_ONCE] = {};
-#pragma unroll 2
-    for (int k = 8 * lane; k < padded; k += STEP) {
+#pragma unroll (WEIGHT_BITS == 4 ? 4 : 2)
+    for (int k = 8 * threadIdx.x; k < padded; k += STEP) {
         Eight w[ROWS_AT_ONCE];
         float scale[ROWS_AT_ONCE], v[8], total = 0;
 #pragma unroll
@@ -84,11 +84,18 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
             sum[r] += QUANTISED ? scale[r] * (part * SINK - ZERO * total) : part;
         }
     }
+    __shared__ float sums[ROWS_AT_ONCE][WARPS];
 #pragma unroll
     for (int r = 0; r < ROWS_AT_ONCE; ++r) {
         sum[r] = lane_sum(sum[r]);
-        if (lane == 0 && first + r < rows) y[(i64)blockIdx.y * rows + first + r] = sum[r] + (has_bias ? bias[first + r] : 0);
+        if (threadIdx.x % 32 == 0) sums[r][threadIdx.x / 32] = sum[r];
     }
+    __syncthreads();
+    int row = first + threadIdx.x;
+    if (threadIdx.x >= ROWS_AT_ONCE || row >= rows) return;
+    float total = has_bias ? bias[row] : 0;
+    for (int i = 0; i < (int)blockDim.x / 32; ++i) total += sums[threadIdx.x][i];
+    y[(i64)blockIdx.y * rows + row] = total;
 }
 
 // out (rows, columns) from codes and scales. Grid (columns / 256, rows).

@@ -9,7 +9,7 @@ import numpy as np
 from edgekv.cuda.module import Array, Driver, Program
 
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
-THREADS, ROWS_PER_BLOCK = 128, 16
+THREADS, ROWS_PER_BLOCK = 128, 4
 
 
 def matvec(
@@ -28,8 +28,9 @@ def matvec(
     columns = columns or matrix.shape[1]
     n = x.size // columns
     y = driver.empty((n, rows), np.float32)
+    threads = min(THREADS, -(-columns // 256) * 32)
     driver.launch(
-        *(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), THREADS, matrix),
+        *(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), threads, matrix),
         *(driver.shift if scales is None else scales, driver.shift if bias is None else bias),
         *(int(bias is not None), x, rows, columns, 0 if scales is None else scales.shape[1], y),
     )

@@ -10,6 +10,8 @@ from edgekv.cuda.weights import LAYERS, DeviceWeights, Matrix
 from edgekv.kernels.memory import contiguous
 
 WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS
+MOST_BLOCKS = 65535  # in a grid's second direction
+NORM_THREADS = 512
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
@@ -28,7 +30,7 @@ class CudaOps:
 
     def _matmul(self, x: Array, w: Matrix) -> Array:
         y = self.driver.empty((len(x), w.rows), np.float32)
-        step = max(1, WIDENED_ELEMENTS // w.columns)
+        step = min(max(1, WIDENED_ELEMENTS // w.columns), MOST_BLOCKS)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
             y[:, part] = x @ self._widened(w, part).T
@@ -57,7 +59,7 @@ class CudaOps:
     def _norm(self, kernel: str, x: Array, names: tuple[str, ...], eps: float) -> Array:
         y = self.driver.empty(x.shape, np.float32)
         vectors = [self.weights.vectors[name] for name in names]
-        self.driver.launch(LAYERS, kernel, (len(x),), 256, x, x.shape[1], *vectors, float(eps), y)
+        self.driver.launch(LAYERS, kernel, (len(x),), NORM_THREADS, x, x.shape[1], *vectors, float(eps), y)
         return y
 
     def activation(self, x: Array, kind: str) -> Array:

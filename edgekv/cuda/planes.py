@@ -6,17 +6,8 @@ import functools
 
 import numpy as np
 
-from edgekv.cuda.backend import (
-    MOST_CHANNELS,
-    THREADS,
-    TILE,
-    Backend,
-    Codec,
-    Queries,
-    Scores,
-    check_width,
-    per_head,
-)
+from edgekv.cuda.backend import Backend
+from edgekv.cuda.codec import MOST_CHANNELS, THREADS, TILE, Codec, Queries, Scores, check_width, per_head
 from edgekv.cuda.module import Array, Program
 from edgekv.kernels.spec_planes import (
     FULL_VALUES,
@@ -91,7 +82,7 @@ class PlaneKernels(Backend):
         s0: int,
     ) -> None:
         arrays, macros = (signs, scale, centres, centre_step), (("PLANES", planes.shape[2]),)
-        keys = Codec("CentredKeys", "centred", arrays, scale.shape[1], q.shape[2], macros)
+        keys = Codec("CentredKeys", "centred", arrays, scale.shape[1], q.shape[2], macros, tiles=4)
         self.score(keys, Queries(q, planes, step), t0, t1, s, s0)
 
     def encode_quads(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
@@ -107,7 +98,7 @@ class PlaneKernels(Backend):
         self, p: Array | Scores, s0: int, codes: Array, scale: Array, t0: int, t1: int, out: Array
     ) -> None:
         macros = (("VALUE_BITS", codes.shape[2] // 2),)
-        values = Codec("QuadValues", "quads", (codes, scale), scale.shape[1], codes.shape[3], macros)
+        values = Codec("QuadValues", "quads", (codes, scale), scale.shape[1], codes.shape[3], macros, tiles=4)
         self.accumulate(p, s0, values, t0, t1, out)
 
     def encode_planes(self, x: Array, step: Array, planes: Array, t0: int) -> None:

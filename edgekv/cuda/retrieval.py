@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.cuda.backend import THREADS, Backend, Codec, Queries, Scores
+from edgekv.cuda.backend import Backend
+from edgekv.cuda.codec import THREADS, Codec, Queries, Scores
 from edgekv.cuda.module import Array, Program
 
 I64 = npt.NDArray[np.int64]
@@ -61,7 +62,17 @@ class RetrievalKernels(Backend):
         self, q: Array, signs: Array, levels: Array, group: int, b0: int, b1: int, s: Array | Scores, s0: int
     ) -> None:
         capacity = levels.shape[1] * group
-        keys = Codec("FierKeys", "fier", (signs, levels), capacity, q.shape[2], (("GROUP", group),), joins=False)
+        keys = Codec(
+            "FierKeys",
+            "fier",
+            (signs, levels),
+            capacity,
+            q.shape[2],
+            (("GROUP", group),),
+            joins=False,
+            tiles=2,
+            blocks=16,
+        )
         self.score(keys, Queries(q), b0 * group, b1 * group, s, s0)
 
     def encode_pages(self, keys: Array, page: int, bounds: Array, b0: int, b1: int) -> None:

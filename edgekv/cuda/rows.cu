@@ -8,8 +8,8 @@ template <> __device__ __forceinline__ float widen<u16>(const u32* words, int i)
 template <> __device__ __forceinline__ float widen<float>(const u32* words, int i) { return __uint_as_float(words[i]); }
 
 // How a block reads rows of HEAD_DIM elements: LANES threads side by side take one token, VEC elements each (and PIECES
-// times that), AT_ONCE tokens at a time. A thread has at most FLIGHT words on their way.
-template <class E, int FLIGHT> struct Rows {
+// times that), AT_ONCE tokens at a time. A thread has at most FLIGHT words on their way, of each of the first HELD tiles.
+template <class E, int FLIGHT, int HELD> struct Rows {
     static constexpr int VEC = common_divisor(HEAD_DIM, 16 / sizeof(E));
     static constexpr int WORDS = most(1, VEC * sizeof(E) / 4);
     static constexpr int LANES = least(32, power_above(divide_up(HEAD_DIM, VEC)));
@@ -21,7 +21,7 @@ template <class E, int FLIGHT> struct Rows {
 
     const E* rows;
     int end, lane, slot;
-    u32 raw[CHUNK][PIECES][WORDS];
+    u32 raw[HELD][CHUNK][PIECES][WORDS];
 
     __device__ Rows(const Store& store, int g, int end)
         : rows((const E*)store.a + (i64)g * store.capacity * HEAD_DIM), end(end), lane(threadIdx.x % LANES),
@@ -31,8 +31,9 @@ template <class E, int FLIGHT> struct Rows {
 
     __device__ int channel(int piece) const { return (piece * LANES + lane) * VEC; }
 
-    __device__ void load(int tile, int chunk = 0)
+    __device__ void load(int u, int tile, int chunk = 0)
     {
+        if (u >= HELD) return;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
             int token = tile * TILE + (chunk * CHUNK + i) * AT_ONCE + slot;
@@ -41,20 +42,21 @@ template <class E, int FLIGHT> struct Rows {
                 bool there = token < end && slot < AT_ONCE && channel(k) < HEAD_DIM;
                 const E* from = rows + (i64)token * HEAD_DIM + channel(k);
                 if (!there)
-                    for (int w = 0; w < WORDS; ++w) raw[i][k][w] = 0;
+                    for (int w = 0; w < WORDS; ++w) raw[u][i][k][w] = 0;
                 else if (VEC * sizeof(E) < 4)
-                    raw[i][k][0] = *(const u16*)from;
+                    raw[u][i][k][0] = *(const u16*)from;
                 else
-                    load_words<WORDS>(from, raw[i][k]);
+                    load_words<WORDS>(from, raw[u][i][k]);
             }
         }
     }
 };
 
-template <class E, int FLIGHT = 32> struct RowKeys : Rows<E, FLIGHT> {
-    typedef Rows<E, FLIGHT> R;
+template <class E, int FLIGHT = 32, int HELD = TILES> struct RowKeys : Rows<E, FLIGHT, HELD> {
+    typedef Rows<E, FLIGHT, HELD> R;
+    static constexpr bool PREPARES = false;
     struct Shared {
-        float s[ROWS][TILE];
+        float s[TILES][ROWS][TILE];
     };
     Shared& shared;
     float q[ROWS][R::WIDTH];
@@ -73,38 +75,46 @@ template <class E, int FLIGHT = 32> struct RowKeys : Rows<E, FLIGHT> {
                 }
     }
 
-    __device__ void scores(int tile)
+    __device__ void prepare(int tile) {}
+
+    __device__ void scores(int u, int tile)
     {
+        if (u >= HELD) return;
         for (int chunk = 0; chunk < R::TURNS / R::CHUNK; ++chunk) {
-            if (chunk > 0) this->load(tile, chunk);
+            if (chunk > 0) this->load(u, tile, chunk);
+            float sum[R::CHUNK * ROWS];
 #pragma unroll
             for (int i = 0; i < R::CHUNK; ++i) {
-                int token = (chunk * R::CHUNK + i) * R::AT_ONCE + this->slot;
-                float sum[ROWS] = {};
+#pragma unroll
+                for (int m = 0; m < ROWS; ++m) sum[i * ROWS + m] = 0;
 #pragma unroll
                 for (int k = 0; k < R::PIECES; ++k)
 #pragma unroll
                     for (int j = 0; j < R::VEC; ++j) {
-                        float x = widen<E>(this->raw[i][k], j);
+                        float x = widen<E>(this->raw[u][i][k], j);
 #pragma unroll
-                        for (int m = 0; m < ROWS; ++m) sum[m] += q[m][k * R::VEC + j] * x;
+                        for (int m = 0; m < ROWS; ++m) sum[i * ROWS + m] += q[m][k * R::VEC + j] * x;
                     }
+            }
+            typedef SpreadSum<R::CHUNK * ROWS, 1, R::LANES> Sums;
+            int first = 0;
+            bool mine = this->slot < R::AT_ONCE;
+            Sums::run(sum, first, mine);
 #pragma unroll
-                for (int m = 0; m < ROWS; ++m) {
-                    sum[m] = lane_sum(sum[m], R::LANES);
-                    if (this->lane == 0 && this->slot < R::AT_ONCE) shared.s[m][token] = sum[m];
-                }
+            for (int i = 0; i < Sums::kept(); ++i) {
+                int token = (chunk * R::CHUNK + (first + i) / ROWS) * R::AT_ONCE + this->slot;
+                if (mine) shared.s[u][(first + i) % ROWS][token] = sum[i];
             }
         }
     }
 
-    __device__ float score(int m, int i) const { return shared.s[m][i]; }
+    __device__ float score(int u, int m, int i) const { return shared.s[u][m][i]; }
 };
 
-template <class E, int FLIGHT = 32> struct RowValues : Rows<E, FLIGHT> {
-    typedef Rows<E, FLIGHT> R;
+template <class E, int FLIGHT = 32, int HELD = TILES> struct RowValues : Rows<E, FLIGHT, HELD> {
+    typedef Rows<E, FLIGHT, HELD> R;
     struct Shared {
-        float p[ROWS][TILE];
+        float p[TILES][ROWS][TILE];
     };
     Shared& shared;
     float sum[ROWS * R::WIDTH];
@@ -114,10 +124,10 @@ template <class E, int FLIGHT = 32> struct RowValues : Rows<E, FLIGHT> {
         for (int i = 0; i < ROWS * R::WIDTH; ++i) sum[i] = 0;
     }
 
-    __device__ void weigh(int m, int turn, float p0, float p1)
+    __device__ void weigh(int u, int m, int turn, float p0, float p1)
     {
-        shared.p[m][threadIdx.x % 32] = p0;
-        shared.p[m][threadIdx.x % 32 + 32] = p1;
+        shared.p[u][m][threadIdx.x % 32] = p0;
+        shared.p[u][m][threadIdx.x % 32 + 32] = p1;
     }
 
     __device__ void rescale(int m, float factor)
@@ -128,22 +138,23 @@ template <class E, int FLIGHT = 32> struct RowValues : Rows<E, FLIGHT> {
 
     __device__ void rescale_offset(int turn, float factor) {}
 
-    __device__ void add(int tile)
+    __device__ void add(int u, int tile)
     {
+        if (u >= HELD) return;
         for (int chunk = 0; chunk < R::TURNS / R::CHUNK; ++chunk) {
-            if (chunk > 0) this->load(tile, chunk);
+            if (chunk > 0) this->load(u, tile, chunk);
 #pragma unroll
             for (int i = 0; i < R::CHUNK; ++i) {
                 int token = (chunk * R::CHUNK + i) * R::AT_ONCE + this->slot;
                 if (this->slot >= R::AT_ONCE) continue;
                 float p[ROWS];
 #pragma unroll
-                for (int m = 0; m < ROWS; ++m) p[m] = shared.p[m][token];
+                for (int m = 0; m < ROWS; ++m) p[m] = shared.p[u][m][token];
 #pragma unroll
                 for (int k = 0; k < R::PIECES; ++k)
 #pragma unroll
                     for (int j = 0; j < R::VEC; ++j) {
-                        float x = widen<E>(this->raw[i][k], j);
+                        float x = widen<E>(this->raw[u][i][k], j);
 #pragma unroll
                         for (int m = 0; m < ROWS; ++m) sum[m * R::WIDTH + k * R::VEC + j] += p[m] * x;
                     }
@@ -154,7 +165,7 @@ template <class E, int FLIGHT = 32> struct RowValues : Rows<E, FLIGHT> {
     // Adds the sums of all threads to out.
     __device__ void finish(float (*out)[HEAD_DIM])
     {
-        typedef SpreadSum<ROWS * R::WIDTH, R::LANES> Sums;
+        typedef SpreadSum<ROWS * R::WIDTH, R::LANES, 32> Sums;
         int first = 0;
         bool mine = true;
         Sums::run(sum, first, mine);

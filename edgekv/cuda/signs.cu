@@ -3,13 +3,14 @@
 struct SignKeys {
     static constexpr int WORDS = KEY_DIM / 64;
     static constexpr int MINE = divide_up(WORDS, 2);  // two threads share a token
+    static constexpr bool PREPARES = false;
     struct Shared {
-        float s[ROWS][TILE];
+        float s[TILES][ROWS][TILE];
     };
     Shared& shared;
     const u64* signs;
     int end, token, half;
-    u64 raw[MINE], q[ROWS][MINE];
+    u64 raw[TILES][MINE], q[ROWS][MINE];
     float scale[ROWS];
 
     __device__ SignKeys(Shared& shared, const Queries& queries, const Store& store, int g, int m0, int end)
@@ -26,27 +27,29 @@ struct SignKeys {
         }
     }
 
-    __device__ void load(int tile)
+    __device__ void load(int u, int tile)
     {
 #pragma unroll
         for (int i = 0; i < MINE; ++i) {
             int word = 2 * i + half;
             bool there = tile * TILE + token < end && word < WORDS;
-            raw[i] = there ? signs[((i64)tile * WORDS + word) * TILE + token] : 0;
+            raw[u][i] = there ? signs[((i64)tile * WORDS + word) * TILE + token] : 0;
         }
     }
 
-    __device__ void scores(int tile)
+    __device__ void prepare(int tile) {}
+
+    __device__ void scores(int u, int tile)
     {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
             int differing = 0;
 #pragma unroll
-            for (int i = 0; i < MINE; ++i) differing += __popcll(raw[i] ^ q[m][i]);
+            for (int i = 0; i < MINE; ++i) differing += __popcll(raw[u][i] ^ q[m][i]);
             differing += __shfl_xor_sync(EVERY_LANE, differing, 1);
-            if (half == 0) shared.s[m][token] = scale[m] * (float)(KEY_DIM - 2 * differing);
+            if (half == 0) shared.s[u][m][token] = scale[m] * (float)(KEY_DIM - 2 * differing);
         }
     }
 
-    __device__ float score(int m, int i) const { return shared.s[m][i]; }
+    __device__ float score(int u, int m, int i) const { return shared.s[u][m][i]; }
 };

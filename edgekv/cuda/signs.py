@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.cuda.backend import THREADS, Backend, Codec, Queries, Scores, per_head
+from edgekv.cuda.backend import Backend
+from edgekv.cuda.codec import THREADS, Codec, Queries, Scores, per_head
 from edgekv.cuda.dense import ENCODE
 from edgekv.cuda.module import Array, Program
 
@@ -32,7 +33,7 @@ class SignKernels(Backend):
         self, q_codes: Array, codes: Array, t0: int, t1: int, scale: Array, s: Array | Scores, s0: int
     ) -> None:
         _, blocks, words, tile = codes.shape
-        keys = Codec("SignKeys", "signs", (codes,), blocks * tile, 64 * words)
+        keys = Codec("SignKeys", "signs", (codes,), blocks * tile, 64 * words, tiles=4)
         self.score(keys, Queries(q_codes, q_codes, scale), t0, t1, s, s0)
 
     def encode_int4(self, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:
@@ -46,5 +47,7 @@ class SignKernels(Backend):
     def values_int4(
         self, p: Array | Scores, s0: int, codes: Array, delta: Array, zero: Array, t0: int, t1: int, out: Array
     ) -> None:
-        values = Codec("ByteValues<4>", "bytes", (codes, delta, zero), codes.shape[1], 2 * codes.shape[2], INT4)
+        values = Codec(
+            "ByteValues<4>", "bytes", (codes, delta, zero), codes.shape[1], 2 * codes.shape[2], INT4, tiles=4
+        )
         self.accumulate(p, s0, values, t0, t1, out)

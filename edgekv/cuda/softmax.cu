@@ -1,5 +1,8 @@
-// Softmax of rows, in place: of columns lo .. hi, which move with the shift; 0 elsewhere. ends (2, rows) if `many`.
-extern "C" __global__ void __launch_bounds__(256)
+// Softmax of rows, in place: of columns lo .. hi, which move with the shift; 0 elsewhere. ends (2, rows) if `many`. A thread
+// reads FLIGHT columns before it works on them.
+#define FLIGHT 4
+
+extern "C" __global__ void __launch_bounds__(1024)
 softmax(float* s, int group_stride, int row_stride, int columns, int rows, int many, const int* ends, int lo, int hi,
         const int* shift)
 {
@@ -7,17 +10,36 @@ softmax(float* s, int group_stride, int row_stride, int columns, int rows, int m
     float* row = s + (i64)blockIdx.y * group_stride + (i64)m * row_stride;
     if (many) lo = ends[m], hi = ends[rows + m];
     hi += *shift;
-    float peak = MINUS_INFINITY;
-    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) peak = fmaxf(peak, row[i]);
-    peak = block_max(peak);
-    if (peak == MINUS_INFINITY) peak = 0;
-    float total = 0;
-    for (int i = lo + threadIdx.x; i < hi; i += blockDim.x) {
-        float weight = expf(row[i] - peak);
-        row[i] = weight;
-        total += weight;
+    float peak = MINUS_INFINITY, total = 0, x[FLIGHT];
+    for (int first = lo; first < hi; first += FLIGHT * (int)blockDim.x) {
+        float top = peak;
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) {
+            int i = first + k * (int)blockDim.x + threadIdx.x;
+            x[k] = i < hi ? row[i] : MINUS_INFINITY;
+        }
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) top = fmaxf(top, x[k]);
+        if (top == MINUS_INFINITY) continue;
+        total *= expf(peak - top);
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) total += expf(x[k] - top);
+        peak = top;
     }
-    total = block_sum(total);
+    float top = block_max(peak);
+    if (top == MINUS_INFINITY) top = 0;
+    total = block_sum(total * expf(peak - top));
     float factor = total > 0 ? 1 / total : 0;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) row[i] = i >= lo && i < hi ? row[i] * factor : 0;
+    for (int first = 0; first < columns; first += FLIGHT * (int)blockDim.x) {
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) {
+            int i = first + k * (int)blockDim.x + threadIdx.x;
+            x[k] = i >= lo && i < hi ? row[i] : MINUS_INFINITY;
+        }
+#pragma unroll
+        for (int k = 0; k < FLIGHT; ++k) {
+            int i = first + k * (int)blockDim.x + threadIdx.x;
+            if (i < columns) row[i] = expf(x[k] - top) * factor;
+        }
+    }
 }

@@ -1,5 +1,7 @@
 // Weighted sums over a range of tokens, for the value codec VALUES.
-// partial[g, split, m] = sum over a share of the tokens t0 .. t1 of p[g, m, s0 + t - t0] * value; (G, splits, rows, D).
+
+// partial[g, share, m] = sum over a share of the tokens t0 .. t1 of p[g, m, s0 + t - t0] * value; (G, shares, rows, D).
+// Grid (shares, G, rows / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
 values(const float* p, int group_stride, int row_stride, int s0, const void* a, const void* b, const void* c,
        const void* d, const void* e, const void* f, int capacity, int t0, int t1, int rows, float* partial)
@@ -9,27 +11,33 @@ values(const float* p, int group_stride, int row_stride, int s0, const void* a, 
     Store store = {a, b, c, d, e, f, capacity};
     int g = blockIdx.y, m0 = blockIdx.z * ROWS, first = t0 / TILE, n = divide_up(t1, TILE) - first;
     int tile = first + (i64)n * blockIdx.x / gridDim.x, last = first + (i64)n * (blockIdx.x + 1) / gridDim.x;
-    VALUES values(shared, store, g, t1);
+    int end = least(t1, last * TILE);
+    VALUES values(shared, store, g, end);
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
-    for (; tile < last; ++tile) {
-        values.load(tile);
-        __syncthreads();
 #pragma unroll
-        for (int turn = 0; turn < divide_up(ROWS, WARPS); ++turn) {
-            int m = turn * WARPS + threadIdx.x / 32;
-            if (m >= ROWS) break;
+    for (int u = 0; u < TILES; ++u) values.load(u, tile + u);
+    for (; tile < last; tile += TILES) {
+#pragma unroll
+        for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
+            int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
+            if (item >= ITEMS) break;
+            const float* row = p + (i64)g * group_stride + (i64)(m0 + m) * row_stride + s0 - t0;
             float weight[2];
+#pragma unroll
             for (int i = 0; i < 2; ++i) {
-                int t = tile * TILE + threadIdx.x % 32 + 32 * i;
-                bool there = t >= t0 && t < t1 && m0 + m < rows;
-                weight[i] = there ? p[(i64)g * group_stride + (i64)(m0 + m) * row_stride + s0 + t - t0] : 0;
+                int t = (tile + u) * TILE + threadIdx.x % 32 + 32 * i;
+                weight[i] = t >= t0 && t < end && m0 + m < rows ? row[t] : 0;
             }
-            values.weigh(m, turn, weight[0], weight[1]);
+            values.weigh(u, m, turn, weight[0], weight[1]);
         }
         __syncthreads();
-        values.add(tile);
+#pragma unroll
+        for (int u = 0; u < TILES; ++u) {
+            values.add(u, tile + u);
+            values.load(u, tile + TILES + u);
+        }
+        __syncthreads();
     }
-    __syncthreads();
     values.finish(out);
     for (int i = threadIdx.x; i < least(ROWS, rows - m0) * HEAD_DIM; i += THREADS)
         partial[(((i64)g * gridDim.x + blockIdx.x) * rows + m0) * HEAD_DIM + i] = out[i / HEAD_DIM][i % HEAD_DIM];

@@ -186,6 +186,7 @@ template <class To, class From> To same_bits(From x)
 inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
+inline float __expf(float x) { return expf(x); }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 
 inline float half_to_float(unsigned short bits) { return (float)same_bits<_Float16>(bits); }

@@ -1,0 +1,132 @@
+"""What `--device cuda` says when it can't: no CuPy, no GPU, no kernels, a kernel that does not compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_files import one_line
+
+from edgekv.cuda import cupy_driver
+from edgekv.cuda.device import SCHEMES, CudaDevice
+from edgekv.cuda.module import Program
+from edgekv.demo import demo_model
+from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
+from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.model import find_device, resolve_device
+from edgekv.session import Session
+
+IMPORT_ALL = """
+import pkgutil, sys, edgekv
+for module in pkgutil.walk_packages(edgekv.__path__, "edgekv."):
+    if not module.name.endswith("__main__"):
+        __import__(module.name)
+sys.exit("cupy" in sys.modules)
+"""
+
+
+class FakeError(RuntimeError):
+    """As CuPy's own."""
+
+
+def fake_cupy(zeros: Any, nvrtc: Any = lambda: (12, 9)) -> Any:
+    """The module as far as a driver touches it before its first launch."""
+    runtime = SimpleNamespace(
+        CUDARuntimeError=FakeError,
+        getDeviceCount=lambda: 1,
+        getDevice=lambda: 0,
+        getDeviceProperties=lambda device: {"multiProcessorCount": 1},
+        runtimeGetVersion=lambda: 12090,
+        memGetInfo=lambda: (1 << 30, 4 << 30),
+    )
+    stream = SimpleNamespace(use=lambda: None)
+    compiler = SimpleNamespace(CompileException=FakeError)
+    driver = SimpleNamespace(CUDADriverError=FakeError)
+    compiles = SimpleNamespace(getVersion=nvrtc)
+    cuda = SimpleNamespace(
+        runtime=runtime, Stream=lambda: stream, compiler=compiler, driver=driver, nvrtc=compiles
+    )
+    return SimpleNamespace(cuda=cuda, zeros=zeros, RawModule=None)
+
+
+def test_no_module_of_edgekv_imports_cupy() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT_ALL], check=True, timeout=60)
+
+
+def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError) as error:
+        CudaDevice().require(CacheSpec.parse("dense"))
+    one_line(error, "pip install 'edgekv[cuda12]'", "--device cpu")
+    assert resolve_device("auto", CacheSpec.parse("dense")) == "cpu"
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*arguments: Any) -> None:
+        raise FakeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(zeros))
+    with pytest.raises(ConfigError) as error:
+        CudaDevice().require(CacheSpec.parse("dense"))
+    one_line(error, "CUDA 12.9", "cudaErrorInsufficientDriver", "NVIDIA driver", "--device cpu")
+
+
+def test_without_the_compiler_of_cupys_cuda_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version() -> None:
+        raise FakeError('Failure finding "libnvrtc.so.12": No such file')
+
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros, version))
+    with pytest.raises(ConfigError) as error:
+        CudaDevice().require(CacheSpec.parse("dense"))
+    one_line(error, "libnvrtc.so.12", "pip install 'edgekv[cuda12]'", "--device cpu")
+
+
+def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = fake_cupy(np.zeros)
+    cupy.cuda.runtime.memGetInfo = lambda: (1 << 20, 4 << 30)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(CudaDevice, "decoder", lambda *arguments: pytest.fail("began to load"))
+    with pytest.raises(MemoryBudgetError) as error:
+        Session.load(demo_model(), device="cuda")
+    one_line(error, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "--ctx")
+
+
+@pytest.mark.parametrize("name", sorted(set(CACHES) - set(SCHEMES)))
+def test_schemes_without_kernels_are_refused(name: str) -> None:
+    with pytest.raises(CacheError) as error:
+        CudaDevice().require(CacheSpec.parse(name))
+    one_line(error, f"--kv {name}", "--device cuda", *SCHEMES)
+    assert resolve_device("auto", CacheSpec.parse(name)) == "cpu"
+
+
+def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros))
+    assert resolve_device("auto", CacheSpec.parse("dense")) == "cuda"
+    assert resolve_device("cpu", CacheSpec.parse("dense")) == "cpu"
+    assert find_device("cuda").free_bytes() == 1 << 30
+    with pytest.raises(ConfigError, match="accepted: auto, cpu, numpy, cuda"):
+        find_device("tpu")
+
+
+def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: Any) -> None:
+        raise FakeError("softmax.cu(3): error: what is this?\n1 error detected")
+
+    cupy = fake_cupy(np.zeros)
+    cupy.RawModule = refuse
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    driver = cupy_driver.CupyDriver()
+    with pytest.raises(ConfigError) as error:
+        driver.launch(Program(("softmax",)), "softmax", (1,), 256)
+    log = cupy_driver.cache_root() / "cuda-compile.log"
+    one_line(error, "softmax.cu", log, "--device cpu")
+    assert "what is this?" in log.read_text()
+
+
+def test_scalars_reach_a_kernel_as_its_own_types() -> None:
+    values = [cupy_driver._argument(x) for x in (3, 0.5, None)]
+    assert [type(x) for x in values] == [np.int32, np.float32, type(None)]

@@ -175,27 +175,35 @@ def bench(
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """An exact prompt of ``tokens`` tokens through all layers, the cache's encoding included; no logits."""
+    """An exact prompt of ``tokens`` tokens through all layers, the cache's encoding included; no logits.
+
+    blas_flops: float32 operations per second of a large square product on all threads. times_floor: seconds over
+    the linear layers' plus what causal attention takes at half of that speed.
+    """
 
     kv: str
     tokens: int
     seconds: float
     tokens_per_s: float
     matmul_s: float
+    blas_flops: float
+    times_floor: float
 
 
 def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequence[int]) -> list[Prefill]:
     """The better of two prompts for each length and scheme."""
-    results, dense = [], decoder.dense
-    ids = np.random.default_rng(0).integers(0, decoder.config.vocab_size, max(lengths, default=0))
+    results, dense, c = [], decoder.dense, decoder.config
+    ids = np.random.default_rng(0).integers(0, c.vocab_size, max(lengths, default=0))
+    flops = blas_flops(decoder.threads) if lengths else 0.0
     for n in lengths:
+        attention = 2 * c.q_size * c.n_layers * n * n / (flops / 2)
         for spec in specs:
             best: Prefill | None = None
             for _ in range(2):
                 watch = Stopwatch()
                 watch.on = True
                 decoder.dense = TimedDense(dense, watch)
-                caches = spec.layers(decoder.config, n)
+                caches = spec.layers(c, n)
                 for cache in caches:
                     cache.allocate(decoder.kernels, decoder.workspace)
                 x = decoder.embed(ids[:n], 0)
@@ -204,11 +212,25 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
                     decoder.prefill(x, caches)
                 seconds = time.perf_counter() - begin
                 if best is None or seconds < best.seconds:
-                    best = Prefill(str(spec), n, seconds, n / seconds, watch.seconds["matmul"])
+                    matmul = watch.seconds["matmul"]
+                    floor = matmul + attention
+                    best = Prefill(str(spec), n, seconds, n / seconds, matmul, flops, seconds / floor)
             assert best is not None
             results.append(best)
     decoder.dense = dense
     return results
+
+
+def blas_flops(threads: int) -> float:
+    """Float32 operations per second of NumPy's product of two matrices of 2,048 x 2,048, the best of five."""
+    a = np.random.default_rng(0).standard_normal((2048, 2048), np.float32)
+    out, best = np.empty_like(a), float("inf")
+    with blas_threads(threads):
+        for _ in range(5):
+            begin = time.perf_counter()
+            np.matmul(a, a, out=out)
+            best = min(best, time.perf_counter() - begin)
+    return float(2 * 2048**3 / best)
 
 
 def _medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where the files of `models/` lie: the shapes by name, and the model used when no --model is given."""
+"""Where the files of `models/` lie: the shapes and models by name, and the model used when no --model is given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def shipped(name: str) -> pathlib.Path | None:
     return next((folder / name for folder in (CHECKOUT, INSTALLED) if (folder / name).is_file()), None)
 
 
-def demo_model() -> pathlib.Path | None:
-    """The folder of the model that ships with edgekv."""
-    config = shipped("demo/config.json")
+def shipped_model(name: str) -> pathlib.Path | None:
+    """The folder of a model that ships with edgekv: demo, scenes."""
+    config = shipped(f"{name}/config.json")
     return config and config.parent

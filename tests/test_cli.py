@@ -162,9 +162,19 @@ def test_bad_input_is_one_line_and_exit_2(
 
 
 def test_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgekv.cli.options.demo_model", lambda: None)
+    monkeypatch.setattr("edgekv.cli.options.shipped_model", lambda name: None)
     assert main(["run", "--prompt", "x"]) == 2
     assert "--model PATH" in capsys.readouterr().err
+
+
+def test_a_shipped_model_by_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["info", "--model", "scenes"]) == 0
+    assert "models/scenes" in capsys.readouterr().out
+    assert main(["info", "--model", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kv", ["dense", "kivi2"])

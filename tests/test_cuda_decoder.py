@@ -13,7 +13,7 @@ from cuda_cases import OnDevice
 from edgekv import Session
 from edgekv.cuda.decoder import CudaDecoder
 from edgekv.cuda.weights import DeviceWeights
-from edgekv.demo import demo_model
+from edgekv.demo import shipped_model
 from edgekv.errors import EdgeKVError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
@@ -125,7 +125,7 @@ def test_logits_that_are_no_numbers_are_refused(device: OnDevice) -> None:
 @pytest.mark.parametrize("name", ["stories260K", "demo"])
 def test_greedy_text_equals_the_cpus(name: str, request: pytest.FixtureRequest) -> None:
     OnDevice.open("gpu")
-    path = demo_model() if name == "demo" else request.getfixturevalue("shared") / "models" / name
+    path = shipped_model("demo") if name == "demo" else request.getfixturevalue("shared") / "models" / name
     texts = []
     for where in ("numpy", "cuda"):
         session = Session.load(path, kv="dense", ctx=300, weights="f32", device=where)

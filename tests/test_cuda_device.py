@@ -14,7 +14,7 @@ from checkpoint_files import one_line
 from edgekv.cuda import cupy_driver
 from edgekv.cuda.device import SCHEMES, CudaDevice
 from edgekv.cuda.module import Program
-from edgekv.demo import demo_model
+from edgekv.demo import shipped_model
 from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.model import find_device, resolve_device
@@ -91,7 +91,7 @@ def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(CudaDevice, "decoder", lambda *arguments: pytest.fail("began to load"))
     with pytest.raises(MemoryBudgetError) as error:
-        Session.load(demo_model(), device="cuda")
+        Session.load(shipped_model("demo"), device="cuda")
     one_line(error, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "--ctx")
 
 

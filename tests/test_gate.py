@@ -15,7 +15,7 @@ import pytest
 from edgekv.cli import main
 from edgekv.cli.gate import table
 from edgekv.cli.subject import split_specs
-from edgekv.demo import demo_model
+from edgekv.demo import shipped_model
 from edgekv.errors import CheckpointError, ContextError
 from edgekv.evaluate import Quality
 from edgekv.exam import Exam, answers
@@ -71,7 +71,7 @@ def opened(path: pathlib.Path, ctx: int) -> tuple[Decoder, Tokenizer]:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
-        return opened(demo_model(), 1024)
+        return opened(shipped_model("demo"), 1024)
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_without_needles(demo: tuple[Decoder, Tokenizer], prose_text: str) -> No
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return write_biased(demo_model(), tmp_path_factory.mktemp("biased"), times=30)
+    return write_biased(shipped_model("demo"), tmp_path_factory.mktemp("biased"), times=30)
 
 
 def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
 from tqdm import tqdm
 
-from edgekv.demo import demo_model
+from edgekv.demo import shipped_model
 from edgekv.dense.formats import WEIGHTS
 from edgekv.errors import ConfigError
 from edgekv.kvcache import CACHES, CacheSpec
@@ -41,15 +42,17 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="a Hugging Face folder, a .safetensors or .gguf file, or a store made by `edgekv quantize` "
-        "(default: the demo model that ships with edgekv)",
+        help="a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "
+        "or demo or scenes, which ship with edgekv (default: demo)",
     )
     parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """--model, or the demo model that ships with edgekv."""
-    path = arguments.model or demo_model()
+    """--model, which may name a model that ships with edgekv; without it the demo model."""
+    path = arguments.model
+    if path is None or not pathlib.Path(path).exists():
+        path = shipped_model(path or "demo") or path
     if path is None:
         raise ConfigError(
             "no model: give --model PATH, a Hugging Face folder, a .safetensors or .gguf file or a store"

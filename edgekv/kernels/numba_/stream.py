@@ -7,10 +7,15 @@ from numba import prange
 
 from edgekv.kernels import threads
 from edgekv.kernels.aligned import zeros
-from edgekv.kernels.numba_.jit import parallel_jit
-from edgekv.kernels.spec import U64
+from edgekv.kernels.numba_ import simd
+from edgekv.kernels.numba_.jit import fast_jit, parallel_jit
+from edgekv.kernels.numba_.scalar import address, put
+from edgekv.kernels.spec import F32
 
 PROBE_BYTES = 256 << 20  # far beyond any cache
+LANES = simd.LANES
+LINE, AHEAD = 4 * LANES, 1024  # elements to a round, and fetched ahead
+ZERO = np.float32(0)
 
 
 class Bandwidth:
@@ -20,24 +25,32 @@ class Bandwidth:
     """
 
     def __init__(self) -> None:
-        self._words = zeros((PROBE_BYTES // 8,), np.uint64)
-        self._words.fill(1)
-        self._sums = np.zeros((threads.count(), 8), np.uint64)  # a cache line each
+        self._elements = zeros((PROBE_BYTES // 4,), np.float32)
+        self._elements.fill(1)
+        self._sums = np.zeros((threads.count(), 16), np.float32)  # a cache line each
         self.best = 0.0
         self.sample()
         self.sample()  # the first one compiled
 
     def sample(self) -> None:
         begin = time.perf_counter()
-        threads.run_parallel(_sum_parallel, self._words, self._sums)
+        threads.run_parallel(_sum_parallel, threads.count(), PROBE_BYTES // 4 // LINE, self._elements, self._sums)
         self.best = max(self.best, PROBE_BYTES / (time.perf_counter() - begin))
 
 
+@fast_jit
+def _sum_items(first: int, last: int, elements: F32, sums: F32) -> None:
+    elements, sums = address(elements), address(sums)
+    a = b = c = d = simd.splat(ZERO)
+    for i in range(first * LINE, last * LINE, LINE):
+        simd.prefetch(elements, i + AHEAD)
+        a, b = simd.add(a, simd.load(elements, i)), simd.add(b, simd.load(elements, i + LANES))
+        i += 2 * LANES
+        c, d = simd.add(c, simd.load(elements, i)), simd.add(d, simd.load(elements, i + LANES))
+    put(sums, 0, simd.total(simd.add(simd.add(a, b), simd.add(c, d))))
+
+
 @parallel_jit
-def _sum_parallel(words: U64, sums: U64) -> None:
-    parts = len(sums)
-    for part in prange(parts):
-        total = np.uint64(0)
-        for i in range(len(words) * part // parts, len(words) * (part + 1) // parts):
-            total += words[i]
-        sums[part, 0] = total
+def _sum_parallel(n_parts: int, n_items: int, elements: F32, sums: F32) -> None:
+    for part in prange(n_parts):
+        _sum_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, elements, sums[part])

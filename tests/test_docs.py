@@ -33,3 +33,8 @@ def test_runs_with_other_settings_are_not_merged() -> None:
     with pytest.raises(SystemExit, match="different settings"):
         quality.merged([run, {"settings": {"ctx": 2}, "results": []}])
     assert quality.merged([run | {"results": [1]}, run | {"results": [2]}])["results"] == [1, 2]
+
+
+def test_performance_tables_are_those_of_the_data() -> None:
+    command = [sys.executable, ROOT / "tools" / "performance.py", "--check"]
+    assert subprocess.run(command, check=False).returncode == 0

@@ -1,82 +1,90 @@
 #!/usr/bin/env bash
-# Runs a command in an emulated Cortex-A76 (Raspberry Pi 5) over this checkout, on an x86-64 Debian or Ubuntu.
+# Runs a command in an emulated Cortex-A76 (Raspberry Pi 5) over this checkout, on any x86-64 Linux.
 #
-#   tools/arm_emulated.sh                            the whole test suite (an hour or more)
+#   tools/arm_emulated.sh                            the whole test suite (hours)
 #   tools/arm_emulated.sh pytest tests/test_kernels_signs.py
 #   tools/arm_emulated.sh python tools/arm_smoke.py  what .ci/run does
+#   tools/arm_emulated.sh build                      only fetches what is needed
 #
-# Needs apt-get with its package lists, dpkg-deb, pip and a package index; nothing is installed into the system.
-# arm64 packages of Debian's Python and aarch64 wheels are unpacked into EDGEKV_ARM_ROOT (default
-# ~/.cache/edgekv/arm), once; CPU and PYTHON below may be set in the environment.
+# Needs curl, dpkg-deb, xz, pip, a package index and Debian's mirror; nothing is installed into the system. Debian's
+# arm64 Python, aarch64 wheels and qemu are unpacked into EDGEKV_ARM_ROOT (default ~/.cache/edgekv/arm), once.
+# EDGEKV_ARM_CPU is the processor (default cortex-a76; cortex-a57 has no dot product); NUMBA_CPU_NAME that for
+# which kernels are compiled, if another.
 set -euo pipefail
 
 cpu=${EDGEKV_ARM_CPU:-cortex-a76}
 root=${EDGEKV_ARM_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}/edgekv/arm}
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+mirror=${EDGEKV_DEBIAN_MIRROR:-http://deb.debian.org/debian}
+suite=bookworm # has Python 3.11
+packages=(libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1 libssl3 libffi8 libsqlite3-0 libbz2-1.0 liblzma5 libuuid1
+    libreadline8 libtinfo6 libncursesw6 libdb5.3 libnsl2 libtirpc3 libcrypt1 libpython3.11-minimal
+    libpython3.11-stdlib python3.11-minimal)
 # onnxruntime 1.31 crashes at import under emulation.
-wheels='numpy numba llvmlite onnxruntime<1.28 onnx sentencepiece tokenizers safetensors psutil ml_dtypes
-        threadpoolctl tqdm tiktoken regex pytest hypothesis jinja2 gguf'
+wheels=(numpy numba llvmlite 'onnxruntime<1.28' onnx sentencepiece tokenizers safetensors psutil ml_dtypes threadpoolctl
+    tqdm tiktoken regex pytest hypothesis jinja2 gguf)
 
 die() {
     printf 'tools/arm_emulated.sh: %s\n' "$1" >&2
     exit 1
 }
 
-fetch_packages() { # FOLDER PACKAGE...: arm64 .deb files of Debian, from the pool that apt knows
-    local folder=$1 mirror list
-    mkdir -p "$folder"
-    mirror=${EDGEKV_DEBIAN_MIRROR:-http://deb.debian.org/debian}
-    suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-bookworm}")
-    list=$folder/Packages
-    [[ -f $list ]] || curl -fsSL "$mirror/dists/$suite/main/binary-arm64/Packages.xz" | xz -d >"$list" ||
-        die "no package list of arm64 from $mirror; set EDGEKV_DEBIAN_MIRROR"
-    shift
-    for name in "$@"; do
-        path=$(awk -v name="$name" '$1 == "Package:" {match_ = $2 == name} match_ && $1 == "Filename:" {print $2; exit}' "$list")
-        [[ -n $path ]] || die "Debian has no arm64 package $name"
-        curl -fsSL -o "$folder/$name.deb" "$mirror/$path"
-        dpkg-deb -x "$folder/$name.deb" "$root.partial"
+fetch() { # ARCHITECTURE FOLDER PACKAGE...: unpacks packages of Debian into the folder
+    local architecture=$1 folder=$2 list=$root.partial/debs/Packages-$1 name path
+    mkdir -p "$folder" "$root.partial/debs"
+    curl -fsSL "$mirror/dists/$suite/main/binary-$architecture/Packages.xz" | xz -d >"$list" ||
+        die "no list of $architecture packages at $mirror; set EDGEKV_DEBIAN_MIRROR"
+    for name in "${@:3}"; do
+        path=$(awk -v name="$name" '$1 == "Package:" {it = $2 == name} it && $1 == "Filename:" {print $2; exit}' "$list")
+        [[ -n $path ]] || die "$mirror has no $architecture package $name"
+        curl -fsSL -o "$root.partial/debs/$name.deb" "$mirror/$path" || die "$mirror/$path cannot be fetched"
+        dpkg-deb -x "$root.partial/debs/$name.deb" "$folder"
     done
 }
 
-build_root() {
+build() {
+    local wheel
+    for tool in curl dpkg-deb xz python3; do
+        command -v "$tool" >/dev/null || die "$tool is missing; on Debian: apt-get install curl dpkg xz-utils python3-pip"
+    done
     rm -rf "$root.partial"
-    mkdir -p "$root.partial"
-    fetch_packages "$root.partial.debs" libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1 libssl3 libffi8 libsqlite3-0 \
-        libbz2-1.0 liblzma5 libuuid1 libreadline8 libtinfo6 libncursesw6 libdb5.3 libnsl2 libtirpc3 libcrypt1 \
-        libpython3.11-minimal libpython3.11-stdlib python3.11-minimal
-    if ! command -v qemu-aarch64-static >/dev/null; then
-        (cd "$root.partial.debs" && apt-get download -q qemu-user-static >/dev/null && dpkg-deb -x qemu-user-static_*.deb qemu)
-        mkdir -p "$root.partial/host"
-        cp "$root.partial.debs/qemu/usr/bin/qemu-aarch64-static" "$root.partial/host/"
-    fi
-    # shellcheck disable=SC2086
+    fetch arm64 "$root.partial" "${packages[@]}"
+    fetch amd64 "$root.partial/host" qemu-user-static
+    find "$root.partial/host" -type f ! -name qemu-aarch64-static -delete
     python3 -m pip download -q --only-binary=:all: --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
-        --platform manylinux2014_aarch64 --python-version 3.11 --dest "$root.partial.debs/wheels" $wheels
-    mkdir -p "$root.partial/site"
-    for wheel in "$root.partial.debs"/wheels/*.whl; do
+        --platform manylinux2014_aarch64 --python-version 3.11 --dest "$root.partial/debs/wheels" "${wheels[@]}" ||
+        die 'pip cannot download the aarch64 wheels'
+    for wheel in "$root.partial/debs/wheels"/*.whl; do
         python3 -m zipfile -e "$wheel" "$root.partial/site"
     done
-    rm -rf "$root.partial.debs"
+    rm -rf "$root.partial/debs"
     mv "$root.partial" "$root"
 }
 
-[[ -d $root ]] || build_root
-qemu=$(command -v qemu-aarch64-static || echo "$root/host/qemu-aarch64-static")
-python=("$qemu" -cpu "$cpu" -L "$root" "$root/usr/bin/python3.11")
+[[ -d $root ]] || build
+[[ ${1:-} != build ]] || exit 0
+
+qemu=$root/host/usr/bin/qemu-aarch64-static
+[[ -x $qemu ]] || qemu=$(command -v qemu-aarch64-static) || die "$qemu is missing; remove $root to build it again"
+# sys.executable of the emulated Python: tests start more of them by this name.
+cat >"$root/python.$$" <<PYTHON
+#!/bin/sh
+exec "$qemu" -cpu \${EDGEKV_ARM_CPU:-cortex-a76} -L "$root" -0 "$root/python" "$root/usr/bin/python3.11" "\$@"
+PYTHON
+chmod +x "$root/python.$$"
+mv "$root/python.$$" "$root/python"
 
 # The checkout as an installed distribution: importlib.metadata asks for its version.
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$tree/pyproject.toml")
 mkdir -p "$root/site/edgekv.dist-info"
 printf 'Metadata-Version: 2.1\nName: edgekv\nVersion: %s\n' "$version" >"$root/site/edgekv.dist-info/METADATA"
 
-export PYTHONPATH=$tree:$root/site PYTHONHOME=$root/usr PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$tree:$root/site PYTHONHOME=$root/usr PYTHONDONTWRITEBYTECODE=1 EDGEKV_ARM_CPU=$cpu
 # Emulated processors have no name that LLVM knows.
-export NUMBA_CPU_NAME=$cpu NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$root.numba-$cpu} QEMU_LD_PREFIX=$root
+export NUMBA_CPU_NAME=${NUMBA_CPU_NAME:-$cpu} NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$root.numba-$cpu}
 cd "$tree"
-case ${1:-suite} in
-suite) exec "${python[@]}" -m pytest -q -p no:cacheprovider ;;
-pytest) exec "${python[@]}" -m pytest -q -p no:cacheprovider "${@:2}" ;;
-python) exec "${python[@]}" "${@:2}" ;;
-*) die "unknown: $1 (nothing, pytest ARGUMENTS or python ARGUMENTS)" ;;
+case ${1:-pytest} in
+pytest) exec "$root/python" -m pytest -q -p no:cacheprovider "${@:2}" ;;
+python) exec "$root/python" "${@:2}" ;;
+*) die "unknown: $1 (nothing, build, pytest ARGUMENTS or python ARGUMENTS)" ;;
 esac

@@ -3,7 +3,6 @@
 Most processors have an instruction for these products of codes of at most 127 with bytes of at most 255.
 """
 
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
+from edgekv.kernels.numba_ import arm
 from edgekv.kernels.numba_.jit import CPU_FEATURES, intrinsic
 from edgekv.kernels.numba_.scalar import pointer_to
 from edgekv.kernels.numba_.simd import LANES, vector
@@ -71,10 +71,11 @@ def load_bits(context: Any, array: Any, index: Any) -> Any:
             return builder.bitcast(builder.zext(builder.bitcast(bits, _BITS), _BYTES), _INTS)
         few = builder.bitcast(bits, ir.VectorType(_I8, LANES // 2))
         each = ir.Constant(ir.VectorType(_I32, 4 * LANES), [byte // 8 for byte in range(4 * LANES)])
-        tested = builder.and_(
-            builder.shuffle_vector(few, few, each),
-            ir.Constant(_BYTES, [1 << byte % 8 for byte in range(4 * LANES)]),
-        )
+        spread = builder.shuffle_vector(few, few, each)
+        if arm.IS_ARM:
+            lowest = builder.lshr(spread, ir.Constant(_BYTES, [byte % 8 for byte in range(4 * LANES)]))
+            return builder.bitcast(builder.and_(lowest, ir.Constant(_BYTES, [1] * (4 * LANES))), _INTS)
+        tested = builder.and_(spread, ir.Constant(_BYTES, [1 << byte % 8 for byte in range(4 * LANES)]))
         ones = builder.icmp_unsigned("!=", tested, ir.Constant(_BYTES, [0] * (4 * LANES)))
         return builder.bitcast(builder.zext(ones, _BYTES), _INTS)
 
@@ -189,16 +190,8 @@ def _byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Valu
     return builder.add(so_far, _call(builder, fours, _INTS, products, ir.Constant(_PAIRS, [1] * (2 * LANES))))
 
 
-def _arm(builder: Any, words: Value, codes: Value, so_far: Value, instruction: str = "udot") -> Value:
-    quarter, bytes16 = ir.VectorType(_I32, 4), ir.VectorType(_I8, 16)
-    parts = []
-    for start in range(0, LANES, 4):
-        lanes = ir.Constant(quarter, list(range(start, start + 4)))
-        acc, a, b = (builder.shuffle_vector(x, x, lanes) for x in (so_far, words, codes))
-        a, b = builder.bitcast(a, bytes16), builder.bitcast(b, bytes16)
-        parts.append(_call(builder, f"llvm.aarch64.neon.{instruction}.v4i32.v16i8", quarter, acc, a, b))
-    whole = ir.Constant(_INTS, list(range(LANES)))
-    return builder.shuffle_vector(*parts, whole)
+def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    return arm.add_products(builder, words, codes, so_far, "u")
 
 
 def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
@@ -211,7 +204,7 @@ def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
 
 
 def _arm_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
-    return _arm(builder, codes, signed, so_far, "sdot")
+    return arm.add_products(builder, codes, signed, so_far, "s")
 
 
 def _plain_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
@@ -229,8 +222,8 @@ def _call(builder: Any, name: str, kind: Any, *args: Value) -> Value:
 
 
 def _choose() -> Callable[..., Value]:
-    if platform.machine() == "aarch64":
-        return _arm if "+dotprod" in CPU_FEATURES and LANES == 8 else _plain
+    if arm.IS_ARM:
+        return _arm
     if "+avx512vnni" in CPU_FEATURES if LANES == 16 else "+avxvnni" in CPU_FEATURES:
         return _vnni
     if "+avx512bw" in CPU_FEATURES if LANES == 16 else "+avx2" in CPU_FEATURES:

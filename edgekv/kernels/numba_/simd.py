@@ -12,6 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
+from edgekv.kernels.numba_ import arm
 from edgekv.kernels.numba_.half import widen
 from edgekv.kernels.numba_.jit import CPU_FEATURES, intrinsic
 from edgekv.kernels.numba_.scalar import pointer_to
@@ -22,6 +23,7 @@ Vector = Any  # LANES float32 inside a kernel
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 _VECTOR, _INTS, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I64))
+_COUNTS = arm.counts_type(LANES) if arm.IS_ARM else _WORDS
 
 
 class _VectorType(types.Type):  # type: ignore[misc]
@@ -35,7 +37,7 @@ vector, counts = _VectorType("float32"), _VectorType("uint64")
 @register_model(_VectorType)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _VECTOR if kind == vector else _WORDS)
+        super().__init__(manager, kind, _VECTOR if kind == vector else _COUNTS)
 
 
 @intrinsic
@@ -177,7 +179,7 @@ def no_counts(context: Any) -> Any:
     """LANES counts of 0."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_WORDS, [0] * LANES)
+        return ir.Constant(_COUNTS, [0] * _COUNTS.count)
 
     return counts(), build
 
@@ -189,6 +191,8 @@ def count_differing(context: Any, word: Any, array: Any, index: Any, so_far: Any
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = builder.load(_pointer(context, builder, array, args[1:], _WORDS), align=8)
         differing = builder.xor(words, _splat(builder, args[0], _WORDS))
+        if arm.IS_ARM:
+            return arm.add_counts(builder, differing, args[3])
         kind = ir.FunctionType(_WORDS, [_WORDS])
         ones = cgutils.get_or_insert_function(builder.module, kind, f"llvm.ctpop.v{LANES}i64")
         return builder.add(builder.call(ones, [differing]), args[3])
@@ -201,7 +205,8 @@ def as_vector(context: Any, a: Any) -> Any:
     """Counts as float32."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sitofp(builder.trunc(args[0], _INTS), _VECTOR)
+        whole = arm.total_counts(builder, args[0]) if arm.IS_ARM else builder.trunc(args[0], _INTS)
+        return builder.sitofp(whole, _VECTOR)
 
     return vector(counts), build
 

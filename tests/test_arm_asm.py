@@ -1,0 +1,150 @@
+"""Machine code of the decode kernels: the reader of assembly on any machine, the code itself on an Arm."""
+
+import pathlib
+import platform
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import arm_asm  # noqa: E402
+import arm_kernels  # noqa: E402
+import arm_page  # noqa: E402
+from arm_loops import Instruction, chains, functions  # noqa: E402
+
+# Two nested loops, and a way out of the inner one that lies behind it in the text but in no loop.
+ASSEMBLY = """
+	.text
+	.globl	outer
+outer:
+	.cfi_startproc
+	mov	x8, xzr
+.LBB0_1:                                // =>This Loop Header: Depth=1
+	movi	v0.2d, #0000000000000000
+	mov	x9, x2
+.LBB0_2:
+	ldr	q1, [x0], #16
+	ldr	q2, [x1], #16
+	cbz	x3, .LBB0_5
+	fmla	v0.4s, v1.4s, v2.4s
+	fmla	v0.4s, v2.4s, v2.4s
+	subs	x9, x9, #1
+	b.ne	.LBB0_2
+	faddp	v0.4s, v0.4s, v0.4s
+	faddp	s0, v0.2s
+	fadd	s0, s0, s3
+	str	s0, [x4, x8, lsl #2]
+	add	x8, x8, #1
+	cmp	x8, x5
+	b.lo	.LBB0_1
+	ret
+.LBB0_5:
+	bl	failed
+	ret
+.Lfunc_end0:
+	.size	outer, .Lfunc_end0-outer
+flat:
+	fmul	s0, s0, s1
+	ret
+"""
+
+NEEDED = {
+    "scores f16": ({"fmla.4s", "fcvtl.4s"},),
+    "scores f16, 4 rows": ({"fmla.4s", "fcvtl.4s"},),
+    "values f16": ({"fmla.4s", "fcvtl.4s"},),
+    "scores 8-bit": ({"fmla.4s", "ucvtf.4s"},),
+    "values 8-bit": ({"fmla.4s", "ucvtf.4s"},),
+    "scores 4-bit": ({"fmla.4s", "ucvtf.4s"},),
+    "values 4-bit": ({"fmla.4s", "ucvtf.4s"},),
+    "kivi scores": ({"fmla.4s", "ucvtf.4s"},),
+    "kivi values": ({"fmla.4s", "ucvtf.4s"},),
+    "h1b scores": ({"eor.16b", "cnt.16b", "udot.4s"}, {"eor.16b", "cnt.16b", "uadalp.8h"}),
+    "h1b values": ({"fmla.4s", "ucvtf.4s"},),
+    "onebit scores": ({"eor.16b", "cnt.16b", "udot.4s"}, {"eor.16b", "cnt.16b", "uadalp.8h"}),
+    "onebit centres": ({"sdot.4s"}, {"smull.8h", "sadalp.4s"}),
+    "onebit values": ({"udot.4s"}, {"umull.8h", "uadalp.4s"}),
+    "onebit values, 2 rows": ({"udot.4s"}, {"umull.8h", "uadalp.4s"}),
+    "bitplane key unpacked": ({"tbl.16b", "ushl.16b", "and.16b"},),
+    "bitplane key": ({"sdot.4s"}, {"smull.8h", "sadalp.4s"}),
+    "bitplane value, 4 planes": ({"fadd.4s"},),
+    "bitplane value, 2 planes": ({"fadd.4s"},),
+    "fier scores": ({"fadd.4s"},),
+    "fier key": ({"fmla.4s", "fcvtl.4s"},),
+    "fier value": ({"fmla.4s", "fcvtl.4s"},),
+    "softmax": ({"fmla.4s", "fcvtzs.4s"},),
+    "rope": ({"fmul.4s"},),
+}
+
+SCALARS = {"bitplane value, 4 planes": 3, "bitplane value, 2 planes": 1}  # a token's weight, doubled
+
+
+def test_functions_are_told_apart() -> None:
+    found = {name: len(code) for name, code, _ in functions(ASSEMBLY)}
+    assert found == {"outer": 20, "flat": 2}
+
+
+def test_loops_are_those_of_the_control_flow() -> None:
+    _, code, labels = next(functions(ASSEMBLY))
+    ((inner, around),) = chains(code, labels)
+    assert [i.mnemonic for i in inner.code] == ["ldr", "ldr", "cbz", "fmla", "fmla", "subs", "b.ne"]
+    assert inner.counts()["fmla.4s"] == 2
+    assert inner.work(("fmla.4s",)) == 8
+    assert around == [9]  # two before the inner loop and seven behind it
+
+
+def test_what_odd_sizes_take_is_not_counted_around_a_loop() -> None:
+    tail = "\tcbz\tx6, .LBB0_4\n\tfadd\ts0, s0, s3\n\tfadd\ts0, s0, s3\n.LBB0_4:\n\tstr\ts0, [x4, x8, lsl #2]"
+    _, code, labels = next(functions(ASSEMBLY.replace("\tstr\ts0, [x4, x8, lsl #2]", tail)))
+    ((_, around),) = chains(code, labels)
+    assert around == [10]
+
+
+def test_a_function_without_a_loop_has_none() -> None:
+    _, code, labels = list(functions(ASSEMBLY))[1]
+    assert list(chains(code, labels)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "vector", "scalar_float"),
+    [
+        ("fmla\tv0.4s, v1.4s, v2.s[0]", "fmla.4s", True, False),
+        ("udot\tv0.4s, v1.16b, v2.16b", "udot.4s", True, False),
+        ("fmadd\ts0, s1, s2, s0", "fmadd", False, True),
+        ("ucvtf\td0, x3", "ucvtf", False, True),
+        ("faddp\ts0, v0.2s", "faddp.2s", True, False),
+        ("fmov\ts0, w1", "fmov", False, False),
+        ("ldr\tq0, [x1]", "ldr", False, False),
+        ("ldr\ts0, [x1]", "ldr", False, False),
+    ],
+)
+def test_instructions_are_of_a_kind(text: str, name: str, vector: bool, scalar_float: bool) -> None:
+    instruction = Instruction(*text.split("\t"))
+    assert (instruction.name, instruction.vector, instruction.scalar_float) == (name, vector, scalar_float)
+
+
+def test_every_kernel_has_its_expectation() -> None:
+    assert set(NEEDED) == set(arm_kernels.KERNELS)
+
+
+@pytest.fixture(scope="module", params=arm_asm.CPUS)
+def found(request: pytest.FixtureRequest) -> dict[str, arm_asm.Found]:
+    if platform.machine() != "aarch64":
+        pytest.skip("needs an Arm, or tools/arm_emulated.sh")
+    rows = arm_asm.run_for(request.param)
+    return {row["kernel"]: arm_asm.Found(**row) for row in rows}
+
+
+@pytest.mark.parametrize("kernel", NEEDED)
+def test_inner_loops_are_vectors_without_calls(found: dict[str, arm_asm.Found], kernel: str) -> None:
+    loop = found[kernel]
+    assert any(names <= set(loop.mnemonics) for names in NEEDED[kernel]), loop.mnemonics
+    assert loop.calls == 0
+    assert loop.scalar_float <= SCALARS.get(kernel, 0), loop.mnemonics
+    assert loop.vector >= loop.loop / 4  # besides addresses, loads and branches
+
+
+def test_the_page_is_that_of_the_data() -> None:
+    page = arm_page.PAGE.read_text(encoding="utf-8")
+    assert page.count("<!-- /counts -->") == page.count("<!-- /predictions -->") == 1
+    assert arm_page.updated(page) == page

@@ -1,0 +1,217 @@
+"""What a token must cost on a board: predicted milliseconds and joules, from bytes, instructions and bandwidth.
+
+    python tools/roofline.py --shape llama2-7b --kv dense,onebit --ctx 8192 --board raspberry-pi-5
+    python tools/roofline.py --check --bench bench.json     of edgekv bench --shape NAME --json bench.json
+
+A prediction, not a measurement. A token reads every weight and what `KVCache.bytes_read` counts, once, at the
+board's bandwidth; meanwhile all cores do the attention's instructions (docs/data/arm-asm.json, counted by
+tools/arm_asm.py) as fast as they decode them and as their vector units take them. The longer of the two is the
+attention's time. The instructions of the weights' products are not known and taken to fit beside their bytes.
+Energy is that time by the watts of the whole board while it decodes.
+
+`--check` predicts a run of `edgekv bench` on this machine from the bytes alone, at the rates that its first dense
+run achieved with the weights and with the cache, as a board's published rate is one that decoding achieved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from roofline_need import Need, caches, need_of, weights_bytes
+
+from edgekv.cli.bench import lengths_of
+from edgekv.cli.subject import split_specs
+from edgekv.dense.formats import WEIGHTS
+from edgekv.models import architecture
+from edgekv.models.architecture import Architecture
+from edgekv.power.boards import Board, boards
+from edgekv.shapes import load_shape
+
+COUNTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "arm-asm.json"
+SHARE_OF_PEAK = 10.5 / 17.1  # of its peak, decoding on a Raspberry Pi 5: taken where nothing is published
+TOLERANCE = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    """counted: the CPU in the counts. decoded, vectors: instructions a cycle at most, of Arm's guides."""
+
+    counted: str
+    decoded: int
+    vectors: int
+
+
+PROCESSORS = {
+    "Cortex-A57": Processor("cortex-a57", 3, 2),
+    "Cortex-A72": Processor("cortex-a57", 3, 2),  # the same instruction set, compiled alike
+    "Cortex-A76": Processor("cortex-a76", 4, 2),
+    "Cortex-A78AE": Processor("cortex-a78ae", 4, 2),
+}
+
+# Of the whole board while a CPU or GPU decodes, in watts, as published.
+DECODING_W = {
+    "raspberry-pi-5": (11.6, "llama 3.1 8B in 4 bits through ollama, at the wall"),
+    "jetson-nano": (4.7, "gemma 3 1B in 4 bits"),
+    "jetson-orin-nano": (15.0, "its power mode's limit: at most"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Milliseconds per token; ``bound`` says what attention waits for. joules: None where no power is known."""
+
+    token_ms: float
+    weights_ms: float
+    attention_ms: float
+    bound: str
+    joules: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Bytes of weights and of cache that it reads per second, and cycles per second of all cores together."""
+
+    weights_rate: float
+    cache_rate: float
+    cycles_rate: float = 0.0
+    processor: Processor | None = None
+    watts: float | None = None
+
+
+def predict(need: Need, machine: Machine) -> Prediction:
+    weights, memory, work = need.weights_bytes / machine.weights_rate, need.cache_bytes / machine.cache_rate, 0.0
+    processor, watts = machine.processor, machine.watts
+    if processor and need.instructions is not None and need.vectors is not None:
+        cycles = max(need.instructions / processor.decoded, need.vectors / processor.vectors)
+        work = cycles / machine.cycles_rate
+    attention = max(memory, work)
+    total = weights + attention
+    return Prediction(
+        token_ms=total * 1e3,
+        weights_ms=weights * 1e3,
+        attention_ms=attention * 1e3,
+        bound="instructions" if work > memory else "memory",
+        joules=None if watts is None else watts * total,
+    )
+
+
+def machine_of(key: str, board: Board) -> Machine:
+    rate = (board.measured_gb_s or board.peak_gb_s * SHARE_OF_PEAK) * 1e9
+    watts = DECODING_W[key][0] if key in DECODING_W else None
+    return Machine(rate, rate, board.cores * board.clock_mhz * 1e6, PROCESSORS.get(board.cpu), watts)
+
+
+def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each board its assumptions in words and a prediction for each scheme at each depth."""
+    counts = json.loads(COUNTS.read_text(encoding="utf-8"))
+    held = caches(arch, split_specs(arguments.kv), lengths_of("--ctx", arguments.ctx, 1))
+    result = []
+    for key in arguments.board or boards():
+        board = boards()[key]
+        processor = PROCESSORS.get(board.cpu)
+        rows = counts.get(processor.counted) if processor else None
+        predicted = []
+        for text, depth, cache in held:
+            need = need_of(arch, arguments.weights, cache, rows)
+            fits = need.weights_bytes + arch.config.n_layers * cache.nbytes < max(board.ram_gib) << 30
+            prediction = dataclasses.asdict(predict(need, machine_of(key, board)))
+            predicted.append({"kv": text, "depth": depth, "fits": fits} | prediction)
+        result.append(
+            {"board": board.name, "assumed": assumptions(key, board, processor), "predictions": predicted}
+        )
+    return result
+
+
+def print_boards(found: list[dict[str, Any]]) -> None:
+    for board in found:
+        print(f"\nPREDICTED for {board['board']}: {board['assumed']}")
+        columns = f"{'ms/token':>10}{'weights':>9}{'attention':>11}  {'bound by':<13}{'J/token':>8}"
+        print(f"{'kv':<26}{'depth':>7}{columns}")
+        for p in board["predictions"]:
+            joules = "n/a" if p["joules"] is None else f"{p['joules']:.2f}"
+            times = f"{p['token_ms']:>10.1f}{p['weights_ms']:>9.1f}{p['attention_ms']:>11.1f}"
+            room = "" if p["fits"] else "  more than its RAM"
+            print(f"{p['kv'][:25]:<26}{p['depth']:>7}{times}  {p['bound']:<13}{joules:>8}{room}")
+
+
+def assumptions(key: str, board: Board, processor: Processor | None) -> str:
+    if board.measured_gb_s:
+        reading = f"{board.measured_gb_s:g} GB/s published"
+    else:
+        share = f"{SHARE_OF_PEAK:.0%} of {board.peak_gb_s:g}"
+        reading = f"{board.peak_gb_s * SHARE_OF_PEAK:.1f} GB/s ({share}, the Pi 5's share)"
+    cores = f"{board.cores} x {board.cpu} at {board.clock_mhz} MHz"
+    width = f"{processor.decoded} instructions a cycle" if processor else "bytes only, no instructions counted"
+    watts, source = DECODING_W.get(key, (None, None))
+    return f"{cores}, {width}; {reading}; " + (f"{watts:g} W ({source})" if watts else "no power known")
+
+
+def achieved(bench: dict[str, Any], weights: int, n_layers: int) -> Machine:
+    """The rates at which the benchmark's first dense run read weights and cache."""
+    dense = next((t for t in bench["timings"] if t["kv"].startswith("dense")), None)
+    if dense is None:
+        raise SystemExit("--check needs a run with --kv dense,...: what it achieves is what is predicted with")
+    attention_ms = n_layers * dense["attention_ms_layer"]
+    return Machine(
+        weights_rate=weights / (dense["token_ms"] - attention_ms) * 1e3,
+        cache_rate=n_layers * dense["bytes_read_layer"] / attention_ms * 1e3,
+    )
+
+
+def check(bench: dict[str, Any]) -> tuple[Machine, list[tuple[str, int, float, float]]]:
+    """(scheme, depth, predicted ms, measured ms) per token of what `edgekv bench` timed."""
+    settings = bench["settings"]
+    n_layers, rows = settings["layers"], []
+    weights = weights_bytes(architecture(load_shape(settings["model"], n_layers)), settings["weights"])
+    machine = achieved(bench, weights, n_layers)
+    for t in bench["timings"]:
+        need = Need(weights, n_layers * t["bytes_read_layer"], None, None)
+        rows.append((t["kv"], t["depth"], predict(need, machine).token_ms, t["token_ms"]))
+    return machine, rows
+
+
+def print_check(path: str) -> None:
+    bench = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    settings = bench["settings"]
+    machine, rows = check(bench)
+    print(
+        f"{settings['model']}, {settings['layers']} layers, {settings['weights']} weights, {settings['threads']} "
+        f"threads of {bench['machine']['cpu']}; memory read at {bench['bandwidth'] / 1e9:.1f} GB/s, by the first "
+        f"dense run weights at {machine.weights_rate / 1e9:.1f} and cache at {machine.cache_rate / 1e9:.1f}"
+    )
+    print(f"{'kv':<28}{'depth':>7}{'predicted ms':>14}{'measured ms':>13}{'measured / predicted':>22}")
+    for kv, depth, predicted, measured in rows:
+        ratio = measured / predicted
+        verdict = "" if abs(ratio - 1) <= TOLERANCE else f"  off by more than {TOLERANCE:.0%}"
+        print(f"{kv[:27]:<28}{depth:>7}{predicted:>14.2f}{measured:>13.2f}{ratio:>22.2f}{verdict}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="llama2-7b", help="a name under models/ (default %(default)s)")
+    parser.add_argument("--weights", default="int4", choices=sorted(WEIGHTS), help="(default %(default)s)")
+    parser.add_argument("--kv", default="dense,h1b,onebit,bitplane", metavar="LIST", help="(default %(default)s)")
+    parser.add_argument("--ctx", default="8192", metavar="LIST", help="tokens in the cache (default %(default)s)")
+    parser.add_argument("--board", action="append", choices=sorted(boards()), help="by default all")
+    parser.add_argument("--json", metavar="FILE", help="write the predictions")
+    parser.add_argument("--check", action="store_true", help="predict what --bench measured on this machine")
+    parser.add_argument("--bench", metavar="FILE", help="of edgekv bench --shape NAME --json FILE")
+    arguments = parser.parse_args()
+    if arguments.check != bool(arguments.bench):
+        parser.error("--check and --bench FILE go together")
+    if arguments.check:
+        print_check(arguments.bench)
+    else:
+        found = predictions(architecture(load_shape(arguments.shape)), arguments)
+        print_boards(found)
+        if arguments.json:
+            asked = {"shape": arguments.shape, "weights": arguments.weights}
+            pathlib.Path(arguments.json).write_text(json.dumps(asked | {"boards": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,7 @@ class OneBit(Windowed):
     name = "onebit"
     paper = "ours; estimator of RaBitQ"
     summary = "1-bit keys around 4-bit centres, 5-bit queries, 2-bit rotated values, first and last tokens exact"
-    gives_up = "the exact scores of all but the first and latest tokens (0.5 to 2.5% of perplexity, foreign text 5)"
+    gives_up = "exact scores of all but the first and latest tokens (0.5 to 2.5% of perplexity; 5 on foreign text)"
     Knobs = OneBitKnobs
     lam_source = ""  # what it was adapted by
 

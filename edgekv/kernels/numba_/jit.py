@@ -18,8 +18,8 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def jit(function: F) -> F:
-    """Exact arithmetic, as written."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    """Exact arithmetic, as written: said in so many words, or a function takes on that of its first caller."""
+    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=False)(function))
 
 
 def fast_jit(function: F) -> F:

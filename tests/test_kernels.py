@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from kernel_cases import normal
 from edgekv import kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import aligned, numba_, numpy_, spec, threads
-from edgekv.kernels.numba_ import dense, int4, launch, rope, signs
+from edgekv.kernels.numba_ import dense, int4, jit, launch, rope, signs
 from edgekv.kernels.numba_.softmax import _softmax_rows
 
 NAMES = [name for name in dir(spec.Kernels) if not name.startswith("_")]
@@ -178,3 +179,17 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         assert len(kernel.signatures) == 1, kernel
     for kernel in (dense._scores_items, dense._values_items):
         assert 1 <= len(kernel.signatures) <= 2, kernel
+
+
+def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    rounded = jit.jit(int4.round_to_even.py_func)
+
+    @jit.fast_jit
+    def calls_it(x: float) -> float:
+        return rounded(x)
+
+    assert [calls_it(np.float32(x)) for x in (0.3, 0.7)] == [0, 1]
+    assert [rounded(np.float32(x)) for x in (0.3, 0.7)] == [0, 1]

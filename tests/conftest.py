@@ -2,9 +2,14 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
 from cuda_cases import device  # noqa: F401
+
+# In a shell's background job Ctrl-C is ignored, and would be by the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

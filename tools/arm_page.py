@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pages import rewrite
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "arm.md", ROOT / "docs" / "data"
 BLOCK = re.compile(r"(<!-- (counts|predictions): (\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -62,16 +64,5 @@ def updated(page: str) -> str:
     return BLOCK.sub(fill, page)
 
 
-def main() -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    new = updated(page)
-    if "--check" in sys.argv[1:]:
-        if new != page:
-            print("docs/arm.md is out of date; run python tools/arm_page.py")
-        return int(new != page)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(PAGE, updated))

@@ -12,6 +12,8 @@ import re
 import sys
 from typing import Any
 
+from pages import rewrite
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "quality.md", ROOT / "docs" / "data"
 BLOCK = re.compile(r"(<!-- eval: (\S[^>]*\S) -->\n).*?(<!-- /eval -->)", re.DOTALL)
@@ -57,14 +59,5 @@ def updated(page: str) -> str:
     return BLOCK.sub(fill, page)
 
 
-def main() -> int:
-    text = PAGE.read_text()
-    fresh = updated(text)
-    if "--check" in sys.argv[1:]:
-        return int(fresh != text)
-    PAGE.write_text(fresh)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(PAGE, updated))

@@ -7,6 +7,8 @@ import pathlib
 import re
 import sys
 
+from pages import rewrite
+
 from edgekv import CACHES
 from edgekv.cli.info import scheme_facts
 
@@ -28,14 +30,5 @@ def updated(text: str) -> str:
     return BLOCK.sub(lambda match: match[1] + schemes_table() + match[2], text)
 
 
-def main() -> int:
-    text = README.read_text()
-    fresh = updated(text)
-    if "--check" in sys.argv[1:]:
-        return int(fresh != text)
-    README.write_text(fresh)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(README, updated))

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pages import rewrite
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "visual.md", ROOT / "docs" / "data"
 BLOCK = re.compile(r"(<!-- visual: (\S+) -->\n).*?(<!-- /visual -->)", re.DOTALL)
@@ -124,14 +126,5 @@ def updated(page: str) -> str:
     return BLOCK.sub(fill, page)
 
 
-def main() -> int:
-    text = PAGE.read_text()
-    fresh = updated(text)
-    if "--check" in sys.argv[1:]:
-        return int(fresh != text)
-    PAGE.write_text(fresh)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(PAGE, updated))

@@ -7,7 +7,7 @@ from edgekv.kernels.numba_ import simd
 from edgekv.kernels.numba_.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.numba_.launch import flat, run
 from edgekv.kernels.numba_.masks import at_least, lowest_one
-from edgekv.kernels.numba_.refine import LINE, PENDING, add_planes, choose, estimate, prepare, weigh
+from edgekv.kernels.numba_.refine import LINE, PENDING, add_planes, add_up, choose, estimate, prepare, weigh
 from edgekv.kernels.numba_.scalar import address, get, put
 from edgekv.kernels.spec import BLOCK, F32, I64, U16, U64
 
@@ -113,7 +113,7 @@ def _attend_items(first: int, last: int, args: Args) -> None:
         for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
             start, end = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)
             for r in range(n_heads):
-                mass = _total(p, chances + r * n * gap_m + start, end - start)
+                mass = add_up(p, chances + r * n * gap_m + start, end - start)
                 put(tail, (row + r * n) * blocks + block - t0 // BLOCK, mass)
             for t in range(start, end, LANES):
                 bits = np.uint64(0)
@@ -142,14 +142,6 @@ def _attend_items(first: int, last: int, args: Args) -> None:
 def _attend_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
         _attend_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
-def _total(x: F32, start: int, n: int) -> Scalar:
-    total = ZERO
-    for i in range(start, start + n):
-        total += get(x, i)
-    return total
 
 
 @jit

@@ -167,7 +167,7 @@ def add_planes(n_pairs: int, n_whole: int, base: int, where: Args, memory: Args,
     for r in range(n_heads):
         light = first + (2 * n_heads + r) * PENDING
         heavy = light + n_heads * PENDING
-        shift = PAIR_MIDDLE * _total(weights, light, n_pairs) + MIDDLE * _total(weights, heavy, n_whole)
+        shift = PAIR_MIDDLE * add_up(weights, light, n_pairs) + MIDDLE * add_up(weights, heavy, n_whole)
         for d in range(0, width, TILE):
             a0 = a1 = a2 = a3 = simd.splat(-shift)
             for k in range(n_pairs):
@@ -196,7 +196,7 @@ def add_planes(n_pairs: int, n_whole: int, base: int, where: Args, memory: Args,
 
 
 @fast_jit
-def _total(x: F32, start: int, n: int) -> Scalar:
+def add_up(x: F32, start: int, n: int) -> Scalar:
     total = ZERO
     for i in range(start, start + n):
         total += get(x, i)

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 from edgekv.errors import EdgeKVError
 
 if TYPE_CHECKING:
-    from edgekv.generation import Step as Step
     from edgekv.kvcache import CACHES as CACHES
-    from edgekv.sampling import SamplingParams as SamplingParams
-    from edgekv.session import Session as Session
-    from edgekv.spans import Embeddings as Embeddings
+    from edgekv.session.generation import Step as Step
+    from edgekv.session.prompt import Embeddings as Embeddings
+    from edgekv.session.sampling import SamplingParams as SamplingParams
+    from edgekv.session.session import Session as Session
 
 __version__ = metadata.version("edgekv")
 __all__ = ["CACHES", "EdgeKVError", "Embeddings", "SamplingParams", "Session", "Step", "__version__"]
 
 _HOMES = {
     "CACHES": "kvcache",
-    "Embeddings": "spans",
-    "SamplingParams": "sampling",
-    "Session": "session",
-    "Step": "generation",
+    "Embeddings": "session.prompt",
+    "SamplingParams": "session.sampling",
+    "Session": "session.session",
+    "Step": "session.generation",
 }
 
 

@@ -27,11 +27,11 @@ from shapes import Tensor, tensor_list
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from tqdm import tqdm
 
+from edgekv.checkpoint.shapes import Config, load_shape, number
 from edgekv.checkpoint.source import INDEX, SINGLE
 from edgekv.checkpoint.tensors import DTYPES
 from edgekv.checkpoint.writer import TensorWriter, atomic_write
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
-from edgekv.shapes import Config, load_shape, number
 
 TORCH_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 OUR_FILES = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}

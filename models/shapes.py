@@ -7,9 +7,9 @@ import math
 import re
 from dataclasses import dataclass
 
+from edgekv.checkpoint.shapes import Config
 from edgekv.errors import ConfigError
 from edgekv.models import architecture
-from edgekv.shapes import Config
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from edgekv.cli.options import add_source_options, model_path, positive_int
 from edgekv.errors import EdgeKVError
 from edgekv.power import Sampler
 from edgekv.power.ina3221 import Ina3221
-from edgekv.session import Session
+from edgekv.session.session import Session
 
 RAILS = ("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
 

@@ -10,19 +10,19 @@ from typing import Any
 import numba
 import numpy as np
 
-from edgekv.dense.weights import CheckpointWeights
 from edgekv.errors import ConfigError, MemoryBudgetError
 from edgekv.kernels import threads as kernel_threads
-from edgekv.kernels.numba_.jit import parallel_jit
+from edgekv.kernels.cpu.jit import parallel_jit
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import available_memory_bytes, require_memory
-from edgekv.model import Model
 from edgekv.models import architecture
 from edgekv.models.decoder import Decoder
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.power.report import EnergyReport
-from edgekv.session import Plan
+from edgekv.session.model import Model
+from edgekv.session.session import Plan
 from edgekv.threads import blas_threads
 
 LAYER_KEYS = {"gpt2": "n_layer"}

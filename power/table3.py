@@ -22,15 +22,15 @@ import paper
 from measure import Row, Spread
 
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.eval_input import split_specs
 from edgekv.cli.metering import add_power_options, energy_meter
 from edgekv.cli.options import Bars, add_source_options, add_weights_option, model_path, positive_int
-from edgekv.cli.subject import split_specs
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.machine import format_bytes, machine_info
-from edgekv.model import Model, find_device
 from edgekv.power.boards import find_board
 from edgekv.power.report import EnergyReport
-from edgekv.session import WARM_UP_TOKENS, Plan
+from edgekv.session.model import Model, find_device
+from edgekv.session.session import WARM_UP_TOKENS, Plan
 
 SCHEMES = "dense,minicache4,h1b,onebit,bitplane"
 

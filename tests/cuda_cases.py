@@ -10,9 +10,9 @@ import pytest
 from cuda_host.driver import HostDriver
 from kernel_cases import assert_close
 
-from edgekv.cuda.kernels import CudaKernels
 from edgekv.errors import ConfigError
-from edgekv.kernels import numpy_
+from edgekv.kernels import reference
+from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.memory import to_host
 
 DEVICES = ["host", "gpu"]
@@ -31,7 +31,7 @@ class OnDevice:
         if name == "host":
             driver: Any = HostDriver()
         else:
-            from edgekv.cuda.cupy_driver import CupyDriver
+            from edgekv.kernels.cuda.driver import CupyDriver
 
             try:
                 driver = CupyDriver()
@@ -50,7 +50,7 @@ class OnDevice:
         """
         expected = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
         actual = [self.up(x) if isinstance(x, np.ndarray) and x.dtype != np.int64 else x for x in arguments]
-        results = getattr(numpy_, name)(*expected), getattr(self.kernels, name)(*actual)
+        results = getattr(reference, name)(*expected), getattr(self.kernels, name)(*actual)
         for i, (a, b) in enumerate(zip([*expected, results[0]], [*actual, results[1]], strict=True)):
             if not isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
                 continue

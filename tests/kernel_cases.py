@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-# Values for `numba_.launch.MIN_PARALLEL_WORK`, so that both ways of calling a kernel are tested at any size.
+# Values for `cpu.launch.MIN_PARALLEL_WORK`, so that both ways of calling a kernel are tested at any size.
 EITHER_PATH = pytest.mark.parametrize("min_parallel_work", [0, 1 << 62], ids=["parallel", "serial"])
 
 HEAD_DIMS = (8, 12, 16, 64, 80, 96, 128, 256)

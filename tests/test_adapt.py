@@ -24,12 +24,12 @@ from edgekv import Session  # noqa: E402
 from edgekv.checkpoint.adapter import Adapter  # noqa: E402
 from edgekv.checkpoint.source import open_source  # noqa: E402
 from edgekv.errors import EdgeKVError  # noqa: E402
-from edgekv.evaluate import evaluate  # noqa: E402
 from edgekv.kernels import numpy_kernels  # noqa: E402
 from edgekv.kvcache import CacheSpec  # noqa: E402
 from edgekv.kvcache.base import Workspace  # noqa: E402
-from edgekv.model import Model, find_device  # noqa: E402
 from edgekv.models import architecture  # noqa: E402
+from edgekv.quality.evaluate import evaluate  # noqa: E402
+from edgekv.session.model import Model, find_device  # noqa: E402
 
 N = 48
 V_PROJ = {

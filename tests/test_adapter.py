@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from edgekv import Session
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.cli import main
-from edgekv.dense.formats import WEIGHTS
 from edgekv.errors import CheckpointError, ConfigError
-from edgekv.model import Model
+from edgekv.linear.formats import WEIGHTS
+from edgekv.session.model import Model
 
 CASE = "llama31"  # 3 layers, 4 query heads
 TOKENS = golden_cases.tokens(CASE)[:40]

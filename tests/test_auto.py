@@ -2,11 +2,11 @@
 
 import pytest
 
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.auto import AUTO, check_budget, choose, planned_bytes
 from edgekv.models import architecture
-from edgekv.shapes import load_shape
 
 CONFIG = architecture(load_shape("llama3.2-1b")).config
 CTX = 8192

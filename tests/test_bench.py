@@ -5,16 +5,16 @@ import json
 import numpy as np
 import pytest
 
-from edgekv.bench import bench, bench_prefill
+from edgekv.checkpoint.shapes import load_shape, names
 from edgekv.cli import main
-from edgekv.dense.formats import WEIGHTS
-from edgekv.dense.random_ import random_store
-from edgekv.kernels.numba_.stream import Bandwidth
+from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.model import Model, find_device
+from edgekv.linear.formats import WEIGHTS
+from edgekv.linear.random import random_store
 from edgekv.models.decoder import Decoder
-from edgekv.shapes import load_shape, names
-from edgekv.stopwatch import ATTENTION, Stopwatch
+from edgekv.quality.bench import bench, bench_prefill
+from edgekv.quality.stopwatch import ATTENTION, Stopwatch
+from edgekv.session.model import Model, find_device
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from edgekv import CACHES, SamplingParams, Session
-from edgekv.chat import Chat, answer_ids
-from edgekv.chat_template import ChatTemplate, find_template
+from edgekv.chat.conversation import Chat, answer_ids
+from edgekv.chat.template import ChatTemplate, find_template
+from edgekv.chat.turns import TurnEncoder
 from edgekv.errors import ConfigError, ContextError, EdgeKVError, SessionError
 from edgekv.tokenizer import load_tokenizer
-from edgekv.turns import TurnEncoder
 
 TAGGED = """\
 {%- for message in messages %}

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from cuda_cases import OnDevice
 
-from edgekv.cuda.decoder import CudaWorkspace
-from edgekv.cuda.device import SCHEMES
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.models.cuda_decoder import CudaWorkspace
+from edgekv.session.cuda_device import SCHEMES
 
 SHAPES = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_dim
 CAPACITY = 150

@@ -12,13 +12,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from edgekv.cuda import backend
-from edgekv.cuda.codes import ENCODE as ENCODE_CODES
-from edgekv.cuda.dense import ENCODE
-from edgekv.cuda.matvec import linear_program
-from edgekv.cuda.module import FOLDER, Program
-from edgekv.cuda.planes import GATHER, encode_program
-from edgekv.cuda.retrieval import ENCODE as ENCODE_INDEX
+from edgekv.kernels.cuda import backend
+from edgekv.kernels.cuda.codes import ENCODE as ENCODE_CODES
+from edgekv.kernels.cuda.dense import ENCODE
+from edgekv.kernels.cuda.planes import GATHER, encode_program
+from edgekv.kernels.cuda.program import FOLDER, Program
+from edgekv.kernels.cuda.retrieval import ENCODE as ENCODE_INDEX
+from edgekv.linear.cuda_matvec import linear_program
 
 ARCHITECTURES = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 87: "Orin", 90: "H100, H200"}
 REPORT = re.compile(

@@ -11,15 +11,15 @@ import pytest
 from cuda_cases import OnDevice
 
 from edgekv import Session
-from edgekv.cuda.decoder import CudaDecoder
-from edgekv.cuda.weights import DeviceWeights
-from edgekv.demo import shipped_model
+from edgekv.checkpoint.shipped import shipped_model
 from edgekv.errors import EdgeKVError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
-from edgekv.model import Model, find_device
-from edgekv.sampling import Sampler, SamplingParams
+from edgekv.linear.cuda_weights import DeviceWeights
+from edgekv.models.cuda_decoder import CudaDecoder
+from edgekv.session.model import Model, find_device
+from edgekv.session.sampling import Sampler, SamplingParams
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 CAPACITY = 48

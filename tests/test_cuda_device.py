@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from checkpoint_files import one_line
 
-from edgekv.cuda import cupy_driver
-from edgekv.cuda.device import SCHEMES, CudaDevice
-from edgekv.cuda.module import Program
-from edgekv.demo import shipped_model
+from edgekv.checkpoint.shipped import shipped_model
 from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
+from edgekv.kernels.cuda import driver as cupy_driver
+from edgekv.kernels.cuda.program import Program
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.model import find_device, resolve_device
-from edgekv.session import Session
+from edgekv.session.cuda_device import SCHEMES, CudaDevice
+from edgekv.session.model import find_device, resolve_device
+from edgekv.session.session import Session
 
 IMPORT_ALL = """
 import pkgutil, sys, edgekv

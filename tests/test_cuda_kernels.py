@@ -9,10 +9,10 @@ import pytest
 from cuda_cases import OnDevice
 from kernel_cases import Case, assert_close, generator, normal
 
-from edgekv.cuda.kernels import CudaKernels
-from edgekv.kernels import numpy_, spec
+from edgekv.kernels import reference, spec
+from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache.codebook import Codebook
+from edgekv.kvcache.papers.codebook import Codebook
 
 CASES = [
     Case(d=128, length=200, g=2, r=1, n=1, t0=0, s0=0),
@@ -89,7 +89,7 @@ def test_scores_may_be_a_slice(device: OnDevice) -> None:
     whole = np.full((case.g, case.m + 2, 90), np.nan, np.float32)
     part = np.s_[:, 1 : 1 + case.m, 3:83]
     expected, actual = whole.copy(), device.up(whole)
-    numpy_.scores_f16(q, store, case.t0, case.t1, expected[part], case.s0)
+    reference.scores_f16(q, store, case.t0, case.t1, expected[part], case.s0)
     device.kernels.scores_f16(device.up(q), device.up(store), case.t0, case.t1, actual[part], case.s0)
     assert_close(to_host(actual), expected)
 
@@ -136,8 +136,9 @@ def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:
     )[1]
     q = normal(rng, case.g, rows, bits)
     device.check("pack_sign_rows", q)
+    s = scores(case)
     scale = rng.random((case.g, rows), np.float32)
-    device.check("scores_signs", numpy_.pack_sign_rows(q), codes, case.t0, case.t1, scale, scores(case), case.s0)
+    device.check("scores_signs", reference.pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
     device.check("project", normal(rng, case.g, rows, 24), normal(rng, bits, 24))
 
 
@@ -281,7 +282,7 @@ def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> No
     lo, hi = rng.integers(0, 5, n), rng.integers(columns - 5, columns + 1, n)
     chosen = np.full((2, n, min(k, columns) + 4), -1, np.int32)
     expected, found = chosen.copy(), device.up(chosen)
-    numpy_.select_top(s.copy(), lo, hi, k, expected)
+    reference.select_top(s.copy(), lo, hi, k, expected)
     device.kernels.select_top(device.up(s), lo, hi, k, found)
     np.testing.assert_array_equal(to_host(found), expected)
     store, q = halves(rng, 2, columns, 64), normal(rng, 2, r * n, 64)

@@ -12,20 +12,20 @@ import golden_cases
 import numpy as np
 import pytest
 
+from edgekv.checkpoint.shipped import shipped_model
 from edgekv.cli import main
+from edgekv.cli.eval_input import split_specs
 from edgekv.cli.gate import table
-from edgekv.cli.subject import split_specs
-from edgekv.demo import shipped_model
 from edgekv.errors import CheckpointError, ContextError
-from edgekv.evaluate import Quality
-from edgekv.exam import Exam, answers
-from edgekv.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, judge, needs_gate, recommended
-from edgekv.gated import Gated
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.steps import Steps, StepsKnobs
-from edgekv.model import Model, find_device
 from edgekv.models.decoder import Decoder
-from edgekv.needles import Prose, make_sheet
+from edgekv.quality.evaluate import Quality
+from edgekv.quality.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, judge, needs_gate, recommended
+from edgekv.quality.needles import Prose, make_sheet
+from edgekv.quality.retrieval import Exam, answers
+from edgekv.quality.verdicts import Gated
+from edgekv.session.model import Model, find_device
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

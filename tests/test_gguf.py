@@ -16,13 +16,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from edgekv import Session
-from edgekv.chat_template import find_template
+from edgekv.chat.template import find_template
 from edgekv.checkpoint.gguf_file import GgufFile
 from edgekv.checkpoint.gguf_import import imported
 from edgekv.cli import main
-from edgekv.dense.store import Store
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
-from edgekv.model import Model
+from edgekv.linear.store import Store
+from edgekv.session.model import Model
 from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

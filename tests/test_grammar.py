@@ -10,7 +10,7 @@ from serving import DEMO
 from edgekv import Session
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.grammar import JsonSchema, _library, json_constraint
+from edgekv.session.grammar import JsonSchema, _library, json_constraint
 
 SCHEMA = {
     "type": "object",

@@ -17,9 +17,9 @@ from kernel_cases import normal
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
-from edgekv.kernels import aligned, numba_, numpy_, spec, threads
-from edgekv.kernels.numba_ import dense, int4, jit, launch, rope, signs
-from edgekv.kernels.numba_.softmax import _softmax_rows
+from edgekv.kernels import aligned, cpu, reference, spec, threads
+from edgekv.kernels.cpu import dense, int4, jit, launch, rope, signs
+from edgekv.kernels.cpu.softmax import _softmax_rows
 
 NAMES = [name for name in dir(spec.Kernels) if not name.startswith("_")]
 
@@ -29,7 +29,7 @@ SPINCOUNT = os.environ.get("GOMP_SPINCOUNT")
 TWO_THREADS = """
 import threading, numba, numpy as np
 from edgekv.kernels import numba_kernels, threads
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels.cpu import launch
 
 kernels = numba_kernels()
 launch.MIN_PARALLEL_WORK = 0
@@ -50,7 +50,7 @@ print(numba.threading_layer(), threads.count(), len(done))
 # A caller that may reorder sums, compiled first: it must not pass that on to what is kept for all callers.
 HURRY = """
 import numba, numpy as np
-from edgekv.kernels.numba_ import int4, jit
+from edgekv.kernels.cpu import int4, jit
 
 hurry = numba.njit(fastmath=jit.FAST)(lambda x: int4.round_to_even(x))
 print(hurry(np.float32(0.6)), int4.round_to_even(np.float32(0.6)))
@@ -63,7 +63,7 @@ def all_threads() -> Iterator[None]:
     threads.configure()
 
 
-@pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 def test_backends_provide_the_whole_specification(backend: object) -> None:
     assert sorted(backend.__all__) == NAMES  # type: ignore[attr-defined]
     for name in NAMES:
@@ -73,9 +73,9 @@ def test_backends_provide_the_whole_specification(backend: object) -> None:
 
 @pytest.mark.usefixtures("all_threads")
 def test_factories_return_the_backends() -> None:
-    assert kernels.numba_kernels(1) is numba_
+    assert kernels.numba_kernels(1) is cpu
     assert threads.count() == 1
-    assert kernels.numpy_kernels(1) is numpy_
+    assert kernels.numpy_kernels(1) is reference
 
 
 @pytest.mark.usefixtures("all_threads")
@@ -164,19 +164,19 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
             np.zeros((2, 128), np.uint8),
         )
         sketches = np.zeros((2, 2, 1, 64), np.uint64)
-        numba_.encode_f16(x, store, 0)
-        numba_.encode_int4(x, codes, delta, zero, 0)
-        numba_.pack_signs(normal(rng, 2, n, b), sketches, 0)
+        cpu.encode_f16(x, store, 0)
+        cpu.encode_int4(x, codes, delta, zero, 0)
+        cpu.pack_signs(normal(rng, 2, n, b), sketches, 0)
         scale = np.full((2, rows), 0.1, np.float32)
-        numba_.scores_f16(q, store, 0, n, s, 0)
-        numba_.scores_signs(numba_.pack_sign_rows(normal(rng, 2, rows, b)), sketches, 0, n, scale, s, 0)
-        numba_.softmax(s, np.zeros(rows, np.int64), np.full(rows, n))
-        numba_.values_f16(s, 0, store, 0, n, out)
-        numba_.values_int4(s, 0, codes, delta, zero, 0, n, out)
+        cpu.scores_f16(q, store, 0, n, s, 0)
+        cpu.scores_signs(cpu.pack_sign_rows(normal(rng, 2, rows, b)), sketches, 0, n, scale, s, 0)
+        cpu.softmax(s, np.zeros(rows, np.int64), np.full(rows, n))
+        cpu.values_f16(s, 0, store, 0, n, out)
+        cpu.values_int4(s, 0, codes, delta, zero, 0, n, out)
         heads = [np.zeros((h, rows + gap, d), np.float32)[:, :rows] for h in (4, 2, 2)]
         table = normal(rng, 2, rows, 8)
         empty = np.empty(0, np.float32)
-        numba_.split_rope(normal(rng, rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
+        cpu.split_rope(normal(rng, rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
     for kernel in (
         dense._encode_tokens,
         int4._encode_tokens,

@@ -20,9 +20,9 @@ from kernel_cases import (
     poisoned_scores,
 )
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import half, launch, simd
-from edgekv.kernels.numba_.half import as_float, float_to_half
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import half, launch, simd
+from edgekv.kernels.cpu.half import as_float, float_to_half
 
 CASES = cases(HEAD_DIMS)
 SMALL = Case(d=12, length=70, g=2, r=3, n=2, t0=3, s0=2)
@@ -45,14 +45,14 @@ def test_numpy_scores_are_dot_products() -> None:
     case, rng = SMALL, generator(SMALL)
     q, keys = normal(rng, case.g, case.m, case.d), half_store(rng, case)
     s = poisoned_scores(case, contiguous=True)
-    numpy_.scores_f16(q, keys, case.t0, case.t1, s, case.s0)
+    reference.scores_f16(q, keys, case.t0, case.t1, s, case.s0)
     expected = np.full(s.shape, np.nan)
     for g, m, t in np.ndindex(case.g, case.m, case.length):
         key = keys.view(np.float16)[g, case.t0 + t].astype(np.float64)
         expected[g, m, case.s0 + t] = sum(q[g, m].astype(np.float64) * key)
     assert_close(s, expected)
     from_floats = poisoned_scores(case, contiguous=True)
-    numpy_.scores_f32(q, as_float32(keys), case.t0, case.t1, from_floats, case.s0)
+    reference.scores_f32(q, as_float32(keys), case.t0, case.t1, from_floats, case.s0)
     assert_close(from_floats, expected)
 
 
@@ -66,16 +66,16 @@ def test_numpy_values_are_added_with_their_weights() -> None:
         value = values.view(np.float16)[g, case.t0 + t].astype(np.float64)
         expected[g, m] += p[g, m, case.s0 + t] * value
     from_floats = out.copy()
-    numpy_.values_f16(p, case.s0, values, case.t0, case.t1, out)
+    reference.values_f16(p, case.s0, values, case.t0, case.t1, out)
     assert_close(out, expected)
-    numpy_.values_f32(p, case.s0, as_float32(values), case.t0, case.t1, from_floats)
+    reference.values_f32(p, case.s0, as_float32(values), case.t0, case.t1, from_floats)
     assert_close(from_floats, expected)
 
 
 def test_numpy_encodes_to_nearest_even() -> None:
     finite = [x for x in SPECIAL + TIES if abs(x) < 65520]
     store = np.full((1, len(finite), 1), 0xABCD, np.uint16)
-    numpy_.encode_f16(np.array(finite, np.float32).reshape(1, -1, 1), store, 0)
+    reference.encode_f16(np.array(finite, np.float32).reshape(1, -1, 1), store, 0)
     assert store.ravel().tolist() == [struct.unpack("<H", struct.pack("<e", x))[0] for x in finite]
 
 
@@ -86,19 +86,19 @@ def test_numba_equals_numpy(case: Case, min_parallel_work: int, monkeypatch: pyt
     rng = generator(case)
     q, store = normal(rng, case.g, case.m, case.d), half_store(rng, case)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    numpy_.scores_f16(q, store, case.t0, case.t1, expected, case.s0)
-    numba_.scores_f16(q, store, case.t0, case.t1, s, case.s0)
+    reference.scores_f16(q, store, case.t0, case.t1, expected, case.s0)
+    cpu.scores_f16(q, store, case.t0, case.t1, s, case.s0)
     assert_close(s, expected)
     s[...] = np.nan
-    numba_.scores_f32(q, as_float32(store), case.t0, case.t1, s, case.s0)
+    cpu.scores_f32(q, as_float32(store), case.t0, case.t1, s, case.s0)
     assert_close(s, expected)
 
     s[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     out = normal(rng, case.g, case.m, case.d)
     expected, from_floats = out.copy(), out.copy()
-    numpy_.values_f16(s, case.s0, store, case.t0, case.t1, expected)
-    numba_.values_f16(s, case.s0, store, case.t0, case.t1, out)
-    numba_.values_f32(s, case.s0, as_float32(store), case.t0, case.t1, from_floats)
+    reference.values_f16(s, case.s0, store, case.t0, case.t1, expected)
+    cpu.values_f16(s, case.s0, store, case.t0, case.t1, out)
+    cpu.values_f32(s, case.s0, as_float32(store), case.t0, case.t1, from_floats)
     assert_close(out, expected)
     assert_close(from_floats, expected)
 
@@ -114,14 +114,14 @@ def test_numba_encodes_as_numpy(
     x.reshape(-1)[: special.size] = special
     stores = [np.full((shape[0], shape[1] + 9, shape[2]), 0xABCD, np.uint16) for _ in range(2)]
     with np.errstate(over="ignore"):
-        numpy_.encode_f16(x, stores[0], 5)
-    numba_.encode_f16(x, stores[1], 5)
+        reference.encode_f16(x, stores[0], 5)
+    cpu.encode_f16(x, stores[1], 5)
     np.testing.assert_array_equal(stores[1], stores[0])
 
 
 def test_numba_encodes_nan_as_nan() -> None:
     store = np.zeros((1, 1, 8), np.uint16)
-    numba_.encode_f16(np.full((1, 1, 8), np.nan, np.float32), store, 0)
+    cpu.encode_f16(np.full((1, 1, 8), np.nan, np.float32), store, 0)
     assert np.isnan(store.view(np.float16)).all()
 
 
@@ -130,7 +130,7 @@ def test_numba_reads_every_float16() -> None:
     values = np.arange(1 << 16, dtype=np.uint16).reshape(1, 256, 256)
     for t in range(256):
         out = np.zeros((1, 1, 256), np.float32)
-        numba_.values_f16(np.ones((1, 1, 1), np.float32), 0, values, t, t + 1, out)
+        cpu.values_f16(np.ones((1, 1, 1), np.float32), 0, values, t, t + 1, out)
         np.testing.assert_array_equal(out[0, 0], values[0, t].view(np.float16).astype(np.float32))
 
 

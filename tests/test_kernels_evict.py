@@ -13,8 +13,8 @@ from kernel_cases import (
     poisoned_scores,
 )
 
-from edgekv.kernels import Kernels, numba_, numpy_
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import Kernels, cpu, reference
+from edgekv.kernels.cpu import launch
 
 SHAPES = [(1, 1, 1), (2, 2, 70), (3, 5, 129), (32, 1, 1024)]  # KV heads, rows, slots
 POISON = np.float32(np.nan)
@@ -24,7 +24,7 @@ POISON = np.float32(np.nan)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The specification, and Numba's kernels called in both ways."""
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0 if request.param == "parallel" else 1 << 62)
-    return numpy_ if request.param == "numpy" else numba_
+    return reference if request.param == "numpy" else cpu
 
 
 @pytest.mark.parametrize("head_dim", [1, 24, 128])
@@ -96,8 +96,8 @@ def test_token_scores_equal_numpys(
     low[:, case.t0 : case.t1] = rng.standard_normal((case.g, case.length))
     s, expected = (poisoned_scores(case, contiguous=bool(case.t0)) for _ in range(2))
     store = codes, step.view(np.uint16), low.view(np.uint16), case.t0, case.t1
-    numba_.scores_tokens(q, *store, s, case.s0)
-    numpy_.scores_tokens(q, *store, expected, case.s0)
+    cpu.scores_tokens(q, *store, s, case.s0)
+    reference.scores_tokens(q, *store, expected, case.s0)
     assert_close(s, expected)
 
 
@@ -108,7 +108,7 @@ def test_the_specification_of_token_scores_is_a_product_with_decoded_keys(bits: 
     codes = rng.integers(0, 256, (1, 2, n_bytes, 32), np.uint8)
     step, low = rng.random((2, 1, 40)).astype(np.float16)
     q, s = normal(rng, 1, 3, 16), np.empty((1, 3, 30), np.float32)
-    numpy_.scores_tokens(q, codes, step.view(np.uint16), low.view(np.uint16), 5, 35, s, 0)
+    reference.scores_tokens(q, codes, step.view(np.uint16), low.view(np.uint16), 5, 35, s, 0)
     for t in range(5, 35):
         token = codes[0, t // 32, :, t % 32]
         key = [

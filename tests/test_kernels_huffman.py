@@ -7,11 +7,11 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_scores
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
-from edgekv.kvcache.codebook import Codebook
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import launch
+from edgekv.kvcache.papers.codebook import Codebook
 
-BACKENDS = pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 POISON = 0xAB
 HUGE_F16 = 0x7BFF
 
@@ -90,7 +90,7 @@ def test_error_is_half_a_step(relative_step: float) -> None:
         np.empty((2, 2, 640), np.uint16),
         round(1 / relative_step) + 1,
     )
-    numba_.quantise_tokens(x, relative_step, levels, codes, *ends, 0)
+    cpu.quantise_tokens(x, relative_step, levels, codes, *ends, 0)
     low, step = widened(ends)[..., None]
     in_steps = np.abs(low + step * codes - x) / step
     assert 0.49 < in_steps.max() <= 0.5 + 1e-3
@@ -104,7 +104,7 @@ def test_numba_quantises_to_the_same_bits(min_parallel_work: int, monkeypatch: p
         for x in (normal(np.random.default_rng(d), 3, 96, d) * 3, np.tile(awkward_rows(d), (1, 2, 1))):
             for relative_step in (0.25, 0.11):
                 results = []
-                for backend in (numba_, numpy_):
+                for backend in (cpu, reference):
                     codes, channels = np.empty((2, *x.shape), np.uint8), np.zeros((2, len(x), 8, d), np.uint16)
                     tokens = np.zeros((2, len(x), 100), np.uint16)
                     backend.quantise_channels(x, relative_step, 10, 32, codes[0], *channels, 1)
@@ -178,7 +178,7 @@ def test_bit_strings_read_back_bit_by_bit(backend: object) -> None:
 def test_numba_packs_the_same_words(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     for d, block, levels in ((8, 16, 2), (12, 32, 5), (80, 64, 17), (128, 64, 256)):
-        actual, expected = (Packed(backend, d, 3, 4, block, d, levels) for backend in (numba_, numpy_))
+        actual, expected = (Packed(backend, d, 3, 4, block, d, levels) for backend in (cpu, reference))
         np.testing.assert_array_equal(actual.bits, expected.bits)
         np.testing.assert_array_equal(actual.pool, expected.pool)
 
@@ -191,7 +191,7 @@ def test_scores_and_sums_are_those_of_the_codes(
     """Both backends against plain products with low + step * code, in float64."""
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng, blocks = generator(case), -(-case.t1 // block)
-    packed = Packed(numpy_, case.d, case.g, blocks, block, case.d)
+    packed = Packed(reference, case.d, case.g, blocks, block, case.d)
     channels = rng.uniform(0.1, 1, (2, case.g, blocks, case.d)).astype(np.float16).view(np.uint16)
     tokens = rng.uniform(0.1, 1, (2, case.g, blocks * block)).astype(np.float16).view(np.uint16)
     span = slice(case.t0, case.t1)
@@ -203,7 +203,7 @@ def test_scores_and_sums_are_those_of_the_codes(
     p = poisoned_scores(case, case.g == 1)
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     exact_sums = out + p[:, :, inside(case)].astype(float) @ values
-    for backend in (numba_, numpy_):
+    for backend in (cpu, reference):
         s, sums = poisoned_scores(case, case.g == 1), out.copy()
         backend.scores_huffman(q, *packed.store(), *channels, case.t0, case.t1, s, case.s0)
         backend.values_huffman(p, case.s0, *packed.store(), *tokens, case.t0, case.t1, sums)

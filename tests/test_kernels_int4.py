@@ -17,8 +17,8 @@ from kernel_cases import (
     poisoned_scores,
 )
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import launch
 
 CASES = cases(HEAD_DIMS)
 POISON = 0xAB
@@ -62,7 +62,7 @@ def awkward_rows(d: int) -> npt.NDArray[np.float32]:
 def test_numpy_encodes_as_the_equation_says() -> None:
     x = awkward_rows(24)
     codes, delta, zero = store = empty_store(1, 14, 24)
-    numpy_.encode_int4(x, *store, 1)
+    reference.encode_int4(x, *store, 1)
     for t, row in enumerate(x[0], start=1):
         step = float(delta.view(np.float16)[0, t])
         lo, hi = min(row.min(), np.float32(0)), max(row.max(), np.float32(0))
@@ -80,7 +80,7 @@ def test_numpy_encodes_as_the_equation_says() -> None:
         np.testing.assert_array_equal(array[0, [0, 13]], untouched[0, [0, 13]])
 
 
-@pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 def test_error_is_half_a_step_or_one_at_the_ends(backend: object) -> None:
     x = normal(np.random.default_rng(0), 3, 500, 64) + 0.5
     store = empty_store(3, 500, 64)
@@ -93,7 +93,7 @@ def test_error_is_half_a_step_or_one_at_the_ends(backend: object) -> None:
     assert levels.max() == 15
 
 
-@pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 def test_zeros_decode_to_zeros(backend: object) -> None:
     store = empty_store(1, 1, 16)
     backend.encode_int4(np.zeros((1, 1, 16), np.float32), *store, 0)  # type: ignore[attr-defined]
@@ -108,8 +108,8 @@ def test_numba_encodes_the_same_bits(d: int, min_parallel_work: int, monkeypatch
     random = normal(np.random.default_rng(d), 2, 400, d) * 3
     for x in (random, awkward_rows(d)):
         stores = [empty_store(len(x), 409, d) for _ in range(2)]
-        numpy_.encode_int4(x, *stores[0], 7)
-        numba_.encode_int4(x, *stores[1], 7)
+        reference.encode_int4(x, *stores[0], 7)
+        cpu.encode_int4(x, *stores[1], 7)
         for actual, expected in zip(stores[1], stores[0], strict=True):
             np.testing.assert_array_equal(actual, expected)
 
@@ -117,10 +117,10 @@ def test_numba_encodes_the_same_bits(d: int, min_parallel_work: int, monkeypatch
 def test_numpy_values_are_added_with_their_weights() -> None:
     rng = np.random.default_rng(0)
     store = empty_store(2, 90, 12)
-    numpy_.encode_int4(normal(rng, 2, 70, 12), *store, 3)
+    reference.encode_int4(normal(rng, 2, 70, 12), *store, 3)
     p, out = rng.random((2, 5, 74), np.float32), normal(rng, 2, 5, 12)
     expected = out + np.einsum("gmt,gtd->gmd", p[:, :, 2:72], decode(store)[:, 3:73])
-    numpy_.values_int4(p, 2, *store, 3, 73, out)
+    reference.values_int4(p, 2, *store, 3, 73, out)
     assert_close(out, expected)
 
 
@@ -130,13 +130,13 @@ def test_numba_adds_the_same_values(case: Case, min_parallel_work: int, monkeypa
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng = generator(case)
     store = empty_store(case.g, case.capacity, case.d)
-    numpy_.encode_int4(normal(rng, case.g, case.length, case.d), *store, case.t0)
+    reference.encode_int4(normal(rng, case.g, case.length, case.d), *store, case.t0)
     p = poisoned_scores(case, contiguous=case.g == 1)
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     out = normal(rng, case.g, case.m, case.d)
     expected = out.copy()
-    numpy_.values_int4(p, case.s0, *store, case.t0, case.t1, expected)
-    numba_.values_int4(p, case.s0, *store, case.t0, case.t1, out)
+    reference.values_int4(p, case.s0, *store, case.t0, case.t1, expected)
+    cpu.values_int4(p, case.s0, *store, case.t0, case.t1, out)
     # rounding errors are relative to codes of up to 15, which the zero point then takes back
     scale = np.abs(p[:, :, inside(case)]).sum(axis=2).max() * 15 * store[1].view(np.float16).max()
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * float(scale))

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_scores
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import launch
 
-BACKENDS = pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 POISON, HUGE_F16 = 0xAB, 0x7BFF
 KEYS, VALUES = 32, 1  # tokens that lie next to each other
 
@@ -92,7 +92,7 @@ def awkward_rows(d: int) -> npt.NDArray[np.float32]:
 def test_symmetric_codes_are_as_specified(bits: int) -> None:
     x, top = awkward_rows(12), 2 ** (bits - 1) - 1
     codes, scale = store = sym_store(1, 40, 12, bits, KEYS)
-    numpy_.encode_sym(x, *store, 3)
+    reference.encode_sym(x, *store, 3)
     levels = unpacked(in_order(codes), bits)[0] - (top + 1)
     for t, row in enumerate(x[0], start=3):
         step, exact = float(widened(scale)[0, t]), float(np.abs(row).max() / np.float32(top))
@@ -134,8 +134,8 @@ def test_numba_encodes_symmetric_codes_to_the_same_bits(
     for d in (8, 12, 80, 128):
         for x in (normal(np.random.default_rng(d), 2, 100, d) * 3, awkward_rows(d)):
             stores = [sym_store(len(x), 130, d, bits, block) for _ in range(2)]
-            numpy_.encode_sym(x, *stores[0], 7)
-            numba_.encode_sym(x, *stores[1], 7)
+            reference.encode_sym(x, *stores[0], 7)
+            cpu.encode_sym(x, *stores[1], 7)
             for actual, expected in zip(stores[1], stores[0], strict=True):
                 np.testing.assert_array_equal(actual, expected)
 
@@ -145,13 +145,13 @@ def test_symmetric_scores_and_sums_are_those_of_the_decoded_tokens(bits: int) ->
     rng, d = np.random.default_rng(0), 12
     x, q, p = normal(rng, 2, 70, d), normal(rng, 2, 5, d), rng.random((2, 5, 74), np.float32)
     keys, values = sym_store(2, 90, d, bits, KEYS), sym_store(2, 90, d, bits, VALUES)
-    numpy_.encode_sym(x, *keys, 3)
-    numpy_.encode_sym(x, *values, 3)
+    reference.encode_sym(x, *keys, 3)
+    reference.encode_sym(x, *values, 3)
     np.testing.assert_array_equal(sym_decoded(keys, bits)[:, 3:73], sym_decoded(values, bits)[:, 3:73])
     s, out = np.full((2, 5, 74), np.nan, np.float32), normal(rng, 2, 5, d)
     expected = out + np.einsum("gmt,gtd->gmd", p[:, :, 2:72], sym_decoded(values, bits)[:, 3:73])
-    numpy_.scores_sym(q, *keys, 3, 73, s, 2)
-    numpy_.values_sym(p, 2, *values, 3, 73, out)
+    reference.scores_sym(q, *keys, 3, 73, s, 2)
+    reference.values_sym(p, 2, *values, 3, 73, out)
     np.testing.assert_allclose(s[:, :, 2:72], q @ sym_decoded(keys, bits)[:, 3:73].transpose(0, 2, 1), atol=1e-4)
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
@@ -166,17 +166,17 @@ def test_numba_computes_the_same_on_symmetric_codes(
     rng = generator(case)
     x, q = normal(rng, case.g, case.length, case.d), normal(rng, case.g, case.m, case.d)
     keys, values = (sym_store(case.g, case.capacity, case.d, bits, block) for block in (KEYS, VALUES))
-    numpy_.encode_sym(x, *keys, case.t0)
-    numpy_.encode_sym(x, *values, case.t0)
+    reference.encode_sym(x, *keys, case.t0)
+    reference.encode_sym(x, *values, case.t0)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    numpy_.scores_sym(q, *keys, case.t0, case.t1, expected, case.s0)
-    numba_.scores_sym(q, *keys, case.t0, case.t1, s, case.s0)
+    reference.scores_sym(q, *keys, case.t0, case.t1, expected, case.s0)
+    cpu.scores_sym(q, *keys, case.t0, case.t1, s, case.s0)
     step = float(widened(keys[1])[:, case.t0 : case.t1].max())
     assert_equal_up_to_codes(s, expected, np.abs(q).sum(axis=2).max() * step * 2**bits)
     p, out = weights(case, rng), normal(rng, case.g, case.m, case.d)
     sums = out.copy()
-    numpy_.values_sym(p, case.s0, *values, case.t0, case.t1, sums)
-    numba_.values_sym(p, case.s0, *values, case.t0, case.t1, out)
+    reference.values_sym(p, case.s0, *values, case.t0, case.t1, sums)
+    cpu.values_sym(p, case.s0, *values, case.t0, case.t1, out)
     assert_equal_up_to_codes(out, sums, p[:, :, inside(case)].sum(axis=2).max() * step * 2**bits)
 
 
@@ -185,8 +185,8 @@ def test_kivi_codes_are_as_specified(bits: int) -> None:
     """Keys per channel of 32 tokens, and values per token of six channels: the same rule along other axes."""
     x, top, d = awkward_rows(12), 2**bits - 1, 12
     keys, values = kivi_keys(1, 3, d, bits, 32), kivi_values(1, 40, d, bits, 2)
-    numpy_.encode_kivi_keys(x, *keys, 32)
-    numpy_.encode_kivi_values(x, *values, 3)
+    reference.encode_kivi_keys(x, *keys, 32)
+    reference.encode_kivi_values(x, *values, 3)
     key_codes, value_codes = unpacked(in_order(keys[0]), bits)[0, 32:64], unpacked(values[0], bits)[0, 3:35]
     for channel in range(d):
         ends = widened(keys[1])[0, 1, channel], widened(keys[2])[0, 1, channel]
@@ -224,11 +224,11 @@ def test_numba_encodes_kivi_codes_to_the_same_bits(
         random = normal(np.random.default_rng(d), 2, 128, d) * 3
         for x in (random, np.tile(awkward_rows(d), (1, 2, 1))):
             stores = [kivi_keys(len(x), 6, d, bits, group) for _ in range(2)]
-            numpy_.encode_kivi_keys(x, *stores[0], group)
-            numba_.encode_kivi_keys(x, *stores[1], group)
+            reference.encode_kivi_keys(x, *stores[0], group)
+            cpu.encode_kivi_keys(x, *stores[1], group)
             tokens = [kivi_values(len(x), 150, d, bits, spans) for _ in range(2)]
-            numpy_.encode_kivi_values(x, *tokens[0], 9)
-            numba_.encode_kivi_values(x, *tokens[1], 9)
+            reference.encode_kivi_values(x, *tokens[0], 9)
+            cpu.encode_kivi_values(x, *tokens[1], 9)
             for actual, expected in zip((*stores[1], *tokens[1]), (*stores[0], *tokens[0]), strict=True):
                 np.testing.assert_array_equal(actual, expected)
 
@@ -238,17 +238,17 @@ def test_kivi_scores_and_sums_are_those_of_the_decoded_tokens(bits: int) -> None
     rng, d = np.random.default_rng(0), 24
     x, q, p = normal(rng, 2, 64, d), normal(rng, 2, 5, d), rng.random((2, 5, 64), np.float32)
     keys, values = kivi_keys(2, 3, d, bits, 32), kivi_values(2, 70, d, bits, 3)
-    numpy_.encode_kivi_keys(x, *keys, 0)
-    numpy_.encode_kivi_values(x, *values, 3)
+    reference.encode_kivi_keys(x, *keys, 0)
+    reference.encode_kivi_values(x, *values, 3)
     step, low = (np.repeat(widened(end), 32, axis=1)[:, 5:60] for end in keys[1:])
     decoded = unpacked(in_order(keys[0]), bits)[:, 5:60] * step + low
     s = np.full((2, 5, 57), np.nan, np.float32)
-    numpy_.scores_kivi(q, *keys, 5, 60, s, 2)
+    reference.scores_kivi(q, *keys, 5, 60, s, 2)
     np.testing.assert_allclose(s[:, :, 2:], q @ decoded.transpose(0, 2, 1), atol=1e-4)
     step, low = (np.repeat(widened(end), 8, axis=1).transpose(0, 2, 1)[:, 3:67] for end in values[1:])
     decoded, out = unpacked(values[0], bits)[:, 3:67] * step + low, normal(rng, 2, 5, d)
     expected = out + p @ decoded
-    numpy_.values_kivi(p, 0, *values, 3, 67, out)
+    reference.values_kivi(p, 0, *values, 3, 67, out)
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
@@ -266,16 +266,16 @@ def test_numba_computes_the_same_on_kivi_codes(
         kivi_keys(case.g, groups + 1, case.d, bits, group),
         kivi_values(case.g, case.capacity, case.d, bits, spans),
     )
-    numpy_.encode_kivi_keys(x, *keys, 0)
-    numpy_.encode_kivi_values(x[:, : case.length], *values, case.t0)
+    reference.encode_kivi_keys(x, *keys, 0)
+    reference.encode_kivi_values(x[:, : case.length], *values, case.t0)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    numpy_.scores_kivi(q, *keys, case.t0, case.t1, expected, case.s0)
-    numba_.scores_kivi(q, *keys, case.t0, case.t1, s, case.s0)
+    reference.scores_kivi(q, *keys, case.t0, case.t1, expected, case.s0)
+    cpu.scores_kivi(q, *keys, case.t0, case.t1, s, case.s0)
     assert_equal_up_to_codes(s, expected, np.abs(q).sum(axis=2).max() * np.abs(x).max())
     p, out = weights(case, rng), normal(rng, case.g, case.m, case.d)
     sums = out.copy()
-    numpy_.values_kivi(p, case.s0, *values, case.t0, case.t1, sums)
-    numba_.values_kivi(p, case.s0, *values, case.t0, case.t1, out)
+    reference.values_kivi(p, case.s0, *values, case.t0, case.t1, sums)
+    cpu.values_kivi(p, case.s0, *values, case.t0, case.t1, out)
     assert_equal_up_to_codes(out, sums, p[:, :, inside(case)].sum(axis=2).max() * np.abs(x).max())
 
 

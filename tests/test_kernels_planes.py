@@ -9,9 +9,8 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_PATH, Case, assert_close, cases, generator, inside, normal, poisoned_scores
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
-from edgekv.kernels.spec_planes import (
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.contract.planes import (
     CENTRE,
     CENTRES,
     FULL_VALUES,
@@ -20,12 +19,13 @@ from edgekv.kernels.spec_planes import (
     PAIR_STEP,
     PlaneKernels,
 )
+from edgekv.kernels.cpu import launch
 
 BLOCK = 64
 F64 = npt.NDArray[np.float64]
 CASES = cases((64, 128, 192))
 SMALL = Case(d=128, length=150, g=2, r=3, n=2, t0=64, s0=2)
-BACKENDS = pytest.mark.parametrize("backend", [numpy_, numba_], ids=["numpy", "numba"])
+BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["numpy", "numba"])
 
 
 class Store:
@@ -93,7 +93,7 @@ def test_centres_are_the_means_of_64_and_then_of_16_tokens() -> None:
     x[1, 64:] = 0
     codes, step = np.zeros((2, 4, CENTRES, 32), np.uint8), np.zeros((2, 4, CENTRES), np.uint16)
     left = x.copy()
-    numpy_.encode_centres(left, codes, step, 64)
+    reference.encode_centres(left, codes, step, 64)
     stored = decoded_centres(codes, step)[:, 64:192]
     np.testing.assert_allclose(left, x - stored, atol=2e-5)
     width = np.repeat(half(step[:, 1:3, 1:]).reshape(2, 8), 16, axis=1)[..., None]
@@ -114,17 +114,17 @@ def decoded_centres(codes: npt.NDArray[np.uint8], step: npt.NDArray[np.uint16]) 
 
 def test_scores_are_centre_plus_signs_times_scale() -> None:
     case = SMALL
-    store, left = filled(numpy_, case)
+    store, left = filled(reference, case)
     rng = np.random.default_rng(1)
     q = normal(rng, case.g, case.m, case.d)
     planes = np.zeros((case.g, case.m, 5, case.d // 64), np.uint64)
     step, rounded = np.zeros((case.g, case.m), np.float32), np.empty_like(q)
-    numpy_.pack_queries(q, planes, step, rounded)
+    reference.pack_queries(q, planes, step, rounded)
     by_planes = code(*np.moveaxis(planes, 2, 0)) * step[..., None]
     np.testing.assert_allclose(rounded, by_planes, rtol=1e-6)
     assert (np.abs(rounded - q) <= step[..., None] * 0.5001).all()
     s = poisoned_scores(case, True)
-    numpy_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
+    reference.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
     scale = np.square(left.astype(float)).sum(2) / np.abs(left.astype(float)).sum(2)
     np.testing.assert_allclose(half(store.scale), scale, rtol=1e-3)
     centres = decoded_centres(store.centres, store.centre_step)
@@ -157,7 +157,7 @@ def test_quads_sum_what_they_stored(backend: PlaneKernels, bits: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numba_stores_the_same_bits(case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    (expected, left), (got, got_left) = (filled(backend, case) for backend in (numpy_, numba_))
+    (expected, left), (got, got_left) = (filled(backend, case) for backend in (reference, cpu))
     np.testing.assert_array_equal(got_left, left)
     for name, array in vars(expected).items():
         np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)
@@ -170,25 +170,25 @@ def test_numba_computes_the_same_scores_and_sums(
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     bits, n_planes = 1 + case.length % 4, 3 + case.g
-    store, _ = filled(numpy_, case, bits)
+    store, _ = filled(reference, case, bits)
     rng = generator(case)
     q = normal(rng, case.g, case.m, case.d)
     shape = (case.g, case.m, n_planes, case.d // 64)
     packed = [
         (np.zeros(shape, np.uint64), np.zeros(shape[:2], np.float32), np.full_like(q, np.nan)) for _ in range(2)
     ]
-    for backend, out in zip((numpy_, numba_), packed, strict=True):
+    for backend, out in zip((reference, cpu), packed, strict=True):
         backend.pack_queries(q, *out)
     for a, b in zip(*packed, strict=True):
         np.testing.assert_array_equal(b, a)
     planes, step, _ = packed[0]
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    numpy_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, expected, case.s0)
-    numba_.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
+    reference.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, expected, case.s0)
+    cpu.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
     assert_close(s, expected, 1e-4)  # q in two bytes
     p = np.exp(expected - expected[:, :, inside(case)].max(axis=2, keepdims=True))
     sums = [normal(np.random.default_rng(3), case.g, case.m, case.d) for _ in range(2)]
-    for backend, out in zip((numpy_, numba_), sums, strict=True):
+    for backend, out in zip((reference, cpu), sums, strict=True):
         backend.values_quads(p, case.s0, store.quads, store.value_scale, case.t0, case.t1, out)
     assert_close(sums[1], sums[0], 2e-3)  # a weight on the border of two 8-bit codes may take the other
 
@@ -225,9 +225,9 @@ def probabilities(case: Case) -> npt.NDArray[np.float32]:
 
 def test_what_matters_is_read_and_the_rest_is_added_up() -> None:
     case, threshold = SMALL, 0.01
-    store, _ = filled(numpy_, case)
+    store, _ = filled(reference, case)
     p = probabilities(case)
-    out, tail, change, counts = attended(numpy_, case, store, p, threshold)
+    out, tail, change, counts = attended(reference, case, store, p, threshold)
     q, rounded, lam = gather_queries(case)
     signs = sign_words(store)
     key_code = code(signs, *np.moveaxis(store.fine, 2, 0))
@@ -267,11 +267,11 @@ def test_numba_reads_the_same(
     case: Case, threshold: float, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    store, _ = filled(numpy_, case)
+    store, _ = filled(reference, case)
     p = probabilities(case)
     before = p.copy()
-    expected = attended(numpy_, case, store, p, threshold)
-    got = attended(numba_, case, store, p, threshold)
+    expected = attended(reference, case, store, p, threshold)
+    got = attended(cpu, case, store, p, threshold)
     np.testing.assert_array_equal(p, before)
     np.testing.assert_array_equal(got[3], expected[3])
     for a, b in zip(got[:3], expected[:3], strict=True):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from kernel_cases import EITHER_PATH, assert_close
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import launch
 
 SHAPES = [(1, 1, 1, 8), (2, 3, 1, 12), (1, 2, 5, 17), (3, 4, 2, 64), (2, 1, 3, 80), (2, 8, 1, 128)]  # G, R, n, D
 EMPTY = -7
@@ -46,7 +46,7 @@ def test_select_top_takes_the_largest_sums(g: int, r: int, n: int, columns: int,
     rng = np.random.default_rng(columns)
     lo = rng.integers(0, columns, n)
     hi = rng.integers(lo, columns, endpoint=True)
-    chosen = select(numba_, s, lo, hi, k)
+    chosen = select(cpu, s, lo, hi, k)
     sums = s.reshape(g, r, n, columns).astype(float).sum(1)
     for i in range(g):
         for j in range(n):
@@ -59,10 +59,10 @@ def test_select_top_takes_the_largest_sums(g: int, r: int, n: int, columns: int,
             if len(left) and count:
                 assert sums[i, j, got].min() > sums[i, j, left].max() - 1e-5
     if r == 1:
-        np.testing.assert_array_equal(chosen, select(numpy_, s, lo, hi, k))
+        np.testing.assert_array_equal(chosen, select(reference, s, lo, hi, k))
 
 
-@pytest.mark.parametrize("module", [numba_, numpy_])
+@pytest.mark.parametrize("module", [cpu, reference])
 def test_select_top_breaks_ties_by_the_lower_column(module: object) -> None:
     lo, hi = np.array([0]), np.array([40])
     s = np.zeros((1, 1, 40), np.float32)
@@ -81,7 +81,7 @@ def test_select_top_is_exact_over_all_magnitudes() -> None:
     s = (rng.standard_normal((4, 2, 900)) * 10.0 ** rng.integers(-40, 30, (4, 2, 900))).astype(np.float32)
     lo, hi = np.zeros(2, np.int64), np.full(2, 900)
     for k in (1, 450, 899):
-        np.testing.assert_array_equal(select(numba_, s, lo, hi, k), select(numpy_, s, lo, hi, k))
+        np.testing.assert_array_equal(select(cpu, s, lo, hi, k), select(reference, s, lo, hi, k))
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 200])
@@ -96,7 +96,7 @@ def test_attention_over_chosen_tokens(g: int, r: int, n: int, d: int, length: in
     for j in range(n):
         tokens[:, j, counts[j] :] = 1 << 20
     results = []
-    for module in (numba_, numpy_):
+    for module in (cpu, reference):
         s = np.full((g, r * n + 1, length + 5), np.nan, np.float32)[:, : r * n, 1:-1]
         module.scores_f16_at(q, keys, tokens, counts, s)
         p = scores_with_gaps(4, g, r * n, length + 3)
@@ -118,7 +118,7 @@ def test_fier_index(g: int, r: int, n: int, d: int, group: int, minmax: bool) ->
     keys = half(normal(1, g, n_groups * group + 9, d) + 4 * normal(2, g, 1, d))
     q = normal(3, g, r * n, d)
     results = []
-    for module in (numba_, numpy_):
+    for module in (cpu, reference):
         signs = np.full((g, n_groups * group // 32, d), 0xABCD1234, np.uint32)
         levels = np.full((g, n_groups, 2, d), 0x7E00, np.uint16)
         module.encode_fier(keys, group, minmax, signs, levels, b0, b0 + 1)
@@ -141,8 +141,8 @@ def test_fier_keys_are_two_levels_per_channel_and_group() -> None:
     expected = np.where(x >= mean, mean + deviation, mean - deviation).reshape(64, 8)
     signs, levels = np.zeros((1, 2, 8), np.uint32), np.zeros((1, 2, 2, 8), np.uint16)
     s = np.empty((1, 8, 64), np.float32)
-    numba_.encode_fier(keys, 32, False, signs, levels, 0, 2)
-    numba_.scores_fier(np.eye(8, dtype=np.float32)[None], signs, levels, 32, 0, 2, s, 0)
+    cpu.encode_fier(keys, 32, False, signs, levels, 0, 2)
+    cpu.scores_fier(np.eye(8, dtype=np.float32)[None], signs, levels, 32, 0, 2, s, 0)
     np.testing.assert_allclose(s[0].T, expected, atol=2e-3)
 
 
@@ -151,7 +151,7 @@ def test_fier_keys_are_two_levels_per_channel_and_group() -> None:
 def test_quest_pages(g: int, r: int, n: int, d: int, page: int) -> None:
     keys = half(normal(1, g, 6 * page + 3, d))
     results = []
-    for module in (numba_, numpy_):
+    for module in (cpu, reference):
         bounds = np.full((g, 6, 2 * d), 0x7E00, np.uint16)
         module.encode_pages(keys, page, bounds, 2, 5)
         results.append(bounds)

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_PATH, HEAD_DIMS, assert_close, normal
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import launch
 
 F64 = npt.NDArray[np.float64]
 NONE = np.empty(0, np.float32)
@@ -47,7 +47,7 @@ def test_numpy_follows_transformers(rotated: int, with_norm: bool) -> None:
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     q_norm, k_norm = (normal(rng, d), normal(rng, d)) if with_norm else (NONE, NONE)
     q, k, v = outputs(h, g, n, d, contiguous=True)
-    numpy_.split_rope(qkv, cos, sin, q, k, v, 0.25, q_norm, k_norm, EPS)
+    reference.split_rope(qkv, cos, sin, q, k, v, 0.25, q_norm, k_norm, EPS)
     heads = qkv.reshape(n, h + 2 * g, d)
     for t in range(n):
         angle = np.cos(angles[t]), np.sin(angles[t])
@@ -72,8 +72,8 @@ def test_numba_equals_numpy(
         qkv, table = normal(rng, n, (h + 2 * g) * d), normal(rng, 2, n, rotated // 2)
         q_norm, k_norm = (normal(rng, d) if i < norms else NONE for i in range(2))
         actual, expected = outputs(h, g, n, d, contiguous), outputs(h, g, n, d, True)
-        numpy_.split_rope(qkv, *table, *expected, 0.3, q_norm, k_norm, EPS)
-        numba_.split_rope(qkv, *table, *actual, 0.3, q_norm, k_norm, EPS)
+        reference.split_rope(qkv, *table, *expected, 0.3, q_norm, k_norm, EPS)
+        cpu.split_rope(qkv, *table, *actual, 0.3, q_norm, k_norm, EPS)
         for ours, theirs in zip(actual, expected, strict=True):
             assert_close(ours, theirs)
             if not contiguous:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_PATH, SIGN_BITS, Case, cases, generator, inside, normal, poisoned_scores
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import launch
 
 CASES = cases((*SIGN_BITS, 192))
 SMALL = Case(d=128, length=70, g=2, r=3, n=2, t0=60, s0=2)
@@ -26,24 +26,24 @@ def test_numpy_packs_one_bit_per_sign() -> None:
     x = normal(rng, 2, 70, 128)
     x[0, 0, :3] = 0.0, -0.0, np.nan
     codes = np.full((2, 3, 2, 64), POISON)
-    numpy_.pack_signs(x, codes, 60)
+    reference.pack_signs(x, codes, 60)
     expected = np.full_like(codes, POISON)
     for g, i, w in np.ndindex(2, 70, 2):
         word = sum(1 << j for j in range(64) if x[g, i, 64 * w + j] >= 0)
         expected[g, (60 + i) // 64, w, (60 + i) % 64] = word
     np.testing.assert_array_equal(codes, expected)
     assert int(codes[0, 0, 0, 60]) & 7 == 0b011  # -0 counts as positive, NaN does not
-    np.testing.assert_array_equal(numpy_.pack_sign_rows(x)[1, 69], codes[1, 2, :, 1])
+    np.testing.assert_array_equal(reference.pack_sign_rows(x)[1, 69], codes[1, 2, :, 1])
 
 
 def test_numpy_scores_are_products_of_signs() -> None:
     case, rng = SMALL, generator(SMALL)
     q, keys = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.length, case.d)
     codes = np.full((case.g, case.capacity // 64, case.d // 64, 64), POISON)
-    numpy_.pack_signs(keys, codes, case.t0)
+    reference.pack_signs(keys, codes, case.t0)
     s = poisoned_scores(case, contiguous=True)
     scale = scales(case)
-    numpy_.scores_signs(numpy_.pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
+    reference.scores_signs(reference.pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
     expected = np.full(s.shape, np.nan)
     for g, m, t in np.ndindex(case.g, case.m, case.length):
         expected[g, m, case.s0 + t] = scale[g, m] * (np.sign(q[g, m]) * np.sign(keys[g, t])).sum()
@@ -58,26 +58,26 @@ def test_numba_equals_numpy_exactly(case: Case, min_parallel_work: int, monkeypa
     keys, q = normal(rng, case.g, case.length, case.d), normal(rng, case.g, case.m, case.d)
     keys.reshape(-1)[:3] = 0.0, -0.0, np.nan
     codes = np.full((2, case.g, case.capacity // 64, case.d // 64, 64), POISON)
-    numpy_.pack_signs(keys, codes[0], case.t0)
-    numba_.pack_signs(keys, codes[1], case.t0)
+    reference.pack_signs(keys, codes[0], case.t0)
+    cpu.pack_signs(keys, codes[1], case.t0)
     np.testing.assert_array_equal(codes[1], codes[0])
-    words = numpy_.pack_sign_rows(q)
-    np.testing.assert_array_equal(numba_.pack_sign_rows(q), words)
+    words = reference.pack_sign_rows(q)
+    np.testing.assert_array_equal(cpu.pack_sign_rows(q), words)
 
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
     scale = scales(case)
-    numpy_.scores_signs(words, codes[0], case.t0, case.t1, scale, expected, case.s0)
-    numba_.scores_signs(words, codes[0], case.t0, case.t1, scale, s, case.s0)
+    reference.scores_signs(words, codes[0], case.t0, case.t1, scale, expected, case.s0)
+    cpu.scores_signs(words, codes[0], case.t0, case.t1, scale, s, case.s0)
     np.testing.assert_array_equal(s, expected)
     assert np.isfinite(s[:, :, inside(case)]).all()
 
 
-@pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 def test_equal_and_opposite_sketches_reach_the_bounds(backend: object) -> None:
     x = normal(np.random.default_rng(0), 1, 1, 512)
     codes = np.zeros((1, 1, 8, 64), np.uint64)
-    numpy_.pack_signs(np.concatenate([x, -x], axis=1), codes, 0)
+    reference.pack_signs(np.concatenate([x, -x], axis=1), codes, 0)
     s = np.zeros((1, 1, 2), np.float32)
     one = np.ones((1, 1), np.float32)
-    backend.scores_signs(numpy_.pack_sign_rows(x), codes, 0, 2, one, s, 0)  # type: ignore[attr-defined]
+    backend.scores_signs(reference.pack_sign_rows(x), codes, 0, 2, one, s, 0)  # type: ignore[attr-defined]
     assert s.tolist() == [[[512.0, -512.0]]]

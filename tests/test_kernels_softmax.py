@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 from kernel_cases import EITHER_PATH, assert_close
 
-from edgekv.kernels import numba_, numpy_
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.cpu import launch
 
-BACKENDS = pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 COLUMNS = (1, 2, 15, 16, 17, 63, 64, 65, 200, 513)
 
 
@@ -62,8 +62,8 @@ def test_numba_equals_numpy(
     part = np.s_[:] if contiguous else np.s_[:, 1:8, 2 : columns + 2]
     s, expected = whole[part], expected_whole[part]
     lo, hi = ranges(s.shape[1], s.shape[2])
-    numba_.softmax(s, lo, hi)
-    numpy_.softmax(expected, lo, hi)
+    cpu.softmax(s, lo, hi)
+    reference.softmax(expected, lo, hi)
     np.testing.assert_allclose(whole, expected_whole, rtol=4e-6, atol=1e-38)
 
 
@@ -71,6 +71,6 @@ def test_numba_exponential_is_accurate() -> None:
     """Beside one score of 0, each probability is exp(x) over the sum: all of float32's range."""
     x = np.linspace(-86.9, 0, 100_001, dtype=np.float32)
     s = x.reshape(1, 1, -1).copy()
-    numba_.softmax(s, np.zeros(1, np.int64), np.array([x.size]))
+    cpu.softmax(s, np.zeros(1, np.int64), np.array([x.size]))
     exact = np.exp(x.astype(np.float64))
     np.testing.assert_allclose(s[0, 0], exact / exact.sum(), rtol=1e-6, atol=1e-37)

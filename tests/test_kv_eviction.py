@@ -12,7 +12,7 @@ from edgekv.errors import CacheError
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, Workspace
-from edgekv.kvcache.evicting import Evicting, attention_received, budget_tokens
+from edgekv.kvcache.papers.evicting import Evicting, attention_received, budget_tokens
 
 F32 = npt.NDArray[np.float32]
 BACKENDS = pytest.mark.parametrize("backend", [numpy_kernels, numba_kernels], ids=["numpy", "numba"])

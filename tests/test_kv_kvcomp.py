@@ -10,11 +10,11 @@ import pytest
 
 from edgekv.errors import CacheError
 from edgekv.kernels import numba_kernels, numpy_kernels
-from edgekv.kernels.spec_codes import TABLE_BITS, TABLE_SYMBOLS
+from edgekv.kernels.contract.codes import TABLE_BITS, TABLE_SYMBOLS
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, Workspace
-from edgekv.kvcache.codebook import Codebook, code_lengths, gaussian_counts
-from edgekv.kvcache.kvcomp import KVComp
+from edgekv.kvcache.papers.codebook import Codebook, code_lengths, gaussian_counts
+from edgekv.kvcache.papers.kvcomp import KVComp
 
 BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24

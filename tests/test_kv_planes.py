@@ -6,7 +6,7 @@ from test_kernels_planes import bits_of, code, decoded_centres, half
 from test_kv_minicache import F32, F64, attention, draw, make
 
 from edgekv.errors import CacheError
-from edgekv.kernels.spec_planes import KEY_STEP
+from edgekv.kernels.contract.planes import KEY_STEP
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.codec_planes import Rotation
 

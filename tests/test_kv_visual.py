@@ -10,11 +10,11 @@ import pytest
 from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_scores
 
 from edgekv.errors import CacheError
-from edgekv.kernels import numba_, numba_kernels, numpy_, numpy_kernels
-from edgekv.kernels.numba_ import launch
+from edgekv.kernels import cpu, numba_kernels, numpy_kernels, reference
+from edgekv.kernels.cpu import launch
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache, Workspace
-from edgekv.kvcache.codec_visual import GROUPS
+from edgekv.kvcache.papers.codec_visual import GROUPS
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -67,7 +67,7 @@ def quantised(k: F64, v: F64, group: str, quantile: float, bits: int) -> tuple[F
     return sides[0], sides[1]
 
 
-def reference(
+def attention(
     q: F32, k: F32, v: F32, spans: Sequence[tuple[int, int]], window: int | None = None, **knobs: object
 ) -> F64:
     """Attention of the last tokens q over all of k, v, whose spans are quantised, in float64."""
@@ -92,9 +92,9 @@ def test_marked_spans_are_quantised_by_group(group: str, bits: int, quantile: fl
     cache.mark(SPANS)
     cache.prefill(q[:, :300], k[:, :300], v[:, :300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
-    expected = reference(q[:, 300:], k, v, SPANS, group=group, bits=bits, quantile=quantile)
+    expected = attention(q[:, 300:], k, v, SPANS, group=group, bits=bits, quantile=quantile)
     np.testing.assert_allclose(got, expected, atol=3e-3)
-    exact = reference(q[:, 300:], k, v, (), group=group, bits=bits, quantile=quantile)
+    exact = attention(q[:, 300:], k, v, (), group=group, bits=bits, quantile=quantile)
     assert (np.abs(got - exact).max() > 0.05) == (bits < 8)
 
 
@@ -105,7 +105,7 @@ def test_sliding_windows_begin_anywhere(window: int) -> None:
     cache.mark(SPANS)
     cache.prefill(q[:, :295], k[:, :295], v[:, :295])
     got = cache.attend(q[:, 295:], k[:, 295:], v[:, 295:])
-    expected = reference(q[:, 295:], k, v, SPANS, window, group="head", bits=1, quantile=0.2)
+    expected = attention(q[:, 295:], k, v, SPANS, window, group="head", bits=1, quantile=0.2)
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
@@ -153,7 +153,7 @@ def test_a_second_prompt_may_mark_too() -> None:
     cache.mark([(30, 170)])  # counted from the new prompt's start
     cache.attend(q[:, 120:300], k[:, 120:300], v[:, 120:300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
-    expected = reference(q[:, 300:], k, v, [(30, 95), (150, 290)], group="head", bits=1, quantile=0.2)
+    expected = attention(q[:, 300:], k, v, [(30, 95), (150, 290)], group="head", bits=1, quantile=0.2)
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
@@ -204,7 +204,7 @@ def test_rewind(n: int, kept: int, text_capacity: int) -> None:
             part, kept_part = slice(start, stop), slice(start, min(n, stop))
             packed = quantised(k[:, part].astype(float), v[:, part].astype(float), "head", 0.2, 1)
             k[:, kept_part], v[:, kept_part] = (x[:, : kept_part.stop - start] for x in packed)
-    expected = reference(q[:, n:300], k, v, (), group="head", bits=1, quantile=0.2)
+    expected = attention(q[:, n:300], k, v, (), group="head", bits=1, quantile=0.2)
     np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
@@ -254,7 +254,7 @@ def test_other_schemes_take_marks_and_ignore_them(name: str) -> None:
     np.testing.assert_array_equal(*outputs)
 
 
-@pytest.mark.parametrize("backend", [numba_, numpy_], ids=["numba", "numpy"])
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 def test_one_bit_is_the_nearer_end_and_more_bits_are_planes(backend: object) -> None:
     ends = np.array([[-1.0]], np.float16).view(np.uint16), np.array([[2.0]], np.float16).view(np.uint16)
     x = np.array([[[-5, -1, -0.1, 0, 0.1, 1, 5, 0, 0.2, -0.2]]], np.float32)  # the midpoint itself goes to even
@@ -285,7 +285,7 @@ def test_numba_equals_numpy(
     step.flat[-1] = 0
     x = normal(rng, case.g, case.length, case.d)
     stores = [np.full((case.g, case.capacity, n_bits, -(-case.d // 8)), POISON, np.uint8) for _ in range(2)]
-    for backend, planes in zip((numba_, numpy_), stores, strict=True):
+    for backend, planes in zip((cpu, reference), stores, strict=True):
         backend.encode_levels(x, low, step, planes, case.t0)
     np.testing.assert_array_equal(*stores)
     codes = np.unpackbits(stores[0], axis=3, count=case.d, bitorder="little").astype(float)
@@ -297,7 +297,7 @@ def test_numba_equals_numpy(
     q, out = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
     p = poisoned_scores(case, contiguous=case.g == 1)
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
-    for backend in (numba_, numpy_):
+    for backend in (cpu, reference):
         s, sums = poisoned_scores(case, contiguous=case.g == 1), out.copy()
         backend.scores_levels(q, stores[0], low, step, case.t0, case.t1, s, case.s0)
         backend.values_levels(p, case.s0, stores[0], low, step, case.t0, case.t1, sums)
@@ -320,7 +320,7 @@ def test_text_is_kept_as_it_is_asked_for(text: str, n_bytes: int) -> None:
     cache.mark([(20, 160)])
     cache.attend(q[:, 130:300], k[:, 130:300], v[:, 130:300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
-    expected = reference(q[:, 300:], k, v, [(150, 290)], group="head", bits=1, quantile=0.2)
+    expected = attention(q[:, 300:], k, v, [(150, 290)], group="head", bits=1, quantile=0.2)
     np.testing.assert_allclose(got, expected, atol=3e-3)
     assert cache.text_bytes == (320 - 140) * KV_HEADS * HEAD_DIM * 2 * n_bytes
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.checkpoint.source import Source, open_source, read_config
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
-from edgekv.shapes import load_shape
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 sys.path.insert(0, str(MODELS))

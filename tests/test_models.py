@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from edgekv import Session
-from edgekv.kvcache.h1b import H1B
+from edgekv.kvcache.papers.h1b import H1B
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 TOLERANCE = 2e-4

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from edgekv.needles import DEPTHS, Prompt, Prose, make_prompt, make_sheet
+from edgekv.quality.needles import DEPTHS, Prompt, Prose, make_prompt, make_sheet
 from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 from serving import DEMO, TEMPLATE
 
 from edgekv import CACHES, SamplingParams, Session
-from edgekv.chat import Chat
-from edgekv.chat_template import ChatTemplate
+from edgekv.chat.conversation import Chat
+from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ConfigError, ContextError
-from edgekv.overflow import SINK, Slide
+from edgekv.session.context_shift import SINK, Slide
 
 CTX = 400
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, golden_cases.VOCAB, 330)]

@@ -9,9 +9,9 @@ import numpy as np
 import power_trees as trees
 import pytest
 
-from edgekv.model import Model
 from edgekv.power import METERS
-from edgekv.session import Plan
+from edgekv.session.model import Model
+from edgekv.session.session import Plan
 
 POWER = pathlib.Path(__file__).resolve().parent.parent / "power"
 sys.path.insert(0, str(POWER))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgekv.errors import EdgeKVError
-from edgekv.report import RunReport
+from edgekv.session.report import RunReport
 
 
 def make_report(**fields):

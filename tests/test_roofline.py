@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry
 from edgekv.models import architecture
 from edgekv.power.boards import boards
-from edgekv.shapes import load_shape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))

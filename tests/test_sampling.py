@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.sampling import Sampler, SamplingParams, StopMatcher
+from edgekv.session.sampling import Sampler, SamplingParams, StopMatcher
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7)
 PARAMS = {

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from edgekv import CACHES, SamplingParams, Session
-from edgekv.dense.formats import WEIGHTS
 from edgekv.errors import CacheError, ConfigError, ContextError, MemoryBudgetError, TokenizerError
 from edgekv.kvcache import CacheSpec
+from edgekv.linear.formats import WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_no_tokenizer(model: pathlib.Path) -> None:
 def test_too_little_memory_is_said_before_it_is_taken(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgekv.model.available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("edgekv.session.model.available_memory_bytes", lambda: 100_000)
     with pytest.raises(MemoryBudgetError, match=r"kv cache .* but 97\.7 KiB is available"):
         Session.load(model)
 

@@ -16,7 +16,7 @@ import pytest
 from edgekv import CACHES, SamplingParams, Session
 from edgekv.errors import CheckpointError, SessionError
 from edgekv.kvcache import CacheSpec
-from edgekv.session_file import GRAIN, SessionFile, nonzero_runs, write
+from edgekv.session.file import GRAIN, SessionFile, nonzero_runs, write
 
 CTX = 1400
 SAMPLING = SamplingParams(temperature=1.0, seed=5)
@@ -256,7 +256,7 @@ def test_runs_cover_what_is_not_zero() -> None:
 
 WRITER = """
 import sys, numpy as np
-from edgekv.session_file import write
+from edgekv.session.file import write
 path, k = sys.argv[1], 0
 while True:
     k += 1

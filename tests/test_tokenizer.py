@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from edgekv.errors import TokenizerError
 from edgekv.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from edgekv.tokenizer.byte_pairs import MAX_RUN
 from edgekv.tokenizer.load import FILES
 from edgekv.tokenizer.pieces import read_pieces
-from edgekv.tokenizer.tiktoken_ import MAX_RUN
 
 FORMATS = ("sentencepiece", "spaced json", "byte-level json", "gpt2", "tiktoken")
 SENTENCES = ["Once upon a time, there was a little girl named Lily.", "the cat sat on the mat", "été à Ωmega"]

@@ -15,15 +15,15 @@ from cuda_cases import OnDevice
 
 from edgekv import CACHES, Embeddings, Session
 from edgekv.cli import main
-from edgekv.cuda.decoder import CudaDecoder
-from edgekv.cuda.weights import DeviceWeights
-from edgekv.dense.numpy_ import ACTIVATIONS
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache.visual import Visual1
-from edgekv.model import Model, find_device
-from edgekv.overflow import Slide
-from edgekv.spans import Span, clipped, selected
+from edgekv.kvcache.papers.visual import Visual1
+from edgekv.linear.cuda_weights import DeviceWeights
+from edgekv.linear.reference import ACTIVATIONS
+from edgekv.models.cuda_decoder import CudaDecoder
+from edgekv.session.context_shift import Slide
+from edgekv.session.model import Model, find_device
+from edgekv.session.prompt import Span, clipped, selected
 from edgekv.vision import picture
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgekv.kernels.spec_planes import GAUSS_STEP
+from edgekv.kernels.contract.planes import GAUSS_STEP
 
 LARGEST_F16 = 65504.0
 SIGN_WIDTH = 1.0  # of the bell that stands for a sign's derivative, in standard deviations of the sketch

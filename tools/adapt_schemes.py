@@ -22,7 +22,7 @@ from adapt_rounding import (
 from torch import Tensor, nn
 
 from edgekv.kernels import numpy_kernels
-from edgekv.kernels.spec_planes import CENTRE
+from edgekv.kernels.contract.planes import CENTRE
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import F32, Workspace
 from edgekv.kvcache.codec_planes import Rotation
@@ -95,7 +95,7 @@ class BinarySketch(Scheme):
         self.projection = torch.from_numpy(sketch.projection).to(device)
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
-        """As `edgekv.kvcache.h1b.H1B` fits it on a prompt."""
+        """As `edgekv.kvcache.papers.h1b.H1B` fits it on a prompt."""
         spec = dataclasses.replace(self.spec, knobs=dataclasses.replace(self.spec.knobs, fit=self.scope))
         caches = spec.layers(self.config, prompt[0][0].shape[2])
         for cache, layer in zip(caches, prompt, strict=True):

@@ -48,7 +48,7 @@ class Found:
 def measure(name: str, kernel: Kernel) -> Found:
     """Compiles the kernel and counts its inner loop."""
     module, _, function = kernel.function.partition(".")
-    dispatcher = getattr(importlib.import_module(f"edgekv.kernels.numba_.{module}"), function)
+    dispatcher = getattr(importlib.import_module(f"edgekv.kernels.cpu.{module}"), function)
     before = set(dispatcher.signatures)
     kernel.call()
     compiled = set(dispatcher.signatures) - before or before  # one function may serve several kernels

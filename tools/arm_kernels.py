@@ -19,7 +19,7 @@ from edgekv.kernels import numba_kernels
 class Kernel:
     """One inner loop to be found and counted.
 
-    function: that holds it, module.name under `edgekv.kernels.numba_`. call: compiles it. work: names in WORK, of
+    function: that holds it, module.name under `edgekv.kernels.cpu`. call: compiles it. work: names in WORK, of
     which the loop has most. needed: so many multiplications, or bits, for one token of 128 channels and one query
     row. outer: tokens that one pass of each loop around it does, as far as they are counted.
     """

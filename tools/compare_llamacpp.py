@@ -24,10 +24,10 @@ import gguf
 import numpy as np
 
 from edgekv.checkpoint.cache_folder import cache_root, made_once
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.machine import machine_info
 from edgekv.models import architecture
 from edgekv.models.config import ModelConfig
-from edgekv.shapes import load_shape
 
 Q4_0 = gguf.GGMLQuantizationType.Q4_0
 DECODE_TOKENS = 16

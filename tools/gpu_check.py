@@ -26,7 +26,7 @@ import cupy  # noqa: E402
 import gpu_decode  # noqa: E402
 import gpu_measure  # noqa: E402
 
-from edgekv.shapes import load_shape  # noqa: E402
+from edgekv.checkpoint.shapes import load_shape  # noqa: E402
 
 DEPTHS = (8192, 32768)
 SCHEMES = ("dense", "h1b", "onebit", "bitplane", "kivi2", "minicache4", "kvcomp", "fier", "quest")

@@ -10,13 +10,13 @@ import cupy
 import numpy as np
 from gpu_measure import FILL_TOKENS, Gpu
 
-from edgekv.cuda.decoder import CudaDecoder
-from edgekv.cuda.weights import KINDS, DeviceWeights, Matrix
-from edgekv.dense.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.linear.cuda_weights import KINDS, DeviceWeights, Matrix
+from edgekv.linear.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
 from edgekv.models import architecture
-from edgekv.sampling import Sampler, SamplingParams
+from edgekv.models.cuda_decoder import CudaDecoder
+from edgekv.session.sampling import Sampler, SamplingParams
 
 STD = 0.02
 PROMPT = 2048

@@ -9,13 +9,13 @@ from typing import Any
 import cupy
 import numpy as np
 
-from edgekv.cuda.cupy_driver import CupyDriver
-from edgekv.cuda.decoder import CudaWorkspace
-from edgekv.cuda.kernels import CudaKernels
-from edgekv.cuda.matvec import matvec
-from edgekv.cuda.module import CannotRecord
+from edgekv.kernels.cuda.driver import CupyDriver
+from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.linear.cuda_matvec import matvec
+from edgekv.models.cuda_decoder import CudaWorkspace
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads

@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.evaluate import FIT_TOKENS, Quality, evaluate
 from edgekv.kernels.aligned import zeros
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.codec_huffman import HuffmanCodec, HuffmanKeys, HuffmanValues
+from edgekv.kvcache.papers.codec_huffman import HuffmanCodec, HuffmanKeys, HuffmanValues
 from edgekv.machine import machine_info
-from edgekv.model import Model, find_device
 from edgekv.models.decoder import Decoder
+from edgekv.quality.evaluate import FIT_TOKENS, Quality, evaluate
+from edgekv.session.model import Model, find_device
 from edgekv.tokenizer import load_tokenizer
 
 F32 = npt.NDArray[np.float32]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from edgekv import Session
-from edgekv.needles import (
+from edgekv.quality.needles import (
     COLOURS,
     TASKS,
     THINGS,

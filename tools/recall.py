@@ -25,13 +25,13 @@ from edgekv.kvcache.base import F32, Geometry
 from edgekv.kvcache.codec_planes import CentredSigns
 from edgekv.kvcache.codecs import F16, KeyCodec
 from edgekv.kvcache.dense import Dense
-from edgekv.kvcache.fier import SignIndex
 from edgekv.kvcache.onebit import OneBit
-from edgekv.kvcache.quest import PageIndex
-from edgekv.kvcache.retrieval import Index
+from edgekv.kvcache.papers.fier import SignIndex
+from edgekv.kvcache.papers.quest import PageIndex
+from edgekv.kvcache.papers.retrieval import Index
 from edgekv.machine import machine_info
-from edgekv.model import Model, find_device
-from edgekv.plan import Plan
+from edgekv.session.model import Model, find_device
+from edgekv.session.plan import Plan
 from edgekv.tokenizer import load_tokenizer
 
 TOP = 64  # tokens to find

@@ -23,13 +23,13 @@ from typing import Any
 
 from roofline_need import Need, caches, need_of, weights_bytes
 
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli.bench import lengths_of
-from edgekv.cli.subject import split_specs
-from edgekv.dense.formats import WEIGHTS
+from edgekv.cli.eval_input import split_specs
+from edgekv.linear.formats import WEIGHTS
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.power.boards import Board, boards
-from edgekv.shapes import load_shape
 
 COUNTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "arm-asm.json"
 SHARE_OF_PEAK = 10.5 / 17.1  # of its peak, decoding on a Raspberry Pi 5: taken where nothing is published

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.dense.formats import WEIGHTS, specs_bytes, store_specs
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.linear.formats import WEIGHTS, specs_bytes, store_specs
 from edgekv.models.architecture import Architecture
 
 HEAD_DIM = 128  # that instructions are counted for

@@ -9,10 +9,10 @@ from typing import Any
 
 from tables_runs import CTX, DATA, DENSE, WINDOWS
 
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.kvcache import CacheSpec
 from edgekv.models import architecture
 from edgekv.models.config import ModelConfig
-from edgekv.shapes import load_shape
 
 Facts = dict[str, Any]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from edgekv.checkpoint.tensors import TensorFile
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cuda.device import SCHEMES
+from edgekv.session.cuda_device import SCHEMES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "data"

@@ -14,10 +14,10 @@ import numpy as np
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import F32
 from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
-from edgekv.kvcache.codec_visual import LevelSpan
 from edgekv.kvcache.codecs import Int4, KeyCodec, SignSketch, ValueCodec
-from edgekv.kvcache.h1b import DEFAULT_TAU
-from edgekv.kvcache.visual import Run, Span, Visual1, VisualKnobs
+from edgekv.kvcache.papers.codec_visual import LevelSpan
+from edgekv.kvcache.papers.h1b import DEFAULT_TAU
+from edgekv.kvcache.papers.visual import Run, Span, Visual1, VisualKnobs
 
 LAM, PLANES, SEED, SKETCH, P = 0.9, 5, 0, 256, 2.5e-4  # the schemes' defaults
 Pair = tuple[KeyCodec, ValueCodec]

@@ -9,19 +9,19 @@ import os
 import pathlib
 from typing import Any
 
-from edgekv.bench import Prefill, Timing, bench, bench_prefill
+from edgekv.checkpoint.shapes import load_shape, names
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.eval_input import split_specs
 from edgekv.cli.evaluate import require_matplotlib
 from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, model_path, positive_int
-from edgekv.cli.subject import split_specs
-from edgekv.dense.formats import weight_format
-from edgekv.dense.random_ import random_store
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.kernels.numba_.stream import Bandwidth
+from edgekv.kernels.cpu.stream import Bandwidth
+from edgekv.linear.formats import weight_format
+from edgekv.linear.random import random_store
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
-from edgekv.model import Model, find_device
 from edgekv.models import architecture
-from edgekv.shapes import load_shape, names
+from edgekv.quality.bench import Prefill, Timing, bench, bench_prefill
+from edgekv.session.model import Model, find_device
 
 SCHEMES = "dense,h1b,onebit,bitplane"
 

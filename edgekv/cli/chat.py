@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
-from edgekv.chat import MAX_NEW_TOKENS, Chat
+from edgekv.chat.conversation import MAX_NEW_TOKENS, Chat
 from edgekv.cli.conversation import (
     add_session_options,
     add_template_option,
@@ -22,9 +22,9 @@ from edgekv.cli.interrupt import Interrupt
 from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.errors import EdgeKVError
-from edgekv.generation import Step
 from edgekv.machine import format_bytes
-from edgekv.sampling import SamplingParams
+from edgekv.session.generation import Step
+from edgekv.session.sampling import SamplingParams
 
 PROMPT = "> "
 

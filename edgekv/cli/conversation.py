@@ -7,13 +7,13 @@ import pathlib
 import sys
 from typing import Any
 
-from edgekv.chat_template import ChatTemplate, find_template, read_template
+from edgekv.chat.template import ChatTemplate, find_template, read_template
 from edgekv.cli.gate import warn_ungated
 from edgekv.cli.options import Bars, kv_budget, model_path
 from edgekv.kvcache import CacheSpec
-from edgekv.overflow import OVERFLOWS
-from edgekv.sampling import Sampler, SamplingParams
-from edgekv.session import Session
+from edgekv.session.context_shift import OVERFLOWS
+from edgekv.session.sampling import Sampler, SamplingParams
+from edgekv.session.session import Session
 
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:

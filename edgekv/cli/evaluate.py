@@ -7,12 +7,12 @@ import dataclasses
 import json
 
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.eval_input import Subject, add_subject_options, split_specs
 from edgekv.cli.gate import add_gate_options, run_gate
 from edgekv.cli.options import Bars, Command
-from edgekv.cli.subject import Subject, add_subject_options, split_specs
 from edgekv.errors import EdgeKVError
-from edgekv.evaluate import Quality, evaluate
 from edgekv.machine import format_bytes
+from edgekv.quality.evaluate import Quality, evaluate
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.eval_input import Subject, split_specs
 from edgekv.cli.options import Bars
-from edgekv.cli.subject import Subject, split_specs
 from edgekv.errors import ConfigError
-from edgekv.exam import NEEDLES, Exam
-from edgekv.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, needs_gate, recommended
-from edgekv.gated import Gated
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
-from edgekv.model import Model
+from edgekv.quality.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, needs_gate, recommended
+from edgekv.quality.retrieval import NEEDLES, Exam
+from edgekv.quality.verdicts import Gated
+from edgekv.session.model import Model
 
 
 def add_gate_options(parser: argparse.ArgumentParser) -> None:

@@ -18,12 +18,12 @@ from edgekv.cli.options import (
     positive_int,
     schemes_text,
 )
-from edgekv.dense.formats import WEIGHTS
 from edgekv.kvcache import CACHES
 from edgekv.kvcache.base import Geometry
+from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import available_memory_bytes
-from edgekv.model import Model
-from edgekv.plan import Plan
+from edgekv.session.model import Model
+from edgekv.session.plan import Plan
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:

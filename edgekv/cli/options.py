@@ -11,10 +11,10 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from edgekv.demo import shipped_model
-from edgekv.dense.formats import WEIGHTS
+from edgekv.checkpoint.shipped import shipped_model
 from edgekv.errors import ConfigError
 from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
 
 

@@ -14,9 +14,9 @@ from edgekv.cli.options import (
     bytes_text,
     model_path,
 )
-from edgekv.dense.store import Store, build
 from edgekv.errors import CheckpointError
-from edgekv.model import Model
+from edgekv.linear.store import Store, build
+from edgekv.session.model import Model
 from edgekv.vision import copy_vision
 
 

@@ -12,12 +12,12 @@ from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_opti
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.errors import EdgeKVError
-from edgekv.generation import Step
-from edgekv.grammar import Constraint, json_constraint, read_schema
-from edgekv.model import Model
 from edgekv.power.phases import EnergyMeter, NoMeter
-from edgekv.sampling import SamplingParams
-from edgekv.session import Session
+from edgekv.session.generation import Step
+from edgekv.session.grammar import Constraint, json_constraint, read_schema
+from edgekv.session.model import Model
+from edgekv.session.sampling import SamplingParams
+from edgekv.session.session import Session
 from edgekv.vision import Picture, picture, require_vision
 
 

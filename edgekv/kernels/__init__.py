@@ -1,11 +1,12 @@
 """The inner loops of attention over compressed caches, in interchangeable backends.
 
-`spec.Kernels` states what each function does; `numpy_` is its plain reference, `numba_` the fast one.
+`contract` states what each function does; `reference` (NumPy) is its plain meaning, `cpu` (Numba) is fast,
+`cuda` (CuPy) runs on a GPU.
 """
 
 from typing import cast
 
-from edgekv.kernels.spec import BLOCK, Kernels
+from edgekv.kernels.contract.attention import BLOCK, Kernels
 
 __all__ = ["BLOCK", "Kernels", "numba_kernels", "numpy_kernels"]
 
@@ -15,15 +16,15 @@ def numba_kernels(threads: int | None = None) -> Kernels:
 
     Numba is imported here, and each kernel compiled at its first call ever on a machine.
     """
-    from edgekv.kernels import numba_
+    from edgekv.kernels import cpu
     from edgekv.kernels.threads import configure
 
     configure(threads)
-    return cast(Kernels, numba_)
+    return cast(Kernels, cpu)
 
 
 def numpy_kernels(threads: int | None = None) -> Kernels:
     """The reference backend; its thread count is that of NumPy's matrix products."""
-    from edgekv.kernels import numpy_
+    from edgekv.kernels import reference
 
-    return cast(Kernels, numpy_)
+    return cast(Kernels, reference)

@@ -9,20 +9,20 @@ from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry, KVCache
 from edgekv.kvcache.bitplane import BitPlane
 from edgekv.kvcache.dense import Dense
-from edgekv.kvcache.fier import Fier
-from edgekv.kvcache.h1b import H1B
-from edgekv.kvcache.h2o import H2O
-from edgekv.kvcache.kivi import Kivi
-from edgekv.kvcache.kvcomp import KVComp
-from edgekv.kvcache.loki import Loki
-from edgekv.kvcache.mikv import MiKV
-from edgekv.kvcache.minicache import MiniCache
 from edgekv.kvcache.onebit import OneBit
-from edgekv.kvcache.quest import Quest
-from edgekv.kvcache.snapkv import SnapKV
-from edgekv.kvcache.streaming import Streaming
-from edgekv.kvcache.tova import Tova
-from edgekv.kvcache.visual import Visual1
+from edgekv.kvcache.papers.fier import Fier
+from edgekv.kvcache.papers.h1b import H1B
+from edgekv.kvcache.papers.h2o import H2O
+from edgekv.kvcache.papers.kivi import Kivi
+from edgekv.kvcache.papers.kvcomp import KVComp
+from edgekv.kvcache.papers.loki import Loki
+from edgekv.kvcache.papers.mikv import MiKV
+from edgekv.kvcache.papers.minicache import MiniCache
+from edgekv.kvcache.papers.quest import Quest
+from edgekv.kvcache.papers.snapkv import SnapKV
+from edgekv.kvcache.papers.streaming import Streaming
+from edgekv.kvcache.papers.tova import Tova
+from edgekv.kvcache.papers.visual import Visual1
 from edgekv.models.config import ModelConfig
 
 CACHES: dict[str, type[KVCache]] = {

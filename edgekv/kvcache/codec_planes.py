@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.planes import CENTRES, GAUSS_STEP, KEY_STEP
 from edgekv.kernels.memory import contiguous
-from edgekv.kernels.spec_planes import CENTRES, GAUSS_STEP, KEY_STEP
 from edgekv.kvcache.base import F32, Array, Layout
 from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
 

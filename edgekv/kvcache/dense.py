@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codecs import F16, Float32, KeyCodec, ValueCodec
 from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.papers.codec_ints import SymmetricKeys, SymmetricValues
 
 DTYPES: dict[str, Callable[[int, int, int], tuple[KeyCodec, ValueCodec]]] = {  # of heads, tokens, head_dim
     "f16": lambda g, n, d: (F16(g, n, d), F16(g, n, d)),

@@ -8,10 +8,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.dense.weights import Weights
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.linear.weights import Weights
 from edgekv.models.attention import ExactAttention
 from edgekv.models.rope import RopeTable
 

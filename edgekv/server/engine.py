@@ -11,19 +11,19 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from edgekv.chat import answer_ids
-from edgekv.chat_template import ChatTemplate
+from edgekv.chat.conversation import answer_ids
+from edgekv.chat.template import ChatTemplate
+from edgekv.chat.turns import TurnEncoder
 from edgekv.errors import ContextError, EdgeKVError
-from edgekv.generation import Step
-from edgekv.grammar import json_constraint
-from edgekv.report import RunReport
 from edgekv.server.energy import Energy
 from edgekv.server.metrics import Metrics
 from edgekv.server.pool import SessionPool
 from edgekv.server.protocol import Ask, RequestError
 from edgekv.server.shapes import Usage
-from edgekv.session import Session
-from edgekv.turns import TurnEncoder
+from edgekv.session.generation import Step
+from edgekv.session.grammar import json_constraint
+from edgekv.session.report import RunReport
+from edgekv.session.session import Session
 
 LOG = logging.getLogger("edgekv.server")
 REMEMBERED_ANSWERS = 512

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgekv.errors import MemoryBudgetError
-from edgekv.session import Session
+from edgekv.session.session import Session
 
 WORTH_COPYING = 32  # tokens in common from which on another conversation's cache is copied
 

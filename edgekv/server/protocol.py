@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.sampling import SamplingParams
+from edgekv.session.sampling import SamplingParams
 
 MAX_MESSAGES, MAX_STOPS = 4096, 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -46,10 +46,10 @@ def load_tokenizer(
         return open_tokenizer_json(file, declared)
     data = _read(file)
     if TIKTOKEN_LINE.match(data):
-        from edgekv.tokenizer.tiktoken_ import TiktokenTokenizer
+        from edgekv.tokenizer.byte_pairs import TiktokenTokenizer
 
         return TiktokenTokenizer(file, data, declared)
-    from edgekv.tokenizer.sentencepiece_ import SentencePieceTokenizer
+    from edgekv.tokenizer.sentence_pieces import SentencePieceTokenizer
 
     return SentencePieceTokenizer(file, data, declared)
 

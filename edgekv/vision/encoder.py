@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from edgekv.dense.ort import session_options
 from edgekv.errors import CheckpointError
+from edgekv.linear.onnx import session_options
 
 F32 = npt.NDArray[np.float32]
 FILE = "vision.onnx"

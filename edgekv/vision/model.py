@@ -11,12 +11,12 @@ import numpy as np
 import safetensors.numpy
 
 from edgekv.checkpoint.tensors import TensorFile, TensorSet
-from edgekv.dense.store import Store
 from edgekv.errors import ImageError
+from edgekv.linear.store import Store
 from edgekv.machine import available_memory_bytes, require_memory
-from edgekv.model import Model
-from edgekv.report import ImagesReport
-from edgekv.spans import Embeddings, Prompt
+from edgekv.session.model import Model
+from edgekv.session.prompt import Embeddings, Prompt
+from edgekv.session.report import ImagesReport
 from edgekv.vision import encoder
 from edgekv.vision.encoder import Encoder
 from edgekv.vision.images import ImageSource, Picture, picture

@@ -8,9 +8,9 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekv.checkpoint.tensors import TensorSet, to_float32
-from edgekv.dense.graph import ACTIVATIONS, MICROSOFT, OPSET
-from edgekv.dense.ort import session_options
 from edgekv.errors import CheckpointError
+from edgekv.linear.graph import ACTIVATIONS, MICROSOFT, OPSET
+from edgekv.linear.onnx import session_options
 from edgekv.models.config import activation
 
 F32 = npt.NDArray[np.float32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgekv.errors import ImageError
-from edgekv.spans import Embeddings, Prompt
+from edgekv.session.prompt import Embeddings, Prompt
 
 PLACEHOLDER = "<image>"
 

@@ -1,4 +1,4 @@
-"""A device for `edgekv.cuda` on the CPU: kernels compiled by g++ with `shim.h`, arrays that behave as CuPy's."""
+"""A device for `edgekv.kernels.cuda` on the CPU: kernels compiled by g++, arrays as CuPy's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.cuda.module import Program
+from edgekv.kernels.cuda.program import Program
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
@@ -116,7 +116,10 @@ def _wrap(x: Any) -> Any:
 
 
 class HostDriver:
-    """`edgekv.cuda.module.Driver` on the CPU. In every other launch the threads take turns from the last on."""
+    """`edgekv.kernels.cuda.program.Driver` on the CPU.
+
+    In every other launch the threads take turns from the last on.
+    """
 
     multiprocessors = 2
 

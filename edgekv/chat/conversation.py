@@ -1,0 +1,136 @@
+"""A conversation of turns: only the tokens that are new since the last turn are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from edgekv.chat.template import ChatTemplate
+from edgekv.chat.turns import TurnEncoder
+from edgekv.errors import SessionError
+from edgekv.session.generation import Step
+from edgekv.session.sampling import SamplingParams
+from edgekv.session.session import Session
+from edgekv.tokenizer import StreamDecoder, Tokenizer
+
+Progress = Callable[[int, int], None]
+MAX_NEW_TOKENS = 1024
+
+
+class Chat:
+    """Turns with a session's model. The history is in the session's memo: a saved session brings it back."""
+
+    def __init__(self, session: Session, template: ChatTemplate, system: str | None = None) -> None:
+        self.session, self.template = session, template
+        self._tokenizer = session.require_tokenizer()
+        self._encoder = TurnEncoder(template, self._tokenizer)
+        if system and not self.messages:
+            self.messages.append({"role": "system", "content": system})
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The history, oldest first: role, content, of answers the ids of their tokens, and what was dropped."""
+        messages: list[dict[str, Any]] = self.session.memo.setdefault("messages", [])
+        return messages
+
+    def ask(
+        self,
+        text: str,
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> Generator[Step, None, None]:
+        """The answer to a message, token by token. What has come when the caller stops is the answer.
+
+        A message without any answer is forgotten. Raises ContextError when it does not fit.
+        """
+        self.messages.append({"role": "user", "content": text})
+        return self._answer(max_new_tokens, sampling, stop, progress)
+
+    def retry(
+        self,
+        *,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> Generator[Step, None, None]:
+        """Another answer in place of the last one, from the cache rewound to the question."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise SessionError("there is no answer to try again: ask something first")
+        self.messages.pop()
+        return self._answer(max_new_tokens, sampling, stop, progress)
+
+    def clear(self) -> None:
+        """Forgets all but the system message."""
+        self.messages[:] = [message for message in self.messages if message["role"] == "system"]
+        self.session.reset()
+
+    def _answer(
+        self, max_new_tokens: int, sampling: SamplingParams | None, stop: Sequence[str], progress: Progress | None
+    ) -> Generator[Step, None, None]:
+        try:
+            new = self.session.align(self._fitting())
+            steps = self.session.generate(
+                new,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop=(*self.template.stops, *stop),
+                progress=progress,
+            )
+        except BaseException:
+            self.messages.pop()
+            raise
+        return self._collected(steps)
+
+    def _fitting(self) -> list[int]:
+        """Ids of the conversation; where it outgrew the context, and may slide, without its oldest turns."""
+        ids, ctx = self._ids(), self.session.plan.ctx
+        if len(ids) >= ctx and self.session.overflow.makes_room:
+            while len(ids) > ctx // 2 and self._drop_oldest():
+                ids = self._ids()
+        return ids
+
+    def _ids(self) -> list[int]:
+        shown = [message for message in self.messages if not message.get("dropped")]
+        return self._encoder.ids(shown, lambda i: shown[i].get("ids"))
+
+    def _drop_oldest(self) -> bool:
+        """Leaves out the oldest question and its answer, unless it is the last one."""
+        turns = [i for i, m in enumerate(self.messages) if m["role"] != "system" and not m.get("dropped")]
+        later = [i for i in turns[1:] if self.messages[i]["role"] == "user"]
+        for i in turns:
+            if later and i < later[0]:
+                self.messages[i]["dropped"] = True
+        return bool(later)
+
+    def _collected(self, steps: Iterator[Step]) -> Generator[Step, None, None]:
+        """Passes the steps on and writes the answer into the history."""
+        made: list[Step] = []
+        try:
+            for step in steps:
+                made.append(step)
+                yield step
+        finally:
+            self._record(made)
+
+    def _record(self, made: Sequence[Step]) -> None:
+        if not made:
+            self.messages.pop()
+            return
+        text, tokens = "".join(step.text for step in made), [step.token for step in made]
+        ids = answer_ids(self._tokenizer, tokens, text)
+        self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
+        self.messages.append({"role": "assistant", "content": text.strip(), "ids": ids})
+
+
+def answer_ids(tokenizer: Tokenizer, generated: Sequence[int], text: str) -> list[int]:
+    """The tokens of an answer's ``text`` among those generated: without its end, or a stop string."""
+    stream, length = StreamDecoder(tokenizer, at_start=False), 0
+    for n, token in enumerate(generated):
+        length += len(stream.push(token))
+        if token in tokenizer.eos_ids or length > len(text):
+            return list(generated[:n])
+    return list(generated)

@@ -1,0 +1,130 @@
+"""A model's chat template: Jinja, run in a sandbox, that writes messages the way the model was trained on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+PLAIN = """\
+{%- for message in messages -%}
+{{ "" if loop.first else "\n\n" }}
+{%- if message.role == "system" %}{{ message.content }}
+{%- else %}{{ "User: " if message.role == "user" else "Assistant: " }}{{ message.content }}{% endif -%}
+{%- endfor -%}
+{{- "\n\nAssistant:" if add_generation_prompt }}"""
+PLAIN_STOPS = ("\n\nUser:",)
+
+
+class ChatTemplate:
+    """The template as a function of messages; ``stops`` end an answer beside the model's end-of-text tokens.
+
+    ``given_bos``: encoding its text must add the beginning-of-text token, which the template does not write.
+    Raises ConfigError for a template that is no Jinja, EdgeKVError where jinja2 is not installed.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, *, stops: Sequence[str] = (), given_bos: bool = False
+    ) -> None:
+        self.source, self.stops, self.given_bos = source, tuple(stops), given_bos
+        bos, eos = tokenizer.bos_id, tokenizer.eos_ids
+        self._names = {
+            "bos_token": "" if bos is None else tokenizer.piece(bos),
+            "eos_token": tokenizer.piece(eos[0]) if eos else "",
+        }
+        self._template = _compile(source)
+
+    @classmethod
+    def plain(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """A transcript with "User:" and "Assistant:", for models that bring no template."""
+        return cls(PLAIN, tokenizer, stops=PLAIN_STOPS, given_bos=True)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.source == PLAIN
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The text up to where the next answer begins. Raises EdgeKVError where the template refuses messages."""
+        import jinja2
+
+        try:
+            text: str = self._template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self._names
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+        ) as error:
+            raise EdgeKVError(f"the chat template refuses these messages: {error}") from None
+        return text
+
+
+def find_template(tokenizer: pathlib.Path) -> str | None:
+    """The template of a tokenizer (its folder, or a file there), None where there is none.
+
+    It is in chat_template.jinja, or in tokenizer_config.json (of several, the one named default). Raises
+    ConfigError for a file that can't be read.
+    """
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        if (folder / "tokenizer_config.json").is_file():
+            return _declared(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder}: its chat template can't be read ({error}); copy it again") from None
+    return None
+
+
+def read_template(path: str) -> str:
+    """The text of ``--chat-template FILE``. Raises ConfigError."""
+    try:
+        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {path}: can't be read ({error}); give a UTF-8 Jinja file") from None
+
+
+def _declared(value: Any) -> str | None:
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _compile(source: str) -> Any:
+    """As transformers does: an immutable sandbox, its filters and its functions."""
+    try:
+        import jinja2
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'") from None
+    from edgekv.chat.jinja import GenerationBlock
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
+    )
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False} | options)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(
+            f"the chat template is no valid Jinja ({error}); give another with --chat-template"
+        ) from None

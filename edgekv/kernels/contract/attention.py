@@ -1,0 +1,118 @@
+"""What every kernel backend provides: the same functions, with the meaning written here.
+
+One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
+reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
+preallocated for `cap` tokens (`edgekv.kernels.aligned.zeros`), hold float16 as its bits in uint16, and are
+C-contiguous, as is every array here except the scores.
+
+Attention is three steps through a score buffer s (G, M, S) float32, so that any key store combines with any
+value store: `scores_*` fills columns of s, `softmax` turns rows into probabilities in place, `values_*` adds the
+weighted values to `out` (several stores may contribute). s may be a slice of a longer or larger buffer as long
+as its last axis is contiguous; a contiguous s saves two microseconds per call.
+
+Token ranges are half-open and need not touch block borders. A kernel writes all that it promises and nothing
+else, and trusts its arguments: shapes and ranges are the caller's duty.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.kernels.contract.codes import CodeKernels
+from edgekv.kernels.contract.evict import EvictKernels
+from edgekv.kernels.contract.ints import IntKernels
+from edgekv.kernels.contract.planes import PlaneKernels
+from edgekv.kernels.contract.retrieval import RetrievalKernels
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+U64 = npt.NDArray[np.uint64]
+
+BLOCK = 64
+"""Tokens per block of sign codes, and per unit of work in every kernel."""
+
+
+class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, Protocol):
+    """A backend is a module with these functions."""
+
+    def encode_f16(self, x: F32, store: U16, t0: int) -> None:
+        """Stores x (G, n, D) at tokens t0.. of store (G, cap, D), rounded to nearest even."""
+
+    def scores_f16(self, q: F32, keys: U16, t0: int, t1: int, s: F32, s0: int) -> None:
+        """s[:, :, s0 : s0 + t1 - t0] = q (G, M, D) times tokens t0..t1 of keys (G, cap, D).
+
+        The caller scales q by 1/sqrt(D), here and in `scores_f32`.
+        """
+
+    def values_f16(self, p: F32, s0: int, values: U16, t0: int, t1: int, out: F32) -> None:
+        """out (G, M, D) += sum over t in t0..t1 of p[:, :, s0 + t - t0] * values[:, t]."""
+
+    def encode_f32(self, x: F32, store: F32, t0: int) -> None:
+        """`encode_f16` without rounding: store (G, cap, D) float32."""
+
+    def scores_f32(self, q: F32, keys: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        """`scores_f16` for keys held in float32."""
+
+    def values_f32(self, p: F32, s0: int, values: F32, t0: int, t1: int, out: F32) -> None:
+        """`values_f16` for values held in float32."""
+
+    def project(self, x: F32, matrix: F32) -> F32:
+        """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
+
+    def softmax(self, s: F32, lo: I64, hi: I64) -> None:
+        """Row m of every group: softmax over columns lo[m]..hi[m] in place, 0 in every other column of s.
+
+        Scores of -inf get probability 0; a range that is empty or all -inf becomes zeros. lo, hi (M,).
+        """
+
+    def pack_signs(self, x: F32, codes: U64, t0: int) -> None:
+        """Stores the signs of x (G, n, b) at tokens t0.. of codes (G, cap // 64, W, 64), W = b // 64.
+
+        Token t lies at [:, t // 64, :, t % 64]; bit j of word w is x[..., 64 * w + j] >= 0.
+        """
+
+    def pack_sign_rows(self, x: F32) -> U64:
+        """The signs of x (G, M, b) as (G, M, W) words, bits as in `pack_signs`."""
+
+    def scores_signs(self, q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:
+        """s[:, :, s0 : s0 + t1 - t0] = scale * (b - 2 * popcount(q XOR k)): H1B-KV, equation 3.
+
+        The score of the paper, over its temperature, is scale = 1 / (b * tau). q_codes (G, M, W), scale (G, M),
+        codes as in `pack_signs`.
+        """
+
+    def encode_int4(self, x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
+        """Stores x (G, n, D), D even, at tokens t0.. as round(x / delta) + zero in 0..15: H1B-KV, equation 4.
+
+        codes (G, cap, D // 2): byte j has element j in its low nibble and element j + D // 2 in its high one.
+        delta (G, cap): float16 bits of (hi - lo) / 15, rounded up so that the range is covered, where
+        lo = min(x, 0) and hi = max(x, 0) over the token. zero (G, cap) = round(-lo / delta). Halves round to
+        even. A token of zeros has delta 0 and decodes to zeros. x must be finite.
+        """
+
+    def values_int4(self, p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: int, out: F32) -> None:
+        """`values_f16` for values (code - zero) * delta."""
+
+    def split_rope(
+        self,
+        qkv: F32,
+        cos: F32,
+        sin: F32,
+        q: F32,
+        k: F32,
+        v: F32,
+        scale: float,
+        q_norm: F32,
+        k_norm: F32,
+        eps: float,
+    ) -> None:
+        """Splits the fused projection qkv (n, (H + 2G) * D) into q (H, n, D) and k, v (G, n, D).
+
+        q and k are rotated as Hugging Face does: with x1, x2 the halves of the first 2 * cos.shape[1] elements
+        of a head, [x1 * cos - x2 * sin, x2 * cos + x1 * sin]; the rest is copied. cos, sin (n, rot // 2), with
+        rot = 0 for learned positions. q is then multiplied by `scale`. q_norm and k_norm (D,) are the weights
+        of a per-head RMS norm before the rotation (Qwen3), or empty.
+        """

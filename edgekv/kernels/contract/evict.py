@@ -1,0 +1,45 @@
+"""The part of `edgekv.kernels.contract` about a fixed number of slots per KV head, in which tokens come and go.
+
+Shapes and the score buffer are those of `contract`. mass and positions (G, cap): what a slot's token weighs when
+one must leave, and where in the text it stands.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+
+
+class EvictKernels(Protocol):
+    """What a backend provides for caches that evict or demote tokens one by one."""
+
+    def store_token(
+        self, k: F32, v: F32, position: int, slots: I64, keys: U16, values: U16, positions: I32
+    ) -> None:
+        """Stores one token, k and v (G, D), in slot slots[g] of each head of keys and values (G, cap, D).
+
+        Rounded as in `encode_f16`; positions gets its position there.
+        """
+
+    def add_attention(self, p: F32, mass: F32, n: int, keep: float) -> None:
+        """mass[:, :n] = keep * mass[:, :n] + sum over the rows of p[:, :, :n]; p (G, M, S)."""
+
+    def evict_lowest(self, mass: F32, positions: I32, n: int, visible: int, protected: int, slots: I64) -> None:
+        """slots[g] = the one of head g's first n slots with the least mass, which becomes 0.
+
+        Mass is >= 0; the earliest position wins a tie. Positions below `visible` go before any mass, those from
+        `protected` on never; at least one must lie below it.
+        """
+
+    def scores_tokens(self, q: F32, codes: U8, step: U16, low: U16, t0: int, t1: int, s: F32, s0: int) -> None:
+        """`scores_f16` for keys low + step * code, 8, 4 or 2 bits wide, with a range per token: MiKV.
+
+        codes (G, blocks, n_bytes, B), B a multiple of 32: token t lies at [:, t // B, :, t % B], its bytes as in
+        `spec_ints`. step, low (G, cap) float16 bits.
+        """

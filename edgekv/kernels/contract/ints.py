@@ -1,0 +1,54 @@
+"""The part of `edgekv.kernels.contract` about integers of 8, 4 or 2 bits with linear scales.
+
+Shapes, token ranges and the score buffer are those of `contract`. The width is implied by the shapes: a token's
+codes take n_bytes = D * bits / 8 bytes, and byte j holds elements j, j + n_bytes, j + 2 * n_bytes, ... from its
+low bits up. Scales are float16 bits. x must be finite.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+
+
+class IntKernels(Protocol):
+    """What a backend provides for caches of plain integers."""
+
+    def encode_sym(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
+        """Stores x (G, n, D) at tokens t0.. as round(x / scale) + middle, symmetric, 8 or 4 bits wide.
+
+        codes (G, blocks, n_bytes, B): token t lies at [:, t // B, :, t % B]; B = 32 puts tokens next to each other
+        (keys), B = 1 bytes (values). scale (G, cap): the token's largest magnitude over top = 2 ** (bits - 1) - 1,
+        rounded up to float16. The levels are -top..top, halves rounded to even; middle = 2 ** (bits - 1). A token
+        of zeros has scale 0 and decodes to zeros.
+        """
+
+    def scores_sym(self, q: F32, codes: U8, scale: U16, t0: int, t1: int, s: F32, s0: int) -> None:
+        """`scores_f16` for keys (code - middle) * scale, with B a multiple of 32."""
+
+    def values_sym(self, p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
+        """`values_f16` for values (code - middle) * scale, with B = 1."""
+
+    def encode_kivi_keys(self, x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
+        """Stores x (G, n, D) at tokens t0.. as round((x - low) / step) in 0..top = 2 ** bits - 1: KIVI's keys.
+
+        low and step (G, groups, D) belong to a channel of B tokens: the least element, rounded to float16, and
+        (largest - low) / top, rounded up to float16. codes (G, groups, n_bytes, B), B a multiple of 32; t0 and n
+        are multiples of B. Halves round to even; a step of 0 decodes to low.
+        """
+
+    def scores_kivi(self, q: F32, codes: U8, step: U16, low: U16, t0: int, t1: int, s: F32, s0: int) -> None:
+        """`scores_f16` for keys low + step * code."""
+
+    def encode_kivi_values(self, x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
+        """`encode_kivi_keys` for values: a step and a low end per token and span of channels.
+
+        codes (G, cap, n_bytes); step, low (G, spans, cap), spans dividing D.
+        """
+
+    def values_kivi(self, p: F32, s0: int, codes: U8, step: U16, low: U16, t0: int, t1: int, out: F32) -> None:
+        """`values_f16` for values low + step * code."""

@@ -1,0 +1,159 @@
+"""The part of `edgekv.kernels.contract` about rotated keys and values in bit planes and small centred codes.
+
+Shapes, token ranges and the score buffer are those of `contract`. "Rotated" is whatever orthogonal transform the
+caller uses on queries, keys and values alike; here only their width counts: D, a multiple of 64 where bits are
+packed in words, W = D / 64 of them. Scales are float16 bits.
+
+A code of b bits stands for (code - (2 ** b - 1) / 2) * scale: levels lie symmetrically about 0 and the top bit is
+the sign, 1 for x >= 0. x must be finite.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+U64 = npt.NDArray[np.uint64]
+
+CENTRE = 16
+CENTRES = 5
+"""Tokens that share a centre."""
+
+GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
+"""Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
+
+KEY_STEP = GAUSS_STEP[4] * 0.797885
+"""Step of a 4-bit key code over the scale of `encode_signs`, which is 1 / sqrt(2 / pi) for that Gaussian."""
+
+PAIR_STEP = 3.98
+"""Spacing of a 4-bit code's two top bits as a code of its own, not shrunk; the code's own step is 1."""
+
+FULL_VALUES = 2.8
+"""Times the threshold: where two more value planes save as much error per bit as the first two at 1."""
+
+LARGEST_CORRECTION = 8.0
+
+LEAST_WEIGHT = 1e-30
+"""p * scale: where a block's largest is smaller, its 8-bit weights are too, down to 0."""
+
+
+class PlaneKernels(Protocol):
+    """What a backend provides for `onebit` and `bitplane`."""
+
+    def hadamard(self, x: F32, flips: F32, out: F32) -> None:
+        """out (A, n, D) = H (flips * x) / sqrt(D), x (A, n, d <= D) padded with zeros, D = 2 ** k, flips (D,) +-1.
+
+        H is the Walsh-Hadamard matrix. The sums are made in k stages of pairs D / 2 apart, and are thus equal to
+        the bit in all backends.
+        """
+
+    def hadamard_back(self, x: F32, flips: F32, out: F32) -> None:
+        """out (A, n, d) += the first d elements of the inverse of `hadamard` of x (A, n, D)."""
+
+    def encode_centres(self, x: F32, codes: U8, step: U16, t0: int) -> None:
+        """Stores means of x (G, n, D) in 4 bits and leaves x - (what was stored) in x; n, t0 are multiples of 64.
+
+        codes (G, cap / 64, CENTRES, D / 2): row 0 has the mean of the block of 64 tokens, rows 1.. those of each
+        CENTRE tokens of what that leaves. Two steps hold an offset of all keys, however large, as well as the
+        differences. Byte j has element j in its low nibble and j + D / 2 in its high one.
+        step (G, cap / 64, CENTRES): the row's largest magnitude / 8.
+        """
+
+    def encode_signs(self, x: F32, signs: U64, scale: U16, t0: int) -> None:
+        """Stores the signs of x (G, n, D) at tokens t0.. of signs (G, cap / 64, W, 64), as `pack_signs` does.
+
+        scale (G, cap) = |x|_2 ** 2 / |x|_1: sign(x) * scale has the inner product |x|_2 ** 2 with x (RaBitQ).
+        """
+
+    def pack_queries(self, q: F32, planes: U64, step: F32, rounded: F32) -> None:
+        """Stores q (G, M, D) in codes of B bits as planes (G, M, B, W), the sign plane first; step (G, M).
+
+        step is the row's largest magnitude / 2 ** (B - 1); rounded (G, M, D) is what the planes stand for.
+        """
+
+    def scores_centred(
+        self,
+        q: F32,
+        planes: U64,
+        step: F32,
+        signs: U64,
+        scale: U16,
+        centres: U8,
+        centre_step: U16,
+        t0: int,
+        t1: int,
+        s: F32,
+        s0: int,
+    ) -> None:
+        """s[:, :, s0 : s0 + t1 - t0] = q (G, M, D) . centre + step * (q in planes) . (sign * scale).
+
+        planes (G, M, B, W) as in `pack_queries`, step (G, M) times what the caller wants; the keys as in
+        `encode_signs` and `encode_centres`. The second product is a count of bits: with q = sum_j 2 ** j y_j / 2
+        over planes y of +-1, it is ((2 ** B - 1) * D - 2 * sum_j 2 ** j popcount(y_j XOR sign)) / 2. In the first,
+        q may be rounded to multiples of 2 ** -15 of the row's largest magnitude.
+        """
+
+    def encode_quads(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
+        """Stores x (G, n, D), n and t0 multiples of 64, in codes of b bits at blocks of 64 tokens; any D.
+
+        codes (G, cap / 64, 2 * b, D, 4). For 4, 2 and 1 bits, byte [q, d, i] has element d of the tokens
+        t = 4 * q + i, t + 8 * b, t + 16 * b, ... of the block, from its low bits up: four tokens lie side by side,
+        as the dot product instructions of 8-bit integers want them. 3 bits are the upper 2 bits (4 rows q)
+        followed by the lowest (2 rows).
+        The codes are those of the best uniform step for a Gaussian of the token's mean square; scale (G, cap) is
+        then |x| ** 2 / (x . levels), so that the stored vector has the inner product |x| ** 2 with x: sums of
+        many values are not shrunk.
+        """
+
+    def values_quads(self, p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
+        """`values_f16` for `encode_quads`, p >= 0, D any.
+
+        p * scale is rounded to multiples of 1 / 255 of its largest in each block of 64 tokens, and multiplied with
+        the codes in integers.
+        """
+
+    def encode_planes(self, x: F32, step: F32, planes: U64, t0: int) -> None:
+        """Stores x (G, n, D) at tokens t0.. of planes (G, cap, B, W) by successive approximation.
+
+        Plane j holds the signs of x, and x then loses sign * step / 2 ** j; step (G, n), what is left stays in x.
+        """
+
+    def attend_planes(
+        self,
+        p: F32,
+        s0: int,
+        t0: int,
+        t1: int,
+        q: F32,
+        rounded: F32,
+        lam: F32,
+        signs: U64,
+        scale: U16,
+        fine: U64,
+        top: U64,
+        low: U64,
+        value_scale: U16,
+        threshold: float,
+        n: int,
+        out: F32,
+        tail: F32,
+        change: F32,
+        counts: I64,
+    ) -> None:
+        """Reads the tokens t0..t1 that matter for p (G, M, S), the probabilities by `scores_centred`'s scores.
+
+        Per KV head and query token (n of them, M = R * n) those tokens count that have at least `threshold` in p
+        for one of the R heads. Their probability is corrected for what the sign of the key leaves out: times
+        exp(d), d = scale * (KEY_STEP * q . (code - 7.5) - lam[g] * rounded . sign) clipped to
+        +-LARGEST_CORRECTION, with code the 4 bits of the signs and of `fine` (G, cap, 3, W). If one of the R is
+        still at least FULL_VALUES * threshold, out[g, m] (G, M, D) += probability * value with all 4 planes of
+        `top` and `low` (G, cap, 2, W); else if one is at least threshold, with the 2 of `top`, whose levels are
+        PAIR_STEP apart in value_scale. All others' probabilities are added up per block in tail (G, M, blocks of
+        64 tokens, counted from t0 // 64 on). change (G, M) = sum of the corrections, new minus old. counts
+        (G, n, 2): tokens corrected, and tokens with all value planes. p is left alone. What the bits are
+        multiplied with may be rounded to multiples of 2 ** -15 of its largest magnitude.
+        """

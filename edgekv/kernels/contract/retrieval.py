@@ -1,0 +1,54 @@
+"""Reading only some tokens: indexes, selection, attention over a choice.
+
+Shapes and the score buffer are those of `contract`. Queries are rows m = r * n + j: head r of the group, token j
+of n. A choice is a list of tokens per KV head and token of the query, shared by the heads of the group: tokens
+(G, n, K) int32, of which the first counts[j] are valid.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+
+
+class RetrievalKernels(Protocol):
+    """What a backend provides for caches that read a choice of their tokens."""
+
+    def select_top(self, s: F32, lo: I64, hi: I64, k: int, chosen: I32) -> None:
+        """chosen[g, j] = the k columns in lo[j]..hi[j] with the largest sum over the rows m = r * n + j of s[g].
+
+        All of them if they are k or fewer. In ascending order; of equal sums the lower columns win. No NaNs.
+        s (G, M, S) is used up; lo, hi (n,); k >= 1; chosen (G, n, K) gets its first min(k, hi - lo) entries.
+        """
+
+    def scores_f16_at(self, q: F32, keys: U16, tokens: I32, counts: I64, s: F32) -> None:
+        """s[g, m, i] = q[g, m] times keys[g, tokens[g, j, i]] for i < counts[j]; keys (G, cap, D) float16 bits."""
+
+    def values_f16_at(self, p: F32, values: U16, tokens: I32, counts: I64, out: F32) -> None:
+        """out[g, m] += sum over i < counts[j] of p[g, m, i] * values[g, tokens[g, j, i]]."""
+
+    def encode_fier(self, keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0: int, b1: int) -> None:
+        """Indexes groups b0..b1 of `group` tokens (a multiple of 32) of keys (G, cap, D) float16 bits.
+
+        levels (G, groups, 2, D), float16 bits: per group and channel a centre and a step. They are the mean and
+        the mean absolute deviation from it, each added up in the order of the tokens, or with `minmax` the middle
+        and half the range. signs (G, words, D): bit i of word w of channel d says whether token 32 * w + i is at
+        or above the (rounded) centre, so that it is taken as centre + step, else as centre - step: FIER,
+        equation 5 and algorithm 1.
+        """
+
+    def scores_fier(self, q: F32, signs: U32, levels: U16, group: int, b0: int, b1: int, s: F32, s0: int) -> None:
+        """s[:, :, s0 : s0 + (b1 - b0) * group] = q (G, M, D) times the keys as the index has them."""
+
+    def encode_pages(self, keys: U16, page: int, bounds: U16, b0: int, b1: int) -> None:
+        """bounds[:, b] (G, pages, 2 * D) = the largest, then the smallest key of page b0 <= b < b1, per channel.
+
+        keys (G, cap, D) and bounds are float16 bits. A page's score for a query q is the sum over channels of
+        the larger product (Quest): `scores_f16` of max(q, 0) beside min(q, 0) with its bounds.
+        """

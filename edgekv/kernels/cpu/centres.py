@@ -1,0 +1,142 @@
+"""Means of 64 and of 16 keys in 4 bits, scored with queries split into two signed bytes."""
+
+import numpy as np
+from numba import prange
+
+from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16
+from edgekv.kernels.contract.planes import CENTRE, CENTRES
+from edgekv.kernels.cpu import dot, simd
+from edgekv.kernels.cpu.half import as_float, float_to_half
+from edgekv.kernels.cpu.int4 import round_to_even
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, jit, parallel_jit
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+
+VECTOR = 4 * simd.LANES  # bytes
+ZERO, ONE, HALF, TWO, EIGHT = np.array([0, 1, 0.5, 2, 8], np.float32)
+MIDDLE, HIGHEST, LARGEST_F16, LARGEST_SPLIT = np.array([7.5, 15, 65504, 127 * 256], np.float32)
+
+
+def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
+    args = x, codes, step, t0
+    run(_centre_items, _centre_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
+
+
+@fast_jit
+def _centre_items(first: int, last: int, args: Args) -> None:
+    x, codes, step, t0 = args
+    (_, n, width), n_blocks = x.shape, step.shape[1]
+    x, codes, step = x.reshape(-1), codes.reshape(-1), step.reshape(-1)
+    groups = n // BLOCK
+    for item in range(first, last):
+        target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * CENTRES
+        row = item * BLOCK * width
+        _encode_mean(x, row, BLOCK, width, step, codes, target)
+        for i in range(1, CENTRES):
+            _encode_mean(x, row + (i - 1) * CENTRE * width, CENTRE, width, step, codes, target + i)
+
+
+@jit
+def _encode_mean(x: F32, row: int, n: int, width: int, step: U16, codes: U8, target: int) -> None:
+    """Stores the mean of n rows of x and subtracts it from them."""
+    half, largest = width // 2, ZERO
+    for d in range(row, row + width):
+        largest = maximum(largest, abs(_mean(x, d, n, width)))
+    bits = float_to_half(minimum(largest / EIGHT, LARGEST_F16))
+    put(step, target, bits)
+    size = as_float(bits)
+    divisor = ONE if size == ZERO else size
+    for d in range(half):
+        low = minimum(maximum(np.floor(_mean(x, row + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
+        high = minimum(maximum(np.floor(_mean(x, row + half + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
+        put(codes, target * half + d, np.uint8(np.int32(low) | np.int32(high) << 4))
+        _subtract(x, row + d, n, width, (low - MIDDLE) * size)
+        _subtract(x, row + half + d, n, width, (high - MIDDLE) * size)
+
+
+@jit
+def _mean(x: F32, d: int, n: int, width: int) -> Scalar:
+    total = get(x, d)
+    for i in range(1, n):
+        total += get(x, d + i * width)
+    return total * (ONE / np.float32(n))
+
+
+@jit
+def _subtract(x: F32, d: int, n: int, width: int, centre: Scalar) -> None:
+    for i in range(n):
+        put(x, d + i * width, get(x, d + i * width) - centre)
+
+
+@parallel_jit
+def _centre_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _centre_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@jit
+def split(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
+    """x[start:][:n] ~ size * (256 * high + low): n bytes high, then n bytes low, from `target` on.
+
+    Returns size, and the sum of all 256 * high + low. The error is at most 2 ** -16 of the largest element.
+    """
+    largest = ZERO
+    for d in range(start, start + n):
+        largest = maximum(largest, abs(get(x, d)))
+    size = largest / LARGEST_SPLIT
+    divisor = ONE if size == ZERO else size
+    total = 0
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, start + d) / divisor))
+        put(halves, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
+        put(halves, target + n + d, np.uint8(whole & 255))
+        total += whole
+    return size, total
+
+
+@inline_jit
+def centre_scores(
+    halves: U8,
+    query: int,
+    width: int,
+    size: Scalar,
+    total: Scalar,
+    codes: U8,
+    step: U16,
+    block: int,
+    s: F32,
+    i: int,
+) -> None:
+    """s[i:][: CENTRES - 1] = the products of a row from `split` with the block's centres."""
+    middle = TWO * MIDDLE * total
+    common = ZERO
+    for c in range(CENTRES):
+        centre = block * CENTRES + c
+        twice = np.float32(2 * _dot_codes(halves, query, codes, centre * width // 2, width))
+        product = as_float(get(step, centre)) * (twice - middle)
+        if c == 0:
+            common = product
+        else:
+            put(s, i + c - 1, HALF * size * (common + product))
+
+
+@inline_jit
+def _dot_codes(halves: U8, query: int, codes: U8, code: int, width: int) -> Scalar:
+    """Sum of (256 * high + low) * code, int32."""
+    half, high, low = width // 2, dot.no_sums(), dot.no_sums()
+    whole = half // VECTOR * VECTOR
+    for d in range(0, whole, VECTOR):
+        x, i = dot.load_bytes(codes, code + d), query + d
+        lower, upper = dot.codes_of(x, 0, 4), dot.codes_of(x, 4, 4)
+        high = dot.add_signed(lower, dot.load_bytes(halves, i), high)
+        high = dot.add_signed(upper, dot.load_bytes(halves, i + half), high)
+        low = dot.add_signed(lower, dot.load_bytes(halves, i + width), low)
+        low = dot.add_signed(upper, dot.load_bytes(halves, i + width + half), low)
+    if whole < half:  # the width is a multiple of 64: half a vector is left
+        x, i = dot.load_half(codes, code + whole), query + whole
+        lower, upper = dot.codes_of(x, 0, 4), dot.codes_of(x, 4, 4)
+        high = dot.add_signed(lower, dot.load_half(halves, i), high)
+        high = dot.add_signed(upper, dot.load_half(halves, i + half), high)
+        low = dot.add_signed(lower, dot.load_half(halves, i + width), low)
+        low = dot.add_signed(upper, dot.load_half(halves, i + width + half), low)
+    return dot.total(dot.multiply_add(high, 256, low))

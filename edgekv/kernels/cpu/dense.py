@@ -1,0 +1,207 @@
+"""Keys and values held as numbers, float16 bits or float32: one source for both, compiled for each."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from edgekv.kernels.contract.attention import BLOCK, F32, U16
+from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.half import as_float, float_to_half
+from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.launch import (
+    add_partial_sums,
+    flat,
+    partial_sums,
+    run,
+    token_span,
+    token_splits,
+)
+from edgekv.kernels.cpu.scalar import address, get, put
+
+LANES = simd.LANES
+TILE = 4 * LANES
+ZERO = np.float32(0)
+
+
+def encode_f16(x: F32, store: U16, t0: int) -> None:
+    args = np.ascontiguousarray(x), store, t0
+    run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
+
+
+def encode_f32(x: F32, store: F32, t0: int) -> None:
+    store[:, t0 : t0 + x.shape[1]] = x
+
+
+def project(x: F32, matrix: F32) -> F32:
+    result: F32 = x @ matrix.T
+    return result
+
+
+def scores_f16(q: F32, keys: U16 | F32, t0: int, t1: int, s: F32, s0: int) -> None:
+    work = q.size * (t1 - t0)
+    splits = token_splits(q.shape[0], work)
+    args = splits, np.ascontiguousarray(q), keys, t0, t1, *flat(s), s0
+    run(_scores_items, _scores_parallel, q.shape[0] * splits, work, args)
+
+
+def values_f16(p: F32, s0: int, values: U16 | F32, t0: int, t1: int, out: F32) -> None:
+    work = out.size * (t1 - t0)
+    splits = token_splits(out.shape[0], work)
+    partial = partial_sums(out, splits)
+    args = splits, *flat(p), s0, values, t0, t1, partial
+    run(_values_items, _values_parallel, out.shape[0] * splits, work, args)
+    add_partial_sums(partial, out)
+
+
+scores_f32 = scores_f16
+values_f32 = values_f16
+
+
+@jit
+def _encode_tokens(first: int, last: int, args: Args) -> None:
+    x, store, t0 = args
+    (_, n_tokens, head_dim), capacity = x.shape, store.shape[1]
+    x, store = x.reshape(-1), store.reshape(-1)
+    for item in range(first, last):
+        target = (item // n_tokens * capacity + t0 + item % n_tokens) * head_dim
+        for d in range(head_dim):
+            put(store, target + d, float_to_half(get(x, item * head_dim + d)))
+
+
+@parallel_jit
+def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@fast_jit
+def _scores_items(first: int, last: int, args: Args) -> None:
+    splits, q, keys, t0, t1, s, gap_g, gap_m, s0 = args
+    (_, n_rows, head_dim), capacity = q.shape, keys.shape[1]
+    q, keys, s = address(q), address(keys), address(s)
+    for item in range(first, last):
+        g = item // splits
+        start, end = token_span(t0, t1, splits, item % splits)
+        for block in range(start, end, BLOCK):
+            n = min(BLOCK, end - block)
+            key = (g * capacity + block) * head_dim
+            query, row = g * n_rows * head_dim, g * gap_g + s0 + block - t0
+            for _ in range(n_rows // 4):
+                _score_four_rows(q, query, keys, key, head_dim, n, s, row, gap_m)
+                query, row = query + 4 * head_dim, row + 4 * gap_m
+            for _ in range(n_rows % 4):
+                _score_row(q, query, keys, key, head_dim, n, s, row)
+                query, row = query + head_dim, row + gap_m
+
+
+@parallel_jit
+def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@fast_jit
+def _score_row(q: F32, query: int, keys: U16 | F32, key: int, head_dim: int, n: int, s: F32, row: int) -> None:
+    """s[row:][:n] = the query q[query:] times n keys."""
+    whole = head_dim // LANES * LANES
+    for t in range(n):
+        a = simd.splat(ZERO)
+        for d in range(0, whole, LANES):
+            simd.prefetch(keys, key + BLOCK * head_dim + d)
+            a = simd.multiply_add(simd.load(q, query + d), simd.load(keys, key + d), a)
+        score = simd.total(a)
+        for d in range(whole, head_dim):
+            score += get(q, query + d) * as_float(get(keys, key + d))
+        put(s, row + t, score)
+        key += head_dim
+
+
+@fast_jit
+def _score_four_rows(
+    q: F32, query: int, keys: U16 | F32, key: int, head_dim: int, n: int, s: F32, row: int, gap_m: int
+) -> None:
+    """`_score_row` for four neighbouring rows of q and of s: each key is loaded once."""
+    whole = head_dim // LANES * LANES
+    q0, q1, q2, q3 = query, query + head_dim, query + 2 * head_dim, query + 3 * head_dim
+    for t in range(n):
+        a0 = a1 = a2 = a3 = simd.splat(ZERO)
+        for d in range(0, whole, LANES):
+            simd.prefetch(keys, key + BLOCK * head_dim + d)
+            k = simd.load(keys, key + d)
+            a0 = simd.multiply_add(simd.load(q, q0 + d), k, a0)
+            a1 = simd.multiply_add(simd.load(q, q1 + d), k, a1)
+            a2 = simd.multiply_add(simd.load(q, q2 + d), k, a2)
+            a3 = simd.multiply_add(simd.load(q, q3 + d), k, a3)
+        score0, score1, score2, score3 = simd.total(a0), simd.total(a1), simd.total(a2), simd.total(a3)
+        for d in range(whole, head_dim):
+            x = as_float(get(keys, key + d))
+            score0 += get(q, q0 + d) * x
+            score1 += get(q, q1 + d) * x
+            score2 += get(q, q2 + d) * x
+            score3 += get(q, q3 + d) * x
+        put(s, row + t, score0)
+        put(s, row + gap_m + t, score1)
+        put(s, row + 2 * gap_m + t, score2)
+        put(s, row + 3 * gap_m + t, score3)
+        key += head_dim
+
+
+@fast_jit
+def _values_items(first: int, last: int, args: Args) -> None:
+    splits, p, gap_g, gap_m, s0, values, t0, t1, out = args
+    (n_kv_heads, n_rows, head_dim), capacity = out.shape[1:], values.shape[1]
+    p, out, values = address(p), address(out), address(values)
+    for item in range(first, last):
+        g, split = item // splits, item % splits
+        start, end = token_span(t0, t1, splits, split)
+        for block in range(start, end, BLOCK):
+            n = min(BLOCK, end - block)
+            value = (g * capacity + block) * head_dim
+            column = g * gap_g + s0 + block - t0
+            target = (split * n_kv_heads + g) * n_rows * head_dim
+            for _ in range(n_rows):
+                _add_block(p, column, n, values, value, head_dim, out, target)
+                column, target = column + gap_m, target + head_dim
+
+
+@parallel_jit
+def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@fast_jit
+def _add_block(
+    p: F32, column: int, n: int, values: U16 | F32, value: int, head_dim: int, out: F32, target: int
+) -> None:
+    """out[target:][:head_dim] += sum over n tokens of p[column + t] * values[value + t * head_dim:]."""
+    wide, whole = head_dim // TILE * TILE, head_dim // LANES * LANES
+    for d in range(0, wide, TILE):
+        i, j = target + d, value + d
+        a0, a1 = simd.load(out, i), simd.load(out, i + LANES)
+        a2, a3 = simd.load(out, i + 2 * LANES), simd.load(out, i + 3 * LANES)
+        for t in range(n):
+            simd.prefetch(values, j + BLOCK * head_dim)
+            simd.prefetch(values, j + BLOCK * head_dim + 2 * LANES)
+            w = simd.broadcast(p, column + t)
+            a0 = simd.multiply_add(w, simd.load(values, j), a0)
+            a1 = simd.multiply_add(w, simd.load(values, j + LANES), a1)
+            a2 = simd.multiply_add(w, simd.load(values, j + 2 * LANES), a2)
+            a3 = simd.multiply_add(w, simd.load(values, j + 3 * LANES), a3)
+            j += head_dim
+        simd.store(out, i, a0)
+        simd.store(out, i + LANES, a1)
+        simd.store(out, i + 2 * LANES, a2)
+        simd.store(out, i + 3 * LANES, a3)
+    for d in range(wide, whole, LANES):
+        a = simd.load(out, target + d)
+        for t in range(n):
+            x = simd.load(values, value + t * head_dim + d)
+            a = simd.multiply_add(simd.broadcast(p, column + t), x, a)
+        simd.store(out, target + d, a)
+    for d in range(whole, head_dim):
+        element = get(out, target + d)
+        for t in range(n):
+            element += get(p, column + t) * as_float(get(values, value + t * head_dim + d))
+        put(out, target + d, element)

@@ -1,0 +1,235 @@
+"""Vectors of 4 * LANES bytes: codes unpacked, and multiplied four to a lane into sums in int32.
+
+Most processors have an instruction for these products of codes of at most 127 with bytes of at most 255.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import models, register_model
+
+from edgekv.kernels.cpu import arm
+from edgekv.kernels.cpu.jit import CPU_FEATURES, intrinsic
+from edgekv.kernels.cpu.scalar import pointer_to
+from edgekv.kernels.cpu.simd import LANES, vector
+
+Ints = Any  # LANES int32, or 4 * LANES bytes, inside a kernel
+Value = Any  # an llvmlite value
+
+_I8, _I16, _I32 = (ir.IntType(n_bits) for n_bits in (8, 16, 32))
+_INTS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+_BITS = ir.VectorType(ir.IntType(1), 4 * LANES)
+_BYTES, _PAIRS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
+
+
+class _IntsType(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(f"int32x{LANES}")
+
+
+ints = _IntsType()
+
+
+@register_model(_IntsType)
+class _IntsModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _INTS)
+
+
+@intrinsic
+def load_bytes(context: Any, array: Any, index: Any) -> Any:
+    """Bytes index.. of a flat uint8 array."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _load(context, builder, array, args, _INTS)
+
+    return ints(array, types.intp), build
+
+
+@intrinsic
+def load_half(context: Any, array: Any, index: Any) -> Any:
+    """Half as many bytes index.. of a flat uint8 array, then zeros."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        half = ir.VectorType(_I32, LANES // 2)
+        zeros, whole = ir.Constant(half, [0] * (LANES // 2)), ir.Constant(_INTS, list(range(LANES)))
+        return builder.shuffle_vector(_load(context, builder, array, args, half), zeros, whole)
+
+    return ints(array, types.intp), build
+
+
+@intrinsic
+def load_bits(context: Any, array: Any, index: Any) -> Any:
+    """A byte of 0 or 1 for each bit from byte index of a flat uint8 array on."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = _load(context, builder, array, args, ir.IntType(4 * LANES))
+        if LANES == 16:  # AVX-512 has registers for them
+            return builder.bitcast(builder.zext(builder.bitcast(bits, _BITS), _BYTES), _INTS)
+        few = builder.bitcast(bits, ir.VectorType(_I8, LANES // 2))
+        each = ir.Constant(ir.VectorType(_I32, 4 * LANES), [byte // 8 for byte in range(4 * LANES)])
+        spread = builder.shuffle_vector(few, few, each)
+        if arm.IS_ARM:
+            lowest = builder.lshr(spread, ir.Constant(_BYTES, [byte % 8 for byte in range(4 * LANES)]))
+            return builder.bitcast(builder.and_(lowest, ir.Constant(_BYTES, [1] * (4 * LANES))), _INTS)
+        tested = builder.and_(spread, ir.Constant(_BYTES, [1 << byte % 8 for byte in range(4 * LANES)]))
+        ones = builder.icmp_unsigned("!=", tested, ir.Constant(_BYTES, [0] * (4 * LANES)))
+        return builder.bitcast(builder.zext(ones, _BYTES), _INTS)
+
+    return ints(array, types.intp), build
+
+
+@intrinsic
+def store_bytes(context: Any, array: Any, index: Any, codes: Any) -> Any:
+    """Writes 4 * LANES bytes to bytes index.. of a flat uint8 array."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.bitcast(pointer_to(context, builder, array, args), _INTS.as_pointer())
+        builder.store(args[2], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, ints), build
+
+
+@intrinsic
+def codes_of(context: Any, packed: Any, shift: Any, bits: Any) -> Any:
+    """The `bits` bits from bit `shift` on of each byte."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        packed, shift, bits = args[0], builder.trunc(args[1], _I32), builder.trunc(args[2], _I32)
+        mask = builder.mul(builder.sub(builder.shl(_I32(1), bits), _I32(1)), _I32(0x01010101))
+        return builder.and_(builder.lshr(packed, _splat(builder, shift)), _splat(builder, mask))
+
+    return ints(ints, types.intp, types.intp), build
+
+
+@intrinsic
+def no_sums(context: Any) -> Any:
+    """LANES sums of 0."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(_INTS, [0] * LANES)
+
+    return ints(), build
+
+
+@intrinsic
+def add_products(context: Any, word: Any, codes: Any, so_far: Any) -> Any:
+    """Adds to each sum the four bytes of the uint32 `word` times its four codes."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _dot(builder, _splat(builder, args[0]), args[1], args[2])
+
+    return ints(types.uint32, ints, ints), build
+
+
+@intrinsic
+def add_signed(context: Any, codes: Any, signed: Any, so_far: Any) -> Any:
+    """Adds to each sum its four codes times four signed bytes."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _signed_dot(builder, *args)
+
+    return ints(ints, ints, ints), build
+
+
+@intrinsic
+def multiply_add(context: Any, a: Any, factor: Any, b: Any) -> Any:
+    """a * factor + b."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, factor, b = args
+        return builder.add(builder.mul(a, _splat(builder, builder.trunc(factor, _I32))), b)
+
+    return ints(ints, types.intp, ints), build
+
+
+@intrinsic
+def total(context: Any, a: Any) -> Any:
+    """The sum of all lanes, int32."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, f"llvm.vector.reduce.add.v{LANES}i32", _I32, args[0])
+
+    return types.int32(ints), build
+
+
+@intrinsic
+def sums_as_vector(context: Any, a: Any) -> Any:
+    """Sums as float32."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sitofp(args[0], _VECTOR)
+
+    return vector(ints), build
+
+
+def _load(context: Any, builder: Any, kind: Any, args: Any, target: Any) -> Value:
+    return builder.load(builder.bitcast(pointer_to(context, builder, kind, args), target.as_pointer()), align=1)
+
+
+def _splat(builder: Any, word: Value) -> Value:
+    empty = ir.Constant(_INTS, ir.Undefined)
+    first = builder.insert_element(empty, word, _I32(0))
+    return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+
+
+def _vnni(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _INTS, so_far, words, codes)
+
+
+def _byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    pairs, fours = {
+        8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
+        16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
+    }[LANES]
+    products = _call(builder, pairs, _PAIRS, builder.bitcast(words, _BYTES), builder.bitcast(codes, _BYTES))
+    return builder.add(so_far, _call(builder, fours, _INTS, products, ir.Constant(_PAIRS, [1] * (2 * LANES))))
+
+
+def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    return arm.add_products(builder, words, codes, so_far, "u")
+
+
+def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    byte = ir.Constant(_INTS, [255] * LANES)
+    for shift in range(0, 32, 8):
+        by = ir.Constant(_INTS, [shift] * LANES)
+        a, b = (builder.and_(builder.lshr(x, by), byte) for x in (words, codes))
+        so_far = builder.add(so_far, builder.mul(a, b))
+    return so_far
+
+
+def _arm_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
+    return arm.add_products(builder, codes, signed, so_far, "s")
+
+
+def _plain_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
+    top = ir.Constant(_INTS, [24] * LANES)
+    for shift in range(0, 32, 8):
+        to_top = ir.Constant(_INTS, [24 - shift] * LANES)
+        a, b = (builder.ashr(builder.shl(x, to_top), top) for x in (codes, signed))
+        so_far = builder.add(so_far, builder.mul(a, b))
+    return so_far
+
+
+def _call(builder: Any, name: str, kind: Any, *args: Value) -> Value:
+    function_type = ir.FunctionType(kind, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
+
+
+def _choose() -> Callable[..., Value]:
+    if arm.IS_ARM:
+        return _arm
+    if "+avx512vnni" in CPU_FEATURES if LANES == 16 else "+avxvnni" in CPU_FEATURES:
+        return _vnni
+    if "+avx512bw" in CPU_FEATURES if LANES == 16 else "+avx2" in CPU_FEATURES:
+        return _byte_pairs
+    return _plain
+
+
+_dot = _choose()
+_signed_dot = {_arm: _arm_signed, _plain: _plain_signed}.get(_dot, _dot)  # x86 multiplies unsigned with signed

@@ -1,0 +1,185 @@
+"""FIER's index: keys as one bit each, of two levels per channel and group of tokens."""
+
+import numpy as np
+from numba import prange
+
+from edgekv.kernels.contract.attention import U8
+from edgekv.kernels.contract.retrieval import F32, U16, U32
+from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.half import as_float, float_to_half
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.launch import flat, run, token_splits
+from edgekv.kernels.cpu.masks import add_where
+from edgekv.kernels.cpu.scalar import address, get, maximum, minimum, put
+
+LANES = simd.LANES
+WORD_TOKENS, WORD_BYTES = 32, 4
+HALVES_AHEAD = 2048  # of the levels: two groups of head_dim 128 and three to come
+LINE_WORDS, LINE_HALVES = 16, 32  # to a cache line
+ZERO, HALF, TWO = np.array([0, 0.5, 2], np.float32)
+ONE_BIT, NO_BITS = np.uint32(1), np.uint32(0)
+
+
+def encode_fier(keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0: int, b1: int) -> None:
+    n_kv_heads, _, head_dim = keys.shape
+    work = 2 * n_kv_heads * (b1 - b0) * group * head_dim
+    splits = token_splits(n_kv_heads, work)
+    scratch = np.empty((n_kv_heads * splits, 2 * head_dim), np.float32)
+    args = splits, keys, group, minmax, signs, levels, b0, b1, scratch
+    run(_encode_items, _encode_parallel, n_kv_heads * splits, work, args)
+
+
+def scores_fier(q: F32, signs: U32, levels: U16, group: int, b0: int, b1: int, s: F32, s0: int) -> None:
+    work = q.size * (b1 - b0) * group
+    splits = token_splits(q.shape[0], work)
+    weights = np.empty((q.shape[0] * splits, q.shape[2]), np.float32)
+    args = splits, np.ascontiguousarray(q), signs.view(np.uint8), levels, group, b0, b1, *flat(s), s0, weights
+    run(_scores_items, _scores_parallel, q.shape[0] * splits, work, args)
+
+
+@jit
+def _encode_items(first: int, last: int, args: Args) -> None:
+    splits, keys, group, minmax, signs, levels, b0, b1, scratch = args
+    capacity, head_dim = keys.shape[1:]
+    n_groups, n_words = levels.shape[1], signs.shape[1]
+    keys, signs, levels = keys.reshape(-1), signs.reshape(-1), levels.reshape(-1)
+    for item in range(first, last):
+        g, split = item // splits, item % splits
+        centre, step = scratch[item, :head_dim], scratch[item, head_dim:]
+        for b in range(b0 + (b1 - b0) * split // splits, b0 + (b1 - b0) * (split + 1) // splits):
+            key, level = (g * capacity + b * group) * head_dim, (g * n_groups + b) * 2 * head_dim
+            if minmax:
+                _middle_and_half_range(keys, key, group, centre, step)
+            else:
+                _mean_and_deviation(keys, key, group, centre, step)
+            for d in range(head_dim):
+                put(levels, level + d, float_to_half(centre[d]))
+                put(levels, level + head_dim + d, float_to_half(step[d]))
+                centre[d] = as_float(get(levels, level + d))
+            for w in range(group // WORD_TOKENS):
+                word = (g * n_words + b * (group // WORD_TOKENS) + w) * head_dim
+                _pack_words(keys, key + w * WORD_TOKENS * head_dim, centre, signs, word)
+
+
+@parallel_jit
+def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _encode_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@jit
+def _mean_and_deviation(keys: U16, key: int, group: int, mean: F32, deviation: F32) -> None:
+    head_dim, n = len(mean), np.float32(group)
+    mean[:] = ZERO
+    for t in range(group):
+        for d in range(head_dim):
+            mean[d] += as_float(get(keys, key + t * head_dim + d))
+    for d in range(head_dim):
+        mean[d] /= n
+        deviation[d] = ZERO
+    for t in range(group):
+        for d in range(head_dim):
+            deviation[d] += abs(as_float(get(keys, key + t * head_dim + d)) - mean[d])
+    for d in range(head_dim):
+        deviation[d] /= n
+
+
+@jit
+def _middle_and_half_range(keys: U16, key: int, group: int, middle: F32, half_range: F32) -> None:
+    head_dim = len(middle)
+    for d in range(head_dim):
+        middle[d] = half_range[d] = as_float(get(keys, key + d))
+    for t in range(1, group):
+        for d in range(head_dim):
+            x = as_float(get(keys, key + t * head_dim + d))
+            middle[d], half_range[d] = minimum(middle[d], x), maximum(half_range[d], x)
+    for d in range(head_dim):
+        low, high = middle[d], half_range[d]
+        middle[d], half_range[d] = (low + high) * HALF, (high - low) * HALF
+
+
+@jit
+def _pack_words(keys: U16, key: int, centre: F32, signs: U32, word: int) -> None:
+    """Bit t of signs[word + d] says whether channel d of token t, of 32, reaches its centre."""
+    head_dim = len(centre)
+    for d in range(head_dim):
+        put(signs, word + d, NO_BITS)
+    for t in range(WORD_TOKENS):
+        bit = np.uint32(ONE_BIT << np.uint32(t))
+        for d in range(head_dim):
+            reached = as_float(get(keys, key + t * head_dim + d)) >= centre[d]
+            put(signs, word + d, np.uint32(get(signs, word + d) | (bit if reached else NO_BITS)))
+
+
+@fast_jit
+def _scores_items(first: int, last: int, args: Args) -> None:
+    splits, q, signs, levels, group, b0, b1, s, gap_g, gap_m, s0, weights = args
+    n_rows, head_dim = q.shape[1:]
+    n_groups, n_words = levels.shape[1], signs.shape[1]
+    q, signs, levels, weights, s = address(q), address(signs), address(levels), address(weights), address(s)
+    for item in range(first, last):
+        g, split = item // splits, item % splits
+        for b in range(b0 + (b1 - b0) * split // splits, b0 + (b1 - b0) * (split + 1) // splits):
+            level, word = (g * n_groups + b) * 2 * head_dim, (g * n_words + b * group // WORD_TOKENS) * head_dim
+            for d in range(0, 2 * head_dim, LINE_HALVES):
+                simd.prefetch(levels, level + HALVES_AHEAD + d)
+            query, row = g * n_rows * head_dim, g * gap_g + s0 + (b - b0) * group
+            for _ in range(n_rows):
+                base = _fold(q, query, levels, level, head_dim, weights, item * head_dim)
+                for w in range(group // WORD_TOKENS):
+                    column = row + w * WORD_TOKENS
+                    _score_word(signs, word + w * head_dim, weights, item * head_dim, head_dim, base, s, column)
+                query, row = query + head_dim, row + gap_m
+
+
+@parallel_jit
+def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@fast_jit
+def _fold(q: F32, query: int, levels: U16, level: int, head_dim: int, weights: F32, weight: int) -> Scalar:
+    """weights = what each channel's upper level adds to a score; returns the score of all lower levels."""
+    whole = head_dim // LANES * LANES
+    centres, ups, two = simd.splat(ZERO), simd.splat(ZERO), simd.splat(TWO)
+    for d in range(0, whole, LANES):
+        x = simd.load(q, query + d)
+        up = simd.multiply(simd.multiply(x, two), simd.load(levels, level + head_dim + d))
+        simd.store(weights, weight + d, up)
+        centres = simd.multiply_add(x, simd.load(levels, level + d), centres)
+        ups = simd.add(ups, up)
+    base = simd.total(centres) - HALF * simd.total(ups)
+    for d in range(whole, head_dim):
+        x = get(q, query + d)
+        up = TWO * x * as_float(get(levels, level + head_dim + d))
+        put(weights, weight + d, up)
+        base += x * as_float(get(levels, level + d)) - HALF * up
+    return base
+
+
+@fast_jit
+def _score_word(
+    signs: U8, word: int, weights: F32, weight: int, head_dim: int, base: Scalar, s: F32, column: int
+) -> None:
+    """s[column:][:32] = base + the sum of the weights of the channels whose bit is set, token by token."""
+    whole = head_dim // 4 * 4
+    for shift in range(0, WORD_TOKENS, 2 * LANES):
+        a0 = a1 = simd.splat(base)
+        b0 = b1 = c0 = c1 = d0 = d1 = simd.splat(ZERO)
+        first, second = WORD_BYTES * word + shift // 8, WORD_BYTES * word + (shift + LANES) // 8
+        for d in range(0, whole, 4):
+            i, j = first + WORD_BYTES * d, second + WORD_BYTES * d
+            w = simd.broadcast(weights, weight + d)
+            a0, a1 = add_where(signs, i, w, a0), add_where(signs, j, w, a1)
+            w = simd.broadcast(weights, weight + d + 1)
+            b0, b1 = add_where(signs, i + WORD_BYTES, w, b0), add_where(signs, j + WORD_BYTES, w, b1)
+            w = simd.broadcast(weights, weight + d + 2)
+            c0, c1 = add_where(signs, i + 2 * WORD_BYTES, w, c0), add_where(signs, j + 2 * WORD_BYTES, w, c1)
+            w = simd.broadcast(weights, weight + d + 3)
+            d0, d1 = add_where(signs, i + 3 * WORD_BYTES, w, d0), add_where(signs, j + 3 * WORD_BYTES, w, d1)
+        for d in range(whole, head_dim):
+            i, j, w = first + WORD_BYTES * d, second + WORD_BYTES * d, simd.broadcast(weights, weight + d)
+            a0, a1 = add_where(signs, i, w, a0), add_where(signs, j, w, a1)
+        simd.store(s, column + shift, simd.add(simd.add(a0, b0), simd.add(c0, d0)))
+        simd.store(s, column + shift + LANES, simd.add(simd.add(a1, b1), simd.add(c1, d1)))

@@ -1,0 +1,66 @@
+"""Division of a kernel's work over threads, and of its arrays into flat ones.
+
+A kernel is a function `items(first, last, ...)` that does a range of its work items, and a parallel one that
+calls it for each part of them. Where both would repeat a dozen parameters, these are one tuple `args`.
+"""
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.kernels import threads
+from edgekv.kernels.contract.attention import BLOCK, F32
+from edgekv.kernels.cpu.jit import jit
+
+# Multiply-adds (10 to 50 per nanosecond and core) below which waking threads costs more than it saves.
+MIN_PARALLEL_WORK = 1 << 19
+
+
+def run(items: Callable[..., None], parallel: Callable[..., None], n_items: int, work: int, *args: Any) -> None:
+    """Does items 0..n_items, in parallel if their cost, `work` multiply-adds or so, is worth it."""
+    if work < MIN_PARALLEL_WORK or n_items == 1 or threads.count() == 1:
+        items(0, n_items, *args)
+    else:
+        threads.run_parallel(parallel, threads.count(), n_items, *args)
+
+
+def token_splits(n_kv_heads: int, work: int) -> int:
+    """Pieces to cut each head's tokens into so that heads times pieces divide evenly over the threads."""
+    if work < MIN_PARALLEL_WORK:
+        return 1
+    return threads.count() // gcd(n_kv_heads, threads.count())
+
+
+@jit
+def token_span(t0: int, t1: int, splits: int, split: int) -> tuple[int, int]:
+    """Tokens of one piece of t0..t1: pieces meet at block borders."""
+    base = t0 // BLOCK
+    n_blocks = (t1 + BLOCK - 1) // BLOCK - base
+    first = base + n_blocks * split // splits
+    last = base + n_blocks * (split + 1) // splits
+    return max(t0, first * BLOCK), min(t1, last * BLOCK)
+
+
+def flat(x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int, int]:
+    """x (A, B, C), its rows contiguous, as a flat array, and the gaps between its elements along A and B.
+
+    A flat array has one type whatever the gaps, so that a kernel is compiled once.
+    """
+    gap_a, gap_b = x.strides[0] // x.itemsize, x.strides[1] // x.itemsize
+    if x.flags.c_contiguous:
+        return x.reshape(-1), gap_a, gap_b
+    n_elements = (x.shape[0] - 1) * gap_a + (x.shape[1] - 1) * gap_b + x.shape[2]
+    return np.lib.stride_tricks.as_strided(x, (n_elements,), (x.itemsize,)), gap_a, gap_b
+
+
+def partial_sums(out: F32, splits: int) -> F32:
+    """(splits, *out.shape): out itself if one piece adds to it, else zeros for `add_partial_sums`."""
+    return out[None] if splits == 1 else np.zeros((splits, *out.shape), np.float32)
+
+
+def add_partial_sums(partial: F32, out: F32) -> None:
+    if len(partial) > 1:
+        out += partial.sum(axis=0)

@@ -1,0 +1,39 @@
+"""Quest's index: the largest and the smallest key of a page, channel by channel."""
+
+from numba import prange
+
+from edgekv.kernels.contract.retrieval import U16
+from edgekv.kernels.cpu.half import as_float, float_to_half
+from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+
+
+def encode_pages(keys: U16, page: int, bounds: U16, b0: int, b1: int) -> None:
+    n_items = keys.shape[0] * (b1 - b0)
+    args = keys, page, bounds, b0, b1
+    run(_encode_items, _encode_parallel, n_items, n_items * page * keys.shape[2], args)
+
+
+@jit
+def _encode_items(first: int, last: int, args: Args) -> None:
+    keys, page, bounds, b0, b1 = args
+    (_, capacity, head_dim), n_pages = keys.shape, bounds.shape[1]
+    keys, bounds = keys.reshape(-1), bounds.reshape(-1)
+    for item in range(first, last):
+        g, b = item // (b1 - b0), b0 + item % (b1 - b0)
+        key, bound = (g * capacity + b * page) * head_dim, (g * n_pages + b) * 2 * head_dim
+        for d in range(2 * head_dim):  # float16 bits of the first token, twice
+            put(bounds, bound + d, get(keys, key + d % head_dim))
+        for t in range(1, page):
+            for d in range(head_dim):
+                x = as_float(get(keys, key + t * head_dim + d))
+                high, low = as_float(get(bounds, bound + d)), as_float(get(bounds, bound + head_dim + d))
+                put(bounds, bound + d, float_to_half(maximum(high, x)))
+                put(bounds, bound + head_dim + d, float_to_half(minimum(low, x)))
+
+
+@parallel_jit
+def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _encode_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

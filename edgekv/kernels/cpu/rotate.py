@@ -1,0 +1,111 @@
+"""The Walsh-Hadamard transform behind random signs, in place: pairs D / 2 apart first, neighbours last."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import prange
+
+from edgekv.kernels.contract.attention import F32
+from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.jit import Args, Scalar, intrinsic, jit, parallel_jit
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.scalar import get, put
+
+LANES = simd.LANES
+ROW_WORK = 2  # of one element, in multiply-adds
+ZERO, MINUS_ONE = np.float32(0), np.float32(-1)
+
+
+def hadamard(x: F32, flips: F32, out: F32) -> None:
+    args = np.ascontiguousarray(x), flips, _scale(flips), out
+    run(_rows, _parallel, out.shape[0] * out.shape[1], ROW_WORK * out.size, args)
+
+
+def hadamard_back(x: F32, flips: F32, out: F32) -> None:
+    args = np.array(x), flips, _scale(flips), out
+    run(_back_rows, _back_parallel, out.shape[0] * out.shape[1], ROW_WORK * x.size, args)
+
+
+def _scale(flips: F32) -> Any:
+    return np.float32(1 / np.sqrt(len(flips)))
+
+
+@jit
+def _rows(first: int, last: int, args: Args) -> None:
+    x, flips, scale, out = args
+    given, width = x.shape[2], len(flips)
+    x, out = x.reshape(-1), out.reshape(-1)
+    for item in range(first, last):
+        for d in range(given):
+            put(out, item * width + d, get(x, item * given + d) * get(flips, d))
+        for d in range(given, width):
+            put(out, item * width + d, ZERO)
+        _transform(out, item * width, width, scale)
+
+
+@jit
+def _back_rows(first: int, last: int, args: Args) -> None:
+    x, flips, scale, out = args
+    wanted, width = out.shape[2], len(flips)
+    x, out = x.reshape(-1), out.reshape(-1)
+    for item in range(first, last):
+        _transform(x, item * width, width, scale)
+        for d in range(wanted):
+            i = item * wanted + d
+            put(out, i, get(out, i) + get(x, item * width + d) * get(flips, d))
+
+
+@jit
+def _transform(x: F32, start: int, width: int, scale: Scalar) -> None:
+    """x[start:][:width] becomes scale * H x."""
+    distance = width // 2
+    while distance >= LANES:
+        for pair in range(start, start + width, 2 * distance):
+            for i in range(pair, pair + distance, LANES):
+                a, b = simd.load(x, i), simd.load(x, i + distance)
+                simd.store(x, i, simd.add(a, b))
+                simd.store(x, i + distance, simd.multiply_add(simd.splat(MINUS_ONE), b, a))
+        distance //= 2
+    if width >= LANES:
+        for i in range(start, start + width, LANES):
+            simd.store(x, i, simd.multiply(simd.splat(scale), _transform_vector(simd.load(x, i))))
+        return
+    while distance:
+        for pair in range(start, start + width, 2 * distance):
+            for i in range(pair, pair + distance):
+                a, b = get(x, i), get(x, i + distance)
+                put(x, i, a + b)
+                put(x, i + distance, a - b)
+        distance //= 2
+    for i in range(start, start + width):
+        put(x, i, get(x, i) * scale)
+
+
+@intrinsic
+def _transform_vector(context: Any, x: Any) -> Any:
+    """H x of one vector."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, distance = args[0], LANES // 2
+        while distance:
+            lanes = [lane ^ distance for lane in range(LANES)]
+            signs = [-1.0 if lane & distance else 1.0 for lane in range(LANES)]
+            other = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(ir.IntType(32), LANES), lanes))
+            value = builder.fadd(other, builder.fmul(value, ir.Constant(value.type, signs)))
+            distance //= 2
+        return value
+
+    return simd.vector(simd.vector), build
+
+
+@parallel_jit
+def _parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _rows(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@parallel_jit
+def _back_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _back_rows(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

@@ -1,0 +1,56 @@
+"""The machine's own speed limit: reading memory once, in order, on all threads."""
+
+import time
+
+import numpy as np
+from numba import prange
+
+from edgekv.kernels import threads
+from edgekv.kernels.aligned import zeros
+from edgekv.kernels.contract.attention import F32
+from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.jit import fast_jit, parallel_jit
+from edgekv.kernels.cpu.scalar import address, put
+
+PROBE_BYTES = 256 << 20  # far beyond any cache
+LANES = simd.LANES
+LINE, AHEAD = 4 * LANES, 1024  # elements to a round, and fetched ahead
+ZERO = np.float32(0)
+
+
+class Bandwidth:
+    """Bytes per second that all threads together stream from memory: the best pass so far.
+
+    Passes taken between a benchmark's rounds see the machine in the state that the benchmark sees.
+    """
+
+    def __init__(self) -> None:
+        self._elements = zeros((PROBE_BYTES // 4,), np.float32)
+        self._elements.fill(1)
+        self._sums = np.zeros((threads.count(), 16), np.float32)  # a cache line each
+        self.best = 0.0
+        self.sample()
+        self.sample()  # the first one compiled
+
+    def sample(self) -> None:
+        begin = time.perf_counter()
+        threads.run_parallel(_sum_parallel, threads.count(), PROBE_BYTES // 4 // LINE, self._elements, self._sums)
+        self.best = max(self.best, PROBE_BYTES / (time.perf_counter() - begin))
+
+
+@fast_jit
+def _sum_items(first: int, last: int, elements: F32, sums: F32) -> None:
+    elements, sums = address(elements), address(sums)
+    a = b = c = d = simd.splat(ZERO)
+    for i in range(first * LINE, last * LINE, LINE):
+        simd.prefetch(elements, i + AHEAD)
+        a, b = simd.add(a, simd.load(elements, i)), simd.add(b, simd.load(elements, i + LANES))
+        i += 2 * LANES
+        c, d = simd.add(c, simd.load(elements, i)), simd.add(d, simd.load(elements, i + LANES))
+    put(sums, 0, simd.total(simd.add(simd.add(a, b), simd.add(c, d))))
+
+
+@parallel_jit
+def _sum_parallel(n_parts: int, n_items: int, elements: F32, sums: F32) -> None:
+    for part in prange(n_parts):
+        _sum_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, elements, sums[part])

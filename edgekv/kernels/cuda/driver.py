@@ -1,0 +1,129 @@
+"""The device behind CuPy: its memory, and kernels compiled by NVRTC at their first launch, cached by CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.checkpoint.writer import atomic_write
+from edgekv.errors import ConfigError
+from edgekv.kernels.cuda.program import Array, CannotRecord, Program
+
+INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
+
+
+class CupyDriver:
+    """Works on the current device, on one stream that also waits for, and is waited for by, the default one."""
+
+    def __init__(self) -> None:
+        self.cupy: Any = require_cupy()
+        runtime = self.cupy.cuda.runtime
+        self.multiprocessors = int(runtime.getDeviceProperties(runtime.getDevice())["multiProcessorCount"])
+        self.stream = self.cupy.cuda.Stream()
+        self.stream.use()
+        self.shift = self.zeros((1,), np.int32)
+        self._modules: dict[Program, Any] = {}
+        self._kernels: dict[tuple[Program, str], Any] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        return self.cupy.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        return self.cupy.zeros(shape, dtype)
+
+    def upload(self, host: npt.NDArray[Any]) -> Array:
+        return self.cupy.asarray(host)
+
+    def launch(
+        self, program: Program, kernel: str, grid: tuple[int, ...], block: int, *arguments: Array | int | float
+    ) -> None:
+        function = self._kernels.get((program, kernel))
+        if function is None:
+            function = self._kernels[program, kernel] = self._compile(program, kernel)
+        function(grid, (block,), tuple(map(_argument, arguments)))
+
+    def _compile(self, program: Program, kernel: str) -> Any:
+        try:
+            if program not in self._modules:
+                self._modules[program] = self.cupy.RawModule(code=program.source(), options=program.options())
+            return self._modules[program].get_function(kernel)
+        except self.cupy.cuda.compiler.CompileException as error:
+            log = cache_root() / "cuda-compile.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(log, f"{program}\n{error}\n".encode())
+            raise ConfigError(
+                f"--device cuda: {'+'.join(program.files)}.cu does not compile for this GPU; the compiler's log "
+                f"is in {log}; use --device cpu"
+            ) from None
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """A function that does on the device again what ``step`` would do now; ``step`` itself does nothing there.
+
+        Memory comes from a pool of its own, so that what the recording writes to is nobody else's. Raises
+        CannotRecord where CuPy, or a library that it calls, does not support that.
+        """
+        pool = self.cupy.cuda.MemoryPool()
+        try:
+            with self.cupy.cuda.using_allocator(pool.malloc):
+                self.stream.begin_capture()
+                try:
+                    step()
+                finally:
+                    graph = self.stream.end_capture()
+        except (NotImplementedError, self.cupy.cuda.runtime.CUDARuntimeError) as error:
+            raise CannotRecord(str(error)) from error
+
+        def replay(held: Any = pool) -> None:
+            graph.launch(self.stream)
+
+        return replay
+
+
+def _argument(x: Array | int | float) -> Any:
+    if type(x) is int:
+        return np.int32(x)
+    return np.float32(x) if type(x) is float else x
+
+
+def require_cupy() -> Any:
+    """The module `cupy` with a GPU that it can use; else ConfigError says what is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        detail = str(error).splitlines()[0]
+        raise ConfigError(f"--device cuda needs CuPy ({detail}): {INSTALL}, or use --device cpu") from error
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+        cupy.zeros(1)
+    except (RuntimeError, ImportError) as error:  # CUDARuntimeError and CUDADriverError are RuntimeErrors
+        version = ".".join(map(str, divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)))
+        raise ConfigError(
+            f"--device cuda: CuPy for CUDA {version} finds no GPU that it can use ({error}): install or update "
+            f"the NVIDIA driver, or {INSTALL}, or use --device cpu"
+        ) from error
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except (RuntimeError, ImportError) as error:
+        detail = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--device cuda: CuPy finds no CUDA compiler ({detail}): {INSTALL}, or use --device cpu"
+        ) from error
+    return cupy
+
+
+def available() -> bool:
+    """Whether CuPy and a GPU are present, without an error."""
+    try:
+        require_cupy()
+    except ConfigError:
+        return False
+    return True
+
+
+def free_bytes() -> int:
+    """Of the device's memory."""
+    return int(require_cupy().cuda.runtime.memGetInfo()[0])

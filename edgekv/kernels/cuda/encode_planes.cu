@@ -1,0 +1,124 @@
+// Encoders of rotated keys, queries and values. x (G, n, D) is contiguous.
+
+#define CENTRE 16
+#define CENTRES (1 + TILE / CENTRE)
+
+// Stores the mean of n tokens and subtracts what was stored: codes (d / 2) and step of one centre.
+__device__ void encode_mean(float* x, int n, int d, float* mean, u8* codes, u16* step)
+{
+    float largest = 0;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) {
+        float sum = x[c];
+        for (int t = 1; t < n; ++t) sum += x[(i64)t * d + c];
+        mean[c] = sum * (1.0f / n);
+        largest = fmaxf(largest, fabsf(mean[c]));
+    }
+    u16 half = half_of(block_max(largest) / 8);
+    float width = half_to_float(half), divisor = width == 0 ? 1 : width;
+    if (threadIdx.x == 0) *step = half;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) {
+        float level = fminf(fmaxf(floorf(mean[c] / divisor) + 8, 0), 15);
+        for (int t = 0; t < n; ++t) x[(i64)t * d + c] -= (level - 7.5f) * width;
+        mean[c] = level;
+    }
+    __syncthreads();
+    for (int j = threadIdx.x; j < d / 2; j += blockDim.x) codes[j] = (u8)mean[j] | (u8)mean[j + d / 2] << 4;
+    __syncthreads();
+}
+
+// Grid (n / 64, G). Leaves x less what is stored.
+extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step, int blocks, int b0)
+{
+    __shared__ float mean[MOST_CHANNELS];
+    i64 row = ((i64)blockIdx.y * blocks + b0 + blockIdx.x) * CENTRES;
+    float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE * d;
+    encode_mean(from, TILE, d, mean, codes + row * (d / 2), step + row);
+    for (int i = 0; i < TILE / CENTRE; ++i)
+        encode_mean(from + (i64)i * CENTRE * d, CENTRE, d, mean, codes + (row + 1 + i) * (d / 2), step + row + 1 + i);
+}
+
+// The scale of sign keys; their signs are `pack_signs`'s. Grid (n, G), a warp each.
+extern "C" __global__ void sign_scale(const float* x, int d, u16* scale, int capacity, int t0)
+{
+    const float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * d;
+    double square = 0, magnitude = 0;
+    for (int c = threadIdx.x; c < d; c += 32) square += (double)from[c] * from[c], magnitude += fabsf(from[c]);
+    square = lane_sum_double(square), magnitude = lane_sum_double(magnitude);
+    if (threadIdx.x == 0)
+        scale[(i64)blockIdx.y * capacity + t0 + blockIdx.x] = half_of(square / (magnitude == 0 ? 1 : magnitude));
+}
+
+// Queries (rows, d) as planes (rows, n_planes, d / 64), the sign plane first. Grid (rows), d % 64 == 0.
+extern "C" __global__ void pack_queries(const float* q, int d, int n_planes, u32* planes, float* step, float* rounded)
+{
+    const float* from = q + (i64)blockIdx.x * d;
+    float half = (float)(1 << (n_planes - 1)), largest = 0;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) largest = fmaxf(largest, fabsf(from[c]));
+    float size = block_max(largest) / half, divisor = size == 0 ? 1 : size;
+    if (threadIdx.x == 0) step[blockIdx.x] = size;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) {
+        int code = (int)fminf(fmaxf(floorf(from[c] / divisor) + half, 0), 2 * half - 1);
+        rounded[(i64)blockIdx.x * d + c] = ((float)code - half + 0.5f) * size;
+        for (int j = 0; j < n_planes; ++j) {
+            u32 word = __ballot_sync(EVERY_LANE, code >> (n_planes - 1 - j) & 1);
+            if (c % 32 == 0) planes[((i64)blockIdx.x * n_planes + j) * (d / 32) + c / 32] = word;
+        }
+    }
+}
+
+// Codes of `bits` bits of one row, by a warp: the best step for a Gaussian of its mean square. Returns the scale.
+__device__ u16 gauss_levels(const float* from, int d, int bits, u8* levels)
+{
+    double square = 0, along = 0;
+    for (int c = threadIdx.x % 32; c < d; c += 32) square += (double)from[c] * from[c];
+    square = lane_sum_double(square);
+    float step = (float)(sqrt(square / d) * GAUSS_STEP), divisor = step == 0 ? 1 : step, half = (float)(1 << (bits - 1));
+    for (int c = threadIdx.x % 32; c < d; c += 32) {
+        float level = fminf(fmaxf(floorf(from[c] / divisor) + half, 0), 2 * half - 1);
+        levels[c] = (u8)level;
+        along += (double)from[c] * ((double)level - (half - 0.5));
+    }
+    along = lane_sum_double(along);
+    return half_of(square / (along == 0 ? 1 : along));
+}
+
+// Blocks of 64 tokens as in edgekv.kernels.contract.planes. Grid (n / 64, G); levels is scratch (G, n, d).
+extern "C" __global__ void encode_quads(const float* x, int d, int bits, u8* levels, u8* codes,
+                                        int blocks, u16* scale, int capacity, int b0)
+{
+    i64 first = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE;
+    for (int t = threadIdx.x / 32; t < TILE; t += blockDim.x / 32) {
+        u16 half = gauss_levels(x + (first + t) * d, d, bits, levels + (first + t) * d);
+        if (threadIdx.x % 32 == 0) scale[(i64)blockIdx.y * capacity + (b0 + blockIdx.x) * TILE + t] = half;
+    }
+    __syncthreads();
+    u8* to = codes + ((i64)blockIdx.y * blocks + b0 + blockIdx.x) * 2 * bits * d * 4;
+    for (int i = threadIdx.x; i < 2 * bits * d * 4; i += blockDim.x) {
+        int row = i / (4 * d), c = i / 4 % d, lane = i % 4;
+        bool split = bits == 3;  // the upper 2 bits in rows 0..3, the lowest in rows 4 and 5
+        int part = !split ? bits : row < 4 ? 2 : 1, below = split && row < 4 ? 1 : 0, q = split && row >= 4 ? row - 4 : row;
+        u32 byte = 0;
+        for (int k = 0; k < 8 / part; ++k) {
+            u32 level = levels[(first + 8 * part * k + 4 * q + lane) * d + c];
+            byte |= (level >> below & ((1u << part) - 1)) << part * k;
+        }
+        to[i] = (u8)byte;
+    }
+}
+
+// Successive approximation in planes (G, capacity, n_planes, d / 64); what is left stays in x. Grid (n, G).
+extern "C" __global__ void encode_planes(float* x, int d, const float* step, int n_planes, u32* planes, int capacity, int t0)
+{
+    i64 row = (i64)blockIdx.y * gridDim.x + blockIdx.x;
+    u32* to = planes + ((i64)blockIdx.y * capacity + t0 + blockIdx.x) * n_planes * (d / 32);
+    for (int c = threadIdx.x; c < d; c += blockDim.x) {
+        float left = x[row * d + c];
+        for (int j = 0; j < n_planes; ++j) {
+            u32 word = __ballot_sync(EVERY_LANE, left >= 0);
+            if (c % 32 == 0) to[j * (d / 32) + c / 32] = word;
+            float size = step[row] / (float)(1 << j);
+            left -= left >= 0 ? size : -size;
+        }
+        x[row * d + c] = left;
+    }
+}

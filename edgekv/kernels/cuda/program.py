@@ -1,0 +1,66 @@
+"""CUDA C++ files joined into programs, compiled when they are first launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+Array = Any  # of the device: a cupy.ndarray, or a test's own
+Macros = tuple[tuple[str, int | str], ...]
+
+FOLDER = pathlib.Path(__file__).parent
+OPTIONS = ("-std=c++14",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """``files`` of this folder (without .cu) behind the common ones, compiled with ``macros``.
+
+    exact: products and sums are rounded one by one, as NumPy rounds them; for encoders, equal to the bit.
+    """
+
+    files: tuple[str, ...]
+    macros: Macros = ()
+    exact: bool = False
+
+    def source(self, basics: tuple[str, ...] = ("common", "ptx")) -> str:
+        """The text, in which compiler messages still name the files."""
+        return "".join(f'#line 1 "{name}.cu"\n{_text(name)}' for name in (*basics, *self.files))
+
+    def options(self) -> tuple[str, ...]:
+        defines = tuple(f"-D{name}={value}" for name, value in self.macros)
+        return (*OPTIONS, f"--fmad={'false' if self.exact else 'true'}", *defines)
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (FOLDER / f"{name}.cu").read_text()
+
+
+class CannotRecord(Exception):
+    """The step does something that can't be recorded; it has to be run every time."""
+
+
+class Driver(Protocol):
+    """What the kernels need of a device."""
+
+    multiprocessors: int
+    shift: Array
+    """int32 (1,): added to every position by `edgekv.models.cuda_graph`, else 0."""
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
+    def upload(self, host: npt.NDArray[Any]) -> Array: ...
+
+    def launch(
+        self, program: Program, kernel: str, grid: tuple[int, ...], block: int, *arguments: Array | int | float
+    ) -> None:
+        """Runs a kernel of the program; ints arrive as int, floats as float, arrays as pointers."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats what ``step`` launches, without Python. Raises CannotRecord."""

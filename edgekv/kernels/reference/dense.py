@@ -1,0 +1,38 @@
+"""Keys and values held as numbers: float16 bits or float32."""
+
+import numpy as np
+
+from edgekv.kernels.contract.attention import F32, U16
+
+
+def encode_f16(x: F32, store: U16, t0: int) -> None:
+    store[:, t0 : t0 + x.shape[1]] = x.astype(np.float16).view(np.uint16)
+
+
+def encode_f32(x: F32, store: F32, t0: int) -> None:
+    store[:, t0 : t0 + x.shape[1]] = x
+
+
+def project(x: F32, matrix: F32) -> F32:
+    result: F32 = x @ matrix.T
+    return result
+
+
+def scores_f16(q: F32, keys: U16, t0: int, t1: int, s: F32, s0: int) -> None:
+    scores_f32(q, _widen(keys[:, t0:t1]), 0, t1 - t0, s, s0)
+
+
+def values_f16(p: F32, s0: int, values: U16, t0: int, t1: int, out: F32) -> None:
+    values_f32(p, s0, _widen(values[:, t0:t1]), 0, t1 - t0, out)
+
+
+def scores_f32(q: F32, keys: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+    s[:, :, s0 : s0 + t1 - t0] = q @ keys[:, t0:t1].transpose(0, 2, 1)
+
+
+def values_f32(p: F32, s0: int, values: F32, t0: int, t1: int, out: F32) -> None:
+    out += p[:, :, s0 : s0 + t1 - t0] @ values[:, t0:t1]
+
+
+def _widen(bits: U16) -> F32:
+    return bits.view(np.float16).astype(np.float32)

@@ -1,0 +1,55 @@
+"""FIER's index: keys as one bit each, of two levels per channel and group of tokens."""
+
+import numpy as np
+
+from edgekv.kernels.contract.retrieval import F32, U16, U32
+
+WORD_TOKENS = 32
+
+
+def encode_fier(keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0: int, b1: int) -> None:
+    n_kv_heads, _, head_dim = keys.shape
+    shape = n_kv_heads, b1 - b0, group, head_dim
+    x = keys[:, b0 * group : b1 * group].view(np.float16).astype(np.float32).reshape(shape)
+    centre, step = (_middle_and_half_range if minmax else _mean_and_deviation)(x)
+    levels[:, b0:b1, 0] = centre.astype(np.float16).view(np.uint16)
+    levels[:, b0:b1, 1] = step.astype(np.float16).view(np.uint16)
+    upper = x >= _widen(levels[:, b0:b1, None, 0])
+    words = upper.reshape(n_kv_heads, -1, WORD_TOKENS, head_dim).transpose(0, 1, 3, 2)
+    packed = np.packbits(np.ascontiguousarray(words), axis=-1, bitorder="little").view("<u4")[..., 0]
+    per_group = group // WORD_TOKENS
+    signs[:, b0 * per_group : b1 * per_group] = packed
+
+
+def scores_fier(q: F32, signs: U32, levels: U16, group: int, b0: int, b1: int, s: F32, s0: int) -> None:
+    n_kv_heads, _, head_dim = signs.shape
+    per_group = group // WORD_TOKENS
+    words = np.ascontiguousarray(signs[:, b0 * per_group : b1 * per_group])
+    bits = np.unpackbits(words[..., None].view(np.uint8), axis=-1, bitorder="little")  # (G, words, D, 32)
+    upper = bits.transpose(0, 1, 3, 2).reshape(n_kv_heads, b1 - b0, group, head_dim)
+    centre, step = _widen(levels[:, b0:b1, None, 0]), _widen(levels[:, b0:b1, None, 1])
+    keys = np.where(upper, centre + step, centre - step).reshape(n_kv_heads, -1, head_dim)
+    s[:, :, s0 : s0 + (b1 - b0) * group] = q @ keys.transpose(0, 2, 1)
+
+
+def _mean_and_deviation(x: F32) -> tuple[F32, F32]:
+    """Of x (G, groups, tokens, D) along the tokens, added one after the other."""
+    n = np.float32(x.shape[2])
+    mean = _sum_in_order(x) / n
+    return mean, _sum_in_order(np.abs(x - mean[:, :, None])) / n
+
+
+def _sum_in_order(x: F32) -> F32:
+    total = np.zeros_like(x[:, :, 0])
+    for t in range(x.shape[2]):
+        total += x[:, :, t]
+    return total
+
+
+def _middle_and_half_range(x: F32) -> tuple[F32, F32]:
+    low, high, half = x.min(axis=2), x.max(axis=2), np.float32(0.5)
+    return (low + high) * half, (high - low) * half
+
+
+def _widen(bits: U16) -> F32:
+    return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)

@@ -1,0 +1,83 @@
+"""Keys and values as bit planes per token, of which only those that matter are read."""
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.kernels.contract.attention import BLOCK, F32, I64, U16, U64
+from edgekv.kernels.contract.planes import FULL_VALUES, KEY_STEP, LARGEST_CORRECTION, PAIR_STEP
+from edgekv.kernels.reference.signs import pack_sign_rows
+
+
+def encode_planes(x: F32, step: F32, planes: U64, t0: int) -> None:
+    for j in range(planes.shape[2]):
+        planes[:, t0 : t0 + x.shape[1], j] = pack_sign_rows(x)
+        size = (step / np.float32(2**j))[..., None]
+        x -= np.where(x >= 0, size, -size)
+
+
+def attend_planes(
+    p: F32,
+    s0: int,
+    t0: int,
+    t1: int,
+    q: F32,
+    rounded: F32,
+    lam: F32,
+    signs: U64,
+    scale: U16,
+    fine: U64,
+    top: U64,
+    low: U64,
+    value_scale: U16,
+    threshold: float,
+    n: int,
+    out: F32,
+    tail: F32,
+    change: F32,
+    counts: I64,
+) -> None:
+    tail[...] = 0
+    column = np.arange(t0, t1)
+    for g in range(q.shape[0]):
+        for j in range(n):
+            rows = slice(j, None, n)
+            old = p[g, rows, s0 : s0 + t1 - t0]  # (R, T)
+            chosen = np.flatnonzero((old >= np.float32(threshold)).any(axis=0))
+            t = t0 + chosen
+            sign_words = signs[g, t // BLOCK, :, t % BLOCK][:, None]  # (K, 1, W)
+            width = scale[g, t].view(np.float16).astype(np.float32)
+            code = _levels(np.concatenate([sign_words, fine[g, t]], axis=1))
+            coarse = lam[g] * (rounded[g, rows] @ _signs(sign_words[:, 0]).T)
+            correction = width * (np.float32(KEY_STEP) * (q[g, rows] @ code.T) - coarse)  # (R, K)
+            new = old.copy()
+            new[:, chosen] *= np.exp(np.clip(correction, -LARGEST_CORRECTION, LARGEST_CORRECTION))
+            change[g, rows] = (new - old).sum(axis=1)
+            largest = new[:, chosen].max(axis=0, initial=0)
+            all_planes = largest >= np.float32(FULL_VALUES * threshold)
+            pair = ~all_planes & (largest >= np.float32(threshold))
+            size = value_scale[g, t].view(np.float16).astype(np.float32)[:, None]
+            values = np.where(
+                all_planes[:, None],
+                _levels(np.concatenate([top[g, t], low[g, t]], axis=1)) * size,
+                _levels(top[g, t]) * size * np.float32(PAIR_STEP),
+            )
+            read = chosen[all_planes | pair]
+            out[g, rows] += new[:, read] @ values[all_planes | pair]
+            new[:, read] = 0
+            for r, row in enumerate(new):
+                np.add.at(tail[g, r * n + j], column // BLOCK - t0 // BLOCK, row)
+            counts[g, j] = len(chosen), all_planes.sum()
+
+
+def _signs(words: U64) -> F32:
+    """(..., D) of +-1 of words (..., W)."""
+    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    return bits.astype(np.float32) * 2 - 1
+
+
+def _levels(planes: npt.NDArray[np.uint64]) -> F32:
+    """code - middle (K, D) of planes (K, B, W)."""
+    n_planes = planes.shape[-2]
+    weights = 2.0 ** np.arange(n_planes - 2, -2, -1)  # the sign plane counts half of 2 ** n_planes
+    levels: F32 = np.einsum("...bd,b->...d", _signs(planes), weights.astype(np.float32))
+    return levels

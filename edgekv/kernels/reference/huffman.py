@@ -1,0 +1,142 @@
+"""Error-bounded levels, and their variable-length codes."""
+
+import numpy as np
+
+from edgekv.kernels.contract.codes import F32, TABLE_BITS, TABLE_SYMBOLS, U8, U16, U32, U64
+from edgekv.kernels.reference.dense import scores_f32, values_f32
+from edgekv.kernels.reference.int4 import LARGEST_F16, round_up_to_f16
+
+WORD_BITS = 64
+
+
+def quantise_channels(
+    x: F32, relative_step: float, levels: int, block: int, codes: U8, low: U16, step: U16, b0: int
+) -> None:
+    blocks = slice(b0, b0 + x.shape[1] // block)
+    units = x.reshape(len(x), -1, block, x.shape[2])  # (G, B, block, D)
+    low[:, blocks], step[:, blocks] = _scale(units.min(axis=2), units.max(axis=2), relative_step)
+    scale = low[:, blocks, None], step[:, blocks, None]
+    codes[...] = _levels(units, *scale, levels).reshape(x.shape)
+
+
+def quantise_tokens(x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int) -> None:
+    tokens = slice(t0, t0 + x.shape[1])
+    low[:, tokens], step[:, tokens] = _scale(x.min(axis=2), x.max(axis=2), relative_step)
+    codes[...] = _levels(x, low[:, tokens, None], step[:, tokens, None], levels)
+
+
+def huffman_sizes(codes: U8, lengths: U8, bits: U16, t0: int) -> None:
+    bits[:, t0 : t0 + codes.shape[1]] = lengths[codes].sum(axis=2)
+
+
+def huffman_pack(
+    codes: U8, words: U16, lengths: U8, plain: U8, offsets: U32, b0: int, block: int, pool: U64
+) -> None:
+    for g in range(len(codes)):
+        for b in range(codes.shape[1] // block):
+            symbols = codes[g, b * block : (b + 1) * block].ravel()
+            form = plain[g, b]
+            stream = _bit_string(words[form, symbols], lengths[form, symbols])
+            start = offsets[g, b0 + b]
+            pool[start : start + len(stream)] = stream
+
+
+def scores_huffman(
+    q: F32,
+    pool: U64,
+    offsets: U32,
+    bits: U16,
+    table: U64,
+    plain: U64,
+    plain_bits: int,
+    low: U16,
+    step: U16,
+    t0: int,
+    t1: int,
+    s: F32,
+    s0: int,
+) -> None:
+    codes = _decode(pool, offsets, bits, table, plain, plain_bits, t0, t1, q.shape[2])
+    blocks = np.arange(t0, t1) // (bits.shape[1] // offsets.shape[1])
+    keys = _widen(low[:, blocks]) + codes * _widen(step[:, blocks])
+    scores_f32(q, keys, 0, t1 - t0, s, s0)
+
+
+def values_huffman(
+    p: F32,
+    s0: int,
+    pool: U64,
+    offsets: U32,
+    bits: U16,
+    table: U64,
+    plain: U64,
+    plain_bits: int,
+    low: U16,
+    step: U16,
+    t0: int,
+    t1: int,
+    out: F32,
+) -> None:
+    codes = _decode(pool, offsets, bits, table, plain, plain_bits, t0, t1, out.shape[2])
+    values = _widen(low[:, t0:t1, None]) + codes * _widen(step[:, t0:t1, None])
+    values_f32(p, s0, values, 0, t1 - t0, out)
+
+
+def _scale(least: F32, largest: F32, relative_step: float) -> tuple[U16, U16]:
+    low = np.clip(least, -LARGEST_F16, LARGEST_F16).astype(np.float16) + np.float16(0)  # no -0
+    span = np.maximum(largest - low.astype(np.float32), 0)
+    return low.view(np.uint16), round_up_to_f16(span * np.float32(relative_step))
+
+
+def _levels(x: F32, low: U16, step: U16, levels: int) -> U8:
+    size = _widen(step)
+    size[size == 0] = 1
+    codes: U8 = np.clip(np.rint((x - _widen(low)) / size), 0, levels - 1).astype(np.uint8)
+    return codes
+
+
+def _bit_string(words: U16, lengths: U8) -> U64:
+    """Code words one after another, the first bit of each lowest, in whole 64-bit words."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    bits = np.zeros(-(-ends[-1] // WORD_BITS) * WORD_BITS, np.uint8)
+    for i in range(lengths.max()):
+        longer = lengths > i
+        bits[(ends - lengths)[longer] + i] = words[longer] >> i & 1
+    return np.packbits(bits, bitorder="little").view("<u8")
+
+
+def _decode(
+    pool: U64,
+    offsets: U32,
+    bits: U16,
+    table: U64,
+    plain: U64,
+    plain_bits: int,
+    t0: int,
+    t1: int,
+    head_dim: int,
+) -> U8:
+    """Codes (G, t1 - t0, D): all tokens at once, each from its own bit on."""
+    block = bits.shape[1] // offsets.shape[1]
+    tokens = np.arange(t0, t1)
+    ends = bits.reshape(len(bits), -1, block).cumsum(axis=2, dtype=np.int64)  # (G, B, block)
+    starts = (ends.reshape(bits.shape) - bits)[:, t0:t1]
+    position = starts + WORD_BITS * offsets[:, tokens // block].astype(np.int64)
+    is_plain = ends[:, tokens // block, -1] == plain_bits
+    stream = pool.view(np.uint8)
+    codes = np.empty((len(bits), t1 - t0, head_dim + TABLE_SYMBOLS), np.uint8)
+    filled = np.zeros(position.shape, np.int64)
+    while (live := np.nonzero(filled < head_dim))[0].size:
+        first = position[live] // 8
+        three_bytes = sum(stream[first + i].astype(np.int64) << 8 * i for i in range(3))
+        index = (three_bytes >> position[live] % 8) % (1 << TABLE_BITS)
+        entry = np.where(is_plain[live], plain[index], table[index])
+        for i in range(TABLE_SYMBOLS):  # what lies beyond the entry's own symbols is overwritten
+            codes[live[0], live[1], filled[live] + i] = entry >> np.uint64(8 * i) & np.uint64(255)
+        position[live] += (entry >> np.uint64(56) & np.uint64(15)).astype(np.int64)
+        filled[live] += (entry >> np.uint64(60)).astype(np.int64)
+    return codes[:, :, :head_dim]
+
+
+def _widen(bits: U16) -> F32:
+    return bits.view(np.float16).astype(np.float32)

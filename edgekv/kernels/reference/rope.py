@@ -1,0 +1,39 @@
+"""Split of the fused projection into rotated queries and keys, and values."""
+
+import numpy as np
+
+from edgekv.kernels.contract.attention import F32
+
+
+def split_rope(
+    qkv: F32,
+    cos: F32,
+    sin: F32,
+    q: F32,
+    k: F32,
+    v: F32,
+    scale: float,
+    q_norm: F32,
+    k_norm: F32,
+    eps: float,
+) -> None:
+    n_heads, n_tokens, head_dim = q.shape
+    n_kv_heads = k.shape[0]
+    heads = qkv.reshape(n_tokens, n_heads + 2 * n_kv_heads, head_dim).transpose(1, 0, 2)
+    q[...] = _rotate(_rms_norm(heads[:n_heads], q_norm, eps), cos, sin) * np.float32(scale)
+    k[...] = _rotate(_rms_norm(heads[n_heads : n_heads + n_kv_heads], k_norm, eps), cos, sin)
+    v[...] = heads[n_heads + n_kv_heads :]
+
+
+def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    if not weight.size:
+        return x
+    mean_square = np.square(x).mean(axis=-1, keepdims=True)
+    normalised: F32 = x / np.sqrt(mean_square + np.float32(eps)) * weight
+    return normalised
+
+
+def _rotate(x: F32, cos: F32, sin: F32) -> F32:
+    half = cos.shape[1]
+    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)

@@ -1,0 +1,24 @@
+"""The Walsh-Hadamard transform behind random signs."""
+
+import numpy as np
+
+from edgekv.kernels.contract.attention import F32
+
+
+def hadamard(x: F32, flips: F32, out: F32) -> None:
+    out[...] = 0
+    out[..., : x.shape[2]] = x * flips[: x.shape[2]]
+    out[...] = _transform(out)
+
+
+def hadamard_back(x: F32, flips: F32, out: F32) -> None:
+    out += (_transform(x) * flips)[..., : out.shape[2]]
+
+
+def _transform(x: F32) -> F32:
+    width = x.shape[2]
+    for _ in range(width.bit_length() - 1):
+        a, b = x[..., : width // 2], x[..., width // 2 :]
+        x = np.stack([a + b, a - b], axis=-1).reshape(x.shape)
+    scaled: F32 = x * np.float32(1 / np.sqrt(width))
+    return scaled

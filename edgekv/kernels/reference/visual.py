@@ -1,0 +1,38 @@
+"""Uniform levels between given ends, in bit planes."""
+
+import numpy as np
+
+from edgekv.kernels.contract.codes import F32, U8, U16
+from edgekv.kernels.reference.dense import scores_f32, values_f32
+
+
+def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
+    n_bits, t1 = planes.shape[2], t0 + x.shape[1]
+    least, size = _of_tokens(low, t0, t1), _of_tokens(step, t0, t1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        position = np.where(size > 0, (x - least) / size, 0)
+    codes = np.clip(np.rint(position), 0, 2**n_bits - 1).astype(np.uint8)
+    bits = codes[:, :, None] >> np.arange(n_bits, dtype=np.uint8)[:, None] & 1  # (G, n, n_bits, D)
+    planes[:, t0:t1] = np.packbits(bits, axis=3, bitorder="little")
+
+
+def scores_levels(q: F32, planes: U8, low: U16, step: U16, t0: int, t1: int, s: F32, s0: int) -> None:
+    scores_f32(q, _decode(planes, low, step, t0, t1, q.shape[2]), 0, t1 - t0, s, s0)
+
+
+def values_levels(p: F32, s0: int, planes: U8, low: U16, step: U16, t0: int, t1: int, out: F32) -> None:
+    values_f32(p, s0, _decode(planes, low, step, t0, t1, out.shape[2]), 0, t1 - t0, out)
+
+
+def _decode(planes: U8, low: U16, step: U16, t0: int, t1: int, head_dim: int) -> F32:
+    bits = np.unpackbits(planes[:, t0:t1], axis=3, count=head_dim, bitorder="little")
+    codes = (bits << np.arange(planes.shape[2], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
+    values: F32 = _of_tokens(low, t0, t1) + codes * _of_tokens(step, t0, t1)
+    return values
+
+
+def _of_tokens(ends: U16, t0: int, t1: int) -> F32:
+    """(1 or G, 1 or t1 - t0, 1) float32."""
+    part = ends if ends.shape[1] == 1 else ends[:, t0:t1]
+    numbers: F32 = part[..., None].view(np.float16).astype(np.float32)
+    return numbers

@@ -1,0 +1,85 @@
+"""FIER: every token scored from one bit per key element, the best k attended to exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from edgekv.errors import CacheError
+from edgekv.kvcache.base import F32, Array, Geometry, Layout
+from edgekv.kvcache.papers.retrieval import Index, Retrieval
+
+GROUPS = (32, 64, 128, 256)
+LEVELS = ("mad", "minmax")
+WORD = 32  # tokens per word of the index
+
+
+@dataclasses.dataclass(frozen=True)
+class FierKnobs:
+    """``k`` tokens are read; keys are quantised in groups of ``group`` tokens; ``skip`` layers stay dense.
+
+    ``levels``: mad (mean and mean absolute deviation) or minmax (the range, as printed).
+    """
+
+    k: int = 256
+    group: int = 32
+    levels: str = "mad"
+    skip: int = 2
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise CacheError(f"--kv fier:k={self.k}: accepted: 1 or more tokens")
+        if self.group not in GROUPS:
+            raise CacheError(f"--kv fier:group={self.group}: accepted: {', '.join(map(str, GROUPS))}")
+        if self.levels not in LEVELS:
+            raise CacheError(f"--kv fier:levels={self.levels}: accepted: {', '.join(LEVELS)}")
+        if self.skip < 0:
+            raise CacheError(f"--kv fier:skip={self.skip}: accepted: 0 or more layers")
+
+
+class SignIndex(Index):
+    """A bit per key element, and two levels per channel and group of tokens (FIER eq. 5, algorithm 1)."""
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, group: int, levels: str) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim, block=group, unit=1)
+        self.minmax = levels == "minmax"
+
+    def layout(self) -> Layout:
+        words = self.n_blocks * self.block // WORD
+        return {
+            "signs": ((self.n_kv_heads, words, self.head_dim), "uint32"),
+            "levels": ((self.n_kv_heads, self.n_blocks, 2, self.head_dim), "uint16"),
+        }
+
+    @property
+    def block_bytes(self) -> int:
+        return self.n_kv_heads * self.head_dim * (self.block // 8 + 4)
+
+    def encode(self, keys: Array, b0: int, b1: int) -> None:
+        a = self.arrays
+        self.kernels.encode_fier(keys, self.block, self.minmax, a["signs"], a["levels"], b0, b1)
+
+    def scores(self, queries: F32, b0: int, b1: int, s: F32) -> None:
+        self.kernels.scores_fier(queries, self.arrays["signs"], self.arrays["levels"], self.block, b0, b1, s, 0)
+
+
+class Fier(Retrieval):
+    """Top-k tokens by q . K~, K~ = centre +- step per channel and group of g tokens; exact attention on them.
+
+    Beside f16 keys and values an index of a bit per key element and two f16 per channel and group (eq. 8):
+    4 * head_dim + head_dim / 8 + 4 * head_dim / g bytes per token and KV head. A step reads the index and
+    4 * head_dim bytes of k tokens.
+
+    The paper leaves open three things. Levels: mean +- mean absolute deviation, which ranks tokens better than
+    the range on most models (``levels``). Grouped queries: see `Retrieval`. The newest tokens, up to g - 1, that
+    fill no group: always attended to, on top of k.
+    """
+
+    name = "fier"
+    paper = "FIER, eq. 5 and algorithm 1"
+    summary = "f16 keys and values, 1-bit index: exact attention on the k best tokens"
+    gives_up = "memory (more than dense), and all but k tokens of each step's attention"
+    Knobs = FierKnobs
+
+    def index(self, geometry: Geometry, knobs: FierKnobs) -> Index:
+        shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        return SignIndex(*shape, knobs.group, knobs.levels)

@@ -1,0 +1,105 @@
+"""KVComp: levels of a fixed relative step, K per channel and V per token, in Huffman codes built on the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kvcache.base import F32, Geometry, Workspace
+from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
+from edgekv.kvcache.windowed import Sizes, Windowed
+
+BLOCKS = (16, 32, 64, 128, 256)
+LEAST_STEP = 1 / 255  # codes are bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCompKnobs:
+    """Relative steps of keys and values: a unit's (largest - least) times this is the distance of two levels.
+
+    ``block``: tokens quantised together; ``window``: the latest tokens that stay exact, at least.
+    """
+
+    krel: float = 0.25
+    vrel: float = 0.25
+    block: int = 64
+    window: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("krel", "vrel"):
+            step = getattr(self, name)
+            if not LEAST_STEP <= step <= 1:
+                raise CacheError(f"--kv kvcomp:{name}={step}: accepted: {LEAST_STEP:.4f} to 1")
+        if self.block not in BLOCKS:
+            raise CacheError(f"--kv kvcomp:block={self.block}: accepted: {', '.join(map(str, BLOCKS))}")
+        if self.window < 0:
+            raise CacheError(f"--kv kvcomp:window={self.window}: accepted: 0 or more tokens")
+
+
+class KVComp(Windowed):
+    """Codes round((x - min) / step), step = rel * (max - min), per channel of a block (K) or per token (V).
+
+    KVComp, 3.1-3.3: the codes are Huffman-coded, with a codebook for K and one for V in each layer, built from the
+    histogram of the prompt with every level in it; before any prompt, from a Gaussian's. With D = head_dim and
+    B = block, a token of a KV head takes
+
+        D * (bits_k + bits_v) / 8 + 4 * D / B + 4 + 2 * (2 + 4 / B) bytes:
+
+    codes, float16 min and step of K's channels and of V's token, and on either side the token's bit count (uint16)
+    and its share of the block's offset (uint32), as in the paper. bits_k and bits_v, the average code lengths, are
+    up to the data, but never above fixed-length codes of ceil(log2(levels)) bits, levels = round(1 / rel) + 1: a
+    block that Huffman codes would not shorten is stored in those. That bound is `planned_bytes`; `nbytes` counts
+    what the pools of bit strings have taken. Codebook and decode table (16 KiB) of K and V are counted in each
+    layer; the table of the fixed-length codes is shared by all and is not. On top: the append buffer, window +
+    block recent tokens in f16.
+
+    Deviations: the printed decoder walks a tree bit by bit, this one looks up 11 bits at a time, so that no code
+    word is longer; and the fixed-length blocks.
+    """
+
+    name = "kvcomp"
+    paper = "KVComp, 3.1-3.3"
+    summary = "error-bounded levels (K per channel and block, V per token) in Huffman codes built on the prompt"
+    gives_up = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
+    Knobs = KVCompKnobs
+
+    def window_sizes(self, knobs: KVCompKnobs) -> Sizes:
+        return Sizes(sink=0, window=knobs.window, block=knobs.block)
+
+    def codecs(self, geometry: Geometry, capacity: int, knobs: KVCompKnobs) -> tuple[HuffmanKeys, HuffmanValues]:
+        shape = geometry.n_kv_heads, capacity, geometry.head_dim
+        self.keys = HuffmanKeys(*shape, knobs.block, knobs.krel)
+        self.values = HuffmanValues(*shape, knobs.block, knobs.vrel)
+        return self.keys, self.values
+
+    @property
+    def planned_bytes(self) -> int:
+        """The most that it can take: every block in fixed-length codes."""
+        return super().planned_bytes + self.keys.pool_bound + self.values.pool_bound
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        self.keys.on_growth = lambda pool: self.arrays.__setitem__("key.pool", pool)
+        self.values.on_growth = lambda pool: self.arrays.__setitem__("value.pool", pool)
+        super().allocate(kernels, workspace)
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        self.keys.fit(keys)
+        self.values.fit(values)
+        self.extend(keys, values)
+
+    def fitted(self) -> dict[str, Any]:
+        return {"keys": self.keys.fitted(), "values": self.values.fitted()}
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        self.keys.refit(fitted["keys"])
+        self.values.refit(fitted["values"])
+
+    def notes(self) -> list[str]:
+        d = self.geometry.n_kv_heads * self.geometry.head_dim
+        if not self.n_bulk:
+            return [f"kvcomp: nothing is packed before {self.sizes.window + self.sizes.block} tokens"]
+        k, v = (8 * codec.token_bytes / d for codec in (self.keys, self.values))
+        return [f"kvcomp: {k:.2f} bits per key element and {v:.2f} per value element, metadata included"]

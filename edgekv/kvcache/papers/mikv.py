@@ -1,0 +1,191 @@
+"""MiKV: nothing is dropped; tokens that attract little attention go down to a few bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kvcache.base import F32, I64, Array, Geometry, Layout, Workspace
+from edgekv.kvcache.codecs import Codec, KeyCodec
+from edgekv.kvcache.papers.codec_ints import KEY_BLOCK, KiviValues
+from edgekv.kvcache.papers.evicting import I32, LowestFirst, check_budget, pick
+from edgekv.kvcache.papers.h2o import check_recent
+
+BITS = (2, 4, 8)
+SLOTS = ("key.half", "value.half", "position")
+DEMOTE_TOKENS = 512  # of a prompt, at a time: bounds the float32 copies
+
+
+@dataclasses.dataclass(frozen=True)
+class MiKVKnobs:
+    """``budget``: f16 tokens, up to 1 a fraction of the context; ``recent``: the latest tokens' share of it.
+
+    ``bits`` of the other tokens' elements; ``balance``: even out the keys' channels before they are packed.
+    """
+
+    budget: float = 0.25
+    recent: float = 0.5
+    bits: int = 2
+    balance: bool = True
+
+    def __post_init__(self) -> None:
+        check_budget("mikv", self.budget)
+        check_recent("mikv", self.recent)
+        if self.bits not in BITS:
+            raise CacheError(f"--kv mikv:bits={self.bits}: accepted: {', '.join(map(str, BITS))}")
+
+
+class TokenKeys(KeyCodec):
+    """low + step * code per key, as `KiviValues` of one span: head_dim * bits / 8 + 4 bytes.
+
+    Blocks of KEY_BLOCK tokens, byte by byte; the last block is allocated whole.
+    """
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim)
+        self.n_bytes = head_dim * bits // 8
+
+    def layout(self) -> Layout:
+        tokens = (self.n_kv_heads, self.capacity)
+        blocks = -(-self.capacity // KEY_BLOCK)
+        codes = (self.n_kv_heads, blocks, self.n_bytes, KEY_BLOCK)
+        return {"codes": (codes, "uint8"), "step": (tokens, "uint16"), "low": (tokens, "uint16")}
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.n_bytes + 4)
+
+    def encode(self, x: F32, t0: int) -> None:
+        n_kv_heads, n, _ = x.shape
+        codes = np.empty((n_kv_heads, n, self.n_bytes), np.uint8)
+        step, low = np.empty((2, n_kv_heads, 1, n), np.uint16)
+        self.kernels.encode_kivi_values(x, codes, step, low, 0)
+        tokens = np.arange(t0, t0 + n)
+        # two index arrays apart from each other bring the token axis to the front
+        self.arrays["codes"][:, tokens // KEY_BLOCK, :, tokens % KEY_BLOCK] = codes.transpose(1, 0, 2)
+        self.arrays["step"][:, tokens], self.arrays["low"][:, tokens] = step[:, 0], low[:, 0]
+
+    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        a = self.arrays
+        self.kernels.scores_tokens(queries, a["codes"], a["step"], a["low"], t0, t1, s, s0)
+
+
+class MiKV(LowestFirst):
+    """H2O's choice in f16, the tokens it would evict in ``bits`` bits.
+
+    Per KV head, slots * (4 * head_dim + 8) bytes, (capacity - slots) * (head_dim * bits / 4 + 8), 4 more
+    of the latter in a layer with a sliding window, and 4 * head_dim for the balance.
+
+    MiKV (Yang et al. 2024, "No token left behind"). A token is packed when it leaves the f16 slots, which it never
+    re-enters; nothing is held twice. Keys and values are packed per token between their least and largest
+    element. Before that, key channels are multiplied by the paper's outlier balance, sqrt(max|q| / max|k|) over
+    the prompt, and the queries divided by it. Deviation: the importance is summed over a query group's heads.
+    """
+
+    name = "mikv"
+    paper = "MiKV; FIER, appendix C"
+    summary = "a quarter of the tokens, by accumulated attention and recency, in f16; the rest in 2 bits"
+    gives_up = "precision of tokens that no query has needed yet; most of its bytes are the f16 quarter"
+    Knobs = MiKVKnobs
+    decay = 1.0
+
+    def __init__(self, geometry: Geometry, knobs: MiKVKnobs) -> None:
+        super().__init__(geometry, knobs)
+        self.recent = max(1, round(knobs.recent * self.slots))
+        if geometry.head_dim * knobs.bits % 8:
+            raise CacheError(
+                f"--kv mikv:bits={knobs.bits} packs {8 // knobs.bits} elements to a byte: head_dim "
+                f"{geometry.head_dim} must be a multiple of that"
+            )
+        shape = geometry.n_kv_heads, geometry.capacity - self.slots, geometry.head_dim
+        self._low_keys = TokenKeys(*shape, knobs.bits)
+        self._low_values = KiviValues(*shape, knobs.bits, span=geometry.head_dim)
+        self.n_low = 0
+
+    def layout(self) -> Layout:
+        g, n, head_dim = self.geometry.n_kv_heads, self.geometry.capacity - self.slots, self.geometry.head_dim
+        layout = {**super().layout(), "balance": ((g, head_dim), "float32")}
+        if self.geometry.window is not None:
+            layout["low.position"] = (g, n), "int32"
+        for end, codec in self._codecs():
+            layout |= {f"{end}.{name}": spec for name, spec in codec.layout().items()}
+        return layout
+
+    def _codecs(self) -> tuple[tuple[str, Codec], ...]:
+        return ("low.key", self._low_keys), ("low.value", self._low_values)
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        super().allocate(kernels, workspace)
+        for end, codec in self._codecs():
+            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+        self.arrays["balance"].fill(1)
+
+    @property
+    def n_kept(self) -> int:
+        return self.n_used + self.n_low
+
+    def bytes_read(self) -> int:
+        return super().bytes_read() + self.n_low * sum(codec.token_bytes for _, codec in self._codecs())
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        if self.knobs.balance:
+            per_head = len(keys), -1, keys.shape[2]
+            q_max = np.abs(queries).reshape(per_head).max(axis=1)  # (n_kv_heads, head_dim)
+            k_max = np.abs(keys).max(axis=1)
+            ratio = np.divide(q_max, k_max, out=np.ones_like(q_max), where=(q_max > 0) & (k_max > 0))
+            self.arrays["balance"][:] = np.sqrt(ratio)
+        super().prefill(queries, keys, values)
+
+    def _make_room(self) -> None:
+        full = self.n_used == self.slots
+        super()._make_room()
+        if full:
+            heads = np.arange(len(self._target))
+            self._demote({name: self.arrays[name][heads, self._target][:, None] for name in SLOTS})
+
+    def _rebuild(self, kept: I64, keys: F32, values: F32) -> None:
+        dropped = np.ones((len(kept), self.n_used + keys.shape[1]), bool)
+        np.put_along_axis(dropped, kept, False, axis=1)
+        columns = np.nonzero(dropped)[1].reshape(len(kept), -1)
+        new = self._new_tokens(keys, values)
+        for a in range(0, columns.shape[1], DEMOTE_TOKENS):
+            part = columns[:, a : a + DEMOTE_TOKENS]
+            self._demote({name: self._pick_all(name, new[name], part) for name in SLOTS})
+        super()._rebuild(kept, keys, values)
+
+    def _pick_all(self, name: str, new: Array, columns: I64) -> Array:
+        heads = zip(self.arrays[name], new, columns, strict=True)
+        return np.stack([pick(slots, self.n_used, tokens, choice) for slots, tokens, choice in heads])
+
+    def _demote(self, tokens: dict[str, Array]) -> None:
+        """Packs tokens, as the slots hold them: (n_kv_heads, n, ...) each."""
+        keys, values = (tokens[name].view(np.float16).astype(np.float32) for name in ("key.half", "value.half"))
+        n = keys.shape[1]
+        self._low_keys.encode(keys * self.arrays["balance"][:, None], self.n_low)
+        self._low_values.encode(values, self.n_low)
+        if self.geometry.window is not None:
+            self.arrays["low.position"][:, self.n_low : self.n_low + n] = tokens["position"]
+        self.n_low += n
+
+    def _positions(self) -> I32:
+        """Of the tokens in f16, then of those packed: only in a layer with a window."""
+        return np.concatenate([super()._positions(), self.arrays["low.position"][:, : self.n_low]], axis=1)
+
+    def _score(self, q: F32, s: F32) -> None:
+        super()._score(q, s)
+        if self.n_low:
+            balanced: F32 = np.divide(q, self.arrays["balance"][:, None])
+            self._low_keys.scores(balanced, 0, self.n_low, s, self.n_used)
+
+    def _accumulate(self, p: F32, out: F32) -> None:
+        super()._accumulate(p, out)
+        if self.n_low:
+            self._low_values.accumulate(p, self.n_used, 0, self.n_low, out)
+
+    def truncate(self, n: int) -> int:
+        kept = super().truncate(n)
+        self.n_low = min(self.n_low, kept)
+        return kept

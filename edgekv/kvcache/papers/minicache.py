@@ -1,0 +1,41 @@
+"""Symmetric 4-bit keys and values with a scale per token: what H1B-KV compares against as MiniCache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from edgekv.errors import CacheError
+from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.codecs import KeyCodec, ValueCodec
+from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.papers.codec_ints import SymmetricKeys, SymmetricValues
+
+BITS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class MiniCacheKnobs:
+    """None."""
+
+
+class MiniCache(KeepAll):
+    """k, v ~ scale * round(x / scale), levels -7..7: 2 * (head_dim/2 + 2) bytes per token and KV head.
+
+    The baseline of H1B-KV's Tables I to III ("MiniCache (4-bit): symmetric quantization"). No token is kept exact,
+    and the query is not quantised. Keys take whole blocks of 32 tokens. The published MiniCache (arXiv 2405.14366)
+    is something else: it merges the caches of neighbouring layers.
+    """
+
+    name = "minicache4"
+    paper = "H1B-KV's 4-bit baseline"
+    summary = "symmetric 4-bit keys and values, one scale per token"
+    gives_up = "precision in every key: one outlier channel sets the scale of a whole token"
+    Knobs = MiniCacheKnobs
+
+    def codecs(self, geometry: Geometry, knobs: MiniCacheKnobs) -> tuple[KeyCodec, ValueCodec]:
+        if geometry.head_dim % 2:
+            raise CacheError(
+                f"--kv minicache4 packs two elements to a byte: head_dim {geometry.head_dim} must be even"
+            )
+        shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        return SymmetricKeys(*shape, BITS), SymmetricValues(*shape, BITS)

@@ -1,0 +1,74 @@
+"""Quest: pages of tokens scored by a bound on their keys, the best pages attended to exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from edgekv.errors import CacheError
+from edgekv.kvcache.base import F32, Array, Geometry, Layout
+from edgekv.kvcache.papers.retrieval import Index, Retrieval
+
+PAGES = (8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestKnobs:
+    """``k`` tokens are read, in pages of ``page``; the first ``skip`` layers stay dense."""
+
+    k: int = 512
+    page: int = 16
+    skip: int = 2
+
+    def __post_init__(self) -> None:
+        if self.page not in PAGES:
+            raise CacheError(f"--kv quest:page={self.page}: accepted: {', '.join(map(str, PAGES))}")
+        if self.k < 1 or self.k % self.page:
+            raise CacheError(f"--kv quest:k={self.k}: accepted: multiples of page={self.page}, in tokens")
+        if self.skip < 0:
+            raise CacheError(f"--kv quest:skip={self.skip}: accepted: 0 or more layers")
+
+
+class PageIndex(Index):
+    """The largest and the smallest key element of each channel of a page."""
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, page: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim, block=page, unit=page)
+
+    def layout(self) -> Layout:
+        return {"bounds": ((self.n_kv_heads, self.n_blocks, 2 * self.head_dim), "uint16")}
+
+    @property
+    def block_bytes(self) -> int:
+        return self.n_kv_heads * self.head_dim * 4
+
+    def encode(self, keys: Array, b0: int, b1: int) -> None:
+        self.kernels.encode_pages(keys, self.block, self.arrays["bounds"], b0, b1)
+
+    def scores(self, queries: F32, b0: int, b1: int, s: F32) -> None:
+        """Per page the sum over channels of the larger product: the positive part of q meets the largest key."""
+        parts = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=2)
+        self.kernels.scores_f16(parts, self.arrays["bounds"], b0, b1, s, 0)
+
+
+class Quest(Retrieval):
+    """Top pages of p tokens by the sum over channels of max(q max, q min), k tokens; exact attention on them.
+
+    Beside f16 keys and values two f16 per channel and page: 4 * head_dim + 4 * head_dim / p bytes per token and
+    KV head. A step reads these bounds and 4 * head_dim bytes of k tokens. The page that is being filled is
+    always attended to, on top of k.
+
+    The score is Quest's own; FIER's equation 3 misquotes it as the largest of the products. For grouped queries
+    see `Retrieval`.
+    """
+
+    name = "quest"
+    paper = "Quest (arXiv 2406.10774), FIER's baseline"
+    summary = "f16 keys and values, bounds per page: exact attention on the best pages, k tokens"
+    gives_up = "memory (more than dense), and all but k tokens of each step's attention"
+    Knobs = QuestKnobs
+
+    def index(self, geometry: Geometry, knobs: QuestKnobs) -> Index:
+        shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        return PageIndex(*shape, knobs.page)

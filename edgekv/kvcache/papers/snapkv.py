@@ -1,0 +1,141 @@
+"""SnapKV: the end of the text votes on which earlier tokens to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from edgekv.errors import CacheError
+from edgekv.kvcache.base import F32, I64, Geometry, Layout
+from edgekv.kvcache.papers.evicting import I32, Evicting, attention_received, check_budget, half_bits, highest
+
+POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKVKnobs:
+    """``budget``: tokens, or up to 1 a fraction of the context; ``observe``: latest tokens, kept, that vote.
+
+    ``kernel``: neighbours pooled, odd; ``pool``: max or avg; ``interval``: tokens between two votes in decoding.
+    """
+
+    budget: float = 1024.0
+    observe: int = 32
+    kernel: int = 7
+    pool: str = "max"
+    interval: int = 64
+
+    def __post_init__(self) -> None:
+        check_budget("snapkv", self.budget)
+        for name in ("observe", "interval"):
+            if getattr(self, name) < 1:
+                raise CacheError(f"--kv snapkv:{name}={getattr(self, name)}: accepted: 1 or more tokens")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise CacheError(f"--kv snapkv:kernel={self.kernel}: accepted: an odd number of tokens, 1 or more")
+        if self.pool not in POOLS:
+            raise CacheError(f"--kv snapkv:pool={self.pool}: accepted: {', '.join(POOLS)}")
+
+
+class SnapKV(Evicting):
+    """Pooled attention from the last ``observe`` queries decides, per KV head.
+
+    slots * (4 * head_dim + 4) bytes per KV head, and observe * 2 * head_dim per query head for the queries.
+
+    SnapKV (Li et al. 2024), section 4: the weights that the observation queries give to each earlier token are
+    summed (here over the query heads of the group too), pooled over ``kernel`` neighbours, and the highest stay
+    beside the observation window itself. Deviation: the paper compresses the prompt once and keeps every token
+    decoded after it. Here a budget holds throughout: whenever the slots are full, the latest queries vote again
+    and the lowest ``interval`` tokens leave at once (neighbours are then those in the cache).
+    """
+
+    name = "snapkv"
+    paper = "SnapKV, FIER's baseline"
+    summary = "the latest 32 tokens and those that they attend to most, in f16"
+    sees_queries = True
+    gives_up = "tokens that the latest queries had no use for"
+    Knobs = SnapKVKnobs
+
+    def __init__(self, geometry: Geometry, knobs: SnapKVKnobs) -> None:
+        super().__init__(geometry, knobs)
+        if self.evicts and self.slots < knobs.observe + knobs.interval:
+            raise CacheError(
+                f"--kv snapkv:budget={knobs.budget:g} is {self.slots} of {geometry.capacity} tokens: accepted: at "
+                f"least observe + interval = {knobs.observe + knobs.interval}; raise it or lower those"
+            )
+        self.n_observed = 0  # of the latest tokens, whose queries are held
+
+    def layout(self) -> Layout:
+        queries = (self.geometry.n_heads, self.knobs.observe, self.geometry.head_dim)
+        return {**super().layout(), "query.half": (queries, "uint16")}
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        n = keys.shape[1]
+        self.require_room(n)
+        observed = min(n, self.knobs.observe)
+        if n > self.slots:
+            window, kernels, workspace = self.geometry.window, self.kernels, self.workspace
+            votes = attention_received(queries, keys, n - observed, window, kernels, workspace)
+            self._rebuild(self._winners(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values)
+        else:
+            super().extend(keys, values)
+        for position in range(n - observed, n):
+            self._remember(queries[:, position], position)
+        self.n_observed = observed
+
+    def extend(self, keys: F32, values: F32) -> None:
+        """Without queries nobody votes: the latest tokens stay."""
+        self.n_observed = 0
+        super().extend(keys, values)
+
+    def _make_room(self) -> None:
+        if self.n_used == self.slots:
+            self._compress()
+        self._target.fill(self.n_used)
+        self.n_used += 1
+
+    def _observe(self, q: F32, p: F32) -> None:
+        if self.evicts:
+            self._remember(q.reshape(self.geometry.n_heads, -1), self.n_seen - 1)
+            self.n_observed = min(self.n_observed + 1, self.knobs.observe)
+
+    def _remember(self, q: F32, position: int) -> None:
+        self.arrays["query.half"][:, position % self.knobs.observe] = half_bits(q)
+
+    def _compress(self) -> None:
+        none = np.empty((self.geometry.n_kv_heads, 0, self.geometry.head_dim), np.float32)
+        kept = self._winners(self._votes(), self._positions(), self.slots - self.knobs.interval, self.n_seen)
+        self._rebuild(kept, none, none)
+
+    def _votes(self) -> F32:
+        """(n_kv_heads, n_used): attention weights from the queries held, summed. The slots are in token order."""
+        g, n, end = self.geometry.n_kv_heads, self.n_observed, self.n_used
+        if not n:
+            return np.zeros((g, end), np.float32)
+        held = np.arange(self.n_seen - n, self.n_seen)
+        queries = self.arrays["query.half"][:, held % self.knobs.observe].view(np.float16).astype(np.float32)
+        q = queries.reshape(g, self.geometry.group * n, -1)
+        s = self.workspace.array("snapkv.scores", (*q.shape[:2], end))
+        self.kernels.scores_f16(q, self.arrays["key.half"], 0, end, s, 0)
+        self._hide(s, self.n_seen - n, n)
+        hi = np.tile(np.arange(end - n + 1, end + 1, dtype=np.int64), self.geometry.group)
+        self.kernels.softmax(s, np.zeros_like(hi), hi)
+        votes: F32 = s.sum(axis=1)
+        return votes
+
+    def _winners(self, votes: F32, positions: I32, n: int, end: int) -> I64:
+        """Columns of the ``n`` tokens that stay of those with votes (n_kv_heads, columns), ``end`` seen so far."""
+        observe, kernel = self.knobs.observe, self.knobs.kernel
+        padded = np.pad(votes[:, :-observe], ((0, 0), (kernel // 2, kernel // 2)))
+        pooled = POOLS[self.knobs.pool](sliding_window_view(padded, kernel, axis=1), axis=2)
+        mass = np.concatenate([pooled, votes[:, -observe:]], axis=1)
+        positions = np.broadcast_to(positions, votes.shape)
+        return highest(mass, positions, n, self._first_visible(end), end - observe)
+
+    def truncate(self, n: int) -> int:
+        kept = super().truncate(n)
+        self.n_observed = min(self.n_observed, kept)
+        return kept

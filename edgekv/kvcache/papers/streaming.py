@@ -1,0 +1,57 @@
+"""StreamingLLM: the first few tokens, which soak up attention, and the latest ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from edgekv.errors import CacheError
+from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.papers.evicting import Evicting, check_budget
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingKnobs:
+    """``budget``: tokens, or up to 1 a fraction of the context; ``sink``: first tokens that stay."""
+
+    budget: float = 1024.0
+    sink: int = 4
+
+    def __post_init__(self) -> None:
+        check_budget("streaming", self.budget)
+        if self.sink < 0:
+            raise CacheError(f"--kv streaming:sink={self.sink}: accepted: 0 or more tokens")
+
+
+class Streaming(Evicting):
+    """Keeps the first ``sink`` tokens and a ring of the latest budget - sink: slots * (4 * head_dim + 4) bytes.
+
+    StreamingLLM (Xiao et al. 2023). Deviation: keys keep the rotation of their original position; the paper
+    rotates them anew by their place in the cache, so that positions never exceed the training length.
+    """
+
+    name = "streaming"
+    paper = "StreamingLLM, FIER's baseline"
+    summary = "the first 4 and the latest 1,020 tokens in f16"
+    gives_up = "everything said between the first tokens and the latest"
+    Knobs = StreamingKnobs
+
+    def __init__(self, geometry: Geometry, knobs: StreamingKnobs) -> None:
+        super().__init__(geometry, knobs)
+        if self.evicts and self.slots <= knobs.sink:
+            raise CacheError(
+                f"--kv streaming:budget={knobs.budget:g} is {self.slots} of {geometry.capacity} tokens, all taken "
+                f"by sink={knobs.sink}: raise the budget above it"
+            )
+
+    def _make_room(self) -> None:
+        sink, slot = self.knobs.sink, self.n_seen
+        if slot >= self.slots:
+            slot = sink + (slot - sink) % (self.slots - sink)
+        self._target.fill(slot)
+        self.n_used = max(self.n_used, slot + 1)
+
+    def truncate(self, n: int) -> int:
+        """In place as long as nothing has been dropped; else back to the start."""
+        if n < self.n_seen:
+            self.n_used = self.n_seen = n if self.n_seen <= self.slots else 0
+        return self.n_seen

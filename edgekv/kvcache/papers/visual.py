@@ -1,0 +1,303 @@
+"""Visual 1-bit KV: image tokens in one bit per element, text tokens in f16."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kernels.aligned import zeros
+from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan, encode_span
+from edgekv.machine import format_bytes
+
+TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class VisualKnobs:
+    """``bits`` per element; ``group`` that shares two ends: layer, tensor, head or head+token; ``quantile``.
+
+    The levels reach from that quantile of the group to the same one from above; 0: from least to largest. The
+    paper gives no value. With text marked as if it were an image, two small models did best with 0.1 at 1 bit (at
+    0.02 the two levels lie so far out that all scores are inflated), 0.01 at 2 bits, 0 from 4 bits on.
+    ``text``: what all but images is kept in, f16 or f32.
+    """
+
+    bits: int = 1
+    group: str = "head"
+    quantile: float = 0.1
+    text: str = "f16"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise CacheError(f"--kv visual1:bits={self.bits}: accepted: 1 to 8")
+        if self.group not in GROUPS:
+            raise CacheError(f"--kv visual1:group={self.group}: accepted: {', '.join(GROUPS)}")
+        if not 0 <= self.quantile < 0.5:
+            raise CacheError(f"--kv visual1:quantile={self.quantile}: accepted: 0 or more, below 0.5")
+        if self.text not in TEXTS:
+            raise CacheError(f"--kv visual1:text={self.text}: accepted: {', '.join(TEXTS)}")
+
+
+@dataclasses.dataclass
+class Span:
+    """Image tokens at positions start..stop: in ``exact`` stores (f16) until the last has come, then packed."""
+
+    start: int
+    stop: int
+    packed: tuple[LevelSpan, LevelSpan]
+    exact: tuple[F16, F16] | None = None
+
+
+ENDS = ("key", "value")
+Store = LevelSpan | F16 | Float32
+
+
+class Run(NamedTuple):
+    """Positions start..stop, held by one store (the span's, or the text's) as its tokens from ``at`` on."""
+
+    start: int
+    stop: int
+    at: int
+    span: Span | None
+
+
+class Visual1(KVCache):
+    """Levels between two quantiles, one bit per element, for the spans that `mark` names; f16 for the rest.
+
+    Visual KV cache quantisation, eq. 7-9. An image token of a KV head takes 2 * bits * ceil(head_dim / 8) bytes
+    and shares the float16 ends of its group: 8 bytes per span (layer, tensor), span and KV head (head), or KV head
+    and token (head+token). A text token takes 4 * head_dim bytes (text=f32: 8). Without a marked span
+    this is `dense`.
+
+    The groups: "layer", K and V of all heads of this layer together; "tensor", K or V of all heads; "head", K or V
+    of one KV head; "head+token", one token of that. Each is taken over one span, not over the whole prompt. A span
+    is packed when its last token has come and is exact (f16) until then.
+
+    Deviation: the paper rounds down, so that at 1 bit only x >= Q(1 - quantile) becomes 1; here x goes to the
+    nearest level, and the threshold is the midpoint.
+    """
+
+    name = "visual1"
+    paper = "Visual 1-bit KV, eq. 7-9"
+    summary = "image tokens in 1 bit per element (or bits=2..8) between quantiles per head, text tokens in f16"
+    gives_up = "saves nothing on text: only spans that are marked visual are packed"
+    exact_when_short = True
+    Knobs = VisualKnobs
+
+    @classmethod
+    def exact_on_text(cls, knobs: VisualKnobs) -> bool:
+        return True
+
+    def __init__(self, geometry: Geometry, knobs: VisualKnobs) -> None:
+        super().__init__(geometry, knobs)
+        self.spans: list[Span] = []
+        self._text = self._text_stores(geometry.capacity)
+
+    def _text_stores(self, capacity: int) -> tuple[F16 | Float32, F16 | Float32]:
+        shape, store = self._shape(capacity), TEXTS[self.knobs.text]
+        return store(*shape), store(*shape)
+
+    def _shape(self, capacity: int) -> tuple[int, int, int]:
+        return self.geometry.n_kv_heads, capacity, self.geometry.head_dim
+
+    def _codecs(self) -> dict[str, Codec]:
+        pairs: dict[str, tuple[Codec, Codec]] = {"text": self._text}
+        for i, span in enumerate(self.spans):
+            pairs[f"span{i}"] = span.packed
+            if span.exact:
+                pairs[f"span{i}.exact"] = span.exact
+        return {f"{name}.{end}": pair[i] for name, pair in pairs.items() for i, end in enumerate(ENDS)}
+
+    def layout(self) -> Layout:
+        codecs = self._codecs().items()
+        return {f"{owner}.{name}": spec for owner, codec in codecs for name, spec in codec.layout().items()}
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        self.kernels, self.workspace = kernels, workspace
+        for codec in self._text:
+            self._take_memory(codec)
+        self._list_arrays()
+
+    def _take_memory(self, codec: Codec) -> None:
+        codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, self.kernels)
+
+    def _list_arrays(self) -> None:
+        codecs = self._codecs().items()
+        self.arrays = {f"{owner}.{name}": array for owner, codec in codecs for name, array in codec.arrays.items()}
+
+    @property
+    def visual_bytes(self) -> int:
+        """Bytes of the marked spans."""
+        return self.nbytes - self.text_bytes
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the text tokens' store."""
+        return sum(array.nbytes for codec in self._text for array in codec.arrays.values())
+
+    def mark(self, spans: Sequence[tuple[int, int]]) -> None:
+        """The spans' memory is taken, and the text's store shrinks by as many tokens. CacheError: bad spans.
+
+        Marks of tokens that have not come are forgotten: these are another prompt's.
+        """
+        self.spans = [span for span in self.spans if span.start < self.n_seen]
+        for first, last in spans:
+            start, stop = self.n_seen + first, self.n_seen + last
+            earliest = self.spans[-1].stop if self.spans else 0
+            if first < 0 or last <= first or start < earliest or stop > self.geometry.capacity:
+                raise CacheError(
+                    f"--kv visual1: span {first}..{last} does not fit: give non-empty ranges of the coming "
+                    f"prompt, in order and apart, within the {self.geometry.capacity - self.n_seen} free tokens"
+                )
+            self._add_span(start, stop)
+        self._fit_text()
+
+    def _add_span(self, start: int, stop: int) -> None:
+        shape = self._shape(stop - start)
+        levels = (self.knobs.bits, self.knobs.group)
+        self.spans.append(Span(start, stop, (LevelSpan(*shape, *levels), LevelSpan(*shape, *levels))))
+        for codec in self.spans[-1].packed:
+            self._take_memory(codec)
+
+    def _fit_text(self) -> None:
+        """Room for exactly the tokens that no span will hold."""
+        capacity = self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
+        if capacity != self._text[0].capacity:
+            n_text = sum(run.stop - run.start for run in self._runs(0, self.n_seen) if run.span is None)
+            old, self._text = self._text, self._text_stores(capacity)
+            for source, target in zip(old, self._text, strict=True):
+                self._take_memory(target)
+                for name, array in target.arrays.items():
+                    array[:, :n_text] = source.arrays[name][:, :n_text]
+        self._list_arrays()
+
+    def _runs(self, start: int, stop: int) -> Iterator[Run]:
+        """Where positions start..stop are or will be, in order."""
+        n_image = 0  # image tokens before `start`
+        for span in self.spans:
+            if start < min(span.start, stop):
+                yield Run(start, min(span.start, stop), start - n_image, None)
+                start = min(span.start, stop)
+            if max(start, span.start) < min(stop, span.stop):
+                start = max(start, span.start)
+                yield Run(start, min(stop, span.stop), start - span.start, span)
+                start = min(stop, span.stop)
+            n_image += span.stop - span.start
+        if start < stop:
+            yield Run(start, stop, start - n_image, None)
+
+    def _stores(self, run: Run) -> tuple[Store, Store]:
+        """Of keys and of values."""
+        if run.span is None:
+            return self._text
+        return run.span.exact or run.span.packed
+
+    def extend(self, keys: F32, values: F32) -> None:
+        self.require_room(keys.shape[1])
+        before = self.n_seen
+        for run in self._runs(before, before + keys.shape[1]):
+            part = slice(run.start - before, run.stop - before)
+            self._append(run, keys[:, part], values[:, part])
+            self._pack_if_complete(run)
+
+    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
+        self.require_room(keys.shape[1])
+        out = self.workspace.array("attention", queries.shape)
+        before = self.n_seen
+        for run in self._runs(before, before + keys.shape[1]):  # a piece ends where a span is packed
+            part = slice(run.start - before, run.stop - before)
+            self._append(run, keys[:, part], values[:, part])
+            self._attend_piece(queries[:, part], out[:, part])
+            self._pack_if_complete(run)
+        return out
+
+    def _append(self, run: Run, keys: F32, values: F32) -> None:
+        if run.span and run.span.exact is None:
+            self._open_exact(run.span, run.span.stop - run.span.start)
+            self._list_arrays()
+        for store, x in zip(self._stores(run), (keys, values), strict=True):
+            store.encode(x, run.at)
+        self.n_seen = run.stop
+
+    def _open_exact(self, span: Span, capacity: int) -> None:
+        span.exact = F16(*self._shape(capacity)), F16(*self._shape(capacity))
+        for codec in span.exact:
+            self._take_memory(codec)
+
+    def _pack_if_complete(self, run: Run) -> None:
+        span = run.span
+        if span and span.exact and run.stop == span.stop:
+            k, v = (store.decode(0, span.stop - span.start) for store in span.exact)
+            encode_span(*span.packed, k, v, self.knobs.quantile)
+            span.exact = None
+            self._list_arrays()
+
+    def _attend_piece(self, queries: F32, out: F32) -> None:
+        n_heads, n, head_dim = queries.shape
+        groups, rows = self.geometry.n_kv_heads, self.geometry.group * n
+        q = np.ascontiguousarray(queries).reshape(groups, rows, head_dim)
+        lo, hi = self.visible(n)
+        first = int(lo.min())
+        s = self.workspace.array("scores", (groups, rows, self.n_seen - first))
+        result = self.workspace.array("attention.piece", (groups, rows, head_dim))
+        runs = list(self._runs(first, self.n_seen))
+        for run in runs:
+            self._stores(run)[0].scores(q, run.at, run.at + run.stop - run.start, s, run.start - first)
+        self.kernels.softmax(s, lo - first, hi - first)
+        result.fill(0)
+        for run in runs:
+            self._stores(run)[1].accumulate(s, run.start - first, run.at, run.at + run.stop - run.start, result)
+        out[:] = result.reshape(n_heads, n, head_dim)
+
+    def bytes_read(self) -> int:
+        reach = min(self.n_seen, self.geometry.window or self.n_seen)
+        return sum(
+            (run.stop - run.start) * store.token_bytes
+            for run in self._runs(self.n_seen - reach, self.n_seen)
+            for store in self._stores(run)
+        )
+
+    def truncate(self, n: int) -> int:
+        """A span that is not complete is forgotten whole, and so are marks of tokens that are to come."""
+        for span in self.spans:
+            if span.exact and span.start < n < self.n_seen:
+                n = span.start
+        self.spans = [span for span in self.spans if span.start < n]
+        if self.spans:
+            self.spans[-1].stop = min(self.spans[-1].stop, n)
+        self.n_seen = n
+        self._fit_text()
+        return n
+
+    def fitted(self) -> dict[str, Any]:
+        """Each span's ends and its stores' capacities: a rewind moves the end alone."""
+        spans = [
+            (span.start, span.stop, span.packed[0].capacity, span.exact[0].capacity if span.exact else 0)
+            for span in self.spans
+        ]
+        return {"spans": spans}
+
+    def refit(self, fitted: Mapping[str, Any]) -> None:
+        for start, stop, packed, exact in fitted["spans"]:
+            self._add_span(start, start + packed)
+            if exact:
+                self._open_exact(self.spans[-1], exact)
+            self.spans[-1].stop = stop
+        self._fit_text()
+
+    def notes(self) -> list[str]:
+        n_image = sum(span.stop - span.start for span in self.spans)
+        if not n_image:
+            return ["visual1: no span is marked visual, all tokens are in f16"]
+        exact = 4 * n_image * self.geometry.n_kv_heads * self.geometry.head_dim
+        return [
+            f"visual1: a layer's {n_image} image tokens take {format_bytes(self.visual_bytes)} "
+            f"({format_bytes(exact)} in f16), its text tokens' store {format_bytes(self.text_bytes)}"
+        ]

@@ -1,0 +1,97 @@
+"""The operators of `edgekv.models.architecture` on the device: own kernels for a few rows, cuBLAS for many."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgekv.kernels.cuda.program import Array
+from edgekv.kernels.memory import contiguous
+from edgekv.linear.cuda_matvec import MATVEC_ROWS, linear_program, matvec
+from edgekv.linear.cuda_weights import LAYERS, DeviceWeights, Matrix
+
+WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS
+MOST_BLOCKS = 65535  # in a grid's second direction
+NORM_THREADS = 512
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+
+
+class CudaOps:
+    """Activations (n, channels), float32."""
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        self.weights, self.driver = weights, weights.driver
+
+    def linear(self, x: Array, name: str) -> Array:
+        w = self.weights.linears[name]
+        if len(x) > MATVEC_ROWS:
+            return self._matmul(x, w)
+        form = {"bits": w.bits, "block": w.block, "columns": w.columns}
+        return matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias)
+
+    def _matmul(self, x: Array, w: Matrix) -> Array:
+        y = self.driver.empty((len(x), w.rows), np.float32)
+        step = min(max(1, WIDENED_ELEMENTS // w.columns), MOST_BLOCKS)
+        for a in range(0, w.rows, step):
+            part = slice(a, min(a + step, w.rows))
+            y[:, part] = x @ self._widened(w, part).T
+        if w.bias is not None:
+            y += w.bias
+        return y
+
+    def _widened(self, w: Matrix, part: slice) -> Array:
+        """Rows of the matrix in float32."""
+        if w.bits == 32:
+            return w.data[part]
+        n = part.stop - part.start
+        out = self.driver.empty((n, w.columns), np.float32)
+        self.driver.launch(
+            *(linear_program(w.bits, w.block), "widen_weights", (-(-w.columns // 256), n), 256, w.data[part]),
+            *(self.driver.shift if w.scales is None else w.scales[part], w.columns, w.blocks, out),
+        )
+        return out
+
+    def rms_norm(self, x: Array, name: str, eps: float) -> Array:
+        return self._norm("rms_norm", x, (name,), eps)
+
+    def layer_norm(self, x: Array, name: str, eps: float) -> Array:
+        return self._norm("layer_norm", x, (f"{name}.weight", f"{name}.bias"), eps)
+
+    def _norm(self, kernel: str, x: Array, names: tuple[str, ...], eps: float) -> Array:
+        y = self.driver.empty(x.shape, np.float32)
+        vectors = [self.weights.vectors[name] for name in names]
+        self.driver.launch(LAYERS, kernel, (len(x),), NORM_THREADS, x, x.shape[1], *vectors, float(eps), y)
+        return y
+
+    def activation(self, x: Array, kind: str) -> Array:
+        n, size = x.shape
+        y = self.driver.empty(x.shape, np.float32)
+        stride = x.strides[0] // x.itemsize
+        self.driver.launch(LAYERS, "activation", (-(-size // 256), n), 256, x, stride, size, ACTIVATIONS[kind], y)
+        return y
+
+    def halves(self, x: Array) -> tuple[Array, Array]:
+        half = x.shape[1] // 2
+        return x[:, :half], x[:, half:]
+
+    def add(self, a: Array, b: Array) -> Array:
+        return a + b
+
+    def mul(self, a: Array, b: Array) -> Array:
+        return a * b
+
+
+class CudaDense:
+    """The three blocks of every layer."""
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        self.arch, self._ops = weights.arch, CudaOps(weights)
+        self.weights_bytes = weights.nbytes
+
+    def attention_in(self, i: int, x: Array) -> Array:
+        return self.arch.attention_in(self._ops, i, x)
+
+    def attention_out(self, i: int, x: Array, attention: Array) -> Array:
+        return self.arch.attention_out(self._ops, i, x, attention)
+
+    def head(self, x: Array) -> Array:
+        return self.arch.head(self._ops, x)

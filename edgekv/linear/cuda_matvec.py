@@ -1,0 +1,43 @@
+"""A matrix times few activations, where the matrix's bytes are what takes the time."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from edgekv.kernels.cuda.program import Array, Driver, Program
+
+MATVEC_ROWS = 8  # activations; more go through cuBLAS
+THREADS, ROWS_PER_BLOCK = 128, 4
+
+
+def matvec(
+    driver: Driver,
+    x: Array,
+    matrix: Array,
+    *,
+    bits: int,
+    block: int = 1,
+    columns: int | None = None,
+    scales: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """(n, rows) float32: x, contiguous, n times `columns` numbers, by 32 or 16 bits or codes of 8 or 4."""
+    rows = matrix.shape[0]
+    columns = columns or matrix.shape[1]
+    n = x.size // columns
+    y = driver.empty((n, rows), np.float32)
+    threads = min(THREADS, -(-columns // 256) * 32)
+    driver.launch(
+        *(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), threads, matrix),
+        *(driver.shift if scales is None else scales, driver.shift if bias is None else bias),
+        *(int(bias is not None), x, rows, columns, 0 if scales is None else scales.shape[1], y),
+    )
+    return y
+
+
+@functools.cache
+def linear_program(bits: int, block: int) -> Program:
+    """linear.cu for weights of this form."""
+    return Program(("linear",), (("WEIGHT_BITS", bits), ("BLOCK", block)))

@@ -1,0 +1,88 @@
+"""A model's weights in the device's memory, read from its store once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.kernels.cuda.program import Array, Driver, Program
+from edgekv.linear.store import Progress, Store
+from edgekv.models.architecture import Architecture
+
+F32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
+LAYERS = Program(("layers",))
+LOADING = "loading to the GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantised, ``bias`` (rows,)."""
+
+    rows: int
+    columns: int
+    bits: int
+    block: int
+    blocks: int
+    data: Array
+    scales: Array | None
+    bias: Array | None
+
+
+class DeviceWeights:
+    """Everything that decoding reads; `rows` looks embeddings up on the device."""
+
+    def __init__(self, store: Store, driver: Driver, progress: Progress | None) -> None:
+        self.arch: Architecture = store.arch
+        self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
+        self.driver, self._store = driver, store
+        self.linears: dict[str, Matrix] = {}
+        self.vectors: dict[str, Array] = {}
+        self.tables: dict[str, tuple[Array, int]] = {}
+        names = store.arch.linears()
+        for done, (name, linear) in enumerate(names.items(), 1):
+            bias, form = store.bias(name), store.form.of(name)
+            parts = ("weight",) if form.bits >= 16 else ("codes", "scales")
+            data, *scales = (driver.upload(np.ascontiguousarray(store.raw(f"{name}.{part}"))) for part in parts)
+            blocks = scales[0].shape[1] if scales else 0
+            uploaded = None if bias is None else driver.upload(bias)
+            self.linears[name] = Matrix(
+                *(linear.rows, linear.columns, form.bits, form.block or 1, blocks),
+                *(data, scales[0] if scales else None, uploaded),
+            )
+            if progress:
+                progress(LOADING, done, len(names))
+        for name in store.arch.vectors():
+            self.vectors[name] = driver.upload(store.vector(name))
+        for name in store.arch.tables():
+            stored = store.raw(name)
+            bits = stored if stored.dtype.itemsize == 4 else stored.view(np.uint16)
+            self.tables[name] = driver.upload(np.ascontiguousarray(bits)), KINDS[store.table_dtypes[name]]
+
+    def matrix(self, name: str) -> F32:
+        return self._store.matrix(name)
+
+    def bias(self, name: str) -> F32 | None:
+        return self._store.bias(name)
+
+    def vector(self, name: str) -> F32:
+        return self._store.vector(name)
+
+    def rows(self, table: str, ids: Ids) -> Array:
+        """(n, hidden) float32 of the device."""
+        return self.embed(table, self.driver.upload(ids.astype(np.int32)), None, 0)
+
+    def embed(self, table: str, ids: Array, positions: str | None, start: int) -> Array:
+        """Rows ``ids`` (n,) int32 of a table, plus rows start.. (and the shift) of another."""
+        data, kind = self.tables[table]
+        n, size = ids.shape[0], data.shape[1]
+        other = self.tables[positions] if positions else (self.driver.shift, 0)
+        x = self.driver.empty((n, size), np.float32)
+        self.driver.launch(
+            *(LAYERS, "embed", (n,), 256, data, kind, ids, *other, int(positions is not None)),
+            *(start, self.driver.shift, size, x),
+        )
+        return x

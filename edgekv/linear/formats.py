@@ -1,0 +1,100 @@
+"""Weight formats and what a weight store holds for each: names, dtypes and shapes, hence exact bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from edgekv.errors import ConfigError
+from edgekv.linear.quantize import n_blocks
+from edgekv.models.architecture import Architecture
+
+Specs = dict[str, tuple[str, tuple[int, ...]]]
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none)."""
+
+    name: str
+    bits: int
+    block: int
+
+    def of(self, linear: str) -> WeightFormat:
+        """The format of one linear layer."""
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedFormat(WeightFormat):
+    """As a quantised file has it: ``linears`` names the format in WEIGHTS of each linear layer."""
+
+    linears: tuple[tuple[str, str], ...] = ()
+
+    def of(self, linear: str) -> WeightFormat:
+        return WEIGHTS[dict(self.linears)[linear]]
+
+
+WEIGHTS: dict[str, WeightFormat] = {
+    "f32": WeightFormat("f32", 32, 0),
+    "int8": WeightFormat("int8", 8, 128),
+    "int8-32": WeightFormat("int8-32", 8, 32),
+    "int4": WeightFormat("int4", 4, 128),
+    "int4-32": WeightFormat("int4-32", 4, 32),
+}
+
+
+def mixed_format(linears: Mapping[str, str]) -> WeightFormat:
+    """The format of a file that is quantised already, from each linear layer's."""
+    return MixedFormat("gguf", 0, 0, tuple(linears.items()))
+
+
+def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
+    """The named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4.
+
+    own: that of a file which is quantised already; ``auto`` and its own name keep it.
+    """
+    if own is not None and name in ("auto", own.name):
+        return own
+    if name == "auto":
+        elements = sum(linear.n_elements for linear in arch.linears().values())
+        name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "int4"
+    if name not in WEIGHTS:
+        raise ConfigError(f"--weights {name!r} is unknown; accepted: auto, {', '.join(WEIGHTS)}")
+    return WEIGHTS[name]
+
+
+def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[str, str]) -> Specs:
+    """Every tensor of the store in file order: name -> (safetensors dtype, shape); tables keep their dtypes."""
+    specs: Specs = {}
+    for name, linear in arch.linears().items():
+        own = form.of(name)
+        if own.bits == 32:
+            specs[f"{name}.weight"] = ("F32", (linear.rows, linear.columns))
+        else:
+            blocks = n_blocks(linear.columns, own.block)
+            specs[f"{name}.codes"] = ("U8", (linear.rows, blocks, own.block * own.bits // 8))
+            specs[f"{name}.scales"] = ("F32", (linear.rows, blocks))
+        if linear.biases:
+            specs[f"{name}.bias"] = ("F32", (linear.rows,))
+    for name, (_, size) in arch.vectors().items():
+        specs[name] = ("F32", (size,))
+    for name, (_, shape) in arch.tables().items():
+        specs[name] = (table_dtypes[name], shape)
+    return specs
+
+
+def specs_bytes(specs: Specs) -> int:
+    """Bytes of the tensors' data."""
+    return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in specs.values())
+
+
+def file_offsets(specs: Specs, data_start: int) -> dict[str, int]:
+    """Byte position of each tensor in a file that holds them in order from ``data_start`` on."""
+    offsets, position = {}, data_start
+    for name, (dtype, shape) in specs.items():
+        offsets[name] = position
+        position += ITEM_BYTES[dtype] * math.prod(shape)
+    return offsets

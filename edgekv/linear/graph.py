@@ -1,0 +1,126 @@
+"""Records an architecture's blocks as ONNX graphs whose weights stay outside, in a store's weights file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from onnx import ModelProto, TensorProto, helper
+
+from edgekv.linear.formats import ITEM_BYTES, Specs, WeightFormat
+from edgekv.models.architecture import Architecture
+
+OPSET, MICROSOFT = 18, "com.microsoft"
+ONNX_TYPES = {"F32": TensorProto.FLOAT, "U8": TensorProto.UINT8}
+ACTIVATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "silu": ("QuickGelu", MICROSOFT, {"alpha": 1.0}),  # x * sigmoid(alpha x)
+    "gelu_tanh": ("FastGelu", MICROSOFT, {}),
+    "gelu": ("Gelu", MICROSOFT, {}),
+    "relu": ("Relu", "", {}),
+}
+
+
+class GraphOps:
+    """Operators that append nodes; activations are value names.
+
+    ``offsets`` maps each tensor of ``specs`` to its byte position in the file ``location``.
+    """
+
+    def __init__(
+        self, arch: Architecture, form: WeightFormat, specs: Specs, offsets: Mapping[str, int], location: str
+    ) -> None:
+        self.arch, self.form, self.specs, self.offsets, self.location = arch, form, specs, offsets, location
+        self.linears = arch.linears()
+        self.nodes: list[Any] = []
+        self.initializers: dict[str, TensorProto] = {}
+
+    def _node(
+        self, op: str, inputs: list[str], domain: str = "", outputs: int = 1, **attributes: Any
+    ) -> list[str]:
+        names = [f"v{len(self.nodes)}_{k}" for k in range(outputs)]
+        self.nodes.append(helper.make_node(op, inputs, names, domain=domain, **attributes))
+        return names
+
+    def _weight(self, name: str) -> str:
+        dtype, shape = self.specs[name]
+        tensor = TensorProto(name=name, data_type=ONNX_TYPES[dtype], dims=shape)
+        tensor.data_location = TensorProto.EXTERNAL
+        length = ITEM_BYTES[dtype] * math.prod(shape)
+        for key, value in (("location", self.location), ("offset", self.offsets[name]), ("length", length)):
+            tensor.external_data.add(key=key, value=str(value))
+        self.initializers[name] = tensor
+        return name
+
+    def linear(self, x: str, name: str) -> str:
+        linear = self.linears[name]
+        bias = self._weight(f"{name}.bias") if linear.biases else ""
+        form = self.form.of(name)
+        if form.bits == 32:
+            inputs = [x, self._weight(f"{name}.weight"), *([bias] if bias else [])]
+            return self._node("Gemm", inputs, transB=1)[0]
+        inputs = [x, self._weight(f"{name}.codes"), self._weight(f"{name}.scales")]
+        attributes = {"K": linear.columns, "N": linear.rows, "bits": form.bits, "block_size": form.block}
+        y = self._node("MatMulNBits", inputs, MICROSOFT, accuracy_level=4, **attributes)[0]
+        return self.add(y, bias) if bias else y
+
+    def rms_norm(self, x: str, name: str, eps: float) -> str:
+        return self._node("SimplifiedLayerNormalization", [x, self._weight(name)], epsilon=eps, axis=-1)[0]
+
+    def layer_norm(self, x: str, name: str, eps: float) -> str:
+        inputs = [x, self._weight(f"{name}.weight"), self._weight(f"{name}.bias")]
+        return self._node("LayerNormalization", inputs, epsilon=eps, axis=-1)[0]
+
+    def activation(self, x: str, kind: str) -> str:
+        op, domain, attributes = ACTIVATIONS[kind]
+        return self._node(op, [x], domain, **attributes)[0]
+
+    def halves(self, x: str) -> tuple[str, str]:
+        first, second = self._node("Split", [x], outputs=2, axis=-1, num_outputs=2)
+        return first, second
+
+    def add(self, a: str, b: str) -> str:
+        return self._node("Add", [a, b])[0]
+
+    def mul(self, a: str, b: str) -> str:
+        return self._node("Mul", [a, b])[0]
+
+    def model(self, inputs: Mapping[str, int], result: str, width: int) -> bytes:
+        """The recorded graph, serialised: float32 inputs name -> (n, width), one output ``y`` (n, width)."""
+        self.nodes.append(helper.make_node("Identity", [result], ["y"]))
+        value = helper.make_tensor_value_info
+        graph = helper.make_graph(
+            self.nodes,
+            "block",
+            [value(name, TensorProto.FLOAT, ["n", size]) for name, size in inputs.items()],
+            [value("y", TensorProto.FLOAT, ["n", width])],
+            list(self.initializers.values()),
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        proto: ModelProto = helper.make_model(graph, opset_imports=opsets)
+        proto.ir_version = 9
+        return proto.SerializeToString()  # type: ignore[no-any-return]
+
+
+def block_graphs(
+    arch: Architecture, form: WeightFormat, specs: Specs, offsets: Mapping[str, int], location: str
+) -> dict[str, bytes]:
+    """file name -> serialised graph of every block: ``{i}.in.onnx``, ``{i}.out.onnx``, ``head.onnx``."""
+    c = arch.config
+    hidden, fused = c.hidden_size, c.q_size + 2 * c.kv_size
+
+    def record(block: Callable[[GraphOps], str], inputs: Mapping[str, int], width: int) -> bytes:
+        ops = GraphOps(arch, form, specs, offsets, location)
+        return ops.model(inputs, block(ops), width)
+
+    def attention_in(i: int) -> bytes:
+        return record(lambda ops: arch.attention_in(ops, i, "x"), {"x": hidden}, fused)
+
+    def attention_out(i: int) -> bytes:
+        inputs = {"x": hidden, "attention": c.q_size}
+        return record(lambda ops: arch.attention_out(ops, i, "x", "attention"), inputs, hidden)
+
+    graphs = {f"{i}.in.onnx": attention_in(i) for i in range(c.n_layers)}
+    graphs |= {f"{i}.out.onnx": attention_out(i) for i in range(c.n_layers)}
+    graphs["head.onnx"] = record(lambda ops: arch.head(ops, "x"), {"x": hidden}, c.vocab_size)
+    return graphs

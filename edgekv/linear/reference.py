@@ -1,0 +1,95 @@
+"""The reference backend: float32 NumPy, straight from the checkpoint's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.linear.weights import Weights
+
+F32 = npt.NDArray[np.float32]
+
+
+def _gelu(x: F32) -> F32:
+    erf: F32 = np.asarray(np.frompyfunc(math.erf, 1, 1)(x / math.sqrt(2.0)), np.float32)
+    return (0.5 * x * (1.0 + erf)).astype(np.float32)
+
+
+def _silu(x: F32) -> F32:
+    with np.errstate(over="ignore"):  # exp(-x) -> inf gives the right limit, 0
+        return (x / (1.0 + np.exp(-x))).astype(np.float32)
+
+
+def _gelu_tanh(x: F32) -> F32:
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
+    return (0.5 * x * (1.0 + np.tanh(inner))).astype(np.float32)
+
+
+ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+    "relu": lambda x: np.maximum(x, 0.0),
+}
+
+
+class NumpyOps:
+    """Operators that compute at once; float32 in, float32 out."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self._matrices: dict[str, F32] = {}
+
+    def linear(self, x: F32, name: str) -> F32:
+        if name not in self._matrices:
+            self._matrices[name] = self.weights.matrix(name)
+        bias = self.weights.bias(name)
+        y: F32 = x @ self._matrices[name].T
+        if bias is not None:
+            y += bias
+        return y
+
+    def rms_norm(self, x: F32, name: str, eps: float) -> F32:
+        mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+        normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * self.weights.vector(name)
+        return normed
+
+    def layer_norm(self, x: F32, name: str, eps: float) -> F32:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = np.mean(np.square(centred), axis=-1, keepdims=True)
+        normed = centred / np.sqrt(variance + np.float32(eps))
+        scaled: F32 = normed * self.weights.vector(f"{name}.weight") + self.weights.vector(f"{name}.bias")
+        return scaled
+
+    def activation(self, x: F32, kind: str) -> F32:
+        return ACTIVATIONS[kind](x)
+
+    def halves(self, x: F32) -> tuple[F32, F32]:
+        first, second = np.split(x, 2, axis=-1)
+        return first, second
+
+    def add(self, a: F32, b: F32) -> F32:
+        return a + b
+
+    def mul(self, a: F32, b: F32) -> F32:
+        return a * b
+
+
+class NumpyDense:
+    """The three blocks of every layer, computed with NumPy."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.arch, self._ops = weights.arch, NumpyOps(weights)
+        self.weights_bytes = weights.nbytes
+
+    def attention_in(self, i: int, x: F32) -> F32:
+        return np.asarray(self.arch.attention_in(self._ops, i, x), np.float32)
+
+    def attention_out(self, i: int, x: F32, attention: F32) -> F32:
+        return np.asarray(self.arch.attention_out(self._ops, i, x, attention), np.float32)
+
+    def head(self, x: F32) -> F32:
+        return np.asarray(self.arch.head(self._ops, x), np.float32)

@@ -1,0 +1,243 @@
+"""The weight store: a folder made once from a checkpoint, mapped at every later start, copied freely.
+
+store.json            format, weight format, the checkpoint's identity, its config.json
+weights.safetensors   codes, scales, norms, biases and the embedding table
+*.onnx                the blocks' graphs, which point into weights.safetensors
+tokenizer files       copied from the checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.checkpoint.tensors import TensorFile, to_float32
+from edgekv.checkpoint.writer import TensorWriter, atomic_write
+from edgekv.errors import CheckpointError
+from edgekv.linear.formats import (
+    WEIGHTS,
+    MixedFormat,
+    WeightFormat,
+    file_offsets,
+    mixed_format,
+    specs_bytes,
+    store_specs,
+)
+from edgekv.linear.graph import block_graphs
+from edgekv.linear.quantize import dequantize, n_blocks, quantize
+from edgekv.linear.weights import F32, CheckpointWeights, Ids
+from edgekv.machine import format_bytes
+from edgekv.models import architecture
+
+FORMAT = 1
+WEIGHTS_FILE = "weights.safetensors"
+BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+Progress = Callable[[str, int, int], None]
+
+
+def is_store(path: pathlib.Path) -> bool:
+    return (path / "store.json").is_file()
+
+
+def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
+    """Where `run` keeps the store of a checkpoint: under XDG_CACHE_HOME (~/.cache)."""
+    return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
+
+
+class Store:
+    """An opened store: weights by name, dequantised on request; `OrtDense` maps the same file."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        try:
+            manifest: dict[str, Any] = json.loads((folder / "store.json").read_text())
+            version, name = manifest["format"], manifest["weights"]
+            linears = manifest.get("linears")
+            self.identity, self.config = str(manifest["identity"]), dict(manifest["config"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder}/store.json: not a weight store ({error}); quantise the model again"
+            ) from error
+        if version != FORMAT or (name not in WEIGHTS and not linears):
+            raise CheckpointError(
+                f"{folder}: store format {version} with weights {name!r}, this edgekv reads format {FORMAT}; "
+                f"run `edgekv quantize` again"
+            )
+        self.form = mixed_format(linears) if linears else WEIGHTS[name]
+        self.arch = architecture(self.config)
+        self._file = TensorFile(folder / WEIGHTS_FILE)
+        self.table_dtypes = {name: self._file.info(name).dtype for name in self.arch.tables()}
+        specs = store_specs(self.arch, self.form, self.table_dtypes)
+        for tensor, (kind, shape) in specs.items():
+            info = self._file.info(tensor)
+            if (info.dtype, info.shape) != (kind, shape):
+                raise CheckpointError(
+                    f"{folder}/{WEIGHTS_FILE}: {tensor} is {info.dtype} {list(info.shape)}, expected {kind} "
+                    f"{list(shape)}; quantise the model again"
+                )
+        self.nbytes = specs_bytes(specs)
+        tables = {name: specs[name] for name in self.arch.tables()}
+        self.token_bytes = self.nbytes - specs_bytes(tables)  # what one decode step reads, but for a row
+        self._linears = self.arch.linears()
+
+    def raw(self, tensor: str) -> npt.NDArray[Any]:
+        """A tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
+        return self._file.array(tensor)
+
+    def matrix(self, name: str) -> F32:
+        """(rows, columns) float32, dequantised: what the codes stand for."""
+        form = self.form.of(name)
+        if form.bits == 32:
+            return to_float32(self._file.array(f"{name}.weight"))
+        codes, scales = (self._file.array(f"{name}.{part}") for part in ("codes", "scales"))
+        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns)
+
+    def bias(self, name: str) -> F32 | None:
+        return to_float32(self._file.array(f"{name}.bias")) if self._linears[name].biases else None
+
+    def vector(self, name: str) -> F32:
+        return to_float32(self._file.array(name))
+
+    def rows(self, table: str, ids: Ids) -> F32:
+        """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
+        return to_float32(self._file.array(table)[ids])
+
+
+def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: Progress | None) -> Store:
+    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable."""
+    folder = default_folder(weights.source.identity, form)
+    if is_store(folder):
+        try:
+            return Store(folder)
+        except CheckpointError:
+            shutil.rmtree(folder, ignore_errors=True)
+    build(weights, form, folder, progress)
+    return Store(folder)
+
+
+def build(
+    weights: CheckpointWeights,
+    form: WeightFormat,
+    folder: pathlib.Path,
+    progress: Progress | None,
+    beside: Callable[[pathlib.Path], None] | None = None,
+) -> None:
+    """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
+
+    beside(folder) adds files of its own. Streams: at most about 0.3 GiB beside the mapped checkpoint. Raises
+    CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
+    """
+    source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
+        free = shutil.disk_usage(folder.parent).free
+        if free < specs_bytes(specs) * 1.01:
+            raise CheckpointError(
+                f"{folder}: the store needs {format_bytes(specs_bytes(specs))}, the disk has {format_bytes(free)} "
+                f"free; make room, or point XDG_CACHE_HOME (or --output) to a larger disk"
+            )
+        partial.mkdir()
+        _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress)
+        start = os.path.getsize(partial / WEIGHTS_FILE) - specs_bytes(specs)
+        graphs = block_graphs(weights.arch, form, specs, file_offsets(specs, start), WEIGHTS_FILE)
+        for name, graph in graphs.items():
+            (partial / name).write_bytes(graph)
+        for name in TOKENIZER_FILES:
+            if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
+                shutil.copyfile(source.tokenizer_folder / name, partial / name)
+        if beside:
+            beside(partial)
+        manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
+        if isinstance(form, MixedFormat):
+            manifest["linears"] = dict(form.linears)
+        atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not is_store(folder):  # otherwise another process finished the same store first
+                raise
+    except OSError as error:
+        raise CheckpointError(f"{folder}: can't write the store ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_weights(
+    weights: CheckpointWeights,
+    form: WeightFormat,
+    specs: dict[str, tuple[str, tuple[int, ...]]],
+    path: pathlib.Path,
+    progress: Progress | None,
+) -> None:
+    arch, linears = weights.arch, weights.arch.linears()
+    total, done = specs_bytes(specs), 0
+    with TensorWriter(path, specs, {"weights": form.name}) as writer:
+
+        def write(name: str, array: npt.NDArray[Any]) -> None:
+            nonlocal done
+            writer.write(name, array)
+            done += array.nbytes
+            if progress:
+                progress("quantising" if form.bits < 32 else "converting", done, total)
+
+        for name, linear in linears.items():
+            own = form.of(name)
+            if own.bits == 32:
+                write(f"{name}.weight", weights.matrix(name))
+            else:
+                codes, scales = weights.taken_over(name, own) or _quantized(
+                    weights, name, own, linear.rows, linear.columns
+                )
+                write(f"{name}.codes", codes)
+                write(f"{name}.scales", scales)
+            bias = weights.bias(name)
+            if bias is not None:
+                write(f"{name}.bias", bias)
+            weights.release(name)
+        for name in arch.vectors():
+            write(name, weights.vector(name))
+        for name in arch.tables():
+            write(name, weights.table(name))
+
+
+def _quantized(
+    weights: CheckpointWeights, name: str, form: WeightFormat, rows: int, columns: int
+) -> tuple[npt.NDArray[np.uint8], F32]:
+    blocks = n_blocks(columns, form.block)
+    codes = np.empty((rows, blocks, form.block * form.bits // 8), np.uint8)
+    scales = np.empty((rows, blocks), np.float32)
+    row = 0
+    for block in weights.blocks(name, BLOCK_ELEMENTS):
+        end = row + len(block)
+        quantize(block, form.bits, form.block, codes[row:end], scales[row:end])
+        row = end
+    return codes, scales
+
+
+def _remove_abandoned(folder: pathlib.Path) -> None:
+    """Partial stores of processes that were killed."""
+    for partial in folder.parent.glob(f"{folder.name}.partial-*"):
+        pid = partial.name.rpartition("-")[2]
+        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(partial, ignore_errors=True)

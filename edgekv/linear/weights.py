@@ -1,0 +1,152 @@
+"""Weights by the architecture's own names, read from an ordinary checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.checkpoint.gguf_blocks import FORMATS, NEAREST
+from edgekv.checkpoint.source import Source
+from edgekv.checkpoint.tensors import to_float32
+from edgekv.errors import ConfigError
+from edgekv.linear.formats import ITEM_BYTES, WeightFormat, mixed_format
+from edgekv.linear.quantize import pack
+from edgekv.models import unexpected
+from edgekv.models.architecture import Architecture, Part
+
+F32 = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+
+
+class Weights(Protocol):
+    """Read access to a model's weights, whatever they are stored as."""
+
+    arch: Architecture
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+    def matrix(self, name: str) -> F32: ...
+    def bias(self, name: str) -> F32 | None: ...
+    def vector(self, name: str) -> F32: ...
+    def rows(self, table: str, ids: Ids) -> F32: ...
+
+
+WIDTH = ("int4-32", "int8-32", "f32")
+
+
+def _format_for(kinds: Sequence[str | None]) -> str:
+    """The narrowest format that suits all tensors of a linear layer (None: not quantised)."""
+    suited = [FORMATS.get(kind) or NEAREST.get(kind, "int4-32") if kind else "f32" for kind in kinds]
+    return max(suited, key=WIDTH.index)
+
+
+def _keeps(kind: str, form: str) -> bool:
+    """Whether blocks of this type go into the format unchanged: 4-bit ones also with 8 bits."""
+    return kind in FORMATS and form in WIDTH and WIDTH.index(form) >= WIDTH.index(FORMATS[kind])
+
+
+class CheckpointWeights:
+    """A Source seen through an Architecture; every shape is checked when it is opened, nothing is read."""
+
+    def __init__(self, source: Source, arch: Architecture) -> None:
+        self.arch, self.source, self._tensors = arch, source, source.tensors
+        self._linears = arch.linears()
+        for tensor, shape in arch.tensors().items():
+            self._tensors.require(tensor, shape)
+        extra = unexpected(arch, self._tensors.names())
+        if extra:
+            raise ConfigError(
+                f"config.json describes a {arch.config.model_type} model without the tensor {extra[0]} that the "
+                f"checkpoint holds ({len(extra)} such tensors): config and weights do not belong together"
+            )
+
+    @property
+    def table_dtypes(self) -> dict[str, str]:
+        """What `table` returns: the checkpoint's own half or single precision (safetensors' names)."""
+        stored = {name: self._tensors.info(tensor).dtype for name, (tensor, _) in self.arch.tables().items()}
+        return {name: dtype if dtype in ITEM_BYTES else "F32" for name, dtype in stored.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the checkpoint that the model uses."""
+        return sum(self._tensors.info(name).nbytes for name in self.arch.tensors())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one decode step reads: all but the tables, of which it reads a row."""
+        tables = {tensor for tensor, _ in self.arch.tables().values()} - {
+            p.tensor for p in self._linears["head"].parts
+        }
+        return self.nbytes - sum(self._tensors.info(name).nbytes for name in tables)
+
+    @property
+    def own_format(self) -> WeightFormat | None:
+        """That of a file which is quantised already, of each linear layer by itself; else None."""
+        kinds = self._kinds()
+        if not any(kind for part in kinds.values() for kind in part):
+            return None
+        return mixed_format({name: _format_for(part) for name, part in kinds.items()})
+
+    def quantised_again(self, form: WeightFormat) -> tuple[str, ...]:
+        """Types of quantised tensors that have other blocks than ``form`` and lose by it."""
+        kinds = self._kinds().items()
+        lost = {kind for name, part in kinds for kind in part if kind and not _keeps(kind, form.of(name).name)}
+        return tuple(sorted(lost))
+
+    def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
+        """Codes and scales of a linear in ``form``, where the file has them already; else None."""
+        parts = self._linears[name].parts
+        kinds = [self._tensors.quantised(part.tensor) for part in parts]
+        if not all(kind and _keeps(kind, form.name) for kind in kinds):
+            return None
+        pairs = [self._tensors.blocks(part.tensor, 0, part.rows) for part in parts]
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
+        return pack(codes, form.bits), scales
+
+    def _kinds(self) -> dict[str, list[str | None]]:
+        """The quantised types of each linear's tensors."""
+        return {
+            name: [self._tensors.quantised(part.tensor) for part in linear.parts]
+            for name, linear in self._linears.items()
+        }
+
+    def _part_rows(self, part: Part, lo: int, hi: int) -> F32:
+        return to_float32(self._tensors.outputs(part.tensor, lo, hi, part.conv1d))
+
+    def blocks(self, name: str, max_elements: int) -> Iterator[F32]:
+        """The rows of a linear from the first to the last, (r, columns) float32 with bounded r."""
+        for part in self._linears[name].parts:
+            step = max(1, max_elements // part.columns)
+            for lo in range(0, part.rows, step):
+                yield self._part_rows(part, lo, min(lo + step, part.rows))
+
+    def matrix(self, name: str) -> F32:
+        """(rows, columns) float32: the fused projection's weight."""
+        return np.concatenate([self._part_rows(p, 0, p.rows) for p in self._linears[name].parts])
+
+    def bias(self, name: str) -> F32 | None:
+        biases = self._linears[name].biases
+        return np.concatenate([to_float32(self._tensors.array(b)) for b in biases]) if biases else None
+
+    def release(self, name: str) -> None:
+        """Gives back the pages of a linear's tensors; the next access reads them again."""
+        for part in self._linears[name].parts:
+            self._tensors.release(part.tensor)
+
+    def vector(self, name: str) -> F32:
+        return to_float32(self._tensors.array(self.arch.vectors()[name][0]))
+
+    def table(self, name: str) -> npt.NDArray[np.generic]:
+        """The stored table itself, (rows, hidden), as `table_dtypes` says."""
+        stored = self._tensors.array(self.arch.tables()[name][0])
+        return to_float32(stored) if self.table_dtypes[name] == "F32" else stored
+
+    def rows(self, table: str, ids: Ids) -> F32:
+        """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
+        return to_float32(self.table(table)[ids])

@@ -1,0 +1,103 @@
+"""The decoder on the device: weights, caches, attention and logits stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.kernels.cuda.codec import MOST_ROWS, Scores
+from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.program import Array, Driver
+from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.linear.cuda import CudaDense
+from edgekv.linear.cuda_weights import DeviceWeights
+from edgekv.models.cuda_attention import CudaAttention
+from edgekv.models.cuda_graph import Replay
+from edgekv.models.decoder import Decoder
+from edgekv.models.rope import RopeTable
+
+I64 = npt.NDArray[np.int64]
+
+
+class CudaWorkspace(Workspace):
+    """Scratch on the device. Scores of few queries are put off, for attention in one launch."""
+
+    def scores(self, shape: tuple[int, int, int]) -> Any:
+        return Scores(shape) if shape[1] <= MOST_ROWS else super().scores(shape)
+
+
+class DeviceRope:
+    """`RopeTable` on the device; all positions at once, where they do not depend on the length."""
+
+    def __init__(self, table: RopeTable, capacity: int, driver: Driver) -> None:
+        self.table, self.driver = table, driver
+        self.is_fixed = not table.rope.depends_on_length
+        self._all = tuple(map(driver.upload, table.at(0, capacity))) if self.is_fixed else None
+
+    def at(self, start: int, n: int) -> tuple[Array, Array]:
+        if self._all is None:
+            cos, sin = self.table.at(start, n)
+            return self.driver.upload(cos), self.driver.upload(sin)
+        cos, sin = self._all
+        return cos[start : start + n], sin[start : start + n]
+
+
+class CudaDecoder(Decoder):
+    """`Decoder` with everything it computes on in the device's memory."""
+
+    def __init__(self, weights: DeviceWeights, driver: Driver, capacity: int, threads: int) -> None:
+        kernels = CudaKernels(driver)
+        super().__init__(weights, CudaDense(weights), kernels, capacity, threads)  # type: ignore[arg-type]
+        self.driver = driver
+        self.workspace = CudaWorkspace(driver)
+        self._exact_attention = CudaAttention(kernels)  # type: ignore[assignment]
+        self._norms = [tuple(map(driver.upload, pair)) for pair in self._norms]
+        if self._rope is not None:
+            self._rope = DeviceRope(self._rope, capacity, driver)  # type: ignore[assignment]
+        self._replay = Replay(self)
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether the position is all that differs between two steps."""
+        return self._rope is None or self._rope.is_fixed  # type: ignore[attr-defined]
+
+    @property
+    def n_replayed(self) -> int:
+        """Steps so far that were replayed from a recording."""
+        return self._replay.n_replayed
+
+    def warm_up(self, caches: Sequence[KVCache]) -> None:
+        """Compiles a scheme's kernels, or loads them from CuPy's cache, on throw-away random tokens."""
+        cache, n = caches[-1], caches[-1].geometry.capacity
+        cache.allocate(self.kernels, CudaWorkspace(self.driver))
+        rng = np.random.default_rng(0)
+        shape = (n, self.config.q_size + 2 * self.config.kv_size)
+        qkv = self.driver.upload(rng.standard_normal(shape, dtype=np.float32))
+        cos, sin = self._tables(0, n)
+        q, k, v = self._qkv_buffers("prefill", n)
+        norm_q, norm_k = self._norms[-1]
+        self.kernels.split_rope(qkv, cos, sin, q, k, v, 1.0, norm_q, norm_k, self.config.norm_eps)
+        if n > 1:
+            cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
+            type(cache).settle([cache])
+        cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
+        self._exact_attention(q, k, v, None)
+
+    def embed(self, tokens: Sequence[int] | I64, start: int) -> Array:
+        return self.embed_ids(self.driver.upload(np.asarray(tokens, np.int32)), start)
+
+    def embed_ids(self, ids: Array, start: int) -> Array:
+        """(n, hidden) of ids (n,) int32 on the device."""
+        positions = None if self._rope is not None else "positions"
+        return self.weights.embed("embed", ids, positions, start)  # type: ignore[attr-defined]
+
+    def step(self, token: int, caches: Sequence[KVCache]) -> Array:
+        """Logits (vocab,) on the device after appending one token, valid until the next step."""
+        return self._replay.step(token, caches)
+
+    def buffers(self) -> list[Array]:
+        """All scratch that a step uses."""
+        return [*self.workspace.buffers(), *self.kernels.buffers()]  # type: ignore[attr-defined]

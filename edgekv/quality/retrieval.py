@@ -1,0 +1,142 @@
+"""Needles in a user's text, asked of a cache: those that the dense cache finds, for the other schemes to find."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgekv.checkpoint.adapter import Adapter
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import KVCache
+from edgekv.models.decoder import Decoder
+from edgekv.quality.evaluate import open_caches
+from edgekv.quality.needles import Prose, Question, Sheet, make_sheet
+from edgekv.session.file import copy_used
+from edgekv.threads import blas_threads
+from edgekv.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+
+NEEDLES = 20
+PER_SHEET = 10  # needles in one window
+SPACING = 100  # tokens of the window for each
+KNOWN_SHARE = 0.5  # of the needles that the dense cache must find, or the model can't be examined so
+
+
+@dataclasses.dataclass(frozen=True)
+class Exam:
+    """``sheets`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked."""
+
+    ctx: int
+    sheets: tuple[Sheet, ...]
+    n_hidden: int
+
+    @classmethod
+    def make(
+        cls,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        prose: Prose,
+        ctx: int,
+        *,
+        n: int = NEEDLES,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> Exam:
+        """``n`` needles, at most `PER_SHEET` of them in a window of ``ctx`` tokens, and fewer in a short one."""
+        per_sheet = min(PER_SHEET, ctx // SPACING)
+        sizes = [min(per_sheet, n - a) for a in range(0, n, per_sheet)] if per_sheet else []
+        rng = np.random.default_rng([seed, ctx])
+        sheets = tuple(make_sheet(rng, prose, ctx, size) for size in sizes)
+        dense, known = CacheSpec.parse("dense"), []
+        for i, sheet in enumerate(sheets):
+            right = answers(decoder, tokenizer, dense, sheet, ctx)
+            asked = tuple(question for question, ok in zip(sheet.questions, right, strict=True) if ok)
+            known.append(dataclasses.replace(sheet, questions=asked))
+            if progress:
+                progress("needles, dense", i + 1, len(sheets))
+        return cls(ctx, tuple(known), sum(sizes))
+
+    @property
+    def n_known(self) -> int:
+        return sum(len(sheet.questions) for sheet in self.sheets)
+
+    @property
+    def applies(self) -> bool:
+        """Whether the dense cache finds enough of them to say something about other schemes."""
+        return self.n_known > 0 and self.n_known >= KNOWN_SHARE * self.n_hidden
+
+    @property
+    def note(self) -> str:
+        if not self.n_hidden:
+            return f"not applicable: none were hidden in windows of {self.ctx} tokens"
+        found = f"the dense cache finds {self.n_known} of {self.n_hidden}"
+        return f"{found}; schemes are asked for those" if self.applies else f"not applicable: {found}"
+
+    def score(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        spec: CacheSpec,
+        *,
+        adapter: Adapter | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """How many of the known needles the scheme finds."""
+        n = 0
+        for i, sheet in enumerate(self.sheets):
+            n += sum(answers(decoder, tokenizer, spec, sheet, self.ctx, adapter))
+            if progress:
+                progress(f"needles, {spec.scheme.name}", i + 1, len(self.sheets))
+        return n
+
+
+def answers(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    spec: CacheSpec,
+    sheet: Sheet,
+    ctx: int,
+    adapter: Adapter | None = None,
+) -> list[bool]:
+    """Whether greedy decoding answers each question, asked of the cache as the whole text left it.
+
+    The text is read as a prompt is, and compressed before any question is known; no question sees another.
+    """
+    if not sheet.questions:
+        return []
+    caches = open_caches(decoder, spec, ctx, adapter)
+    _read(decoder, sheet.ids, caches)
+    right = []
+    for question in sheet.questions:
+        own = open_caches(decoder, spec, ctx, adapter)
+        _copy(caches, own)
+        right.append(_answers(decoder, tokenizer, question, own))
+    return right
+
+
+def _answers(decoder: Decoder, tokenizer: Tokenizer, question: Question, caches: Sequence[KVCache]) -> bool:
+    tokens = [_read(decoder, question.ids, caches)]
+    with blas_threads(1):
+        while len(tokens) < question.n_answer:
+            tokens.append(int(to_host(decoder.step(tokens[-1], caches)).argmax()))
+    text = b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace")
+    return text.lstrip().startswith(question.value)
+
+
+def _read(decoder: Decoder, ids: Sequence[int], caches: Sequence[KVCache]) -> int:
+    """The likeliest token after the ids, which enter the caches."""
+    with blas_threads(decoder.threads):
+        hidden = decoder.prefill(decoder.embed(ids, caches[0].n_seen), caches)
+        return int(to_host(decoder.head(hidden[-1:]))[0].argmax())
+
+
+def _copy(sources: Sequence[KVCache], targets: Sequence[KVCache]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        state = source.state()
+        for name, array in target.prepare(state.counters, copy.deepcopy(state.fitted)).items():
+            copy_used(state.arrays[name], array)

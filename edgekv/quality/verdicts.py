@@ -1,0 +1,113 @@
+"""What is remembered of gates: a folder per model under the cache folder, a JSON file per scheme in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import shlex
+from typing import Any
+
+from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.checkpoint.writer import atomic_write
+from edgekv.errors import CheckpointError
+from edgekv.kvcache import CacheSpec
+from edgekv.quality.gate import Verdict, needs_gate
+from edgekv.session.model import Model
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """A scheme's last verdict: ``failures`` and ``measured`` as `Gated.remember` was given them."""
+
+    failures: tuple[str, ...]
+    measured: dict[str, Any]
+
+
+class Gated:
+    """The verdicts on one model, with its adapter if it has one.
+
+    A verdict holds until the scheme's `version` changes; a file that can't be read counts as none.
+    """
+
+    def __init__(self, model: Model, root: pathlib.Path | None = None) -> None:
+        self.model = model
+        self.folder = (root or cache_root() / "gates") / _identity(model)
+
+    def remember(self, spec: CacheSpec, verdict: Verdict, measured: dict[str, Any]) -> None:
+        """Writes the verdict, and what it was ``measured`` on. Raises CheckpointError when it can't."""
+        facts = {
+            "format": FORMAT,
+            "scheme_version": spec.scheme.version,
+            "passed": verdict.passed,
+            **dataclasses.asdict(verdict),
+            "measured": measured,
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file(spec, "warned").unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: can't be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
+            ) from None
+        atomic_write(self._file(spec, "json"), (json.dumps(facts, indent=1) + "\n").encode())
+
+    def verdict(self, spec: CacheSpec) -> Remembered | None:
+        """The last one on this very scheme with its knobs."""
+        try:
+            facts = json.loads(self._file(spec, "json").read_bytes())
+            if (facts["format"], facts["scheme_version"]) != (FORMAT, spec.scheme.version):
+                return None
+            return Remembered(tuple(map(str, facts["failures"])), dict(facts["measured"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def warning(self, spec: CacheSpec) -> str | None:
+        """What a user should know before using the scheme, in a line; for a scheme made of others, of these."""
+        parts = [CacheSpec.parse(name) for name in spec.scheme.packs_like] or [spec]
+        verdicts = {part.short: self.verdict(part) for part in parts if needs_gate(part)}
+        for name, verdict in verdicts.items():
+            if verdict and verdict.failures:
+                return (
+                    f"--kv {name} failed its gate for this model on {verdict.measured.get('text', 'a text')}: "
+                    f"{'; '.join(verdict.failures)}; find a scheme that passes: {self.command}"
+                )
+        never = ",".join(name for name, verdict in verdicts.items() if verdict is None)
+        if never:
+            kv = shlex.quote(never)
+            return f"--kv {never} was never gated for this model; measure it: {self.command} --kv {kv}"
+        return None
+
+    @property
+    def command(self) -> str:
+        """What gates the model's schemes."""
+        adapter = f" --adapter {shlex.quote(str(self.model.adapter.path))}" if self.model.adapter else ""
+        return f"edgekv eval --gate --model {shlex.quote(str(self.model.path))}{adapter} --text YOUR-TEXT"
+
+    def warn_once(self, spec: CacheSpec) -> str | None:
+        """`warning`, unless it was given before and the scheme has not been gated since."""
+        warning = self.warning(spec)
+        if warning is None:
+            return None
+        marker = self._file(spec, "warned")
+        try:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return None
+        except OSError:  # a folder that can't be written: better twice than never
+            return warning
+        return warning
+
+    def _file(self, spec: CacheSpec, kind: str) -> pathlib.Path:
+        return self.folder / f"{spec}.{kind}"
+
+
+def _identity(model: Model) -> str:
+    """The model's, changed by whatever its adapter sets."""
+    if model.adapter is None:
+        return model.identity
+    return hashlib.sha256(model.identity.encode() + model.adapter.file.fingerprint()).hexdigest()[:16]

@@ -1,0 +1,45 @@
+"""`--device cuda`: what it can run, the memory that it has, and the decoder on it."""
+
+from __future__ import annotations
+
+from edgekv.errors import CacheError
+from edgekv.kernels.cuda import driver as cupy_driver
+from edgekv.kvcache import CacheSpec
+from edgekv.linear.cuda_weights import DeviceWeights
+from edgekv.linear.formats import WeightFormat
+from edgekv.linear.store import Progress
+from edgekv.models.cuda_decoder import CudaDecoder
+from edgekv.session.model import Device, Model
+
+SCHEMES = (
+    *("dense", "h1b", "loki1", "minicache4", "kivi2", "onebit", "bitplane", "kvcomp"),
+    *("fier", "quest"),
+)
+"""KV schemes whose kernels exist for CUDA, and whose caches keep to them."""
+
+
+class CudaDevice(Device):
+    """The GPU that CuPy finds first (CUDA_VISIBLE_DEVICES chooses another)."""
+
+    def available(self, spec: CacheSpec) -> bool:
+        """Whether CuPy, a GPU and the scheme's kernels are there."""
+        return spec.scheme.name in SCHEMES and cupy_driver.available()
+
+    def require(self, spec: CacheSpec) -> None:
+        """CacheError for a scheme without kernels, ConfigError without CuPy or a GPU."""
+        if spec.scheme.name not in SCHEMES:
+            raise CacheError(
+                f"--kv {spec.scheme.name} does not run on --device cuda; these do: {', '.join(SCHEMES)}; "
+                "or use --device cpu"
+            )
+        cupy_driver.require_cupy()
+
+    def free_bytes(self) -> int:
+        """Of the GPU's memory."""
+        return cupy_driver.free_bytes()
+
+    def decoder(
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+    ) -> CudaDecoder:
+        driver = cupy_driver.CupyDriver()
+        return CudaDecoder(DeviceWeights(model.store(form, progress), driver, progress), driver, capacity, threads)

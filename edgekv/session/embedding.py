@@ -1,0 +1,42 @@
+"""A text as one vector: the mean of its tokens' last hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.kvcache import CacheSpec
+from edgekv.linear.reference import NumpyOps
+from edgekv.threads import blas_threads
+
+if TYPE_CHECKING:
+    from edgekv.models.decoder import Decoder
+
+F32 = npt.NDArray[np.float32]
+
+
+class _WithoutHead(NumpyOps):
+    """Stops before the projection to the vocabulary: what is left of the head is the final norm."""
+
+    def linear(self, x: F32, name: str) -> F32:
+        return x
+
+
+def embed(decoder: Decoder, ids: list[int]) -> F32:
+    """(hidden_size,) of length 1, of token ids that begin a text; nothing is kept.
+
+    As sentence embeddings are made from decoders that were not trained for it (mean pooling over the states behind
+    the final norm): texts can be compared by their inner product, within one model.
+    """
+    caches = CacheSpec.parse("dense").layers(decoder.config, len(ids))
+    for cache in caches:
+        cache.allocate(decoder.kernels, decoder.workspace)
+    with blas_threads(decoder.threads):
+        hidden = decoder.prefill(decoder.embed(ids, 0), caches)
+    weights = decoder.weights
+    states: F32 = np.asarray(weights.arch.head(_WithoutHead(weights), hidden), np.float32)
+    mean = states.mean(axis=0)
+    vector: F32 = mean / np.linalg.norm(mean)
+    return vector

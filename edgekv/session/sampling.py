@@ -1,0 +1,225 @@
+"""From logits to the next token id, and from a stream of text to the place where a stop string ends it."""
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.errors import ConfigError, EdgeKVError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen: greedy unless a temperature is set; the filters' defaults are llama.cpp's.
+
+    temperature: divides the logits; 0 takes the most probable token and ignores top_k, top_p and min_p.
+    top_k: keep the k most probable tokens; 0 is off.
+    top_p: keep the smallest set of most probable tokens whose probability reaches top_p; 1 is off.
+    min_p: keep tokens at least min_p times as probable as the most probable one; 0 is off.
+    repetition_penalty: divides the positive and multiplies the negative logits of tokens already seen
+        (CTRL, arXiv:1909.05858, as in transformers); 1 is off.
+    repetition_window: how many of the last tokens of prompt and output count as seen; 0 is all of them.
+    seed: of the random generator; None draws one from the operating system.
+
+    Raises ConfigError where a value is outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    repetition_window: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, lambda t: t >= 0, "0 (greedy) or more")
+        _check_number("top_p", self.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1 (off)")
+        _check_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "from 0 (off) to 1")
+        _check_number("repetition_penalty", self.repetition_penalty, lambda r: r > 0, "above 0; 1 is off")
+        _check_count("top_k", self.top_k, "0 is off")
+        _check_count("repetition_window", self.repetition_window, "0 is the whole text")
+        if self.seed is not None:
+            _check_count("seed", self.seed, "leave it out for a random one")
+
+
+def _check_number(name: str, value: object, accepts: Callable[[float], bool], accepted: str) -> None:
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or not accepts(value)
+    ):
+        raise ConfigError(f"{name} {value!r} is out of range: give a number {accepted}")
+
+
+def _check_count(name: str, value: object, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{name} {value!r} is out of range: give a whole number of 0 or more ({hint})")
+
+
+class Sampler:
+    """Chooses tokens by `params`. Same seed and logits, same tokens: each sampler owns its generator (PCG64).
+
+    Filters run in the order of transformers: penalty, temperature, top-k, top-p, min-p. llama.cpp puts the
+    temperature last, so its top-p and min-p see other probabilities; with transformers' order the settings
+    published with a model mean what its authors measured.
+
+    `seed` is the seed really used, also where `params.seed` is None.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+        self.params = params
+        self.vocab_size = vocab_size
+        self.seed = secrets.randbits(32) if params.seed is None else params.seed
+        self._rng = np.random.Generator(np.random.PCG64(self.seed))
+        self._logits: NDArray[np.float32] = np.empty(vocab_size, np.float32)
+        self._scaled: NDArray[np.float64] = np.empty(vocab_size, np.float64)
+
+    def sample(self, logits: NDArray[np.float32], history: Sequence[int] = ()) -> int:
+        """The next token id for `logits` (vocab_size,) after `history`, the ids of prompt and output so far.
+
+        A tie goes to the lowest id, in greedy choice and at the edge of top-k and top-p. `logits` is not
+        changed. Raises EdgeKVError for logits of another shape, or without a finite maximum.
+        """
+        if logits.shape != (self.vocab_size,):
+            raise EdgeKVError(
+                f"logits have shape {logits.shape}, not {(self.vocab_size,)}: "
+                "the sampler was made for another vocabulary"
+            )
+        if not isinstance(logits, np.ndarray):
+            return self._choose_on_device(logits, history)
+        logits = self._penalise(logits, history)
+        best = int(np.argmax(logits))  # NaN counts as the largest
+        if not math.isfinite(logits[best]):
+            raise EdgeKVError(
+                f"the largest logit is {logits[best]}: "
+                "the weights are damaged or a computation overflowed; check the model file"
+            )
+        if self.params.temperature == 0:
+            return best
+        ids, weights = self._candidates(logits, float(logits[best]))
+        cumulative = np.cumsum(weights)
+        chosen = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
+        return chosen if ids is None else int(ids[chosen])
+
+    def _choose_on_device(self, logits: Any, history: Sequence[int]) -> int:
+        from edgekv.session.cuda_sampling import choose
+
+        return choose(logits, self.params, self._rng.random() if self.params.temperature else 0.0, history)
+
+    def state(self) -> dict[str, Any]:
+        """The random generator's state, for JSON; `load_state` continues the same series."""
+        return {"seed": self.seed, "generator": self._rng.bit_generator.state}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state()`. Raises EdgeKVError where it is not one, and changes nothing then."""
+        generator = np.random.PCG64()
+        try:
+            seed = int(state["seed"])
+            generator.state = state["generator"]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise EdgeKVError(
+                f"the saved sampler state is damaged ({error!r}): start a new session instead"
+            ) from None
+        self.seed = seed
+        self._rng = np.random.Generator(generator)
+
+    def _penalise(self, logits: NDArray[np.float32], history: Sequence[int]) -> NDArray[np.float32]:
+        penalty, window = self.params.repetition_penalty, self.params.repetition_window
+        if penalty == 1 or len(history) == 0:
+            return logits
+        seen = np.unique(np.asarray(history[-window:], np.int64))  # a window of 0 takes all
+        np.copyto(self._logits, logits)
+        values = self._logits[seen]
+        self._logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        return self._logits
+
+    def _candidates(
+        self, logits: NDArray[np.float32], largest: float
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+        """Ids that pass the filters (None: all) and their weights, probabilities but for a common factor."""
+        params, scaled = self.params, self._scaled
+        np.subtract(logits, largest, out=scaled, dtype=np.float64)
+        with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+            np.divide(scaled, params.temperature, out=scaled)
+        ids = None
+        if 0 < params.top_k < self.vocab_size:
+            ids = _largest_k(scaled, params.top_k)
+            scaled = scaled[ids]
+        weights = np.exp(scaled, out=scaled)
+        if params.top_p < 1:
+            kept = _nucleus(weights, params.top_p)
+            ids, weights = kept if ids is None else ids[kept], weights[kept]
+        if params.min_p > 0:
+            kept = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
+            ids, weights = kept if ids is None else ids[kept], weights[kept]
+        return ids, weights
+
+
+def _largest_k(scores: NDArray[np.float64], k: int) -> NDArray[np.int64]:
+    """Ascending indices of the k largest scores, without a sort of them all."""
+    border = scores[np.argpartition(scores, -k)[-k]]
+    above = np.flatnonzero(scores > border)
+    ties = np.flatnonzero(scores == border)[: k - above.size]
+    return np.sort(np.concatenate((above, ties)))
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Indices of the fewest largest weights whose sum is at least top_p of the total, largest first."""
+    total = weights.sum()
+    # All weights below this floor add up to less than 1 - top_p, so none of them is needed or sorted.
+    floor = (1 - top_p) * total / weights.size
+    likely = np.flatnonzero(weights >= floor)
+    order = likely[np.argsort(-weights[likely], kind="stable")]
+    return order[: 1 + int(np.searchsorted(np.cumsum(weights[order]), top_p * total))]
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, and holds back what could be the start of one.
+
+    The stop string completed first ends the text, wherever the pieces are cut; of two completed by the same
+    character, the longer one. Raises ConfigError for an empty stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            stops = (stops,)
+        if "" in stops:
+            raise ConfigError("the stop string '' is empty: give at least one character, or leave it out")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take the next piece; returns (text safe to print, whether a stop string has been met).
+
+        The stop string itself and all that follows it are never returned.
+        """
+        if self.stopped:
+            return "", True
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)[1]], True
+        safe = len(text) - self._possible_start(text)
+        self._held = text[safe:]
+        return text[:safe], False
+
+    def flush(self) -> str:
+        """The text still held back, once no more will come."""
+        text, self._held = self._held, ""
+        return text
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

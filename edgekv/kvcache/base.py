@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels, aligned
-from edgekv.kernels.memory import Memory
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.memory import Memory, contiguous
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -57,10 +58,6 @@ class Workspace:
     def buffers(self) -> list[Array]:
         """All of them."""
         return list(self._buffers.values())
-
-    def scores(self, shape: tuple[int, int, int]) -> Any:
-        """A score buffer for the kernels alone: a backend may return something that is no array."""
-        return self.array("scores", shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +167,45 @@ class KVCache(abc.ABC):
     def extend(self, keys: F32, values: F32) -> None:
         """Appends keys and values (n_kv_heads, n, head_dim) without attending."""
 
-    @abc.abstractmethod
     def attend(self, queries: F32, keys: F32, values: F32) -> F32:
         """Appends n tokens and returns their causal attention over all that is kept.
 
         queries (n_heads, n, head_dim); returns (n_heads, n, head_dim), valid until the next call.
         """
+        n = keys.shape[1]
+        self.require_room(n)
+        out = self.workspace.array("attention", queries.shape)
+        a = 0
+        while a < n:  # a piece ends where tokens that come one by one would change how others are kept
+            b = min(n, a + self.piece())
+            self.append(keys[:, a:b], values[:, a:b])
+            self._read(queries[:, a:b], out[:, a:b])
+            self.tidy()
+            a = b
+        return out
+
+    def piece(self) -> int:
+        """Tokens that may come before `tidy` is due, 1 or more."""
+        return self.geometry.capacity
+
+    @abc.abstractmethod
+    def append(self, keys: F32, values: F32) -> None:
+        """Stores at most `piece` tokens (n_kv_heads, n, head_dim), to be seen by their own queries."""
+
+    @abc.abstractmethod
+    def segments(self) -> list[Segment]:
+        """What the queries of the latest tokens read."""
+
+    def tidy(self) -> None:
+        """What follows once the queries of the latest tokens have read: packing, say. Most do nothing."""
+        return
+
+    def _read(self, queries: F32, out: F32) -> None:
+        """out (n_heads, n, head_dim) = attention of the latest n tokens."""
+        target = out if out.flags.c_contiguous else self.workspace.array("attention.piece", out.shape)
+        self.kernels.attend(contiguous(queries), self.segments(), self.visible(out.shape[1]), target)
+        if target is not out:
+            out[:] = target
 
     def steady_tokens(self) -> int:
         """How many of the next tokens, one after the other, are only appended: nothing is packed or chosen.
@@ -229,12 +259,11 @@ class KVCache(abc.ABC):
                 "raise --ctx"
             )
 
-    def visible(self, n: int) -> tuple[I64, I64]:
-        """(lo, hi), each (group * n,): the tokens that the last n queries' rows see, window applied."""
-        hi = np.tile(np.arange(self.n_seen - n + 1, self.n_seen + 1, dtype=np.int64), self.geometry.group)
+    def visible(self, n: int) -> Visible:
+        """The positions that the queries of the latest n tokens see, the sliding window applied."""
+        hi = np.arange(self.n_seen - n + 1, self.n_seen + 1, dtype=np.int64)
         window = self.geometry.window
-        lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
-        return lo, hi
+        return (np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)), hi
 
 
 def rewind(caches: Sequence[KVCache], n: int) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_planes import PlaneKeys, PlaneValues
-from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.onebit import check_estimator, check_exact_tokens
 from edgekv.kvcache.windowed import Sizes, Windowed
 
@@ -59,7 +59,7 @@ class BitPlane(Windowed):
     def window_sizes(self, knobs: BitPlaneKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, window=knobs.window, block=WORD)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: BitPlaneKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, capacity: int, knobs: BitPlaneKnobs) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
         self.keys = PlaneKeys(*shape, planes=knobs.planes, lam=knobs.lam, seed=knobs.seed)
         self.values = PlaneValues(self.keys, group=geometry.group, threshold=knobs.p)

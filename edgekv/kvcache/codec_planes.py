@@ -8,7 +8,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.contract.planes import CENTRES, GAUSS_STEP, KEY_STEP
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, Array, Layout
-from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import WORD, Codec
 
 LARGEST_F16 = np.float32(65504)
 
@@ -23,44 +23,46 @@ class Rotation:
     def __init__(self, head_dim: int, width: int, seed: int) -> None:
         self.head_dim, self.width = head_dim, width
         rng = np.random.Generator(np.random.PCG64(seed))
-        self._flips: F32 | None = None
+        self.flips: F32 | None = None
         if width & (width - 1) == 0:
-            self._flips = rng.choice(np.array([-1, 1], np.float32), width)
+            self.flips = rng.choice(np.array([-1, 1], np.float32), width)
         else:
-            self._matrix = np.linalg.qr(rng.standard_normal((width, head_dim)))[0].astype(np.float32)
-            self._inverse = np.ascontiguousarray(self._matrix.T)
+            self.matrix = np.linalg.qr(rng.standard_normal((width, head_dim)))[0].astype(np.float32)
+            self.inverse = np.ascontiguousarray(self.matrix.T)
 
     def bind(self, like: Array) -> None:
         """Brings the constants to where ``like`` is."""
-        if self._flips is None:
-            self._matrix = np.asarray(self._matrix, like=like)
-            self._inverse = np.asarray(self._inverse, like=like)
+        if self.flips is None:
+            self.matrix = np.asarray(self.matrix, like=like)
+            self.inverse = np.asarray(self.inverse, like=like)
         else:
-            self._flips = np.asarray(self._flips, like=like)
+            self.flips = np.asarray(self.flips, like=like)
 
     def forward(self, x: F32, kernels: Kernels) -> F32:
         """(A, n, width) of x (A, n, head_dim)."""
-        if self._flips is None:
-            return kernels.project(x, self._matrix)
+        if self.flips is None:
+            return kernels.project(x, self.matrix)
         out = np.empty_like(x, shape=(*x.shape[:2], self.width))
-        kernels.hadamard(x, self._flips, out)
+        kernels.hadamard(x, self.flips, out)
         return out
 
     def add_back(self, x: F32, out: F32, kernels: Kernels) -> None:
         """out (A, n, head_dim) += the inverse of x (A, n, width)."""
-        if self._flips is None:
-            out += kernels.project(x, self._inverse)
+        if self.flips is None:
+            out += kernels.project(x, self.inverse)
         else:
-            kernels.hadamard_back(x, self._flips, out)
+            kernels.hadamard_back(x, self.flips, out)
 
 
-class CentredSigns(KeyCodec):
+class CentredSigns(Codec):
     """Centres of 64 and of 16 tokens in 4 bits, and per key one sign per element of what is left, and one scale.
 
     r = P k - c, x = sign(r), f = |r|_2 ** 2 / |r|_1: q . k ~ (P q) . c + lam * f * (P q) . x. The second product
     is made with P q in ``planes`` bit planes, by counting bits. P has ``width`` rows: head_dim rounded up to whole
     words, every bit of which thus tells something. `lam` (n_kv_heads,) shrinks the estimate: 1 is unbiased.
     """
+
+    kind = "centred_signs"
 
     def __init__(
         self, n_kv_heads: int, capacity: int, head_dim: int, *, planes: int, lam: float, seed: int
@@ -108,28 +110,11 @@ class CentredSigns(KeyCodec):
         """What a finer code keeps of r (n_kv_heads, n, width), which it may overwrite."""
         return
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        rotated, planes, step, _ = self.pack(queries)
-        self.scan(rotated, planes, step, t0, t1, s, s0)
 
-    def pack(self, queries: F32) -> tuple[F32, Array, F32, F32]:
-        """Queries rotated, their bit planes and steps, and what these stand for."""
-        rotated = self.rotation.forward(queries, self.kernels)
-        rows = queries.shape[:2]
-        planes = np.empty_like(rotated, np.uint64, shape=(*rows, self.planes, self.width // WORD))
-        step = np.empty_like(rotated, shape=rows)
-        rounded = np.empty_like(rotated)
-        self.kernels.pack_queries(rotated, planes, step, rounded)
-        return rotated, planes, step, rounded
-
-    def scan(self, rotated: F32, planes: Array, step: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        a = self.arrays
-        keys = a["signs"], a["scale"], a["centres"], a["centre_step"]
-        self.kernels.scores_centred(rotated, planes, step * self.lam[:, None], *keys, t0, t1, s, s0)
-
-
-class QuadValues(ValueCodec):
+class QuadValues(Codec):
     """``bits`` per element of P v, with one scale: the best uniform levels for a Gaussian, not shrunk."""
+
+    kind = "interleaved"
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, *, bits: int, seed: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -155,17 +140,11 @@ class QuadValues(ValueCodec):
         a = self.arrays
         self.kernels.encode_quads(self.rotation.forward(x, self.kernels), a["codes"], a["scale"], t0)
 
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        a = self.arrays
-        rotated = np.zeros_like(out)
-        self.kernels.values_quads(p, s0, a["codes"], a["scale"], t0, t1, rotated)
-        self.rotation.add_back(rotated, out, self.kernels)
-
 
 class PlaneKeys(CentredSigns):
     """`CentredSigns`, and per token the three lower planes of a 4-bit code of r, whose top plane the signs are."""
 
-    queries: tuple[F32, F32]  # of the last `scores`, rotated, and as the scan took them: for `PlaneValues`
+    kind = "plane_keys"
 
     def layout(self) -> Layout:
         fine = (self.n_kv_heads, self.capacity, 3, self.width // WORD)
@@ -190,24 +169,21 @@ class PlaneKeys(CentredSigns):
         residual -= np.where(residual >= 0, half, -half)
         self.kernels.encode_planes(residual, 2 * step, self.arrays["fine"], t0)
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        rotated, planes, step, rounded = self.pack(queries)
-        self.queries = rotated, rounded
-        self.scan(rotated, planes, step, t0, t1, s, s0)
 
-
-class PlaneValues(ValueCodec):
+class PlaneValues(Codec):
     """4 bits per element of P v in planes, the two upper ones apart from the lower; and the mean of every block.
 
-    `accumulate` is the second stage of ``keys``' scores: tokens with a probability of ``threshold`` or more are
-    corrected by their lower key planes and read their values' planes, others count as their block's mean. The
-    probabilities then no longer add up to 1, so it divides ``out`` by their sum: it must come last.
+    The sum is the second stage of ``keys``' scores: tokens with a probability of ``threshold`` or more are
+    corrected by their lower key planes and read their values' planes, others count as their block's mean.
     """
+
+    kind = "plane_values"
 
     def __init__(self, keys: PlaneKeys, *, group: int, threshold: float) -> None:
         super().__init__(keys.n_kv_heads, keys.capacity, keys.head_dim)
         self.keys, self.group, self.threshold = keys, group, threshold
-        self.counts = np.full(2, np.inf)  # tokens corrected and read in full per head and query token, on average
+        # tokens corrected and read in full per KV head and query token, on average: of the last attention
+        self.counts = np.full(2, np.inf)
 
     def layout(self) -> Layout:
         g, capacity, width = self.n_kv_heads, self.capacity, self.keys.width
@@ -248,23 +224,3 @@ class PlaneValues(ValueCodec):
         along = square - np.einsum("gnd,gnd->gn", rotated, left)  # |x| ** 2 / (x . levels) is then the scale
         scale = step * square / np.where(along > 0, along, 1)
         a["scale"][:, t0 : t0 + n] = np.minimum(scale, LARGEST_F16).astype(np.float16).view(np.uint16)
-
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        a, k = self.arrays, self.keys.arrays
-        rotated = self.keys.queries[0]
-        groups, rows, _ = rotated.shape
-        b0, b1 = t0 // WORD, -(-t1 // WORD)
-        sums, change = np.zeros_like(rotated), np.empty_like(rotated, shape=(groups, rows))
-        tail = np.empty_like(rotated, shape=(groups, rows, b1 - b0))
-        counts = np.empty_like(rotated, np.int64, shape=(groups, rows // self.group, 2))
-        stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"]
-        self.kernels.attend_planes(
-            *(p, s0, t0, t1, *self.keys.queries, self.keys.lam, *stored),
-            *(self.threshold, rows // self.group, sums, tail, change, counts),
-        )
-        self.kernels.values_sym(tail, 0, a["means"], a["mean_scale"], b0, b1, sums)
-        self.counts = counts.mean(axis=(0, 1))
-        scale = 1 / (1 + change[..., None])
-        sums *= scale
-        out *= scale
-        self.keys.rotation.add_back(sums, out, self.kernels)

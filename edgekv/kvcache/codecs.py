@@ -1,11 +1,12 @@
-"""How keys or values are stored: each codec packs tokens into arrays and computes on the packed form.
+"""How a run of tokens' keys, or values, is stored. A codec packs them; the kernels read the packed form.
 
-Keys know `scores`, values know `accumulate`; a scheme is a pair of them and a policy of which tokens stay.
+A scheme is a codec for keys, one for values, and a policy of which tokens lie in which segment.
 """
 
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,7 +18,12 @@ ENCODE_TOKENS = 512
 
 
 class Codec(abc.ABC):
-    """Packed storage of ``capacity`` tokens for ``n_kv_heads`` heads of ``head_dim`` channels."""
+    """Packed storage of ``capacity`` tokens for ``n_kv_heads`` heads of ``head_dim`` channels.
+
+    ``kind`` names the loops of `edgekv.kernels` that read it.
+    """
+
+    kind: ClassVar[str]
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim
@@ -43,20 +49,10 @@ class Codec(abc.ABC):
         """Stores x (n_kv_heads, n, head_dim) as tokens t0, t0 + 1, ..."""
 
 
-class KeyCodec(Codec):
-    @abc.abstractmethod
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        """s[:, :, s0:] <- scores of queries (n_kv_heads, rows, head_dim) with tokens t0..t1."""
-
-
-class ValueCodec(Codec):
-    @abc.abstractmethod
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        """out (n_kv_heads, rows, head_dim) += p[:, :, s0:] times tokens t0..t1."""
-
-
-class F16(KeyCodec, ValueCodec):
+class F16(Codec):
     """IEEE half precision, 2 bytes per element."""
+
+    kind = "f16"
 
     def layout(self) -> Layout:
         return {"half": ((self.n_kv_heads, self.capacity, self.head_dim), "uint16")}
@@ -81,15 +77,11 @@ class F16(KeyCodec, ValueCodec):
         """Copies tokens t0..t1 to position ``to``; the ranges may overlap."""
         self.arrays["half"][:, to : to + t1 - t0] = self.arrays["half"][:, t0:t1].copy()
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        self.kernels.scores_f16(queries, self.arrays["half"], t0, t1, s, s0)
 
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        self.kernels.values_f16(p, s0, self.arrays["half"], t0, t1, out)
-
-
-class Float32(KeyCodec, ValueCodec):
+class Float32(Codec):
     """Single precision, 4 bytes per element: the exact baseline."""
+
+    kind = "f32"
 
     def layout(self) -> Layout:
         return {"single": ((self.n_kv_heads, self.capacity, self.head_dim), "float32")}
@@ -101,19 +93,15 @@ class Float32(KeyCodec, ValueCodec):
     def encode(self, x: F32, t0: int) -> None:
         self.kernels.encode_f32(x, self.arrays["single"], t0)
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        self.kernels.scores_f32(queries, self.arrays["single"], t0, t1, s, s0)
 
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        self.kernels.values_f32(p, s0, self.arrays["single"], t0, t1, out)
-
-
-class SignSketch(KeyCodec):
+class SignSketch(Codec):
     """sign(R k): ``bits`` sign bits per key under a fixed Gaussian R (H1B-KV eq. 2); queries likewise (eq. 3).
 
     Both sides are signs, so scores are (1 / bits) s_q . s_k / tau. `tau` (n_kv_heads, R) is the softmax
     temperature (eq. 5): of all query heads of a KV head, or of each of the R that share it.
     """
+
+    kind = "signs"
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, seed: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -139,14 +127,11 @@ class SignSketch(KeyCodec):
             projected = self.kernels.project(x[:, a : a + ENCODE_TOKENS], self.projection)
             self.kernels.pack_signs(projected, self.arrays["signs"], t0 + a)
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        signs = self.kernels.pack_sign_rows(self.kernels.project(queries, self.projection))
-        scale: F32 = np.repeat(1 / (self.bits * self.tau), queries.shape[1] // self.tau.shape[1], axis=1)
-        self.kernels.scores_signs(signs, self.arrays["signs"], t0, t1, scale, s, s0)
 
-
-class Int4(ValueCodec):
+class Int4(Codec):
     """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
+
+    kind = "int4"
 
     def layout(self) -> Layout:
         tokens = (self.n_kv_heads, self.capacity)
@@ -162,7 +147,3 @@ class Int4(ValueCodec):
 
     def encode(self, x: F32, t0: int) -> None:
         self.kernels.encode_int4(x, self.arrays["codes"], self.arrays["delta"], self.arrays["zero"], t0)
-
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        a = self.arrays
-        self.kernels.values_int4(p, s0, a["codes"], a["delta"], a["zero"], t0, t1, out)

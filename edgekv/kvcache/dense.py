@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codecs import F16, Float32, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.papers.codec_ints import SymmetricKeys, SymmetricValues
 
-DTYPES: dict[str, Callable[[int, int, int], tuple[KeyCodec, ValueCodec]]] = {  # of heads, tokens, head_dim
+DTYPES: dict[str, Callable[[int, int, int], tuple[Codec, Codec]]] = {  # of heads, tokens, head_dim
     "f16": lambda g, n, d: (F16(g, n, d), F16(g, n, d)),
     "f32": lambda g, n, d: (Float32(g, n, d), Float32(g, n, d)),
     "q8": lambda g, n, d: (SymmetricKeys(g, n, d, 8), SymmetricValues(g, n, d, 8)),
@@ -47,5 +47,5 @@ class Dense(KeepAll):
     def exact_on_text(cls, knobs: DenseKnobs) -> bool:
         return knobs.dtype != "q8"
 
-    def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[Codec, Codec]:
         return DTYPES[knobs.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)

@@ -12,7 +12,7 @@ from edgekv.errors import CacheError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import F32, Geometry
 from edgekv.kvcache.codec_planes import CentredSigns, QuadValues
-from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.windowed import Sizes, Windowed
 
 
@@ -77,7 +77,7 @@ class OneBit(Windowed):
     def window_sizes(self, knobs: OneBitKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, window=knobs.window, block=WORD)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: OneBitKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, capacity: int, knobs: OneBitKnobs) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
         self.keys = CentredSigns(*shape, planes=knobs.planes, lam=knobs.lam, seed=knobs.seed)
         return self.keys, QuadValues(*shape, bits=knobs.v, seed=knobs.seed)

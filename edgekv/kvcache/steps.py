@@ -8,9 +8,10 @@ from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import F32, Geometry, Workspace
-from edgekv.kvcache.codecs import WORD, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.tiers import Shape, TieredKeys, TieredValues, Tiers, described, least_bytes
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.machine import format_bytes
@@ -49,7 +50,7 @@ class Steps(Windowed):
     def window_sizes(self, knobs: StepsKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, window=knobs.window, block=WORD)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: StepsKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, capacity: int, knobs: StepsKnobs) -> tuple[Codec, Codec]:
         g, d = geometry.n_kv_heads, geometry.head_dim
         shape = Shape(g, d, geometry.group)
         arena = layer_bytes(knobs.budget, geometry.n_layers) - exact_bytes(geometry, knobs)
@@ -79,6 +80,11 @@ class Steps(Windowed):
     def attend(self, queries: F32, keys: F32, values: F32) -> F32:
         self._hold(keys.shape[1])
         return super().attend(queries, keys, values)
+
+    def packed(self) -> list[Segment]:
+        """A segment for each store."""
+        parts = self.tiers.parts(0, self.n_bulk)
+        return [Segment(s.keys, s.values, a - s.first, b - s.first, self.n_sink + a) for s, a, b in parts]
 
     def _hold(self, n: int) -> None:
         """One step for n more tokens, so that none is packed finely only to be packed again."""

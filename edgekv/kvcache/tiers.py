@@ -20,7 +20,7 @@ from edgekv.kernels.aligned import CACHE_LINE_BYTES
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, Array, Layout, Workspace, layout_bytes
 from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
-from edgekv.kvcache.codecs import F16, WORD, Codec, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import F16, WORD, Codec
 
 CONVERT_TOKENS = 512  # decoded at a time: bounds the float32 copies
 GROWTH, LEAST_GROWTH = 16, 256  # a step makes room for 1/16 more tokens, at least 256
@@ -36,16 +36,15 @@ class Shape(NamedTuple):
     group: int
 
 
-Pair = tuple[KeyCodec, ValueCodec]
+Pair = tuple[Codec, Codec]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tier:
-    """``codecs`` for a shape and a number of tokens; ``rescales``: its values must be added last."""
+    """``codecs`` for a shape and a number of tokens."""
 
     name: str
     codecs: Callable[[Shape, int], Pair]
-    rescales: bool = False
 
     def block_bytes(self, shape: Shape) -> int:
         """Bytes of WORD tokens."""
@@ -72,7 +71,7 @@ def _signs(bits: int) -> Callable[[Shape, int], Pair]:
 
 TIERS = (
     Tier("dense", _dense),
-    Tier("bitplane", _planes, rescales=True),
+    Tier("bitplane", _planes),
     Tier("onebit, 4-bit values", _signs(4)),
     Tier("onebit, 2-bit values", _signs(2)),
 )
@@ -127,8 +126,8 @@ class Store(NamedTuple):
     """The tokens first..first + capacity in one tier."""
 
     tier: Tier
-    keys: KeyCodec
-    values: ValueCodec
+    keys: Codec
+    values: Codec
     first: int
     capacity: int
 
@@ -277,7 +276,7 @@ def _decode_quads(codec: QuadValues, t0: int, t1: int) -> F32:
     one = np.broadcast_to(np.eye(WORD, dtype=np.float32), (codec.n_kv_heads, WORD, WORD))
     for a in range(t0, t1, WORD):
         part = np.zeros((codec.n_kv_heads, WORD, codec.head_dim), np.float32)
-        codec.accumulate(np.ascontiguousarray(one), 0, a, a + WORD, part)
+        codec.kernels.sums(codec, np.ascontiguousarray(one), a, a + WORD, part)
         out[:, a - t0 : a - t0 + WORD] = part
     return out
 
@@ -289,8 +288,10 @@ DECODERS: dict[type[Codec], Callable[[Any, int, int], F32]] = {
 }
 
 
-class TieredKeys(KeyCodec):
-    """The keys of both stores, as one codec that owns the arena."""
+class TieredKeys(Codec):
+    """The keys of both stores: encodes what is packed, and owns the arena."""
+
+    kind = "tiers"  # no kernel reads it: `Steps` has a segment for each store
 
     def __init__(self, tiers: Tiers, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -314,13 +315,11 @@ class TieredKeys(KeyCodec):
         for store, a, b in self.tiers.parts(t0, t0 + x.shape[1]):
             store.keys.encode(contiguous(x[:, a - t0 : b - t0]), a - store.first)
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        for store, a, b in self.tiers.parts(t0, t1):
-            store.keys.scores(queries, a - store.first, b - store.first, s, s0 + a - t0)
 
-
-class TieredValues(ValueCodec):
+class TieredValues(Codec):
     """The values of both stores. Encoded after the keys, which have made room for them."""
+
+    kind = "tiers"
 
     def __init__(self, tiers: Tiers, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -337,10 +336,6 @@ class TieredValues(ValueCodec):
     def encode(self, x: F32, t0: int) -> None:
         for store, a, b in self.tiers.parts(t0, t0 + x.shape[1]):
             store.values.encode(contiguous(x[:, a - t0 : b - t0]), a - store.first)
-
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        for store, a, b in sorted(self.tiers.parts(t0, t1), key=lambda part: part[0].tier.rescales):
-            store.values.accumulate(p, s0 + a - t0, a - store.first, b - store.first, out)
 
 
 def described(log: Sequence[tuple[int, str]]) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
-from edgekv.kvcache.codecs import F16, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import F16, Codec
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
 
@@ -23,14 +24,6 @@ class Sizes:
     sink: int
     window: int
     block: int
-
-
-class Segment(NamedTuple):
-    """A run of consecutive tokens in one store: its codecs, and how many tokens it holds now."""
-
-    keys: KeyCodec
-    values: ValueCodec
-    n: int
 
 
 class Windowed(KVCache):
@@ -65,10 +58,10 @@ class Windowed(KVCache):
         """How much stays exact."""
 
     @abc.abstractmethod
-    def codecs(self, geometry: Geometry, capacity: int, knobs: Any) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, capacity: int, knobs: Any) -> tuple[Codec, Codec]:
         """How the packed part stores ``capacity`` keys and values (a multiple of the block, possibly 0)."""
 
-    def _codecs(self) -> dict[str, KeyCodec | ValueCodec]:
+    def _codecs(self) -> dict[str, Codec]:
         return {"key": self.key_codec, "value": self.value_codec, **self._stores}
 
     def layout(self) -> Layout:
@@ -80,22 +73,26 @@ class Windowed(KVCache):
         for end, codec in self._codecs().items():
             codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
 
-    def segments(self) -> tuple[Segment, Segment, Segment]:
-        """Sink, packed and recent part, in token order."""
-        s = self._stores
-        return (
-            Segment(s["sink_key"], s["sink_value"], self.n_sink),
-            Segment(self.key_codec, self.value_codec, self.n_bulk),
-            Segment(s["recent_key"], s["recent_value"], self.n_recent),
-        )
+    def segments(self) -> list[Segment]:
+        """Sink, packed and recent part."""
+        s, packed = self._stores, self.n_sink + self.n_bulk
+        every = [
+            Segment(s["sink_key"], s["sink_value"], 0, self.n_sink),
+            *self.packed(),
+            Segment(s["recent_key"], s["recent_value"], 0, self.n_recent, packed),
+        ]
+        return [segment for segment in every if segment.stop > segment.first]
+
+    def packed(self) -> list[Segment]:
+        """The tokens between the sink and the latest."""
+        return [Segment(self.key_codec, self.value_codec, 0, self.n_bulk, self.n_sink)]
 
     def bytes_read(self) -> int:
         reach = min(self.n_seen, self.geometry.window or self.n_seen)
-        total, end = 0, self.n_seen
-        for keys, values, n in reversed(self.segments()):
-            seen = max(0, min(n, reach - (self.n_seen - end)))
+        total = 0
+        for keys, values, first, stop, position, *_ in self.segments():
+            seen = max(0, min(stop - first, position + stop - first - (self.n_seen - reach)))
             total += keys.bytes_of(seen) + values.bytes_of(seen)
-            end -= n
         return total
 
     def extend(self, keys: F32, values: F32) -> None:
@@ -121,48 +118,14 @@ class Windowed(KVCache):
         self.n_recent = total - packed
         self.n_seen += keys.shape[1]
 
-    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
-        self.require_room(keys.shape[1])
-        n_heads, n, head_dim = queries.shape
-        out = self.workspace.array("attention", (n_heads, n, head_dim))
-        a = 0
-        while a < n:  # a piece ends where a token-by-token run would pack a block
-            piece = min(n - a, self._room_before_packing())
-            part = slice(a, a + piece)
-            taken = self._fill_sink(keys[:, part], values[:, part])
-            rest = slice(a + taken, a + piece)
-            self._append_recent(keys[:, rest], values[:, rest])
-            self._attend_piece(queries[:, part], out[:, part])
-            self._pack_overflow()
-            a += piece
-        return out
-
-    def _room_before_packing(self) -> int:
+    def piece(self) -> int:
         free_sink = self.sizes.sink - self.n_sink
         return free_sink or self._recent_capacity - self.n_recent
 
-    def _attend_piece(self, queries: F32, out: F32) -> None:
-        n_heads, n, head_dim = queries.shape
-        groups, rows = self.geometry.n_kv_heads, self.geometry.group * n
-        q = contiguous(queries).reshape(groups, rows, head_dim)
-        lo, hi = self.visible(n)
-        first = int(lo.min())
-        s = self.workspace.scores((groups, rows, self.n_seen - first))
-        result = self.workspace.array("attention.piece", (groups, rows, head_dim))
-        begin, spans = 0, []
-        for segment in self.segments():
-            t0 = min(max(first - begin, 0), segment.n)
-            if t0 < segment.n:
-                spans.append((segment, t0, begin + t0 - first))
-            begin += segment.n
-        for (keys, _, end), t0, column in spans:
-            keys.scores(q, t0, end, s, column)
-        self.kernels.softmax(s, lo - first, hi - first)
-        result.fill(0)
-        spans.sort(key=lambda span: span[0].values is self.value_codec)  # packed last: it may rescale
-        for (_, values, end), t0, column in spans:
-            values.accumulate(s, column, t0, end, result)
-        out[:] = result.reshape(n_heads, n, head_dim)
+    def append(self, keys: F32, values: F32) -> None:
+        taken = self._fill_sink(keys, values)
+        if taken < keys.shape[1]:
+            self._append_recent(keys[:, taken:], values[:, taken:])
 
     def _fill_sink(self, keys: F32, values: F32) -> int:
         """Stores the first tokens of a conversation; returns how many were taken."""
@@ -175,11 +138,10 @@ class Windowed(KVCache):
         return taken
 
     def _append_recent(self, keys: F32, values: F32) -> None:
-        if keys.shape[1]:
-            self._stores["recent_key"].encode(keys, self.n_recent)
-            self._stores["recent_value"].encode(values, self.n_recent)
-            self.n_recent += keys.shape[1]
-            self.n_seen += keys.shape[1]
+        s, n = self._stores, keys.shape[1]
+        self.kernels.append(s["recent_key"], s["recent_value"], keys, values, self.n_recent)
+        self.n_recent += n
+        self.n_seen += n
 
     def steady_tokens(self) -> int:
         """Up to the one before the next block is packed."""
@@ -193,7 +155,8 @@ class Windowed(KVCache):
         super().skip(n)
         self.n_recent += n
 
-    def _pack_overflow(self) -> None:
+    def tidy(self) -> None:
+        """Packs the oldest block of the recent part once that is full."""
         block = self.sizes.block
         if self.n_recent < self.sizes.window + block or self.n_bulk + block > self.bulk_capacity:
             return

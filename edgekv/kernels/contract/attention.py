@@ -1,5 +1,7 @@
 """What every kernel backend provides: the same functions, with the meaning written here.
 
+`attend` is all that decoding needs, beside each codec's encoding.
+
 One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
 reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
 preallocated for `cap` tokens (`edgekv.kernels.aligned.zeros`), hold float16 as its bits in uint16, and are
@@ -14,6 +16,7 @@ Token ranges are half-open and need not touch block borders. A kernel writes all
 else, and trusts its arguments: shapes and ranges are the caller's duty.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +27,7 @@ from edgekv.kernels.contract.evict import EvictKernels
 from edgekv.kernels.contract.ints import IntKernels
 from edgekv.kernels.contract.planes import PlaneKernels
 from edgekv.kernels.contract.retrieval import RetrievalKernels
+from edgekv.kernels.contract.segment import Codec, Segment, Visible
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -37,6 +41,29 @@ BLOCK = 64
 
 class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, Protocol):
     """A backend is a module with these functions."""
+
+    def attend(
+        self, queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
+    ) -> None:
+        """out (H, n, D) = softmax(queries . keys) values over the visible tokens of all segments.
+
+        queries (H, n, D), multiplied by the score scale, are C-contiguous, as is ``out``. Each codec's kind says
+        what a score and a sum of values are: `scores`, `sums`. A query that sees nothing gets zeros. ``weights``
+        (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment.
+
+        A segment whose values are of a kind with a second stage (plane_values) is scanned first; its tokens of
+        enough probability are then read again, as `attend_planes` says, and the mean numbers of these per KV head
+        and query token go into ``values.counts``.
+        """
+
+    def append(self, keys: Codec, values: Codec, k: F32, v: F32, t0: int) -> None:
+        """Encodes k and v (G, n, D) as tokens t0.. of two codecs: at once."""
+
+    def scores(self, codec: Codec, queries: F32, t0: int, t1: int, s: F32) -> None:
+        """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys."""
+
+    def sums(self, codec: Codec, p: F32, t0: int, t1: int, out: F32) -> None:
+        """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec that holds values."""
 
     def encode_f16(self, x: F32, store: U16, t0: int) -> None:
         """Stores x (G, n, D) at tokens t0.. of store (G, cap, D), rounded to nearest even."""

@@ -1,5 +1,6 @@
 """The reference backend: each kernel as its formula, in NumPy. Slow, and the oracle of the others."""
 
+from edgekv.kernels.reference.attend import append, attend, scores, sums
 from edgekv.kernels.reference.dense import (
     encode_f16,
     encode_f32,
@@ -36,6 +37,8 @@ from edgekv.kernels.reference.visual import encode_levels, scores_levels, values
 
 __all__ = [
     "add_attention",
+    "append",
+    "attend",
     "attend_planes",
     "encode_centres",
     "encode_f16",
@@ -61,6 +64,7 @@ __all__ = [
     "project",
     "quantise_channels",
     "quantise_tokens",
+    "scores",
     "scores_centred",
     "scores_f16",
     "scores_f16_at",
@@ -76,6 +80,7 @@ __all__ = [
     "softmax",
     "split_rope",
     "store_token",
+    "sums",
     "values_f16",
     "values_f16_at",
     "values_f32",

@@ -12,7 +12,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.contract.codes import TABLE_BITS, U8, U64
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import F32, Array, Layout
-from edgekv.kvcache.codecs import F16, Codec, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.papers.codebook import Codebook, gaussian_counts
 
 WORD_BITS, WORD_BYTES = 64, 8
@@ -150,15 +150,17 @@ class HuffmanCodec(Codec):
         self.n_encoded = fitted["n_encoded"]
         self._open_pool(fitted["pool_words"])
 
-    def _store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
+    def store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
         """What the kernels read."""
         a = self.arrays
         tables = a["table"], self._plain_table, self.plain_bits
         return self.pool, a["offsets"], a["bits"], *tables, a["low"], a["step"]
 
 
-class HuffmanKeys(HuffmanCodec, KeyCodec):
+class HuffmanKeys(HuffmanCodec):
     """Low and step per channel of each block: 4 * head_dim / block bytes per token and head."""
+
+    kind = "huffman_keys"
 
     @property
     def unit_size(self) -> int:
@@ -175,12 +177,11 @@ class HuffmanKeys(HuffmanCodec, KeyCodec):
         )
         return codes
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        self.kernels.scores_huffman(queries, *self._store(), t0, t1, s, s0)
 
-
-class HuffmanValues(HuffmanCodec, ValueCodec):
+class HuffmanValues(HuffmanCodec):
     """Low and step per token: 4 bytes per token and head."""
+
+    kind = "huffman_values"
 
     @property
     def unit_size(self) -> int:
@@ -194,6 +195,3 @@ class HuffmanValues(HuffmanCodec, ValueCodec):
         codes, (low, step) = np.empty_like(x, np.uint8), (self.arrays["low"], self.arrays["step"])
         self.kernels.quantise_tokens(x, self.relative_step, self.levels, codes, low, step, t0)
         return codes
-
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        self.kernels.values_huffman(p, s0, *self._store(), t0, t1, out)

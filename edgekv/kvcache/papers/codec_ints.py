@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgekv.kvcache.base import F32, Layout
-from edgekv.kvcache.codecs import Codec, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import Codec
 
 KEY_BLOCK = 32  # tokens that lie next to each other, so that a score loop runs over tokens
 
@@ -32,29 +32,29 @@ class Symmetric(Codec):
         self.kernels.encode_sym(x, self.arrays["codes"], self.arrays["scale"], t0)
 
 
-class SymmetricKeys(Symmetric, KeyCodec):
+class SymmetricKeys(Symmetric):
     """Blocks of KEY_BLOCK tokens, channel by channel; the last block is allocated whole."""
+
+    kind = "symmetric_keys"
 
     block = KEY_BLOCK
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        self.kernels.scores_sym(queries, self.arrays["codes"], self.arrays["scale"], t0, t1, s, s0)
 
-
-class SymmetricValues(Symmetric, ValueCodec):
+class SymmetricValues(Symmetric):
     """Token by token."""
+
+    kind = "symmetric_values"
 
     block = 1
 
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        self.kernels.values_sym(p, s0, self.arrays["codes"], self.arrays["scale"], t0, t1, out)
 
-
-class KiviKeys(KeyCodec):
+class KiviKeys(Codec):
     """low + step * code per channel of ``group`` tokens: head_dim * (bits / 8 + 4 / group) bytes.
 
     Whole groups only: they are encoded from a multiple of ``group`` on, and ``capacity`` is one.
     """
+
+    kind = "kivi_keys"
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, group: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -76,13 +76,11 @@ class KiviKeys(KeyCodec):
         a = self.arrays
         self.kernels.encode_kivi_keys(x, a["codes"], a["step"], a["low"], t0)
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        a = self.arrays
-        self.kernels.scores_kivi(queries, a["codes"], a["step"], a["low"], t0, t1, s, s0)
 
-
-class KiviValues(ValueCodec):
+class KiviValues(Codec):
     """low + step * code per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
+
+    kind = "kivi_values"
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, span: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -103,7 +101,3 @@ class KiviValues(ValueCodec):
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
         self.kernels.encode_kivi_values(x, a["codes"], a["step"], a["low"], t0)
-
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        a = self.arrays
-        self.kernels.values_kivi(p, s0, a["codes"], a["step"], a["low"], t0, t1, out)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.kvcache.base import F32, Layout
-from edgekv.kvcache.codecs import KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import Codec
 
 GROUPS = ("layer", "tensor", "head", "head+token")
 
 
-class LevelSpan(KeyCodec, ValueCodec):
+class LevelSpan(Codec):
     """One span's keys or values as bit planes: bits * ceil(head_dim / 8) bytes per token and head.
 
     The lowest level and the step are float16: one pair for all (groups "layer" and "tensor"), per head ("head")
     or per head and token ("head+token").
     """
+
+    kind = "levels"
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, group: str) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -41,14 +43,6 @@ class LevelSpan(KeyCodec, ValueCodec):
     def encode(self, x: F32, t0: int) -> None:
         """Codes of tokens t0..: round to nearest, clipped to the ends."""
         self.kernels.encode_levels(x, self.arrays["low"], self.arrays["step"], self.arrays["planes"], t0)
-
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        a = self.arrays
-        self.kernels.scores_levels(queries, a["planes"], a["low"], a["step"], t0, t1, s, s0)
-
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        a = self.arrays
-        self.kernels.values_levels(p, s0, a["planes"], a["low"], a["step"], t0, t1, out)
 
 
 def encode_span(keys: LevelSpan, values: LevelSpan, k: F32, v: F32, quantile: float) -> None:

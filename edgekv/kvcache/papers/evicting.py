@@ -11,7 +11,10 @@ import numpy.typing as npt
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, I64, Array, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.codecs import F16
 
 I32 = npt.NDArray[np.int32]
 
@@ -55,7 +58,10 @@ class Evicting(KVCache):
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
         super().allocate(kernels, workspace)
         self._target = np.zeros(self.geometry.n_kv_heads, np.int64)  # each head's slot for the next token
-        self._lo, self._hi = np.zeros((2, self.geometry.group), np.int64)
+        shape = self.geometry.n_kv_heads, self.slots, self.geometry.head_dim
+        self._keys, self._values = F16(*shape), F16(*shape)
+        self._keys.bind({"half": self.arrays["key.half"]}, kernels)
+        self._values.bind({"half": self.arrays["value.half"]}, kernels)
 
     @property
     def n_kept(self) -> int:
@@ -101,53 +107,34 @@ class Evicting(KVCache):
             self.n_seen += b - a
             a = b
 
-    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
-        self.require_room(keys.shape[1])
-        out = self.workspace.array("attention", queries.shape)
-        for i in range(queries.shape[1]):
-            self._append(keys[:, i], values[:, i])
-            out[:, i] = self._attend_token(queries[:, i])
-        return out
+    def piece(self) -> int:
+        """Whatever is evicted for a token, the one before must have read."""
+        return 1
 
-    def _append(self, key: F32, value: F32) -> None:
+    def append(self, keys: F32, values: F32) -> None:
         self._make_room()
         a = self.arrays
         self.kernels.store_token(
-            key, value, self.n_seen, self._target, a["key.half"], a["value.half"], a["position"]
+            keys[:, 0], values[:, 0], self.n_seen, self._target, a["key.half"], a["value.half"], a["position"]
         )
         self.n_seen += 1
 
-    def _attend_token(self, queries: F32) -> F32:
-        """Attention (n_heads, head_dim) of the latest token over all that is held."""
+    def segments(self) -> list[Segment]:
+        return [Segment(self._keys, self._values, 0, self.n_used, 0, self._positions("position"))]
+
+    def _positions(self, name: str) -> I32 | None:
+        """Where each token stands, for a sliding window; without one all that is held is seen."""
+        return None if self.geometry.window is None else self.arrays[name]
+
+    def _read(self, queries: F32, out: F32) -> None:
         g, group, head_dim = self.geometry.n_kv_heads, self.geometry.group, self.geometry.head_dim
-        q = np.ascontiguousarray(queries).reshape(g, group, head_dim)
-        s = self.workspace.array("scores", (g, group, self.n_kept))
-        out = self.workspace.array("attention.token", (g, group, head_dim))
-        self._score(q, s)
-        self._hide(s, self.n_seen - 1)
-        self._hi.fill(s.shape[2])
-        self.kernels.softmax(s, self._lo, self._hi)
-        self._observe(q, s)
-        out.fill(0)
-        self._accumulate(s, out)
-        return out.reshape(queries.shape)
-
-    def _hide(self, s: F32, first: int, n: int = 1) -> None:
-        """Masks the columns that a sliding window hides from rows (group, n): queries from ``first`` on."""
-        if self.geometry.window is not None and first + n > self.geometry.window:
-            visible = np.arange(first + 1, first + n + 1) - self.geometry.window
-            hidden = self._positions()[:, None] < visible[:, None]  # (n_kv_heads, n, columns)
-            np.copyto(s.reshape(len(s), -1, n, s.shape[2]), -np.inf, where=hidden[:, None])
-
-    def _positions(self) -> I32:
-        """Of the tokens held, in the order of the scores' columns: (n_kv_heads, n_kept)."""
-        return self.arrays["position"][:, : self.n_used]
-
-    def _score(self, q: F32, s: F32) -> None:
-        self.kernels.scores_f16(q, self.arrays["key.half"], 0, self.n_used, s, 0)
-
-    def _accumulate(self, p: F32, out: F32) -> None:
-        self.kernels.values_f16(p, 0, self.arrays["value.half"], 0, self.n_used, out)
+        queries = contiguous(queries)
+        weights = self.workspace.array("weights", (g, group, self.n_kept)) if self.evicts else None
+        target = self.workspace.array("attention.token", out.shape)
+        self.kernels.attend(queries, self.segments(), self.visible(1), target, weights)
+        if weights is not None:
+            self._observe(queries.reshape(g, group, head_dim), weights)
+        out[:] = target
 
     def _rebuild(self, kept: I64, keys: F32, values: F32) -> None:
         """Of the tokens held, followed by new ones, only the columns ``kept`` (n_kv_heads, k), ascending, stay."""

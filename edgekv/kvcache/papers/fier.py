@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.base import F32, Array, Geometry, Layout
+from edgekv.kvcache.base import Array, Geometry, Layout
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 
 GROUPS = (32, 64, 128, 256)
@@ -39,6 +39,8 @@ class FierKnobs:
 class SignIndex(Index):
     """A bit per key element, and two levels per channel and group of tokens (FIER eq. 5, algorithm 1)."""
 
+    kind = "sign_index"
+
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, group: int, levels: str) -> None:
         super().__init__(n_kv_heads, capacity, head_dim, block=group, unit=1)
         self.minmax = levels == "minmax"
@@ -57,9 +59,6 @@ class SignIndex(Index):
     def encode(self, keys: Array, b0: int, b1: int) -> None:
         a = self.arrays
         self.kernels.encode_fier(keys, self.block, self.minmax, a["signs"], a["levels"], b0, b1)
-
-    def scores(self, queries: F32, b0: int, b1: int, s: F32) -> None:
-        self.kernels.scores_fier(queries, self.arrays["signs"], self.arrays["levels"], self.block, b0, b1, s, 0)
 
 
 class Fier(Retrieval):

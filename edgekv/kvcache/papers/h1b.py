@@ -12,7 +12,7 @@ import numpy.typing as npt
 from edgekv.errors import CacheError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import F32, Geometry
-from edgekv.kvcache.codecs import F16, Int4, KeyCodec, SignSketch, ValueCodec
+from edgekv.kvcache.codecs import F16, Codec, Int4, SignSketch
 from edgekv.kvcache.keepall import KeepAll
 
 DEFAULT_TAU = 0.05  # the best global value measured without adaptation
@@ -90,7 +90,7 @@ class H1B(KeepAll):
         self.tau_scope = ""  # " in layer 0" where the layers differ
         self._fit_losses: npt.NDArray[np.float64] | None = None
 
-    def codecs(self, geometry: Geometry, knobs: SketchKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, knobs: SketchKnobs) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         self.sketch = SignSketch(*shape, knobs.b, knobs.seed)
         if knobs.f16_values:

@@ -6,7 +6,7 @@ import dataclasses
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codecs import KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues
 from edgekv.kvcache.windowed import Sizes, Windowed
 
@@ -53,7 +53,7 @@ class Kivi(Windowed):
     def window_sizes(self, knobs: KiviKnobs) -> Sizes:
         return Sizes(sink=0, window=knobs.window, block=knobs.group)
 
-    def codecs(self, geometry: Geometry, capacity: int, knobs: KiviKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, capacity: int, knobs: KiviKnobs) -> tuple[Codec, Codec]:
         head_dim, per_byte = geometry.head_dim, 8 // knobs.bits
         if head_dim % per_byte:
             raise CacheError(

@@ -8,10 +8,11 @@ import numpy as np
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import F32, I64, Array, Geometry, Layout, Workspace
-from edgekv.kvcache.codecs import Codec, KeyCodec
+from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.papers.codec_ints import KEY_BLOCK, KiviValues
-from edgekv.kvcache.papers.evicting import I32, LowestFirst, check_budget, pick
+from edgekv.kvcache.papers.evicting import LowestFirst, check_budget, pick
 from edgekv.kvcache.papers.h2o import check_recent
 
 BITS = (2, 4, 8)
@@ -38,11 +39,15 @@ class MiKVKnobs:
             raise CacheError(f"--kv mikv:bits={self.bits}: accepted: {', '.join(map(str, BITS))}")
 
 
-class TokenKeys(KeyCodec):
+class TokenKeys(Codec):
     """low + step * code per key, as `KiviValues` of one span: head_dim * bits / 8 + 4 bytes.
 
-    Blocks of KEY_BLOCK tokens, byte by byte; the last block is allocated whole.
+    Blocks of KEY_BLOCK tokens, byte by byte; the last block is allocated whole. Keys are stored times ``balance``
+    (n_kv_heads, head_dim), by which queries are divided.
     """
+
+    kind = "token_keys"
+    balance: F32
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -67,10 +72,6 @@ class TokenKeys(KeyCodec):
         # two index arrays apart from each other bring the token axis to the front
         self.arrays["codes"][:, tokens // KEY_BLOCK, :, tokens % KEY_BLOCK] = codes.transpose(1, 0, 2)
         self.arrays["step"][:, tokens], self.arrays["low"][:, tokens] = step[:, 0], low[:, 0]
-
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        a = self.arrays
-        self.kernels.scores_tokens(queries, a["codes"], a["step"], a["low"], t0, t1, s, s0)
 
 
 class MiKV(LowestFirst):
@@ -122,6 +123,7 @@ class MiKV(LowestFirst):
         for end, codec in self._codecs():
             codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
         self.arrays["balance"].fill(1)
+        self._low_keys.balance = self.arrays["balance"]
 
     @property
     def n_kept(self) -> int:
@@ -164,26 +166,16 @@ class MiKV(LowestFirst):
         """Packs tokens, as the slots hold them: (n_kv_heads, n, ...) each."""
         keys, values = (tokens[name].view(np.float16).astype(np.float32) for name in ("key.half", "value.half"))
         n = keys.shape[1]
-        self._low_keys.encode(keys * self.arrays["balance"][:, None], self.n_low)
+        self._low_keys.encode(keys * self._low_keys.balance[:, None], self.n_low)
         self._low_values.encode(values, self.n_low)
         if self.geometry.window is not None:
             self.arrays["low.position"][:, self.n_low : self.n_low + n] = tokens["position"]
         self.n_low += n
 
-    def _positions(self) -> I32:
-        """Of the tokens in f16, then of those packed: only in a layer with a window."""
-        return np.concatenate([super()._positions(), self.arrays["low.position"][:, : self.n_low]], axis=1)
-
-    def _score(self, q: F32, s: F32) -> None:
-        super()._score(q, s)
-        if self.n_low:
-            balanced: F32 = np.divide(q, self.arrays["balance"][:, None])
-            self._low_keys.scores(balanced, 0, self.n_low, s, self.n_used)
-
-    def _accumulate(self, p: F32, out: F32) -> None:
-        super()._accumulate(p, out)
-        if self.n_low:
-            self._low_values.accumulate(p, self.n_used, 0, self.n_low, out)
+    def segments(self) -> list[Segment]:
+        """The tokens in f16, then those packed."""
+        packed = Segment(self._low_keys, self._low_values, 0, self.n_low, 0, self._positions("low.position"))
+        return [*super().segments(), *([packed] if self.n_low else [])]
 
     def truncate(self, n: int) -> int:
         kept = super().truncate(n)

@@ -6,7 +6,7 @@ import dataclasses
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codecs import KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.papers.codec_ints import SymmetricKeys, SymmetricValues
 
@@ -32,7 +32,7 @@ class MiniCache(KeepAll):
     gives_up = "precision in every key: one outlier channel sets the scale of a whole token"
     Knobs = MiniCacheKnobs
 
-    def codecs(self, geometry: Geometry, knobs: MiniCacheKnobs) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, knobs: MiniCacheKnobs) -> tuple[Codec, Codec]:
         if geometry.head_dim % 2:
             raise CacheError(
                 f"--kv minicache4 packs two elements to a byte: head_dim {geometry.head_dim} must be even"

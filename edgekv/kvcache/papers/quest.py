@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from edgekv.errors import CacheError
-from edgekv.kvcache.base import F32, Array, Geometry, Layout
+from edgekv.kvcache.base import Array, Geometry, Layout
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 
 PAGES = (8, 16, 32)
@@ -33,6 +31,8 @@ class QuestKnobs:
 class PageIndex(Index):
     """The largest and the smallest key element of each channel of a page."""
 
+    kind = "page_index"
+
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, page: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim, block=page, unit=page)
 
@@ -45,11 +45,6 @@ class PageIndex(Index):
 
     def encode(self, keys: Array, b0: int, b1: int) -> None:
         self.kernels.encode_pages(keys, self.block, self.arrays["bounds"], b0, b1)
-
-    def scores(self, queries: F32, b0: int, b1: int, s: F32) -> None:
-        """Per page the sum over channels of the larger product: the positive part of q meets the largest key."""
-        parts = np.concatenate([np.maximum(queries, 0), np.minimum(queries, 0)], axis=2)
-        self.kernels.scores_f16(parts, self.arrays["bounds"], b0, b1, s, 0)
 
 
 class Quest(Retrieval):

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, I64, Array, Geometry, Layout, Workspace
-from edgekv.kvcache.codecs import F16, KeyCodec, ValueCodec
+from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.keepall import KeepAll
 
 
 class Index(abc.ABC):
-    """A summary of the keys, made ``block`` tokens at a time, that scores units of ``unit`` tokens."""
+    """A summary of the keys, made ``block`` tokens at a time; ``kind`` names the loops that score its units.
+
+    A unit is ``unit`` tokens.
+    """
+
+    kind: ClassVar[str]
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, block: int, unit: int) -> None:
         self.n_kv_heads, self.n_blocks, self.head_dim = n_kv_heads, capacity // block, head_dim
@@ -41,10 +47,6 @@ class Index(abc.ABC):
     def encode(self, keys: Array, b0: int, b1: int) -> None:
         """Summarises blocks b0..b1 of keys (n_kv_heads, capacity, head_dim), float16 bits."""
 
-    @abc.abstractmethod
-    def scores(self, queries: F32, b0: int, b1: int, s: F32) -> None:
-        """s <- scores of queries (n_kv_heads, rows, head_dim) with the units of blocks b0..b1."""
-
 
 class Retrieval(KeepAll):
     """Keys and values in f16, and an index. A query reads the index, then k tokens and those not yet indexed.
@@ -67,7 +69,7 @@ class Retrieval(KeepAll):
     def index(self, geometry: Geometry, knobs: Any) -> Index:
         """The scheme: how keys are summarised."""
 
-    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         return F16(*shape), F16(*shape)
 
@@ -97,37 +99,36 @@ class Retrieval(KeepAll):
     def extend(self, keys: F32, values: F32) -> None:
         before = self.n_seen
         super().extend(keys, values)
+        self._extend_index(before)
+
+    def piece(self) -> int:
+        """Tokens that see the same blocks of the index."""
+        if self._index is None:
+            return super().piece()
+        return self._index.block - self.n_seen % self._index.block
+
+    def append(self, keys: F32, values: F32) -> None:
+        before = self.n_seen
+        super().append(keys, values)
+        self._extend_index(before)
+
+    def _extend_index(self, before: int) -> None:
         if self._index and before // self._index.block < self.n_seen // self._index.block:
             b0, b1 = before // self._index.block, self.n_seen // self._index.block
             self._index.encode(self.arrays["key.half"], b0, b1)
 
-    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
-        n_heads, n, head_dim = queries.shape
-        begin, end = self.n_seen, self.n_seen + n
-        if self._index is None or self._index.covered(end) <= self.knobs.k:
-            return super().attend(queries, keys, values)
-        self.extend(keys, values)
-        out = self.workspace.array("attention", (n_heads, n, head_dim))
-        while begin < end:  # in pieces of tokens that see the same blocks
-            stop = min(end, self._index.covered(begin + 1) + self._index.block - 1)
-            part = slice(begin + n - end, stop + n - end)
-            out[:, part] = self._attend_piece(self._index, contiguous(queries[:, part]), begin)
-            begin = stop
-        return out
-
-    def _attend_piece(self, index: Index, queries: F32, start: int) -> F32:
-        """Attention of the tokens from `start` on; all are appended, and see the same blocks."""
-        n_heads, n, head_dim = queries.shape
-        groups, rows = self.geometry.n_kv_heads, self.geometry.group * n
-        q = queries.reshape(groups, rows, head_dim)
-        tokens, counts = self._choose(index, q, start, n)
-        s = self.workspace.array("scores", (groups, rows, tokens.shape[2]))
-        self.kernels.scores_f16_at(q, self.arrays["key.half"], tokens, counts, s)
-        self.kernels.softmax(s, np.zeros(rows, np.int64), np.tile(counts, self.geometry.group))
-        out = self.workspace.array("attention.piece", (groups, rows, head_dim))
-        out.fill(0)
-        self.kernels.values_f16_at(s, self.arrays["value.half"], tokens, counts, out)
-        return out.reshape(n_heads, n, head_dim)
+    def _read(self, queries: F32, out: F32) -> None:
+        if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
+            super()._read(queries, out)
+            return
+        _, n, head_dim = queries.shape
+        q = contiguous(queries)
+        grouped = q.reshape(self.geometry.n_kv_heads, self.geometry.group * n, head_dim)
+        chosen = self._choose(self._index, grouped, self.n_seen - n, n)
+        segment = Segment(self.key_codec, self.value_codec, 0, self.n_seen, chosen=chosen)
+        target = self.workspace.array("attention.piece", out.shape)
+        self.kernels.attend(q, [segment], self.visible(n), target)
+        out[:] = target
 
     def _choose(self, index: Index, q: F32, start: int, n: int) -> tuple[Array, I64]:
         """Tokens to attend to (n_kv_heads, n, most of them), and how many of them each query token sees.
@@ -155,7 +156,7 @@ class Retrieval(KeepAll):
         b0, b1 = int(low[0]) // index.block, (start + 1) // index.block
         first = b0 * index.block
         s = self.workspace.array("scores", (groups, group * n, (b1 * index.block - first) // unit))
-        index.scores(q, b0, b1, s)
+        self.kernels.scores(index, q, b0 * index.block // unit, b1 * index.block // unit, s)
         lo, hi = -(-(low - first) // unit), np.full(n, s.shape[2])
         if group > 1:
             self.kernels.softmax(s, np.tile(lo, group), np.tile(hi, group))

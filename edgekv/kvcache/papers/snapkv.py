@@ -10,6 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from edgekv.errors import CacheError
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, I64, Geometry, Layout
 from edgekv.kvcache.papers.evicting import I32, Evicting, attention_received, check_budget, half_bits, highest
 
@@ -107,7 +109,8 @@ class SnapKV(Evicting):
 
     def _compress(self) -> None:
         none = np.empty((self.geometry.n_kv_heads, 0, self.geometry.head_dim), np.float32)
-        kept = self._winners(self._votes(), self._positions(), self.slots - self.knobs.interval, self.n_seen)
+        positions = self.arrays["position"][:, : self.n_used]
+        kept = self._winners(self._votes(), positions, self.slots - self.knobs.interval, self.n_seen)
         self._rebuild(kept, none, none)
 
     def _votes(self) -> F32:
@@ -117,12 +120,10 @@ class SnapKV(Evicting):
             return np.zeros((g, end), np.float32)
         held = np.arange(self.n_seen - n, self.n_seen)
         queries = self.arrays["query.half"][:, held % self.knobs.observe].view(np.float16).astype(np.float32)
-        q = queries.reshape(g, self.geometry.group * n, -1)
-        s = self.workspace.array("snapkv.scores", (*q.shape[:2], end))
-        self.kernels.scores_f16(q, self.arrays["key.half"], 0, end, s, 0)
-        self._hide(s, self.n_seen - n, n)
-        hi = np.tile(np.arange(end - n + 1, end + 1, dtype=np.int64), self.geometry.group)
-        self.kernels.softmax(s, np.zeros_like(hi), hi)
+        latest = Segment(self._keys, self._values, 0, end, 0, self.arrays["position"])
+        s = self.workspace.array("snapkv.weights", (g, self.geometry.group * n, end))
+        out = self.workspace.array("attention.piece", queries.shape)
+        self.kernels.attend(contiguous(queries), [latest], self.visible(n), out, s)
         votes: F32 = s.sum(axis=1)
         return votes
 

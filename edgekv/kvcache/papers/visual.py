@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan, encode_span
@@ -207,16 +206,25 @@ class Visual1(KVCache):
             self._append(run, keys[:, part], values[:, part])
             self._pack_if_complete(run)
 
-    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
-        self.require_room(keys.shape[1])
-        out = self.workspace.array("attention", queries.shape)
+    def piece(self) -> int:
+        """Up to where a span is packed."""
+        return next(
+            (span.stop - self.n_seen for span in self.spans if span.stop > self.n_seen), self.geometry.capacity
+        )
+
+    def append(self, keys: F32, values: F32) -> None:
         before = self.n_seen
-        for run in self._runs(before, before + keys.shape[1]):  # a piece ends where a span is packed
+        for run in self._runs(before, before + keys.shape[1]):
             part = slice(run.start - before, run.stop - before)
             self._append(run, keys[:, part], values[:, part])
-            self._attend_piece(queries[:, part], out[:, part])
+
+    def segments(self) -> list[Segment]:
+        runs = self._runs(0, self.n_seen)
+        return [Segment(*self._stores(run), run.at, run.at + run.stop - run.start, run.start) for run in runs]
+
+    def tidy(self) -> None:
+        for run in self._runs(max(0, self.n_seen - 1), self.n_seen):
             self._pack_if_complete(run)
-        return out
 
     def _append(self, run: Run, keys: F32, values: F32) -> None:
         if run.span and run.span.exact is None:
@@ -238,23 +246,6 @@ class Visual1(KVCache):
             encode_span(*span.packed, k, v, self.knobs.quantile)
             span.exact = None
             self._list_arrays()
-
-    def _attend_piece(self, queries: F32, out: F32) -> None:
-        n_heads, n, head_dim = queries.shape
-        groups, rows = self.geometry.n_kv_heads, self.geometry.group * n
-        q = np.ascontiguousarray(queries).reshape(groups, rows, head_dim)
-        lo, hi = self.visible(n)
-        first = int(lo.min())
-        s = self.workspace.array("scores", (groups, rows, self.n_seen - first))
-        result = self.workspace.array("attention.piece", (groups, rows, head_dim))
-        runs = list(self._runs(first, self.n_seen))
-        for run in runs:
-            self._stores(run)[0].scores(q, run.at, run.at + run.stop - run.start, s, run.start - first)
-        self.kernels.softmax(s, lo - first, hi - first)
-        result.fill(0)
-        for run in runs:
-            self._stores(run)[1].accumulate(s, run.start - first, run.at, run.at + run.stop - run.start, result)
-        out[:] = result.reshape(n_heads, n, head_dim)
 
     def bytes_read(self) -> int:
         reach = min(self.n_seen, self.geometry.window or self.n_seen)

@@ -1,0 +1,44 @@
+"""What attention reads: runs of tokens, each with a codec for its keys and one for its values."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+
+
+class Codec(Protocol):
+    """What a backend knows of `edgekv.kvcache.codecs.Codec`: ``kind`` names its loops, which read the rest.
+
+    The attributes beside ``arrays`` that a kind has are those of its class.
+    """
+
+    kind: ClassVar[str]
+    arrays: dict[str, Any]
+    n_kv_heads: int
+    head_dim: int
+
+
+class Segment(NamedTuple):
+    """Tokens first..stop of the stores of two codecs.
+
+    position: where token ``first`` stands in the conversation; the others follow it, unless ``positions``
+    (G, capacity) int32 says where each token stands. chosen: of the tokens only these are read: tokens (G, n, K)
+    int32, of which the first counts[j] (n,) are valid for query token j.
+    """
+
+    keys: Any  # Codec
+    values: Any  # Codec
+    first: int
+    stop: int
+    position: int = 0
+    positions: I32 | None = None
+    chosen: tuple[I32, I64] | None = None
+
+
+Visible = tuple[I64, I64]
+"""(lo, hi), each (n,): query token j sees the positions lo[j] .. hi[j]."""

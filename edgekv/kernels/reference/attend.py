@@ -1,0 +1,235 @@
+"""Attention over segments, written for reading: all scores, one softmax, then each segment's sum of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgekv.kernels.contract.attention import BLOCK, F32
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.reference.dense import scores_f16, scores_f32, values_f16, values_f32
+from edgekv.kernels.reference.fier import scores_fier
+from edgekv.kernels.reference.gather import attend_planes
+from edgekv.kernels.reference.huffman import scores_huffman, values_huffman
+from edgekv.kernels.reference.int4 import values_int4
+from edgekv.kernels.reference.ints import scores_sym, values_sym
+from edgekv.kernels.reference.kivi import scores_kivi, values_kivi
+from edgekv.kernels.reference.mikv import scores_tokens
+from edgekv.kernels.reference.planes import pack_queries, scores_centred
+from edgekv.kernels.reference.quads import values_quads
+from edgekv.kernels.reference.retrieval import scores_f16_at, values_f16_at
+from edgekv.kernels.reference.rotate import rotate, rotate_back
+from edgekv.kernels.reference.signs import pack_sign_rows, scores_signs
+from edgekv.kernels.reference.softmax import softmax
+from edgekv.kernels.reference.visual import scores_levels, values_levels
+
+
+def attend(
+    queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
+) -> None:
+    n_heads, n, head_dim = queries.shape
+    groups = out.size and segments[0].keys.n_kv_heads
+    q = queries.reshape(groups, n_heads // groups * n, head_dim)
+    columns = [segment_scores(segment, q, n, visible) for segment in segments]
+    p = np.concatenate(columns, axis=2)
+    ends = np.cumsum([0, *(s.shape[2] for s in columns)])
+    softmax(p, np.zeros(p.shape[1], np.int64), np.full(p.shape[1], p.shape[2]))
+    result, change = np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
+    for i, segment in enumerate(segments):
+        add_values(segment, q, p[:, :, ends[i] : ends[i + 1]], n, result, change)
+    out[...] = (result / (1 + change[..., None])).reshape(out.shape)
+    if weights is not None:
+        weights[...] = p
+
+
+def segment_scores(segment: Segment, q: F32, n: int, visible: Visible) -> F32:
+    """(G, M, tokens of the segment), -inf where a query does not see the token."""
+    keys, _, first, stop, position, positions, chosen = segment
+    groups, rows, _ = q.shape
+    if chosen is not None:
+        tokens, counts = chosen
+        s = np.full((groups, rows, tokens.shape[2]), -np.inf, np.float32)
+        scores_f16_at(q, keys.arrays["half"], tokens, counts, s)
+        return s
+    s = np.empty((groups, rows, stop - first), np.float32)
+    scores(keys, q, first, stop, s)
+    at = np.arange(position, position + stop - first) if positions is None else positions[:, None, first:stop]
+    lo, hi = (np.tile(x, rows // n)[:, None] for x in visible)
+    return np.where((at >= lo) & (at < hi), s, np.float32(-np.inf))
+
+
+def add_values(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F32) -> None:
+    """out (G, M, D) += p (G, M, tokens) times the segment's values; change += what a second stage adds to p."""
+    _, values, first, stop, _, _, chosen = segment
+    if chosen is not None:
+        values_f16_at(p, values.arrays["half"], *chosen, out)
+    elif values.kind == "plane_values":
+        _second_stage(segment, q, p, n, out, change)
+    else:
+        sums(values, p, first, stop, out)
+
+
+def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
+    KEYS[codec.kind](codec, queries, t0, t1, s)
+
+
+def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    VALUES[codec.kind](codec, p, t0, t1, out)
+
+
+def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
+    keys.encode(k, t0)
+    values.encode(v, t0)
+
+
+def _f16_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    scores_f16(q, codec.arrays["half"], t0, t1, s, 0)
+
+
+def _f32_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    scores_f32(q, codec.arrays["single"], t0, t1, s, 0)
+
+
+def _sign_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    """H1B-KV, equations 2, 3 and 5: query m = r * n + j has the temperature of head r."""
+    scale = np.repeat(1 / (codec.bits * codec.tau), q.shape[1] // codec.tau.shape[1], axis=1)
+    scores_signs(pack_sign_rows(q @ codec.projection.T), codec.arrays["signs"], t0, t1, scale, s, 0)
+
+
+def _rounded_queries(codec: Any, q: F32) -> tuple[F32, Any, F32, F32]:
+    """Rotated queries (G, M, width), their bit planes and steps, and what the planes stand for."""
+    rotated = rotate(codec.rotation, q)
+    planes = np.empty((*q.shape[:2], codec.planes, codec.width // 64), np.uint64)
+    step, rounded = np.empty(q.shape[:2], np.float32), np.empty_like(rotated)
+    pack_queries(rotated, planes, step, rounded)
+    return rotated, planes, step, rounded
+
+
+def _centred_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    a, (rotated, planes, step, _) = codec.arrays, _rounded_queries(codec, q)
+    keys = a["signs"], a["scale"], a["centres"], a["centre_step"]
+    scores_centred(rotated, planes, step * codec.lam[:, None], *keys, t0, t1, s, 0)
+
+
+def _symmetric_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    scores_sym(q, codec.arrays["codes"], codec.arrays["scale"], t0, t1, s, 0)
+
+
+def _kivi_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    a = codec.arrays
+    scores_kivi(q, a["codes"], a["step"], a["low"], t0, t1, s, 0)
+
+
+def _token_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    a = codec.arrays
+    scores_tokens(q / codec.balance[:, None], a["codes"], a["step"], a["low"], t0, t1, s, 0)
+
+
+def _huffman_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    store: Any = codec.store()
+    scores_huffman(q, *store, t0=t0, t1=t1, s=s, s0=0)
+
+
+def _level_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    a = codec.arrays
+    scores_levels(q, a["planes"], a["low"], a["step"], t0, t1, s, 0)
+
+
+def _index_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    a, block = codec.arrays, codec.block
+    scores_fier(q, a["signs"], a["levels"], block, t0 // block, t1 // block, s, 0)
+
+
+def _page_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    """Per page the sum over channels of the larger product: the positive part of q meets the largest key."""
+    parts = np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2)
+    scores_f16(parts, codec.arrays["bounds"], t0, t1, s, 0)
+
+
+def _f16_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    values_f16(p, 0, codec.arrays["half"], t0, t1, out)
+
+
+def _f32_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    values_f32(p, 0, codec.arrays["single"], t0, t1, out)
+
+
+def _int4_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    a = codec.arrays
+    values_int4(p, 0, a["codes"], a["delta"], a["zero"], t0, t1, out)
+
+
+def _interleaved_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    rotated = np.zeros_like(out)
+    values_quads(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, rotated)
+    rotate_back(codec.rotation, rotated, out)
+
+
+def _symmetric_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    values_sym(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, out)
+
+
+def _kivi_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    a = codec.arrays
+    values_kivi(p, 0, a["codes"], a["step"], a["low"], t0, t1, out)
+
+
+def _huffman_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    store: Any = codec.store()
+    values_huffman(p, 0, *store, t0=t0, t1=t1, out=out)
+
+
+def _level_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    a = codec.arrays
+    values_levels(p, 0, a["planes"], a["low"], a["step"], t0, t1, out)
+
+
+def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F32) -> None:
+    """Tokens of enough probability by the scan, again with all their bits; the others as their block's mean."""
+    keys, values, t0, t1, *_ = segment
+    a, k = values.arrays, keys.arrays
+    rotated, _, _, rounded = _rounded_queries(keys, q)
+    groups, rows, _ = rotated.shape
+    b0, b1 = t0 // BLOCK, -(-t1 // BLOCK)
+    inner, moved = np.zeros_like(rotated), np.empty((groups, rows), np.float32)
+    tail, counts = np.empty((groups, rows, b1 - b0), np.float32), np.empty((groups, n, 2), np.int64)
+    stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"]
+    attend_planes(
+        *(p, 0, t0, t1, rotated, rounded, keys.lam, *stored),
+        *(values.threshold, n, inner, tail, moved, counts),
+    )
+    values_sym(tail, 0, a["means"], a["mean_scale"], b0, b1, inner)
+    values.counts = counts.mean(axis=(0, 1))
+    change += moved
+    rotate_back(keys.rotation, inner, out)
+
+
+KEYS: dict[str, Callable[[Any, F32, int, int, F32], None]] = {
+    "f16": _f16_scores,
+    "f32": _f32_scores,
+    "signs": _sign_scores,
+    "centred_signs": _centred_scores,
+    "plane_keys": _centred_scores,
+    "symmetric_keys": _symmetric_scores,
+    "kivi_keys": _kivi_scores,
+    "token_keys": _token_scores,
+    "huffman_keys": _huffman_scores,
+    "levels": _level_scores,
+    "sign_index": _index_scores,
+    "page_index": _page_scores,
+}
+"""What scores a query with tokens t0..t1 of a codec: (codec, q (G, M, D), t0, t1, s (G, M, t1 - t0))."""
+
+VALUES: dict[str, Callable[[Any, F32, int, int, F32], None]] = {
+    "f16": _f16_sums,
+    "f32": _f32_sums,
+    "int4": _int4_sums,
+    "interleaved": _interleaved_sums,
+    "symmetric_values": _symmetric_sums,
+    "kivi_values": _kivi_sums,
+    "huffman_values": _huffman_sums,
+    "levels": _level_sums,
+}
+"""What adds weighted values: (codec, p (G, M, t1 - t0), t0, t1, out (G, M, D))."""

@@ -6,7 +6,7 @@ A scheme is a codec for keys, one for values, and a policy of which tokens lie i
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Codec(abc.ABC):
     """
 
     kind: ClassVar[str]
+    handle: Any = None  # what a backend remembers of the arrays that are bound
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim
@@ -43,6 +44,7 @@ class Codec(abc.ABC):
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         """The allocated arrays of `layout`, and the kernels to use on them."""
         self.arrays, self.kernels = arrays, kernels
+        self.handle = None
 
     @abc.abstractmethod
     def encode(self, x: F32, t0: int) -> None:

@@ -1,5 +1,7 @@
 """The fast backend: Numba on all threads of a CPU, with explicit vectors where LLVM would not find them."""
 
+from edgekv.kernels.cpu.append import append
+from edgekv.kernels.cpu.attend import attend
 from edgekv.kernels.cpu.centres import encode_centres
 from edgekv.kernels.cpu.dense import (
     encode_f16,
@@ -22,6 +24,7 @@ from edgekv.kernels.cpu.mikv import scores_tokens
 from edgekv.kernels.cpu.planes import encode_signs, pack_queries, scores_centred
 from edgekv.kernels.cpu.quads import encode_quads, values_quads
 from edgekv.kernels.cpu.quest import encode_pages
+from edgekv.kernels.cpu.ranges import scores, sums
 from edgekv.kernels.cpu.retrieval import scores_f16_at, select_top, values_f16_at
 from edgekv.kernels.cpu.rope import split_rope
 from edgekv.kernels.cpu.rotate import hadamard, hadamard_back
@@ -31,6 +34,8 @@ from edgekv.kernels.cpu.visual import encode_levels, scores_levels, values_level
 
 __all__ = [
     "add_attention",
+    "append",
+    "attend",
     "attend_planes",
     "encode_centres",
     "encode_f16",
@@ -56,6 +61,7 @@ __all__ = [
     "project",
     "quantise_channels",
     "quantise_tokens",
+    "scores",
     "scores_centred",
     "scores_f16",
     "scores_f16_at",
@@ -71,6 +77,7 @@ __all__ = [
     "softmax",
     "split_rope",
     "store_token",
+    "sums",
     "values_f16",
     "values_f16_at",
     "values_f32",

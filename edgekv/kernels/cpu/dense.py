@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
@@ -10,6 +12,7 @@ from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import (
+    MIN_PARALLEL_WORK,
     add_partial_sums,
     flat,
     partial_sums,
@@ -17,6 +20,7 @@ from edgekv.kernels.cpu.launch import (
     token_span,
     token_splits,
 )
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.scalar import address, get, put
 
 LANES = simd.LANES
@@ -56,6 +60,76 @@ def values_f16(p: F32, s0: int, values: U16 | F32, t0: int, t1: int, out: F32) -
 
 scores_f32 = scores_f16
 values_f32 = values_f16
+
+
+@score_loop
+def _score_f16(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    half, capacity, head_dim = _numbers(store)
+    _score_block(floats(q), halves(half), (g * capacity + t) * head_dim, rows, head_dim, n, floats(s), gap)
+
+
+@score_loop
+def _score_f32(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    single, capacity, head_dim = _numbers(store)
+    _score_block(floats(q), floats(single), (g * capacity + t) * head_dim, rows, head_dim, n, floats(s), gap)
+
+
+@add_loop
+def _add_f16(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    half, capacity, head_dim = _numbers(store)
+    for m in range(rows):
+        value = (g * capacity + t) * head_dim
+        _add_block(floats(p), m * gap, n, halves(half), value, head_dim, floats(out), m * head_dim)
+
+
+@add_loop
+def _add_f32(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    single, capacity, head_dim = _numbers(store)
+    for m in range(rows):
+        value = (g * capacity + t) * head_dim
+        _add_block(floats(p), m * gap, n, floats(single), value, head_dim, floats(out), m * head_dim)
+
+
+@jit
+def _numbers(store: int) -> tuple[int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2)
+
+
+F16 = Loops(lambda c: (address_of(c.arrays["half"]), c.capacity, c.head_dim), score=_score_f16, add=_add_f16)
+F32_ROWS = Loops(
+    lambda c: (address_of(c.arrays["single"]), c.capacity, c.head_dim), score=_score_f32, add=_add_f32
+)
+    lambda c: (address_of(c.arrays["single"]), c.capacity, c.head_dim), score=_score_f32, add=_add_f32
+)
+
+
+def append_f16(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
+    """Keys and values of a few tokens in one call."""
+    stores = keys.arrays["half"], values.arrays["half"]
+    n_items = k.shape[0] * k.shape[1]
+    if k.size < MIN_PARALLEL_WORK and k.flags.c_contiguous and v.flags.c_contiguous:
+        _append_both(n_items, k, v, *stores, t0)
+    else:
+        encode_f16(k, stores[0], t0)
+        encode_f16(v, stores[1], t0)
+
+
+@jit
+def _append_both(n_items: int, k: F32, v: F32, keys: U16, values: U16, t0: int) -> None:
+    _encode_tokens(0, n_items, (k, keys, t0))
+    _encode_tokens(0, n_items, (v, values, t0))
+
+
+@fast_jit
+def _score_block(q: F32, keys: U16 | F32, key: int, rows: int, head_dim: int, n: int, s: F32, gap: int) -> None:
+    query = row = 0
+    for _ in range(rows // 4):
+        _score_four_rows(q, query, keys, key, head_dim, n, s, row, gap)
+        query, row = query + 4 * head_dim, row + 4 * gap
+    for _ in range(rows % 4):
+        _score_row(q, query, keys, key, head_dim, n, s, row)
+        query, row = query + head_dim, row + gap
 
 
 @jit

@@ -31,9 +31,9 @@ def _softmax_rows(first: int, last: int, args: Args) -> None:
         row = g * gap_g + m * gap_m
         start = min(max(lo[m], 0), n_columns)
         end = min(max(hi[m], start), n_columns)
-        _fill(s, row, row + start, ZERO)
+        fill(s, row, row + start, ZERO)
         _softmax_row(s, row + start, row + end)
-        _fill(s, row + end, row + n_columns, ZERO)
+        fill(s, row + end, row + n_columns, ZERO)
 
 
 @fast_jit
@@ -42,7 +42,7 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
     for i in range(end - start):
         peak = maximum(peak, get(s, start + i))
     if peak == MINUS_INFINITY:
-        _fill(s, start, end, ZERO)
+        fill(s, start, end, ZERO)
         return
     total = ZERO
     for i in range(end - start):
@@ -52,6 +52,30 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
     scale = ONE / total
     for i in range(end - start):
         put(s, start + i, get(s, start + i) * scale)
+
+
+@fast_jit
+def weigh(s: F32, row: int, n: int, ends: F32, end: int) -> Scalar:
+    """s[row:][:n] = exp(s - the largest score so far), which ends[end] has; their sum is added to ends[end + 1].
+
+    Returns what earlier weights must be multiplied with. Scores of -inf get 0.
+    """
+    before = get(ends, end)
+    peak = before
+    for i in range(n):
+        peak = maximum(peak, get(s, row + i))
+    if peak == MINUS_INFINITY:
+        fill(s, row, row + n, ZERO)
+        return ONE
+    total = ZERO
+    for i in range(n):
+        weight = exp_of_negative(get(s, row + i) - peak)
+        put(s, row + i, weight)
+        total += weight
+    shrink = ONE if peak == before else exp_of_negative(before - peak)
+    put(ends, end, peak)
+    put(ends, end + 1, get(ends, end + 1) * shrink + total)
+    return shrink
 
 
 @fast_jit
@@ -67,7 +91,7 @@ def exp_of_negative(x: Scalar) -> Scalar:
 
 
 @fast_jit
-def _fill(s: F32, start: int, end: int, x: Scalar) -> None:
+def fill(s: F32, start: int, end: int, x: Scalar) -> None:
     for i in range(end - start):
         put(s, start + i, x)
 

@@ -128,8 +128,8 @@ def _token_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
 
 
 def _huffman_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    store: Any = codec.store()
-    scores_huffman(q, *store, t0=t0, t1=t1, s=s, s0=0)
+    arguments = q, *codec.store(), t0, t1, s, 0
+    scores_huffman(*arguments)
 
 
 def _level_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
@@ -177,8 +177,8 @@ def _kivi_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
 
 
 def _huffman_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    store: Any = codec.store()
-    values_huffman(p, 0, *store, t0=t0, t1=t1, out=out)
+    arguments = p, 0, *codec.store(), t0, t1, out
+    values_huffman(*arguments)
 
 
 def _level_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:

@@ -1,0 +1,247 @@
+"""Attention in one call: each head's blocks pass through scores, running softmax and value sum while in cache.
+
+A work item is a KV head, or one of ``splits`` shares of its tokens. It walks the blocks of all segments and leaves
+for each row (query head and token) the largest score, the sum of weights and the weighted values; the shares of a
+head are then put together. What a block's codes mean is the codecs' affair: their loops are called by address
+(`edgekv.kernels.cpu.loops`), and the tables KEYS and VALUES say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from edgekv.kernels import threads
+from edgekv.kernels.contract.attention import F32
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.cpu.jit import fast_jit, parallel_jit
+from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
+from edgekv.kernels.cpu.plan import make_plan
+from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.cpu.softmax import MINUS_INFINITY, exp_of_negative, fill, weigh
+
+ZERO, ONE = np.array([0, 1], np.float32)
+
+
+def attend(
+    queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
+) -> None:
+    if queries.shape[1] > 1 and any(segment.chosen is not None for segment in segments):
+        _attend_each(queries, segments, visible, out)
+        return
+    made = make_plan(queries, segments, visible, out, weights)
+    if made.parallel:
+        threads.run_parallel(_attend_parallel, threads.count(), made.plan, made.runs)
+    else:
+        _attend_items(0, made.n_items, made.plan, made.runs)
+        _finish_groups(0, made.n_groups, made.plan, made.runs)
+    for segment in segments:
+        if segment.values.kind == "plane_values":
+            segment.values.counts = segment.values.found.mean(axis=0)
+
+
+def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32) -> None:
+    """Token by token: each has chosen its own tokens."""
+    lo, hi = visible
+    one = np.empty((len(out), 1, out.shape[2]), np.float32)
+    for j in range(queries.shape[1]):
+        part = slice(j, j + 1)
+        each = [
+            segment._replace(chosen=segment.chosen and (segment.chosen[0][:, part], segment.chosen[1][part]))
+            for segment in segments
+        ]
+        attend(np.ascontiguousarray(queries[:, part]), each, (lo[part], hi[part]), one)
+        out[:, part] = one
+
+
+@parallel_jit
+def _attend_parallel(n_parts: int, plan: Any, runs: Any) -> None:
+    n_items, n_groups = plan[0].n_groups * plan[0].splits, plan[0].n_groups
+    for part in prange(n_parts):
+        _attend_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, plan, runs)
+    for part in prange(n_parts):
+        _finish_groups(n_groups * part // n_parts, n_groups * (part + 1) // n_parts, plan, runs)
+
+
+@fast_jit
+def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
+    p = plan[0]
+    for item in range(first, last):
+        g, split = item // p.splits, item % p.splits
+        memory = p.memory + item * p.item_bytes
+        ends, out = floats(memory), floats(memory + p.out_at)
+        for m in range(p.rows):
+            put(ends, 2 * m, MINUS_INFINITY)
+            put(ends, 2 * m + 1, ZERO)
+        fill(out, 0, p.rows * p.head_dim, ZERO)
+        unit, end = p.n_units * split // p.splits, p.n_units * (split + 1) // p.splits
+        for i in range(len(runs)):
+            run = runs[i]
+            if run.width:
+                fill(floats(memory + run.sums_at), 0, p.rows * run.width, ZERO)
+        passed = 0
+        for i in range(len(runs)):
+            run = runs[i]
+            base = run.first // run.block
+            n_blocks = (run.stop + run.block - 1) // run.block - base
+            a, b = max(unit - passed, 0), min(end - passed, n_blocks)
+            passed += n_blocks
+            if a < b:
+                _walk(base + a, base + b, g, memory, plan, runs, i)
+                if run.width:
+                    call_finish(run.finish, run.value_store, memory + run.sums_at, memory + p.out_at, p.rows)
+
+
+@fast_jit
+def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: int) -> None:
+    """Blocks block..last of run i through scores, running softmax and value sum."""
+    p, run = plan[0], runs[i]
+    prepared = _prepare(g, memory, plan, runs, i)
+    ends, own, scratch = floats(memory), memory + p.scores_at, memory + p.scratch_at
+    s, sums = floats(own), memory + (run.sums_at if run.width else p.out_at)
+    for at in range(block, last):
+        t = max(run.first, at * run.block)
+        n = min(run.stop, (at + 1) * run.block) - t
+        position = run.position + t - run.first
+        if run.masked and run.positions == 0 and (position + n <= p.lowest or position >= p.highest):
+            continue
+        call_block(run.score, run.key_store, prepared, p.rows, g, t, n, own, run.block, scratch)
+        if run.masked:
+            _mask(s, g, t, n, position, plan, runs, i)
+        for m in range(p.rows):
+            row = m * run.block
+            if run.kept:
+                kept = floats(p.kept)
+                column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
+                for k in range(n):
+                    put(kept, column + k, get(s, row + k))
+            shrink = weigh(s, row, n, ends, 2 * m)
+            if shrink != ONE:
+                _rescale(m, shrink, memory, plan, runs)
+        if run.add:
+            call_block(run.add, run.value_store, own, run.block, p.rows, g, t, n, sums, scratch)
+
+
+@fast_jit
+def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> int:
+    """The address of the queries of head g as run i's keys want them."""
+    p, run = plan[0], runs[i]
+    q = p.queries + 4 * g * p.rows * p.head_dim
+    if not run.prepare:
+        return q
+    call_prepare(run.prepare, run.key_store, q, p.rows, p.n_tokens, g, memory + run.prepared_at)
+    return memory + run.prepared_at
+
+
+@fast_jit
+def _mask(s: F32, g: int, t: int, n: int, position: int, plan: Any, runs: Any, i: int) -> None:
+    """-inf for the tokens that a row's query does not see."""
+    p, run = plan[0], runs[i]
+    if run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all:
+        return
+    lo, hi, where = numbers(p.lo), numbers(p.hi), ints(run.positions)
+    for m in range(p.rows):
+        j = m % p.n_tokens
+        for k in range(n):
+            at = np.int64(get(where, g * run.positions_gap + t + k)) if run.positions else position + k
+            if at < get(lo, j) or at >= get(hi, j):
+                put(s, m * run.block + k, MINUS_INFINITY)
+
+
+@fast_jit
+def _rescale(m: int, factor: float, memory: int, plan: Any, runs: Any) -> None:
+    """Row m's sums so far, times factor."""
+    p = plan[0]
+    _scale(floats(memory + p.out_at), m * p.head_dim, p.head_dim, factor)
+    for i in range(len(runs)):
+        if runs[i].width:
+            _scale(floats(memory + runs[i].sums_at), m * runs[i].width, runs[i].width, factor)
+
+
+@fast_jit
+def _scale(x: F32, start: int, n: int, factor: float) -> None:
+    for d in range(start, start + n):
+        put(x, d, get(x, d) * factor)
+
+
+@fast_jit
+def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
+    """Puts a head's shares together, makes weights sum to 1, and does the second stages."""
+    p = plan[0]
+    for g in range(first, last):
+        memory = p.memory + g * p.splits * p.item_bytes
+        ends, out, change = floats(memory), floats(memory + p.out_at), floats(memory + p.scores_at)
+        for m in range(p.rows):
+            _merge(m, memory, plan)
+            total = get(ends, 2 * m + 1)
+            _scale(out, m * p.head_dim, p.head_dim, ONE / total if total > ZERO else ZERO)
+        if p.any_kept:
+            for i in range(len(runs)):
+                if runs[i].kept:
+                    _normalize(g, ends, plan, runs, i)
+        fill(change, 0, p.rows, ZERO)
+        for i in range(len(runs)):
+            run = runs[i]
+            if run.again:
+                prepared = _prepare(g, memory, plan, runs, i)
+                kept = p.kept + 4 * (g * p.rows * p.kept_gap + run.column)
+                call_again(
+                    run.again,
+                    run.key_store,
+                    run.value_store,
+                    prepared,
+                    kept,
+                    p.kept_gap,
+                    p.rows,
+                    p.n_tokens,
+                    g,
+                    run.first,
+                    run.stop,
+                    memory + p.out_at,
+                    memory + p.scores_at,
+                    memory + p.scratch_at,
+                )
+        result = floats(p.out + 4 * g * p.rows * p.head_dim)
+        for m in range(p.rows):
+            factor = ONE / (ONE + get(change, m))
+            for d in range(m * p.head_dim, (m + 1) * p.head_dim):
+                put(result, d, get(out, d) * factor)
+
+
+@fast_jit
+def _merge(m: int, memory: int, plan: Any) -> None:
+    """Row m of a head's shares, added to that of the first, which starts at ``memory``."""
+    p = plan[0]
+    ends, out = floats(memory), floats(memory + p.out_at)
+    for split in range(1, p.splits):
+        other = memory + split * p.item_bytes
+        theirs, peak = floats(other), get(ends, 2 * m)
+        their_peak = get(theirs, 2 * m)
+        top = max(peak, their_peak)
+        if top == MINUS_INFINITY:
+            continue
+        ours, other_factor = exp_of_negative(peak - top), exp_of_negative(their_peak - top)
+        put(ends, 2 * m, top)
+        put(ends, 2 * m + 1, get(ends, 2 * m + 1) * ours + get(theirs, 2 * m + 1) * other_factor)
+        sums = floats(other + p.out_at)
+        for d in range(m * p.head_dim, (m + 1) * p.head_dim):
+            put(out, d, get(out, d) * ours + get(sums, d) * other_factor)
+
+
+@fast_jit
+def _normalize(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
+    """Kept scores become probabilities."""
+    p, run = plan[0], runs[i]
+    kept = floats(p.kept)
+    for m in range(p.rows):
+        start = (g * p.rows + m) * p.kept_gap + run.column
+        peak, total = get(ends, 2 * m), get(ends, 2 * m + 1)
+        if total == ZERO:
+            fill(kept, start, start + run.stop - run.first, ZERO)
+            continue
+        scale = ONE / total
+        for k in range(start, start + run.stop - run.first):
+            put(kept, k, exp_of_negative(get(kept, k) - peak) * scale)

@@ -1,0 +1,194 @@
+"""Inner loops that are called by address, so that one walk over the tokens serves every codec.
+
+A codec is read by four loops at most, each compiled by itself and kept in Numba's disk cache. All arguments are
+whole numbers: addresses, sizes and counts. ``store`` is the address of a codec's numbers (`Loops.store`), rows are
+the queries of a KV head (the heads that share it, each with n tokens), g is the KV head.
+
+    prepare(store, q, rows, n, g, prepared)
+        queries (rows, head_dim) float32 as the scores want them, into ``prepared``
+    score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
+        s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one block
+    add(store, p, gap, rows, g, t, n_tokens, out, scratch)
+        out (rows, width) += p[m * gap + i] times token t + i
+    finish(store, sums, out, rows)
+        out (rows, head_dim) += what ``sums`` (rows, width) mean: a rotation undone
+    again(key_store, store, prepared, p, gap, rows, n, g, first, stop, out, change, scratch)
+        the second stage of a segment that was scanned: out (rows, head_dim) += its part of the attention, change
+        (rows,) += what it adds to the probabilities p[m * gap + t - first]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+
+from edgekv.kernels.cpu.jit import FAST, intrinsic
+
+MOST_NUMBERS = 24  # of a store
+ALIGNMENT = 64
+
+
+class Loop:
+    """A function of ``n_arguments`` whole numbers, compiled when its address is first asked for."""
+
+    def __init__(self, function: Callable[..., None], n_arguments: int, exact: bool = False) -> None:
+        self.function, self.n_arguments, self.exact = function, n_arguments, exact
+
+    @functools.cached_property
+    def address(self) -> int:
+        signature = types.void(*[types.intp] * self.n_arguments)
+        fastmath = False if self.exact else FAST
+        options = {"cache": True, "nopython": True, "error_model": "numpy", "fastmath": fastmath}
+        self._compiled = numba.cfunc(signature, **options)(self.function)
+        return int(self._compiled.address)
+
+
+def prepare_loop(function: Callable[..., None]) -> Loop:
+    """Exact arithmetic: what is rounded here is compared bit by bit."""
+    return Loop(function, 6, exact=True)
+
+
+def score_loop(function: Callable[..., None]) -> Loop:
+    return Loop(function, 9)
+
+
+def add_loop(function: Callable[..., None]) -> Loop:
+    return Loop(function, 9)
+
+
+def again_loop(function: Callable[..., None]) -> Loop:
+    return Loop(function, 13)
+
+
+def finish_loop(function: Callable[..., None]) -> Loop:
+    return Loop(function, 4, exact=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loops:
+    """How the tokens of a kind of codec are read. Sizes are in bytes.
+
+    store: (codec) -> the numbers that the loops get, addresses of arrays among them; the arrays stay alive as long
+    as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32.
+    prepared, scratch: (codec, rows) -> bytes. width: (codec) -> channels of the sums, before ``finish``.
+    """
+
+    store: Callable[[Any], tuple[int, ...]]
+    score: Loop | None = None
+    add: Loop | None = None
+    prepare: Loop | None = None
+    finish: Loop | None = None
+    again: Loop | None = None
+    block: Callable[[Any], int] = lambda codec: 64
+    prepared: Callable[[Any, int], int] = lambda codec, rows: 0
+    scratch: Callable[[Any, int], int] = lambda codec, rows: 0
+    width: Callable[[Any], int] = lambda codec: codec.head_dim
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Of a C-contiguous array's first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def store_numbers(loops: Loops, codec: Any) -> npt.NDArray[np.int64]:
+    """The numbers of a codec's store, made once for the arrays that it is bound to."""
+    if codec.handle is None:
+        codec.handle = np.array(loops.store(codec), np.int64)
+    numbers: npt.NDArray[np.int64] = codec.handle
+    return numbers
+
+
+def aligned_size(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+_memory = threading.local()
+
+
+def scratch_memory(name: str, n_bytes: int) -> int:
+    """Address of memory of this Python thread, aligned, contents undefined, valid until the name is used again."""
+    buffer = getattr(_memory, name, None)
+    if buffer is None or buffer.nbytes < n_bytes + ALIGNMENT:
+        buffer = np.empty(n_bytes + ALIGNMENT, np.uint8)
+        setattr(_memory, name, buffer)
+    start = address_of(buffer)
+    return start + -start % ALIGNMENT
+
+
+def _pointer(kind: Any) -> Any:
+    @intrinsic
+    def pointer(context: Any, address: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(kind).as_pointer())
+
+        return types.CPointer(kind)(types.intp), build
+
+    return pointer
+
+
+# The memory at an address, for `scalar.get`, `scalar.put` and `simd`.
+floats, halves, words = _pointer(types.float32), _pointer(types.uint16), _pointer(types.uint64)
+chars, words32, ints, numbers = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
+
+
+def _call(n_arguments: int) -> Any:
+    integer = ir.IntType(64)
+    kind = ir.FunctionType(ir.VoidType(), [integer] * n_arguments)
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.none(*[types.intp] * (n_arguments + 1)), build
+
+
+@intrinsic
+def call_prepare(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Calls the `prepare_loop` at an address."""
+    return _call(6)
+
+
+@intrinsic
+def call_block(
+    context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any
+) -> Any:
+    """Calls the `score_loop` or `add_loop` at an address."""
+    return _call(9)
+
+
+@intrinsic
+def call_finish(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Calls the `finish_loop` at an address."""
+    return _call(4)
+
+
+@intrinsic
+def call_again(
+    context: Any,
+    loop: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    e: Any,
+    f: Any,
+    g: Any,
+    h: Any,
+    i: Any,
+    j: Any,
+    k: Any,
+    l: Any,  # noqa: E741
+    m: Any,
+) -> Any:
+    """Calls the `again_loop` at an address."""
+    return _call(13)

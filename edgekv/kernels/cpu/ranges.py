@@ -1,0 +1,121 @@
+"""Scores of a range of tokens, and weighted sums over one, outside of attention: by the same loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from edgekv.kernels import threads
+from edgekv.kernels.contract.attention import F32
+from edgekv.kernels.cpu.codecs import KEYS, VALUES
+from edgekv.kernels.cpu.jit import Args, fast_jit, parallel_jit
+from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK
+from edgekv.kernels.cpu.loops import (
+    address_of,
+    aligned_size,
+    call_block,
+    call_finish,
+    call_prepare,
+    floats,
+    scratch_memory,
+    store_numbers,
+)
+from edgekv.kernels.cpu.softmax import fill
+
+ZERO = np.float32(0)
+
+
+def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
+    loops = KEYS[codec.kind]
+    assert loops.score is not None
+    queries = np.ascontiguousarray(queries)
+    n_groups, rows, head_dim = queries.shape
+    prepared = aligned_size(loops.prepared(codec, rows))
+    item_bytes = prepared + aligned_size(loops.scratch(codec, rows))
+    store, block = store_numbers(loops, codec), loops.block(codec)
+    pieces = -(-t1 // block) - t0 // block
+    parallel = queries.size * (t1 - t0) >= MIN_PARALLEL_WORK and threads.count() > 1
+    splits = min(threads.count(), max(pieces, 1)) if parallel else 1
+    args = (
+        *(n_groups, rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
+        *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s)),
+        *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("scores", n_groups * splits * item_bytes)),
+        *(item_bytes, prepared),
+    )
+    _run(_score_items, _score_parallel, n_groups * splits, parallel, args)
+
+
+def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    loops = VALUES[codec.kind]
+    assert loops.add is not None
+    n_groups, rows, head_dim = out.shape
+    width = loops.width(codec) if loops.finish else 0
+    own = aligned_size(4 * rows * width)
+    item_bytes = own + aligned_size(loops.scratch(codec, rows))
+    store = store_numbers(loops, codec)
+    parallel = out.size * (t1 - t0) >= MIN_PARALLEL_WORK and threads.count() > 1
+    args = (
+        *(rows, head_dim, t0, t1, loops.block(codec), address_of(store), address_of(p)),
+        *(p.strides[0] // 4, p.strides[1] // 4, loops.add.address, loops.finish.address if loops.finish else 0),
+        *(address_of(out), width, scratch_memory("scores", n_groups * item_bytes), item_bytes, own),
+    )
+    _run(_sum_items, _sum_parallel, n_groups, parallel, args)
+
+
+def _run(items: Any, in_parallel: Any, n_items: int, parallel: bool, args: Args) -> None:
+    if parallel and n_items > 1:
+        threads.run_parallel(in_parallel, threads.count(), n_items, args)
+    else:
+        items(0, n_items, args)
+
+
+@fast_jit
+def _score_items(first: int, last: int, args: Args) -> None:
+    n_groups, rows, head_dim, splits, t0, t1, block, store, queries, prepare, score, s, gap_g, gap_m = args[:14]
+    memory, item_bytes, prepared_bytes = args[14:]
+    for item in range(first, last):
+        g, split = item // splits, item % splits
+        mine = memory + item * item_bytes
+        prepared = queries + 4 * g * rows * head_dim
+        if prepare:
+            call_prepare(prepare, store, prepared, rows, 1, g, mine)
+            prepared = mine
+        base = t0 // block
+        n_blocks = (t1 + block - 1) // block - base
+        for b in range(base + n_blocks * split // splits, base + n_blocks * (split + 1) // splits):
+            t = max(t0, b * block)
+            n = min(t1, (b + 1) * block) - t
+            at = s + 4 * (g * gap_g + t - t0)
+            call_block(score, store, prepared, rows, g, t, n, at, gap_m, mine + prepared_bytes)
+
+
+@parallel_jit
+def _score_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _score_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@fast_jit
+def _sum_items(first: int, last: int, args: Args) -> None:
+    rows, head_dim, t0, t1, block, store, p, gap_g, gap_m, add, finish, out, width = args[:13]
+    memory, item_bytes, sums_bytes = args[13:]
+    for g in range(first, last):
+        mine, result = memory + g * item_bytes, out + 4 * g * rows * head_dim
+        target = mine if width else result
+        if width:
+            fill(floats(mine), 0, rows * width, ZERO)
+        for b in range(t0 // block, (t1 + block - 1) // block):
+            t = max(t0, b * block)
+            n = min(t1, (b + 1) * block) - t
+            at = p + 4 * (g * gap_g + t - t0)
+            call_block(add, store, at, gap_m, rows, g, t, n, target, mine + sums_bytes)
+        if width:
+            call_finish(finish, store, mine, result, rows)
+
+
+@parallel_jit
+def _sum_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _sum_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

@@ -100,8 +100,6 @@ F16 = Loops(lambda c: (address_of(c.arrays["half"]), c.capacity, c.head_dim), sc
 F32_ROWS = Loops(
     lambda c: (address_of(c.arrays["single"]), c.capacity, c.head_dim), score=_score_f32, add=_add_f32
 )
-    lambda c: (address_of(c.arrays["single"]), c.capacity, c.head_dim), score=_score_f32, add=_add_f32
-)
 
 
 def append_f16(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:

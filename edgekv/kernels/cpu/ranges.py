@@ -39,7 +39,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     parallel = queries.size * (t1 - t0) >= MIN_PARALLEL_WORK and threads.count() > 1
     splits = min(threads.count(), max(pieces, 1)) if parallel else 1
     args = (
-        *(n_groups, rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
+        *(rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
         *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s)),
         *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("scores", n_groups * splits * item_bytes)),
         *(item_bytes, prepared),
@@ -73,8 +73,8 @@ def _run(items: Any, in_parallel: Any, n_items: int, parallel: bool, args: Args)
 
 @fast_jit
 def _score_items(first: int, last: int, args: Args) -> None:
-    n_groups, rows, head_dim, splits, t0, t1, block, store, queries, prepare, score, s, gap_g, gap_m = args[:14]
-    memory, item_bytes, prepared_bytes = args[14:]
+    rows, head_dim, splits, t0, t1, block, store, queries, prepare, score, s, gap_g, gap_m = args[:13]
+    memory, item_bytes, prepared_bytes = args[13:]
     for item in range(first, last):
         g, split = item // splits, item % splits
         mine = memory + item * item_bytes

@@ -3,32 +3,24 @@
 from edgekv.kernels.cpu.append import append
 from edgekv.kernels.cpu.attend import attend
 from edgekv.kernels.cpu.centres import encode_centres
-from edgekv.kernels.cpu.dense import (
-    encode_f16,
-    encode_f32,
-    project,
-    scores_f16,
-    scores_f32,
-    values_f16,
-    values_f32,
-)
+from edgekv.kernels.cpu.dense import encode_f16, encode_f32, project
 from edgekv.kernels.cpu.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.cpu.fier import encode_fier, scores_fier
-from edgekv.kernels.cpu.gather import attend_planes, encode_planes
+from edgekv.kernels.cpu.gather import encode_planes
 from edgekv.kernels.cpu.huffman import huffman_pack, huffman_sizes, scores_huffman, values_huffman
-from edgekv.kernels.cpu.int4 import encode_int4, values_int4
+from edgekv.kernels.cpu.int4 import encode_int4
 from edgekv.kernels.cpu.ints import encode_sym, scores_sym, values_sym
 from edgekv.kernels.cpu.kivi import encode_kivi_keys, encode_kivi_values, scores_kivi, values_kivi
 from edgekv.kernels.cpu.levels import quantise_channels, quantise_tokens
 from edgekv.kernels.cpu.mikv import scores_tokens
-from edgekv.kernels.cpu.planes import encode_signs, pack_queries, scores_centred
-from edgekv.kernels.cpu.quads import encode_quads, values_quads
+from edgekv.kernels.cpu.planes import encode_signs
+from edgekv.kernels.cpu.quads import encode_quads
 from edgekv.kernels.cpu.quest import encode_pages
 from edgekv.kernels.cpu.ranges import scores, sums
-from edgekv.kernels.cpu.retrieval import scores_f16_at, select_top, values_f16_at
+from edgekv.kernels.cpu.retrieval import select_top
 from edgekv.kernels.cpu.rope import split_rope
 from edgekv.kernels.cpu.rotate import hadamard, hadamard_back
-from edgekv.kernels.cpu.signs import pack_sign_rows, pack_signs, scores_signs
+from edgekv.kernels.cpu.signs import pack_sign_rows, pack_signs
 from edgekv.kernels.cpu.softmax import softmax
 from edgekv.kernels.cpu.visual import encode_levels, scores_levels, values_levels
 
@@ -36,7 +28,6 @@ __all__ = [
     "add_attention",
     "append",
     "attend",
-    "attend_planes",
     "encode_centres",
     "encode_f16",
     "encode_f32",
@@ -55,22 +46,16 @@ __all__ = [
     "hadamard_back",
     "huffman_pack",
     "huffman_sizes",
-    "pack_queries",
     "pack_sign_rows",
     "pack_signs",
     "project",
     "quantise_channels",
     "quantise_tokens",
     "scores",
-    "scores_centred",
-    "scores_f16",
-    "scores_f16_at",
-    "scores_f32",
     "scores_fier",
     "scores_huffman",
     "scores_kivi",
     "scores_levels",
-    "scores_signs",
     "scores_sym",
     "scores_tokens",
     "select_top",
@@ -78,13 +63,8 @@ __all__ = [
     "split_rope",
     "store_token",
     "sums",
-    "values_f16",
-    "values_f16_at",
-    "values_f32",
     "values_huffman",
-    "values_int4",
     "values_kivi",
     "values_levels",
-    "values_quads",
     "values_sym",
 ]

@@ -40,7 +40,7 @@ def attend(
         _finish_groups(0, made.n_groups, made.plan, made.runs)
     for segment in segments:
         if segment.values.kind == "plane_values":
-            segment.values.counts = segment.values.found.mean(axis=0)
+            segment.values.counts = segment.values.found.mean(axis=0) / queries.shape[1]
 
 
 def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32) -> None:
@@ -107,6 +107,9 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
         n = min(run.stop, (at + 1) * run.block) - t
         position = run.position + t - run.first
         if run.masked and run.positions == 0 and (position + n <= p.lowest or position >= p.highest):
+            for m in range(p.rows if run.kept else 0):
+                column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
+                fill(floats(p.kept), column, column + n, MINUS_INFINITY)
             continue
         call_block(run.score, run.key_store, prepared, p.rows, g, t, n, own, run.block, scratch)
         if run.masked:

@@ -1,17 +1,23 @@
 """Which loops read which kind of codec."""
 
-from edgekv.kernels.cpu import dense
+from edgekv.kernels.cpu import dense, gather, int4, planes, quads, retrieval, signs
 from edgekv.kernels.cpu.loops import Loops
 
 KEYS: dict[str, Loops] = {
     "f16": dense.F16,
     "f32": dense.F32_ROWS,
+    "signs": signs.SKETCH,
+    "centred_signs": planes.CENTRED,
+    "plane_keys": planes.CENTRED,
 }
 
 VALUES: dict[str, Loops] = {
     "f16": dense.F16,
     "f32": dense.F32_ROWS,
+    "int4": int4.INT4,
+    "interleaved": quads.INTERLEAVED,
+    "plane_values": gather.PLANE_VALUES,
 }
 
-CHOSEN: dict[str, tuple[Loops, Loops]] = {}
+CHOSEN: dict[str, tuple[Loops, Loops]] = {"f16": (retrieval.CHOSEN_F16, retrieval.CHOSEN_F16)}
 """For segments of which only chosen tokens are read, by the kind of the keys: loops of keys and of values."""

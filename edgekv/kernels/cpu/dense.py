@@ -11,17 +11,9 @@ from edgekv.kernels.contract.attention import BLOCK, F32, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import (
-    MIN_PARALLEL_WORK,
-    add_partial_sums,
-    flat,
-    partial_sums,
-    run,
-    token_span,
-    token_splits,
-)
+from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK, run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, score_loop
-from edgekv.kernels.cpu.scalar import address, get, put
+from edgekv.kernels.cpu.scalar import get, put
 
 LANES = simd.LANES
 TILE = 4 * LANES
@@ -40,26 +32,6 @@ def encode_f32(x: F32, store: F32, t0: int) -> None:
 def project(x: F32, matrix: F32) -> F32:
     result: F32 = x @ matrix.T
     return result
-
-
-def scores_f16(q: F32, keys: U16 | F32, t0: int, t1: int, s: F32, s0: int) -> None:
-    work = q.size * (t1 - t0)
-    splits = token_splits(q.shape[0], work)
-    args = splits, np.ascontiguousarray(q), keys, t0, t1, *flat(s), s0
-    run(_scores_items, _scores_parallel, q.shape[0] * splits, work, args)
-
-
-def values_f16(p: F32, s0: int, values: U16 | F32, t0: int, t1: int, out: F32) -> None:
-    work = out.size * (t1 - t0)
-    splits = token_splits(out.shape[0], work)
-    partial = partial_sums(out, splits)
-    args = splits, *flat(p), s0, values, t0, t1, partial
-    run(_values_items, _values_parallel, out.shape[0] * splits, work, args)
-    add_partial_sums(partial, out)
-
-
-scores_f32 = scores_f16
-values_f32 = values_f16
 
 
 @score_loop
@@ -148,32 +120,6 @@ def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
 
 
 @fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, keys, t0, t1, s, gap_g, gap_m, s0 = args
-    (_, n_rows, head_dim), capacity = q.shape, keys.shape[1]
-    q, keys, s = address(q), address(keys), address(s)
-    for item in range(first, last):
-        g = item // splits
-        start, end = token_span(t0, t1, splits, item % splits)
-        for block in range(start, end, BLOCK):
-            n = min(BLOCK, end - block)
-            key = (g * capacity + block) * head_dim
-            query, row = g * n_rows * head_dim, g * gap_g + s0 + block - t0
-            for _ in range(n_rows // 4):
-                _score_four_rows(q, query, keys, key, head_dim, n, s, row, gap_m)
-                query, row = query + 4 * head_dim, row + 4 * gap_m
-            for _ in range(n_rows % 4):
-                _score_row(q, query, keys, key, head_dim, n, s, row)
-                query, row = query + head_dim, row + gap_m
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
 def _score_row(q: F32, query: int, keys: U16 | F32, key: int, head_dim: int, n: int, s: F32, row: int) -> None:
     """s[row:][:n] = the query q[query:] times n keys."""
     whole = head_dim // LANES * LANES
@@ -217,30 +163,6 @@ def _score_four_rows(
         put(s, row + 2 * gap_m + t, score2)
         put(s, row + 3 * gap_m + t, score3)
         key += head_dim
-
-
-@fast_jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    splits, p, gap_g, gap_m, s0, values, t0, t1, out = args
-    (n_kv_heads, n_rows, head_dim), capacity = out.shape[1:], values.shape[1]
-    p, out, values = address(p), address(out), address(values)
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        start, end = token_span(t0, t1, splits, split)
-        for block in range(start, end, BLOCK):
-            n = min(BLOCK, end - block)
-            value = (g * capacity + block) * head_dim
-            column = g * gap_g + s0 + block - t0
-            target = (split * n_kv_heads + g) * n_rows * head_dim
-            for _ in range(n_rows):
-                _add_block(p, column, n, values, value, head_dim, out, target)
-                column, target = column + gap_m, target + head_dim
-
-
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

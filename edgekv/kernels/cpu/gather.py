@@ -1,61 +1,155 @@
 """Keys and values as bit planes per token, of which only those that matter are read."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, I64, U16, U64
+from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16, U64
 from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.codes import add_row
+from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import flat, run
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import Loops, address_of, again_loop, chars, floats, halves, ints, numbers
 from edgekv.kernels.cpu.masks import at_least, lowest_one
-from edgekv.kernels.cpu.refine import LINE, PENDING, add_planes, add_up, choose, estimate, prepare, weigh
-from edgekv.kernels.cpu.scalar import address, get, put
+from edgekv.kernels.cpu.planes import parts_of as planes_of
+from edgekv.kernels.cpu.refine import PENDING, add_planes, add_up, choose, estimate, prepare, weigh
+from edgekv.kernels.cpu.rotate import rotate_back_row
+from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.cpu.softmax import fill
 
 LANES = simd.LANES
 WORD_BITS = 64
-SCAN_WORK, READ_WORK = 1, 8  # of one probability and of one element of a token, in multiply-adds
-TYPICAL_SHARE = 32  # one token of so many is read
+LINE = 64
 ONE_BIT = np.uint64(1)
-ZERO, HALF = np.array([0, 0.5], np.float32)
+ZERO, HALF, MIDDLE_OF_MEANS = np.array([0, 0.5, 8], np.float32)
 
 
 def encode_planes(x: F32, step: F32, planes: U64, t0: int) -> None:
     run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], 2 * x.size, (x, step, planes, t0))
 
 
-def attend_planes(
-    p: F32,
-    s0: int,
+@again_loop
+def _read_again(
+    key_store: int,
+    value_store: int,
+    prepared: int,
+    p: int,
+    gap: int,
+    rows: int,
+    n: int,
+    g: int,
     t0: int,
     t1: int,
-    q: F32,
-    rounded: F32,
-    lam: F32,
-    signs: U64,
-    scale: U16,
-    fine: U64,
-    top: U64,
-    low: U64,
-    value_scale: U16,
-    threshold: float,
-    n: int,
-    out: F32,
-    tail: F32,
-    change: F32,
-    counts: I64,
+    out: int,
+    change: int,
+    scratch: int,
 ) -> None:
-    n_items, n_heads, n_tokens, width = q.shape[0] * n, q.shape[1] // n, t1 - t0, q.shape[2]
-    chosen = np.empty((n_items, 3, PENDING), np.int32)
-    weights = np.empty((n_items, 4 * n_heads + 1, PENDING), np.float32)
-    near = np.empty((n_items, 2 * n_heads + 2 * width), np.float32)
-    halves = np.empty((n_items, n_heads + 1, 4 * width), np.uint8)
-    planes = signs.view(np.uint8), fine.view(np.uint8), top.view(np.uint8), low.view(np.uint8)
-    work = q.shape[0] * q.shape[1] * n_tokens * (SCAN_WORK + READ_WORK * width // TYPICAL_SHARE)
-    args = (
-        *(*flat(p), s0, t0, t1, q, rounded, lam, scale, *planes, value_scale),
-        *(np.float32(threshold), n, chosen, weights, near, halves, out, tail, change, counts),
+    """`reference.gather.attend_planes`, then the others as their block's mean."""
+    k, v = numbers(key_store), numbers(value_store)
+    n_blocks, width, n_planes = get(k, 4), get(k, 5), get(k, 6)
+    n_heads, capacity = rows // n, n_blocks * BLOCK
+    blocks = (t1 + BLOCK - 1) // BLOCK - t0 // BLOCK
+    rotated, rounded, _, _, _, _ = planes_of(prepared, rows, width, n_planes)
+    keys = chars(get(k, 0)), halves(get(k, 1)), chars(get(v, 5))
+    values = chars(get(v, 0)), chars(get(v, 1)), halves(get(v, 2))
+    places = _places(scratch, rows, n_heads, width, n_blocks)
+    sums, tail, chosen, weights = floats(places[0]), floats(places[1]), ints(places[2]), floats(places[3])
+    fill(sums, 0, rows * width, ZERO)
+    threshold, base = np.int32(get(v, 6)).view(np.float32), g * capacity
+    n_read_all = n_full_all = 0
+    for j in range(n):
+        memory = chosen, 0, weights, 0, floats(places[4]), 0
+        products, tail_of = (chars(places[5]), 0), (tail, blocks, t0 // BLOCK)
+        chances = j * gap - t0  # column of token 0, of the first head
+        where = floats(p), chances, n * gap, n_heads, j, n, width
+        lam = get(floats(get(k, 7)), g)
+        prepare(floats(rotated), floats(rounded), lam, where, memory, products, floats(change))
+        n_found = 0
+        for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
+            start, end = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)
+            for r in range(n_heads):
+                mass = add_up(floats(p), chances + r * n * gap + start, end - start)
+                put(tail, (j + r * n) * blocks + block - t0 // BLOCK, mass)
+            for t in range(start, end, LANES):
+                bits = np.uint64(0)
+                for r in range(n_heads):
+                    bits |= _at_least(floats(p), chances + r * n * gap + t, end - t, threshold)
+                while bits:
+                    token = t + lowest_one(bits)
+                    bits &= bits - ONE_BIT
+                    _prefetch(keys, values, base + token, width)
+                    put(chosen, n_found, np.int32(token))
+                    n_found += 1
+            if n_found > PENDING - BLOCK or block == (t1 - 1) // BLOCK:
+                estimate(n_found, base, where, memory, products, keys)
+                weigh(n_found, where, memory, floats(change))
+                n_pairs, n_whole = choose(n_found, base, threshold, where, memory, values, tail_of)
+                add_planes(n_pairs, n_whole, base, where, memory, values, sums)
+                n_full_all += n_whole
+                n_read_all += n_found
+                n_found = 0
+    put(numbers(get(v, 7)), 2 * g, n_read_all)
+    put(numbers(get(v, 7)), 2 * g + 1, n_full_all)
+    first = g * n_blocks + t0 // BLOCK
+    _add_means(tail, rows, blocks, chars(get(v, 3)), halves(get(v, 4)), first, width, weights, sums)
+    head_dim = get(k, 8)
+    for m in range(rows):
+        rotate_back_row(
+            *(sums, m * width, width, floats(get(k, 10)), floats(get(k, 11)), get(k, 9)),
+            *(floats(out), m * head_dim, head_dim),
+        )
+
+
+@jit
+def _places(scratch: int, rows: int, n_heads: int, width: int, n_blocks: int) -> tuple[int, ...]:
+    """Where the second stage keeps its sums, tails, chosen tokens, weights, products; and the end of all."""
+    tail = scratch + 4 * rows * width
+    chosen = tail + 4 * rows * n_blocks
+    weights = chosen + 12 * PENDING
+    near = weights + 4 * (4 * n_heads + 1) * PENDING
+    products = near + 4 * (2 * n_heads + 2 * width)
+    products += -products % LINE
+    return scratch, tail, chosen, weights, near, products, products + (n_heads + 1) * 4 * width
+
+
+@fast_jit
+def _add_means(
+    tail: F32, rows: int, blocks: int, means: U8, scale: U16, first: int, width: int, weights: F32, out: F32
+) -> None:
+    """out (rows, width) += tail (rows, blocks) times the means of blocks, in 4 bits, from ``first`` on."""
+    for m in range(rows):
+        for b in range(0, blocks, BLOCK):
+            n, total = min(BLOCK, blocks - b), ZERO
+            for i in range(n):
+                weight = get(tail, m * blocks + b + i) * as_float(get(scale, first + b + i))
+                put(weights, i, weight)
+                total += weight
+            for d in range(m * width, (m + 1) * width):
+                put(out, d, get(out, d) - MIDDLE_OF_MEANS * total)
+            code = (first + b) * (width // 2)
+            add_row((0, 1), weights, 0, n, width, means, code, width // 2, out, m * width)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    a = codec.arrays
+    codec.found = np.zeros((codec.n_kv_heads, 2), np.int64)
+    return (
+        *(address_of(a[name]) for name in ("top", "low", "scale", "means", "mean_scale")),
+        address_of(codec.keys.arrays["fine"]),
+        int(np.float32(codec.threshold).view(np.int32)),
+        address_of(codec.found),
     )
-    run(_attend_items, _attend_parallel, n_items, work, args)
+
+
+def _scratch_bytes(codec: Any, rows: int) -> int:
+    n_blocks = codec.capacity // BLOCK
+    end: int = _places.py_func(0, rows, rows, codec.keys.width, n_blocks)[-1]
+    return end + LINE
+
+
+PLANE_VALUES = Loops(_store, again=_read_again, scratch=_scratch_bytes)
 
 
 @jit
@@ -84,64 +178,6 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
 def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
         _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
-def _attend_items(first: int, last: int, args: Args) -> None:
-    p, gap_g, gap_m, s0, t0, t1, q, rounded, lam, scale, signs, fine, top, low, value_scale = args[:15]
-    threshold, n, chosen, weights, near, halves, out, tail, change, counts = args[15:]
-    (_, n_rows, width), capacity, blocks = q.shape, scale.shape[1], tail.shape[2]
-    n_heads = n_rows // n
-    p, out, tail, change, counts = address(p), address(out), address(tail), address(change), address(counts)
-    q, rounded, lam = address(q), address(rounded), address(lam)
-    keys = address(signs), address(scale), address(fine)
-    values = address(top), address(low), address(value_scale)
-    chosen, weights, near, halves = address(chosen), address(weights), address(near), address(halves)
-    for item in range(first, last):
-        g, j = item // n, item % n
-        row = g * n_rows + j
-        chances = g * gap_g + j * gap_m + s0 - t0  # column of token 0, of the first head
-        memory = (
-            *(chosen, item * 3 * PENDING, weights, item * (4 * n_heads + 1) * PENDING),
-            *(near, item * (2 * n_heads + 2 * width)),
-        )
-        products = halves, item * (n_heads + 1) * 4 * width
-        tail_of = tail, blocks, t0 // BLOCK
-        where = p, chances, n * gap_m, n_heads, row, n, width
-        prepare(q, rounded, get(lam, g), where, memory, products, change)
-        n_found = n_read = n_full = 0
-        for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
-            start, end = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)
-            for r in range(n_heads):
-                mass = add_up(p, chances + r * n * gap_m + start, end - start)
-                put(tail, (row + r * n) * blocks + block - t0 // BLOCK, mass)
-            for t in range(start, end, LANES):
-                bits = np.uint64(0)
-                for r in range(n_heads):
-                    bits |= _at_least(p, chances + r * n * gap_m + t, end - t, threshold)
-                while bits:
-                    token = t + lowest_one(bits)
-                    bits &= bits - ONE_BIT
-                    _prefetch(keys, values, g * capacity + token, width)
-                    put(chosen, item * 3 * PENDING + n_found, np.int32(token))
-                    n_found += 1
-            if n_found > PENDING - BLOCK or block == (t1 - 1) // BLOCK:
-                base = g * capacity
-                estimate(n_found, base, where, memory, products, keys)
-                weigh(n_found, where, memory, change)
-                n_pairs, n_whole = choose(n_found, base, threshold, where, memory, values, tail_of)
-                add_planes(n_pairs, n_whole, base, where, memory, values, out)
-                n_full += n_whole
-                n_read += n_found
-                n_found = 0
-        put(counts, 2 * item, n_read)
-        put(counts, 2 * item + 1, n_full)
-
-
-@parallel_jit
-def _attend_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _attend_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

@@ -1,5 +1,7 @@
 """Values in four bits with a scale and a zero point per token."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
@@ -7,15 +9,9 @@ from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import (
-    add_partial_sums,
-    flat,
-    partial_sums,
-    run,
-    token_span,
-    token_splits,
-)
-from edgekv.kernels.cpu.scalar import address, get, maximum, minimum, put
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
 TILE = 2 * LANES  # bytes, of two elements each
@@ -28,14 +24,27 @@ def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
     run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
 
 
-def values_int4(p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: int, out: F32) -> None:
-    work = out.size * (t1 - t0)
-    splits = token_splits(out.shape[0], work)
-    weights = np.empty((out.shape[0] * splits, 2 * BLOCK), np.float32)  # per item, for two rows
-    partial = partial_sums(out, splits)
-    args = splits, *flat(p), s0, codes, delta, zero, t0, t1, weights, partial
-    run(_values_items, _values_parallel, out.shape[0] * splits, work, args)
-    add_partial_sums(partial, out)
+@add_loop
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    x = numbers(store)
+    codes, delta, zero, half = chars(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), get(x, 4)
+    token, weights, target, column = g * get(x, 3) + t, floats(scratch), 0, 0
+    for _ in range(rows // 2):
+        shift0 = _weigh(floats(p), column, n, delta, zero, token, weights, 0)
+        shift1 = _weigh(floats(p), column + gap, n, delta, zero, token, weights, BLOCK)
+        _add_two_rows(weights, 0, n, shift0, shift1, codes, token * half, half, floats(out), target)
+        column, target = column + 2 * gap, target + 4 * half
+    if rows % 2:
+        shift0 = _weigh(floats(p), column, n, delta, zero, token, weights, 0)
+        _add_row(weights, 0, n, shift0, codes, token * half, half, floats(out), target)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    a = codec.arrays
+    return (*(address_of(a[name]) for name in ("codes", "delta", "zero")), codec.capacity, codec.head_dim // 2)
+
+
+INT4 = Loops(_store, add=_add, scratch=lambda codec, rows: 8 * BLOCK)
 
 
 @jit
@@ -88,37 +97,6 @@ def round_up_to_half(x: Scalar) -> Scalar:
     x = minimum(x, LARGEST_F16)
     bits = float_to_half(x)
     return np.uint16(bits + 1) if as_float(bits) < x else bits
-
-
-@fast_jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    splits, p, gap_g, gap_m, s0, codes, delta, zero, t0, t1, weights, out = args
-    n_kv_heads, n_rows, head_dim = out.shape[1:]
-    capacity, half = codes.shape[1:]
-    p, out, codes, weights = address(p), address(out), address(codes), address(weights)
-    delta, zero = address(delta), address(zero)
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        start, end = token_span(t0, t1, splits, split)
-        w = item * 2 * BLOCK
-        for block in range(start, end, BLOCK):
-            n, token = min(BLOCK, end - block), g * capacity + block
-            column = g * gap_g + s0 + block - t0
-            target = (split * n_kv_heads + g) * n_rows * head_dim
-            for _ in range(n_rows // 2):
-                shift0 = _weigh(p, column, n, delta, zero, token, weights, w)
-                shift1 = _weigh(p, column + gap_m, n, delta, zero, token, weights, w + BLOCK)
-                _add_two_rows(weights, w, n, shift0, shift1, codes, token * half, half, out, target)
-                column, target = column + 2 * gap_m, target + 2 * head_dim
-            if n_rows % 2:
-                shift0 = _weigh(p, column, n, delta, zero, token, weights, w)
-                _add_row(weights, w, n, shift0, codes, token * half, half, out, target)
-
-
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

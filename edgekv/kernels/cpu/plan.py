@@ -120,8 +120,9 @@ def _loops(segment: Segment) -> tuple[Loops, Loops]:
 def _store(loops: Loops, segment: Segment, codec: Any) -> npt.NDArray[np.int64]:
     if segment.chosen is None:
         return store_numbers(loops, codec)
-    tokens, _ = segment.chosen
-    return np.array((*loops.store(codec), address_of(tokens), tokens.strides[0] // tokens.itemsize), np.int64)
+    tokens, counts = segment.chosen
+    gap = tokens.strides[0] // tokens.itemsize
+    return np.array((*loops.store(codec), address_of(tokens), gap, counts[0]), np.int64)
 
 
 def _address(loop: Loop | None) -> int:

@@ -5,14 +5,28 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16, U64
+from edgekv.kernels.contract.attention import BLOCK, F32, U16, U64
+from edgekv.kernels.contract.codes import U32
 from edgekv.kernels.contract.planes import CENTRE, CENTRES
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.centres import centre_scores, split
 from edgekv.kernels.cpu.half import float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
-from edgekv.kernels.cpu.launch import flat, run, token_span, token_splits
-from edgekv.kernels.cpu.scalar import address, get, maximum, minimum, put
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import (
+    Loops,
+    address_of,
+    chars,
+    floats,
+    halves,
+    numbers,
+    prepare_loop,
+    score_loop,
+    words,
+    words32,
+)
+from edgekv.kernels.cpu.rotate import rotate_row, rotation_numbers
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.kernels.cpu.signs import pack_signs
 
 LANES = simd.LANES
@@ -20,7 +34,6 @@ TILE = 4 * LANES
 WORD_BITS = 64
 LINE = 64  # bytes
 BLOCKS_AHEAD = 4
-WORD_WORK = 4  # XOR, count and add of a word, in multiply-adds
 ZERO, ONE, HALF, TWO = np.array([0, 1, 0.5, 2], np.float32)
 LARGEST_F16_64 = np.float64(65504)
 
@@ -31,33 +44,92 @@ def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
     pack_signs(x, signs, t0)
 
 
-def pack_queries(q: F32, planes: U64, step: F32, rounded: F32) -> None:
-    codes = np.empty((len(q) * q.shape[1], q.shape[2]), np.uint32)
-    args = np.ascontiguousarray(q), planes, step, rounded, codes
-    run(_query_items, _query_parallel, len(codes), 8 * q.size, args)
+# What a head's queries become, in this order:
+# P q (rows, width) float32; what its codes stand for, likewise; P q in two bytes (rows, 2, width); the planes
+# (rows, n_planes, width / 64) uint64; step * lam (rows,), then size and sum of the two bytes (rows, 2), float32;
+# room for the codes of a row (width,) uint32.
 
 
-def scores_centred(
-    q: F32,
-    planes: U64,
-    step: F32,
-    signs: U64,
-    scale: U16,
-    centres: U8,
-    centre_step: U16,
-    t0: int,
-    t1: int,
-    s: F32,
-    s0: int,
-) -> None:
-    work = WORD_WORK * planes.size * (t1 - t0)
-    splits = token_splits(q.shape[0], work)
-    n_items, n_rows, width = q.shape[0] * splits, *q.shape[1:]
-    halves = np.empty((n_items, n_rows, 2, width), np.uint8)
-    near = np.empty((n_items, 2 * n_rows + CENTRES + BLOCK), np.float32)
-    q, keys = np.ascontiguousarray(q), (signs, scale, centres, centre_step)
-    args = splits, q, planes, step, *keys, t0, t1, *flat(s), s0, halves, near
-    run(_scores_items, _scores_parallel, n_items, work, args)
+@jit
+def parts_of(prepared: int, rows: int, width: int, n_planes: int) -> tuple[int, int, int, int, int, int]:
+    """Addresses of the parts of prepared queries."""
+    rounded = prepared + 4 * rows * width
+    split_at = rounded + 4 * rows * width
+    planes = split_at + 2 * rows * width
+    steps = planes + rows * n_planes * width // 8
+    return prepared, rounded, split_at, planes, steps, steps + 12 * rows
+
+
+@prepare_loop
+def _prepare(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+    x = numbers(store)
+    width, n_planes, head_dim = get(x, 5), get(x, 6), get(x, 8)
+    lam = get(floats(get(x, 7)), g)
+    rotated, rounded, split_at, planes, steps, codes = parts_of(prepared, rows, width, n_planes)
+    for m in range(rows):
+        row = m * width
+        rotate_row(
+            *(floats(q), m * head_dim, head_dim, floats(get(x, 10)), floats(get(x, 10)), get(x, 9)),
+            *(width, floats(rotated), row),
+        )
+        plane = m * n_planes * (width // WORD_BITS)
+        step = _round_query(
+            floats(rotated), row, width, n_planes, words(planes), plane, floats(rounded), words32(codes)
+        )
+        put(floats(steps), m, step * lam)
+        size, total = split(floats(rotated), row, width, chars(split_at), 2 * row)
+        put(floats(steps), rows + 2 * m, size)
+        put(floats(steps), rows + 2 * m + 1, np.float32(total))
+
+
+@score_loop
+def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    x = numbers(store)
+    signs, scale, centres, centre_step = words(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), halves(get(x, 3))
+    width, n_planes = get(x, 5), get(x, 6)
+    n_words = width // WORD_BITS
+    _, _, split_at, planes, steps, _ = parts_of(prepared, rows, width, n_planes)
+    stored, i = g * get(x, 4) + t // BLOCK, t % BLOCK
+    ahead, block_words, block_bytes = stored + BLOCKS_AHEAD, n_words * BLOCK, CENTRES * width // 2
+    for j in range(0, block_words, LINE // 8):
+        simd.prefetch(signs, ahead * block_words + j)
+    for j in range(0, block_bytes, LINE):
+        simd.prefetch(centres, ahead * block_bytes + j)
+    for j in range(0, BLOCK, LINE // 2):
+        simd.prefetch(scale, ahead * BLOCK + j)
+    near, target = floats(scratch), floats(s)
+    for m in range(rows):
+        size, total = get(floats(steps), rows + 2 * m), get(floats(steps), rows + 2 * m + 1)
+        centre_scores(chars(split_at), 2 * m * width, width, size, total, centres, centre_step, stored, near, 0)
+        factor, word = get(floats(steps), m) * HALF, m * n_planes * n_words
+        into, column = (target, m * gap) if n == BLOCK else (near, CENTRES)
+        _score_block(words(planes), word, n_planes, n_words, factor, signs, scale, stored, near, 0, into, column)
+        if n != BLOCK:
+            for k in range(n):
+                put(target, m * gap + k, get(near, CENTRES + i + k))
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    a = codec.arrays
+    return (
+        *(address_of(a[name]) for name in ("signs", "scale", "centres", "centre_step")),
+        *(a["signs"].shape[1], codec.width, codec.planes, address_of(codec.lam), codec.head_dim),
+        *rotation_numbers(codec.rotation),
+    )
+
+
+def _prepared_bytes(codec: Any, rows: int) -> int:
+    size: int = rows * (10 * codec.width + codec.planes * codec.width // 8 + 12) + 4 * codec.width
+    return size
+
+
+CENTRED = Loops(
+    _store,
+    prepare=_prepare,
+    score=_score,
+    prepared=_prepared_bytes,
+    scratch=lambda codec, rows: 4 * (CENTRES + BLOCK),
+)
 
 
 @fast_jit
@@ -80,30 +152,30 @@ def _scale_parallel(n_parts: int, n_items: int, args: Args) -> None:
 
 
 @jit
-def _query_items(first: int, last: int, args: Args) -> None:
-    q, planes, step, rounded, codes = args
-    width, (n_planes, n_words) = q.shape[2], planes.shape[2:]
-    q, planes, step, codes = q.reshape(-1), planes.reshape(-1), step.reshape(-1), codes.reshape(-1)
-    rounded = rounded.reshape(-1)
+def _round_query(
+    q: F32, row: int, width: int, n_planes: int, planes: U64, target: int, rounded: F32, codes: U32
+) -> Scalar:
+    """q[row:][:width] in codes of n_planes bits: their planes, the sign first, and what they stand for.
+
+    Returns the step of the codes.
+    """
     half = np.float32(1 << (n_planes - 1))
     top = half + half - ONE
-    for item in range(first, last):
-        row = item * width
-        largest = ZERO
-        for d in range(row, row + width):
-            largest = maximum(largest, abs(get(q, d)))
-        size = largest / half
-        put(step, item, size)
-        divisor = ONE if size == ZERO else size
-        for d in range(row, row + width):
-            code = minimum(maximum(np.floor(get(q, d) / divisor) + half, ZERO), top)
-            put(codes, d, np.uint32(np.int32(code)))
-            put(rounded, d, (code - half + HALF) * size)
-        for plane in range(n_planes):
-            target = (item * n_planes + plane) * n_words
-            for w in range(n_words):
-                word = _gather_bits(codes, row + w * WORD_BITS, n_planes - 1 - plane)
-                put(planes, target + w, word)
+    largest = ZERO
+    for d in range(row, row + width):
+        largest = maximum(largest, abs(get(q, d)))
+    size = largest / half
+    divisor = ONE if size == ZERO else size
+    for d in range(width):
+        code = minimum(maximum(np.floor(get(q, row + d) / divisor) + half, ZERO), top)
+        put(codes, d, np.uint32(np.int32(code)))
+        put(rounded, row + d, (code - half + HALF) * size)
+    n_words = width // WORD_BITS
+    for plane in range(n_planes):
+        for w in range(n_words):
+            word = _gather_bits(codes, w * WORD_BITS, n_planes - 1 - plane)
+            put(planes, target + plane * n_words + w, word)
+    return size
 
 
 @jit
@@ -112,67 +184,6 @@ def _gather_bits(codes: Any, start: int, bit: int) -> Scalar:
     for i in range(WORD_BITS):
         word |= np.uint64(get(codes, start + i) >> np.uint32(bit) & np.uint32(1)) << np.uint64(i)
     return word
-
-
-@parallel_jit
-def _query_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _query_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, planes, step, signs, scale, centres, centre_step, t0, t1, s, gap_g, gap_m, s0, halves, near = args
-    n_rows, width = q.shape[1:]
-    n_planes, n_words = planes.shape[2:]
-    n_blocks, block_words, block_bytes = signs.shape[1], n_words * BLOCK, CENTRES * width // 2
-    signs, scale, centres, centre_step = address(signs), address(scale), address(centres), address(centre_step)
-    q, planes, step, s = address(q), address(planes), address(step), address(s)
-    halves, near = address(halves), address(near)
-    near_items = 2 * n_rows + CENTRES + BLOCK
-    for item in range(first, last):
-        g = item // splits
-        start, end = token_span(t0, t1, splits, item % splits)
-        queries = item * 2 * n_rows * width  # the rows of q in bytes
-        sizes = item * near_items  # of these rows, then the block's centres' scores, then the block's scores
-        bases = sizes + 2 * n_rows
-        for m in range(n_rows):
-            row = g * n_rows + m
-            size, total = split(q, row * width, width, halves, queries + 2 * m * width)
-            put(near, sizes + 2 * m, size)
-            put(near, sizes + 2 * m + 1, np.float32(total))
-        for block in range(start // BLOCK, (end + BLOCK - 1) // BLOCK):
-            stored = g * n_blocks + block
-            ahead = stored + BLOCKS_AHEAD
-            for j in range(0, block_words, LINE // 8):
-                simd.prefetch(signs, ahead * block_words + j)
-            for j in range(0, block_bytes, LINE):
-                simd.prefetch(centres, ahead * block_bytes + j)
-            for j in range(0, BLOCK, LINE // 2):
-                simd.prefetch(scale, ahead * BLOCK + j)
-            i = max(start - block * BLOCK, 0)
-            n = min(end - block * BLOCK, BLOCK) - i
-            column = g * gap_g + s0 + block * BLOCK + i - t0
-            for m in range(n_rows):
-                row, query = g * n_rows + m, queries + 2 * m * width
-                size, total = get(near, sizes + 2 * m), get(near, sizes + 2 * m + 1)
-                centre_scores(halves, query, width, size, total, centres, centre_step, stored, near, bases)
-                words = row * n_planes * n_words
-                factor = get(step, row) * HALF
-                target, into = (column, s) if n == BLOCK else (bases + CENTRES, near)
-                _score_block(
-                    planes, words, n_planes, n_words, factor, signs, scale, stored, near, bases, into, target
-                )
-                if n != BLOCK:
-                    for t in range(n):
-                        put(s, column + t, get(near, target + i + t))
-                column += gap_m
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

@@ -1,5 +1,7 @@
 """Values in 1 to 4 bits, four tokens side by side, summed with 8-bit weights in integer dot products."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
@@ -10,8 +12,20 @@ from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.int4 import round_to_even
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import add_partial_sums, flat, partial_sums, run, token_span, token_splits
-from edgekv.kernels.cpu.scalar import address, get, maximum, minimum, put
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import (
+    Loops,
+    add_loop,
+    address_of,
+    chars,
+    finish_loop,
+    floats,
+    halves,
+    numbers,
+    words32,
+)
+from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
 TILE = 4 * LANES
@@ -31,16 +45,48 @@ def encode_quads(x: F32, codes: U8, scale: U16, t0: int) -> None:
     run(_encode_blocks, _encode_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
 
 
-def values_quads(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
-    work = out.size * (t1 - t0) // 4
-    splits = token_splits(out.shape[0], work)
-    n_items = out.shape[0] * splits
-    weights = np.empty((n_items, BLOCK), np.float32)
-    whole = np.empty((n_items, 2 * QUADS), np.uint32)  # for two rows, four weights to a word
-    partial = partial_sums(out, splits)
-    args = splits, *flat(p), s0, codes, scale, t0, t1, weights, whole.view(np.uint8), whole, partial
-    run(_values_items, _values_parallel, n_items, work, args)
-    add_partial_sums(partial, out)
+@add_loop
+def _add_block(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    x = numbers(store)
+    codes, scale, bits, head_dim = chars(get(x, 0)), halves(get(x, 1)), get(x, 4), get(x, 5)
+    weights, bytes_, whole = floats(scratch), chars(scratch + 4 * BLOCK), words32(scratch + 4 * BLOCK)
+    block, i = t // BLOCK, t % BLOCK
+    token, code = g * get(x, 2) + block * BLOCK, (g * get(x, 3) + block) * 8 * bits * head_dim
+    middle = np.float32((1 << bits) - 1) / TWO
+    column, target = -i, 0
+    for m in range(0, rows, 2):
+        pair = min(2, rows - m)
+        scale0 = _weigh(floats(p), column, i, i + n, scale, token, middle, weights, 0, bytes_, 0)
+        scale1 = scale0
+        if pair == 2:
+            scale1 = _weigh(floats(p), column + gap, i, i + n, scale, token, middle, weights, 0, bytes_, BLOCK)
+        if bits == 3:
+            rest, (size0, shift0), (size1, shift1) = code + 16 * head_dim, scale0, scale1
+            scale0, scale1 = (TWO * size0, shift0), (TWO * size1, shift1)
+            _add_rows(pair, whole, 0, scale0, scale1, codes, code, 2, floats(out), target, head_dim)
+            scale0, scale1 = (size0, ZERO), (size1, ZERO)
+            _add_rows(pair, whole, 0, scale0, scale1, codes, rest, 1, floats(out), target, head_dim)
+        else:
+            _add_rows(pair, whole, 0, scale0, scale1, codes, code, bits, floats(out), target, head_dim)
+        column, target = column + 2 * gap, target + 2 * head_dim
+
+
+@finish_loop
+def _finish(store: int, sums: int, out: int, rows: int) -> None:
+    x = numbers(store)
+    d = get(x, 5)
+    for m in range(rows):
+        row = m * d
+        rotate_back_row(floats(sums), row, d, floats(get(x, 7)), floats(get(x, 8)), get(x, 6), floats(out), row, d)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    codes, scale = codec.arrays["codes"], codec.arrays["scale"]
+    sizes = codec.capacity, codes.shape[1], codec.bits, codec.head_dim
+    return (address_of(codes), address_of(scale), *sizes, *rotation_numbers(codec.rotation))
+
+
+INTERLEAVED = Loops(_store, add=_add_block, finish=_finish, scratch=lambda codec, rows: 4 * BLOCK + 8 * QUADS)
 
 
 @jit
@@ -107,48 +153,6 @@ def _put_code(codes: U8, start: int, head_dim: int, d: int, t: int, bits: int, f
 def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
         _encode_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    splits, p, gap_g, gap_m, s0, codes, scale, t0, t1, weights, bytes_, whole, out = args
-    n_kv_heads, n_rows, head_dim = out.shape[1:]
-    capacity, n_stored, bits = scale.shape[1], codes.shape[1], codes.shape[2] // 2
-    p, out, codes, scale = address(p), address(out), address(codes), address(scale)
-    weights, bytes_, whole = address(weights), address(bytes_), address(whole)
-    middle = np.float32((1 << bits) - 1) / TWO
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        start, end = token_span(t0, t1, splits, split)
-        for block in range(start // BLOCK, (end + BLOCK - 1) // BLOCK):
-            i, j = max(start - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
-            column = g * gap_g + s0 + block * BLOCK - t0
-            token = g * capacity + block * BLOCK
-            code = (g * n_stored + block) * 8 * bits * head_dim
-            target = (split * n_kv_heads + g) * n_rows * head_dim
-            word, byte = item * 2 * QUADS, item * 2 * BLOCK
-            for m in range(0, n_rows, 2):
-                pair = min(2, n_rows - m)
-                scale0 = _weigh(p, column, i, j, scale, token, middle, weights, item * BLOCK, bytes_, byte)
-                scale1 = scale0
-                if pair == 2:
-                    column, other = column + gap_m, byte + BLOCK
-                    scale1 = _weigh(p, column, i, j, scale, token, middle, weights, item * BLOCK, bytes_, other)
-                if bits == 3:
-                    rest, (size0, shift0), (size1, shift1) = code + 16 * head_dim, scale0, scale1
-                    scale0, scale1 = (TWO * size0, shift0), (TWO * size1, shift1)
-                    _add_rows(pair, whole, word, scale0, scale1, codes, code, 2, out, target, head_dim)
-                    scale0, scale1 = (size0, ZERO), (size1, ZERO)
-                    _add_rows(pair, whole, word, scale0, scale1, codes, rest, 1, out, target, head_dim)
-                else:
-                    _add_rows(pair, whole, word, scale0, scale1, codes, code, bits, out, target, head_dim)
-                column, target = column + gap_m, target + 2 * head_dim
-
-
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

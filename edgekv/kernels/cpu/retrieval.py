@@ -1,14 +1,16 @@
 """Attention over chosen tokens only: which to choose, and exact scores and value sums of those."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.retrieval import F32, I32, I64, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import flat, run
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, ints, numbers, score_loop
 from edgekv.kernels.cpu.masks import at_least, lowest_one
 from edgekv.kernels.cpu.scalar import address, count_ones, get, maximum, minimum, put
 
@@ -28,14 +30,38 @@ def select_top(s: F32, lo: I64, hi: I64, k: int, chosen: I32) -> None:
     run(_select_rows, _select_parallel, n_rows, SELECT_WORK * n_rows * s.shape[2], args)
 
 
-def scores_f16_at(q: F32, keys: U16, tokens: I32, counts: I64, s: F32) -> None:
-    args = np.ascontiguousarray(q), keys, tokens, counts, *flat(s)
-    run(_scores_items, _scores_parallel, q.shape[0] * len(counts), q.size * tokens.shape[2], args)
+@score_loop
+def _score_at(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    """Of the chosen tokens those from place t on; the list of head g ends at its count."""
+    x = numbers(store)
+    half, capacity, head_dim = get(x, 0), get(x, 1), get(x, 2)
+    tokens, list_gap, count = get(x, 3), get(x, 4), get(x, 5)
+    first = g * list_gap
+    for m in range(rows):
+        _score_row(
+            *(floats(q), m * head_dim, halves(half), g * capacity, head_dim, ints(tokens)),
+            *(first + t, first + t + n, first + count, floats(s), m * gap),
+        )
 
 
-def values_f16_at(p: F32, values: U16, tokens: I32, counts: I64, out: F32) -> None:
-    args = *flat(p), values, tokens, counts, out
-    run(_values_items, _values_parallel, out.shape[0] * len(counts), out.size * tokens.shape[2], args)
+@add_loop
+def _add_at(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    x = numbers(store)
+    half, capacity, head_dim = get(x, 0), get(x, 1), get(x, 2)
+    tokens, list_gap, count = get(x, 3), get(x, 4), get(x, 5)
+    first = g * list_gap
+    for m in range(rows):
+        _add_tokens(
+            *(floats(p), m * gap, halves(half), g * capacity, head_dim, ints(tokens)),
+            *(first + t, first + t + n, first + count, floats(out), m * head_dim),
+        )
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    return address_of(codec.arrays["half"]), codec.capacity, codec.head_dim
+
+
+CHOSEN_F16 = Loops(_store, score=_score_at, add=_add_at)
 
 
 @jit
@@ -144,28 +170,6 @@ def _at_least(s: F32, start: int, length: int, threshold: Scalar) -> Scalar:
 
 
 @fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    q, keys, tokens, counts, s, gap_g, gap_m = args
-    (_, n_rows, head_dim), capacity = q.shape, keys.shape[1]
-    n, width = tokens.shape[1:]
-    q, keys, tokens, s = address(q), address(keys), address(tokens), address(s)
-    for item in range(first, last):
-        g, j = item // n, item % n
-        list_end = item * width + counts[j]
-        for start in range(item * width, list_end, BLOCK):
-            end = min(start + BLOCK, list_end)
-            for m in range(j, n_rows, n):
-                query, row = (g * n_rows + m) * head_dim, g * gap_g + m * gap_m + start - item * width
-                _score_row(q, query, keys, g * capacity, head_dim, tokens, start, end, list_end, s, row)
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
 def _score_row(
     q: F32,
     query: int,
@@ -193,28 +197,6 @@ def _score_row(
         for d in range(whole, head_dim):
             score += get(q, query + d) * as_float(get(keys, key + d))
         put(s, row + i - start, score)
-
-
-@fast_jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    p, gap_g, gap_m, values, tokens, counts, out = args
-    (_, n_rows, head_dim), capacity = out.shape, values.shape[1]
-    n, width = tokens.shape[1:]
-    p, values, tokens, out = address(p), address(values), address(tokens), address(out)
-    for item in range(first, last):
-        g, j = item // n, item % n
-        list_end = item * width + counts[j]
-        for start in range(item * width, list_end, BLOCK):
-            end = min(start + BLOCK, list_end)
-            for m in range(j, n_rows, n):
-                column, target = g * gap_g + m * gap_m + start - item * width, (g * n_rows + m) * head_dim
-                _add_tokens(p, column, values, g * capacity, head_dim, tokens, start, end, list_end, out, target)
-
-
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

@@ -8,8 +8,9 @@ from numba import prange
 
 from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import Args, Scalar, intrinsic, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.scalar import get, put
 
 LANES = simd.LANES
@@ -54,6 +55,61 @@ def _back_rows(first: int, last: int, args: Args) -> None:
         for d in range(wanted):
             i = item * wanted + d
             put(out, i, get(out, i) + get(x, item * width + d) * get(flips, d))
+
+
+@jit
+def rotate_row(
+    q: F32, query: int, n: int, flips: F32, matrix: F32, is_hadamard: int, width: int, x: F32, row: int
+) -> None:
+    """x[row:][:width] = P q[query:][:n]: a Hadamard transform behind signs, or a matrix (width, n)."""
+    if is_hadamard:
+        for d in range(n):
+            put(x, row + d, get(q, query + d) * get(flips, d))
+        for d in range(n, width):
+            put(x, row + d, ZERO)
+        _transform(x, row, width, np.float32(1 / np.sqrt(width)))
+    else:
+        multiply_row(q, query, n, matrix, width, x, row)
+
+
+@jit
+def rotate_back_row(
+    x: F32, row: int, width: int, flips: F32, inverse: F32, is_hadamard: int, out: F32, target: int, n: int
+) -> None:
+    """out[target:][:n] += the inverse of P of x[row:][:width], which is used up."""
+    if is_hadamard:
+        _transform(x, row, width, np.float32(1 / np.sqrt(width)))
+        for d in range(n):
+            put(out, target + d, get(out, target + d) + get(x, row + d) * get(flips, d))
+    else:
+        for d in range(n):
+            put(out, target + d, get(out, target + d) + product(x, row, inverse, d * width, width))
+
+
+@jit
+def multiply_row(q: F32, query: int, n: int, matrix: F32, n_rows: int, x: F32, row: int) -> None:
+    """x[row:][:n_rows] = matrix (n_rows, n) times q[query:][:n]."""
+    for i in range(n_rows):
+        put(x, row + i, product(q, query, matrix, i * n, n))
+
+
+@fast_jit
+def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
+    whole = n // LANES * LANES
+    sums = simd.splat(ZERO)
+    for d in range(0, whole, LANES):
+        sums = simd.multiply_add(simd.load(a, i + d), simd.load(b, j + d), sums)
+    total = simd.total(sums)
+    for d in range(whole, n):
+        total += get(a, i + d) * get(b, j + d)
+    return total
+
+
+def rotation_numbers(rotation: Any) -> tuple[int, int, int]:
+    """For a store: whether it is a Hadamard transform, its signs or its matrix, and the inverse matrix."""
+    if rotation.flips is None:
+        return 0, address_of(rotation.matrix), address_of(rotation.inverse)
+    return 1, address_of(rotation.flips), 0
 
 
 @jit

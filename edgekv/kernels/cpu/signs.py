@@ -1,21 +1,24 @@
 """Sign sketches: one bit per element, 64 to a word, compared by XOR and a count of bits."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, F32, U64
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import Args, Scalar, jit, parallel_jit
-from edgekv.kernels.cpu.launch import flat, run, token_span, token_splits
-from edgekv.kernels.cpu.scalar import address, count_ones, get, put
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, score_loop, words
+from edgekv.kernels.cpu.rotate import multiply_row
+from edgekv.kernels.cpu.scalar import count_ones, get, put
 
 WORD_BITS = 64
-WORD_WORK = 6  # XOR, count and add of a word, in multiply-adds
 LANES = simd.LANES
 TILE = 4 * LANES
 BLOCKS_AHEAD = 4
 WORDS_PER_LINE = 8
-MINUS_TWO = np.float32(-2)
+ONE, MINUS_TWO = np.array([1, -2], np.float32)
 
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
@@ -29,11 +32,51 @@ def pack_sign_rows(x: F32) -> U64:
     return words
 
 
-def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:
-    work = WORD_WORK * q_codes.size * (t1 - t0)
-    splits = token_splits(q_codes.shape[0], work)
-    args = splits, q_codes, codes, t0, t1, np.ascontiguousarray(scale), *flat(s), s0
-    run(_scores_items, _scores_parallel, q_codes.shape[0] * splits, work, args)
+@prepare_loop
+def _prepare(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+    """The signs of R q, then a scale for each row, then room for one row of R q."""
+    x = numbers(store)
+    n_words, n_bits, head_dim, n_tau = get(x, 2), get(x, 4), get(x, 5), get(x, 7)
+    codes, scale = words(prepared), floats(prepared + 8 * rows * n_words)
+    for m in range(rows):
+        multiply_row(floats(q), m * head_dim, head_dim, floats(get(x, 3)), n_bits, scale, rows)
+        for w in range(n_words):
+            put(codes, m * n_words + w, _pack_word(scale, rows + w * WORD_BITS))
+        tau = get(floats(get(x, 6)), g * n_tau + (m // n if n_tau > 1 else 0))
+        put(scale, m, ONE / (np.float32(n_bits) * tau))
+
+
+@score_loop
+def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    x = numbers(store)
+    codes, n_blocks, n_words = words(get(x, 0)), get(x, 1), get(x, 2)
+    queries, scale = words(prepared), floats(prepared + 8 * rows * n_words)
+    key = (g * n_blocks + t // BLOCK) * n_words * BLOCK + t % BLOCK
+    for j in range(0, n_words * BLOCK, WORDS_PER_LINE):
+        simd.prefetch(codes, key + BLOCKS_AHEAD * n_words * BLOCK + j)
+    for m in range(rows):
+        _score_block(queries, m * n_words, n_words, codes, key, get(scale, m), floats(s), m * gap, n)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    signs, projection = codec.arrays["signs"], codec.projection
+    sizes = codec.bits, codec.head_dim
+    return (
+        address_of(signs),
+        *signs.shape[1:3],
+        address_of(projection),
+        *sizes,
+        address_of(codec.tau),
+        codec.tau.shape[1],
+    )
+
+
+SKETCH = Loops(
+    _store,
+    prepare=_prepare,
+    score=_score,
+    prepared=lambda codec, rows: rows * (codec.bits // 8 + 4) + 4 * codec.bits,
+)
 
 
 @jit
@@ -65,35 +108,6 @@ def _pack_word(x: F32, start: int) -> Scalar:
     for bit in range(0, WORD_BITS, LANES):
         word |= simd.load_signs(x, start + bit) << np.uint64(bit)
     return word
-
-
-@jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, codes, t0, t1, scale, s, gap_g, gap_m, s0 = args
-    n_rows, n_words = q.shape[1:]
-    block_words = n_words * BLOCK
-    head_words = codes.shape[1] * block_words
-    q, codes, scale, s = address(q), address(codes), address(scale), address(s)
-    for item in range(first, last):
-        g = item // splits
-        start, end = token_span(t0, t1, splits, item % splits)
-        for block in range(start // BLOCK, (end + BLOCK - 1) // BLOCK):
-            i = max(start - block * BLOCK, 0)
-            n = min(end - block * BLOCK, BLOCK) - i
-            key = g * head_words + block * block_words + i
-            for j in range(0, block_words, WORDS_PER_LINE):
-                simd.prefetch(codes, key + BLOCKS_AHEAD * block_words + j)
-            query = g * n_rows * n_words
-            row = g * gap_g + s0 + block * BLOCK + i - t0
-            for m in range(g * n_rows, (g + 1) * n_rows):
-                _score_block(q, query, n_words, codes, key, get(scale, m), s, row, n)
-                query, row = query + n_words, row + gap_m
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

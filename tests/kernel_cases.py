@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import types
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +53,13 @@ def cases(widths: tuple[int, ...]) -> list[Case]:
         Case(d, length, g=1 + i % 3, r=1 + i % 8, n=(1, 3)[i // 3 % 2], t0=(0, 3, 64)[i % 3], s0=(0, 5)[i % 2])
         for i, (d, length) in enumerate(itertools.product(widths, LENGTHS))
     ]
+
+
+def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **parameters: Any) -> Any:
+    """A codec as kernels see it, over given arrays; shape is (n_kv_heads, capacity, head_dim)."""
+    n_kv_heads, capacity, head_dim = shape
+    sizes = {"n_kv_heads": n_kv_heads, "capacity": capacity, "head_dim": head_dim}
+    return types.SimpleNamespace(kind=kind, arrays=arrays, handle=None, **sizes, **parameters)
 
 
 def generator(case: Case) -> np.random.Generator:

@@ -13,15 +13,16 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 import pytest
-from kernel_cases import normal
+from kernel_cases import codec, normal
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
-from edgekv.kernels import aligned, cpu, reference, spec, threads
-from edgekv.kernels.cpu import dense, int4, jit, launch, rope, signs
+from edgekv.kernels import aligned, cpu, reference, threads
+from edgekv.kernels.contract import attention as contract
+from edgekv.kernels.cpu import dense, int4, jit, launch, ranges, rope, signs
 from edgekv.kernels.cpu.softmax import _softmax_rows
 
-NAMES = [name for name in dir(spec.Kernels) if not name.startswith("_")]
+NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
 
 SPINCOUNT = os.environ.get("GOMP_SPINCOUNT")
 
@@ -67,7 +68,7 @@ def all_threads() -> Iterator[None]:
 def test_backends_provide_the_whole_specification(backend: object) -> None:
     assert sorted(backend.__all__) == NAMES  # type: ignore[attr-defined]
     for name in NAMES:
-        _, *specified = inspect.signature(getattr(spec.Kernels, name)).parameters
+        _, *specified = inspect.signature(getattr(contract.Kernels, name)).parameters
         assert list(inspect.signature(getattr(backend, name)).parameters) == specified, name
 
 
@@ -167,12 +168,10 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         cpu.encode_f16(x, store, 0)
         cpu.encode_int4(x, codes, delta, zero, 0)
         cpu.pack_signs(normal(rng, 2, n, b), sketches, 0)
-        scale = np.full((2, rows), 0.1, np.float32)
-        cpu.scores_f16(q, store, 0, n, s, 0)
-        cpu.scores_signs(cpu.pack_sign_rows(normal(rng, 2, rows, b)), sketches, 0, n, scale, s, 0)
+        keys = codec("f16", store.shape, {"half": store})
+        cpu.scores(keys, q, 0, n, s)
         cpu.softmax(s, np.zeros(rows, np.int64), np.full(rows, n))
-        cpu.values_f16(s, 0, store, 0, n, out)
-        cpu.values_int4(s, 0, codes, delta, zero, 0, n, out)
+        cpu.sums(keys, s, 0, n, out)
         heads = [np.zeros((h, rows + gap, d), np.float32)[:, :rows] for h in (4, 2, 2)]
         table = normal(rng, 2, rows, 8)
         empty = np.empty(0, np.float32)
@@ -180,15 +179,13 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
     for kernel in (
         dense._encode_tokens,
         int4._encode_tokens,
-        int4._values_items,
         rope._split_tokens,
         signs._pack_tokens,
-        signs._scores_items,
+        ranges._score_items,
+        ranges._sum_items,
         _softmax_rows,
     ):
         assert len(kernel.signatures) == 1, kernel
-    for kernel in (dense._scores_items, dense._values_items):
-        assert 1 <= len(kernel.signatures) <= 2, kernel
 
 
 def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first(

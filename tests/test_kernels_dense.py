@@ -14,6 +14,7 @@ from kernel_cases import (
     Case,
     assert_close,
     cases,
+    codec,
     generator,
     inside,
     normal,
@@ -23,6 +24,7 @@ from kernel_cases import (
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import half, launch, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
+from edgekv.kernels.reference import dense as plain
 
 CASES = cases(HEAD_DIMS)
 SMALL = Case(d=12, length=70, g=2, r=3, n=2, t0=3, s0=2)
@@ -45,14 +47,14 @@ def test_numpy_scores_are_dot_products() -> None:
     case, rng = SMALL, generator(SMALL)
     q, keys = normal(rng, case.g, case.m, case.d), half_store(rng, case)
     s = poisoned_scores(case, contiguous=True)
-    reference.scores_f16(q, keys, case.t0, case.t1, s, case.s0)
+    plain.scores_f16(q, keys, case.t0, case.t1, s, case.s0)
     expected = np.full(s.shape, np.nan)
     for g, m, t in np.ndindex(case.g, case.m, case.length):
         key = keys.view(np.float16)[g, case.t0 + t].astype(np.float64)
         expected[g, m, case.s0 + t] = sum(q[g, m].astype(np.float64) * key)
     assert_close(s, expected)
     from_floats = poisoned_scores(case, contiguous=True)
-    reference.scores_f32(q, as_float32(keys), case.t0, case.t1, from_floats, case.s0)
+    plain.scores_f32(q, as_float32(keys), case.t0, case.t1, from_floats, case.s0)
     assert_close(from_floats, expected)
 
 
@@ -66,9 +68,9 @@ def test_numpy_values_are_added_with_their_weights() -> None:
         value = values.view(np.float16)[g, case.t0 + t].astype(np.float64)
         expected[g, m] += p[g, m, case.s0 + t] * value
     from_floats = out.copy()
-    reference.values_f16(p, case.s0, values, case.t0, case.t1, out)
+    plain.values_f16(p, case.s0, values, case.t0, case.t1, out)
     assert_close(out, expected)
-    reference.values_f32(p, case.s0, as_float32(values), case.t0, case.t1, from_floats)
+    plain.values_f32(p, case.s0, as_float32(values), case.t0, case.t1, from_floats)
     assert_close(from_floats, expected)
 
 
@@ -86,19 +88,21 @@ def test_numba_equals_numpy(case: Case, min_parallel_work: int, monkeypatch: pyt
     rng = generator(case)
     q, store = normal(rng, case.g, case.m, case.d), half_store(rng, case)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    reference.scores_f16(q, store, case.t0, case.t1, expected, case.s0)
-    cpu.scores_f16(q, store, case.t0, case.t1, s, case.s0)
+    plain.scores_f16(q, store, case.t0, case.t1, expected, case.s0)
+    span, columns, shape = (case.t0, case.t1), inside(case), store.shape
+    halves, floats = codec("f16", shape, {"half": store}), codec("f32", shape, {"single": as_float32(store)})
+    cpu.scores(halves, q, *span, s[:, :, columns])
     assert_close(s, expected)
     s[...] = np.nan
-    cpu.scores_f32(q, as_float32(store), case.t0, case.t1, s, case.s0)
+    cpu.scores(floats, q, *span, s[:, :, columns])
     assert_close(s, expected)
 
     s[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     out = normal(rng, case.g, case.m, case.d)
     expected, from_floats = out.copy(), out.copy()
-    reference.values_f16(s, case.s0, store, case.t0, case.t1, expected)
-    cpu.values_f16(s, case.s0, store, case.t0, case.t1, out)
-    cpu.values_f32(s, case.s0, as_float32(store), case.t0, case.t1, from_floats)
+    plain.values_f16(s, case.s0, store, case.t0, case.t1, expected)
+    cpu.sums(halves, s[:, :, columns], *span, out)
+    cpu.sums(floats, s[:, :, columns], *span, from_floats)
     assert_close(out, expected)
     assert_close(from_floats, expected)
 
@@ -130,7 +134,7 @@ def test_numba_reads_every_float16() -> None:
     values = np.arange(1 << 16, dtype=np.uint16).reshape(1, 256, 256)
     for t in range(256):
         out = np.zeros((1, 1, 256), np.float32)
-        cpu.values_f16(np.ones((1, 1, 1), np.float32), 0, values, t, t + 1, out)
+        cpu.sums(codec("f16", values.shape, {"half": values}), np.ones((1, 1, 1), np.float32), t, t + 1, out)
         np.testing.assert_array_equal(out[0, 0], values[0, t].view(np.float16).astype(np.float32))
 
 

@@ -11,6 +11,7 @@ from kernel_cases import (
     Case,
     assert_close,
     cases,
+    codec,
     generator,
     inside,
     normal,
@@ -19,6 +20,7 @@ from kernel_cases import (
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.reference import int4 as plain
 
 CASES = cases(HEAD_DIMS)
 POISON = 0xAB
@@ -120,7 +122,7 @@ def test_numpy_values_are_added_with_their_weights() -> None:
     reference.encode_int4(normal(rng, 2, 70, 12), *store, 3)
     p, out = rng.random((2, 5, 74), np.float32), normal(rng, 2, 5, 12)
     expected = out + np.einsum("gmt,gtd->gmd", p[:, :, 2:72], decode(store)[:, 3:73])
-    reference.values_int4(p, 2, *store, 3, 73, out)
+    plain.values_int4(p, 2, *store, 3, 73, out)
     assert_close(out, expected)
 
 
@@ -135,8 +137,10 @@ def test_numba_adds_the_same_values(case: Case, min_parallel_work: int, monkeypa
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     out = normal(rng, case.g, case.m, case.d)
     expected = out.copy()
-    reference.values_int4(p, case.s0, *store, case.t0, case.t1, expected)
-    cpu.values_int4(p, case.s0, *store, case.t0, case.t1, out)
+    plain.values_int4(p, case.s0, *store, case.t0, case.t1, expected)
+    arrays = dict(zip(("codes", "delta", "zero"), store, strict=True))
+    values = codec("int4", (case.g, case.capacity, case.d), arrays)
+    cpu.sums(values, p[:, :, inside(case)], case.t0, case.t1, out)
     # rounding errors are relative to codes of up to 15, which the zero point then takes back
     scale = np.abs(p[:, :, inside(case)]).sum(axis=2).max() * 15 * store[1].view(np.float16).max()
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * float(scale))

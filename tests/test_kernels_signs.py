@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, SIGN_BITS, Case, cases, generator, inside, normal, poisoned_scores
+from kernel_cases import EITHER_PATH, SIGN_BITS, Case, cases, codec, generator, inside, normal, poisoned_scores
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.reference import signs as plain
 
 CASES = cases((*SIGN_BITS, 192))
 SMALL = Case(d=128, length=70, g=2, r=3, n=2, t0=60, s0=2)
@@ -43,7 +46,7 @@ def test_numpy_scores_are_products_of_signs() -> None:
     reference.pack_signs(keys, codes, case.t0)
     s = poisoned_scores(case, contiguous=True)
     scale = scales(case)
-    reference.scores_signs(reference.pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
+    plain.scores_signs(reference.pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
     expected = np.full(s.shape, np.nan)
     for g, m, t in np.ndindex(case.g, case.m, case.length):
         expected[g, m, case.s0 + t] = scale[g, m] * (np.sign(q[g, m]) * np.sign(keys[g, t])).sum()
@@ -64,12 +67,22 @@ def test_numba_equals_numpy_exactly(case: Case, min_parallel_work: int, monkeypa
     words = reference.pack_sign_rows(q)
     np.testing.assert_array_equal(cpu.pack_sign_rows(q), words)
 
+    tau = np.linspace(0.01, 0.5, case.g * case.m, dtype=np.float32).reshape(case.g, case.m)
+    keys = sketch(codes[0], tau, np.eye(case.d, dtype=np.float32))
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    scale = scales(case)
-    reference.scores_signs(words, codes[0], case.t0, case.t1, scale, expected, case.s0)
-    cpu.scores_signs(words, codes[0], case.t0, case.t1, scale, s, case.s0)
+    plain.scores_signs(words, codes[0], case.t0, case.t1, 1 / (case.d * tau), expected, case.s0)
+    cpu.scores(keys, q, case.t0, case.t1, s[:, :, inside(case)])
     np.testing.assert_array_equal(s, expected)
     assert np.isfinite(s[:, :, inside(case)]).all()
+
+
+def sketch(
+    codes: npt.NDArray[np.uint64], tau: npt.NDArray[np.float32], projection: npt.NDArray[np.float32]
+) -> Any:
+    """A codec of sign sketches of x times the transpose of ``projection`` (bits, head_dim)."""
+    (g, blocks, _, block), (bits, head_dim) = codes.shape, projection.shape
+    parameters = {"bits": bits, "tau": tau, "projection": projection}
+    return codec("signs", (g, blocks * block, head_dim), {"signs": codes}, **parameters)
 
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
@@ -78,6 +91,6 @@ def test_equal_and_opposite_sketches_reach_the_bounds(backend: object) -> None:
     codes = np.zeros((1, 1, 8, 64), np.uint64)
     reference.pack_signs(np.concatenate([x, -x], axis=1), codes, 0)
     s = np.zeros((1, 1, 2), np.float32)
-    one = np.ones((1, 1), np.float32)
-    backend.scores_signs(reference.pack_sign_rows(x), codes, 0, 2, one, s, 0)  # type: ignore[attr-defined]
+    keys = sketch(codes, np.full((1, 1), 1 / 512, np.float32), np.eye(512, dtype=np.float32))
+    backend.scores(keys, x, 0, 2, s)  # type: ignore[attr-defined]
     assert s.tolist() == [[[512.0, -512.0]]]

@@ -68,23 +68,8 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
     def encode_f16(self, x: F32, store: U16, t0: int) -> None:
         """Stores x (G, n, D) at tokens t0.. of store (G, cap, D), rounded to nearest even."""
 
-    def scores_f16(self, q: F32, keys: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-        """s[:, :, s0 : s0 + t1 - t0] = q (G, M, D) times tokens t0..t1 of keys (G, cap, D).
-
-        The caller scales q by 1/sqrt(D), here and in `scores_f32`.
-        """
-
-    def values_f16(self, p: F32, s0: int, values: U16, t0: int, t1: int, out: F32) -> None:
-        """out (G, M, D) += sum over t in t0..t1 of p[:, :, s0 + t - t0] * values[:, t]."""
-
     def encode_f32(self, x: F32, store: F32, t0: int) -> None:
         """`encode_f16` without rounding: store (G, cap, D) float32."""
-
-    def scores_f32(self, q: F32, keys: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        """`scores_f16` for keys held in float32."""
-
-    def values_f32(self, p: F32, s0: int, values: F32, t0: int, t1: int, out: F32) -> None:
-        """`values_f16` for values held in float32."""
 
     def project(self, x: F32, matrix: F32) -> F32:
         """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
@@ -104,13 +89,6 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
     def pack_sign_rows(self, x: F32) -> U64:
         """The signs of x (G, M, b) as (G, M, W) words, bits as in `pack_signs`."""
 
-    def scores_signs(self, q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:
-        """s[:, :, s0 : s0 + t1 - t0] = scale * (b - 2 * popcount(q XOR k)): H1B-KV, equation 3.
-
-        The score of the paper, over its temperature, is scale = 1 / (b * tau). q_codes (G, M, W), scale (G, M),
-        codes as in `pack_signs`.
-        """
-
     def encode_int4(self, x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
         """Stores x (G, n, D), D even, at tokens t0.. as round(x / delta) + zero in 0..15: H1B-KV, equation 4.
 
@@ -119,9 +97,6 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
         lo = min(x, 0) and hi = max(x, 0) over the token. zero (G, cap) = round(-lo / delta). Halves round to
         even. A token of zeros has delta 0 and decodes to zeros. x must be finite.
         """
-
-    def values_int4(self, p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: int, out: F32) -> None:
-        """`values_f16` for values (code - zero) * delta."""
 
     def split_rope(
         self,

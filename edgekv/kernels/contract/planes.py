@@ -69,34 +69,6 @@ class PlaneKernels(Protocol):
         scale (G, cap) = |x|_2 ** 2 / |x|_1: sign(x) * scale has the inner product |x|_2 ** 2 with x (RaBitQ).
         """
 
-    def pack_queries(self, q: F32, planes: U64, step: F32, rounded: F32) -> None:
-        """Stores q (G, M, D) in codes of B bits as planes (G, M, B, W), the sign plane first; step (G, M).
-
-        step is the row's largest magnitude / 2 ** (B - 1); rounded (G, M, D) is what the planes stand for.
-        """
-
-    def scores_centred(
-        self,
-        q: F32,
-        planes: U64,
-        step: F32,
-        signs: U64,
-        scale: U16,
-        centres: U8,
-        centre_step: U16,
-        t0: int,
-        t1: int,
-        s: F32,
-        s0: int,
-    ) -> None:
-        """s[:, :, s0 : s0 + t1 - t0] = q (G, M, D) . centre + step * (q in planes) . (sign * scale).
-
-        planes (G, M, B, W) as in `pack_queries`, step (G, M) times what the caller wants; the keys as in
-        `encode_signs` and `encode_centres`. The second product is a count of bits: with q = sum_j 2 ** j y_j / 2
-        over planes y of +-1, it is ((2 ** B - 1) * D - 2 * sum_j 2 ** j popcount(y_j XOR sign)) / 2. In the first,
-        q may be rounded to multiples of 2 ** -15 of the row's largest magnitude.
-        """
-
     def encode_quads(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
         """Stores x (G, n, D), n and t0 multiples of 64, in codes of b bits at blocks of 64 tokens; any D.
 
@@ -109,51 +81,8 @@ class PlaneKernels(Protocol):
         many values are not shrunk.
         """
 
-    def values_quads(self, p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
-        """`values_f16` for `encode_quads`, p >= 0, D any.
-
-        p * scale is rounded to multiples of 1 / 255 of its largest in each block of 64 tokens, and multiplied with
-        the codes in integers.
-        """
-
     def encode_planes(self, x: F32, step: F32, planes: U64, t0: int) -> None:
         """Stores x (G, n, D) at tokens t0.. of planes (G, cap, B, W) by successive approximation.
 
         Plane j holds the signs of x, and x then loses sign * step / 2 ** j; step (G, n), what is left stays in x.
-        """
-
-    def attend_planes(
-        self,
-        p: F32,
-        s0: int,
-        t0: int,
-        t1: int,
-        q: F32,
-        rounded: F32,
-        lam: F32,
-        signs: U64,
-        scale: U16,
-        fine: U64,
-        top: U64,
-        low: U64,
-        value_scale: U16,
-        threshold: float,
-        n: int,
-        out: F32,
-        tail: F32,
-        change: F32,
-        counts: I64,
-    ) -> None:
-        """Reads the tokens t0..t1 that matter for p (G, M, S), the probabilities by `scores_centred`'s scores.
-
-        Per KV head and query token (n of them, M = R * n) those tokens count that have at least `threshold` in p
-        for one of the R heads. Their probability is corrected for what the sign of the key leaves out: times
-        exp(d), d = scale * (KEY_STEP * q . (code - 7.5) - lam[g] * rounded . sign) clipped to
-        +-LARGEST_CORRECTION, with code the 4 bits of the signs and of `fine` (G, cap, 3, W). If one of the R is
-        still at least FULL_VALUES * threshold, out[g, m] (G, M, D) += probability * value with all 4 planes of
-        `top` and `low` (G, cap, 2, W); else if one is at least threshold, with the 2 of `top`, whose levels are
-        PAIR_STEP apart in value_scale. All others' probabilities are added up per block in tail (G, M, blocks of
-        64 tokens, counted from t0 // 64 on). change (G, M) = sum of the corrections, new minus old. counts
-        (G, n, 2): tokens corrected, and tokens with all value planes. p is left alone. What the bits are
-        multiplied with may be rounded to multiples of 2 ** -15 of its largest magnitude.
         """

@@ -27,12 +27,6 @@ class RetrievalKernels(Protocol):
         s (G, M, S) is used up; lo, hi (n,); k >= 1; chosen (G, n, K) gets its first min(k, hi - lo) entries.
         """
 
-    def scores_f16_at(self, q: F32, keys: U16, tokens: I32, counts: I64, s: F32) -> None:
-        """s[g, m, i] = q[g, m] times keys[g, tokens[g, j, i]] for i < counts[j]; keys (G, cap, D) float16 bits."""
-
-    def values_f16_at(self, p: F32, values: U16, tokens: I32, counts: I64, out: F32) -> None:
-        """out[g, m] += sum over i < counts[j] of p[g, m, i] * values[g, tokens[g, j, i]]."""
-
     def encode_fier(self, keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0: int, b1: int) -> None:
         """Indexes groups b0..b1 of `group` tokens (a multiple of 32) of keys (G, cap, D) float16 bits.
 

@@ -8,10 +8,10 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, F32, U16
-from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu import launch, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK, run
+from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.scalar import get, put
 
@@ -78,7 +78,7 @@ def append_f16(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
     """Keys and values of a few tokens in one call."""
     stores = keys.arrays["half"], values.arrays["half"]
     n_items = k.shape[0] * k.shape[1]
-    if k.size < MIN_PARALLEL_WORK and k.flags.c_contiguous and v.flags.c_contiguous:
+    if k.size < launch.MIN_PARALLEL_WORK and k.flags.c_contiguous and v.flags.c_contiguous:
         _append_both(n_items, k, v, *stores, t0)
     else:
         encode_f16(k, stores[0], t0)

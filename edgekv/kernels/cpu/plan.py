@@ -12,8 +12,8 @@ import numpy.typing as npt
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import CHOSEN, KEYS, VALUES
-from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK
 from edgekv.kernels.cpu.loops import Loop, Loops, address_of, aligned_size, scratch_memory, store_numbers
 
 PLAN = np.dtype(
@@ -90,7 +90,7 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
         scratches = keys.scratch(segment.keys, rows), values.scratch(segment.values, rows)
         loop_scratch = max(loop_scratch, *scratches)
     work = n_groups * rows * head_dim * n_tokens
-    parallel = work >= MIN_PARALLEL_WORK and threads.count() > 1
+    parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1
     splits = threads.count() // gcd(n_groups, threads.count()) if parallel else 1
     scores_at = place
     scratch_at = scores_at + aligned_size(4 * rows * longest)

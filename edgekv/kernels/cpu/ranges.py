@@ -9,9 +9,9 @@ from numba import prange
 
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import F32
+from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kernels.cpu.jit import Args, fast_jit, parallel_jit
-from edgekv.kernels.cpu.launch import MIN_PARALLEL_WORK
 from edgekv.kernels.cpu.loops import (
     address_of,
     aligned_size,
@@ -36,7 +36,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     item_bytes = prepared + aligned_size(loops.scratch(codec, rows))
     store, block = store_numbers(loops, codec), loops.block(codec)
     pieces = -(-t1 // block) - t0 // block
-    parallel = queries.size * (t1 - t0) >= MIN_PARALLEL_WORK and threads.count() > 1
+    parallel = queries.size * (t1 - t0) >= launch.MIN_PARALLEL_WORK and threads.count() > 1
     splits = min(threads.count(), max(pieces, 1)) if parallel else 1
     args = (
         *(rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
@@ -55,7 +55,7 @@ def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     own = aligned_size(4 * rows * width)
     item_bytes = own + aligned_size(loops.scratch(codec, rows))
     store = store_numbers(loops, codec)
-    parallel = out.size * (t1 - t0) >= MIN_PARALLEL_WORK and threads.count() > 1
+    parallel = out.size * (t1 - t0) >= launch.MIN_PARALLEL_WORK and threads.count() > 1
     args = (
         *(rows, head_dim, t0, t1, loops.block(codec), address_of(store), address_of(p)),
         *(p.strides[0] // 4, p.strides[1] // 4, loops.add.address, loops.finish.address if loops.finish else 0),

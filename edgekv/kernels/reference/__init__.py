@@ -1,18 +1,10 @@
 """The reference backend: each kernel as its formula, in NumPy. Slow, and the oracle of the others."""
 
 from edgekv.kernels.reference.attend import append, attend, scores, sums
-from edgekv.kernels.reference.dense import (
-    encode_f16,
-    encode_f32,
-    project,
-    scores_f16,
-    scores_f32,
-    values_f16,
-    values_f32,
-)
+from edgekv.kernels.reference.dense import encode_f16, encode_f32, project
 from edgekv.kernels.reference.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.reference.fier import encode_fier, scores_fier
-from edgekv.kernels.reference.gather import attend_planes, encode_planes
+from edgekv.kernels.reference.gather import encode_planes
 from edgekv.kernels.reference.huffman import (
     huffman_pack,
     huffman_sizes,
@@ -21,17 +13,17 @@ from edgekv.kernels.reference.huffman import (
     scores_huffman,
     values_huffman,
 )
-from edgekv.kernels.reference.int4 import encode_int4, values_int4
+from edgekv.kernels.reference.int4 import encode_int4
 from edgekv.kernels.reference.ints import encode_sym, scores_sym, values_sym
 from edgekv.kernels.reference.kivi import encode_kivi_keys, encode_kivi_values, scores_kivi, values_kivi
 from edgekv.kernels.reference.mikv import scores_tokens
-from edgekv.kernels.reference.planes import encode_centres, encode_signs, pack_queries, scores_centred
-from edgekv.kernels.reference.quads import encode_quads, values_quads
+from edgekv.kernels.reference.planes import encode_centres, encode_signs
+from edgekv.kernels.reference.quads import encode_quads
 from edgekv.kernels.reference.quest import encode_pages
-from edgekv.kernels.reference.retrieval import scores_f16_at, select_top, values_f16_at
+from edgekv.kernels.reference.retrieval import select_top
 from edgekv.kernels.reference.rope import split_rope
 from edgekv.kernels.reference.rotate import hadamard, hadamard_back
-from edgekv.kernels.reference.signs import pack_sign_rows, pack_signs, scores_signs
+from edgekv.kernels.reference.signs import pack_sign_rows, pack_signs
 from edgekv.kernels.reference.softmax import softmax
 from edgekv.kernels.reference.visual import encode_levels, scores_levels, values_levels
 
@@ -39,7 +31,6 @@ __all__ = [
     "add_attention",
     "append",
     "attend",
-    "attend_planes",
     "encode_centres",
     "encode_f16",
     "encode_f32",
@@ -58,22 +49,16 @@ __all__ = [
     "hadamard_back",
     "huffman_pack",
     "huffman_sizes",
-    "pack_queries",
     "pack_sign_rows",
     "pack_signs",
     "project",
     "quantise_channels",
     "quantise_tokens",
     "scores",
-    "scores_centred",
-    "scores_f16",
-    "scores_f16_at",
-    "scores_f32",
     "scores_fier",
     "scores_huffman",
     "scores_kivi",
     "scores_levels",
-    "scores_signs",
     "scores_sym",
     "scores_tokens",
     "select_top",
@@ -81,13 +66,8 @@ __all__ = [
     "split_rope",
     "store_token",
     "sums",
-    "values_f16",
-    "values_f16_at",
-    "values_f32",
     "values_huffman",
-    "values_int4",
     "values_kivi",
     "values_levels",
-    "values_quads",
     "values_sym",
 ]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheError
-from edgekv.kernels.memory import to_host
+from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import F32, Geometry
 from edgekv.kvcache.codecs import F16, Codec, Int4, SignSketch
 from edgekv.kvcache.keepall import KeepAll
@@ -89,6 +89,10 @@ class H1B(KeepAll):
         self.tau_source = "set by tau=" if knobs.tau else "default, no prompt was long enough to fit it"
         self.tau_scope = ""  # " in layer 0" where the layers differ
         self._fit_losses: npt.NDArray[np.float64] | None = None
+        self._unfitted = self._tau_state()
+
+    def _tau_state(self) -> tuple[F32, str, str]:
+        return self.tau.copy(), self.tau_source, self.tau_scope
 
     def codecs(self, geometry: Geometry, knobs: SketchKnobs) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
@@ -116,6 +120,15 @@ class H1B(KeepAll):
         self.tau[:] = tau if tau.size == 1 else tau.reshape(self.tau.shape)
         self.tau_source = source
         self.tau_scope = f" in layer {self.geometry.layer}" if tau.ndim else ""
+        self._unfitted = self._tau_state()
+
+    def truncate(self, n: int) -> int:
+        """What was fitted on a conversation goes with it."""
+        kept = super().truncate(n)
+        if not kept:
+            self.tau[:], self.tau_source, self.tau_scope = self._unfitted
+            self._fit_losses = None
+        return kept
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         self.extend(keys, values)
@@ -130,7 +143,6 @@ class H1B(KeepAll):
         n = queries.shape[1]
         g, group = self.tau.shape
         losses = np.zeros_like(queries, np.float64, shape=(len(FIT_TAUS), g, group))
-        unscaled = np.full((g, group), 1 / self.knobs.b, np.float32)
         for t in np.linspace(n // 2, n - 1, FIT_QUERIES).astype(int):
             lo = 0 if self.geometry.window is None else max(0, t + 1 - self.geometry.window)
             q = queries[:, t].reshape(g, group, -1)
@@ -138,8 +150,8 @@ class H1B(KeepAll):
             exact = np.exp(exact - exact.max(-1, keepdims=True))
             exact /= exact.sum(-1, keepdims=True)
             alpha = np.empty_like(exact)
-            signs = self.kernels.pack_sign_rows(q @ self.sketch.projection.T)
-            self.kernels.scores_signs(signs, self.arrays["key.signs"], lo, int(t) + 1, unscaled, alpha, 0)
+            self.kernels.scores(self.sketch, contiguous(q), lo, int(t) + 1, alpha)
+            alpha *= np.asarray(self.tau[..., None], like=alpha)
             top = alpha.max(-1, keepdims=True)
             mean = (exact * alpha).sum(-1)
             for i, tau in enumerate(FIT_TAUS):

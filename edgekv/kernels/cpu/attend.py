@@ -17,7 +17,7 @@ from numba import prange
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.contract.segment import Segment, Visible
-from edgekv.kernels.cpu.jit import fast_jit, parallel_jit
+from edgekv.kernels.cpu.jit import Scalar, fast_jit, parallel_jit
 from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
 from edgekv.kernels.cpu.plan import make_plan
 from edgekv.kernels.cpu.scalar import get, put
@@ -129,7 +129,7 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
 
 
 @fast_jit
-def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> int:
+def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> Scalar:
     """The address of the queries of head g as run i's keys want them."""
     p, run = plan[0], runs[i]
     q = p.queries + 4 * g * p.rows * p.head_dim

@@ -8,11 +8,11 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, F32, U16
-from edgekv.kernels.cpu import launch, simd
+from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, put_loop, score_loop
 from edgekv.kernels.cpu.scalar import get, put
 
 LANES = simd.LANES
@@ -32,6 +32,14 @@ def encode_f32(x: F32, store: F32, t0: int) -> None:
 def project(x: F32, matrix: F32) -> F32:
     result: F32 = x @ matrix.T
     return result
+
+
+def _half_store(codec: Any) -> tuple[int, ...]:
+    return address_of(codec.arrays["half"]), codec.capacity, codec.head_dim
+
+
+def _single_store(codec: Any) -> tuple[int, ...]:
+    return address_of(codec.arrays["single"]), codec.capacity, codec.head_dim
 
 
 @score_loop
@@ -68,27 +76,24 @@ def _numbers(store: int) -> tuple[int, int, int]:
     return get(x, 0), get(x, 1), get(x, 2)
 
 
-F16 = Loops(lambda c: (address_of(c.arrays["half"]), c.capacity, c.head_dim), score=_score_f16, add=_add_f16)
-F32_ROWS = Loops(
-    lambda c: (address_of(c.arrays["single"]), c.capacity, c.head_dim), score=_score_f32, add=_add_f32
-)
+@put_loop
+def _put_f16(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    half, capacity, head_dim = _numbers(store)
+    target = (g * capacity + t0) * head_dim
+    for i in range(n * head_dim):
+        put(halves(half), target + i, float_to_half(get(floats(x), i)))
 
 
-def append_f16(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
-    """Keys and values of a few tokens in one call."""
-    stores = keys.arrays["half"], values.arrays["half"]
-    n_items = k.shape[0] * k.shape[1]
-    if k.size < launch.MIN_PARALLEL_WORK and k.flags.c_contiguous and v.flags.c_contiguous:
-        _append_both(n_items, k, v, *stores, t0)
-    else:
-        encode_f16(k, stores[0], t0)
-        encode_f16(v, stores[1], t0)
+@put_loop
+def _put_f32(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    single, capacity, head_dim = _numbers(store)
+    target = (g * capacity + t0) * head_dim
+    for i in range(n * head_dim):
+        put(floats(single), target + i, get(floats(x), i))
 
 
-@jit
-def _append_both(n_items: int, k: F32, v: F32, keys: U16, values: U16, t0: int) -> None:
-    _encode_tokens(0, n_items, (k, keys, t0))
-    _encode_tokens(0, n_items, (v, values, t0))
+F16 = Loops(_half_store, score=_score_f16, add=_add_f16, put=_put_f16)
+F32_ROWS = Loops(_single_store, score=_score_f32, add=_add_f32, put=_put_f32)
 
 
 @fast_jit

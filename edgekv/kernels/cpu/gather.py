@@ -102,8 +102,7 @@ def _read_again(
         )
 
 
-@jit
-def _places(scratch: int, rows: int, n_heads: int, width: int, n_blocks: int) -> tuple[int, ...]:
+def _places_of(scratch: int, rows: int, n_heads: int, width: int, n_blocks: int) -> tuple[int, ...]:
     """Where the second stage keeps its sums, tails, chosen tokens, weights, products; and the end of all."""
     tail = scratch + 4 * rows * width
     chosen = tail + 4 * rows * n_blocks
@@ -112,6 +111,9 @@ def _places(scratch: int, rows: int, n_heads: int, width: int, n_blocks: int) ->
     products = near + 4 * (2 * n_heads + 2 * width)
     products += -products % LINE
     return scratch, tail, chosen, weights, near, products, products + (n_heads + 1) * 4 * width
+
+
+_places = jit(_places_of)
 
 
 @fast_jit
@@ -132,7 +134,7 @@ def _add_means(
             add_row((0, 1), weights, 0, n, width, means, code, width // 2, out, m * width)
 
 
-def _store(codec: Any) -> tuple[int, ...]:
+def _store_numbers(codec: Any) -> tuple[int, ...]:
     a = codec.arrays
     codec.found = np.zeros((codec.n_kv_heads, 2), np.int64)
     return (
@@ -145,11 +147,11 @@ def _store(codec: Any) -> tuple[int, ...]:
 
 def _scratch_bytes(codec: Any, rows: int) -> int:
     n_blocks = codec.capacity // BLOCK
-    end: int = _places.py_func(0, rows, rows, codec.keys.width, n_blocks)[-1]
+    end: int = _places_of(0, rows, rows, codec.keys.width, n_blocks)[-1]
     return end + LINE
 
 
-PLANE_VALUES = Loops(_store, again=_read_again, scratch=_scratch_bytes)
+PLANE_VALUES = Loops(_store_numbers, again=_read_again, scratch=_scratch_bytes)
 
 
 @jit

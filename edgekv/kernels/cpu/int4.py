@@ -10,7 +10,7 @@ from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, put_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
@@ -39,12 +39,23 @@ def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: i
         _add_row(weights, 0, n, shift0, codes, token * half, half, floats(out), target)
 
 
-def _store(codec: Any) -> tuple[int, ...]:
+@put_loop
+def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
+    y = numbers(store)
+    head_dim = 2 * get(y, 4)
+    for i in range(n):
+        token = g * get(y, 3) + t0 + i
+        _encode_token(
+            floats(x), i * head_dim, head_dim, chars(get(y, 0)), halves(get(y, 1)), chars(get(y, 2)), token
+        )
+
+
+def _store_numbers(codec: Any) -> tuple[int, ...]:
     a = codec.arrays
     return (*(address_of(a[name]) for name in ("codes", "delta", "zero")), codec.capacity, codec.head_dim // 2)
 
 
-INT4 = Loops(_store, add=_add, scratch=lambda codec, rows: 8 * BLOCK)
+INT4 = Loops(_store_numbers, add=_add, put=_put, scratch=lambda codec, rows: 8 * BLOCK)
 
 
 @jit
@@ -54,17 +65,22 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
     x, codes, delta, zero = x.reshape(-1), codes.reshape(-1), delta.reshape(-1), zero.reshape(-1)
     for item in range(first, last):
         token = item // n_tokens * capacity + t0 + item % n_tokens
-        lo = hi = ZERO
-        for d in range(item * head_dim, (item + 1) * head_dim):
-            lo, hi = minimum(lo, get(x, d)), maximum(hi, get(x, d))
-        bits = round_up_to_half((hi - lo) / HIGHEST_CODE)
-        step = as_float(bits)
-        if step == ZERO:  # only if all elements are zero: they get code 0
-            step = ONE
-        offset = round_to_even(-lo / step)
-        put(delta, token, bits)
-        put(zero, token, np.uint8(offset))
-        _encode_row(x, item * head_dim, step, offset, codes, token * (head_dim // 2), head_dim // 2)
+        _encode_token(x, item * head_dim, head_dim, codes, delta, zero, token)
+
+
+@jit
+def _encode_token(x: F32, row: int, head_dim: int, codes: U8, delta: U16, zero: U8, token: int) -> None:
+    lo = hi = ZERO
+    for d in range(row, row + head_dim):
+        lo, hi = minimum(lo, get(x, d)), maximum(hi, get(x, d))
+    bits = round_up_to_half((hi - lo) / HIGHEST_CODE)
+    step = as_float(bits)
+    if step == ZERO:  # only if all elements are zero: they get code 0
+        step = ONE
+    offset = round_to_even(-lo / step)
+    put(delta, token, bits)
+    put(zero, token, np.uint8(offset))
+    _encode_row(x, row, step, offset, codes, token * (head_dim // 2), head_dim // 2)
 
 
 @parallel_jit

@@ -1,6 +1,6 @@
 """Inner loops that are called by address, so that one walk over the tokens serves every codec.
 
-A codec is read by four loops at most, each compiled by itself and kept in Numba's disk cache. All arguments are
+A codec is read by five loops at most, each compiled by itself and kept in Numba's disk cache. All arguments are
 whole numbers: addresses, sizes and counts. ``store`` is the address of a codec's numbers (`Loops.store`), rows are
 the queries of a KV head (the heads that share it, each with n tokens), g is the KV head.
 
@@ -12,6 +12,8 @@ the queries of a KV head (the heads that share it, each with n tokens), g is the
         out (rows, width) += p[m * gap + i] times token t + i
     finish(store, sums, out, rows)
         out (rows, head_dim) += what ``sums`` (rows, width) mean: a rotation undone
+    put(store, x, n, g, t0, scratch)
+        stores x (n, head_dim) as tokens t0.. of head g: of codecs that take tokens one by one
     again(key_store, store, prepared, p, gap, rows, n, g, first, stop, out, change, scratch)
         the second stage of a segment that was scanned: out (rows, head_dim) += its part of the attention, change
         (rows,) += what it adds to the probabilities p[m * gap + t - first]
@@ -57,6 +59,10 @@ def prepare_loop(function: Callable[..., None]) -> Loop:
     return Loop(function, 6, exact=True)
 
 
+def put_loop(function: Callable[..., None]) -> Loop:
+    return Loop(function, 6, exact=True)
+
+
 def score_loop(function: Callable[..., None]) -> Loop:
     return Loop(function, 9)
 
@@ -88,10 +94,12 @@ class Loops:
     prepare: Loop | None = None
     finish: Loop | None = None
     again: Loop | None = None
+    put: Loop | None = None
     block: Callable[[Any], int] = lambda codec: 64
     prepared: Callable[[Any, int], int] = lambda codec, rows: 0
     scratch: Callable[[Any, int], int] = lambda codec, rows: 0
     width: Callable[[Any], int] = lambda codec: codec.head_dim
+    put_scratch: Callable[[Any], int] = lambda codec: 0
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
@@ -156,6 +164,9 @@ def _call(n_arguments: int) -> Any:
 def call_prepare(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
     """Calls the `prepare_loop` at an address."""
     return _call(6)
+
+
+call_put = call_prepare
 
 
 @intrinsic

@@ -109,7 +109,7 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
                 put(target, m * gap + k, get(near, CENTRES + i + k))
 
 
-def _store(codec: Any) -> tuple[int, ...]:
+def _store_numbers(codec: Any) -> tuple[int, ...]:
     a = codec.arrays
     return (
         *(address_of(a[name]) for name in ("signs", "scale", "centres", "centre_step")),
@@ -124,7 +124,7 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
 
 
 CENTRED = Loops(
-    _store,
+    _store_numbers,
     prepare=_prepare,
     score=_score,
     prepared=_prepared_bytes,

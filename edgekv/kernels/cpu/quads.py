@@ -80,13 +80,15 @@ def _finish(store: int, sums: int, out: int, rows: int) -> None:
         rotate_back_row(floats(sums), row, d, floats(get(x, 7)), floats(get(x, 8)), get(x, 6), floats(out), row, d)
 
 
-def _store(codec: Any) -> tuple[int, ...]:
+def _store_numbers(codec: Any) -> tuple[int, ...]:
     codes, scale = codec.arrays["codes"], codec.arrays["scale"]
     sizes = codec.capacity, codes.shape[1], codec.bits, codec.head_dim
     return (address_of(codes), address_of(scale), *sizes, *rotation_numbers(codec.rotation))
 
 
-INTERLEAVED = Loops(_store, add=_add_block, finish=_finish, scratch=lambda codec, rows: 4 * BLOCK + 8 * QUADS)
+INTERLEAVED = Loops(
+    _store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: 4 * BLOCK + 8 * QUADS
+)
 
 
 @jit

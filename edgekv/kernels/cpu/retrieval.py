@@ -57,11 +57,11 @@ def _add_at(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out
         )
 
 
-def _store(codec: Any) -> tuple[int, ...]:
+def _store_numbers(codec: Any) -> tuple[int, ...]:
     return address_of(codec.arrays["half"]), codec.capacity, codec.head_dim
 
 
-CHOSEN_F16 = Loops(_store, score=_score_at, add=_add_at)
+CHOSEN_F16 = Loops(_store_numbers, score=_score_at, add=_add_at)
 
 
 @jit

@@ -9,7 +9,7 @@ from edgekv.kernels.contract.attention import BLOCK, F32, U64
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import Args, Scalar, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, score_loop, words
+from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, put_loop, score_loop, words
 from edgekv.kernels.cpu.rotate import multiply_row
 from edgekv.kernels.cpu.scalar import count_ones, get, put
 
@@ -58,7 +58,19 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
         _score_block(queries, m * n_words, n_words, codes, key, get(scale, m), floats(s), m * gap, n)
 
 
-def _store(codec: Any) -> tuple[int, ...]:
+@put_loop
+def _put(store: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
+    x = numbers(store)
+    codes, n_blocks, n_words = words(get(x, 0)), get(x, 1), get(x, 2)
+    n_bits, head_dim, projected = get(x, 4), get(x, 5), floats(scratch)
+    for t in range(t0, t0 + n):
+        multiply_row(floats(key), (t - t0) * head_dim, head_dim, floats(get(x, 3)), n_bits, projected, 0)
+        for w in range(n_words):
+            place = ((g * n_blocks + t // BLOCK) * n_words + w) * BLOCK + t % BLOCK
+            put(codes, place, _pack_word(projected, w * WORD_BITS))
+
+
+def _store_numbers(codec: Any) -> tuple[int, ...]:
     signs, projection = codec.arrays["signs"], codec.projection
     sizes = codec.bits, codec.head_dim
     return (
@@ -71,11 +83,18 @@ def _store(codec: Any) -> tuple[int, ...]:
     )
 
 
+def _prepared_bytes(codec: Any, rows: int) -> int:
+    size: int = rows * (codec.bits // 8 + 4) + 4 * codec.bits
+    return size
+
+
 SKETCH = Loops(
-    _store,
+    _store_numbers,
     prepare=_prepare,
     score=_score,
-    prepared=lambda codec, rows: rows * (codec.bits // 8 + 4) + 4 * codec.bits,
+    put=_put,
+    prepared=_prepared_bytes,
+    put_scratch=lambda codec: 4 * codec.bits,
 )
 
 

@@ -1,0 +1,192 @@
+"""Attention in one call: the fast backend against the plain one, for every pair of codecs that a scheme uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_cases import EITHER_PATH, normal
+
+from edgekv.kernels import cpu, reference
+from edgekv.kernels.aligned import zeros
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.cpu import launch
+from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
+from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
+
+F32 = npt.NDArray[np.float32]
+PLANES = {"planes": 5, "lam": 0.9, "seed": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """n queries of g * r heads against two exact tokens' runs and ``length`` packed tokens between them."""
+
+    g: int
+    r: int
+    d: int
+    length: int
+    n: int
+    sliding_window: int | None = None
+
+
+PROBLEMS = (
+    Problem(g=2, r=2, d=128, length=512, n=1),
+    Problem(g=3, r=1, d=80, length=192, n=1),
+    Problem(g=1, r=8, d=64, length=320, n=3),
+    Problem(g=1, r=1, d=16, length=64, n=1),
+    Problem(g=2, r=3, d=128, length=256, n=2, sliding_window=150),
+)
+
+
+def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
+    keys = SignSketch(p.g, p.length, p.d, bits=128, seed=0)
+    keys.tau = np.linspace(0.03, 0.1, p.g * p.r, dtype=np.float32).reshape(p.g, p.r)
+    return keys, Int4(p.g, p.length, p.d)
+
+
+def centred(bits: int) -> Callable[[Problem], tuple[Codec, Codec]]:
+    return lambda p: (
+        CentredSigns(p.g, p.length, p.d, **PLANES),  # type: ignore[arg-type]
+        QuadValues(p.g, p.length, p.d, bits=bits, seed=0),
+    )
+
+
+def two_stages(p: Problem) -> tuple[Codec, Codec]:
+    keys = PlaneKeys(p.g, p.length, p.d, **PLANES)  # type: ignore[arg-type]
+    return keys, PlaneValues(keys, group=p.r, threshold=2.5e-3)
+
+
+# The largest error over PROBLEMS, measured, times 1.5: what the fast backend rounds (weights of values in 8 bits,
+# queries of centres in two bytes).
+PAIRS: dict[str, tuple[Callable[[Problem], tuple[Codec, Codec]], float]] = {
+    "f16": (lambda p: (F16(p.g, p.length, p.d), F16(p.g, p.length, p.d)), 4e-6),
+    "f32": (lambda p: (Float32(p.g, p.length, p.d), Float32(p.g, p.length, p.d)), 4e-6),
+    "h1b": (signs_and_int4, 4e-6),
+    "onebit:v_bits=1": (centred(1), 3e-3),
+    "onebit:v_bits=2": (centred(2), 3e-3),
+    "onebit:v_bits=3": (centred(3), 3e-3),
+    "onebit:v_bits=4": (centred(4), 3e-3),
+    "bitplane": (two_stages, 3e-4),
+}
+
+
+def filled(codec: Codec, x: F32) -> Any:
+    codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, reference)
+    codec.encode(x, 0)
+    return codec
+
+
+def exact(p: Problem, n_tokens: int, rng: np.random.Generator) -> tuple[Any, Any]:
+    return tuple(filled(F16(p.g, n_tokens, p.d), normal(rng, p.g, n_tokens, p.d)) for _ in range(2))  # type: ignore[return-value]
+
+
+def packed(p: Problem, pair: tuple[Codec, Codec], rng: np.random.Generator) -> tuple[Any, Any]:
+    keys = 2 * normal(rng, p.g, p.length, p.d) + normal(rng, p.g, 1, p.d)
+    return filled(pair[0], keys), filled(pair[1], normal(rng, p.g, p.length, p.d))
+
+
+def visible(p: Problem, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    hi = np.arange(end - p.n + 1, end + 1, dtype=np.int64)
+    return np.maximum(hi - (p.sliding_window or end), 0), hi
+
+
+def attended(backend: Any, p: Problem, segments: list[Segment], weights: bool) -> tuple[F32, F32 | None]:
+    last = segments[-1]
+    q = normal(np.random.default_rng(1), p.g * p.r, p.n, p.d) / np.float32(np.sqrt(p.d))
+    out = np.full(q.shape, np.nan, np.float32)
+    n_tokens = sum(segment.stop - segment.first for segment in segments)
+    kept = np.full((p.g, p.r * p.n, n_tokens), np.nan, np.float32) if weights else None
+    end = last.position + last.stop - last.first
+    backend.attend(q, segments, visible(p, end), out, kept)
+    return out, kept
+
+
+def assert_same(p: Problem, segments: list[Segment], bound: float) -> None:
+    expected, expected_weights = attended(reference, p, segments, weights=True)
+    out, weights = attended(cpu, p, segments, weights=True)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(weights, expected_weights, rtol=0, atol=5e-5)
+    np.testing.assert_array_equal(attended(cpu, p, segments, weights=False)[0], out)
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_exact_and_packed_segments(
+    p: Problem, name: str, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    rng, (make, bound) = np.random.default_rng(0), PAIRS[name]
+    keys, values = packed(p, make(p), rng)
+    first, latest = exact(p, 9, rng), exact(p, 130, rng)
+    segments = [
+        Segment(*first, 1, 5, 0),
+        Segment(keys, values, 0, p.length, 4),
+        Segment(*latest, 3, 130, 4 + p.length),
+    ]
+    assert_same(p, segments, bound)
+    part = [Segment(keys, values, 5, p.length - 3, 0)]
+    assert_same(p, part, bound)
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_segments_of_several_codecs(p: Problem, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers: two packed stores, of which one has a second stage, between exact tokens."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    rng, position, segments = np.random.default_rng(0), 0, []
+    for pair in (exact(p, 4, rng), *(packed(p, make(p), rng) for make in (centred(2), two_stages, centred(4)))):
+        stop = pair[0].capacity
+        segments.append(Segment(*pair, 0, stop, position))
+        position += stop
+    assert_same(p, segments, 3e-3)
+
+
+@EITHER_PATH
+def test_positions_and_chosen_tokens(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    for p in PROBLEMS:
+        rng = np.random.default_rng(2)
+        keys, values = exact(p, p.length, rng)
+        where = np.stack([rng.permutation(p.length + p.n) for _ in range(p.g)])[:, : p.length].astype(np.int32)
+        assert_same(p, [Segment(keys, values, 0, p.length, p.n, positions=where)], 4e-6)
+        tokens = np.sort(rng.integers(0, p.length, (p.g, p.n, 40)), axis=2).astype(np.int32)
+        counts = 40 - np.arange(p.n)[::-1]
+        segments = [Segment(keys, values, 0, p.length, chosen=(tokens, counts))]
+        expected, _ = attended(reference, p, segments, weights=False)
+        np.testing.assert_allclose(attended(cpu, p, segments, weights=False)[0], expected, rtol=0, atol=4e-6)
+
+
+def test_nothing_visible_is_nothing() -> None:
+    p = PROBLEMS[0]
+    pair = exact(p, 10, np.random.default_rng(0))
+    q = np.ones((p.g * p.r, 1, p.d), np.float32)
+    for backend in (cpu, reference):
+        out = np.full(q.shape, np.nan, np.float32)
+        none = np.zeros(1, np.int64)
+        backend.attend(q, [Segment(*pair, 0, 10)], (none, none), out)
+        assert not out.any()
+
+
+def test_counts_of_the_second_stage() -> None:
+    p = PROBLEMS[2]
+    keys, values = packed(p, two_stages(p), np.random.default_rng(0))
+    counts = []
+    for backend in (reference, cpu):
+        attended(backend, p, [Segment(keys, values, 0, p.length)], weights=False)
+        counts.append(values.counts)
+    np.testing.assert_allclose(counts[1], counts[0])
+    assert 0 < counts[0][1] < counts[0][0] < p.length
+
+
+@pytest.mark.parametrize("threshold", [1e-6, 2.0], ids=["all", "none"])
+def test_second_stage_of_all_tokens_or_none(threshold: float) -> None:
+    p = PROBLEMS[2]
+    keys, values = packed(p, two_stages(p), np.random.default_rng(0))
+    values.threshold = threshold
+    assert_same(p, [Segment(keys, values, 0, p.length)], 5e-4)

@@ -21,7 +21,7 @@ from edgekv.kernels.cpu.jit import Scalar, fast_jit, parallel_jit
 from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
 from edgekv.kernels.cpu.plan import make_plan
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.softmax import MINUS_INFINITY, exp_of_negative, fill, weigh
+from edgekv.kernels.cpu.softmax import MINUS_INFINITY, exp_of_negative, fill, raise_peak, weigh
 
 ZERO, ONE = np.array([0, 1], np.float32)
 
@@ -111,21 +111,33 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
                 column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
                 fill(floats(p.kept), column, column + n, MINUS_INFINITY)
             continue
+        if run.again:  # scores alone: their sum is made when all of them are there
+            target = p.kept + 4 * (g * p.rows * p.kept_gap + run.column + t - run.first)
+            call_block(run.score, run.key_store, prepared, p.rows, g, t, n, target, p.kept_gap, scratch)
+            if run.masked:
+                _mask(floats(target), p.kept_gap, g, t, n, position, plan, runs, i)
+            for m in range(p.rows):
+                shrink = raise_peak(floats(target), m * p.kept_gap, n, ends, 2 * m)
+                if shrink != ONE:
+                    _rescale(m, shrink, memory, plan, runs)
+            continue
         call_block(run.score, run.key_store, prepared, p.rows, g, t, n, own, run.block, scratch)
         if run.masked:
-            _mask(s, g, t, n, position, plan, runs, i)
+            _mask(s, run.block, g, t, n, position, plan, runs, i)
         for m in range(p.rows):
             row = m * run.block
             if run.kept:
-                kept = floats(p.kept)
-                column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
-                for k in range(n):
-                    put(kept, column + k, get(s, row + k))
+                _copy(s, row, floats(p.kept), (g * p.rows + m) * p.kept_gap + run.column + t - run.first, n)
             shrink = weigh(s, row, n, ends, 2 * m)
             if shrink != ONE:
                 _rescale(m, shrink, memory, plan, runs)
-        if run.add:
-            call_block(run.add, run.value_store, own, run.block, p.rows, g, t, n, sums, scratch)
+        call_block(run.add, run.value_store, own, run.block, p.rows, g, t, n, sums, scratch)
+
+
+@fast_jit
+def _copy(source: F32, i: int, target: F32, j: int, n: int) -> None:
+    for k in range(n):
+        put(target, j + k, get(source, i + k))
 
 
 @fast_jit
@@ -140,7 +152,7 @@ def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> Scalar:
 
 
 @fast_jit
-def _mask(s: F32, g: int, t: int, n: int, position: int, plan: Any, runs: Any, i: int) -> None:
+def _mask(s: F32, gap: int, g: int, t: int, n: int, position: int, plan: Any, runs: Any, i: int) -> None:
     """-inf for the tokens that a row's query does not see."""
     p, run = plan[0], runs[i]
     if run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all:
@@ -151,7 +163,7 @@ def _mask(s: F32, g: int, t: int, n: int, position: int, plan: Any, runs: Any, i
         for k in range(n):
             at = np.int64(get(where, g * run.positions_gap + t + k)) if run.positions else position + k
             if at < get(lo, j) or at >= get(hi, j):
-                put(s, m * run.block + k, MINUS_INFINITY)
+                put(s, m * gap + k, MINUS_INFINITY)
 
 
 @fast_jit
@@ -179,12 +191,15 @@ def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
         ends, out, change = floats(memory), floats(memory + p.out_at), floats(memory + p.scores_at)
         for m in range(p.rows):
             _merge(m, memory, plan)
+        for i in range(len(runs)):
+            if runs[i].kept:
+                _exponentiate(g, ends, plan, runs, i)
+        for m in range(p.rows):
             total = get(ends, 2 * m + 1)
-            _scale(out, m * p.head_dim, p.head_dim, ONE / total if total > ZERO else ZERO)
-        if p.any_kept:
-            for i in range(len(runs)):
-                if runs[i].kept:
-                    _normalize(g, ends, plan, runs, i)
+            factor = ONE / total if total > ZERO else ZERO
+            _scale(out, m * p.head_dim, p.head_dim, factor)
+            if p.any_kept:
+                _scale(floats(p.kept), (g * p.rows + m) * p.kept_gap, p.kept_gap, factor)
         fill(change, 0, p.rows, ZERO)
         for i in range(len(runs)):
             run = runs[i]
@@ -235,16 +250,19 @@ def _merge(m: int, memory: int, plan: Any) -> None:
 
 
 @fast_jit
-def _normalize(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
-    """Kept scores become probabilities."""
+def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
+    """Kept scores become weights; those that are added up only here, to the sum of weights."""
     p, run = plan[0], runs[i]
-    kept = floats(p.kept)
+    kept, n = floats(p.kept), run.stop - run.first
     for m in range(p.rows):
         start = (g * p.rows + m) * p.kept_gap + run.column
-        peak, total = get(ends, 2 * m), get(ends, 2 * m + 1)
-        if total == ZERO:
-            fill(kept, start, start + run.stop - run.first, ZERO)
+        peak, total = get(ends, 2 * m), ZERO
+        if peak == MINUS_INFINITY:
+            fill(kept, start, start + n, ZERO)
             continue
-        scale = ONE / total
-        for k in range(start, start + run.stop - run.first):
-            put(kept, k, exp_of_negative(get(kept, k) - peak) * scale)
+        for k in range(start, start + n):
+            weight = exp_of_negative(get(kept, k) - peak)
+            put(kept, k, weight)
+            total += weight
+        if run.again:
+            put(ends, 2 * m + 1, get(ends, 2 * m + 1) + total)

@@ -17,6 +17,7 @@ from edgekv.kernels.cpu.scalar import get, put
 
 LANES = simd.LANES
 TILE = 4 * LANES
+AHEAD = 8  # tokens
 ZERO = np.float32(0)
 
 
@@ -131,7 +132,7 @@ def _score_row(q: F32, query: int, keys: U16 | F32, key: int, head_dim: int, n: 
     for t in range(n):
         a = simd.splat(ZERO)
         for d in range(0, whole, LANES):
-            simd.prefetch(keys, key + BLOCK * head_dim + d)
+            simd.prefetch(keys, key + AHEAD * head_dim + d)
             a = simd.multiply_add(simd.load(q, query + d), simd.load(keys, key + d), a)
         score = simd.total(a)
         for d in range(whole, head_dim):
@@ -150,7 +151,7 @@ def _score_four_rows(
     for t in range(n):
         a0 = a1 = a2 = a3 = simd.splat(ZERO)
         for d in range(0, whole, LANES):
-            simd.prefetch(keys, key + BLOCK * head_dim + d)
+            simd.prefetch(keys, key + AHEAD * head_dim + d)
             k = simd.load(keys, key + d)
             a0 = simd.multiply_add(simd.load(q, q0 + d), k, a0)
             a1 = simd.multiply_add(simd.load(q, q1 + d), k, a1)
@@ -181,8 +182,8 @@ def _add_block(
         a0, a1 = simd.load(out, i), simd.load(out, i + LANES)
         a2, a3 = simd.load(out, i + 2 * LANES), simd.load(out, i + 3 * LANES)
         for t in range(n):
-            simd.prefetch(values, j + BLOCK * head_dim)
-            simd.prefetch(values, j + BLOCK * head_dim + 2 * LANES)
+            simd.prefetch(values, j + AHEAD * head_dim)
+            simd.prefetch(values, j + AHEAD * head_dim + 2 * LANES)
             w = simd.broadcast(p, column + t)
             a0 = simd.multiply_add(w, simd.load(values, j), a0)
             a1 = simd.multiply_add(w, simd.load(values, j + LANES), a1)

@@ -52,49 +52,55 @@ class Made(NamedTuple):
     alive: list[Any]
 
 
+class Reader(NamedTuple):
+    """How a pair of codecs is read for so many rows: all that stays the same from token to token."""
+
+    keys: npt.NDArray[np.int64]  # numbers of the stores
+    values: npt.NDArray[np.int64]
+    rows: int
+    addresses: tuple[int, ...]  # of the stores, then of the loops, as RUN begins
+    keeps_scores: bool
+    block: int
+    width: int
+    prepared_bytes: int
+    sums_bytes: int
+    scratch_bytes: int
+
+
 def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None) -> Made:
     n_heads, n, head_dim = queries.shape
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n
     lo, hi = visible
-    place = 8 * rows  # ends: the largest score and the sum of weights of each row
-    out_at = place = aligned_size(place)
+    out_at = place = aligned_size(8 * rows)  # behind the largest score and the sum of weights of each row
     place += aligned_size(4 * rows * head_dim)
     runs = np.empty(len(segments), RUN)
     alive: list[Any] = [queries, visible]
-    column = n_units = n_tokens = longest = loop_scratch = 0
+    column = n_units = n_tokens = longest = scratch_bytes = 0
     for i, segment in enumerate(segments):
-        keys, values = _loops(segment)
-        positions, first, stop = segment.positions, segment.first, segment.stop
-        if segment.chosen is not None:
-            first, stop = 0, int(segment.chosen[1][0])
-        block = max(keys.block(segment.keys), values.block(segment.values))
-        width = values.width(segment.values) if values.finish else 0
-        prepared_at, kept = place, weights is not None or values.again is not None
-        place += aligned_size(keys.prepared(segment.keys, rows))
-        sums_at = place
-        place += aligned_size(4 * rows * width)
-        stores = _store(keys, segment, segment.keys), _store(values, segment, segment.values)
-        alive += stores
+        _, _, first, stop, position, positions, chosen = segment
+        reader = _reader(segment, rows)
+        if chosen is not None:
+            first, stop = 0, int(chosen[1][0])
+        kept, block, width = weights is not None or reader.keeps_scores, reader.block, reader.width
+        sums_at = place + reader.prepared_bytes
+        where = (0, 0) if positions is None else (address_of(positions), positions.shape[1])
         runs[i] = (
-            *map(address_of, stores),
-            *map(_address, (keys.prepare, keys.score, values.add, values.finish, values.again)),
-            *(first, stop, segment.position),
-            *((0, 0) if positions is None else (address_of(positions), positions.shape[1])),
-            *(segment.chosen is None, block, width, prepared_at, sums_at, kept, column),
+            *(*reader.addresses, first, stop, position, *where, chosen is None, block),
+            *(width, place, sums_at, kept, column),
         )
+        alive.append(reader)
+        place = sums_at + reader.sums_bytes
         column += stop - first if kept else 0
         n_tokens += stop - first
         n_units += -(-stop // block) - first // block
         longest = max(longest, block)
-        scratches = keys.scratch(segment.keys, rows), values.scratch(segment.values, rows)
-        loop_scratch = max(loop_scratch, *scratches)
+        scratch_bytes = max(scratch_bytes, reader.scratch_bytes)
     work = n_groups * rows * head_dim * n_tokens
-    parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1
-    splits = threads.count() // gcd(n_groups, threads.count()) if parallel else 1
-    scores_at = place
-    scratch_at = scores_at + aligned_size(4 * rows * longest)
-    item_bytes = scratch_at + aligned_size(loop_scratch)
+    n_threads = threads.count() if work >= launch.MIN_PARALLEL_WORK else 1
+    splits = n_threads // gcd(n_groups, n_threads)
+    scratch_at = place + aligned_size(4 * rows * longest)
+    item_bytes = scratch_at + scratch_bytes
     kept_address = 0
     if weights is not None:
         kept_address = address_of(weights)
@@ -105,16 +111,36 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
         *(n_groups, rows, n, head_dim, splits, n_units),
         *(address_of(queries), address_of(lo), address_of(hi), address_of(out)),
         *(lo[0], hi[-1], lo[-1], hi[0]),
-        *(scratch_memory("items", n_groups * splits * item_bytes), item_bytes, out_at, scores_at, scratch_at),
+        *(scratch_memory("items", n_groups * splits * item_bytes), item_bytes, out_at, place, scratch_at),
         *(kept_address, column, column > 0),
     )
-    return Made(plan, runs, n_groups * splits, n_groups, parallel and n_groups * splits > 1, alive)
+    return Made(plan, runs, n_groups * splits, n_groups, n_threads > 1 and n_groups * splits > 1, alive)
 
 
-def _loops(segment: Segment) -> tuple[Loops, Loops]:
+def _reader(segment: Segment, rows: int) -> Reader:
+    """The pair's reader, remembered by the values' codec until its arrays, or the keys', are others."""
+    keys, values = segment.keys, segment.values
     if segment.chosen is not None:
-        return CHOSEN[segment.keys.kind]
-    return KEYS[segment.keys.kind], VALUES[segment.values.kind]
+        return _make_reader(*CHOSEN[keys.kind], segment, rows)
+    known: Reader | None = values.__dict__.get("reader")
+    if known is None or known.rows != rows or known.keys is not keys.handle or known.values is not values.handle:
+        known = values.reader = _make_reader(KEYS[keys.kind], VALUES[values.kind], segment, rows)
+    return known
+
+
+def _make_reader(key_loops: Loops, value_loops: Loops, segment: Segment, rows: int) -> Reader:
+    keys, values = segment.keys, segment.values
+    stores = _store(key_loops, segment, keys), _store(value_loops, segment, values)
+    loops = key_loops.prepare, key_loops.score, value_loops.add, value_loops.finish, value_loops.again
+    width = value_loops.width(values) if value_loops.finish else 0
+    scratch_bytes = max(key_loops.scratch(keys, rows), value_loops.scratch(values, rows))
+    return Reader(
+        *(*stores, rows, (*map(address_of, stores), *map(_address, loops)), value_loops.again is not None),
+        *(max(key_loops.block(keys), value_loops.block(values)), width),
+        prepared_bytes=aligned_size(key_loops.prepared(keys, rows)),
+        sums_bytes=aligned_size(4 * rows * width),
+        scratch_bytes=aligned_size(scratch_bytes),
+    )
 
 
 def _store(loops: Loops, segment: Segment, codec: Any) -> npt.NDArray[np.int64]:

@@ -3,8 +3,8 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import F32, I64
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, parallel_jit
+from edgekv.kernels.contract.attention import BLOCK, F32, I64
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, parallel_jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get, maximum, put
 
@@ -60,22 +60,49 @@ def weigh(s: F32, row: int, n: int, ends: F32, end: int) -> Scalar:
 
     Returns what earlier weights must be multiplied with. Scores of -inf get 0.
     """
-    before = get(ends, end)
-    peak = before
-    for i in range(n):
-        peak = maximum(peak, get(s, row + i))
+    shrink = raise_peak(s, row, n, ends, end)
+    peak = get(ends, end)
     if peak == MINUS_INFINITY:
         fill(s, row, row + n, ZERO)
         return ONE
+    total = _exponentials(s, row, BLOCK, peak) if n == BLOCK else _exponentials(s, row, n, peak)
+    put(ends, end + 1, get(ends, end + 1) + total)
+    return shrink
+
+
+@fast_jit
+def raise_peak(s: F32, row: int, n: int, ends: F32, end: int) -> Scalar:
+    """Takes s[row:][:n] into the largest score so far, ends[end], to which the sum ends[end + 1] is relative.
+
+    Returns what earlier weights must be multiplied with.
+    """
+    before = get(ends, end)
+    peak = maximum(before, _largest(s, row, BLOCK) if n == BLOCK else _largest(s, row, n))
+    if peak == before:
+        return ONE
+    shrink = exp_of_negative(before - peak)
+    put(ends, end, peak)
+    put(ends, end + 1, get(ends, end + 1) * shrink)
+    return shrink
+
+
+@inline_jit
+def _largest(s: F32, row: int, n: int) -> Scalar:
+    peak = MINUS_INFINITY
+    for i in range(n):
+        peak = maximum(peak, get(s, row + i))
+    return peak
+
+
+@inline_jit
+def _exponentials(s: F32, row: int, n: int, peak: Scalar) -> Scalar:
+    """s[row:][:n] = exp(s - peak); returns their sum. A whole block's n is known to the compiler."""
     total = ZERO
     for i in range(n):
         weight = exp_of_negative(get(s, row + i) - peak)
         put(s, row + i, weight)
         total += weight
-    shrink = ONE if peak == before else exp_of_negative(before - peak)
-    put(ends, end, peak)
-    put(ends, end + 1, get(ends, end + 1) * shrink + total)
-    return shrink
+    return total
 
 
 @fast_jit

@@ -1,26 +1,84 @@
 """edgekv: Llama- and GPT-2-style models on small machines, with the KV cache in one to four bits."""
 
-from importlib import metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from edgekv.errors import EdgeKVError
+from edgekv.errors import (
+    CacheError,
+    CheckpointError,
+    ConfigError,
+    ContextError,
+    EdgeKVError,
+    ImageError,
+    MemoryBudgetError,
+    PowerError,
+    SessionError,
+    TokenizerError,
+)
+from edgekv.version import __version__
 
 if TYPE_CHECKING:
-    from edgekv.kvcache import CACHES as CACHES
+    from edgekv.chat.conversation import Chat as Chat
+    from edgekv.kvcache.base import Geometry as Geometry
+    from edgekv.kvcache.base import KVCache as KVCache
+    from edgekv.kvcache.base import Layout as Layout
+    from edgekv.kvcache.codecs import Codec as Codec
+    from edgekv.kvcache.keepall import KeepAll as KeepAll
+    from edgekv.kvcache.registry import CACHES as CACHES
+    from edgekv.kvcache.registry import register as register
+    from edgekv.kvcache.spec import CacheSpec as CacheSpec
     from edgekv.session.generation import Step as Step
-    from edgekv.session.prompt import Embeddings as Embeddings
-    from edgekv.session.sampling import SamplingParams as SamplingParams
+    from edgekv.session.options import LoadOptions as LoadOptions
+    from edgekv.session.report import RunReport as RunReport
+    from edgekv.session.sampling_params import SamplingParams as SamplingParams
     from edgekv.session.session import Session as Session
+    from edgekv.vision.prompt import Embeddings as Embeddings
 
-__version__ = metadata.version("edgekv")
-__all__ = ["CACHES", "EdgeKVError", "Embeddings", "SamplingParams", "Session", "Step", "__version__"]
+__all__ = [
+    "CACHES",
+    "CacheError",
+    "CacheSpec",
+    "Chat",
+    "CheckpointError",
+    "Codec",
+    "ConfigError",
+    "ContextError",
+    "EdgeKVError",
+    "Embeddings",
+    "Geometry",
+    "ImageError",
+    "KVCache",
+    "KeepAll",
+    "Layout",
+    "LoadOptions",
+    "MemoryBudgetError",
+    "PowerError",
+    "RunReport",
+    "SamplingParams",
+    "Session",
+    "SessionError",
+    "Step",
+    "TokenizerError",
+    "__version__",
+    "register",
+]
 
 _HOMES = {
-    "CACHES": "kvcache",
-    "Embeddings": "session.prompt",
-    "SamplingParams": "session.sampling",
+    "CACHES": "kvcache.registry",
+    "CacheSpec": "kvcache.spec",
+    "Chat": "chat.conversation",
+    "Codec": "kvcache.codecs",
+    "Embeddings": "vision.prompt",
+    "Geometry": "kvcache.base",
+    "KVCache": "kvcache.base",
+    "KeepAll": "kvcache.keepall",
+    "Layout": "kvcache.base",
+    "LoadOptions": "session.options",
+    "RunReport": "session.report",
+    "SamplingParams": "session.sampling_params",
     "Session": "session.session",
     "Step": "session.generation",
+    "register": "kvcache.registry",
 }
 
 
@@ -28,6 +86,8 @@ def __getattr__(name: str) -> Any:
     """Public names load on first use: importing edgekv does not start numba or onnxruntime."""
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekv' has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"edgekv.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,3 +1,5 @@
+"""`python -m edgekv`: the command line."""
+
 import sys
 
 from edgekv.cli import main

@@ -1,17 +1,20 @@
-"""This machine: what it is, how much memory is left for us, and sizes as people write them."""
+"""This machine: what it is, how much memory is left for us, its thread pools, and sizes as people write them."""
 
 import ctypes
+import functools
 import os
 import pathlib
 import platform
 import re
 import resource
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from importlib import metadata
 from typing import Any
 
 import psutil
+from threadpoolctl import ThreadpoolController
 
 from edgekv.errors import ConfigError, MemoryBudgetError
 
@@ -60,6 +63,20 @@ def return_large_blocks() -> None:
         mallopt(M_MMAP_THRESHOLD, 4 << 20)
 
 
+@functools.cache
+def _thread_pools() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def blas_threads(n: int) -> AbstractContextManager[object]:
+    """NumPy's matrix products use ``n`` threads inside the block; the previous number is restored.
+
+    So one pool works at a time: BLAS on all cores in a prompt, on one in decoding, beside onnxruntime's threads.
+    """
+    limit: AbstractContextManager[object] = _thread_pools().limit(limits=n, user_api="blas")
+    return limit
+
+
 def rss_bytes() -> int:
     """Resident memory of this process now."""
     return int(psutil.Process().memory_info().rss)
@@ -80,7 +97,7 @@ def require_memory(parts: Mapping[str, int], available: int) -> None:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
         raise MemoryBudgetError(
             f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available: "
-            "lower --ctx, or choose a smaller --kv scheme or --weights int4"
+            "lower `ctx`, or choose a smaller `kv` scheme or weights='int4'"
         )
 
 

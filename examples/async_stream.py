@@ -27,8 +27,11 @@ class AsyncSession:
         """As `Session.generate`."""
         loop = asyncio.get_running_loop()
         steps = await loop.run_in_executor(self._thread, lambda: self.session.generate(prompt, **options))
-        while (step := await loop.run_in_executor(self._thread, next, steps, None)) is not None:
-            yield step
+        try:
+            while (step := await loop.run_in_executor(self._thread, next, steps, None)) is not None:
+                yield step
+        finally:  # also when the task is cancelled: the session takes no other prompt before
+            self._thread.submit(steps.close)
 
     def close(self) -> None:
         self._thread.shutdown()

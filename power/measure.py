@@ -16,14 +16,13 @@ from edgekv.kernels.cpu.jit import parallel_jit
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.weights import CheckpointWeights
-from edgekv.machine import available_memory_bytes, require_memory
+from edgekv.machine import available_memory_bytes, blas_threads, require_memory
 from edgekv.models import architecture
 from edgekv.models.decoder import Decoder
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.power.report import EnergyReport
 from edgekv.session.model import Model
-from edgekv.session.session import Plan
-from edgekv.threads import blas_threads
+from edgekv.session.plan import Plan
 
 LAYER_KEYS = {"gpt2": "n_layer"}
 TOKEN = 1

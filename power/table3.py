@@ -22,15 +22,17 @@ import paper
 from measure import Row, Spread
 
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.eval_input import split_specs
 from edgekv.cli.metering import add_power_options, energy_meter
 from edgekv.cli.options import Bars, add_source_options, add_weights_option, model_path, positive_int
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes, machine_info
 from edgekv.power.boards import find_board
 from edgekv.power.report import EnergyReport
-from edgekv.session.model import Model, find_device
-from edgekv.session.session import WARM_UP_TOKENS, Plan
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
+from edgekv.session.opening import WARM_UP_TOKENS
+from edgekv.session.plan import Plan
 
 SCHEMES = "dense,minicache4,h1b,onebit,bitplane"
 
@@ -63,7 +65,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    specs = split_specs(args.kv)
+    specs = CacheSpec.parse_list(args.kv)
     meter = energy_meter(args)
     model = Model.open(model_path(args), config=args.config)
     if args.layers:

@@ -29,7 +29,8 @@ from edgekv.kvcache import CacheSpec  # noqa: E402
 from edgekv.kvcache.base import Workspace  # noqa: E402
 from edgekv.models import architecture  # noqa: E402
 from edgekv.quality.evaluate import evaluate  # noqa: E402
-from edgekv.session.model import Model, find_device  # noqa: E402
+from edgekv.session.devices import find_device  # noqa: E402
+from edgekv.session.model import Model  # noqa: E402
 
 N = 48
 V_PROJ = {

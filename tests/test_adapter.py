@@ -139,7 +139,8 @@ def test_another_scheme_is_refused(base: pathlib.Path, tmp_path: pathlib.Path) -
     for kv in ("dense", "loki1"):
         with pytest.raises(ConfigError) as error:
             Session.load(base, kv=kv, adapter=adapter)
-        one_line(error, adapter, "trained for --kv h1b", kv, "leave --adapter out")
+        one_line(error, adapter, "trained for kv='h1b'", kv, "leave `adapter` out")
+        assert error.value.field == "kv"
 
 
 @pytest.mark.parametrize(

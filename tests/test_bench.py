@@ -14,7 +14,8 @@ from edgekv.linear.random import random_store
 from edgekv.models.decoder import Decoder
 from edgekv.quality.bench import bench, bench_prefill
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
-from edgekv.session.model import Model, find_device
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,19 @@ import golden_cases
 import numpy as np
 import pytest
 import test_caches
+from helpers import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from edgekv import SamplingParams, Session
 from edgekv.cli import main
-from edgekv.errors import CacheError
+from edgekv.errors import CacheError, SessionError
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache, Workspace, rewind
 from edgekv.kvcache.codecs import WORD
-from edgekv.kvcache.steps import Steps, StepsKnobs, parse_kv
+from edgekv.kvcache.steps import Steps, StepsKnobs
 from edgekv.kvcache.tiers import TIERS, Shape, Split, choose_split, decode, least_bytes, usable_tiers
 from edgekv.models import architecture
 
@@ -254,7 +255,7 @@ def test_saved_in_the_middle(model: pathlib.Path, tmp_path: pathlib.Path) -> Non
     straight = Session.load(model, kv_budget=BUDGET)
     whole = text(straight, PROMPT, 900)
     for n in (100, 600):
-        saved = straight.sibling()
+        saved = straight.fork()
         first = text(saved, PROMPT, n)
         saved.save(tmp_path / "session")
         restored = Session.restore(tmp_path / "session", straight)
@@ -262,16 +263,28 @@ def test_saved_in_the_middle(model: pathlib.Path, tmp_path: pathlib.Path) -> Non
         assert first + text(restored, [], 900 - n, restored.sampler) == whole
 
 
+def test_a_saved_budget_is_kept_and_held_to(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    session = Session.load(model, kv_budget=BUDGET)
+    text(session, PROMPT, 4)
+    session.save(tmp_path / "session")
+    for options in ({}, {"kv": "steps"}, {"kv": "auto"}, {"kv_budget": BUDGET}):
+        restored = Session.restore(tmp_path / "session", model, **options)
+        assert restored.plan.kv == CacheSpec(Steps, StepsKnobs(BUDGET))
+    with raises(SessionError, field="kv_budget"):
+        Session.restore(tmp_path / "session", model, kv_budget=2 * BUDGET)
+    with raises(SessionError, field="kv"):
+        Session.restore(tmp_path / "session", model, kv="dense")
+
+
 def test_names(model: pathlib.Path) -> None:
     spec = CacheSpec(Steps, StepsKnobs(12345, window=64))
-    assert parse_kv(str(spec)) == spec
-    assert parse_kv("onebit:v=4") == CacheSpec.parse("onebit:v=4")
-    with pytest.raises(CacheError, match="needs a --kv-budget"):
+    assert CacheSpec.parse(str(spec)) == spec
+    with raises(CacheError, field="kv_budget"):
         Session.load(model, kv="steps")
-    with pytest.raises(CacheError, match="budget=0: accepted: 1 or more"):
+    with raises(CacheError, field="kv_budget"):
         Session.load(model, kv_budget=0)
     assert Session.load(model).plan.kv == CacheSpec.parse("dense")
-    with pytest.raises(CacheError, match="more than --kv-budget"):
+    with raises(CacheError, field="kv_budget"):
         Session.load(model, kv="dense", kv_budget=BUDGET)
 
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from helpers import WHOLE, raises
 
-from edgekv import CACHES, SamplingParams, Session
+from edgekv import SamplingParams, Session
 from edgekv.chat.conversation import Chat, answer_ids
 from edgekv.chat.template import ChatTemplate, find_template
 from edgekv.chat.turns import TurnEncoder
@@ -61,7 +62,7 @@ def said(steps: object) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> None:
-    session = loaded.sibling(kv="dense:dtype=f32")
+    session = loaded.fork(kv="dense:dtype=f32")
     talk = chat(session, TEMPLATES[template])
     fed = []
     for question in ("Once upon a time", "Who was there", "And then"):
@@ -69,10 +70,10 @@ def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> Non
         steps = list(talk.ask(question, max_new_tokens=80))
         report = session.report()
         fed.append(report.prefill_tokens)
-        assert steps[-1].stop in ("end of text", "max_new_tokens")
+        assert steps[-1].finish_message in ("end of text", "max_new_tokens")
         assert session.n_past == before + report.prefill_tokens + len(report.decode_latencies_s)
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 3
-    fresh, tokens, answer = loaded.sibling(kv="dense:dtype=f32"), session.tokens, talk.messages[-1]["ids"]
+    fresh, tokens, answer = loaded.fork(kv="dense:dtype=f32"), session.tokens, talk.messages[-1]["ids"]
     question = tokens[: len(tokens) - len(answer)]
     assert [s.token for s in fresh.generate(question, max_new_tokens=80)][: len(answer)] == answer
     assert max(fed) < 60
@@ -80,7 +81,7 @@ def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> Non
 
 def test_the_cache_holds_what_the_template_writes(loaded: Session) -> None:
     """What was fed, decoded, is the rendered conversation."""
-    session = loaded.sibling()
+    session = loaded.fork()
     talk = chat(session, system="Be brief.")
     for question in ("Tom went", "Lily saw"):
         list(talk.ask(question, max_new_tokens=60))
@@ -89,9 +90,9 @@ def test_the_cache_holds_what_the_template_writes(loaded: Session) -> None:
     assert text.split() == rendered.replace("</s>", "").split()
 
 
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
 def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
-    session = loaded.sibling(kv=kv)
+    session = loaded.fork(kv=kv)
     talk = chat(session)
     first = said(talk.ask("One day, a little girl named Lily", max_new_tokens=30))
     second = said(talk.ask("She had a friend", max_new_tokens=30))
@@ -112,19 +113,19 @@ def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
 
 
 def test_retry_computes_one_token_again(loaded: Session) -> None:
-    session = loaded.sibling(kv="kivi2")
+    session = loaded.fork(kv="kivi2")
     talk = chat(session)
     list(talk.ask("One day", max_new_tokens=20))
     list(talk.retry(max_new_tokens=20))
     assert session.report().prefill_tokens == 1
     with pytest.raises(SessionError, match="no answer"):
-        chat(loaded.sibling()).retry()
+        chat(loaded.fork()).retry()
 
 
 @pytest.mark.parametrize("kv", ["onebit", "bitplane", "kivi2", "kvcomp", "dense", "fier"])
 def test_a_rewind_far_back_recomputes_little(loaded: Session, kv: str) -> None:
     """What is packed stays packed; only the tokens that were exact at that length are computed again."""
-    session = loaded.sibling(kv=kv)
+    session = loaded.fork(kv=kv)
     prompt = session.encode("Once upon a time there was a little girl named Lily. " * 18)[:330]
     list(session.generate(prompt, max_new_tokens=1))
     first = [step.token for step in session.generate([5], max_new_tokens=150, stop=["never"])]
@@ -135,7 +136,7 @@ def test_a_rewind_far_back_recomputes_little(loaded: Session, kv: str) -> None:
 
 
 def test_stopping_an_answer_keeps_what_was_said(loaded: Session) -> None:
-    session = loaded.sibling()
+    session = loaded.fork()
     talk = chat(session)
     steps = talk.ask("Once upon a time", max_new_tokens=50)
     text = said(next(steps) for _ in range(7))
@@ -147,19 +148,32 @@ def test_stopping_an_answer_keeps_what_was_said(loaded: Session) -> None:
 
 
 def test_a_message_that_does_not_fit_is_forgotten(loaded: Session) -> None:
-    talk = chat(loaded.sibling(ctx=60))
+    talk = chat(loaded.fork(ctx=60))
     list(talk.ask("Tom", max_new_tokens=4))
-    with pytest.raises(ContextError, match="--ctx 60"):
+    with raises(ContextError, field="ctx"):
         talk.ask("word " * 100)
     assert len(talk.messages) == 2
     assert said(talk.ask("Lily", max_new_tokens=4))
+
+
+def test_a_question_in_the_middle_of_an_answer_is_refused(loaded: Session) -> None:
+    """And changes nothing: the answer goes on."""
+    talk, whole = chat(loaded.fork()), chat(loaded.fork())
+    answer = talk.ask("Once upon a time", max_new_tokens=8)
+    text = next(answer).text
+    with pytest.raises(SessionError, match="exhaust or close"):
+        talk.ask("What?")
+    text += said(answer)
+    assert text == said(whole.ask("Once upon a time", max_new_tokens=8))
+    assert talk.messages == whole.messages
+    assert said(talk.ask("Go on", max_new_tokens=4))
 
 
 def test_interrupted_in_the_prompt(loaded: Session) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    talk = chat(loaded.sibling())
+    talk = chat(loaded.fork())
     with pytest.raises(KeyboardInterrupt):
         next(talk.ask("Tom", progress=interrupt))
     assert talk.messages == []
@@ -167,7 +181,7 @@ def test_interrupted_in_the_prompt(loaded: Session) -> None:
 
 
 def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Path) -> None:
-    session = loaded.sibling(kv="onebit")
+    session = loaded.fork(kv="onebit")
     talk = chat(session, system="Stories.")
     list(talk.ask("Once upon a time", max_new_tokens=30))
     session.save(tmp_path / "chat")
@@ -181,7 +195,7 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
 
 
 def test_a_stop_string_is_not_in_the_cache(loaded: Session) -> None:
-    session = loaded.sibling()
+    session = loaded.fork()
     talk = chat(session)
     text = said(talk.ask("Once upon a time", max_new_tokens=60, stop=["little girl"]))
     assert not text.endswith("little")
@@ -258,7 +272,7 @@ def test_templates_are_sandboxed_and_their_errors_are_one_line(name: str, loaded
 
 
 def test_a_template_may_refuse(loaded: Session) -> None:
-    talk = chat(loaded.sibling())
+    talk = chat(loaded.fork())
     talk.messages.append({"role": "user", "content": "a"})
     talk.messages.append({"role": "system", "content": "late"})
     with pytest.raises(EdgeKVError, match="the system message comes first"):

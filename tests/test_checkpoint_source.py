@@ -133,7 +133,8 @@ def test_bare_file_finds_its_config(tmp_path: Path) -> None:
     save_file({"w": sample("F32")}, path)
     with pytest.raises(ConfigError) as error:
         open_source(path)
-    one_line(error, path, "config.json", "__metadata__", "--config")
+    one_line(error, path, "config.json", "__metadata__", "config=")
+    assert error.value.field == "config"
 
     save_file({"w": sample("F32")}, path, metadata={"config": json.dumps({"from": "metadata"})})
     source = open_source(path)

@@ -162,9 +162,9 @@ def test_bad_input_is_one_line_and_exit_2(
 
 
 def test_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgekv.cli.options.shipped_model", lambda name: None)
+    monkeypatch.setattr("edgekv.checkpoint.shipped.shipped_model", lambda name: None)
     assert main(["run", "--prompt", "x"]) == 2
-    assert "--model PATH" in capsys.readouterr().err
+    assert "--model demo: there is none; give a Hugging Face folder" in capsys.readouterr().err
 
 
 def test_a_shipped_model_by_its_name(
@@ -221,7 +221,7 @@ def test_a_config_that_contradicts_the_tensors(
         assert message in capsys.readouterr().err
 
 
-def test_a_killed_quantisation_leaves_nothing_that_is_used(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_killed_quantization_leaves_nothing_that_is_used(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Partial stores are folders of another name, and the next run removes them."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     assert edgekv("quantize", "--model", model, "--weights", "int8", env=environment).returncode == 0
@@ -245,7 +245,7 @@ def test_a_damaged_store_in_the_cache_is_rebuilt(model: pathlib.Path, tmp_path: 
     assert weights.read_bytes() == whole
 
 
-def test_a_full_disk_while_quantising(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_full_disk_while_quantizing(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """RLIMIT_FSIZE makes write() fail as a full disk does."""
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"

@@ -18,8 +18,10 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_decoder import CudaDecoder
-from edgekv.session.model import Model, find_device
-from edgekv.session.sampling import Sampler, SamplingParams
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
+from edgekv.session.sampling import Sampler
+from edgekv.session.sampling_params import SamplingParams
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 CAPACITY = 48
@@ -56,7 +58,7 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "int4-32"])
-def test_quantised_weights(device: OnDevice, weights: str, tmp_path: pathlib.Path) -> None:
+def test_quantized_weights(device: OnDevice, weights: str, tmp_path: pathlib.Path) -> None:
     """A prompt goes through cuBLAS, a step through the codes: both are what the store's codes stand for."""
     model = Model.open(golden_cases.write_checkpoint("llama-biases", tmp_path / "model"))
     form, tokens = model.weight_format(weights), golden_cases.tokens("llama-biases")

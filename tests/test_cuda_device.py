@@ -17,7 +17,7 @@ from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.program import Program
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.session.cuda_device import SCHEMES, CudaDevice
-from edgekv.session.model import find_device, resolve_device
+from edgekv.session.devices import find_device, resolve_device
 from edgekv.session.session import Session
 
 IMPORT_ALL = """
@@ -92,14 +92,15 @@ def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.Mo
     monkeypatch.setattr(CudaDevice, "decoder", lambda *arguments: pytest.fail("began to load"))
     with pytest.raises(MemoryBudgetError) as error:
         Session.load(shipped_model("demo"), device="cuda")
-    one_line(error, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "--ctx")
+    one_line(error, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "`ctx`")
 
 
 @pytest.mark.parametrize("name", sorted(set(CACHES) - set(SCHEMES)))
 def test_schemes_without_kernels_are_refused(name: str) -> None:
     with pytest.raises(CacheError) as error:
         CudaDevice().require(CacheSpec.parse(name))
-    one_line(error, f"--kv {name}", "--device cuda", *SCHEMES)
+    one_line(error, f"kv={name!r}", "device='cuda'", *SCHEMES)
+    assert (error.value.field, error.value.accepted) == ("kv", SCHEMES)
     assert resolve_device("auto", CacheSpec.parse(name)) == "cpu"
 
 

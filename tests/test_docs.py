@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-
-from edgekv.kvcache import CACHES
+from helpers import UNBOUND
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -25,7 +24,7 @@ def test_quality_covers_every_scheme_on_both_models_and_texts() -> None:
     for _, names, _ in blocks:
         facts = quality.merged([json.loads((quality.DATA / name).read_text()) for name in names.split()])
         assert facts["settings"]["ctx"] == 8192
-        assert {result["kv"].partition(":")[0] for result in facts["results"]} == set(CACHES)
+        assert {result["kv"].partition(":")[0] for result in facts["results"]} == set(UNBOUND)
 
 
 def test_runs_with_other_settings_are_not_merged() -> None:

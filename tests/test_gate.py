@@ -11,10 +11,10 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
+from helpers import UNBOUND
 
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.cli import main
-from edgekv.cli.eval_input import split_specs
 from edgekv.cli.gate import table
 from edgekv.errors import CheckpointError, ContextError
 from edgekv.kvcache import CACHES, CacheSpec
@@ -22,10 +22,11 @@ from edgekv.kvcache.steps import Steps, StepsKnobs
 from edgekv.models.decoder import Decoder
 from edgekv.quality.evaluate import Quality
 from edgekv.quality.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, judge, needs_gate, recommended
-from edgekv.quality.needles import Prose, make_sheet
-from edgekv.quality.retrieval import Exam, answers
-from edgekv.quality.verdicts import Gated
-from edgekv.session.model import Model, find_device
+from edgekv.quality.needles import Prose, make_haystack
+from edgekv.quality.retrieval import NeedleTest, answers
+from edgekv.quality.verdicts import Verdicts
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -124,7 +125,7 @@ def test_the_smallest_cache_that_passed_is_recommended() -> None:
 def test_what_needs_a_gate() -> None:
     exact = {"dense", "dense:dtype=f32", "visual1"}
     assert {
-        name for name in [*CACHES, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
+        name for name in [*UNBOUND, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
     } == exact
     assert "dense:dtype=q8" in DEFAULT_SCHEMES
     assert "dense" not in DEFAULT_SCHEMES
@@ -146,9 +147,9 @@ def test_short_names_mean_the_same_scheme(name: str) -> None:
 
 def test_the_demo_is_gated_with_needles(demo: tuple[Decoder, Tokenizer], prose_text: str) -> None:
     decoder, tokenizer = demo
-    specs = split_specs("kivi2:bits=4,streaming:budget=64,h1b")
-    verdicts, exam = gate(decoder, tokenizer, tokenizer.encode(prose_text), specs, 1024, n_needles=8)
-    assert (exam.n_hidden, exam.n_known, exam.applies) == (8, 8, True)
+    specs = CacheSpec.parse_list("kivi2:bits=4,streaming:budget=64,h1b")
+    verdicts, needle_test = gate(decoder, tokenizer, tokenizer.encode(prose_text), specs, 1024, n_needles=8)
+    assert (needle_test.n_hidden, needle_test.n_known, needle_test.applies) == (8, 8, True)
     exact, forgetful, coarse = verdicts
     assert exact.passed
     assert exact.needles == (8, 8)
@@ -161,29 +162,29 @@ def test_every_question_is_asked_of_the_same_cache(demo: tuple[Decoder, Tokenize
     """Also where the scheme has no way back: the order of the questions changes nothing."""
     decoder, tokenizer = demo
     prose = Prose(np.asarray(tokenizer.encode(prose_text, bos=False)), tokenizer)
-    sheet = make_sheet(np.random.default_rng(2), prose, 768, 6)
-    backwards = dataclasses.replace(sheet, questions=sheet.questions[::-1])
+    haystack = make_haystack(np.random.default_rng(2), prose, 768, 6)
+    backwards = dataclasses.replace(haystack, questions=haystack.questions[::-1])
     spec = CacheSpec.parse("h2o:budget=256")
-    right = answers(decoder, tokenizer, spec, sheet, 768)
+    right = answers(decoder, tokenizer, spec, haystack, 768)
     assert answers(decoder, tokenizer, spec, backwards, 768) == right[::-1]
 
 
 def test_needles_that_dense_misses_are_not_held_against_a_scheme(shared: pathlib.Path, prose_text: str) -> None:
     """stories260K knows no pass keys: the part is not applicable, and nobody passes it."""
     decoder, tokenizer = opened(shared / "models" / "stories260K", 512)
-    verdicts, exam = gate(
+    verdicts, needle_test = gate(
         decoder, tokenizer, tokenizer.encode(prose_text), [CacheSpec.parse("kivi2:bits=4")], 512, n_needles=5
     )
-    assert not exam.applies
-    assert exam.note == f"not applicable: the dense cache finds {exam.n_known} of 5"
+    assert not needle_test.applies
+    assert needle_test.note == f"not applicable: the dense cache finds {needle_test.n_known} of 5"
     assert verdicts[0].needles is None
 
 
 def test_without_needles(demo: tuple[Decoder, Tokenizer], prose_text: str) -> None:
     decoder, tokenizer = demo
     prose = Prose(np.asarray(tokenizer.encode(prose_text, bos=False)), tokenizer)
-    assert not Exam.make(decoder, tokenizer, prose, 512, n=0).applies
-    assert "none were hidden in windows of 90 tokens" in Exam.make(decoder, tokenizer, prose, 90).note
+    assert not NeedleTest.make(decoder, tokenizer, prose, 512, n=0).applies
+    assert "none were hidden in windows of 90 tokens" in NeedleTest.make(decoder, tokenizer, prose, 90).note
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> None:
     """Those with centres or ranges per channel survive; one scale per token does not, and the gate says so."""
     decoder, tokenizer = opened(biased, 1024)
-    specs = split_specs("bitplane,kivi2:bits=4,onebit,dense:dtype=q8,minicache4")
+    specs = CacheSpec.parse_list("bitplane,kivi2:bits=4,onebit,dense:dtype=q8,minicache4")
     verdicts, _ = gate(decoder, tokenizer, tokenizer.encode(prose_text), specs, 1024, n_needles=0)
     kl = {CacheSpec.parse(verdict.kv).short: verdict.quality.kl for verdict in verdicts}
     assert max(kl["bitplane"], kl["kivi2:bits=4"]) < 0.01
@@ -204,10 +205,10 @@ def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> 
 
 def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.Path) -> None:
     model, spec = model_of(tmp_path), CacheSpec.parse("onebit")
-    gated = Gated(model, tmp_path / "gates")
+    gated = Verdicts(model, tmp_path / "gates")
     assert gated.verdict(spec) is None
     gated.remember(spec, Verdict(QUALITY, (20, 20), ("KL 1, more than 0.05",)), {"text": "book.txt"})
-    remembered = Gated(model, tmp_path / "gates").verdict(spec)
+    remembered = Verdicts(model, tmp_path / "gates").verdict(spec)
     assert remembered.failures == ("KL 1, more than 0.05",)
     assert remembered.measured == {"text": "book.txt"}
     assert gated.verdict(CacheSpec.parse("onebit:v=1")) is None
@@ -219,7 +220,7 @@ def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format": 0}', b"\xff"])
 def test_a_damaged_memory_counts_as_none(content: bytes, tmp_path: pathlib.Path) -> None:
-    gated, spec = Gated(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
+    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
     gated.remember(spec, judge(QUALITY, None, Limits()), {})
     (file,) = gated.folder.iterdir()
     file.write_bytes(content)
@@ -229,7 +230,7 @@ def test_a_damaged_memory_counts_as_none(content: bytes, tmp_path: pathlib.Path)
 def test_a_new_version_of_a_scheme_must_be_gated_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gated, spec = Gated(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
+    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
     gated.remember(spec, judge(QUALITY, None, Limits()), {})
     assert gated.warning(spec) is None
     monkeypatch.setattr(spec.scheme, "version", spec.scheme.version + 1)
@@ -238,9 +239,9 @@ def test_a_new_version_of_a_scheme_must_be_gated_again(
 
 def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib.Path) -> None:
     model, spec = model_of(tmp_path), CacheSpec.parse("onebit:v=1")
-    gated = Gated(model, tmp_path / "gates")
+    gated = Verdicts(model, tmp_path / "gates")
     first = gated.warn_once(spec)
-    assert first.startswith("--kv onebit:v=1 was never gated for this model")
+    assert first.startswith("kv='onebit:v=1' was never gated for this model")
     assert first.endswith(f"edgekv eval --gate --model {model.path} --text YOUR-TEXT --kv onebit:v=1")
     assert gated.warn_once(spec) is None
     assert gated.warn_once(CacheSpec.parse("onebit")) is not None
@@ -252,13 +253,13 @@ def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib
 
 
 def test_no_warning_for_what_needs_no_gate(tmp_path: pathlib.Path) -> None:
-    gated = Gated(model_of(tmp_path), tmp_path)
+    gated = Verdicts(model_of(tmp_path), tmp_path)
     for name in ("dense", "dense:dtype=f32", "visual1"):
         assert gated.warn_once(CacheSpec.parse(name)) is None
 
 
 def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None:
-    gated, spec = Gated(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
+    gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
     assert gated.warning(spec).endswith("--kv bitplane,onebit:v=4,onebit")
     for part in map(CacheSpec.parse, Steps.packs_like):
         gated.remember(part, judge(QUALITY, None, Limits()), {})
@@ -267,7 +268,7 @@ def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None
 
 def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
     (tmp_path / "gates").write_text("a file")
-    gated, spec = Gated(model_of(tmp_path), tmp_path / "gates"), CacheSpec.parse("onebit")
+    gated, spec = Verdicts(model_of(tmp_path), tmp_path / "gates"), CacheSpec.parse("onebit")
     assert all("never gated" in gated.warn_once(spec) for _ in range(2))
     with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
         gated.remember(spec, judge(QUALITY, None, Limits()), {})

@@ -36,7 +36,7 @@ def generate(session: Session, schema: dict[str, object], seed: int) -> tuple[st
         "The old man: ", max_new_tokens=150, temperature=1.2, seed=seed, constraint=constraint
     )
     made = list(steps)
-    return "".join(step.text for step in made), made[-1].stop
+    return "".join(step.text for step in made), made[-1].finish_message
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -128,7 +128,7 @@ def test_a_budget_that_does_not_fit_is_explained_in_one_line():
     parts = {"weights": 3686 * MIB, "kv cache": 4096 * MIB, "scratch": 1536 * MIB}
     expected = (
         "needs 9.1 GiB (weights 3.6 GiB, kv cache 4.0 GiB, scratch 1.5 GiB) but 7.2 GiB is available: "
-        "lower --ctx, or choose a smaller --kv scheme or --weights int4"
+        "lower `ctx`, or choose a smaller `kv` scheme or weights='int4'"
     )
     with pytest.raises(MemoryBudgetError, match=f"^{re.escape(expected)}$"):
         require_memory(parts, 7373 * MIB)

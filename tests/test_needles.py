@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from edgekv.quality.needles import DEPTHS, Prompt, Prose, make_prompt, make_sheet
+from edgekv.quality.needles import DEPTHS, Prompt, Prose, make_haystack, make_prompt
 from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -147,16 +147,16 @@ def test_facts_hide_in_any_tokenizers_text(name: str, shared: pathlib.Path, rng)
     tokenizer = load_tokenizer(shared / name)
     text = " ".join(SENTENCES * 200)
     prose = Prose(np.array(tokenizer.encode(text, bos=False)), tokenizer)
-    sheet = make_sheet(rng, prose, 1000, 8)
-    written = tokenizer.decode(sheet.ids)
-    assert len(sheet.ids) + max(len(q.ids) + q.n_answer for q in sheet.questions) == 1000
-    assert sheet.ids[: len(prose.start)] == tokenizer.encode("")
-    for question in sheet.questions:
+    haystack = make_haystack(rng, prose, 1000, 8)
+    written = tokenizer.decode(haystack.ids)
+    assert len(haystack.ids) + max(len(q.ids) + q.n_answer for q in haystack.questions) == 1000
+    assert haystack.ids[: len(prose.start)] == tokenizer.encode("")
+    for question in haystack.questions:
         asked = b"".join(map(tokenizer.token_bytes, question.ids)).decode()
         named = re.fullmatch(r"\n\nWhat is the (.*)\? The \1 is", asked)
         assert named is not None
         assert re.search(rf'[.?!]["\n]* The {named[1]} is {question.value}\.', written)
-    depths = sorted(question.depth for question in sheet.questions)
+    depths = sorted(question.depth for question in haystack.questions)
     assert depths == [(i + 0.5) / 8 for i in range(8)]
 
 

@@ -9,10 +9,11 @@ import sys
 import golden_cases
 import numpy as np
 import pytest
+from helpers import WHOLE, raises
 from safetensors.numpy import save_file
 from serving import DEMO, TEMPLATE
 
-from edgekv import CACHES, SamplingParams, Session
+from edgekv import SamplingParams, Session
 from edgekv.chat.conversation import Chat
 from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ConfigError, ContextError
@@ -43,15 +44,15 @@ def text(session: Session, prompt: list[int], n: int) -> list[int]:
     return [step.token for step in session.generate(prompt, max_new_tokens=n)]
 
 
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
 def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> None:
-    session = loaded.sibling(kv=kv)
+    session = loaded.fork(kv=kv)
     got = text(session, PROMPT, 150)
-    before = loaded.sibling(kv=kv)
+    before = loaded.fork(kv=kv)
     first = text(before, PROMPT, CTX - len(PROMPT) + 1)
     everything = PROMPT + first
     kept = everything[:SINK] + everything[SINK - KEPT :]
-    after = loaded.sibling(kv=kv)
+    after = loaded.fork(kv=kv)
     assert got == first + text(after, kept, 150 - len(first))
     assert session.tokens == after.tokens
     assert session.n_past < CTX
@@ -60,7 +61,7 @@ def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> Non
 
 
 def test_it_goes_on_for_ever(loaded: Session) -> None:
-    session = loaded.sibling(kv="onebit")
+    session = loaded.fork(kv="onebit")
     got = text(session, PROMPT, 3 * CTX)
     assert len(got) == 3 * CTX
     assert len(session.tokens) <= CTX + 1
@@ -71,25 +72,25 @@ def test_it_goes_on_for_ever(loaded: Session) -> None:
 
 
 def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
-    session, long = loaded.sibling(), PROMPT * 3
+    session, long = loaded.fork(), PROMPT * 3
     kept = long[:SINK] + long[SINK - (CTX - CTX // 4) :]
-    assert text(session, long, 20) == text(loaded.sibling(), kept, 20)
-    more = loaded.sibling()
+    assert text(session, long, 20) == text(loaded.fork(), kept, 20)
+    more = loaded.fork()
     text(more, PROMPT, 5)
     held = more.tokens + PROMPT
     kept = held[:SINK] + held[SINK - (CTX - CTX // 4) :]
-    assert text(more, PROMPT, 20) == text(loaded.sibling(), kept, 20)
+    assert text(more, PROMPT, 20) == text(loaded.fork(), kept, 20)
 
 
 def test_more_first_tokens_may_stay(loaded: Session) -> None:
-    session = loaded.sibling()
-    session.overflow = Slide(sink=50)
+    session = loaded.fork()
+    session.context_shift = Slide(sink=50)
     text(session, PROMPT, 100)
     assert session.tokens[:50] == PROMPT[:50]
 
 
 def test_saved_after_it_slid(loaded: Session, tmp_path: pathlib.Path) -> None:
-    straight, saved = loaded.sibling(kv="kivi2"), loaded.sibling(kv="kivi2")
+    straight, saved = loaded.fork(kv="kivi2"), loaded.fork(kv="kivi2")
     whole = text(straight, PROMPT, 300)
     first = text(saved, PROMPT, 120)
     saved.save(tmp_path / "session")
@@ -101,11 +102,11 @@ def test_saved_after_it_slid(loaded: Session, tmp_path: pathlib.Path) -> None:
 def test_stop_is_the_default(loaded: Session) -> None:
     session = Session.load(loaded.model.path, ctx=CTX)
     steps = list(session.generate(PROMPT, max_new_tokens=200))
-    assert "--overflow slide" in str(steps[-1].stop)
+    assert "overflow='slide'" in str(steps[-1].finish_message)
     assert len(steps) == CTX - len(PROMPT) + 1
-    with pytest.raises(ContextError, match="--overflow slide"):
+    with raises(ContextError, field="ctx", match="overflow='slide'"):
         session.generate(PROMPT)
-    with pytest.raises(ConfigError, match="accepted: stop, slide"):
+    with raises(ConfigError, field="overflow"):
         Session.load(loaded.model.path, overflow="roll")
 
 
@@ -125,7 +126,7 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert "Question 11" in text
     assert "Question 0" not in text
     assert session.n_dropped == 0
-    long = Chat(session.sibling(), talk.template)
+    long = Chat(session.fork(), talk.template)
     answer = list(long.ask("Tell me everything.", max_new_tokens=700, sampling=greedy))
     assert len(answer) == 700
     assert long.session.n_dropped > 0

@@ -11,7 +11,7 @@ import pytest
 
 from edgekv.power import METERS
 from edgekv.session.model import Model
-from edgekv.session.session import Plan
+from edgekv.session.plan import Plan
 
 POWER = pathlib.Path(__file__).resolve().parent.parent / "power"
 sys.path.insert(0, str(POWER))

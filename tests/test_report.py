@@ -32,7 +32,8 @@ def measured_report():
         bytes_read_per_token=60_000_000,
         peak_rss_bytes=2**30,
         notes=["h1b untuned: perplexity is about 4x worse"],
-        stop_reason="max_new_tokens",
+        finish_reason="length",
+        finish_message="max_new_tokens",
     )
 
 
@@ -56,6 +57,8 @@ def test_what_was_not_measured_is_none():
         "bytes_read_per_token",
         "peak_rss_bytes",
         "energy",
+        "finish_reason",
+        "finish_message",
         "stop_reason",
         "prefill_tokens_per_s",
         "decode_tokens_per_s",

@@ -216,7 +216,7 @@ BAD = {
     ),
     "tools": ({"model": "demo", "messages": USER, "tools": [{}]}, 400, "'tools'"),
     "several answers": ({"model": "demo", "messages": USER, "n": 2}, 400, "'n' is 2; accepted: 1"),
-    "temperature": ({"model": "demo", "messages": USER, "temperature": -1}, 400, "temperature -1.0"),
+    "temperature": ({"model": "demo", "messages": USER, "temperature": -1}, 400, "temperature=-1.0"),
     "a text as number": ({"model": "demo", "messages": USER, "temperature": "hot"}, 400, "'temperature' is 'hot'"),
     "not a number": ({"model": "demo", "messages": USER, "top_p": float("nan")}, 400, "'top_p' is nan"),
     "max_tokens": ({"model": "demo", "messages": USER, "max_tokens": 0}, 400, "1 or more"),
@@ -448,7 +448,7 @@ def loaded() -> Session:
 
 def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
     each = loaded.plan.cache_bytes
-    pool = SessionPool(loaded.sibling(), 2 * each + each // 2)
+    pool = SessionPool(loaded.fork(), 2 * each + each // 2)
     for i in range(5):
         session, new = pool.acquire([i, 1, 2])
         assert new == [i, 1, 2]
@@ -459,7 +459,7 @@ def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
 
 
 def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None:
-    pool = SessionPool(loaded.sibling(), 10 * loaded.plan.cache_bytes)
+    pool = SessionPool(loaded.fork(), 10 * loaded.plan.cache_bytes)
     shared = list(range(3, 63))
     first, new = pool.acquire([*shared, 100, 101])
     list(first.generate(new, max_new_tokens=3))
@@ -469,7 +469,7 @@ def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None
     assert new == [200, 201]
     answer = [step.token for step in second.generate(new, max_new_tokens=8)]
     pool.release(second)
-    fresh = loaded.sibling()
+    fresh = loaded.fork()
     assert answer == [step.token for step in fresh.generate([*shared, 200, 201], max_new_tokens=8)]
     again, new = pool.acquire([*first.tokens, 7])
     assert again is first

@@ -1,15 +1,28 @@
 """Sessions: generation, continuation, rewinding, limits, reports."""
 
+import gc
 import pathlib
+import weakref
 
 import golden_cases
 import numpy as np
 import pytest
+from helpers import WHOLE, raises
 
-from edgekv import CACHES, SamplingParams, Session
-from edgekv.errors import CacheError, ConfigError, ContextError, MemoryBudgetError, TokenizerError
+from edgekv import CACHES, LoadOptions, SamplingParams, Session
+from edgekv.errors import (
+    CacheError,
+    CheckpointError,
+    ConfigError,
+    ContextError,
+    EdgeKVError,
+    MemoryBudgetError,
+    SessionError,
+    TokenizerError,
+)
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WEIGHTS
+from edgekv.machine import format_bytes
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +34,7 @@ def text_model(shared: pathlib.Path) -> pathlib.Path:
     return shared / "models" / "stories260K"
 
 
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
 def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> None:
     """Tokens fed one after another through two calls are those of the same cache stepped by hand."""
     prompt = golden_cases.tokens("llama31")[:20]
@@ -33,7 +46,7 @@ def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> 
     assert session.n_past == 31
 
 
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
 def test_reset_gives_the_same_text_again(model: pathlib.Path, kv: str) -> None:
     session = Session.load(model, kv=kv)
     sampling = SamplingParams(temperature=1.0, seed=11)
@@ -65,8 +78,8 @@ def test_rewind_forgets(model: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_weight_formats_agree_with_their_dequantised_reference(model: pathlib.Path, weights: str) -> None:
-    """onnxruntime rounds activations to 8 bits for integer weights; NumPy multiplies the dequantised ones."""
+def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Path, weights: str) -> None:
+    """onnxruntime rounds activations to 8 bits for integer weights; NumPy multiplies the dequantized ones."""
     tokens = golden_cases.tokens("llama31")
     ours, reference = (
         Session.load(model, kv="dense:dtype=f32", weights=weights, device=device).logits(tokens)
@@ -76,7 +89,7 @@ def test_weight_formats_agree_with_their_dequantised_reference(model: pathlib.Pa
     assert error < (1e-5 if weights == "f32" else 0.05 * reference.std())
 
 
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
 def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str) -> None:
     session = Session.load(model, kv=kv, ctx=50)
     list(session.generate([1, 2, 3], max_new_tokens=4))
@@ -93,7 +106,8 @@ def test_report_counts(model: pathlib.Path) -> None:
     assert len(report.decode_latencies_s) == 5
     assert report.decode_latencies_s == [step.latency_s for step in steps[1:]]
     assert report.time_to_first_token_s == steps[0].latency_s
-    assert report.stop_reason == steps[-1].stop == "max_new_tokens"
+    assert report.stop_reason == steps[-1].finish_message == "max_new_tokens"
+    assert report.finish_reason == steps[-1].finish_reason == "length"
     assert report.settings["ctx"] == 60
     assert report.settings["seed"] is not None
     assert report.bytes_read_per_token > session.plan.weights_bytes / 2
@@ -104,7 +118,8 @@ def test_context_fills_during_generation(model: pathlib.Path) -> None:
     steps = list(session.generate([1, 2, 3], max_new_tokens=50))
     assert len(steps) == 8  # 3 + 7 fill the cache; the eighth token is sampled from the full cache
     assert session.n_past == 10
-    assert "context full" in str(steps[-1].stop)
+    assert steps[-1].finish_reason == "length"
+    assert "context full" in str(steps[-1].finish_message)
 
 
 def test_prompt_of_exactly_the_context_gives_one_token(model: pathlib.Path) -> None:
@@ -114,33 +129,34 @@ def test_prompt_of_exactly_the_context_gives_one_token(model: pathlib.Path) -> N
 
 def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=5)
-    with pytest.raises(ContextError, match=r"6 tokens and 5 of --ctx 5"):
+    with raises(ContextError, field="ctx", match="6 tokens and 5 of ctx=5"):
         session.generate([1] * 6)
     assert session.n_past == 0
 
 
 def test_context_beyond_the_models_positions(model: pathlib.Path) -> None:
-    with pytest.raises(ContextError, match=r"--ctx 65: this model has 64 positions"):
+    with raises(ContextError, field="ctx") as caught:
         Session.load(model, ctx=65)
+    assert (caught.value.value, caught.value.accepted) == (65, ("1 to 64",))
 
 
 def test_empty_prompt_and_foreign_token(model: pathlib.Path) -> None:
     session = Session.load(model)
-    with pytest.raises(ContextError, match="empty"):
+    with raises(ContextError, field="prompt", match="empty"):
         session.generate([])
-    with pytest.raises(TokenizerError, match="96 is outside"):
+    with raises(TokenizerError, field="prompt", match="96 is outside"):
         session.generate([96])
 
 
 def test_no_tokenizer(model: pathlib.Path) -> None:
-    with pytest.raises(TokenizerError, match="no tokenizer"):
+    with raises(TokenizerError, field="tokenizer"):
         Session.load(model).generate("text")
 
 
 def test_too_little_memory_is_said_before_it_is_taken(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgekv.session.model.available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("edgekv.session.device.available_memory_bytes", lambda: 100_000)
     with pytest.raises(MemoryBudgetError, match=r"kv cache .* but 97\.7 KiB is available"):
         Session.load(model)
 
@@ -169,7 +185,7 @@ def test_stop_string_and_text(shared: pathlib.Path) -> None:
     session = Session.load(text_model(shared), weights="f32")
     steps = list(session.generate("Once upon a time", max_new_tokens=100, stop=["park"]))
     text = "".join(step.text for step in steps)
-    assert steps[-1].stop == "stop string"
+    assert (steps[-1].finish_reason, steps[-1].finish_message) == ("stop", "stop string")
     assert "park" not in text
     assert text.startswith(", there was")
 
@@ -197,14 +213,62 @@ def test_same_seed_same_text(shared: pathlib.Path) -> None:
 )
 def test_bad_scheme(text: str, message: str) -> None:
     with pytest.raises(CacheError, match=message):
-        CacheSpec.parse(text)
+        CacheSpec.parse(text)  # the schemes' own errors have no field yet
 
 
 def test_bad_names(model: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="accepted: auto, f32"):
+    with raises(ConfigError, field="weights") as weights:
         Session.load(model, weights="int3")
-    with pytest.raises(ConfigError, match="accepted: auto, cpu, numpy, cuda"):
+    assert weights.value.accepted == ("auto", *WEIGHTS)
+    with raises(ConfigError, field="device") as device:
         Session.load(model, device="tpu")
+    assert device.value.accepted == ("auto", "cpu", "numpy", "cuda")
+    with raises(ConfigError, field="overflow") as overflow:
+        Session.load(model, overflow="wrap")
+    assert overflow.value.accepted == ("stop", "slide")
+    with raises(CacheError, field="kv") as kv:
+        Session.load(model, kv="nope")
+    assert kv.value.accepted == tuple(CACHES)
+
+
+@pytest.mark.parametrize(
+    ("error", "option", "value"),
+    [
+        (CacheError, "kv", 3),
+        (CacheError, "kv_budget", "12M"),
+        (CacheError, "kv_budget", 0),
+        (CacheError, "kv_budget", 1.5),
+        (ContextError, "ctx", "8k"),
+        (ContextError, "ctx", True),
+        (ContextError, "ctx", -1),
+        (ConfigError, "weights", 4),
+        (ConfigError, "overflow", None),
+        (ConfigError, "device", None),
+        (ConfigError, "threads", "all"),
+        (ConfigError, "config", 5),
+        (ConfigError, "tokenizer", 5),
+        (ConfigError, "adapter", b"x"),
+    ],
+)
+def test_a_value_of_a_wrong_type_names_its_parameter(
+    model: pathlib.Path, error: type[EdgeKVError], option: str, value: object
+) -> None:
+    with raises(error, field=option) as caught:
+        Session.load(model, **{option: value})
+    assert caught.value.value is value
+    assert str(caught.value).startswith(f"{option}={value!r}: ")
+    assert "--" not in str(caught.value)
+
+
+def test_a_model_that_is_no_path() -> None:
+    with raises(CheckpointError, field="model"):
+        Session.load(None)
+
+
+def test_options_can_be_given_together_or_one_by_one(model: pathlib.Path) -> None:
+    options = LoadOptions(kv="kivi2", ctx=40)
+    assert Session.load(model, options).plan == Session.load(model, kv="kivi2", ctx=40).plan
+    assert Session.load(model, options, ctx=20).plan.ctx == 20
 
 
 def test_h1b_says_where_tau_is_from_and_that_it_is_untuned(model: pathlib.Path) -> None:
@@ -219,3 +283,86 @@ def test_h1b_says_where_tau_is_from_and_that_it_is_untuned(model: pathlib.Path) 
     given = Session.load(model, kv="h1b:tau=0.125")
     list(given.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2))
     assert "tau 0.125 (set by" in given.report().notes[0]
+
+
+def test_a_second_text_waits_for_the_first(model: pathlib.Path) -> None:
+    session = Session.load(model)
+    steps = session.generate([1, 2, 3], max_new_tokens=8)
+    with pytest.raises(SessionError, match="exhaust or close its iterator"):
+        session.generate([4])  # the first has not even begun
+    next(steps)
+    for refused in (
+        lambda: session.generate([4]),
+        lambda: session.prefill([4]),
+        lambda: session.logits([4]),
+        lambda: session.rewind(1),
+        lambda: session.align([1]),
+        lambda: session.reset(),
+    ):
+        with pytest.raises(SessionError, match="exhaust or close"):
+            refused()
+    assert len(list(steps)) == 7
+    assert len(list(session.generate([4], max_new_tokens=2))) == 2
+
+
+def test_what_ends_a_text_lets_the_next_begin(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session.load(model)
+    closed = session.generate([1, 2], max_new_tokens=8)
+    next(closed)
+    closed.close()
+    never_begun = session.generate([3], max_new_tokens=8)
+    never_begun.close()
+    dropped = session.generate([4], max_new_tokens=8)
+    next(dropped)
+    del dropped
+    failing = session.generate([5], max_new_tokens=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.caches[0], "attend", None)
+        with pytest.raises(TypeError):
+            list(failing)
+    assert len(list(session.generate([6], max_new_tokens=2))) == 2
+
+
+def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> None:
+    with Session.load(model, kv="dense") as session:
+        other = session.fork()
+        steps = session.generate([1, 2, 3], max_new_tokens=8)
+        next(steps)
+        cache = weakref.ref(session.caches[0])
+    gc.collect()
+    assert cache() is None
+    assert list(steps) == []
+    for use in (
+        lambda: session.generate([1]),
+        lambda: session.tokens,
+        lambda: session.report(),
+        lambda: session.reset(),
+        lambda: session.fork(),
+        lambda: session.embed([1]),
+        lambda: session.save("never-written"),
+    ):
+        with pytest.raises(SessionError, match="is closed"):
+            use()
+    session.close()
+    assert len(list(other.generate([1, 2, 3], max_new_tokens=2))) == 2
+
+
+def test_repr_says_what_is_held(model: pathlib.Path) -> None:
+    session = Session.load(model, kv="onebit:v=1", ctx=50)
+    session.logits([1, 2, 3])
+    size = format_bytes(session.plan.cache_bytes)
+    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v=1, 3 of 50 tokens, cache {size}>"
+    session.close()
+    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v=1, closed>"
+
+
+def test_a_shipped_model_by_its_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Session.load("demo", ctx=64) as session:
+        assert session.model.path.name == "demo"
+        assert "".join(step.text for step in session.generate("Once upon a time", max_new_tokens=4))
+    with raises(CheckpointError, field="model"):
+        Session.load("dem")
+    (tmp_path / "demo").mkdir()
+    with pytest.raises(CheckpointError, match="holds no"):  # a path comes first
+        Session.load("demo")

@@ -12,8 +12,9 @@ import time
 import golden_cases
 import numpy as np
 import pytest
+from helpers import WHOLE, raises
 
-from edgekv import CACHES, SamplingParams, Session
+from edgekv import SamplingParams, Session
 from edgekv.errors import CheckpointError, SessionError
 from edgekv.kvcache import CacheSpec
 from edgekv.session.file import GRAIN, SessionFile, nonzero_runs, write
@@ -52,11 +53,11 @@ def text(session: Session, prompt: list[int], n: int, sampling: object = SAMPLIN
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "compressed"])
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
 def test_restored_text_equals_uninterrupted_text(
     loaded: Session, kv: str, compress: bool, tmp_path: pathlib.Path
 ) -> None:
-    straight, saved = loaded.sibling(kv=kv), loaded.sibling(kv=kv)
+    straight, saved = loaded.fork(kv=kv), loaded.fork(kv=kv)
     for session in (straight, saved):
         session.caches[0].mark([(100, 900)])
     whole = text(straight, PROMPT, 160)
@@ -72,8 +73,8 @@ def test_restored_text_equals_uninterrupted_text(
 
 @pytest.mark.parametrize("kv", ["mikv", "h2o", "snapkv", "quest:k=16,skip=0", "onebit", "visual1"])
 def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathlib.Path) -> None:
-    whole = text(sliding.sibling(kv=kv), PROMPT, 60)
-    saved = sliding.sibling(kv=kv)
+    whole = text(sliding.fork(kv=kv), PROMPT, 60)
+    saved = sliding.fork(kv=kv)
     first = text(saved, PROMPT, 20)
     saved.save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", sliding)
@@ -81,7 +82,7 @@ def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathl
 
 
 def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, tmp_path: pathlib.Path) -> None:
-    sessions = [loaded.sibling(kv="visual1") for _ in range(2)]
+    sessions = [loaded.fork(kv="visual1") for _ in range(2)]
     for session in sessions:
         for cache in session.caches:
             cache.mark([(10, 60), (1100, 1250)])
@@ -92,12 +93,12 @@ def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, tmp_path: 
     assert first + text(restored, [], 70, restored.sampler) == whole
 
 
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
 def test_restored_after_a_rewind(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
     """What the rewind left in the arrays behind the last token does no harm."""
     texts = []
     for save in (False, True):
-        session = loaded.sibling(kv=kv)
+        session = loaded.fork(kv=kv)
         text(session, PROMPT, 20)
         session.rewind(700)
         if save:
@@ -108,7 +109,7 @@ def test_restored_after_a_rewind(loaded: Session, kv: str, tmp_path: pathlib.Pat
 
 
 def test_saved_between_two_steps_with_its_memo(loaded: Session, tmp_path: pathlib.Path) -> None:
-    session = loaded.sibling(kv="kivi2")
+    session = loaded.fork(kv="kivi2")
     session.memo["messages"] = [{"role": "user", "content": "héllo"}]
     steps = session.generate(PROMPT, max_new_tokens=60, sampling=SAMPLING)
     first = [next(steps).token for _ in range(25)]
@@ -121,15 +122,15 @@ def test_saved_between_two_steps_with_its_memo(loaded: Session, tmp_path: pathli
 
 
 def test_an_empty_session(loaded: Session, tmp_path: pathlib.Path) -> None:
-    loaded.sibling().save(tmp_path / "session")
+    loaded.fork().save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", loaded)
     assert (restored.n_past, restored.tokens, restored.sampler) == (0, [], None)
-    assert text(restored, PROMPT[:50], 20) == text(loaded.sibling(), PROMPT[:50], 20)
+    assert text(restored, PROMPT[:50], 20) == text(loaded.fork(), PROMPT[:50], 20)
 
 
 @pytest.fixture(scope="module")
 def file(loaded: Session, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    session = loaded.sibling(kv="onebit")
+    session = loaded.fork(kv="onebit")
     text(session, PROMPT[:300], 5)
     path = tmp_path_factory.mktemp("session") / "file"
     session.save(path)
@@ -137,7 +138,7 @@ def file(loaded: Session, tmp_path_factory: pytest.TempPathFactory) -> pathlib.P
 
 
 def test_a_file_holds_what_is_used_and_no_more(loaded: Session, tmp_path: pathlib.Path) -> None:
-    session = loaded.sibling(kv="dense")
+    session = loaded.fork(kv="dense")
     text(session, PROMPT[: CTX // 10], 5)
     session.save(tmp_path / "file")
     assert (tmp_path / "file").stat().st_size < 0.2 * session.report().cache_bytes
@@ -186,7 +187,7 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
 
 CHANGES = {
     "another model": ({"identity": "0" * 16, "model": "other"}, "belongs to the model other"),
-    "other weights": ({"weights": "int8"}, "give --weights int8"),
+    "other weights": ({"weights": "int8"}, "give weights='int8'"),
     "a scheme that is gone": ({"kv": "h2b:b=3"}, "'h2b' is unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
     "another shape of arrays": (
@@ -212,32 +213,32 @@ def test_a_file_that_belongs_to_something_else(
         for k, a in cache.arrays.items()
     }
     write(tmp_path / "file", original.content | change, state)
-    session = loaded.sibling(kv="onebit")
+    session = loaded.fork(kv="onebit")
     text(session, PROMPT[:40], 3)
     before = list(session.tokens)
     with pytest.raises(SessionError, match=reason) as error:
         Session.restore(tmp_path / "file", loaded)
     assert "\n" not in str(error.value)
     with pytest.raises(SessionError):
-        session.load_saved(tmp_path / "file")
+        session.load_state(tmp_path / "file")
     assert session.tokens == before
     assert len(text(session, [1], 3)) == 3
 
 
 def test_what_is_asked_for_must_be_the_files(model: pathlib.Path, file: pathlib.Path, loaded: Session) -> None:
-    with pytest.raises(SessionError, match=r"was held with --kv onebit.*not dense"):
+    with raises(SessionError, field="kv", match=r"was held with kv='onebit.*not dense"):
         Session.restore(file, loaded, kv="dense")
-    with pytest.raises(SessionError, match="was held with --ctx 1400, not 1000"):
+    with raises(SessionError, field="ctx", match="was held with ctx=1400, not 1000"):
         Session.restore(file, loaded, ctx=1000)
-    with pytest.raises(SessionError, match="give --weights f32"):
+    with raises(SessionError, field="weights"):
         Session.restore(file, model, weights="int8")
     assert Session.restore(file, model, kv="onebit").plan.kv == CacheSpec.parse("onebit")
 
 
 def test_load_saved_replaces_the_conversation(loaded: Session, file: pathlib.Path) -> None:
-    session = loaded.sibling(kv="onebit")
+    session = loaded.fork(kv="onebit")
     text(session, PROMPT[500:900], 9)
-    session.load_saved(file)
+    session.load_state(file)
     assert text(session, [4], 20) == text(Session.restore(file, loaded), [4], 20)
 
 

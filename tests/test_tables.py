@@ -18,7 +18,6 @@ import tables_runs as runs  # noqa: E402
 from tables_plot import PANELS, points  # noqa: E402
 
 from edgekv.cli import main as edgekv  # noqa: E402
-from edgekv.cli.evaluate import split_specs  # noqa: E402
 from edgekv.kernels import numpy_kernels  # noqa: E402
 from edgekv.kvcache import CacheSpec  # noqa: E402
 from edgekv.kvcache.base import Workspace  # noqa: E402
@@ -98,7 +97,7 @@ def test_commands_name_the_schemes_that_they_measured() -> None:
         (line,) = data.commands([run])
         kvs = re.search(r"--kv (\S+)", line)
         assert kvs
-        assert [str(spec) for spec in split_specs(kvs[1])] == [result["kv"] for result in run["results"]]
+        assert [str(spec) for spec in CacheSpec.parse_list(kvs[1])] == [result["kv"] for result in run["results"]]
 
 
 def test_every_planned_evaluation_was_made() -> None:

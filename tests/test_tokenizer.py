@@ -448,9 +448,9 @@ def refused(folder: pathlib.Path, *words: str) -> None:
 
 def test_no_tokenizer(tmp_path: pathlib.Path) -> None:
     refused(
-        tmp_path, str(tmp_path), "tokenizer.json", "tokenizer.model", "vocab.json and merges.txt", "--tokenizer"
+        tmp_path, str(tmp_path), "tokenizer.json", "tokenizer.model", "vocab.json and merges.txt", "tokenizer=PATH"
     )
-    refused(tmp_path / "missing", "missing", "--tokenizer")
+    refused(tmp_path / "missing", "missing", "tokenizer=PATH")
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"version https://git-lfs.github.com/spec/v1\noid sha256"])

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pytest
 import vision_cases as cases
 from cuda_cases import OnDevice
+from helpers import WHOLE, raises
 
-from edgekv import CACHES, Embeddings, Session
+from edgekv import Embeddings, Session
 from edgekv.cli import main
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
 from edgekv.kernels.memory import to_host
@@ -22,7 +23,8 @@ from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.reference import ACTIVATIONS
 from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.context_shift import Slide
-from edgekv.session.model import Model, find_device
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
 from edgekv.session.prompt import Span, clipped, selected
 from edgekv.vision import picture
 
@@ -123,9 +125,9 @@ def test_placeholders_and_images_must_be_as_many(base: Session, text: str, n: in
         base.generate(text, images=IMAGES[:n])
 
 
-@pytest.mark.parametrize("kv", [*CACHES, VISUAL])
+@pytest.mark.parametrize("kv", [*WHOLE.values(), VISUAL])
 def test_every_scheme_takes_images(base: Session, kv: str) -> None:
-    session = base.sibling(kv=kv)
+    session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
     first = tokens(session.generate(pieces, max_new_tokens=6))
     second = tokens(session.generate([4, base.vision(picture(IMAGES[2])), 8], max_new_tokens=4))
@@ -142,7 +144,7 @@ def test_every_scheme_takes_images(base: Session, kv: str) -> None:
 def test_rewinding_into_an_image_computes_the_rest_of_it_again(
     base: Session, kv: str, atol: float, n: int
 ) -> None:
-    session = base.sibling(kv=kv)
+    session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
     whole = session.prefill(pieces)
     flat = np.concatenate([_rows(base, piece) for piece in pieces])
@@ -152,7 +154,7 @@ def test_rewinding_into_an_image_computes_the_rest_of_it_again(
 
 
 def _rows(session: Session, piece: int | Embeddings) -> F32:
-    return piece.rows if isinstance(piece, Embeddings) else session._decoder.embed([piece], 0)
+    return piece.rows if isinstance(piece, Embeddings) else session.decoder.embed([piece], 0)
 
 
 def test_what_a_scheme_could_not_keep_is_computed_from_the_embeddings(base: Session) -> None:
@@ -169,7 +171,7 @@ def test_what_a_scheme_could_not_keep_is_computed_from_the_embeddings(base: Sess
 
 
 def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = base.sibling(kv=VISUAL)
+    session = base.fork(kv=VISUAL)
     pieces = base.prompt(TEXT, IMAGES[:2])
     expected = session.prefill(pieces)
     session.reset()
@@ -189,17 +191,15 @@ def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pyte
     assert [(span.start, span.stop) for span in session.caches[-1].spans] == [FIRST, SECOND]
 
 
-def test_a_prompt_may_wait(base: Session) -> None:
-    """Images stand where their prompt stands when its first token is asked for."""
-    session = base.sibling()
-    steps = session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1)
+def test_images_stand_behind_what_was_said(base: Session) -> None:
+    session = base.fork()
     list(session.generate([1, 5, 6], max_new_tokens=1))
-    list(steps)
+    list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1))
     assert [(span.start, span.stop) for span in session.spans] == [(4 + a, 4 + b) for a, b in (FIRST, SECOND)]
 
 
 def test_visual1_packs_the_images_alone(base: Session) -> None:
-    session = base.sibling(kv=VISUAL, ctx=100)
+    session = base.fork(kv=VISUAL, ctx=100)
     session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1)
     list(session.generate([5], max_new_tokens=2))
     cache, g = session.caches[0], session.caches[0].geometry
@@ -223,7 +223,7 @@ def test_visual1_packs_the_images_alone(base: Session) -> None:
 
 
 def test_other_modalities_are_not_marked(base: Session) -> None:
-    session = base.sibling(kv=VISUAL)
+    session = base.fork(kv=VISUAL)
     rows = base.vision(picture(IMAGES[0])).rows
     session.prefill([1, Embeddings(rows, "audio"), 4])
     assert session.report().visual_cache_bytes == 0
@@ -231,7 +231,7 @@ def test_other_modalities_are_not_marked(base: Session) -> None:
 
 @pytest.mark.parametrize("kv", ["onebit", VISUAL, "dense"])
 def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.Path) -> None:
-    session = base.sibling(kv=kv)
+    session = base.fork(kv=kv)
     list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=3))
     session.save(tmp_path / "a.kv", compress=True)
     restored = Session.restore(tmp_path / "a.kv", session)
@@ -242,18 +242,18 @@ def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.
         each.rewind(SECOND[1] - 4)
     again = [tokens(each.generate([33, 34, 60], max_new_tokens=5)) for each in (session, restored)]
     assert again[0] == again[1]
-    copied = base.sibling(kv=kv)
-    copied.copy(restored)
+    copied = base.fork(kv=kv)
+    copied.copy_from(restored)
     assert tokens(copied.generate([7], max_new_tokens=5)) == tokens(restored.generate([7], max_new_tokens=5))
 
 
 def test_sliding_keeps_the_latest_rows_of_an_image(base: Session) -> None:
     ctx = 40
-    session = base.sibling(ctx=ctx)
+    session = base.fork(ctx=ctx)
     pieces = base.prompt(TEXT, IMAGES[:2])
-    with pytest.raises(ContextError, match="set --overflow slide"):
-        base.sibling(ctx=30).generate(pieces)
-    session.overflow = Slide()
+    with raises(ContextError, field="ctx"):
+        base.fork(ctx=30).generate(pieces)
+    session.context_shift = Slide()
     made = tokens(session.generate(pieces, max_new_tokens=12))
     assert len(made) == 12
     rows = np.concatenate([_rows(base, piece) for piece in pieces])
@@ -266,7 +266,7 @@ def test_sliding_keeps_the_latest_rows_of_an_image(base: Session) -> None:
 
 
 def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:
-    session = base.sibling()
+    session = base.fork()
     session.prefill(base.prompt(TEXT, IMAGES[:2]))
     ids = list(session.tokens)
     assert session.align([*ids, 5]) == [*ids[FIRST[0] :], 5]

@@ -16,7 +16,8 @@ from edgekv.linear.cuda_weights import KINDS, DeviceWeights, Matrix
 from edgekv.linear.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
 from edgekv.models import architecture
 from edgekv.models.cuda_decoder import CudaDecoder
-from edgekv.session.sampling import Sampler, SamplingParams
+from edgekv.session.sampling import Sampler
+from edgekv.session.sampling_params import SamplingParams
 
 STD = 0.02
 PROMPT = 2048

@@ -26,7 +26,8 @@ from edgekv.kvcache.papers.codec_huffman import HuffmanCodec, HuffmanKeys, Huffm
 from edgekv.machine import machine_info
 from edgekv.models.decoder import Decoder
 from edgekv.quality.evaluate import FIT_TOKENS, Quality, evaluate
-from edgekv.session.model import Model, find_device
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
 from edgekv.tokenizer import load_tokenizer
 
 F32 = npt.NDArray[np.float32]

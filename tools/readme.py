@@ -10,7 +10,7 @@ import sys
 from pages import rewrite
 
 from edgekv import CACHES
-from edgekv.cli.info import scheme_facts
+from edgekv.kvcache import scheme_facts
 
 README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 BLOCK = re.compile(r"(<!-- schemes: [^\n]*-->\n).*?(<!-- /schemes -->)", re.DOTALL)
@@ -21,7 +21,8 @@ def schemes_table() -> str:
     rows = ["| `--kv` | what is kept | from | bytes per token and KV head | gives up |", "|---|---|---|---|---|"]
     for name in CACHES:
         facts = scheme_facts(name)
-        size = f"{facts['bytes_per_token_per_kv_head']:.1f}"
+        each = facts["bytes_per_token_per_kv_head"]
+        size = "as `--kv-budget` says" if each is None else f"{each:.1f}"
         rows.append(f"| `{name}` | {facts['summary']} | {facts['paper']} | {size} | {facts['gives_up']} |")
     return "\n".join(rows) + "\n"
 

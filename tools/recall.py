@@ -30,7 +30,8 @@ from edgekv.kvcache.papers.fier import SignIndex
 from edgekv.kvcache.papers.quest import PageIndex
 from edgekv.kvcache.papers.retrieval import Index
 from edgekv.machine import machine_info
-from edgekv.session.model import Model, find_device
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
 from edgekv.session.plan import Plan
 from edgekv.tokenizer import load_tokenizer
 

@@ -25,7 +25,7 @@ from roofline_need import Need, caches, need_of, weights_bytes
 
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli.bench import lengths_of
-from edgekv.cli.eval_input import split_specs
+from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WEIGHTS
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
@@ -108,7 +108,7 @@ def machine_of(key: str, board: Board) -> Machine:
 def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """For each board its assumptions in words and a prediction for each scheme at each depth."""
     counts = json.loads(COUNTS.read_text(encoding="utf-8"))
-    held = caches(arch, split_specs(arguments.kv), lengths_of("--ctx", arguments.ctx, 1))
+    held = caches(arch, CacheSpec.parse_list(arguments.kv), lengths_of("--ctx", arguments.ctx, 1))
     result = []
     for key in arguments.board or boards():
         board = boards()[key]

@@ -29,7 +29,7 @@ from tables_data import cache_bytes
 from tables_paper import SHAPE2
 from tables_runs import ROOT, Places, Run, Runner, collect, evals, needles
 
-from edgekv.cli.evaluate import split_specs
+from edgekv.kvcache import CacheSpec
 
 PAGE = ROOT / "docs" / "reproduction.md"
 PLOT = ROOT / "docs" / "reproduction-fig1.svg"
@@ -68,7 +68,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_bytes(shape: str, kvs: str) -> None:
-    for spec in split_specs(kvs):
+    for spec in CacheSpec.parse_list(kvs):
         print(f"{cache_bytes(shape, str(spec)):>16,}  {spec}")
 
 

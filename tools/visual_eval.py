@@ -113,7 +113,7 @@ def row_spec(row: Row, base: Session) -> CacheSpec:
     """The row's scheme; for one that drops tokens, with the largest budget within the bytes of ONE_BIT."""
     if row.kv not in DROPPING:
         return spec(row.kv)
-    full = base.sibling(kv=spec(ONE_BIT), ctx=context(row.pictures))
+    full = base.fork(kv=spec(ONE_BIT), ctx=context(row.pictures))
     sample = Sample.draw(0, row.pictures)
     full.prefill(sample.prompt, sample.images)
     room = sum(cache.nbytes for cache in full.caches)
@@ -127,7 +127,7 @@ def row_spec(row: Row, base: Session) -> CacheSpec:
 def caption(model: str, row: Row, first: int, last: int) -> dict[str, Any]:
     """Captions of scenes first..last of a row, and what its cache takes."""
     base = base_session(model)
-    session = base.sibling(kv=row_spec(row, base), ctx=context(row.pictures))
+    session = base.fork(kv=row_spec(row, base), ctx=context(row.pictures))
     written = []
     for i in range(first, last):
         sample = Sample.draw(i, row.pictures)

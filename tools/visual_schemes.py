@@ -7,20 +7,20 @@ keeps pictures as `onebit`, `bitplane` or `h1b` would, to compare with `visual1`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import F32
 from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
-from edgekv.kvcache.codecs import Int4, KeyCodec, SignSketch, ValueCodec
+from edgekv.kvcache.codecs import Codec, Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.h1b import DEFAULT_TAU
 from edgekv.kvcache.papers.visual import Run, Span, Visual1, VisualKnobs
 
 LAM, PLANES, SEED, SKETCH, P = 0.9, 5, 0, 256, 2.5e-4  # the schemes' defaults
-Pair = tuple[KeyCodec, ValueCodec]
+Pair = tuple[Codec, Codec]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,6 @@ class CodedSpans(SplitLevels):
             span.exact = None
             self._list_arrays()
 
-    def _runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Pictures last where all is attended to: bitplane's values rescale what was summed before them."""
-        runs = super()._runs(start, stop)
-        yield from sorted(runs, key=lambda run: run.span is not None) if stop == self.n_seen else runs
 
 
 def spec(text: str) -> CacheSpec:

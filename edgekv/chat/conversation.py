@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from edgekv.chat.template import ChatTemplate
 from edgekv.chat.turns import TurnEncoder
 from edgekv.errors import SessionError
 from edgekv.session.generation import Step
-from edgekv.session.sampling import SamplingParams
+from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
 from edgekv.tokenizer import StreamDecoder, Tokenizer
 
@@ -88,7 +89,7 @@ class Chat:
     def _fitting(self) -> list[int]:
         """Ids of the conversation; where it outgrew the context, and may slide, without its oldest turns."""
         ids, ctx = self._ids(), self.session.plan.ctx
-        if len(ids) >= ctx and self.session.overflow.makes_room:
+        if len(ids) >= ctx and self.session.context_shift.makes_room:
             while len(ids) > ctx // 2 and self._drop_oldest():
                 ids = self._ids()
         return ids
@@ -106,13 +107,14 @@ class Chat:
                 self.messages[i]["dropped"] = True
         return bool(later)
 
-    def _collected(self, steps: Iterator[Step]) -> Generator[Step, None, None]:
+    def _collected(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
         """Passes the steps on and writes the answer into the history."""
         made: list[Step] = []
         try:
-            for step in steps:
-                made.append(step)
-                yield step
+            with contextlib.closing(steps):
+                for step in steps:
+                    made.append(step)
+                    yield step
         finally:
             self._record(made)
 

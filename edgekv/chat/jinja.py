@@ -7,8 +7,11 @@ from jinja2.parser import Parser
 
 
 class GenerationBlock(Extension):
+    """The tag, for a Jinja environment."""
+
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> Any:
+        """The block's content, as if the tag were not there."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -46,8 +46,18 @@ class ChatTemplate:
         """A transcript with "User:" and "Assistant:", for models that bring no template."""
         return cls(PLAIN, tokenizer, stops=PLAIN_STOPS, given_bos=True)
 
+    @classmethod
+    def open(cls, tokenizer: Tokenizer, place: pathlib.Path | None, given: str | None = None) -> ChatTemplate:
+        """The template in the file ``given``, else that of the tokenizer at ``place``, else the plain one.
+
+        Raises ConfigError for a file that can't be read or is no Jinja.
+        """
+        source = read_template(given) if given else place and find_template(place)
+        return cls(source, tokenizer) if source else cls.plain(tokenizer)
+
     @property
     def is_plain(self) -> bool:
+        """Whether it is the transcript of `plain`."""
         return self.source == PLAIN
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -88,11 +98,15 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
 
 
 def read_template(path: str) -> str:
-    """The text of ``--chat-template FILE``. Raises ConfigError."""
+    """The text of a template's file. Raises ConfigError (field chat_template)."""
     try:
         return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--chat-template {path}: can't be read ({error}); give a UTF-8 Jinja file") from None
+        raise ConfigError(
+            f"chat_template={path!r}: can't be read ({error}); give a UTF-8 Jinja file",
+            field="chat_template",
+            value=path,
+        ) from None
 
 
 def _declared(value: Any) -> str | None:
@@ -126,5 +140,6 @@ def _compile(source: str) -> Any:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(
-            f"the chat template is no valid Jinja ({error}); give another with --chat-template"
+            f"the chat template is no valid Jinja ({error}); give another with `chat_template`",
+            field="chat_template",
         ) from None

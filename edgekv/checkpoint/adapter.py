@@ -118,7 +118,7 @@ class Adapter:
             return
         self._require_base(identity)
         raise ConfigError(
-            f"{self.path}: replaces {len(self.weights)} tensors, which the store {folder} holds quantised; give "
+            f"{self.path}: replaces {len(self.weights)} tensors, which the store {folder} holds quantized; give "
             "the original checkpoint, or a store made from it with `edgekv quantize --adapter`"
         )
 
@@ -126,7 +126,10 @@ class Adapter:
         """Raises ConfigError when the adapter was trained for another scheme."""
         if scheme != self.scheme:
             raise ConfigError(
-                f"{self.path}: was trained for --kv {self.scheme}, not {scheme}; use that, or leave --adapter out"
+                f"{self.path}: was trained for kv={self.scheme!r}, not {scheme}; use that, or leave `adapter` out",
+                field="kv",
+                value=scheme,
+                accepted=[self.scheme],
             )
 
     def require_shape(self, config: ModelConfig) -> None:

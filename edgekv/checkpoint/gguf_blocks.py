@@ -1,4 +1,4 @@
-"""GGUF's quantised blocks of 32: those that MatMulNBits has too are taken over as they are.
+"""GGUF's quantized blocks of 32: those that MatMulNBits has too are taken over as they are.
 
 Source of the layouts: llama.cpp's ggml/src/ggml-common.h.
 """
@@ -40,7 +40,7 @@ FORMATS = {"Q4_0": "int4-32", "Q8_0": "int8-32"}
 """Weight formats with the same blocks."""
 
 NEAREST = dict.fromkeys(("Q4_1", "Q5_0", "Q5_1", "Q5_K", "Q6_K"), "int8-32")
-"""Types of more than 4 bits, or of uneven levels, are quantised again to 8 bits; all others to 4."""
+"""Types of more than 4 bits, or of uneven levels, are quantized again to 8 bits; all others to 4."""
 
 
 def symmetric_blocks(raw: U8, kind: str) -> tuple[I8, F32]:
@@ -52,7 +52,7 @@ def symmetric_blocks(raw: U8, kind: str) -> tuple[I8, F32]:
 
 
 def dequantize(raw: U8, kind: str) -> npt.NDArray[Any]:
-    """(r, columns) float32 of rows (r, bytes) of any quantised type, by the gguf library."""
+    """(r, columns) float32 of rows (r, bytes) of any quantized type, by the gguf library."""
     from edgekv.checkpoint.gguf_import import library
 
     gguf = library("this file's weights")

@@ -15,13 +15,13 @@ from edgekv.checkpoint.tensors import DTYPES, TensorFile, TensorInfo
 from edgekv.errors import CheckpointError
 
 Array = npt.NDArray[Any]
-TABLE_TYPE = "F16"  # of quantised tables, whose rows are looked up
+TABLE_TYPE = "F16"  # of quantized tables, whose rows are looked up
 
 
 class GgufFile(TensorFile):
     """Tensors under the checkpoint's names, in its row order and orientation.
 
-    index: what `gguf_import.read_index` found. Quantised tensors appear as float32, tables as float16.
+    index: what `gguf_import.read_index` found. Quantized tensors appear as float32, tables as float16.
     """
 
     def __init__(self, path: pathlib.Path, index: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class GgufFile(TensorFile):
     def outputs(self, name: str, lo: int, hi: int, transposed: bool) -> Array:
         return self._values(name, lo, hi)
 
-    def quantised(self, name: str) -> str | None:
+    def quantized(self, name: str) -> str | None:
         kind = self.kind(name)
         return None if kind in FLOATS else kind
 

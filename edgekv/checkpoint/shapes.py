@@ -26,7 +26,10 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
     path = pathlib.Path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
     if path is None or not path.is_file():
         raise ConfigError(
-            f"--shape {shape}: no such shape; accepted are {', '.join(names())}, or a path that ends in .json"
+            f"shape={shape!r}: no such shape; accepted are {', '.join(names())}, or a path that ends in .json",
+            field="shape",
+            value=shape,
+            accepted=names(),
         )
     config = read_config(path)
     rope = architecture(config).config.rope

@@ -182,7 +182,8 @@ def _find_config(
             return _parse_object(file.metadata["config"], where, ConfigError), None
     raise ConfigError(
         f"{place}: no config.json in {beside} and no 'config' in the file's __metadata__; "
-        "give the model's shape with --config models/NAME.json"
+        "give the model's shape with config='models/NAME.json'",
+        field="config",
     )
 
 

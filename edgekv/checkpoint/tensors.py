@@ -110,13 +110,13 @@ class TensorFile:
         stored = self.array(name)
         return stored[:, lo:hi].T if transposed else stored[lo:hi]
 
-    def quantised(self, name: str) -> str | None:
-        """The type of a tensor that is stored in quantised blocks; None: as plain numbers."""
+    def quantized(self, name: str) -> str | None:
+        """The type of a tensor that is stored in quantized blocks; None: as plain numbers."""
         return None
 
     def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-        """Of a quantised projection's rows: whole numbers (rows, blocks, 32) and their scales (rows, blocks)."""
-        raise CheckpointError(f"{self.path}: tensor {name!r} is not quantised")
+        """Of a quantized projection's rows: whole numbers (rows, blocks, 32) and their scales (rows, blocks)."""
+        raise CheckpointError(f"{self.path}: tensor {name!r} is not quantized")
 
     def release(self, name: str) -> None:
         """Give a tensor's mapped pages back, so that streaming a big file keeps the resident memory small.
@@ -188,9 +188,9 @@ class TensorSet:
         """As TensorFile.outputs."""
         return self._home(name).outputs(name, lo, hi, transposed)
 
-    def quantised(self, name: str) -> str | None:
-        """As TensorFile.quantised."""
-        return self._home(name).quantised(name)
+    def quantized(self, name: str) -> str | None:
+        """As TensorFile.quantized."""
+        return self._home(name).quantized(name)
 
     def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
         """As TensorFile.blocks."""

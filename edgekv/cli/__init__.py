@@ -6,16 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from edgekv import __version__
 from edgekv.cli.bench import BENCH
 from edgekv.cli.chat import CHAT
 from edgekv.cli.evaluate import EVAL
+from edgekv.cli.flags import in_flags
 from edgekv.cli.info import BUDGET, INFO, LIST
 from edgekv.cli.power import POWER
 from edgekv.cli.quantize import QUANTIZE
 from edgekv.cli.run import RUN
 from edgekv.cli.serve import SERVE
 from edgekv.errors import EdgeKVError
+from edgekv.version import __version__
 
 COMMANDS = {
     "run": RUN,
@@ -32,6 +33,7 @@ COMMANDS = {
 
 
 def parser() -> argparse.ArgumentParser:
+    """The whole command line: a subcommand for each of COMMANDS."""
     main_parser = argparse.ArgumentParser(
         prog="edgekv",
         description="Run Llama- and GPT-2-style models with long contexts on small machines.",
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.execute(arguments)
         sys.stdout.flush()
     except EdgeKVError as error:
-        print(f"edgekv: error: {error}", file=sys.stderr)
+        print(f"edgekv: error: {in_flags(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

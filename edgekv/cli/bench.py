@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import pathlib
 from typing import Any
 
-from edgekv.checkpoint.shapes import load_shape, names
+from edgekv.checkpoint.shapes import names
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.eval_input import split_specs
 from edgekv.cli.evaluate import require_matplotlib
 from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, model_path, positive_int
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.cpu.stream import Bandwidth
-from edgekv.linear.formats import weight_format
-from edgekv.linear.random import random_store
+from edgekv.kvcache import CacheSpec
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
-from edgekv.models import architecture
 from edgekv.quality.bench import Prefill, Timing, bench, bench_prefill
-from edgekv.session.model import Model, find_device
+from edgekv.quality.shape_model import shape_model
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
+from edgekv.session.opening import all_cores
 
 SCHEMES = "dense,h1b,onebit,bitplane"
 
@@ -49,9 +47,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _execute(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require_matplotlib()
-    specs = split_specs(arguments.kv)
+    specs = CacheSpec.parse_list(arguments.kv)
     depths, lengths = lengths_of("--ctx", arguments.ctx, 0), lengths_of("--prefill", arguments.prefill, 1)
-    threads = arguments.threads or len(os.sched_getaffinity(0))
+    threads = all_cores(arguments.threads)
     with Bars() as bars:
         model = _model(arguments, max([*depths, *lengths]) + 1, bars)
         form = model.weight_format(arguments.weights)
@@ -61,8 +59,7 @@ def _execute(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
         needed = {"weights": model.weights_bytes(form)}
         for spec in specs:
-            caches = spec.layers(model.config, max(depths) + room)
-            needed[f"{spec.scheme.name} cache"] = sum(cache.planned_bytes for cache in caches)
+            needed[f"{spec.scheme.name} cache"] = spec.planned_bytes(model.config, max(depths) + room)
         require_memory(needed, available_memory_bytes())
         decoder = find_device("cpu").decoder(model, form, capacity, threads, bars.update)
         bandwidth = Bandwidth()
@@ -95,17 +92,13 @@ def _execute(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace, positions: int, bars: Bars) -> Model:
     if not arguments.shape:
         if arguments.layers:
-            raise ConfigError(f"--layers {arguments.layers}: only a --shape can have other layers than its own")
+            raise ConfigError(
+                f"layers={arguments.layers}: only a `shape` can have other layers than its own", field="layers"
+            )
         return Model.open(model_path(arguments), config=arguments.config)
     if arguments.model:
-        raise ConfigError(f"--shape {arguments.shape} and --model {arguments.model}: give one of them")
-    config = load_shape(arguments.shape, arguments.layers, None)
-    arch = architecture(config)
-    if arch.config.rope is None and positions > arch.config.max_positions:
-        config = load_shape(arguments.shape, arguments.layers, positions + 4096)
-        arch = architecture(config)
-    store = random_store(config, weight_format(arguments.weights, arch), bars.update)
-    return Model(pathlib.Path(store.folder), config, store.identity, None, store)
+        raise ConfigError(f"shape={arguments.shape} and model={arguments.model}: give one of them", field="shape")
+    return shape_model(arguments.shape, arguments.layers, positions, arguments.weights, bars.update)
 
 
 def lengths_of(option: str, text: str | None, least: int) -> list[int]:
@@ -135,6 +128,7 @@ def table(timings: list[Timing], n_layers: int) -> str:
 
 
 def prefill_table(prefills: list[Prefill]) -> str:
+    """A line per scheme and length: tokens per second, and the time against the least that it could be."""
     rows = [
         f"{p.kv[:25]:<26}{p.tokens:>7} tokens {p.tokens_per_s:>9.1f} tokens/s, "
         f"matmuls {p.matmul_s / p.seconds:.0%}, x {p.times_floor:.2f} of matmuls + attention at half of BLAS"

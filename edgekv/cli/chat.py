@@ -18,13 +18,22 @@ from edgekv.cli.conversation import (
     open_template,
     save_session,
 )
+from edgekv.cli.flags import in_flags
 from edgekv.cli.interrupt import Interrupt
-from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec
+from edgekv.cli.options import (
+    Bars,
+    Command,
+    add_adapter_option,
+    add_device_option,
+    add_model_options,
+    load_options,
+    wants_list,
+)
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.errors import EdgeKVError
 from edgekv.machine import format_bytes
 from edgekv.session.generation import Step
-from edgekv.session.sampling import SamplingParams
+from edgekv.session.sampling_params import SamplingParams
 
 PROMPT = "> "
 
@@ -36,21 +45,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_template_option(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message of a new conversation")
     add_sampling_options(parser, temperature=0.7, max_new_tokens=MAX_NEW_TOKENS)
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="cpu (onnxruntime + Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
-        "and the scheme's kernels are, else cpu (default %(default)s)",
-    )
+    add_device_option(parser)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    spec = cache_spec(arguments)
-    if spec is None:
+    if wants_list(arguments):
         return 0
+    options = load_options(arguments)
     sampling_params(arguments)
     taken_up = is_saved(arguments)
-    session = open_session(arguments, spec, Bars())
+    session = open_session(arguments, options, Bars())
     chat = Chat(session, open_template(arguments, session), arguments.system)
     if taken_up:
         _say(f"{arguments.session}: {len(chat.messages)} messages, {len(session.tokens)} tokens")
@@ -120,18 +124,19 @@ class Terminal:
         return params if params.seed is None else dataclasses.replace(params, seed=params.seed + n)
 
     def _stream(self, steps: Iterator[Step], interrupt: Interrupt) -> None:
-        reason = None
+        cut_off = None
         for step in steps:
             sys.stdout.write(step.text)
             sys.stdout.flush()
-            reason = step.stop
-            if interrupt.wished:
-                reason = "Ctrl-C"
+            if step.finish_reason == "length":
+                cut_off = step.finish_message
+            if interrupt.requested:
+                cut_off = "Ctrl-C"
                 break
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if reason not in ("end of text", "stop string"):
-            _say(f"(stopped: {reason})")
+        if cut_off:
+            _say(f"(stopped: {cut_off})")
 
     def _say_left_out(self, before: tuple[int, int]) -> None:
         messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))
@@ -145,6 +150,7 @@ class Terminal:
         return sum(bool(m.get("dropped")) for m in self.chat.messages), self.chat.session.n_dropped
 
     def save(self, rest: str) -> None:
+        """/save: the conversation with its cache, to a file."""
         path = rest or self.arguments.session
         if not path:
             raise EdgeKVError("/save needs a file: /save FILE")
@@ -152,32 +158,40 @@ class Terminal:
         _say(f"{path}: {len(self.chat.session.tokens)} tokens, {format_bytes(size)}")
 
     def load(self, rest: str) -> None:
+        """/load: a saved conversation in place of this one."""
         if not rest:
             raise EdgeKVError("/load needs a file: /load FILE")
-        self.chat.session.load_saved(rest)
+        self.chat.session.load_state(rest)
         _say(f"{rest}: {len(self.chat.messages)} messages, {len(self.chat.session.tokens)} tokens")
 
     def stats(self, rest: str) -> None:
+        """/stats: the context's use, and the report of the last answer."""
         session = self.chat.session
         _say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens\n{session.report().to_text()}")
 
     def retry(self, rest: str) -> None:
+        """/retry: another answer to the last question."""
         self._answer(self.chat.retry)
 
     def history(self, rest: str) -> None:
+        """/history: what has been said."""
         for message in self.chat.messages:
             _say(f"{message['role']}: {message['content']}")
 
     def clear(self, rest: str) -> None:
+        """/clear: forgets all but the system message."""
         self.chat.clear()
 
     def help(self, rest: str) -> None:
+        """/help: the list of commands."""
         for name, action in ACTIONS.items():
             _say(f"/{name:<10}{action.help}")
         _say(f"/{'exit':<10}end (also Ctrl-D); Ctrl-C stops an answer")
 
 
 class Action(NamedTuple):
+    """A command of the terminal: what /help says of it, and what it does with the rest of the line."""
+
     help: str
     run: Callable[[Terminal, str], None]
 
@@ -209,7 +223,7 @@ def _lines() -> Iterator[str]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(in_flags(text), file=sys.stderr)
 
 
 CHAT = Command("talk with a model in turns; /help lists what can be done on the way", _arguments, _execute)

@@ -7,16 +7,17 @@ import dataclasses
 import json
 
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.eval_input import Subject, add_subject_options, split_specs
+from edgekv.cli.eval_input import add_input_options, open_input
 from edgekv.cli.gate import add_gate_options, run_gate
 from edgekv.cli.options import Bars, Command
 from edgekv.errors import EdgeKVError
+from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
 from edgekv.quality.evaluate import Quality, evaluate
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_subject_options(parser)
+    add_input_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the results as JSON")
     parser.add_argument("--plot", metavar="FILE", help="perplexity against bytes: PNG or SVG (needs matplotlib)")
     add_gate_options(parser)
@@ -27,24 +28,25 @@ def _execute(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    specs = split_specs(arguments.kv or "all")
+    specs = CacheSpec.parse_list(arguments.kv or "all")
     if arguments.plot:
         require_matplotlib()
-    subject = Subject(arguments)
+    measured = open_input(arguments)
     with Bars() as bars:
-        decoder, ctx = subject.load(arguments.ctx, bars)
+        decoder, ctx = measured.load(arguments.ctx, bars.update)
         results = evaluate(
             decoder,
-            subject.tokens[: ctx * arguments.windows],
+            measured.tokens[: ctx * arguments.windows],
             ctx,
             specs,
             fit_tokens=arguments.fit,
-            adapter=subject.model.adapter,
+            adapter=measured.model.adapter,
             progress=bars.update,
         )
     print(table(results))
     if arguments.json:
-        facts = {"results": [dataclasses.asdict(result) for result in results], **subject.facts(ctx)}
+        settings = measured.facts(ctx, arguments.windows, arguments.fit)
+        facts = {"results": [dataclasses.asdict(result) for result in results], **settings}
         atomic_write(arguments.json, (json.dumps(facts, indent=1) + "\n").encode())
     if arguments.plot:
         plot(results, arguments.plot)

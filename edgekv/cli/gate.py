@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.eval_input import Subject, split_specs
+from edgekv.cli.eval_input import open_input
+from edgekv.cli.flags import in_flags
 from edgekv.cli.options import Bars
 from edgekv.errors import ConfigError
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import format_bytes
 from edgekv.quality.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, needs_gate, recommended
-from edgekv.quality.retrieval import NEEDLES, Exam
-from edgekv.quality.verdicts import Gated
+from edgekv.quality.retrieval import NEEDLES, NeedleTest
+from edgekv.quality.verdicts import Verdicts
 from edgekv.session.model import Model
 
 
 def add_gate_options(parser: argparse.ArgumentParser) -> None:
+    """--gate and its limits."""
     limits = Limits()
     group = parser.add_argument_group(
         "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
@@ -65,49 +68,53 @@ def run_gate(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         raise ConfigError("--plot does not go with --gate; leave one of them out")
     specs = _specs(arguments.kv)
-    subject = Subject(arguments)
+    measured = open_input(arguments)
     limits = Limits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
-    ctx = arguments.ctx or default_ctx(len(subject.tokens), subject.model.config.max_positions)
+    ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:
-        decoder, ctx = subject.load(ctx, bars)
-        verdicts, exam = gate(
+        decoder, ctx = measured.load(ctx, bars.update)
+        verdicts, needles = gate(
             decoder,
-            subject.tokenizer,
-            subject.tokens,
+            measured.tokenizer,
+            measured.tokens,
             specs,
             ctx,
             windows=arguments.windows,
             limits=limits,
             n_needles=arguments.needles,
             fit_tokens=arguments.fit,
-            adapter=subject.model.adapter,
+            adapter=measured.model.adapter,
             progress=bars.update,
         )
-    facts = subject.facts(ctx)
+    facts = measured.facts(ctx, arguments.windows, arguments.fit)
     best = recommended(verdicts)
-    print(_report(verdicts, exam, best, len(subject.tokens), facts["settings"]))
+    print(_report(verdicts, needles, best, len(measured.tokens), facts["settings"]))
     if arguments.json:
         content = {
             "verdicts": [{"passed": verdict.passed, **dataclasses.asdict(verdict)} for verdict in verdicts],
             "recommended": _recommended_kv(best),
-            "needles": {"hidden": exam.n_hidden, "dense": exam.n_known, "applicable": exam.applies},
+            "needles": {
+                "hidden": needles.n_hidden,
+                "dense": needles.n_known,
+                "applicable": needles.applies,
+            },
             "limits": dataclasses.asdict(limits),
             **facts,
         }
         atomic_write(arguments.json, (json.dumps(content, indent=1) + "\n").encode())
-    _remember(subject.model, specs, verdicts, limits, facts)
+    _remember(measured.model, specs, verdicts, limits, facts)
     return 1 if best is None else 0
 
 
 def warn_ungated(model: Model, spec: CacheSpec) -> None:
     """One line on standard error, once, for a lossy scheme that was never gated or has failed."""
-    warning = Gated(model).warn_once(spec)
+    warning = Verdicts(model).warn_once(spec)
     if warning:
-        print(f"edgekv: {warning}", file=sys.stderr)
+        print(f"edgekv: {in_flags(warning)}", file=sys.stderr)
 
 
 def _specs(kv: str | None) -> list[CacheSpec]:
-    asked = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else split_specs(kv)
+    asked = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else CacheSpec.parse_list(kv)
     specs = [spec for spec in asked if needs_gate(spec)]
     if not specs:
         raise ConfigError(
@@ -122,13 +129,13 @@ def _remember(
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = {name: facts["machine"][name] for name in ("cpu", "versions")}
     measured = {**facts["settings"], "limits": dataclasses.asdict(limits), "machine": machine, "time": now}
-    memory = Gated(model)
+    memory = Verdicts(model)
     for spec, verdict in zip(specs, verdicts, strict=True):
         memory.remember(spec, verdict, measured)
 
 
 def _recommended_kv(best: Verdict | None) -> str:
-    return "dense" if best is None else _short(best)
+    return DEFAULT if best is None else _short(best)
 
 
 def _short(verdict: Verdict) -> str:
@@ -136,12 +143,16 @@ def _short(verdict: Verdict) -> str:
 
 
 def _report(
-    verdicts: Sequence[Verdict], exam: Exam, best: Verdict | None, n_tokens: int, settings: dict[str, Any]
+    verdicts: Sequence[Verdict],
+    needles: NeedleTest,
+    best: Verdict | None,
+    n_tokens: int,
+    settings: dict[str, Any],
 ) -> str:
     windows, ctx = settings["windows"], settings["ctx"]
     lines = [
         table(verdicts),
-        f"needles: {exam.note}",
+        f"needles: {needles.note}",
         f"measured on {windows} window{'s' * (windows > 1)} of {ctx} tokens ({settings['text']} has {n_tokens}), "
         f"weights {settings['weights']}; longer contexts were not measured",
     ]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 
+from edgekv.cli.flags import in_flags
 from edgekv.cli.options import (
     Command,
     add_kv_options,
     add_source_options,
     add_weights_option,
     bytes_text,
-    cache_spec,
-    kv_budget,
+    load_options,
     model_path,
     positive_int,
     schemes_text,
+    wants_list,
 )
-from edgekv.kvcache import CACHES
-from edgekv.kvcache.base import Geometry
+from edgekv.kvcache import scheme_facts, schemes
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import available_memory_bytes
 from edgekv.session.model import Model
@@ -78,11 +77,11 @@ def _budget_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _budget(arguments: argparse.Namespace) -> int:
-    spec = cache_spec(arguments)
-    if spec is None:
+    if wants_list(arguments):
         return 0
+    options = load_options(arguments)
     model = Model.open(model_path(arguments), config=arguments.config)
-    plan = Plan.make(model, kv=spec, ctx=arguments.ctx, weights=arguments.weights, kv_budget=kv_budget(arguments))
+    plan = Plan.make(model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget)
     total, free = sum(plan.parts().values()), available_memory_bytes()
     facts = {
         "ctx": plan.ctx,
@@ -107,7 +106,7 @@ def _budget(arguments: argparse.Namespace) -> int:
     verdict = "fits in" if total <= free else "does not fit in"
     print(f"{'total':<10}{bytes_text(total)}; {verdict} {bytes_text(free)} available")
     for note in plan.notes:
-        print(f"{'note':<10}{note}")
+        print(f"{'note':<10}{in_flags(note)}")
     return 0
 
 
@@ -115,24 +114,9 @@ def _caches_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON, with knobs and bytes")
 
 
-def scheme_facts(name: str) -> dict[str, object]:
-    """A scheme's paper, knobs with defaults, and bytes per token per KV head at head_dim 128 and 8,192 tokens."""
-    scheme, tokens = CACHES[name], 8192
-    knobs = scheme.Knobs()
-    cache = scheme(Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=tokens), knobs)
-    return {
-        "name": name,
-        "paper": scheme.paper,
-        "summary": scheme.summary,
-        "gives_up": scheme.gives_up,
-        "knobs": dataclasses.asdict(knobs),
-        "bytes_per_token_per_kv_head": cache.planned_bytes / tokens,
-    }
-
-
 def _caches(arguments: argparse.Namespace) -> int:
     if arguments.json:
-        print(json.dumps([scheme_facts(name) for name in CACHES], indent=2))
+        print(json.dumps([scheme_facts(name) for name in schemes()], indent=2))
     else:
         print(schemes_text())
     return 0

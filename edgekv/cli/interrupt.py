@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish that is asked for, not an exception in the middle of a step."""
+"""Ctrl-C between two steps: it sets a flag that is asked for, instead of raising in the middle of one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 class Interrupt:
-    """Inside the block the first Ctrl-C sets `wished`; a second one raises KeyboardInterrupt as usual.
+    """Inside the block the first Ctrl-C sets `requested`; a second one raises KeyboardInterrupt as usual.
 
     A step that is torn in two leaves some layers a token ahead, which costs some schemes their whole cache.
     """
 
     def __init__(self) -> None:
-        self.wished = False
+        self.requested = False
 
     def __enter__(self) -> Interrupt:
-        self.wished = False
+        self.requested = False
         self._before: Any = signal.signal(signal.SIGINT, self._note)
         return self
 
@@ -27,10 +27,10 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def check(self, *progress: object) -> None:
-        """Raises KeyboardInterrupt if it is wished: between the layers of a prompt."""
-        if self.wished:
+        """Raises KeyboardInterrupt if it was requested: between the layers of a prompt."""
+        if self.requested:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.check()
-        self.wished = True
+        self.requested = True

@@ -15,6 +15,7 @@ GPU_DEVICES = {"cuda": "gpu"}  # of --device
 
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:
+    """Which meter measures a run's energy, if any."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--power",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
 from tqdm import tqdm
 
-from edgekv.checkpoint.shipped import shipped_model
-from edgekv.errors import ConfigError
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import schemes
+from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
+from edgekv.session.devices import AUTO
+from edgekv.session.options import LoadOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Command:
 
 
 def positive_int(text: str) -> int:
+    """For argparse: a whole number of 1 or more."""
     try:
         value = int(text)
     except ValueError:
@@ -49,27 +50,23 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """--model, which may name a model that ships with edgekv; without it the demo model."""
-    path = arguments.model
-    if path is None or not pathlib.Path(path).exists():
-        path = shipped_model(path or "demo") or path
-    if path is None:
-        raise ConfigError(
-            "no model: give --model PATH, a Hugging Face folder, a .safetensors or .gguf file or a store"
-        )
-    return str(path)
+    """--model; without it the demo model."""
+    return arguments.model or "demo"
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """--adapter."""
     parser.add_argument("--adapter", metavar="FILE", help="an adapter.safetensors trained for this model and --kv")
 
 
 def add_weights_option(parser: argparse.ArgumentParser) -> None:
+    """--weights."""
     accepted = ", ".join(("auto", *WEIGHTS))
     parser.add_argument("--weights", default="auto", metavar="FORMAT", help=f"{accepted} (default auto: by size)")
 
 
 def add_kv_options(parser: argparse.ArgumentParser) -> None:
+    """Which KV scheme, within how many bytes."""
     parser.add_argument(
         "--kv",
         metavar="NAME[:knob=value,...]",
@@ -98,26 +95,39 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
 
 
-def cache_spec(arguments: argparse.Namespace) -> CacheSpec | str | None:
-    """The scheme asked for, "auto", "steps" for a budget alone, or None after `--kv list` printed them."""
-    name = arguments.kv or ("dense" if arguments.kv_budget is None else "steps")
-    if name == "list":
-        print(schemes_text())
-        return None
-    if name in ("auto", "steps"):
-        return str(name)
-    overrides = {} if arguments.tau is None else {"tau": arguments.tau}
-    return CacheSpec.parse(name, **overrides)
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """--device."""
+    parser.add_argument(
+        "--device",
+        default=AUTO,
+        help="cpu (onnxruntime + Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
+        "and the scheme's kernels are, else cpu (default %(default)s)",
+    )
 
 
-def kv_budget(arguments: argparse.Namespace) -> int | None:
-    """--kv-budget in bytes."""
-    return None if arguments.kv_budget is None else parse_bytes(arguments.kv_budget)
+def wants_list(arguments: argparse.Namespace) -> bool:
+    """Whether --kv is ``list``, which is then printed instead of everything else."""
+    if arguments.kv != "list":
+        return False
+    print(schemes_text())
+    return True
+
+
+def load_options(arguments: argparse.Namespace) -> LoadOptions:
+    """The options that the command has, as the library takes them. Raises an EdgeKVError for a bad value."""
+    names = (field.name for field in dataclasses.fields(LoadOptions))
+    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    if isinstance(given.get("kv_budget"), str):
+        given["kv_budget"] = parse_bytes(given["kv_budget"])
+    if getattr(arguments, "tau", None) is not None:
+        kv = given["kv"] or DEFAULT
+        given["kv"] = f"{kv}{',' if ':' in kv else ':'}tau={arguments.tau}"
+    return LoadOptions(**given)
 
 
 def schemes_text() -> str:
     """One line per scheme: name, what it keeps, where it is from."""
-    return "\n".join(f"{name:<12}{scheme.summary}  [{scheme.paper}]" for name, scheme in CACHES.items())
+    return "\n".join(f"{name:<12}{scheme.summary}  [{scheme.paper}]" for name, scheme in schemes().items())
 
 
 class Bars:
@@ -136,11 +146,12 @@ class Bars:
         self._close()
 
     def update(self, stage: str, done: int, total: int) -> None:
+        """The bar of a stage at ``done`` of ``total``; another stage's bar is closed."""
         if not sys.stderr.isatty():
             return
         if stage != self._stage:
             self._close()
-            bytes_like = stage in ("quantising", "converting")
+            bytes_like = stage in ("quantizing", "converting")
             unit = "B" if bytes_like else "layer"
             self._bar = tqdm(total=total, desc=stage, unit=unit, unit_scale=bytes_like, leave=False)
             self._stage = stage

@@ -18,6 +18,7 @@ GROUP = "video"
 
 
 def add_doctor(actions: Any, name: str) -> None:
+    """The action `doctor` of `edgekv power`."""
     parser = actions.add_parser(name, help="say which sensors are here and can be read, and how to get permission")
     parser.set_defaults(execute=_execute)
 

@@ -24,6 +24,7 @@ from edgekv.power.trace import Trace
 
 
 def add_record(actions: Any, name: str) -> None:
+    """The action `record` of `edgekv power`."""
     parser = actions.add_parser(
         name, help="meter a command, write the samples as CSV, print a summary", allow_abbrev=False
     )

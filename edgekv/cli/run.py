@@ -6,9 +6,19 @@ import argparse
 import itertools
 import sys
 
-from edgekv.cli.conversation import add_session_options, continued, is_saved, open_session, save_session
+from edgekv.cli.conversation import add_session_options, is_saved, open_session, save_session
+from edgekv.cli.flags import in_flags
 from edgekv.cli.metering import add_power_options, energy_meter
-from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec, model_path
+from edgekv.cli.options import (
+    Bars,
+    Command,
+    add_adapter_option,
+    add_device_option,
+    add_model_options,
+    load_options,
+    model_path,
+    wants_list,
+)
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.errors import EdgeKVError
@@ -16,7 +26,7 @@ from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.session.generation import Step
 from edgekv.session.grammar import Constraint, json_constraint, read_schema
 from edgekv.session.model import Model
-from edgekv.session.sampling import SamplingParams
+from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
 from edgekv.vision import Picture, picture, require_vision
 
@@ -38,26 +48,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling_options(parser, temperature=0.0, max_new_tokens=128)
     parser.add_argument("--json-schema", metavar="FILE", help="answer with JSON of this schema (needs llguidance)")
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="cpu (onnxruntime + Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
-        "and the scheme's kernels are, else cpu (default %(default)s)",
-    )
+    add_device_option(parser)
     parser.add_argument("--json", metavar="FILE", help="write the report with every setting as JSON")
     add_power_options(parser)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    spec = cache_spec(arguments)
-    if spec is None:
+    if wants_list(arguments):
         return 0
+    options = load_options(arguments)
     prompt: str | list[int] = read_prompt(arguments) if has_prompt(arguments) or not is_saved(arguments) else []
     sampling = sampling_params(arguments)
     schema = read_schema(arguments.json_schema) if arguments.json_schema else None
     images = read_images(arguments)
     bars, meter = Bars(), energy_meter(arguments)
-    session = open_session(arguments, spec, bars)
+    session = open_session(arguments, options, bars)
     constraint = None
     if schema is not None:
         constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
@@ -66,7 +71,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     save_session(arguments, session)
     report = session.report()
     report.energy = meter.report()
-    print(report.to_text(), file=sys.stderr)
+    print(in_flags(report.to_text()), file=sys.stderr)
     if arguments.json:
         report.write_json(arguments.json)
     return status
@@ -89,7 +94,7 @@ def _generate(
                     prompt,
                     images=images,
                     max_new_tokens=arguments.max_new_tokens,
-                    sampling=continued(session, sampling),
+                    sampling=session.continued(sampling),
                     stop=arguments.stop,
                     constraint=constraint,
                     progress=lambda done, total: bars.update("prefill", done, total),
@@ -104,7 +109,7 @@ def _generate(
         sys.stdout.write("\n")
     except KeyboardInterrupt:
         sys.stdout.write("\n")
-        session.report().stop_reason = "interrupted"
+        session.report().finish_message = "interrupted"
         return 130
     return 0
 
@@ -115,6 +120,7 @@ def _print(step: Step) -> None:
 
 
 def has_prompt(arguments: argparse.Namespace) -> bool:
+    """Whether the options give a prompt."""
     return arguments.prompt is not None or arguments.prompt_file is not None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from edgekv.cli.options import positive_int
-from edgekv.session.sampling import SamplingParams
+from edgekv.session.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams()
 

@@ -12,7 +12,16 @@ from typing import Any
 from edgekv.chat.conversation import MAX_NEW_TOKENS
 from edgekv.cli.conversation import add_template_option, load_session, open_template
 from edgekv.cli.metering import add_power_options, energy_source
-from edgekv.cli.options import Bars, Command, add_adapter_option, add_model_options, cache_spec, positive_int
+from edgekv.cli.options import (
+    Bars,
+    Command,
+    add_adapter_option,
+    add_device_option,
+    add_model_options,
+    load_options,
+    positive_int,
+    wants_list,
+)
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.machine import available_memory_bytes, parse_bytes
 
@@ -24,12 +33,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_adapter_option(parser)
     add_template_option(parser)
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="cpu (onnxruntime + Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
-        "and the scheme's kernels are, else cpu (default %(default)s)",
-    )
+    add_device_option(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default %(default)s)")
     parser.add_argument(
@@ -62,12 +66,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _execute(arguments: argparse.Namespace) -> int:
     uvicorn = _uvicorn()
-    spec = cache_spec(arguments)
-    if spec is None:
+    if wants_list(arguments):
         return 0
+    options = load_options(arguments)
     api_key, hosts = _access(arguments)
     source = energy_source(arguments)
-    session = load_session(arguments, spec, Bars())
+    session = load_session(arguments, options, Bars())
     from edgekv.server.app import Limits, build_app
     from edgekv.server.energy import Energy
     from edgekv.server.engine import Engine

@@ -87,6 +87,7 @@ class KVCache(abc.ABC):
     gives_up: ClassVar[str]
     version: ClassVar[int] = 1  # of what the arrays mean: a saved cache of another one is refused
     packs_like: ClassVar[tuple[str, ...]] = ()  # other schemes, whose kernels it comes to use as it fills
+    bytes_knob: ClassVar[str | None] = None  # the knob that bounds all layers' bytes: a session's `kv_budget`
     exact_when_short: ClassVar[bool] = False  # no loss beyond f16 rounding for the first 64 tokens
     Knobs: ClassVar[type]
     sees_queries: ClassVar[bool] = False  # `prefill` needs those of the whole prompt

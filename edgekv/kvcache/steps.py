@@ -9,7 +9,6 @@ from typing import Any
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import F32, Geometry, Workspace
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.tiers import Shape, TieredKeys, TieredValues, Tiers, described, least_bytes
@@ -45,6 +44,7 @@ class Steps(Windowed):
     summary = "f16 as long as it fits the budget, then the oldest tokens in ever fewer bits"
     gives_up = "precision of the oldest tokens, as little as the budget allows"
     Knobs = StepsKnobs
+    bytes_knob = "budget"
     packs_like = ("bitplane", "onebit:v=4", "onebit:v=2")
 
     def window_sizes(self, knobs: StepsKnobs) -> Sizes:
@@ -125,12 +125,3 @@ def exact_bytes(geometry: Geometry, knobs: StepsKnobs) -> int:
     """The first and the latest tokens of a layer, in f16."""
     recent = min(geometry.capacity, knobs.window + WORD)
     return 4 * geometry.n_kv_heads * geometry.head_dim * (knobs.sink + recent)
-
-
-def parse_kv(text: str) -> CacheSpec:
-    """As `CacheSpec.parse`, of a session's scheme."""
-    name, _, rest = text.partition(":")
-    if name != Steps.name:
-        return CacheSpec.parse(text)
-    values = dict(item.split("=") for item in rest.split(","))
-    return CacheSpec(Steps, StepsKnobs(**{knob: int(value) for knob, value in values.items()}))

@@ -20,7 +20,7 @@ LOADING = "loading to the GPU"
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantised, ``bias`` (rows,)."""
+    """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,)."""
 
     rows: int
     columns: int

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from edgekv.errors import ConfigError
+from edgekv.errors import ConfigError, unknown
 from edgekv.linear.quantize import n_blocks
 from edgekv.models.architecture import Architecture
 
@@ -29,7 +29,7 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True)
 class MixedFormat(WeightFormat):
-    """As a quantised file has it: ``linears`` names the format in WEIGHTS of each linear layer."""
+    """As a quantized file has it: ``linears`` names the format in WEIGHTS of each linear layer."""
 
     linears: tuple[tuple[str, str], ...] = ()
 
@@ -47,14 +47,14 @@ WEIGHTS: dict[str, WeightFormat] = {
 
 
 def mixed_format(linears: Mapping[str, str]) -> WeightFormat:
-    """The format of a file that is quantised already, from each linear layer's."""
+    """The format of a file that is quantized already, from each linear layer's."""
     return MixedFormat("gguf", 0, 0, tuple(linears.items()))
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
     """The named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4.
 
-    own: that of a file which is quantised already; ``auto`` and its own name keep it.
+    own: that of a file which is quantized already; ``auto`` and its own name keep it.
     """
     if own is not None and name in ("auto", own.name):
         return own
@@ -62,7 +62,7 @@ def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None
         elements = sum(linear.n_elements for linear in arch.linears().values())
         name = "f32" if elements < 100e6 else "int8" if elements < 1e9 else "int4"
     if name not in WEIGHTS:
-        raise ConfigError(f"--weights {name!r} is unknown; accepted: auto, {', '.join(WEIGHTS)}")
+        raise unknown(ConfigError, "weights", name, ("auto", *WEIGHTS))
     return WEIGHTS[name]
 
 

@@ -19,7 +19,7 @@ STD = 0.02  # of the weights, as models are initialised: activations stay in ran
 
 
 class RandomWeights(CheckpointWeights):
-    """What `build` asks of a checkpoint, drawn instead of read: seeded by the config, nothing is quantised."""
+    """What `build` asks of a checkpoint, drawn instead of read: seeded by the config, nothing is quantized."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.arch = architecture(config)

@@ -64,7 +64,7 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
 
 
 class Store:
-    """An opened store: weights by name, dequantised on request; `OrtDense` maps the same file."""
+    """An opened store: weights by name, dequantized on request; `OrtDense` maps the same file."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Store:
             self.identity, self.config = str(manifest["identity"]), dict(manifest["config"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{folder}/store.json: not a weight store ({error}); quantise the model again"
+                f"{folder}/store.json: not a weight store ({error}); quantize the model again"
             ) from error
         if version != FORMAT or (name not in WEIGHTS and not linears):
             raise CheckpointError(
@@ -92,7 +92,7 @@ class Store:
             if (info.dtype, info.shape) != (kind, shape):
                 raise CheckpointError(
                     f"{folder}/{WEIGHTS_FILE}: {tensor} is {info.dtype} {list(info.shape)}, expected {kind} "
-                    f"{list(shape)}; quantise the model again"
+                    f"{list(shape)}; quantize the model again"
                 )
         self.nbytes = specs_bytes(specs)
         tables = {name: specs[name] for name in self.arch.tables()}
@@ -104,7 +104,7 @@ class Store:
         return self._file.array(tensor)
 
     def matrix(self, name: str) -> F32:
-        """(rows, columns) float32, dequantised: what the codes stand for."""
+        """(rows, columns) float32, dequantized: what the codes stand for."""
         form = self.form.of(name)
         if form.bits == 32:
             return to_float32(self._file.array(f"{name}.weight"))
@@ -155,7 +155,7 @@ def build(
         if free < specs_bytes(specs) * 1.01:
             raise CheckpointError(
                 f"{folder}: the store needs {format_bytes(specs_bytes(specs))}, the disk has {format_bytes(free)} "
-                f"free; make room, or point XDG_CACHE_HOME (or --output) to a larger disk"
+                f"free; make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
             )
         partial.mkdir()
         _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress)
@@ -199,7 +199,7 @@ def _write_weights(
             writer.write(name, array)
             done += array.nbytes
             if progress:
-                progress("quantising" if form.bits < 32 else "converting", done, total)
+                progress("quantizing" if form.bits < 32 else "converting", done, total)
 
         for name, linear in linears.items():
             own = form.of(name)

@@ -41,7 +41,7 @@ WIDTH = ("int4-32", "int8-32", "f32")
 
 
 def _format_for(kinds: Sequence[str | None]) -> str:
-    """The narrowest format that suits all tensors of a linear layer (None: not quantised)."""
+    """The narrowest format that suits all tensors of a linear layer (None: not quantized)."""
     suited = [FORMATS.get(kind) or NEAREST.get(kind, "int4-32") if kind else "f32" for kind in kinds]
     return max(suited, key=WIDTH.index)
 
@@ -87,14 +87,14 @@ class CheckpointWeights:
 
     @property
     def own_format(self) -> WeightFormat | None:
-        """That of a file which is quantised already, of each linear layer by itself; else None."""
+        """That of a file which is quantized already, of each linear layer by itself; else None."""
         kinds = self._kinds()
         if not any(kind for part in kinds.values() for kind in part):
             return None
         return mixed_format({name: _format_for(part) for name, part in kinds.items()})
 
-    def quantised_again(self, form: WeightFormat) -> tuple[str, ...]:
-        """Types of quantised tensors that have other blocks than ``form`` and lose by it."""
+    def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
+        """Types of quantized tensors that have other blocks than ``form`` and lose by it."""
         kinds = self._kinds().items()
         lost = {kind for name, part in kinds for kind in part if kind and not _keeps(kind, form.of(name).name)}
         return tuple(sorted(lost))
@@ -102,7 +102,7 @@ class CheckpointWeights:
     def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
         """Codes and scales of a linear in ``form``, where the file has them already; else None."""
         parts = self._linears[name].parts
-        kinds = [self._tensors.quantised(part.tensor) for part in parts]
+        kinds = [self._tensors.quantized(part.tensor) for part in parts]
         if not all(kind and _keeps(kind, form.name) for kind in kinds):
             return None
         pairs = [self._tensors.blocks(part.tensor, 0, part.rows) for part in parts]
@@ -110,9 +110,9 @@ class CheckpointWeights:
         return pack(codes, form.bits), scales
 
     def _kinds(self) -> dict[str, list[str | None]]:
-        """The quantised types of each linear's tensors."""
+        """The quantized types of each linear's tensors."""
         return {
-            name: [self._tensors.quantised(part.tensor) for part in linear.parts]
+            name: [self._tensors.quantized(part.tensor) for part in linear.parts]
             for name, linear in self._linears.items()
         }
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from edgekv.kernels import Kernels
 from edgekv.kernels.serial import serial_kernels
 from edgekv.kvcache.base import Workspace
-from edgekv.threads import blas_threads
+from edgekv.machine import blas_threads
 
 F32 = npt.NDArray[np.float32]
 BLOCK_ROWS = 512  # query rows per block, all heads of a group together

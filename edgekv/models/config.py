@@ -55,7 +55,7 @@ def number(raw: Raw, name: str, default: Any = None, kind: type = int) -> Any:
     if value is None:
         value = default
     if value is None:
-        raise ConfigError(f"config.json: {name!r} is missing; add it or pass a complete --config FILE")
+        raise ConfigError(f"config.json: {name!r} is missing; add it or give a whole config=FILE", field="config")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
         raise ConfigError(f"config.json: {name} must be a {kind.__name__}, not {value!r}")
     return kind(value)

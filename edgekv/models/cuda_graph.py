@@ -10,24 +10,35 @@ recorded one is read and weighs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from edgekv.kernels.cuda.program import Array, CannotRecord, Program
+from edgekv.kernels.cuda.program import Array, CannotRecord, Driver, Program
 from edgekv.kvcache.base import KVCache
-
-if TYPE_CHECKING:
-    from edgekv.models.cuda_decoder import CudaDecoder
 
 SHORTEST, LONGEST = 8, 128  # tokens of a stretch worth recording, and recorded at once
 INPUTS = Program(("inputs",))
 
 
+class Steps(Protocol):
+    """A decoder whose steps are replayed; arrays are on the device."""
+
+    driver: Driver
+
+    @property
+    def can_replay(self) -> bool: ...
+    def embed(self, tokens: Sequence[int], start: int) -> Array: ...
+    def embed_ids(self, ids: Array, start: int) -> Array: ...
+    def forward(self, x: Array, caches: Sequence[KVCache]) -> Array: ...
+    def head(self, x: Array) -> Array: ...
+    def buffers(self) -> list[Array]: ...
+
+
 class Replay:
     """The steps of one decoder; remembers the recording of the conversation that it served last."""
 
-    def __init__(self, decoder: CudaDecoder) -> None:
+    def __init__(self, decoder: Steps) -> None:
         self._decoder, self._driver = decoder, decoder.driver
         self._ids = self._driver.zeros((1,), np.int32)
         self._is_warm: set[type[KVCache]] = set()  # schemes whose kernels are compiled

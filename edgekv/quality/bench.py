@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
+from edgekv.machine import blas_threads
 from edgekv.models.decoder import Decoder
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
-from edgekv.session.sampling import Sampler, SamplingParams
-from edgekv.threads import blas_threads
+from edgekv.session.caches import open_caches
+from edgekv.session.sampling import Sampler
+from edgekv.session.sampling_params import SamplingParams
 
 F32 = npt.NDArray[np.float32]
 FILL_TOKENS = 512  # synthetic keys and values drawn at a time
@@ -68,9 +69,8 @@ class Runner:
         self.coarse.on = True
         self.dense = TimedDense(dense, self.coarse)
         self.kernels = self.fine.kernels(kernels)
-        self.caches: list[KVCache] = spec.layers(decoder.config, depth + tokens)
+        self.caches = open_caches(decoder, spec, depth + tokens, kernels=self.kernels)
         for cache in self.caches:
-            cache.allocate(self.kernels, decoder.workspace)
             cache.attend = self.coarse.timed("attend", cache.attend)  # type: ignore[method-assign]
         self.sampler = Sampler(SamplingParams(), decoder.config.vocab_size)
         self.sample = self.coarse.timed("sampling", self.sampler.sample)
@@ -203,9 +203,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
                 watch = Stopwatch()
                 watch.on = True
                 decoder.dense = TimedDense(dense, watch)
-                caches = spec.layers(c, n)
-                for cache in caches:
-                    cache.allocate(decoder.kernels, decoder.workspace)
+                caches = open_caches(decoder, spec, n)
                 x = decoder.embed(ids[:n], 0)
                 begin = time.perf_counter()
                 with blas_threads(decoder.threads):

@@ -15,8 +15,9 @@ from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, rewind
+from edgekv.machine import blas_threads
 from edgekv.models.decoder import Decoder
-from edgekv.threads import blas_threads
+from edgekv.session.caches import open_caches
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -64,7 +65,12 @@ def evaluate(
     """
     windows = [np.asarray(tokens[a : a + ctx]) for a in range(0, len(tokens) - ctx + 1, ctx)]
     if not windows or ctx < 2:
-        raise ContextError(f"the text has {len(tokens)} tokens: it must fill at least one window of --ctx {ctx}")
+        raise ContextError(
+            f"the text has {len(tokens)} tokens: it must fill at least one window of ctx={ctx}",
+            field="ctx",
+            value=ctx,
+            accepted=[f"2 to {len(tokens)}"],
+        )
     reference = CacheSpec.parse("dense:dtype=f32")
     exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
     base = _compare(decoder, windows, exact, exact)
@@ -94,16 +100,6 @@ def evaluate(
             )
         )
     return results
-
-
-def open_caches(decoder: Decoder, spec: CacheSpec, capacity: int, adapter: Adapter | None) -> list[KVCache]:
-    """An empty cache for every layer; the adapter's parameters go in where it is for this scheme."""
-    caches = spec.layers(decoder.config, capacity)
-    if adapter and adapter.scheme == spec.scheme.name:
-        adapter.adapt(caches)
-    for cache in caches:
-        cache.allocate(decoder.kernels, decoder.workspace)
-    return caches
 
 
 def _stage(progress: Callable[[str, int, int], None], spec: CacheSpec) -> Callable[[int, int], None]:

@@ -10,11 +10,11 @@ import numpy as np
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.auto import AUTO
+from edgekv.kvcache.choice import AUTO
 from edgekv.models.decoder import Decoder
 from edgekv.quality.evaluate import FIT_TOKENS, Quality, evaluate
 from edgekv.quality.needles import Prose
-from edgekv.quality.retrieval import NEEDLES, Exam, Progress
+from edgekv.quality.retrieval import NEEDLES, NeedleTest, Progress
 from edgekv.session.plan import DEFAULT_CTX
 from edgekv.tokenizer import Tokenizer
 
@@ -47,10 +47,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
+        """Whether no limit was missed."""
         return not self.failures
 
     @property
     def kv(self) -> str:
+        """The scheme with its knobs."""
         return self.quality.kv
 
 
@@ -106,7 +108,7 @@ def gate(
     fit_tokens: int = FIT_TOKENS,
     adapter: Adapter | None = None,
     progress: Progress | None = None,
-) -> tuple[list[Verdict], Exam]:
+) -> tuple[list[Verdict], NeedleTest]:
     """A verdict per scheme over the first ``windows`` of a tokenised text, and the needles hidden anywhere in it.
 
     Raises ContextError when the text does not fill a window.
@@ -121,12 +123,12 @@ def gate(
         progress=progress,
     )
     text = np.asarray(tokens[len(tokenizer.encode("")) :])
-    exam = Exam.make(decoder, tokenizer, Prose(text, tokenizer), ctx, n=n_needles, progress=progress)
+    needle_test = NeedleTest.make(decoder, tokenizer, Prose(text, tokenizer), ctx, n=n_needles, progress=progress)
     verdicts = []
     for spec, quality in zip(specs, qualities, strict=True):
         needles = None
-        if exam.applies:
-            found = exam.score(decoder, tokenizer, spec, adapter=adapter, progress=progress)
-            needles = found, exam.n_known
+        if needle_test.applies:
+            found = needle_test.score(decoder, tokenizer, spec, adapter=adapter, progress=progress)
+            needles = found, needle_test.n_known
         verdicts.append(judge(quality, needles, limits or Limits()))
-    return verdicts, exam
+    return verdicts, needle_test

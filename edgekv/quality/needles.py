@@ -54,21 +54,25 @@ class Fact:
 
     @property
     def statement(self) -> str:
+        """The sentence that is hidden."""
         wordings = CODE_STATEMENTS if self.name else KEY_STATEMENTS
         return wordings[self.statement_wording].format(name=self.name, value=self.value)
 
     @property
     def question(self) -> str:
+        """The question that asks for it, up to where the digits come."""
         wordings = CODE_QUESTIONS if self.name else KEY_QUESTIONS
         return wordings[self.question_wording].format(name=self.name)
 
     def reworded(self, rng: Rng) -> Fact:
+        """The same fact in wordings drawn at random."""
         return dataclasses.replace(
             self, statement_wording=int(rng.integers(3)), question_wording=int(rng.integers(3))
         )
 
 
 def draw_value(rng: Rng) -> str:
+    """Five digits."""
     return str(rng.integers(10_000, 100_000))
 
 
@@ -209,14 +213,14 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sheet:
+class Haystack:
     """A text with several facts in it, to be read once and asked for each of them."""
 
     ids: list[int]
     questions: tuple[Question, ...]
 
 
-def make_sheet(rng: Rng, prose: Prose, ctx: int, n: int) -> Sheet:
+def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
     """A pass key and the codes of ``n - 1`` different things, spread evenly and in random order.
 
     The text leaves room for the longest question and its answer in ``ctx`` tokens.
@@ -236,4 +240,4 @@ def make_sheet(rng: Rng, prose: Prose, ctx: int, n: int) -> Sheet:
         (float(depth), prose.continuing(" " + fact.statement)) for fact, depth in zip(facts, depths, strict=True)
     ]
     room = max(len(question.ids) + question.n_answer for question in questions)
-    return Sheet(prose.weave(rng, pieces, ctx - room)[0].tolist(), questions)
+    return Haystack(prose.weave(rng, pieces, ctx - room)[0].tolist(), questions)

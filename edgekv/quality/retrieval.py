@@ -12,27 +12,28 @@ from edgekv.checkpoint.adapter import Adapter
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.choice import DEFAULT
+from edgekv.machine import blas_threads
 from edgekv.models.decoder import Decoder
-from edgekv.quality.evaluate import open_caches
-from edgekv.quality.needles import Prose, Question, Sheet, make_sheet
+from edgekv.quality.needles import Haystack, Prose, Question, make_haystack
+from edgekv.session.caches import open_caches
 from edgekv.session.file import copy_used
-from edgekv.threads import blas_threads
 from edgekv.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]
 
 NEEDLES = 20
-PER_SHEET = 10  # needles in one window
+PER_HAYSTACK = 10  # needles in one window
 SPACING = 100  # tokens of the window for each
-KNOWN_SHARE = 0.5  # of the needles that the dense cache must find, or the model can't be examined so
+KNOWN_SHARE = 0.5  # of the needles that the dense cache must find, or the model can't be tested so
 
 
 @dataclasses.dataclass(frozen=True)
-class Exam:
-    """``sheets`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked."""
+class NeedleTest:
+    """``haystacks`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked."""
 
     ctx: int
-    sheets: tuple[Sheet, ...]
+    haystacks: tuple[Haystack, ...]
     n_hidden: int
 
     @classmethod
@@ -46,24 +47,25 @@ class Exam:
         n: int = NEEDLES,
         seed: int = 0,
         progress: Progress | None = None,
-    ) -> Exam:
-        """``n`` needles, at most `PER_SHEET` of them in a window of ``ctx`` tokens, and fewer in a short one."""
-        per_sheet = min(PER_SHEET, ctx // SPACING)
-        sizes = [min(per_sheet, n - a) for a in range(0, n, per_sheet)] if per_sheet else []
+    ) -> NeedleTest:
+        """``n`` needles, at most `PER_HAYSTACK` in a window of ``ctx`` tokens, and fewer in a short one."""
+        per_haystack = min(PER_HAYSTACK, ctx // SPACING)
+        sizes = [min(per_haystack, n - a) for a in range(0, n, per_haystack)] if per_haystack else []
         rng = np.random.default_rng([seed, ctx])
-        sheets = tuple(make_sheet(rng, prose, ctx, size) for size in sizes)
-        dense, known = CacheSpec.parse("dense"), []
-        for i, sheet in enumerate(sheets):
-            right = answers(decoder, tokenizer, dense, sheet, ctx)
-            asked = tuple(question for question, ok in zip(sheet.questions, right, strict=True) if ok)
-            known.append(dataclasses.replace(sheet, questions=asked))
+        haystacks = tuple(make_haystack(rng, prose, ctx, size) for size in sizes)
+        dense, known = CacheSpec.parse(DEFAULT), []
+        for i, haystack in enumerate(haystacks):
+            right = answers(decoder, tokenizer, dense, haystack, ctx)
+            asked = tuple(question for question, ok in zip(haystack.questions, right, strict=True) if ok)
+            known.append(dataclasses.replace(haystack, questions=asked))
             if progress:
-                progress("needles, dense", i + 1, len(sheets))
+                progress("needles, dense", i + 1, len(haystacks))
         return cls(ctx, tuple(known), sum(sizes))
 
     @property
     def n_known(self) -> int:
-        return sum(len(sheet.questions) for sheet in self.sheets)
+        """Questions that the dense cache answers."""
+        return sum(len(haystack.questions) for haystack in self.haystacks)
 
     @property
     def applies(self) -> bool:
@@ -72,6 +74,7 @@ class Exam:
 
     @property
     def note(self) -> str:
+        """In words: how many needles the dense cache finds, or why the test says nothing."""
         if not self.n_hidden:
             return f"not applicable: none were hidden in windows of {self.ctx} tokens"
         found = f"the dense cache finds {self.n_known} of {self.n_hidden}"
@@ -88,10 +91,10 @@ class Exam:
     ) -> int:
         """How many of the known needles the scheme finds."""
         n = 0
-        for i, sheet in enumerate(self.sheets):
-            n += sum(answers(decoder, tokenizer, spec, sheet, self.ctx, adapter))
+        for i, haystack in enumerate(self.haystacks):
+            n += sum(answers(decoder, tokenizer, spec, haystack, self.ctx, adapter))
             if progress:
-                progress(f"needles, {spec.scheme.name}", i + 1, len(self.sheets))
+                progress(f"needles, {spec.scheme.name}", i + 1, len(self.haystacks))
         return n
 
 
@@ -99,7 +102,7 @@ def answers(
     decoder: Decoder,
     tokenizer: Tokenizer,
     spec: CacheSpec,
-    sheet: Sheet,
+    haystack: Haystack,
     ctx: int,
     adapter: Adapter | None = None,
 ) -> list[bool]:
@@ -107,12 +110,12 @@ def answers(
 
     The text is read as a prompt is, and compressed before any question is known; no question sees another.
     """
-    if not sheet.questions:
+    if not haystack.questions:
         return []
     caches = open_caches(decoder, spec, ctx, adapter)
-    _read(decoder, sheet.ids, caches)
+    _read(decoder, haystack.ids, caches)
     right = []
-    for question in sheet.questions:
+    for question in haystack.questions:
         own = open_caches(decoder, spec, ctx, adapter)
         _copy(caches, own)
         right.append(_answers(decoder, tokenizer, question, own))

@@ -55,6 +55,8 @@ class Stopwatch:
 
 
 class TimedKernels:
+    """See `Stopwatch.kernels`."""
+
     def __init__(self, watch: Stopwatch, kernels: Any) -> None:
         self._watch, self._kernels = watch, kernels
 

@@ -21,13 +21,13 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Remembered:
-    """A scheme's last verdict: ``failures`` and ``measured`` as `Gated.remember` was given them."""
+    """A scheme's last verdict: ``failures`` and ``measured`` as `Verdicts.remember` was given them."""
 
     failures: tuple[str, ...]
     measured: dict[str, Any]
 
 
-class Gated:
+class Verdicts:
     """The verdicts on one model, with its adapter if it has one.
 
     A verdict holds until the scheme's `version` changes; a file that can't be read counts as none.
@@ -72,13 +72,13 @@ class Gated:
         for name, verdict in verdicts.items():
             if verdict and verdict.failures:
                 return (
-                    f"--kv {name} failed its gate for this model on {verdict.measured.get('text', 'a text')}: "
+                    f"kv={name!r} failed its gate for this model on {verdict.measured.get('text', 'a text')}: "
                     f"{'; '.join(verdict.failures)}; find a scheme that passes: {self.command}"
                 )
         never = ",".join(name for name, verdict in verdicts.items() if verdict is None)
         if never:
             kv = shlex.quote(never)
-            return f"--kv {never} was never gated for this model; measure it: {self.command} --kv {kv}"
+            return f"kv={never!r} was never gated for this model; measure it: {self.command} --kv {kv}"
         return None
 
     @property

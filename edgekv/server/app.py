@@ -20,12 +20,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgekv import __version__
 from edgekv.errors import EdgeKVError
 from edgekv.server.engine import Done, Engine, Job, Piece
 from edgekv.server.protocol import RequestError, parse
 from edgekv.server.shapes import Shape
 from edgekv.server.stream import EventStream
+from edgekv.version import __version__
 
 OPEN_PATHS = ("/", "/health")  # need no key
 DRAINED = 8  # times the limit are read and dropped: a client that is cut off while it sends reads no answer

@@ -20,6 +20,7 @@ class Energy:
             self._open = lambda: Sampler(source.meter, notes=source.notes)
 
     def begin(self) -> Metered:
+        """Starts to meter an answer."""
         return Metered(self._open())
 
 

@@ -20,6 +20,7 @@ from edgekv.server.metrics import Metrics
 from edgekv.server.pool import SessionPool
 from edgekv.server.protocol import Ask, RequestError
 from edgekv.server.shapes import Usage
+from edgekv.session.finish import FinishReason
 from edgekv.session.generation import Step
 from edgekv.session.grammar import json_constraint
 from edgekv.session.report import RunReport
@@ -27,7 +28,6 @@ from edgekv.session.session import Session
 
 LOG = logging.getLogger("edgekv.server")
 REMEMBERED_ANSWERS = 512
-FINISHED = ("end of text", "stop string", "end of schema")  # of a step's reasons; all others are "length"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Piece:
 class Done:
     """The end of an answer: OpenAI's finish reason."""
 
-    reason: str
+    reason: FinishReason
     usage: Usage
 
 
@@ -59,10 +59,12 @@ class Job:
         self._loop = asyncio.get_running_loop()
 
     def emit(self, event: Piece | Done | EdgeKVError) -> None:
+        """Hands an event to the event loop; from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     def check(self, *progress: object) -> None:
+        """Raises Cancelled where the client is gone; a callback of progress."""
         if self.cancelled.is_set():
             raise Cancelled
 
@@ -98,9 +100,11 @@ class Engine:
 
     @property
     def ctx(self) -> int:
+        """Tokens that a conversation can have."""
         return self.session.plan.ctx
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -161,9 +165,9 @@ class Engine:
         except Cancelled:
             return None
         except ContextError as error:
-            return RequestError(400, str(error), "context_length_exceeded")
+            return RequestError(400, str(error), "context_length_exceeded", error.field)
         except EdgeKVError as error:
-            return error if isinstance(error, RequestError) else RequestError(400, str(error))
+            return error if isinstance(error, RequestError) else RequestError(400, str(error), param=error.field)
         except Exception:
             LOG.exception("an answer failed")
             return RequestError(500, "the server failed on this request; its log says why", "internal_error")
@@ -203,17 +207,18 @@ class Engine:
             progress=job.check,
         )
         try:
-            for step in steps:
-                metered = metered or self._energy.begin()
-                made.append(step)
-                if step.text:
-                    job.emit(Piece(step.text))
-                job.check()
+            with contextlib.closing(steps):
+                for step in steps:
+                    metered = metered or self._energy.begin()
+                    made.append(step)
+                    if step.text:
+                        job.emit(Piece(step.text))
+                    job.check()
         finally:
             joules, watts = metered.end() if metered else (None, None)
             self._remember(session, made)
             usage = self._count(session.report(), len(job.ids), joules, watts)
-        return Done("stop" if made[-1].stop in FINISHED else "length", usage)
+        return Done(made[-1].finish_reason or "length", usage)
 
     def _remember(self, session: Session, made: Sequence[Step]) -> None:
         """An answer's own tokens: the next request brings back its text alone."""

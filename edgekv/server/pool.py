@@ -28,6 +28,7 @@ class SessionPool:
 
     @property
     def n_sessions(self) -> int:
+        """Conversations that are kept."""
         return len(self._all)
 
     def acquire(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
@@ -43,18 +44,19 @@ class SessionPool:
         else:
             session = self._spare(closest)
             if session is not closest and shared >= WORTH_COPYING:
-                session.copy(closest)
+                session.copy_from(closest)
         self._idle.remove(session)
         return session, session.align(ids)
 
     def release(self, session: Session) -> None:
+        """Gives a session of `acquire` back; it is then the most recently used one."""
         self._idle.append(session)
 
     def _spare(self, closest: Session) -> Session:
         """A session to overwrite: a new one while there is room, else the least recently used."""
         if len(self._all) < self.capacity:
             try:
-                session = self._idle[0].sibling()
+                session = self._idle[0].fork()
             except MemoryBudgetError:
                 self.capacity = len(self._all)
             else:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.sampling import SamplingParams
+from edgekv.session.sampling_params import SamplingParams
 
 MAX_MESSAGES, MAX_STOPS = 4096, 16
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -21,10 +21,11 @@ class RequestError(EdgeKVError):
     """A request that can't be served: HTTP status, OpenAI's error code, and the field that is to blame."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request", param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, field=param)
         self.status, self.code, self.param = status, code, param
 
     def as_json(self) -> dict[str, Any]:
+        """OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -236,7 +237,7 @@ def parse(body: Any, kind: str, served: str) -> Ask:
     try:
         sampling = SamplingParams(**DEFAULTS | {name: values[name] for name in SAMPLING if name in values})
     except ConfigError as error:
-        raise RequestError(400, str(error)) from None
+        raise RequestError(400, str(error), param=error.field) from None
     return Ask(
         messages=values.get("messages"),
         prompt=values.get("prompt"),

@@ -18,6 +18,7 @@ class Usage:
     completion: int
 
     def as_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -35,6 +36,7 @@ class Shape:
         self._base = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
 
     def whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
+        """An answer in one piece."""
         content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
         return self._answer(self._object, content, reason) | {"usage": usage.as_json()}
 
@@ -43,12 +45,15 @@ class Shape:
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.is_chat else None
 
     def piece(self, text: str) -> dict[str, Any]:
+        """A chunk with more text."""
         return self._chunk({"delta": {"content": text}} if self.is_chat else {"text": text}, None)
 
     def last(self, reason: str) -> dict[str, Any]:
+        """The chunk that says why the answer ended."""
         return self._chunk({"delta": {}} if self.is_chat else {"text": ""}, reason)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
+        """The chunk with the usage, behind the last one."""
         return {**self._base, "object": self._chunk_object, "choices": [], "usage": usage.as_json()}
 
     @property

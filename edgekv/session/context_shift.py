@@ -1,4 +1,4 @@
-"""What happens when a conversation outgrows its context: one entry per way; --overflow reads OVERFLOWS."""
+"""What happens when a conversation outgrows its context: one entry per way; --overflow reads CONTEXT_SHIFTS."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import abc
 import dataclasses
 from typing import ClassVar
 
-from edgekv.errors import ConfigError
+from edgekv.errors import ConfigError, unknown
 
 SINK = 4  # first tokens, on which attention rests (StreamingLLM)
 
 
-class Overflow(abc.ABC):
-    """Chooses which tokens stay; those are computed again from position 0, so that positions fit any scheme."""
+class ContextShift(abc.ABC):
+    """Chooses which tokens stay; those are computed again from position 0, so that positions fit any scheme.
+
+    summary: what it does, in a line. makes_room: whether a conversation can go on when the context is full.
+    """
 
     summary: ClassVar[str]
     makes_room: ClassVar[bool]
@@ -22,7 +25,9 @@ class Overflow(abc.ABC):
         """Of n tokens, which are too many, the positions of at most ``room``; None: nothing can be done."""
 
 
-class Stop(Overflow):
+class Stop(ContextShift):
+    """Nothing goes: the text ends, and a longer prompt is refused."""
+
     summary = "end the text at the context's last token, and refuse a longer prompt"
     makes_room = False
 
@@ -31,7 +36,7 @@ class Stop(Overflow):
 
 
 @dataclasses.dataclass
-class Slide(Overflow):
+class Slide(ContextShift):
     """``sink`` first tokens and the latest ones stay, the oldest between them go."""
 
     summary = "keep the first tokens and the latest, drop the oldest between them"
@@ -44,10 +49,11 @@ class Slide(Overflow):
         return [*range(sink), *range(n - (room - sink), n)]
 
 
-OVERFLOWS: dict[str, type[Overflow]] = {"stop": Stop, "slide": Slide}
+CONTEXT_SHIFTS: dict[str, type[ContextShift]] = {"stop": Stop, "slide": Slide}
 
 
-def find_overflow(name: str) -> Overflow:
-    if name not in OVERFLOWS:
-        raise ConfigError(f"--overflow {name!r} is unknown; accepted: {', '.join(OVERFLOWS)}")
-    return OVERFLOWS[name]()
+def find_context_shift(name: str) -> ContextShift:
+    """What ``overflow=name`` asks for. Raises ConfigError (field overflow)."""
+    if name not in CONTEXT_SHIFTS:
+        raise unknown(ConfigError, "overflow", name, CONTEXT_SHIFTS)
+    return CONTEXT_SHIFTS[name]()

@@ -1,4 +1,4 @@
-"""`--device cuda`: what it can run, the memory that it has, and the decoder on it."""
+"""The device cuda: what it can run, the memory that it has, and the decoder on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import Progress
 from edgekv.models.cuda_decoder import CudaDecoder
-from edgekv.session.model import Device, Model
+from edgekv.session.device import Device
+from edgekv.session.model import Model
 
 SCHEMES = (
     *("dense", "h1b", "loki1", "minicache4", "kivi2", "onebit", "bitplane", "kvcomp"),
@@ -29,8 +30,11 @@ class CudaDevice(Device):
         """CacheError for a scheme without kernels, ConfigError without CuPy or a GPU."""
         if spec.scheme.name not in SCHEMES:
             raise CacheError(
-                f"--kv {spec.scheme.name} does not run on --device cuda; these do: {', '.join(SCHEMES)}; "
-                "or use --device cpu"
+                f"kv={spec.scheme.name!r} does not run on device='cuda'; these do: {', '.join(SCHEMES)}; or use "
+                "device='cpu'",
+                field="kv",
+                value=spec.scheme.name,
+                accepted=SCHEMES,
             )
         cupy_driver.require_cupy()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgekv.errors import EdgeKVError
 from edgekv.kernels.memory import to_host
-from edgekv.session.sampling import SamplingParams
+from edgekv.session.sampling_params import SamplingParams
 
 
 def choose(logits: Any, params: SamplingParams, random: float, history: Sequence[int]) -> int:

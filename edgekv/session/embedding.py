@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.reference import NumpyOps
-from edgekv.threads import blas_threads
-
-if TYPE_CHECKING:
-    from edgekv.models.decoder import Decoder
+from edgekv.machine import blas_threads
+from edgekv.models.decoder import Decoder
+from edgekv.session.caches import open_caches
 
 F32 = npt.NDArray[np.float32]
 
@@ -30,9 +28,7 @@ def embed(decoder: Decoder, ids: list[int]) -> F32:
     As sentence embeddings are made from decoders that were not trained for it (mean pooling over the states behind
     the final norm): texts can be compared by their inner product, within one model.
     """
-    caches = CacheSpec.parse("dense").layers(decoder.config, len(ids))
-    for cache in caches:
-        cache.allocate(decoder.kernels, decoder.workspace)
+    caches = open_caches(decoder, CacheSpec.parse(DEFAULT), len(ids))
     with blas_threads(decoder.threads):
         hidden = decoder.prefill(decoder.embed(ids, 0), caches)
     weights = decoder.weights

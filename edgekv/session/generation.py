@@ -4,36 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.session.finish import (
+    END_OF_SCHEMA,
+    END_OF_TEXT,
+    MAX_NEW_TOKENS,
+    STOP_STRING,
+    Finish,
+    FinishReason,
+    context_full,
+)
 from edgekv.session.grammar import Constraint
 from edgekv.session.prompt import Spans
+from edgekv.session.reader import LayerProgress
 from edgekv.session.report import RunReport
 from edgekv.session.sampling import Sampler, StopMatcher
-from edgekv.session.state import LayerProgress
-from edgekv.tokenizer import StreamDecoder
-
-if TYPE_CHECKING:
-    from edgekv.session.session import Session
+from edgekv.tokenizer import StreamDecoder, Tokenizer
 
 F32 = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One generated token: its id, the text that can be printed now, and the seconds it took.
+    """One generated token.
 
-    The first step's latency contains the prompt's prefill. ``stop`` says why generation ended here, else None.
+    token: its id.
+    text: what can be printed now; empty while a character or a stop string may go on.
+    latency_s: the seconds that it took, for the first token with the prompt's.
+    finish_reason: None, or in the last step why the text ended: "stop" (an end-of-text token, a stop string, the
+        end of a schema) or "length" (max_new_tokens, or a full context).
+    finish_message: the same for people.
     """
 
     token: int
     text: str
     latency_s: float
-    stop: str | None = None
+    finish_reason: FinishReason | None = None
+    finish_message: str | None = None
+
+
+class Text(Protocol):
+    """What a generation needs of a conversation; `Reader` is one."""
+
+    ctx: int
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def n_pending(self) -> int: ...
+    @property
+    def is_full(self) -> bool: ...
+    def append(self, ids: Sequence[int], spans: Spans, *, progress: LayerProgress | None = None) -> F32: ...
+    def next_logits(self) -> F32: ...
+    def add(self, token: int) -> None: ...
 
 
 class Generation:
@@ -41,60 +69,62 @@ class Generation:
 
     def __init__(
         self,
-        session: Session,
+        text: Text,
+        tokenizer: Tokenizer | None,
         report: RunReport,
         sampler: Sampler,
         max_new_tokens: int,
         stop: Sequence[str],
         constraint: Constraint | None,
     ) -> None:
-        self._session, self._report, self._sampler = session, report, sampler
+        self._text, self._report, self._sampler = text, report, sampler
         self._max_new_tokens, self._constraint = max_new_tokens, constraint
-        tokenizer = session.tokenizer
         self._stream = StreamDecoder(tokenizer, at_start=False) if tokenizer else None
         self._eos = tokenizer.eos_ids if tokenizer else ()
         self._matcher = StopMatcher(stop)
 
-    def steps(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> Iterator[Step]:
-        session, report = self._session, self._report
+    def steps(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> Generator[Step, None, None]:
+        """The prompt's ids with embeddings in the place of some, and then a step per token."""
+        report = self._report
         begin = time.perf_counter()
         logits = self._prefill(ids, spans, progress)
         for produced in range(1, self._max_new_tokens + 1):
             if produced > 1:
                 begin = time.perf_counter()
-                session.make_room()
-                logits = session.read(session.tokens[session.n_past :])
+                logits = self._text.next_logits()
             token, complete = self._choose(logits)
             latency = time.perf_counter() - begin
             if produced == 1:
                 report.time_to_first_token_s = latency
             else:
                 report.decode_latencies_s.append(latency)
-            text, stopped = self._matcher.push(self._text(token))
-            reason = self._stop_reason(token, stopped, complete, produced == self._max_new_tokens)
-            report.stop_reason = reason
-            if reason and not stopped:
+            text, stopped = self._matcher.push(self._decoded(token))
+            finish = self._finish(token, stopped, complete, produced == self._max_new_tokens)
+            if finish is None:
+                yield Step(token, text, latency)
+                continue
+            report.finish_reason, report.finish_message = finish.reason, finish.message
+            if not stopped:
                 text += self._rest()
-            yield Step(token, text, latency, reason)
-            if reason:
-                return
+            yield Step(token, text, latency, finish.reason, finish.message)
+            return
 
     def _prefill(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> F32:
-        session, begin = self._session, time.perf_counter()
-        n_pending = len(session.tokens) - session.n_past  # the last answer's final token
-        logits: F32 = session.append(ids, spans, progress=progress)[0]
+        begin = time.perf_counter()
+        n_pending = self._text.n_pending  # the last answer's final token
+        logits: F32 = self._text.append(ids, spans, progress=progress)[0]
         self._report.prefill_tokens = n_pending + len(ids)
         self._report.prefill_s = time.perf_counter() - begin
         return logits
 
     def _choose(self, logits: F32) -> tuple[int, bool]:
         """The next token, and whether the constraint is complete with it."""
-        constraint, tokens = self._constraint, self._session.tokens
-        token = self._sampler.sample(constraint.allowed(logits) if constraint else logits, tokens)
-        tokens.append(token)
+        constraint = self._constraint
+        token = self._sampler.sample(constraint.allowed(logits) if constraint else logits, self._text.tokens)
+        self._text.add(token)
         return token, constraint is not None and constraint.accept(token)
 
-    def _text(self, token: int) -> str:
+    def _decoded(self, token: int) -> str:
         return self._stream.push(token) if self._stream and token not in self._eos else ""
 
     def _rest(self) -> str:
@@ -102,16 +132,15 @@ class Generation:
         text, stopped = self._matcher.push(self._stream.flush()) if self._stream else ("", False)
         return text if stopped else text + self._matcher.flush()
 
-    def _stop_reason(self, token: int, stopped: bool, complete: bool, last: bool) -> str | None:
+    def _finish(self, token: int, stopped: bool, complete: bool, last: bool) -> Finish | None:
         if token in self._eos:
-            return "end of text"
+            return END_OF_TEXT
         if stopped:
-            return "stop string"
+            return STOP_STRING
         if complete:
-            return "end of schema"
+            return END_OF_SCHEMA
         if last:
-            return "max_new_tokens"
-        ctx = self._session.plan.ctx
-        if len(self._session.tokens) > ctx and not self._session.overflow.makes_room:
-            return f"context full ({ctx} tokens); raise --ctx for more, or set --overflow slide"
+            return MAX_NEW_TOKENS
+        if self._text.is_full:
+            return context_full(self._text.ctx)
         return None

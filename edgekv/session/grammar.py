@@ -74,9 +74,15 @@ def read_schema(path: str) -> dict[str, Any]:
     try:
         schema = json.loads(pathlib.Path(path).expanduser().read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--json-schema {path}: can't be read ({error}); give a JSON file") from None
+        raise ConfigError(
+            f"json_schema={path!r}: can't be read ({error}); give a JSON file", field="json_schema", value=path
+        ) from None
     if not isinstance(schema, dict):
-        raise ConfigError(f"--json-schema {path}: holds a JSON {type(schema).__name__}; give an object")
+        raise ConfigError(
+            f"json_schema={path!r}: holds a JSON {type(schema).__name__}; give an object",
+            field="json_schema",
+            value=path,
+        )
     return schema
 
 

@@ -1,37 +1,34 @@
-"""A model ready to run: where its weights are, what they will take, and the opened decoder."""
+"""An opened model: where its weights are, what they will take, and what belongs to them."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
-from edgekv import kernels
 from edgekv.checkpoint.adapter import Adapter
+from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
-from edgekv.kernels import Kernels
-from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WeightFormat, specs_bytes, store_specs, weight_format
-from edgekv.linear.onnx import OrtDense
-from edgekv.linear.reference import NumpyDense
 from edgekv.linear.store import Progress, Store, is_store, open_or_build
-from edgekv.linear.weights import CheckpointWeights, Weights
-from edgekv.machine import available_memory_bytes
+from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
-from edgekv.models.decoder import Decoder, Dense
 
 Path = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """An opened checkpoint or weight store; nothing large has been read yet."""
+    """An opened checkpoint or weight store; nothing large has been read yet.
+
+    path: what was opened. raw_config: its config.json. identity: a hash of the weights, by which sessions and
+    stores know them. tokenizer_path: a file or folder, None where there is none. weights: read on request.
+    adapter: its weights are in place of the checkpoint's.
+    """
 
     path: pathlib.Path
     raw_config: dict[str, Any]
@@ -51,10 +48,10 @@ class Model:
     ) -> Model:
         """Opens a Hugging Face folder, a .safetensors or .gguf file or a store, and checks every tensor's shape.
 
-        adapter: an adapter.safetensors whose weights take the place of the checkpoint's. Raises CheckpointError or
-        ConfigError.
+        path may also name a model that ships with edgekv: demo, scenes. adapter: an adapter.safetensors whose
+        weights take the place of the checkpoint's. Raises CheckpointError or ConfigError.
         """
-        place = pathlib.Path(path).expanduser()
+        place = find_model(path)
         given = pathlib.Path(tokenizer).expanduser() if tokenizer else None
         change = None if adapter is None else Adapter.open(adapter)
         if is_store(place):
@@ -76,10 +73,12 @@ class Model:
 
     @property
     def arch(self) -> Architecture:
+        """The names and shapes of its weights, and its blocks."""
         return self.weights.arch
 
     @property
     def config(self) -> ModelConfig:
+        """Shape and constants of its decoder."""
         return self.arch.config
 
     @property
@@ -101,6 +100,7 @@ class Model:
 
     @property
     def is_store(self) -> bool:
+        """Whether it was opened as a weight store."""
         return isinstance(self.weights, Store)
 
     @property
@@ -126,24 +126,30 @@ class Model:
         }
 
     def weight_format(self, name: str) -> WeightFormat:
-        """The format that ``--weights name`` means for this model; a store has its own."""
+        """The format that ``name`` means for this model; a store has its own.
+
+        Raises ConfigError (field weights).
+        """
         if isinstance(self.weights, CheckpointWeights):
             return weight_format(name, self.arch, self.weights.own_format)
         if name not in ("auto", self.weights.form.name):
             raise ConfigError(
-                f"--weights {name}: {self.path} is a store of {self.weights.form.name} weights; "
-                f"leave --weights out, or give the original checkpoint"
+                f"weights={name!r}: {self.path} is a store of {self.weights.form.name} weights; leave `weights` "
+                "out, or give the original checkpoint",
+                field="weights",
+                value=name,
+                accepted=["auto", self.weights.form.name],
             )
         return self.weights.form
 
     def weights_note(self, form: WeightFormat) -> str | None:
         """What a user must know of these weights in this format."""
-        lost = self.weights.quantised_again(form) if isinstance(self.weights, CheckpointWeights) else ()
+        lost = self.weights.quantized_again(form) if isinstance(self.weights, CheckpointWeights) else ()
         if not lost:
             return None
         formats = sorted({form.of(name).name for name in self.arch.linears()})
-        hint = "" if formats == ["int8-32"] else "; --weights int8-32 loses least"
-        return f"weights of type {', '.join(lost)} were quantised a second time, to {' and '.join(formats)}{hint}"
+        hint = "" if formats == ["int8-32"] else "; weights='int8-32' loses least"
+        return f"weights of type {', '.join(lost)} were quantized a second time, to {' and '.join(formats)}{hint}"
 
     def weights_bytes(self, form: WeightFormat) -> int:
         """Bytes of a store in this format: what decoding maps."""
@@ -154,77 +160,3 @@ class Model:
         if isinstance(self.weights, Store):
             return self.weights
         return open_or_build(self.weights, form, progress)
-
-
-class Device(abc.ABC):
-    """A place to compute, as `--device` names it."""
-
-    def available(self, spec: CacheSpec) -> bool:
-        """Whether this machine has it, and it has the scheme."""
-        return True
-
-    def require(self, spec: CacheSpec) -> None:
-        """An EdgeKVError says what is missing for the scheme."""
-        return
-
-    def free_bytes(self) -> int:
-        """Memory for weights and caches."""
-        return available_memory_bytes()
-
-    @abc.abstractmethod
-    def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
-    ) -> Decoder:
-        """Loads the weights in this format."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Host(Device):
-    """This machine's cores: the linear layers' backend, and the attention kernels."""
-
-    open_dense: Callable[[Model, WeightFormat, int, Progress | None], tuple[Weights, Dense]]
-    open_kernels: Callable[[int], Kernels]
-
-    def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
-    ) -> Decoder:
-        weights, dense = self.open_dense(model, form, threads, progress)
-        return Decoder(weights, dense, self.open_kernels(threads), capacity, threads)
-
-
-def _onnxruntime(
-    model: Model, form: WeightFormat, threads: int, progress: Progress | None
-) -> tuple[Weights, Dense]:
-    store = model.store(form, progress)
-    return store, OrtDense(store, threads)
-
-
-def _numpy(model: Model, form: WeightFormat, threads: int, progress: Progress | None) -> tuple[Weights, Dense]:
-    weights = model.weights if form.bits == 32 else model.store(form, progress)
-    return weights, NumpyDense(weights)
-
-
-def _cuda() -> Device:
-    from edgekv.session.cuda_device import CudaDevice
-
-    return CudaDevice()
-
-
-DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": lambda: Host(_onnxruntime, kernels.numba_kernels),  # onnxruntime and Numba
-    "numpy": lambda: Host(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
-    "cuda": _cuda,  # CuPy
-}
-
-
-def find_device(name: str) -> Device:
-    if name not in DEVICES:
-        raise ConfigError(f"--device {name!r} is unknown; accepted: auto, {', '.join(DEVICES)}")
-    return DEVICES[name]()
-
-
-def resolve_device(name: str, spec: CacheSpec) -> str:
-    """What ``auto`` means on this machine for this scheme: cuda where it can be had; other names stay."""
-    if name != "auto":
-        return name
-    return "cuda" if find_device("cuda").available(spec) else "cpu"

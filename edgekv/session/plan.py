@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.errors import CacheError, ContextError
+from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.auto import check_budget, choose
-from edgekv.kvcache.steps import Steps, StepsKnobs
+from edgekv.kvcache.choice import resolve
 from edgekv.machine import available_memory_bytes
 from edgekv.models.attention import BLOCK_ROWS
-from edgekv.models.config import ModelConfig
 from edgekv.models.decoder import CHUNK
 from edgekv.session.model import Model
 
@@ -19,7 +17,12 @@ DEFAULT_CTX = 8192
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a session will take, known before anything is loaded. Bytes are exact but for ``scratch_bytes``."""
+    """What a session will take. Bytes are exact but for ``scratch_bytes``, an upper estimate.
+
+    ctx: tokens that it can hold. kv: its scheme. weights: the format's name. weights_bytes: what decoding maps.
+    cache_bytes: of all layers. scratch_bytes: while a prompt of ``ctx`` tokens is read. notes: what was chosen for
+    the user, or lost, a line each.
+    """
 
     ctx: int
     kv: CacheSpec
@@ -34,22 +37,27 @@ class Plan:
         cls,
         model: Model,
         *,
-        kv: str | CacheSpec | None,
-        ctx: int | None,
-        weights: str,
+        kv: str | CacheSpec | None = None,
+        ctx: int | None = None,
+        weights: str = "auto",
         kv_budget: int | None = None,
     ) -> Plan:
-        """Raises ContextError for a context that the model can't have, CacheError and ConfigError for names.
+        """Of options as `LoadOptions` has them.
 
-        kv "auto" is the best scheme within ``kv_budget`` bytes (default: a quarter of the free memory). None is
-        dense, or with a ``kv_budget`` what fits it for as long as it does: `Steps`.
+        Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown names
+        and for a scheme that does not fit the budget.
         """
         c = model.config
         if ctx is None:
             ctx = min(DEFAULT_CTX, c.max_positions)
         if not 1 <= ctx <= c.max_positions:
-            raise ContextError(f"--ctx {ctx}: this model has {c.max_positions} positions; accepted: 1 to that")
-        spec, notes = choose_scheme(kv, c, ctx, kv_budget)
+            raise ContextError(
+                f"ctx={ctx}: this model has {c.max_positions} positions; accepted: 1 to that",
+                field="ctx",
+                value=ctx,
+                accepted=[f"1 to {c.max_positions}"],
+            )
+        spec, notes = resolve(kv, c, ctx, kv_budget, available_memory_bytes)
         form = model.weight_format(weights)
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):
@@ -68,23 +76,5 @@ class Plan:
         )
 
     def parts(self) -> dict[str, int]:
+        """Bytes by what they are for."""
         return {"weights": self.weights_bytes, "kv cache": self.cache_bytes, "scratch": self.scratch_bytes}
-
-
-def choose_scheme(
-    kv: str | CacheSpec | None, config: ModelConfig, ctx: int, budget: int | None
-) -> tuple[CacheSpec, list[str]]:
-    """The scheme that is meant (see `Plan.make`), and what is to say about it."""
-    if kv == "auto":
-        spec, reason = choose(config, ctx, budget or available_memory_bytes() // 4)
-        return spec, [reason]
-    if kv is None:
-        kv = "dense" if budget is None else Steps.name
-    if kv == Steps.name:
-        if budget is None:
-            raise CacheError("--kv steps needs a --kv-budget: give the bytes that the cache may take")
-        return CacheSpec(Steps, StepsKnobs(budget)), []
-    spec = CacheSpec.parse(kv) if isinstance(kv, str) else kv
-    if budget is not None:
-        check_budget(spec, config, ctx, budget)
-    return spec, []

@@ -9,23 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import ContextError
+from edgekv.vision.prompt import VISUAL, Embeddings, Prompt
 
 F32 = npt.NDArray[np.float32]
-VISUAL = "visual"
-
-
-@dataclasses.dataclass(frozen=True)
-class Embeddings:
-    """A piece of a prompt: ``rows`` (n, hidden_size) float32 in place of n tokens, and what they stand for.
-
-    ``modality``: spans of "visual" ones are marked in the caches (`KVCache.mark`), others are treated as text.
-    """
-
-    rows: F32
-    modality: str = VISUAL
-
-
-Prompt = Sequence[int | Embeddings]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +24,7 @@ class Span:
 
     @property
     def stop(self) -> int:
+        """The position behind the last embedding."""
         return self.start + len(self.rows)
 
 

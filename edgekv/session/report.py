@@ -3,25 +3,19 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.machine import format_bytes, machine_info
+from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
+from edgekv.models.decoder import Decoder
 from edgekv.power.report import EnergyReport
-
-
-@dataclass
-class ImagesReport:
-    """The images of one prompt: how many, the tokens that they take, and the seconds that reading them took."""
-
-    n: int
-    tokens: int
-    seconds: float
-    notes: list[str]
+from edgekv.session.finish import FinishReason
+from edgekv.session.state import State
+from edgekv.vision.prompt import ImagesReport
 
 
 @dataclass
@@ -30,15 +24,19 @@ class RunReport:
 
     settings: every setting of the run by its option's name, such as kv, weights, ctx, threads, seed.
     model: `name`, `n_parameters`, and the shapes.
-    prefill_s: seconds for `prefill_tokens` tokens.
+    prefill_tokens: of the prompt, without those that the cache had already. prefill_s: the seconds that they took.
     decode_latencies_s: seconds of each decode step, one entry per token; the session appends.
     time_to_first_token_s: seconds from the prompt to the first token's text.
+    cache_bytes: of all layers' arrays; weights_bytes: what decoding maps; peak_rss_bytes: of the process so far.
     visual_cache_bytes: the part of `cache_bytes` that holds images, where the scheme keeps them apart.
     bytes_read_per_token: weights and cache that one decode step reads.
     images: those of the prompt.
     energy: joules by phase, where a meter was asked for.
+    machine: `edgekv.machine.machine_info`.
     notes: warnings a reader of the numbers must see, a line each.
-    stop_reason: why generation ended.
+    finish_reason: "stop" where the text came to its end, "length" where it was cut off, as OpenAI has it; None
+        while it goes on, or where it was interrupted.
+    finish_message: the same for people, with the limit that was met.
     """
 
     settings: dict[str, Any]
@@ -55,8 +53,14 @@ class RunReport:
     peak_rss_bytes: int | None = None
     energy: EnergyReport | None = None
     notes: list[str] = field(default_factory=list)
-    stop_reason: str | None = None
+    finish_reason: FinishReason | None = None
+    finish_message: str | None = None
     machine: dict[str, Any] = field(default_factory=machine_info)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The older name of `finish_message`; the JSON has both."""
+        return self.finish_message
 
     @property
     def text_cache_bytes(self) -> int | None:
@@ -67,18 +71,22 @@ class RunReport:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
+        """Of the prompt; None where it was not measured."""
         return _ratio(self.prefill_tokens, self.prefill_s)
 
     @property
     def decode_tokens_per_s(self) -> float | None:
+        """Of all tokens but the first; None where there was none."""
         return _ratio(len(self.decode_latencies_s), math.fsum(self.decode_latencies_s))
 
     @property
     def latency_median_ms(self) -> float | None:
+        """Milliseconds of a decode step, the median."""
         return self._latency_percentile_ms(50)
 
     @property
     def latency_p95_ms(self) -> float | None:
+        """Milliseconds of a decode step, the 95th percentile."""
         return self._latency_percentile_ms(95)
 
     @property
@@ -92,6 +100,7 @@ class RunReport:
         return _json_ready(  # type: ignore[no-any-return]
             asdict(self)
             | {
+                "stop_reason": self.stop_reason,
                 "text_cache_bytes": self.text_cache_bytes,
                 "decode_tokens": len(self.decode_latencies_s),
                 "prefill_tokens_per_s": self.prefill_tokens_per_s,
@@ -123,7 +132,7 @@ class RunReport:
             *self._parts_rows(),
             ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
             *(self.energy.rows() if self.energy else ()),
-            ("stopped", self.stop_reason or "not yet"),
+            ("stopped", self.finish_message or "not yet"),
             *(("note", note) for note in self.notes),
         ]
         return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
@@ -154,6 +163,21 @@ class RunReport:
             f"{len(self.decode_latencies_s)} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
             f"{self.latency_median_ms:.1f} ms/token median, {self.latency_p95_ms:.1f} ms p95"
         )
+
+
+def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
+    """The report, with the bytes as they are now, and the notes of plan, images and cache."""
+    caches = state.caches
+    report.cache_bytes = sum(cache.nbytes for cache in caches)
+    visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
+    report.visual_cache_bytes = sum(visual) if visual else None
+    report.weights_bytes = decoder.dense.weights_bytes
+    report.bytes_read_per_token = decoder.weights.token_bytes + sum(cache.bytes_read() for cache in caches)
+    report.peak_rss_bytes = peak_rss_bytes()
+    seen = report.images.notes if report.images else ()
+    dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]
+    report.notes = [*notes, *seen, *(dropped if state.n_dropped else ()), *caches[0].notes()]
+    return report
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

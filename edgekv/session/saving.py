@@ -1,54 +1,55 @@
-"""What a session file holds: the conversation, its compressed cache, and what both belong to."""
+"""What a session file holds: the state of a session, and what it belongs to."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from edgekv import __version__
 from edgekv.errors import CacheError, SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.steps import parse_kv
 from edgekv.session.file import SessionFile, write
 from edgekv.session.model import Model
-from edgekv.session.prompt import Span, Spans
-from edgekv.session.sampling import Sampler, SamplingParams
+from edgekv.session.plan import Plan
+from edgekv.session.prompt import Span
+from edgekv.session.sampling import Sampler
+from edgekv.session.sampling_params import SamplingParams
+from edgekv.session.state import State
+from edgekv.version import __version__
 
-if TYPE_CHECKING:
-    from edgekv.session.session import Session
 
+def save_state(path: str | os.PathLike[str], state: State, model: Model, plan: Plan, *, compress: bool) -> int:
+    """Writes a state whole or not at all; returns the file's bytes.
 
-def save(session: Session, path: str | os.PathLike[str], compress: bool) -> int:
-    """Writes the session's state whole or not at all; returns the file's bytes."""
-    states = [cache.state() for cache in session.caches]
-    sampler = session.sampler
+    compress: Huffman codes. Raises CheckpointError when the file can't be written.
+    """
+    layers = [cache.state() for cache in state.caches]
+    sampler = state.sampler
     content = {
         "edgekv": __version__,
-        "model": session.model.path.name,
-        "identity": session.model.identity,
-        "weights": session.plan.weights,
-        "kv": str(session.plan.kv),
-        "kv_version": session.plan.kv.scheme.version,
-        "ctx": session.plan.ctx,
-        "tokens": session.tokens,
-        "spans": [(span.start, span.stop, span.modality) for span in session.spans],
+        "model": model.path.name,
+        "identity": model.identity,
+        "weights": plan.weights,
+        "kv": str(plan.kv),
+        "kv_version": plan.kv.scheme.version,
+        "ctx": plan.ctx,
+        "tokens": state.tokens,
+        "spans": [(span.start, span.stop, span.modality) for span in state.spans],
         "sampler": sampler and {"params": dataclasses.asdict(sampler.params), "state": sampler.state()},
-        "memo": session.memo,
-        "n_dropped": session.n_dropped,
-        "layers": [{"counters": state.counters, "fitted": state.fitted} for state in states],
+        "memo": state.memo,
+        "n_dropped": state.n_dropped,
+        "layers": [{"counters": layer.counters, "fitted": layer.fitted} for layer in layers],
     }
-    arrays = {f"{i}/{name}": to_host(a) for i, state in enumerate(states) for name, a in state.arrays.items()}
-    arrays |= {f"span/{i}": span.rows for i, span in enumerate(session.spans)}
+    arrays = {f"{i}/{name}": to_host(a) for i, layer in enumerate(layers) for name, a in layer.arrays.items()}
+    arrays |= {f"span/{i}": span.rows for i, span in enumerate(state.spans)}
     return write(path, content, arrays, "huffman" if compress else "plain")
 
 
-class Saved:
+class SavedState:
     """An opened session file: undamaged, and written by an edgekv that this one understands.
 
     Raises SessionError otherwise.
@@ -62,7 +63,7 @@ class Saved:
             self.weights, self.ctx = str(content["weights"]), int(content["ctx"])
             self.tokens: list[int] = [int(token) for token in content["tokens"]]
             self._spans = [(int(a), int(b), str(modality)) for a, b, modality in content.get("spans", ())]
-            self.kv = parse_kv(content["kv"])
+            self.kv = CacheSpec.parse(content["kv"])
             self._kv_version = int(content["kv_version"])
             self.n_dropped = int(content["n_dropped"])
             self._sampler, self.memo = content["sampler"], dict(content["memo"])
@@ -79,31 +80,54 @@ class Saved:
         if model.identity != self.identity:
             raise SessionError(
                 f"{self.file.path}: belongs to the model {self.model} with identity {self.identity}, not to "
-                f"{model.path.name} with {model.identity}; give that model (and adapter), or start a new session"
+                f"{model.path.name} with {model.identity}; give that model (and adapter), or start a new session",
+                field="model",
+                value=model.identity,
+                accepted=[self.identity],
             )
 
     def require_weights(self, weights: str) -> None:
         """Raises SessionError unless the weights have the session's format, on which every next token depends."""
         if weights != self.weights:
             raise SessionError(
-                f"{self.file.path}: was held with {self.weights} weights, not {weights}; give --weights "
-                f"{self.weights}, or start a new session"
+                f"{self.file.path}: was held with {self.weights} weights, not {weights}; give "
+                f"weights={self.weights!r}, or start a new session",
+                field="weights",
+                value=weights,
+                accepted=[self.weights],
             )
 
-    def require_scheme(self, kv: CacheSpec | None, ctx: int | None) -> None:
-        """Raises SessionError unless scheme, knobs and context, where they are given, are the session's."""
-        for option, found, given in (("--kv", self.kv, kv), ("--ctx", self.ctx, ctx)):
-            if given is not None and found != given:
-                raise SessionError(
-                    f"{self.file.path}: was held with {option} {found}, not {given}; leave {option} out, or start "
-                    "a new session"
-                )
+    def require_scheme(
+        self, kv: str | CacheSpec | None, ctx: int | None = None, kv_budget: int | None = None
+    ) -> None:
+        """Raises SessionError unless what is given of scheme, context and budget is the session's.
 
-    def fill(self, caches: Sequence[KVCache], hidden_size: int) -> Spans:
-        """Puts the saved state into a session's allocated, empty caches; returns the conversation's embeddings.
-
-        Raises SessionError if it can't fit.
+        ``kv`` "auto" is whatever the session has.
         """
+        own_budget = self.kv.own_budget
+        if isinstance(kv, str):
+            kv = None if kv == "auto" else CacheSpec.asked(kv, kv_budget or own_budget)
+        self._require("kv", str(self.kv), None if kv is None else str(kv))
+        self._require("ctx", self.ctx, ctx)
+        if own_budget is not None:
+            self._require("kv_budget", own_budget, kv_budget)
+
+    def _require(self, field: str, found: object, given: object) -> None:
+        if given is not None and found != given:
+            raise SessionError(
+                f"{self.file.path}: was held with {field}={found!r}, not {given}; leave `{field}` out, or start a "
+                "new session",
+                field=field,
+                value=given,
+                accepted=[str(found)],
+            )
+
+    def fill(self, state: State, vocab_size: int, hidden_size: int) -> None:
+        """Puts the saved state into one with allocated, empty caches.
+
+        Raises SessionError if it can't fit: the caches must then be made anew, all else is as it was.
+        """
+        caches, sampler = state.caches, self._opened_sampler(vocab_size)
         if len(self._layers) != len(caches):
             raise self._foreign(f"{len(self._layers)} layers, not {len(caches)}")
         layers = enumerate(zip(caches, self._layers, strict=True))
@@ -116,9 +140,11 @@ class Saved:
             self.file.fill(name, host)
             if host is not array:
                 array[...] = np.asarray(host, like=array)
-        return spans
+        state.tokens, state.spans, state.n_dropped = list(self.tokens), spans, self.n_dropped
+        state.memo, state.sampler = self.memo, sampler
 
     def _prepared(self, cache: KVCache, layer: dict[str, Any]) -> dict[str, Any]:
+        """The cache's arrays, with the saved counters in it."""
         counters, empty = layer["counters"], cache.state().counters
         if counters.keys() != empty.keys() or not all(
             0 <= n <= cache.geometry.capacity for n in counters.values()
@@ -129,7 +155,7 @@ class Saved:
         except (KeyError, TypeError, ValueError) as error:
             raise self._foreign(error) from error
 
-    def sampler(self, vocab_size: int) -> Sampler | None:
+    def _opened_sampler(self, vocab_size: int) -> Sampler | None:
         """The sampler of the last text, which goes on with its series of random numbers."""
         if self._sampler is None:
             return None

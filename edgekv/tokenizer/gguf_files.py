@@ -45,7 +45,7 @@ def write_tokenizer(metadata: Metadata, folder: pathlib.Path) -> None:
     if kind not in WRITERS:
         raise TokenizerError(
             f"the GGUF file's tokenizer {kind!r} is not supported (supported: {', '.join(WRITERS)}); give the "
-            "model's own with --tokenizer PATH"
+            "model's own with tokenizer=PATH"
         )
     tokens = metadata["tokenizer.ggml.tokens"]
     add_bos = WRITERS[kind](metadata, tokens, folder)
@@ -100,7 +100,7 @@ def _write_byte_pairs(metadata: Metadata, tokens: list[str], folder: pathlib.Pat
     if split not in SPLITS:
         raise TokenizerError(
             f"the GGUF file cuts texts like {split!r}, which is not supported (supported: {', '.join(SPLITS)}); "
-            "give the model's own tokenizer with --tokenizer PATH"
+            "give the model's own with tokenizer=PATH"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     whole_words = SPLITS[split] == (LLAMA3,)

@@ -62,7 +62,8 @@ def _find_file(path: pathlib.Path) -> pathlib.Path:
             return path / name
     raise TokenizerError(
         f"{path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
-        "beside the weights, or pass --tokenizer PATH"
+        "beside the weights, or pass tokenizer=PATH",
+        field="tokenizer",
     )
 
 

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import time
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.numpy
@@ -13,24 +14,38 @@ import safetensors.numpy
 from edgekv.checkpoint.tensors import TensorFile, TensorSet
 from edgekv.errors import ImageError
 from edgekv.linear.store import Store
+from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import available_memory_bytes, require_memory
-from edgekv.session.model import Model
-from edgekv.session.prompt import Embeddings, Prompt
-from edgekv.session.report import ImagesReport
+from edgekv.models.config import ModelConfig
 from edgekv.vision import encoder
 from edgekv.vision.encoder import Encoder
 from edgekv.vision.images import ImageSource, Picture, picture
 from edgekv.vision.preprocess import FILES, Preprocess
 from edgekv.vision.projector import PREFIXES, Projector, projector_weights
-from edgekv.vision.prompt import check_places, place_images
+from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt, check_places, place_images
 
 PROJECTOR = "projector.safetensors"
+
+
+class Seeing(Protocol):
+    """What is needed of an opened model; ``image_token`` stands for an image in a prompt, None: it sees none."""
+
+    @property
+    def path(self) -> pathlib.Path: ...
+    @property
+    def raw_config(self) -> dict[str, Any]: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def image_token(self) -> int | None: ...
+    @property
+    def weights(self) -> CheckpointWeights | Store: ...
 
 
 class Vision:
     """Images to embeddings of one model. Raises an EdgeKVError when a part is missing or does not fit."""
 
-    def __init__(self, model: Model, threads: int) -> None:
+    def __init__(self, model: Seeing, threads: int) -> None:
         folder, self.image_token = require_vision(model)
         onnx = folder / encoder.FILE
         weights = projector_weights(_projector_tensors(model, folder), model.config.hidden_size)
@@ -62,12 +77,13 @@ class Vision:
         return Embeddings(self.projector(self.encoder(self.preprocess(picture))))
 
 
-def require_vision(model: Model) -> tuple[pathlib.Path, int]:
+def require_vision(model: Seeing) -> tuple[pathlib.Path, int]:
     """The folder with the model's vision parts, and its image token. ImageError when it takes no images."""
     if model.image_token is None:
         raise ImageError(
             f"{model.path}: takes no images, its model_type is {model.raw_config.get('model_type')}; leave "
-            "--image out, or give a folder of model_type llava with vision.onnx"
+            "`images` out, or give a folder of model_type llava with vision.onnx",
+            field="images",
         )
     folder = _beside(model)
     for path in (folder / encoder.FILE, _settings(folder)):
@@ -82,7 +98,7 @@ def _settings(folder: pathlib.Path) -> pathlib.Path:
     return next((path for path in paths if path.is_file()), paths[0])
 
 
-def copy_vision(model: Model, folder: pathlib.Path) -> None:
+def copy_vision(model: Seeing, folder: pathlib.Path) -> None:
     """Puts what a model sees with into the folder of its weight store; nothing where it can't see."""
     place = _beside(model)
     if model.image_token is None or not (place / encoder.FILE).is_file():
@@ -95,14 +111,14 @@ def copy_vision(model: Model, folder: pathlib.Path) -> None:
     safetensors.numpy.save_file(named, folder / PROJECTOR)
 
 
-def _beside(model: Model) -> pathlib.Path:
+def _beside(model: Seeing) -> pathlib.Path:
     return model.path if model.path.is_dir() else model.path.parent
 
 
-def _projector_tensors(model: Model, folder: pathlib.Path) -> TensorSet:
+def _projector_tensors(model: Seeing, folder: pathlib.Path) -> TensorSet:
     """From a file of its own, or among the checkpoint's tensors."""
     if (folder / PROJECTOR).is_file():
         return TensorSet([TensorFile(folder / PROJECTOR)])
     if isinstance(model.weights, Store):
-        raise ImageError(f"{folder}: a store without {PROJECTOR} can't read images; quantise it again")
+        raise ImageError(f"{folder}: a store without {PROJECTOR} can't read images; quantize it again")
     return model.weights.source.tensors

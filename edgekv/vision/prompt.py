@@ -1,13 +1,42 @@
-"""Where images stand in a prompt."""
+"""Prompts with images: pieces that are embeddings instead of tokens, and where they stand."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from edgekv.errors import ImageError
-from edgekv.session.prompt import Embeddings, Prompt
+import numpy as np
+import numpy.typing as npt
 
+from edgekv.errors import ImageError
+
+F32 = npt.NDArray[np.float32]
 PLACEHOLDER = "<image>"
+VISUAL = "visual"
+
+
+@dataclasses.dataclass(frozen=True)
+class Embeddings:
+    """A piece of a prompt: ``rows`` (n, hidden_size) float32 in place of n tokens, and what they stand for.
+
+    ``modality``: spans of "visual" ones are marked in the caches (`KVCache.mark`), others are treated as text.
+    """
+
+    rows: F32
+    modality: str = VISUAL
+
+
+Prompt = Sequence[int | Embeddings]
+
+
+@dataclasses.dataclass
+class ImagesReport:
+    """The images of one prompt: how many, the tokens that they take, and the seconds that reading them took."""
+
+    n: int
+    tokens: int
+    seconds: float
+    notes: list[str]
 
 
 def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:

@@ -1,0 +1,119 @@
+"""The KV schemes by name: ours in CACHES, and those that other packages bring."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from importlib import metadata
+
+from edgekv.errors import CacheError, unknown
+from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.bitplane import BitPlane
+from edgekv.kvcache.dense import Dense
+from edgekv.kvcache.onebit import OneBit
+from edgekv.kvcache.papers.fier import Fier
+from edgekv.kvcache.papers.h1b import H1B
+from edgekv.kvcache.papers.h2o import H2O
+from edgekv.kvcache.papers.kivi import Kivi
+from edgekv.kvcache.papers.kvcomp import KVComp
+from edgekv.kvcache.papers.loki import Loki
+from edgekv.kvcache.papers.mikv import MiKV
+from edgekv.kvcache.papers.minicache import MiniCache
+from edgekv.kvcache.papers.quest import Quest
+from edgekv.kvcache.papers.snapkv import SnapKV
+from edgekv.kvcache.papers.streaming import Streaming
+from edgekv.kvcache.papers.tova import Tova
+from edgekv.kvcache.papers.visual import Visual1
+from edgekv.kvcache.steps import Steps
+
+ENTRY_POINTS = "edgekv.schemes"
+"""The entry points by which packages name their schemes: NAME = "module:Class"."""
+
+CACHES: dict[str, type[KVCache]] = {
+    "dense": Dense,
+    "h1b": H1B,
+    "loki1": Loki,
+    "minicache4": MiniCache,
+    "kivi2": Kivi,
+    "streaming": Streaming,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "tova": Tova,
+    "mikv": MiKV,
+    "fier": Fier,
+    "quest": Quest,
+    "visual1": Visual1,
+    "kvcomp": KVComp,
+    "onebit": OneBit,
+    "bitplane": BitPlane,
+    "steps": Steps,
+}
+
+
+def register(scheme: type[KVCache]) -> type[KVCache]:
+    """Adds a scheme to CACHES under its ``name``; returns it, so that it can be a decorator.
+
+    Raises CacheError for what is no scheme and for a name that another class has. A class may be registered again.
+    """
+    if not (isinstance(scheme, type) and issubclass(scheme, KVCache)):
+        raise CacheError(f"{scheme!r} is no KV scheme: register a subclass of edgekv.KVCache")
+    missing = [name for name in ("name", "paper", "summary", "gives_up", "Knobs") if not hasattr(scheme, name)]
+    if missing:
+        raise CacheError(f"{scheme.__name__} has no {missing[0]}: a KV scheme needs it as a class attribute")
+    if not dataclasses.is_dataclass(scheme.Knobs):
+        raise CacheError(f"{scheme.__name__}.Knobs is no dataclass: its fields are what users can set")
+    known = CACHES.setdefault(scheme.name, scheme)
+    if known is not scheme:
+        raise CacheError(
+            f"the name {scheme.name!r} is taken by {known.__module__}.{known.__qualname__}: give "
+            f"{scheme.__module__}.{scheme.__qualname__} another"
+        )
+    return scheme
+
+
+def find_scheme(name: str) -> type[KVCache]:
+    """The scheme of that name, ours or another package's. Raises CacheError (field kv)."""
+    if name not in CACHES:
+        load_entry_points()
+    if name not in CACHES:
+        raise unknown(CacheError, "kv", name, CACHES)
+    return CACHES[name]
+
+
+def schemes() -> dict[str, type[KVCache]]:
+    """All schemes by name, with those of other packages. Raises CacheError where one can't be loaded."""
+    load_entry_points()
+    return dict(CACHES)
+
+
+def scheme_facts(name: str) -> dict[str, object]:
+    """A scheme's paper, knobs with defaults, and bytes per token per KV head at head_dim 128 and 8,192 tokens.
+
+    Bytes are None for a scheme that keeps to the bytes that it is given.
+    Raises CacheError (field kv).
+    """
+    scheme, tokens = find_scheme(name), 8192
+    knobs = scheme.Knobs()
+    cache = scheme(Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=tokens), knobs)
+    return {
+        "name": name,
+        "paper": scheme.paper,
+        "summary": scheme.summary,
+        "gives_up": scheme.gives_up,
+        "knobs": dataclasses.asdict(knobs),
+        "bytes_per_token_per_kv_head": None if scheme.bytes_knob else cache.planned_bytes / tokens,
+    }
+
+
+@functools.cache
+def load_entry_points() -> None:
+    """Registers the schemes of installed packages, once. Raises CacheError naming the package at fault."""
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        package = entry.dist.name if entry.dist else entry.value
+        try:
+            register(entry.load())
+        except (ImportError, AttributeError, CacheError) as error:
+            raise CacheError(
+                f"the KV scheme {entry.name!r} of the package {package} can't be loaded ({error}); correct or "
+                "uninstall that package"
+            ) from error

@@ -1,0 +1,154 @@
+"""A KV scheme with its knobs, as text and as one cache per layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from edgekv.errors import CacheError
+from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.registry import find_scheme, schemes
+
+
+class AttentionShape(Protocol):
+    """What a cache must know of a model; `ModelConfig` has it. ``layer_windows``: None sees all tokens."""
+
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """A scheme, and ``knobs``: an instance of its `Knobs`. Written ``NAME[:knob=value,...]``."""
+
+    scheme: type[KVCache]
+    knobs: Any
+
+    @classmethod
+    def parse(cls, text: str) -> CacheSpec:
+        """From ``name`` or ``name:knob=value,...``. Raises CacheError (field kv): it says what is accepted."""
+        name, _, rest = text.partition(":")
+        scheme = find_scheme(name)
+        fields = {field.name: field for field in dataclasses.fields(scheme.Knobs)}
+        values: dict[str, Any] = {}
+        for item in filter(None, rest.split(",")):
+            knob, equals, value = item.partition("=")
+            if knob not in fields or not equals:
+                raise _no_knob(name, item, fields)
+            values[knob] = _convert(name, fields[knob], value)
+        knobs: Any = scheme.Knobs
+        return cls(scheme, knobs(**values))
+
+    @classmethod
+    def asked(cls, text: str, budget: int | None = None) -> CacheSpec:
+        """As `parse`, of what a user wrote: a scheme with a `KVCache.bytes_knob` must be given a ``budget``.
+
+        Raises CacheError (field kv, or kv_budget).
+        """
+        spec = cls.parse(text)
+        knob = spec.scheme.bytes_knob
+        if knob is None:
+            return spec
+        if budget is not None:
+            return dataclasses.replace(spec, knobs=dataclasses.replace(spec.knobs, **{knob: budget}))
+        if f"{knob}=" not in text:
+            name = spec.scheme.name
+            raise CacheError(
+                f"kv={name!r} needs a `kv_budget`: give the bytes that the cache may take", field="kv_budget"
+            )
+        return spec
+
+    @classmethod
+    def parse_list(cls, text: str) -> list[CacheSpec]:
+        """Schemes of a comma-separated list in which the knobs are separated by commas too, or of ``all``.
+
+        ``all`` are those that need no budget. Raises CacheError (field kv, or kv_budget).
+        """
+        if text == "all":
+            specs = [cls.parse(name) for name in schemes()]
+            return [spec for spec in specs if spec.own_budget is None]
+        items: list[str] = []
+        for item in text.split(","):
+            if items and "=" in item and ":" not in item:
+                items[-1] += f",{item}"
+            else:
+                items.append(item)
+        return [cls.asked(item) for item in items]
+
+    def __str__(self) -> str:
+        knobs = ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self.knobs).items())
+        return f"{self.scheme.name}:{knobs}" if knobs else self.scheme.name
+
+    @property
+    def short(self) -> str:
+        """As a person writes it: only the knobs that are not at their defaults."""
+        values = [(f.name, getattr(self.knobs, f.name), f.default) for f in dataclasses.fields(self.knobs)]
+        own = ",".join(f"{name}={value}" for name, value, default in values if value != default)
+        return f"{self.scheme.name}:{own}" if own else self.scheme.name
+
+    @property
+    def own_budget(self) -> int | None:
+        """The bytes that the scheme keeps to by itself; None: it has no such bound."""
+        knob = self.scheme.bytes_knob
+        return None if knob is None else int(getattr(self.knobs, knob))
+
+    def layers(self, shape: AttentionShape, capacity: int) -> list[KVCache]:
+        """One cache per layer for ``capacity`` tokens, not allocated yet. Raises CacheError for a bad shape."""
+        return [
+            self.scheme(
+                Geometry(
+                    n_heads=shape.n_heads,
+                    n_kv_heads=shape.n_kv_heads,
+                    head_dim=shape.head_dim,
+                    capacity=capacity,
+                    layer=i,
+                    n_layers=shape.n_layers,
+                    window=shape.layer_windows[i],
+                ),
+                self.knobs,
+            )
+            for i in range(shape.n_layers)
+        ]
+
+    def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
+        """Bytes of all layers' arrays for ``capacity`` tokens."""
+        return sum(cache.planned_bytes for cache in self.layers(shape, capacity))
+
+
+def _no_knob(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) -> CacheError:
+    accepted = [f"{field.name}={field.default}" for field in fields.values()]
+    knob = item.partition("=")[0]
+    others = [other for other, scheme in schemes().items() if _has_knob(scheme, knob)]
+    hint = f"; {knob} applies to: {', '.join(others)}" if others and knob not in fields else ""
+    return CacheError(
+        f"kv={name!r}: {item!r} is not one of its knobs; accepted (defaults): "
+        f"{', '.join(accepted) or 'no knobs'}{hint}",
+        field="kv",
+        value=item,
+        accepted=accepted,
+    )
+
+
+def _has_knob(scheme: type[KVCache], knob: str) -> bool:
+    return any(field.name == knob for field in dataclasses.fields(scheme.Knobs))
+
+
+def _convert(name: str, field: dataclasses.Field[Any], text: str) -> Any:
+    kind: Any = type(field.default)
+    whole = f"{name}:{field.name}={text}"
+    if kind is bool:
+        if text.lower() not in ("0", "1", "true", "false"):
+            raise CacheError(f"kv={whole!r}: accepted: true or false", field="kv", value=whole)
+        return text.lower() in ("1", "true")
+    try:
+        return kind(text)
+    except ValueError:
+        raise CacheError(f"kv={whole!r}: it must be a {kind.__name__}", field="kv", value=whole) from None

@@ -1,0 +1,52 @@
+"""What is measured: a model, a text as its tokens, and the decoder that reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgekv.kvcache.choice import DEFAULT
+from edgekv.linear.store import Progress
+from edgekv.machine import machine_info
+from edgekv.models.decoder import Decoder
+from edgekv.session.devices import find_device
+from edgekv.session.opening import all_cores, open_model, open_tokenizer
+from edgekv.session.options import LoadOptions, Path
+from edgekv.session.plan import Plan
+
+
+class EvalInput:
+    """The model at ``path`` and a text; `load` then reads the weights.
+
+    options: all but kv and ctx apply. text_name: what the text is called in `facts`. Raises an EdgeKVError for a
+    bad file.
+    """
+
+    def __init__(self, path: Path, options: LoadOptions, text: str, text_name: str) -> None:
+        self.options, self.text_name = options, text_name
+        self.model = open_model(path, options)
+        self.tokenizer = open_tokenizer(self.model)
+        self.tokens = self.tokenizer.encode(text)
+        self.threads = all_cores(options.threads)
+
+    def load(self, ctx: int | None, progress: Progress | None) -> tuple[Decoder, int]:
+        """The decoder, and its window: ``ctx`` tokens or the default of a session."""
+        plan = Plan.make(self.model, kv=DEFAULT, ctx=ctx, weights=self.options.weights)
+        form = self.model.weight_format(plan.weights)
+        decoder = find_device(self.options.device).decoder(self.model, form, plan.ctx, self.threads, progress)
+        return decoder, plan.ctx
+
+    def facts(self, ctx: int, windows: int, fit_tokens: int) -> dict[str, Any]:
+        """Settings and machine of a measurement over at most ``windows`` windows of ``ctx`` tokens, for JSON."""
+        adapter = self.model.adapter
+        settings = {
+            "model": self.model.path.name,
+            "identity": self.model.identity,
+            "adapter": adapter and adapter.path.name,
+            "text": self.text_name,
+            "ctx": ctx,
+            "windows": min(windows, len(self.tokens) // ctx),
+            "weights": self.model.weight_format(self.options.weights).name,
+            "fit_tokens": fit_tokens,
+            "threads": self.threads,
+        }
+        return {"settings": settings, "machine": machine_info()}

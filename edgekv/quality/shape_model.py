@@ -1,0 +1,31 @@
+"""A model of random weights in the shape of a known one: to time what has not been downloaded."""
+
+from __future__ import annotations
+
+import pathlib
+
+from edgekv.checkpoint.shapes import load_shape
+from edgekv.linear.formats import weight_format
+from edgekv.linear.random import random_store
+from edgekv.linear.store import Progress
+from edgekv.models import architecture
+from edgekv.session.model import Model
+
+SPARE_POSITIONS = 4096  # beyond those that are asked for, where a shape has too few learned ones
+
+
+def shape_model(
+    shape: str, n_layers: int | None, positions: int, weights: str, progress: Progress | None = None
+) -> Model:
+    """A shape of `edgekv.checkpoint.shapes` with ``n_layers`` layers (None: its own).
+
+    positions: tokens that it must be able to read. weights: a format's name, or auto. Raises ConfigError (field
+    shape, or weights).
+    """
+    config = load_shape(shape, n_layers, None)
+    arch = architecture(config)
+    if arch.config.rope is None and positions > arch.config.max_positions:
+        config = load_shape(shape, n_layers, positions + SPARE_POSITIONS)
+        arch = architecture(config)
+    store = random_store(config, weight_format(weights, arch), progress)
+    return Model(pathlib.Path(store.folder), config, store.identity, None, store)

@@ -1,0 +1,34 @@
+"""What a device is: a place to compute, which has memory and opens a decoder."""
+
+from __future__ import annotations
+
+import abc
+
+from edgekv.kvcache import CacheSpec
+from edgekv.linear.formats import WeightFormat
+from edgekv.linear.store import Progress
+from edgekv.machine import available_memory_bytes
+from edgekv.models.decoder import Decoder
+from edgekv.session.model import Model
+
+
+class Device(abc.ABC):
+    """A place to compute."""
+
+    def available(self, spec: CacheSpec) -> bool:
+        """Whether this machine has it, and it has the scheme."""
+        return True
+
+    def require(self, spec: CacheSpec) -> None:
+        """An EdgeKVError says what is missing for the scheme."""
+        return
+
+    def free_bytes(self) -> int:
+        """Memory for weights and caches."""
+        return available_memory_bytes()
+
+    @abc.abstractmethod
+    def decoder(
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+    ) -> Decoder:
+        """Loads the weights in this format."""

@@ -1,0 +1,74 @@
+"""The devices by name: one entry each; --device reads DEVICES."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from edgekv import kernels
+from edgekv.errors import ConfigError, unknown
+from edgekv.kernels import Kernels
+from edgekv.kvcache import CacheSpec
+from edgekv.linear.formats import WeightFormat
+from edgekv.linear.onnx import OrtDense
+from edgekv.linear.reference import NumpyDense
+from edgekv.linear.store import Progress
+from edgekv.linear.weights import Weights
+from edgekv.models.decoder import Decoder, Dense
+from edgekv.session.device import Device
+from edgekv.session.model import Model
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host(Device):
+    """This machine's cores: the linear layers' backend, and the attention kernels."""
+
+    open_dense: Callable[[Model, WeightFormat, int, Progress | None], tuple[Weights, Dense]]
+    open_kernels: Callable[[int], Kernels]
+
+    def decoder(
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+    ) -> Decoder:
+        weights, dense = self.open_dense(model, form, threads, progress)
+        return Decoder(weights, dense, self.open_kernels(threads), capacity, threads)
+
+
+def _onnxruntime(
+    model: Model, form: WeightFormat, threads: int, progress: Progress | None
+) -> tuple[Weights, Dense]:
+    store = model.store(form, progress)
+    return store, OrtDense(store, threads)
+
+
+def _numpy(model: Model, form: WeightFormat, threads: int, progress: Progress | None) -> tuple[Weights, Dense]:
+    weights = model.weights if form.bits == 32 else model.store(form, progress)
+    return weights, NumpyDense(weights)
+
+
+def _cuda() -> Device:
+    from edgekv.session.cuda_device import CudaDevice
+
+    return CudaDevice()
+
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "cpu": lambda: Host(_onnxruntime, kernels.numba_kernels),  # onnxruntime and Numba
+    "numpy": lambda: Host(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
+    "cuda": _cuda,  # CuPy
+}
+
+
+def find_device(name: str) -> Device:
+    """The device of that name. Raises ConfigError (field device)."""
+    if name not in DEVICES:
+        raise unknown(ConfigError, "device", name, (AUTO, *DEVICES))
+    return DEVICES[name]()
+
+
+def resolve_device(name: str, spec: CacheSpec) -> str:
+    """What ``auto`` means on this machine for this scheme: cuda where it can be had; other names stay."""
+    if name != AUTO:
+        return name
+    return "cuda" if find_device("cuda").available(spec) else "cpu"

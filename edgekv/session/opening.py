@@ -1,0 +1,126 @@
+"""From options to what a session runs on: the model, its plan, its decoder, ready to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from edgekv.errors import ContextError, TokenizerError
+from edgekv.kvcache import CacheSpec
+from edgekv.linear.store import Progress
+from edgekv.machine import require_memory
+from edgekv.models.decoder import Decoder
+from edgekv.session.devices import find_device, resolve_device
+from edgekv.session.model import Model
+from edgekv.session.options import LoadOptions, Path
+from edgekv.session.plan import Plan
+from edgekv.session.saving import SavedState
+from edgekv.tokenizer import Tokenizer, load_tokenizer
+
+WARM_UP = "compiling kernels (once per machine)"
+WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """What a session runs on.
+
+    model: the opened checkpoint. plan: scheme, context and bytes. decoder: with the weights loaded. device: its
+    name in DEVICES. tokenizer: None where the model has none.
+    """
+
+    model: Model
+    plan: Plan
+    decoder: Decoder
+    device: str
+    tokenizer: Tokenizer | None
+
+    def settings(self) -> dict[str, Any]:
+        """For the report: every setting by its option's name."""
+        return {
+            "kv": str(self.plan.kv),
+            "weights": self.plan.weights,
+            "ctx": self.plan.ctx,
+            "device": self.device,
+            "threads": self.decoder.threads,
+            "adapter": self.model.adapter and self.model.adapter.path.name,
+        }
+
+
+def open_model(path: Path, options: LoadOptions) -> Model:
+    """The model at ``path`` with the files that the options name. Raises CheckpointError or ConfigError."""
+    return Model.open(path, config=options.config, tokenizer=options.tokenizer, adapter=options.adapter)
+
+
+def open_session(options: LoadOptions, model: Model, *, progress: Progress | None = None) -> Opened:
+    """Checks the options against model and machine, then loads weights and compiles kernels.
+
+    progress(stage, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
+    """
+    plan = Plan.make(model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget)
+    if model.adapter:
+        model.adapter.require_scheme(plan.kv.scheme.name)
+    device = resolve_device(options.device, plan.kv)
+    place = find_device(device)
+    place.require(plan.kv)
+    require_memory(plan.parts(), place.free_bytes())
+    tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
+    form = model.weight_format(plan.weights)
+    decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
+    _warm_up(decoder, plan, progress)
+    return Opened(model, plan, decoder, device, tokenizer)
+
+
+def reopen(saved: SavedState, model: Model, options: LoadOptions, *, progress: Progress | None = None) -> Opened:
+    """As `open_session`, with scheme, context and weights of a saved session.
+
+    Raises SessionError where it belongs to another model, or to other weights than the options name.
+    """
+    saved.require_model(model)
+    saved.require_weights(saved.weights if options.weights == "auto" else options.weights)
+    as_saved = dataclasses.replace(options, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
+    return open_session(as_saved, model, progress=progress)
+
+
+def fork(opened: Opened, kv: str | CacheSpec | None, ctx: int | None) -> Opened:
+    """The same weights for another conversation; None: its scheme, its context. Raises as `Session.fork`."""
+    options = LoadOptions(kv=opened.plan.kv if kv is None else kv, ctx=opened.plan.ctx if ctx is None else ctx)
+    if ctx is not None and ctx > opened.plan.ctx:
+        raise ContextError(
+            f"ctx={ctx}: the session that it shares weights with has {opened.plan.ctx}; load it with that many",
+            field="ctx",
+            value=ctx,
+            accepted=[f"1 to {opened.plan.ctx}"],
+        )
+    plan = Plan.make(opened.model, kv=options.kv, ctx=options.ctx, weights=opened.plan.weights)
+    place = find_device(opened.device)
+    place.require(plan.kv)
+    require_memory({"kv cache": plan.cache_bytes}, place.free_bytes())
+    return dataclasses.replace(opened, plan=plan)
+
+
+def open_tokenizer(model: Model) -> Tokenizer:
+    """The model's tokenizer. Raises TokenizerError where it has none, or a damaged one."""
+    if model.tokenizer_path is None:
+        raise TokenizerError(
+            f"{model.path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
+            "beside the weights, or pass tokenizer=PATH",
+            field="tokenizer",
+        )
+    return load_tokenizer(model.tokenizer_path, config=model.text_config)
+
+
+def all_cores(threads: int | None) -> int:
+    """``threads``, or as many as this process may use."""
+    return threads or len(os.sched_getaffinity(0))
+
+
+def _warm_up(decoder: Decoder, plan: Plan, progress: Progress | None) -> None:
+    """Compiles the kernels of the scheme, and of those that it comes to use as it fills."""
+    if progress:
+        progress(WARM_UP, 0, 1)
+    for spec in (plan.kv, *map(CacheSpec.parse, plan.kv.scheme.packs_like)):
+        decoder.warm_up(spec.layers(decoder.config, min(WARM_UP_TOKENS, plan.ctx)))
+    if progress:
+        progress(WARM_UP, 1, 1)

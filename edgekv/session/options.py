@@ -1,0 +1,68 @@
+"""How a session is opened: one list of options for `Session.load`, `Session.restore` and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import numpy as np
+
+from edgekv.errors import CacheError, ConfigError, ContextError, EdgeKVError
+from edgekv.kvcache import CacheSpec
+
+Path = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """The options of a session. Raises an EdgeKVError, whose field is the option, for a value of a wrong type.
+
+    kv: the KV scheme: a name of CACHES with its knobs, ``name:knob=value,...``, a CacheSpec, or "auto", the best
+        one within ``kv_budget``. None is "dense", or with a ``kv_budget`` "steps": ever fewer bits for the oldest
+        tokens, so that the budget holds.
+    ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
+    weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size.
+    kv_budget: bytes that the cache may take; None is no bound (for kv "auto" a quarter of the free memory).
+    overflow: what happens when the conversation outgrows ``ctx``: a name of CONTEXT_SHIFTS, "stop" or "slide".
+    device: "cpu" (onnxruntime and Numba), "cuda" (CuPy), "numpy" (the slow reference), or "auto": cuda where CuPy,
+        a GPU and the scheme's kernels are, else cpu.
+    threads: cores to use; None is all that this process may use.
+    config: a config.json for a .safetensors file that has none beside it.
+    tokenizer: a tokenizer's file or folder, where none lies beside the weights.
+    adapter: an adapter.safetensors that was trained for this checkpoint and this scheme.
+    """
+
+    kv: str | CacheSpec | None = None
+    ctx: int | None = None
+    weights: str = "auto"
+    kv_budget: int | None = None
+    overflow: str = "stop"
+    device: str = "cpu"
+    threads: int | None = None
+    config: Path | None = None
+    tokenizer: Path | None = None
+    adapter: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kv, (str, CacheSpec, type(None))):
+            raise _wrong(CacheError, "kv", self.kv, "a scheme's name with its knobs, a CacheSpec, or None")
+        for name, error in (("ctx", ContextError), ("kv_budget", CacheError), ("threads", ConfigError)):
+            value = getattr(self, name)
+            if value is not None and not _is_count(value):
+                raise _wrong(error, name, value, "a whole number of 1 or more, or None")
+        for name in ("weights", "overflow", "device"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise _wrong(ConfigError, name, value, "a name, as text")
+        for name in ("config", "tokenizer", "adapter"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, os.PathLike, type(None))):
+                raise _wrong(ConfigError, name, value, "a path, or None")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _wrong(error: type[EdgeKVError], field: str, value: object, accepted: str) -> EdgeKVError:
+    return error(f"{field}={value!r}: accepted: {accepted}", field=field, value=value, accepted=[accepted])

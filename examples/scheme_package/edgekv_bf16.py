@@ -1,0 +1,87 @@
+"""bf16: a KV scheme from outside edgekv, with keys and values in bfloat16.
+
+After `pip install ./examples/scheme_package`, whose pyproject.toml has the entry point, it works by its name: for
+`--kv bf16`, `Session.load(..., kv="bf16")`, sessions on disk and `edgekv eval`. It computes with NumPy: a scheme
+that is to be fast brings compiled functions of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv import CacheError, Geometry, KeepAll, KeyCodec, Layout, ValueCodec
+
+F32 = npt.NDArray[np.float32]
+ROUNDINGS = ("nearest", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16Knobs:
+    """rounding: nearest (ties to even), or down: towards zero, as a cast by truncation does."""
+
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise CacheError(
+                f"kv='bf16:rounding={self.rounding}': accepted: {', '.join(ROUNDINGS)}",
+                field="kv",
+                value=self.rounding,
+                accepted=ROUNDINGS,
+            )
+
+
+class BFloat16Codec(KeyCodec, ValueCodec):
+    """The upper half of a float32: 2 bytes per element, float32's range, 8 bits of precision."""
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, rounding: str) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim)
+        self.rounding = rounding
+
+    def layout(self) -> Layout:
+        """The one array: (n_kv_heads, capacity, head_dim)."""
+        return {"upper": ((self.n_kv_heads, self.capacity, self.head_dim), "uint16")}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, all heads together."""
+        return 2 * self.n_kv_heads * self.head_dim
+
+    def encode(self, x: F32, t0: int) -> None:
+        """Stores x (n_kv_heads, n, head_dim) as tokens t0, t0 + 1, ..."""
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        if self.rounding == "nearest":  # half of the last bit that stays, a tie by whether that is odd
+            bits = bits + np.uint32(0x7FFF) + (bits >> 16 & 1)
+        self.arrays["upper"][:, t0 : t0 + x.shape[1]] = bits >> 16
+
+    def decode(self, t0: int, t1: int) -> F32:
+        """(n_kv_heads, t1 - t0, head_dim) float32."""
+        return (self.arrays["upper"][:, t0:t1].astype(np.uint32) << 16).view(np.float32)
+
+    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
+        """s[:, :, s0:] <- queries (n_kv_heads, rows, head_dim) times the keys of tokens t0..t1."""
+        s[:, :, s0 : s0 + t1 - t0] = queries @ self.decode(t0, t1).transpose(0, 2, 1)
+
+    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
+        """out (n_kv_heads, rows, head_dim) += p[:, :, s0:] times the values of tokens t0..t1."""
+        out += p[:, :, s0 : s0 + t1 - t0] @ self.decode(t0, t1)
+
+
+class BFloat16(KeepAll):
+    """Every key and value in bfloat16: 4 * head_dim bytes per token and KV head."""
+
+    name = "bf16"
+    paper = "example"
+    summary = "keys and values in bfloat16"
+    gives_up = "3 bits of f16's precision, for float32's range"
+    exact_when_short = False
+    Knobs = BFloat16Knobs
+
+    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[KeyCodec, ValueCodec]:
+        """Of one layer: how its keys and how its values are stored."""
+        size = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        return BFloat16Codec(*size, knobs.rounding), BFloat16Codec(*size, knobs.rounding)

@@ -1,0 +1,179 @@
+"""The package in examples/scheme_package: a scheme that edgekv has never heard of, used everywhere by its name."""
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from helpers import raises
+from serving import DEMO, ROOT
+
+from edgekv import CACHES, CacheError, CacheSpec, Geometry, KVCache, Session, SessionError, register
+from edgekv.cli import main
+from edgekv.kernels import numpy_kernels
+from edgekv.kvcache import registry, schemes
+from edgekv.kvcache.base import Workspace
+
+PACKAGE = ROOT / "examples" / "scheme_package"
+
+
+def install(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+    """What pip writes for importlib.metadata: the package's name, and its entry point."""
+    facts = folder / "edgekv_bf16-0.1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: edgekv-bf16\nVersion: 0.1\n")
+    (facts / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\n{entry}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.fixture(autouse=True)
+def fresh_registry() -> Iterator[None]:
+    """Schemes of packages are looked for once: before this test, and anew after it."""
+    registry.load_entry_points.cache_clear()
+    known = dict(CACHES)
+    yield
+    CACHES.clear()
+    CACHES.update(known)
+    registry.load_entry_points.cache_clear()
+
+
+@pytest.fixture
+def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example, with the entry point that its own pyproject.toml names."""
+    text = (PACKAGE / "pyproject.toml").read_text()
+    table = re.search(r'^\[project\.entry-points\."(.+)"\]\n(.+)\n', text, re.MULTILINE)
+    assert table
+    assert table[1] == registry.ENTRY_POINTS
+    install(tmp_path, monkeypatch, table[2].replace('"', ""))
+    monkeypatch.syspath_prepend(str(PACKAGE))
+
+
+def generated(session: Session, prompt: str | list[int], n: int) -> list[int]:
+    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_found_by_its_name_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "bf16" not in CACHES
+    assert CacheSpec.parse("bf16:rounding=down").scheme is CACHES["bf16"]
+    assert [*schemes()][-1] == "bf16"
+    assert main(["caches", "--json"]) == 0
+    facts = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}["bf16"]
+    assert facts["knobs"] == {"rounding": "nearest"}
+    assert facts["bytes_per_token_per_kv_head"] == 4 * 128
+    with raises(CacheError, field="kv"):
+        CacheSpec.parse("bf16:rounding=up")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("rounding", "error"), [("nearest", 2**-8), ("down", 2**-7)])
+def test_it_rounds_as_it_says(rounding: str, error: float) -> None:
+    spec = CacheSpec.parse(f"bf16:rounding={rounding}")
+    cache = spec.scheme(Geometry(2, 2, 16, 100), spec.knobs)
+    cache.allocate(numpy_kernels(None), Workspace())
+    x = np.random.default_rng(0).standard_normal((2, 100, 16)).astype(np.float32)
+    cache.extend(x, -x)
+    kept = cache.key_codec.decode(0, 100)
+    assert error / 2 < np.abs(kept / x - 1).max() <= error
+    np.testing.assert_array_equal(cache.value_codec.decode(0, 100), -kept)
+    exact = np.float32([[[1 + k / 128 for k in range(16)]]] * 2)  # 8 bits of precision hold these
+    cache.truncate(0)
+    cache.extend(exact, exact)
+    np.testing.assert_array_equal(cache.key_codec.decode(0, 1), exact)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_session_is_kept_and_restored(tmp_path: pathlib.Path) -> None:
+    straight = Session.load("demo", kv="bf16", ctx=256)
+    whole = generated(straight, "It was a dark night", 40)
+    saved = straight.fork()
+    first = generated(saved, "It was a dark night", 15)
+    saved.save(tmp_path / "session")
+    registry.load_entry_points.cache_clear()
+    del CACHES["bf16"]  # as in a new process
+    restored = Session.restore(tmp_path / "session", "demo")
+    assert restored.plan.kv.scheme.name == "bf16"
+    assert first + generated(restored, [], 25) == whole
+    exact = Session.load("demo", kv="dense:dtype=f32", ctx=256)
+    assert generated(exact, "It was a dark night", 15) == first
+
+
+def test_its_session_without_the_package(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(PACKAGE))
+        import edgekv_bf16
+
+        register(edgekv_bf16.BFloat16)
+        with Session.load("demo", kv="bf16", ctx=64) as session:
+            generated(session, "Once", 3)
+            session.save(tmp_path / "session")
+    del CACHES["bf16"]
+    with pytest.raises(SessionError, match="kv='bf16' is unknown"):
+        Session.restore(tmp_path / "session", "demo")
+
+
+@pytest.mark.usefixtures("installed")
+def test_on_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "session"
+    run = ["run", "--ctx", "256", "--max-new-tokens", "12", "--session", str(kept)]
+    assert main([*run, "--kv", "bf16", "--prompt", "It was a dark night"]) == 0
+    assert main(run) == 0
+    assert "kv bf16:rounding=nearest" in capsys.readouterr().err
+    text = tmp_path / "text"
+    text.write_text("The old man walked along the road to the village, and the rain fell. " * 12)
+    command = ["eval", "--text", str(text), "--kv", "bf16", "--ctx", "128"]
+    assert main([*command, "--json", str(tmp_path / "facts")]) == 0
+    (ours,) = json.loads((tmp_path / "facts").read_text())["results"]
+    assert ours["kv"] == "bf16:rounding=nearest"
+    assert ours["perplexity_ratio"] == pytest.approx(1, abs=0.01)
+    assert 0 < ours["kl"] < 1e-4
+
+
+def test_a_package_that_is_broken_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "bf16 = edgekv_bf16_gone:BFloat16")
+    assert CacheSpec.parse("dense")  # ours need no package
+    with pytest.raises(CacheError, match="'bf16' of the package edgekv-bf16 can't be loaded"):
+        CacheSpec.parse("bf16")
+    with pytest.raises(CacheError, match="edgekv-bf16"):
+        schemes()
+
+
+def test_registering() -> None:
+    dense = CACHES["dense"]
+    assert register(dense) is dense
+
+    class Other(dense):  # type: ignore[valid-type, misc]
+        """Not the scheme that has this name."""
+
+    with pytest.raises(CacheError, match=r"'dense' is taken by edgekv\.kvcache\.dense\.Dense"):
+        register(Other)
+    Other.name = "other"
+    assert register(Other) is CACHES["other"]
+    with pytest.raises(CacheError, match="no KV scheme"):
+        register(int)  # type: ignore[arg-type]
+
+    class Nameless(KVCache):
+        pass
+
+    with pytest.raises(CacheError, match="Nameless has no name"):
+        register(Nameless)
+    with raises(CacheError, field="kv") as caught:
+        CacheSpec.parse("nowhere")
+    assert "other" in caught.value.accepted
+
+
+def test_only_public_names_are_used() -> None:
+    """What the example imports of edgekv is in `edgekv.__all__`."""
+    import edgekv
+
+    source = (PACKAGE / "edgekv_bf16.py").read_text()
+    (names,) = re.findall(r"^from edgekv import (.+)$", source, re.MULTILINE)
+    assert not re.search(r"from edgekv\.|import edgekv\b", source)
+    assert set(names.split(", ")) <= set(edgekv.__all__)
+    assert DEMO.is_dir()
+    assert str(PACKAGE) not in sys.path

@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import types
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+from edgekv.kernels import reference
+from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.papers.retrieval import Index
+
+C = TypeVar("C", Codec, Index)
 
 # Values for `cpu.launch.MIN_PARALLEL_WORK`, so that both ways of calling a kernel are tested at any size.
 EITHER_PATH = pytest.mark.parametrize("min_parallel_work", [0, 1 << 62], ids=["parallel", "serial"])
@@ -89,3 +95,9 @@ def assert_close(actual: npt.ArrayLike, expected: npt.ArrayLike, tolerance: floa
     finite = expected[np.isfinite(expected)]
     scale = float(np.abs(finite).max()) if finite.size else 1.0
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-30))
+
+
+def bound(codec: C, **arrays: npt.NDArray[Any]) -> C:
+    """The codec on given arrays; any kernels may read it."""
+    codec.bind(arrays, reference)
+    return codec

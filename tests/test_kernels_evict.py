@@ -7,14 +7,17 @@ from kernel_cases import (
     HEAD_DIMS,
     Case,
     assert_close,
+    bound,
     cases,
     generator,
+    inside,
     normal,
     poisoned_scores,
 )
 
 from edgekv.kernels import Kernels, cpu, reference
 from edgekv.kernels.cpu import launch
+from edgekv.kvcache.papers.mikv import TokenKeys
 
 SHAPES = [(1, 1, 1), (2, 2, 70), (3, 5, 129), (32, 1, 1024)]  # KV heads, rows, slots
 POISON = np.float32(np.nan)
@@ -81,6 +84,13 @@ def test_the_lowest_goes_the_oldest_of_equals(kernels: Kernels, shape: tuple[int
     np.testing.assert_array_equal(mass, before)
 
 
+def token_keys(codes: np.ndarray, step: np.ndarray, low: np.ndarray, balance: np.ndarray) -> TokenKeys:
+    (g, capacity), d = step.shape, balance.shape[1]
+    codec = TokenKeys(g, capacity, d, 8 * codes.shape[2] // d)
+    codec.balance = balance
+    return bound(codec, codes=codes, step=step.view(np.uint16), low=low.view(np.uint16))
+
+
 @EITHER_PATH
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("case", cases(HEAD_DIMS), ids=str)
@@ -95,9 +105,9 @@ def test_token_scores_equal_numpys(
     step[:, case.t0 : case.t1] = rng.random((case.g, case.length)) * 0.1
     low[:, case.t0 : case.t1] = rng.standard_normal((case.g, case.length))
     s, expected = (poisoned_scores(case, contiguous=bool(case.t0)) for _ in range(2))
-    store = codes, step.view(np.uint16), low.view(np.uint16), case.t0, case.t1
-    cpu.scores_tokens(q, *store, s, case.s0)
-    reference.scores_tokens(q, *store, expected, case.s0)
+    codec = token_keys(codes, step, low, rng.uniform(0.5, 2, (case.g, case.d)).astype(np.float32))
+    for backend, scores in ((reference, expected), (cpu, s)):
+        backend.scores(codec, q, case.t0, case.t1, scores[:, :, inside(case)])
     assert_close(s, expected)
 
 
@@ -108,11 +118,12 @@ def test_the_specification_of_token_scores_is_a_product_with_decoded_keys(bits: 
     codes = rng.integers(0, 256, (1, 2, n_bytes, 32), np.uint8)
     step, low = rng.random((2, 1, 40)).astype(np.float16)
     q, s = normal(rng, 1, 3, 16), np.empty((1, 3, 30), np.float32)
-    reference.scores_tokens(q, codes, step.view(np.uint16), low.view(np.uint16), 5, 35, s, 0)
+    balance = rng.uniform(0.5, 2, (1, 16)).astype(np.float32)
+    reference.scores(token_keys(codes, step, low, balance), q, 5, 35, s)
     for t in range(5, 35):
         token = codes[0, t // 32, :, t % 32]
         key = [
             float(low[0, t]) + float(step[0, t]) * (token[d % n_bytes] >> d // n_bytes * bits & mask)
             for d in range(16)
         ]
-        np.testing.assert_allclose(s[0, :, t - 5], q[0] @ np.array(key), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(s[0, :, t - 5], q[0] / balance @ np.array(key), rtol=1e-4, atol=1e-4)

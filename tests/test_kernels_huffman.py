@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -10,6 +12,7 @@ from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
 from edgekv.kvcache.papers.codebook import Codebook
+from edgekv.kvcache.papers.codec_huffman import HuffmanCodec, HuffmanKeys, HuffmanValues
 
 BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 POISON = 0xAB
@@ -145,8 +148,17 @@ class Packed:
             self.pool,
         )
 
-    def store(self) -> tuple[object, ...]:
-        return self.pool, self.offsets, self.bits, self.book.table, self.fixed.table, self.plain_bits
+    def codec(self, kind: type[HuffmanCodec], low: npt.NDArray[np.uint16], step: npt.NDArray[np.uint16]) -> Any:
+        """The blocks as keys or values with these ends."""
+        (g, n_tokens, d), levels = self.codes.shape, len(self.book.lengths)
+        codec = kind(g, n_tokens, d, n_tokens // self.plain.shape[1], 1 / (levels - 1))
+        arrays = {"bits": self.bits, "offsets": self.offsets, "low": low, "step": step}
+        tables = {name: np.empty_like(getattr(self.book, name)) for name in ("lengths", "words", "table")}
+        codec.bind(arrays | tables, reference)  # fills the tables
+        codec._use(self.book)
+        codec.pool = self.pool
+        assert codec.plain_bits == self.plain_bits
+        return codec
 
     def read_bit_by_bit(self, g: int, b: int, block: int) -> list[int]:
         """One block's symbols as the paper reads them: a bit at a time, until a code word is complete."""
@@ -203,10 +215,11 @@ def test_scores_and_sums_are_those_of_the_codes(
     p = poisoned_scores(case, case.g == 1)
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     exact_sums = out + p[:, :, inside(case)].astype(float) @ values
+    key_codec, value_codec = packed.codec(HuffmanKeys, *channels), packed.codec(HuffmanValues, *tokens)
     for backend in (cpu, reference):
         s, sums = poisoned_scores(case, case.g == 1), out.copy()
-        backend.scores_huffman(q, *packed.store(), *channels, case.t0, case.t1, s, case.s0)
-        backend.values_huffman(p, case.s0, *packed.store(), *tokens, case.t0, case.t1, sums)
+        backend.scores(key_codec, q, case.t0, case.t1, s[:, :, inside(case)])
+        backend.sums(value_codec, p[:, :, inside(case)], case.t0, case.t1, sums)
         scale = np.abs(q).sum(2).max() * np.abs(keys).max()
         np.testing.assert_allclose(s[:, :, inside(case)], q @ keys.transpose(0, 2, 1), rtol=0, atol=1e-6 * scale)
         outside = np.ones(s.shape[2], bool)

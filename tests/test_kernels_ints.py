@@ -5,10 +5,20 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_scores
+from kernel_cases import (
+    EITHER_PATH,
+    Case,
+    bound,
+    generator,
+    inside,
+    normal,
+    poisoned_scores,
+)
 
 from edgekv.kernels import cpu, reference
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
+from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, Symmetric, SymmetricKeys, SymmetricValues
 
 BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 POISON, HUGE_F16 = 0xAB, 0x7BFF
@@ -45,6 +55,25 @@ def kivi_keys(g: int, groups: int, d: int, bits: int, group: int) -> Kivi:
 def kivi_values(g: int, capacity: int, d: int, bits: int, spans: int) -> Kivi:
     ends = np.full((2, g, spans, capacity), HUGE_F16, np.uint16)
     return np.full((g, capacity, d * bits // 8), POISON, np.uint8), ends[0], ends[1]
+
+
+def sym_codec(store: Store, d: int) -> Symmetric:
+    codes, scale = store
+    kind = SymmetricValues if codes.shape[3] == VALUES else SymmetricKeys
+    return bound(kind(*scale.shape, d, 8 * codes.shape[2] // d), codes=codes, scale=scale)
+
+
+def kivi_keys_codec(store: Kivi) -> KiviKeys:
+    codes, step, low = store
+    (g, groups, n_bytes, group), d = codes.shape, step.shape[2]
+    return bound(KiviKeys(g, groups * group, d, 8 * n_bytes // d, group), codes=codes, step=step, low=low)
+
+
+def kivi_values_codec(store: Kivi, d: int) -> KiviValues:
+    codes, step, low = store
+    g, capacity, n_bytes = codes.shape
+    span = d // step.shape[1]
+    return bound(KiviValues(g, capacity, d, 8 * n_bytes // d, span), codes=codes, step=step, low=low)
 
 
 def unpacked(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.float64]:
@@ -150,8 +179,8 @@ def test_symmetric_scores_and_sums_are_those_of_the_decoded_tokens(bits: int) ->
     np.testing.assert_array_equal(sym_decoded(keys, bits)[:, 3:73], sym_decoded(values, bits)[:, 3:73])
     s, out = np.full((2, 5, 74), np.nan, np.float32), normal(rng, 2, 5, d)
     expected = out + np.einsum("gmt,gtd->gmd", p[:, :, 2:72], sym_decoded(values, bits)[:, 3:73])
-    reference.scores_sym(q, *keys, 3, 73, s, 2)
-    reference.values_sym(p, 2, *values, 3, 73, out)
+    reference.scores(sym_codec(keys, d), q, 3, 73, s[:, :, 2:72])
+    reference.sums(sym_codec(values, d), p[:, :, 2:72], 3, 73, out)
     np.testing.assert_allclose(s[:, :, 2:72], q @ sym_decoded(keys, bits)[:, 3:73].transpose(0, 2, 1), atol=1e-4)
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
@@ -169,14 +198,14 @@ def test_numba_computes_the_same_on_symmetric_codes(
     reference.encode_sym(x, *keys, case.t0)
     reference.encode_sym(x, *values, case.t0)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    reference.scores_sym(q, *keys, case.t0, case.t1, expected, case.s0)
-    cpu.scores_sym(q, *keys, case.t0, case.t1, s, case.s0)
+    for backend, scores in ((reference, expected), (cpu, s)):
+        backend.scores(sym_codec(keys, case.d), q, case.t0, case.t1, scores[:, :, inside(case)])
     step = float(widened(keys[1])[:, case.t0 : case.t1].max())
     assert_equal_up_to_codes(s, expected, np.abs(q).sum(axis=2).max() * step * 2**bits)
     p, out = weights(case, rng), normal(rng, case.g, case.m, case.d)
     sums = out.copy()
-    reference.values_sym(p, case.s0, *values, case.t0, case.t1, sums)
-    cpu.values_sym(p, case.s0, *values, case.t0, case.t1, out)
+    for backend, result in ((reference, sums), (cpu, out)):
+        backend.sums(sym_codec(values, case.d), p[:, :, inside(case)], case.t0, case.t1, result)
     assert_equal_up_to_codes(out, sums, p[:, :, inside(case)].sum(axis=2).max() * step * 2**bits)
 
 
@@ -243,12 +272,12 @@ def test_kivi_scores_and_sums_are_those_of_the_decoded_tokens(bits: int) -> None
     step, low = (np.repeat(widened(end), 32, axis=1)[:, 5:60] for end in keys[1:])
     decoded = unpacked(in_order(keys[0]), bits)[:, 5:60] * step + low
     s = np.full((2, 5, 57), np.nan, np.float32)
-    reference.scores_kivi(q, *keys, 5, 60, s, 2)
+    reference.scores(kivi_keys_codec(keys), q, 5, 60, s[:, :, 2:])
     np.testing.assert_allclose(s[:, :, 2:], q @ decoded.transpose(0, 2, 1), atol=1e-4)
     step, low = (np.repeat(widened(end), 8, axis=1).transpose(0, 2, 1)[:, 3:67] for end in values[1:])
     decoded, out = unpacked(values[0], bits)[:, 3:67] * step + low, normal(rng, 2, 5, d)
     expected = out + p @ decoded
-    reference.values_kivi(p, 0, *values, 3, 67, out)
+    reference.sums(kivi_values_codec(values, d), p, 3, 67, out)
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
@@ -259,7 +288,7 @@ def test_numba_computes_the_same_on_kivi_codes(
     case: Case, bits: int, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    rng, group = generator(case), 64 if case.d % 64 == 0 else 32
+    rng, group = generator(case), {64: 64, 80: 64, 128: 128}.get(case.d, 32)
     groups, spans = -(-case.t1 // group), 4 if case.d % 64 == 0 else 1
     x, q = normal(rng, case.g, groups * group, case.d), normal(rng, case.g, case.m, case.d)
     keys, values = (
@@ -269,14 +298,37 @@ def test_numba_computes_the_same_on_kivi_codes(
     reference.encode_kivi_keys(x, *keys, 0)
     reference.encode_kivi_values(x[:, : case.length], *values, case.t0)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
-    reference.scores_kivi(q, *keys, case.t0, case.t1, expected, case.s0)
-    cpu.scores_kivi(q, *keys, case.t0, case.t1, s, case.s0)
+    for backend, scores in ((reference, expected), (cpu, s)):
+        backend.scores(kivi_keys_codec(keys), q, case.t0, case.t1, scores[:, :, inside(case)])
     assert_equal_up_to_codes(s, expected, np.abs(q).sum(axis=2).max() * np.abs(x).max())
     p, out = weights(case, rng), normal(rng, case.g, case.m, case.d)
     sums = out.copy()
-    reference.values_kivi(p, case.s0, *values, case.t0, case.t1, sums)
-    cpu.values_kivi(p, case.s0, *values, case.t0, case.t1, out)
+    for backend, result in ((reference, sums), (cpu, out)):
+        backend.sums(kivi_values_codec(values, case.d), p[:, :, inside(case)], case.t0, case.t1, result)
     assert_equal_up_to_codes(out, sums, p[:, :, inside(case)].sum(axis=2).max() * np.abs(x).max())
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("n", [1, 3])
+def test_keys_in_long_groups_go_with_any_values(
+    n: int, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention walks blocks of the longer of two codecs: here 128 tokens, from the middle of one on."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    rng, d = np.random.default_rng(n), 24
+    x, q = normal(rng, 2, 384, d), normal(rng, 6, n, d)
+    keys, rows, spans = kivi_keys(2, 3, d, 2, 128), sym_store(2, 384, d, 8, VALUES), kivi_values(2, 384, d, 4, 3)
+    reference.encode_kivi_keys(x, *keys, 0)
+    reference.encode_sym(x, *rows, 0)
+    reference.encode_kivi_values(x, *spans, 0)
+    visible = np.zeros(n, np.int64), np.arange(300 - n, 300) + 1
+    for values in (sym_codec(rows, d), kivi_values_codec(spans, d)):
+        results = []
+        for backend in (cpu, reference):
+            out = np.full(q.shape, np.nan, np.float32)
+            backend.attend(q, [Segment(kivi_keys_codec(keys), values, 70, 370)], visible, out)
+            results.append(out)
+        np.testing.assert_allclose(*results, atol=1e-4)
 
 
 def weights(case: Case, rng: np.random.Generator) -> npt.NDArray[np.float32]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_cases import EITHER_PATH, assert_close
+from kernel_cases import EITHER_PATH, assert_close, bound
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
+from edgekv.kvcache.papers.fier import SignIndex
+from edgekv.kvcache.papers.quest import PageIndex
 
 SHAPES = [(1, 1, 1, 8), (2, 3, 1, 12), (1, 2, 5, 17), (3, 4, 2, 64), (2, 1, 3, 80), (2, 8, 1, 128)]  # G, R, n, D
 EMPTY = -7
@@ -124,7 +126,8 @@ def test_fier_index(g: int, r: int, n: int, d: int, group: int, minmax: bool) ->
         module.encode_fier(keys, group, minmax, signs, levels, b0, b0 + 1)
         module.encode_fier(keys, group, minmax, signs, levels, b0 + 1, b1)
         s = np.full((g, r * n + 1, 3 * group + 7), np.nan, np.float32)[:, : r * n, 1:-1]
-        module.scores_fier(q, signs, levels, group, b0 + 1, b1, s, 2)
+        index = bound(SignIndex(g, n_groups * group, d, group, "mad"), signs=signs, levels=levels)
+        module.scores(index, q, (b0 + 1) * group, b1 * group, s[:, :, 2 : 2 + 2 * group])
         results.append((signs, levels, s))
     for actual, expected in zip(results[0][:2], results[1][:2], strict=True):
         np.testing.assert_array_equal(actual, expected)
@@ -142,7 +145,8 @@ def test_fier_keys_are_two_levels_per_channel_and_group() -> None:
     signs, levels = np.zeros((1, 2, 8), np.uint32), np.zeros((1, 2, 2, 8), np.uint16)
     s = np.empty((1, 8, 64), np.float32)
     cpu.encode_fier(keys, 32, False, signs, levels, 0, 2)
-    cpu.scores_fier(np.eye(8, dtype=np.float32)[None], signs, levels, 32, 0, 2, s, 0)
+    index = bound(SignIndex(1, 64, 8, 32, "mad"), signs=signs, levels=levels)
+    cpu.scores(index, np.eye(8, dtype=np.float32)[None], 0, 64, s)
     np.testing.assert_allclose(s[0].T, expected, atol=2e-3)
 
 
@@ -159,3 +163,10 @@ def test_quest_pages(g: int, r: int, n: int, d: int, page: int) -> None:
     x = keys.view(np.float16)[:, 2 * page : 5 * page].reshape(g, 3, page, d)
     np.testing.assert_array_equal(results[0][:, 2:5, :d].view(np.float16), x.max(2))
     assert (results[0][:, [0, 1, 5]] == 0x7E00).all()
+    q, index = normal(3, g, r * n, d), bound(PageIndex(g, 6 * page, d, page), bounds=results[0])
+    for module in (cpu, reference):
+        s = np.full((g, r * n + 1, 9), np.nan, np.float32)[:, : r * n, 1:-1]
+        module.scores(index, q, 2, 5, s[:, :, 2:5])
+        larger = np.maximum(q[:, :, None] * x.max(2)[:, None], q[:, :, None] * x.min(2)[:, None])
+        assert_close(s[:, :, 2:5], larger.sum(3))
+        assert np.isfinite(s).sum() == g * r * n * 3

@@ -163,7 +163,7 @@ def test_a_codebook_of_another_text_costs_no_more_than_fixed_length_codes() -> N
     assert cache.keys._end(9) - before == 7 * KV_HEADS * 64 * d * 3 / 64
     eye = np.eye(d, dtype=np.float32)[None].repeat(KV_HEADS, 0)
     s = np.empty((KV_HEADS, d, 448), np.float32)
-    cache.keys.scores(eye, 128, 576, s, 0)
+    cache.keys.kernels.scores(cache.keys, eye, 128, 576, s)
     np.testing.assert_allclose(s.transpose(0, 2, 1), cycle, atol=2e-2)
 
 

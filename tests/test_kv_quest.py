@@ -53,7 +53,7 @@ def test_no_token_of_a_page_scores_above_the_page(backend: str) -> None:
     cache = make("quest:k=64", backend)
     cache.extend(keys, values)
     s = np.empty((2, 2, 8), np.float32)
-    cache._index.scores(q[:, 5].reshape(2, 2, 16), 0, 8, s)
+    cache.kernels.scores(cache._index, q[:, 5].reshape(2, 2, 16), 0, 8, s)
     exact = q[:, 5].reshape(2, 2, 16) @ rounded(keys).transpose(0, 2, 1)
     assert (s >= exact.reshape(2, 2, 8, 16).max(-1) - 1e-5).all()
 

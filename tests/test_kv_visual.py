@@ -7,14 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_scores
+from kernel_cases import (
+    EITHER_PATH,
+    Case,
+    bound,
+    generator,
+    inside,
+    normal,
+    poisoned_scores,
+)
 
 from edgekv.errors import CacheError
 from edgekv.kernels import cpu, numba_kernels, numpy_kernels, reference
 from edgekv.kernels.cpu import launch
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache, Workspace
-from edgekv.kvcache.papers.codec_visual import GROUPS
+from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -271,15 +279,15 @@ def test_one_bit_is_the_nearer_end_and_more_bits_are_planes(backend: object) -> 
         assert not bits[10:].any()
 
 
-@pytest.mark.parametrize("shape", ["one", "heads", "tokens"])
+@pytest.mark.parametrize("group", ["tensor", "head", "head+token"])
 @EITHER_PATH
 @pytest.mark.parametrize(("case", "n_bits"), CASES, ids=str)
 def test_numba_equals_numpy(
-    case: Case, n_bits: int, min_parallel_work: int, shape: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, n_bits: int, min_parallel_work: int, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng = generator(case)
-    size = {"one": (1, 1), "heads": (case.g, 1), "tokens": (case.g, case.capacity)}[shape]
+    size = {"tensor": (1, 1), "head": (case.g, 1), "head+token": (case.g, case.capacity)}[group]
     low = rng.uniform(-2, -1, size).astype(np.float16).view(np.uint16)
     step = (rng.uniform(1, 3, size) / (2**n_bits - 1)).astype(np.float16).view(np.uint16)
     step.flat[-1] = 0
@@ -297,10 +305,11 @@ def test_numba_equals_numpy(
     q, out = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
     p = poisoned_scores(case, contiguous=case.g == 1)
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
+    codec = bound(LevelSpan(case.g, case.capacity, case.d, n_bits, group), planes=stores[0], low=low, step=step)
     for backend in (cpu, reference):
         s, sums = poisoned_scores(case, contiguous=case.g == 1), out.copy()
-        backend.scores_levels(q, stores[0], low, step, case.t0, case.t1, s, case.s0)
-        backend.values_levels(p, case.s0, stores[0], low, step, case.t0, case.t1, sums)
+        backend.scores(codec, q, case.t0, case.t1, s[:, :, inside(case)])
+        backend.sums(codec, p[:, :, inside(case)], case.t0, case.t1, sums)
         assert np.isnan(s[:, :, : case.s0]).all()
         assert np.isnan(s[:, :, case.s0 + case.length :]).all()
         np.testing.assert_allclose(s[:, :, inside(case)], q @ decoded.transpose(0, 2, 1), atol=1e-4)

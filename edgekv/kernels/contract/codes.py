@@ -19,7 +19,11 @@ TABLE_BITS = 11
 """Bits of a decode table's index: no code word is longer."""
 
 TABLE_SYMBOLS = 7
-"""Symbols that one entry of a decode table holds at most."""
+"""Symbols that one entry of a decode table holds at most.
+
+Entry i of a table (2 ** TABLE_BITS,) decodes the symbols whose code words lie whole in the bits of i: one per byte
+from the lowest up, their joint length in bits 56..59, their number in bits 60..63.
+"""
 
 
 class CodeKernels(Protocol):
@@ -52,51 +56,11 @@ class CodeKernels(Protocol):
         Tokens of a block follow each other without gaps, elements in order; bit i of a block is bit i % 64 of its
         word i // 64, the first bit of a code word being its lowest. words, lengths (2, levels): row 0 the Huffman
         code, row 1 the fixed-length one, and plain (G, n // block) says which. Bits beyond a block's end are 0.
+
+        Who reads a token finds it at its block's offset plus the bits before it, as in `huffman_sizes`; a block
+        whose bits are those of the fixed-length code is of that one. One more word than the blocks take must be
+        readable at the end of pool.
         """
-
-    def scores_huffman(
-        self,
-        q: F32,
-        pool: U64,
-        offsets: U32,
-        bits: U16,
-        table: U64,
-        plain: U64,
-        plain_bits: int,
-        low: U16,
-        step: U16,
-        t0: int,
-        t1: int,
-        s: F32,
-        s0: int,
-    ) -> None:
-        """`scores_f16` for keys in Huffman-coded blocks, scaled per channel: low, step (G, cap // block, D).
-
-        offsets (G, cap // block) as in `huffman_pack`, bits (G, cap) as in `huffman_sizes`: tokens start at their
-        block's offset plus the bits before them. A block of `plain_bits` bits is decoded by the table `plain`,
-        any other by `table`.
-        Entry i of a table (2 ** TABLE_BITS,) decodes the symbols whose code words lie whole in the bits of i,
-        TABLE_SYMBOLS at most: one per byte from the lowest up, their joint length in bits 56..59, their number in
-        bits 60..63. One more word than the blocks take must be readable at the end of pool.
-        """
-
-    def values_huffman(
-        self,
-        p: F32,
-        s0: int,
-        pool: U64,
-        offsets: U32,
-        bits: U16,
-        table: U64,
-        plain: U64,
-        plain_bits: int,
-        low: U16,
-        step: U16,
-        t0: int,
-        t1: int,
-        out: F32,
-    ) -> None:
-        """`values_f16` for values in blocks as in `scores_huffman`, scaled per token: low, step (G, cap)."""
 
     def encode_levels(self, x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
         """Stores x (G, n, D) at tokens t0.. of planes (G, cap, n_bits, W), W = ceil(D / 8), as bit planes.
@@ -105,9 +69,3 @@ class CodeKernels(Protocol):
         cap): all heads and all tokens share one, or each has its own. Where step is 0 the code is 0. Bit e % 8 of
         byte e // 8 of plane j is bit j of element e's code; bits beyond D are 0.
         """
-
-    def scores_levels(self, q: F32, planes: U8, low: U16, step: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-        """`scores_f16` for keys stored by `encode_levels`."""
-
-    def values_levels(self, p: F32, s0: int, planes: U8, low: U16, step: U16, t0: int, t1: int, out: F32) -> None:
-        """`values_f16` for values stored by `encode_levels`."""

@@ -12,7 +12,6 @@ import numpy.typing as npt
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 
 
@@ -35,11 +34,4 @@ class EvictKernels(Protocol):
 
         Mass is >= 0; the earliest position wins a tie. Positions below `visible` go before any mass, those from
         `protected` on never; at least one must lie below it.
-        """
-
-    def scores_tokens(self, q: F32, codes: U8, step: U16, low: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-        """`scores_f16` for keys low + step * code, 8, 4 or 2 bits wide, with a range per token: MiKV.
-
-        codes (G, blocks, n_bytes, B), B a multiple of 32: token t lies at [:, t // B, :, t % B], its bytes as in
-        `spec_ints`. step, low (G, cap) float16 bits.
         """

@@ -24,31 +24,19 @@ class IntKernels(Protocol):
         codes (G, blocks, n_bytes, B): token t lies at [:, t // B, :, t % B]; B = 32 puts tokens next to each other
         (keys), B = 1 bytes (values). scale (G, cap): the token's largest magnitude over top = 2 ** (bits - 1) - 1,
         rounded up to float16. The levels are -top..top, halves rounded to even; middle = 2 ** (bits - 1). A token
-        of zeros has scale 0 and decodes to zeros.
+        of zeros has scale 0 and decodes to zeros: what is read is (code - middle) * scale.
         """
-
-    def scores_sym(self, q: F32, codes: U8, scale: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-        """`scores_f16` for keys (code - middle) * scale, with B a multiple of 32."""
-
-    def values_sym(self, p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
-        """`values_f16` for values (code - middle) * scale, with B = 1."""
 
     def encode_kivi_keys(self, x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
         """Stores x (G, n, D) at tokens t0.. as round((x - low) / step) in 0..top = 2 ** bits - 1: KIVI's keys.
 
         low and step (G, groups, D) belong to a channel of B tokens: the least element, rounded to float16, and
         (largest - low) / top, rounded up to float16. codes (G, groups, n_bytes, B), B a multiple of 32; t0 and n
-        are multiples of B. Halves round to even; a step of 0 decodes to low.
+        are multiples of B. Halves round to even; what is read is low + step * code.
         """
-
-    def scores_kivi(self, q: F32, codes: U8, step: U16, low: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-        """`scores_f16` for keys low + step * code."""
 
     def encode_kivi_values(self, x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
         """`encode_kivi_keys` for values: a step and a low end per token and span of channels.
 
         codes (G, cap, n_bytes); step, low (G, spans, cap), spans dividing D.
         """
-
-    def values_kivi(self, p: F32, s0: int, codes: U8, step: U16, low: U16, t0: int, t1: int, out: F32) -> None:
-        """`values_f16` for values low + step * code."""

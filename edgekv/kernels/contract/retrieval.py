@@ -37,12 +37,9 @@ class RetrievalKernels(Protocol):
         equation 5 and algorithm 1.
         """
 
-    def scores_fier(self, q: F32, signs: U32, levels: U16, group: int, b0: int, b1: int, s: F32, s0: int) -> None:
-        """s[:, :, s0 : s0 + (b1 - b0) * group] = q (G, M, D) times the keys as the index has them."""
-
     def encode_pages(self, keys: U16, page: int, bounds: U16, b0: int, b1: int) -> None:
         """bounds[:, b] (G, pages, 2 * D) = the largest, then the smallest key of page b0 <= b < b1, per channel.
 
         keys (G, cap, D) and bounds are float16 bits. A page's score for a query q is the sum over channels of
-        the larger product (Quest): `scores_f16` of max(q, 0) beside min(q, 0) with its bounds.
+        the larger product (Quest): that of max(q, 0) beside min(q, 0) with its bounds.
         """

@@ -5,14 +5,13 @@ from edgekv.kernels.cpu.attend import attend
 from edgekv.kernels.cpu.centres import encode_centres
 from edgekv.kernels.cpu.dense import encode_f16, encode_f32, project
 from edgekv.kernels.cpu.evict import add_attention, evict_lowest, store_token
-from edgekv.kernels.cpu.fier import encode_fier, scores_fier
+from edgekv.kernels.cpu.fier import encode_fier
 from edgekv.kernels.cpu.gather import encode_planes
-from edgekv.kernels.cpu.huffman import huffman_pack, huffman_sizes, scores_huffman, values_huffman
+from edgekv.kernels.cpu.huffman import huffman_pack, huffman_sizes
 from edgekv.kernels.cpu.int4 import encode_int4
-from edgekv.kernels.cpu.ints import encode_sym, scores_sym, values_sym
-from edgekv.kernels.cpu.kivi import encode_kivi_keys, encode_kivi_values, scores_kivi, values_kivi
+from edgekv.kernels.cpu.ints import encode_sym
+from edgekv.kernels.cpu.kivi import encode_kivi_keys, encode_kivi_values
 from edgekv.kernels.cpu.levels import quantise_channels, quantise_tokens
-from edgekv.kernels.cpu.mikv import scores_tokens
 from edgekv.kernels.cpu.planes import encode_signs
 from edgekv.kernels.cpu.quads import encode_quads
 from edgekv.kernels.cpu.quest import encode_pages
@@ -22,7 +21,7 @@ from edgekv.kernels.cpu.rope import split_rope
 from edgekv.kernels.cpu.rotate import hadamard, hadamard_back
 from edgekv.kernels.cpu.signs import pack_sign_rows, pack_signs
 from edgekv.kernels.cpu.softmax import softmax
-from edgekv.kernels.cpu.visual import encode_levels, scores_levels, values_levels
+from edgekv.kernels.cpu.visual import encode_levels
 
 __all__ = [
     "add_attention",
@@ -52,19 +51,9 @@ __all__ = [
     "quantise_channels",
     "quantise_tokens",
     "scores",
-    "scores_fier",
-    "scores_huffman",
-    "scores_kivi",
-    "scores_levels",
-    "scores_sym",
-    "scores_tokens",
     "select_top",
     "softmax",
     "split_rope",
     "store_token",
     "sums",
-    "values_huffman",
-    "values_kivi",
-    "values_levels",
-    "values_sym",
 ]

@@ -1,11 +1,33 @@
 """Which loops read which kind of codec."""
 
-from edgekv.kernels.cpu import dense, gather, int4, planes, quads, retrieval, signs
+from edgekv.kernels.cpu import (
+    dense,
+    fier,
+    gather,
+    huffman,
+    int4,
+    ints,
+    kivi,
+    mikv,
+    planes,
+    quads,
+    quest,
+    retrieval,
+    signs,
+    visual,
+)
 from edgekv.kernels.cpu.loops import Loops
 
 KEYS: dict[str, Loops] = {
     "f16": dense.F16,
     "f32": dense.F32_ROWS,
+    "symmetric_keys": ints.KEYS,
+    "kivi_keys": kivi.KEYS,
+    "token_keys": mikv.KEYS,
+    "huffman_keys": huffman.KEYS,
+    "levels": visual.LEVELS,
+    "sign_index": fier.KEYS,
+    "page_index": quest.KEYS,
     "signs": signs.SKETCH,
     "centred_signs": planes.CENTRED,
     "plane_keys": planes.CENTRED,
@@ -14,6 +36,10 @@ KEYS: dict[str, Loops] = {
 VALUES: dict[str, Loops] = {
     "f16": dense.F16,
     "f32": dense.F32_ROWS,
+    "symmetric_values": ints.VALUES,
+    "kivi_values": kivi.VALUES,
+    "huffman_values": huffman.VALUES,
+    "levels": visual.LEVELS,
     "int4": int4.INT4,
     "interleaved": quads.INTERLEAVED,
     "plane_values": gather.PLANE_VALUES,

@@ -11,16 +11,36 @@ import numpy as np
 from edgekv.kernels.contract.attention import BLOCK, F32, U8
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import fast_jit
+from edgekv.kernels.cpu.loops import floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, put
 
 LANES = simd.LANES
 TILE = 2 * LANES
 ZERO = np.float32(0)
 Parts = tuple[int, ...]
+EIGHT_BITS, FOUR_BITS, TWO_BITS = (0,), (0, 1), (0, 1, 2, 3)
 
 
-def parts_of(head_dim: int, n_bytes: int) -> Parts:
-    return tuple(range(head_dim // n_bytes))
+@prepare_loop
+def with_totals(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+    """The queries, and behind them the sum of each: what an offset of all codes of a token is multiplied by.
+
+    A store's first number is head_dim.
+    """
+    head_dim, queries, target = get(numbers(store), 0), floats(q), floats(prepared)
+    for m in range(rows):
+        total = ZERO
+        for d in range(m * head_dim, (m + 1) * head_dim):
+            x = get(queries, d)
+            put(target, d, x)
+            total += x
+        put(target, rows * head_dim + m, total)
+
+
+def prepared_bytes(codec: Any, rows: int) -> int:
+    """Of `with_totals`."""
+    size: int = 4 * rows * (codec.head_dim + 1)
+    return size
 
 
 @fast_jit

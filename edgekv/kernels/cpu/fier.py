@@ -1,16 +1,19 @@
 """FIER's index: keys as one bit each, of two levels per channel and group of tokens."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import U8
+from edgekv.kernels.contract.attention import BLOCK, U8
 from edgekv.kernels.contract.retrieval import F32, U16, U32
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import flat, run, token_splits
+from edgekv.kernels.cpu.launch import run, token_splits
+from edgekv.kernels.cpu.loops import Loops, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.masks import add_where
-from edgekv.kernels.cpu.scalar import address, get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
 WORD_TOKENS, WORD_BYTES = 32, 4
@@ -27,14 +30,6 @@ def encode_fier(keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0
     scratch = np.empty((n_kv_heads * splits, 2 * head_dim), np.float32)
     args = splits, keys, group, minmax, signs, levels, b0, b1, scratch
     run(_encode_items, _encode_parallel, n_kv_heads * splits, work, args)
-
-
-def scores_fier(q: F32, signs: U32, levels: U16, group: int, b0: int, b1: int, s: F32, s0: int) -> None:
-    work = q.size * (b1 - b0) * group
-    splits = token_splits(q.shape[0], work)
-    weights = np.empty((q.shape[0] * splits, q.shape[2]), np.float32)
-    args = splits, np.ascontiguousarray(q), signs.view(np.uint8), levels, group, b0, b1, *flat(s), s0, weights
-    run(_scores_items, _scores_parallel, q.shape[0] * splits, work, args)
 
 
 @jit
@@ -111,31 +106,23 @@ def _pack_words(keys: U16, key: int, centre: F32, signs: U32, word: int) -> None
             put(signs, word + d, np.uint32(get(signs, word + d) | (bit if reached else NO_BITS)))
 
 
-@fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, signs, levels, group, b0, b1, s, gap_g, gap_m, s0, weights = args
-    n_rows, head_dim = q.shape[1:]
-    n_groups, n_words = levels.shape[1], signs.shape[1]
-    q, signs, levels, weights, s = address(q), address(signs), address(levels), address(weights), address(s)
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        for b in range(b0 + (b1 - b0) * split // splits, b0 + (b1 - b0) * (split + 1) // splits):
-            level, word = (g * n_groups + b) * 2 * head_dim, (g * n_words + b * group // WORD_TOKENS) * head_dim
-            for d in range(0, 2 * head_dim, LINE_HALVES):
-                simd.prefetch(levels, level + HALVES_AHEAD + d)
-            query, row = g * n_rows * head_dim, g * gap_g + s0 + (b - b0) * group
-            for _ in range(n_rows):
-                base = _fold(q, query, levels, level, head_dim, weights, item * head_dim)
-                for w in range(group // WORD_TOKENS):
-                    column = row + w * WORD_TOKENS
-                    _score_word(signs, word + w * head_dim, weights, item * head_dim, head_dim, base, s, column)
-                query, row = query + head_dim, row + gap_m
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    """Of whole groups: t and n are multiples of the group."""
+    x = numbers(store)
+    head_dim, n_groups, group = get(x, 0), get(x, 1), get(x, 2)
+    signs, levels = chars(get(x, 3)), halves(get(x, 4))
+    queries, to, weights = floats(q), floats(s), floats(scratch)
+    per_group = group // WORD_TOKENS
+    for b in range(t // group, (t + n) // group):
+        level, word = (g * n_groups + b) * 2 * head_dim, (g * n_groups + b) * per_group * head_dim
+        for d in range(0, 2 * head_dim, LINE_HALVES):
+            simd.prefetch(levels, level + HALVES_AHEAD + d)
+        for m in range(rows):
+            base = _fold(queries, m * head_dim, levels, level, head_dim, weights, 0)
+            for w in range(per_group):
+                column = m * gap + b * group - t + w * WORD_TOKENS
+                _score_word(signs, word + w * head_dim, weights, 0, head_dim, base, to, column)
 
 
 @fast_jit
@@ -183,3 +170,16 @@ def _score_word(
             a0, a1 = add_where(signs, i, w, a0), add_where(signs, j, w, a1)
         simd.store(s, column + shift, simd.add(simd.add(a0, b0), simd.add(c0, d0)))
         simd.store(s, column + shift + LANES, simd.add(simd.add(a1, b1), simd.add(c1, d1)))
+
+
+def _store(index: Any) -> tuple[int, ...]:
+    addresses = (address_of(index.arrays[name]) for name in ("signs", "levels"))
+    return index.head_dim, index.n_blocks, index.block, *addresses
+
+
+KEYS = Loops(
+    _store,
+    score=_score,
+    block=lambda index: max(BLOCK, index.block),
+    scratch=lambda index, rows: 4 * index.head_dim,
+)

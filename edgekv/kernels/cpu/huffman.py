@@ -1,5 +1,7 @@
 """Blocks of tokens in variable-length codes: packed, and decoded where they are multiplied."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
@@ -7,19 +9,24 @@ from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.codes import F32, U8, U16, U32, U64
 from edgekv.kernels.cpu.byte_rows import ROWS, add_codes, add_constant, score_codes, weigh
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.huffman_decode import RUNS, decode, run_gap
+from edgekv.kernels.cpu.huffman_decode import OVERRUN, RUN_TOKENS, RUNS, decode, run_gap
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import (
-    add_partial_sums,
-    flat,
-    partial_sums,
-    run,
-    token_span,
-    token_splits,
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import (
+    Loops,
+    add_loop,
+    address_of,
+    chars,
+    floats,
+    halves,
+    numbers,
+    score_loop,
+    words,
+    words32,
 )
 from edgekv.kernels.cpu.scalar import get, put
 
-SIZE_WORK, PACK_WORK, DECODE_WORK = 4, 20, 3  # of an element, in multiply-adds
+SIZE_WORK, PACK_WORK = 4, 20  # of an element, in multiply-adds
 ZERO = np.float32(0)
 WORD_BITS = np.uint64(64)
 
@@ -34,62 +41,6 @@ def huffman_pack(
 ) -> None:
     args = codes, words, lengths, plain, offsets, b0, block, pool
     run(_pack_blocks, _pack_parallel, plain.size, PACK_WORK * codes.size, args)
-
-
-def scores_huffman(
-    q: F32,
-    pool: U64,
-    offsets: U32,
-    bits: U16,
-    table: U64,
-    plain: U64,
-    plain_bits: int,
-    low: U16,
-    step: U16,
-    t0: int,
-    t1: int,
-    s: F32,
-    s0: int,
-) -> None:
-    n_heads, _, head_dim = q.shape
-    work = (DECODE_WORK * n_heads * head_dim + q.size) * (t1 - t0)
-    splits = token_splits(n_heads, work)
-    store = pool.view(np.uint8), offsets, bits, table, plain, plain_bits, low, step
-    scratch = _scratch(n_heads * splits, head_dim)
-    args = splits, np.ascontiguousarray(q), *store, t0, t1, *flat(s), s0, *scratch
-    run(_scores_items, _scores_parallel, n_heads * splits, work, args)
-
-
-def values_huffman(
-    p: F32,
-    s0: int,
-    pool: U64,
-    offsets: U32,
-    bits: U16,
-    table: U64,
-    plain: U64,
-    plain_bits: int,
-    low: U16,
-    step: U16,
-    t0: int,
-    t1: int,
-    out: F32,
-) -> None:
-    n_heads, _, head_dim = out.shape
-    work = (DECODE_WORK * n_heads * head_dim + out.size) * (t1 - t0)
-    splits = token_splits(n_heads, work)
-    store = pool.view(np.uint8), offsets, bits, table, plain, plain_bits, low, step
-    scratch = _scratch(n_heads * splits, head_dim)
-    partial = partial_sums(out, splits)
-    args = splits, *flat(p), s0, *store, t0, t1, partial, *scratch
-    run(_values_items, _values_parallel, n_heads * splits, work, args)
-    add_partial_sums(partial, out)
-
-
-def _scratch(n_items: int, head_dim: int) -> tuple[U8, F32]:
-    """A block's codes, and ROWS scaled queries or weights; a thread stays with the row of its first item."""
-    codes = np.empty((n_items, RUNS * run_gap(head_dim)), np.uint8)
-    return codes, np.empty((n_items, ROWS * max(head_dim, BLOCK)), np.float32)
 
 
 @jit
@@ -145,65 +96,6 @@ def _pack_parallel(n_parts: int, n_items: int, args: Args) -> None:
 
 
 @fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, stream, offsets, bits, table, plain, plain_bits, low, step = args[:10]
-    t0, t1, s, gap_g, gap_m, s0, codes, scaled = args[10:]
-    (_, n_rows, head_dim), block = q.shape, bits.shape[1] // offsets.shape[1]
-    q, codes, scaled = q.reshape(-1), codes[first], scaled[first]
-    for item in range(first, last):
-        g = item // splits
-        t, end = token_span(t0, t1, splits, item % splits)
-        while t < end:
-            b = t // block
-            n = min(end - t, (b + 1) * block - t, BLOCK)
-            n_run = decode(stream, offsets[g, b], bits[g], t, n, block, table, plain, plain_bits, codes, head_dim)
-            query, row = g * n_rows * head_dim, g * gap_g + s0 + t - t0
-            for m in range(0, n_rows, ROWS):
-                rows = min(ROWS, n_rows - m)
-                _score_runs(
-                    q, query, rows, codes, n, n_run, head_dim, low[g, b], step[g, b], scaled, s, row, gap_m
-                )
-                query, row = query + rows * head_dim, row + rows * gap_m
-            t += n
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    splits, p, gap_g, gap_m, s0, stream, offsets, bits, table, plain, plain_bits = args[:11]
-    low, step, t0, t1, out, codes, weights = args[11:]
-    (n_heads, n_rows, head_dim), block = out.shape[1:], bits.shape[1] // offsets.shape[1]
-    out, codes, weights = out.reshape(-1), codes[first], weights[first]
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        t, end = token_span(t0, t1, splits, split)
-        while t < end:
-            b = t // block
-            n = min(end - t, (b + 1) * block - t, BLOCK)
-            n_run = decode(stream, offsets[g, b], bits[g], t, n, block, table, plain, plain_bits, codes, head_dim)
-            column, target = g * gap_g + s0 + t - t0, (split * n_heads + g) * n_rows * head_dim
-            for m in range(0, n_rows, ROWS):
-                rows = min(ROWS, n_rows - m)
-                for r in range(rows):
-                    shift = weigh(p, column + r * gap_m, n, low[g], step[g], t, weights, r * BLOCK)
-                    add_constant(out, target + r * head_dim, head_dim, shift)
-                _add_runs(weights, rows, codes, n, n_run, head_dim, out, target)
-                column, target = column + rows * gap_m, target + rows * head_dim
-            t += n
-
-
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@fast_jit
 def _score_runs(
     q: F32,
     query: int,
@@ -238,3 +130,75 @@ def _add_runs(w: F32, n_rows: int, codes: U8, n: int, n_run: int, head_dim: int,
     for start in range(0, n, n_run):
         code, n_tokens = start // n_run * run_gap(head_dim), min(n_run, n - start)
         add_codes(w, start, n_rows, codes, code, n_tokens, head_dim, out, target)
+
+
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    head_dim, capacity, block, low_at, step_at = _numbers(store)
+    queries, to = floats(q), floats(s)
+    codes, scaled = chars(scratch), floats(scratch + RUNS * run_gap(head_dim))
+    end, column = t + n, 0
+    while t < end:
+        few = min(end - t, block - t % block, BLOCK)
+        n_run = _decode(store, g, t, few, codes)
+        channels = 2 * (g * (capacity // block) + t // block) * head_dim
+        low, step = halves(low_at + channels), halves(step_at + channels)
+        for m in range(0, rows, ROWS):
+            n_rows, row = min(ROWS, rows - m), m * gap + column
+            _score_runs(
+                queries, m * head_dim, n_rows, codes, few, n_run, head_dim, low, step, scaled, to, row, gap
+            )
+        t, column = t + few, column + few
+
+
+@add_loop
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    head_dim, capacity, block, low_at, step_at = _numbers(store)
+    low, step = halves(low_at + 2 * g * capacity), halves(step_at + 2 * g * capacity)
+    chances, to = floats(p), floats(out)
+    codes, weights = chars(scratch), floats(scratch + RUNS * run_gap(head_dim))
+    end, column = t + n, 0
+    while t < end:
+        few = min(end - t, block - t % block, BLOCK)
+        n_run = _decode(store, g, t, few, codes)
+        for m in range(0, rows, ROWS):
+            n_rows, target = min(ROWS, rows - m), m * head_dim
+            for r in range(n_rows):
+                shift = weigh(chances, (m + r) * gap + column, few, low, step, t, weights, r * BLOCK)
+                add_constant(to, target + r * head_dim, head_dim, shift)
+            _add_runs(weights, n_rows, codes, few, n_run, head_dim, to, target)
+        t, column = t + few, column + few
+
+
+@jit
+def _decode(store: int, g: int, t: int, n: int, codes: U8) -> int:
+    """`decode` n tokens of head g from t on."""
+    head_dim, capacity, block, _, _ = _numbers(store)
+    x = numbers(store)
+    stream, offsets, bits = chars(get(x, 5)), words32(get(x, 6)), halves(get(x, 7) + 2 * g * capacity)
+    table, plain = words(get(x, 8)), words(get(x, 9))
+    offset = get(offsets, g * (capacity // block) + t // block)
+    n_run: int = decode(stream, offset, bits, t, n, block, table, plain, get(x, 10), codes, head_dim)
+    return n_run
+
+
+@jit
+def _numbers(store: int) -> tuple[int, int, int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    pool, offsets, bits, table, plain, plain_bits, low, step = codec.store()
+    coded = (address_of(array) for array in (pool, offsets, bits, table, plain))
+    return codec.head_dim, codec.capacity, codec.block, address_of(low), address_of(step), *coded, plain_bits
+
+
+def _scratch(codec: Any, rows: int) -> int:
+    """A block's codes, and ROWS scaled queries or weights."""
+    size: int = RUNS * (RUN_TOKENS * codec.head_dim + OVERRUN) + 4 * ROWS * max(codec.head_dim, BLOCK)
+    return size
+
+
+KEYS = Loops(_store, score=_score, scratch=_scratch)
+VALUES = Loops(_store, add=_add, scratch=_scratch)

@@ -1,54 +1,38 @@
 """Symmetric integers of four or eight bits with a scale per token."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.codes import add_four_rows, add_row, dot_four_rows, dot_row, parts_of
+from edgekv.kernels.cpu.codes import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    Parts,
+    add_four_rows,
+    add_row,
+    dot_four_rows,
+    dot_row,
+    prepared_bytes,
+    with_totals,
+)
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.int4 import round_to_even, round_up_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import (
-    add_partial_sums,
-    flat,
-    partial_sums,
-    run,
-    token_span,
-    token_splits,
-)
-from edgekv.kernels.cpu.scalar import address, get, maximum, minimum, put
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
+N_BITS = 6  # of the numbers of a store
 ZERO, ONE = np.array([0, 1], np.float32)
 
 
 def encode_sym(x: F32, codes: U8, scale: U16, t0: int) -> None:
     args = np.ascontiguousarray(x), codes, scale, t0
     run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
-
-
-def scores_sym(q: F32, codes: U8, scale: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    work = q.size * (t1 - t0)
-    splits = token_splits(q.shape[0], work)
-    n_items = q.shape[0] * splits
-    n_bytes, block = codes.shape[2:]
-    dots = np.empty((n_items, 4 * block), np.float32)
-    totals = q.sum(axis=2)  # what the codes' offset is multiplied by
-    parts = parts_of(q.shape[2], n_bytes)
-    args = splits, np.ascontiguousarray(q), totals, codes, scale, t0, t1, dots, *flat(s), s0, *parts
-    run(_scores_items, _scores_parallel, n_items, work, args)
-
-
-def values_sym(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
-    work = out.size * (t1 - t0)
-    splits = token_splits(out.shape[0], work)
-    weights = np.empty((out.shape[0] * splits, 4 * BLOCK), np.float32)  # of four rows
-    partial = partial_sums(out, splits)
-    parts = parts_of(out.shape[2], codes.shape[2])
-    args = splits, *flat(p), s0, codes, scale, t0, t1, weights, partial, *parts
-    run(_values_items, _values_parallel, out.shape[0] * splits, work, args)
-    add_partial_sums(partial, out)
 
 
 @jit
@@ -90,38 +74,37 @@ def _level(x: Scalar, step: Scalar, top: Scalar) -> Scalar:
     return np.int64(minimum(maximum(round_to_even(x / step), -top), top) + top + ONE)
 
 
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    if get(numbers(store), N_BITS) == 8:
+        _score_blocks(EIGHT_BITS, store, q, rows, g, t, n, s, gap, scratch)
+    else:
+        _score_blocks(FOUR_BITS, store, q, rows, g, t, n, s, gap, scratch)
+
+
 @fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, totals, codes, scale, t0, t1, dots, s, gap_g, gap_m, s0 = args[:12]
-    parts = args[12:]
-    (_, n_rows, head_dim), capacity = q.shape, scale.shape[1]
-    n_blocks, n_bytes, block = codes.shape[1:]
-    middle = np.float32(1 << (8 // len(parts) - 1))
-    q, totals, dots, s = address(q), address(totals), address(dots), address(s)
-    codes, scale = address(codes), address(scale)
-    for item in range(first, last):
-        g, dot = item // splits, item * 4 * block
-        start, end = token_span(t0, t1, splits, item % splits)
-        for b in range(start // block, (end + block - 1) // block):
-            i, n = max(start - b * block, 0), min(end - b * block, block)
-            token, code = g * capacity + b * block, (g * n_blocks + b) * n_bytes * block
-            row, m = g * gap_g + s0 + b * block - t0, g * n_rows
-            for _ in range(n_rows // 4):
-                dot_four_rows(parts, q, m * head_dim, head_dim, codes, code, n_bytes, block, dots, dot)
-                for k in range(4):
-                    _finish(dots, dot + k * block, i, n, middle * get(totals, m + k), scale, token, s, row)
-                    row += gap_m
-                m += 4
-            for _ in range(n_rows % 4):
-                dot_row(parts, q, m * head_dim, codes, code, n_bytes, block, dots, dot)
-                _finish(dots, dot, i, n, middle * get(totals, m), scale, token, s, row)
-                row, m = row + gap_m, m + 1
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+def _score_blocks(
+    parts: Parts, store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int
+) -> None:
+    head_dim, codes_at, scale_at, capacity, n_blocks, block, _ = _numbers(store)
+    n_bytes, middle = head_dim // len(parts), np.float32(1 << (8 // len(parts) - 1))
+    queries, dots, to = floats(q), floats(scratch), floats(s)
+    codes, scale, totals = chars(codes_at), halves(scale_at), rows * head_dim
+    for b in range(t // block, (t + n + block - 1) // block):
+        i, end = max(t - b * block, 0), min(t + n - b * block, block)
+        token, code = g * capacity + b * block, (g * n_blocks + b) * n_bytes * block
+        row, m = b * block - t, 0
+        for _ in range(rows // 4):
+            dot_four_rows(parts, queries, m * head_dim, head_dim, codes, code, n_bytes, block, dots, 0)
+            for k in range(4):
+                shift = middle * get(queries, totals + m + k)
+                _finish(dots, k * block, i, end, shift, scale, token, to, row)
+                row += gap
+            m += 4
+        for _ in range(rows % 4):
+            dot_row(parts, queries, m * head_dim, codes, code, n_bytes, block, dots, 0)
+            _finish(dots, 0, i, end, middle * get(queries, totals + m), scale, token, to, row)
+            row, m = row + gap, m + 1
 
 
 @fast_jit
@@ -133,38 +116,65 @@ def _finish(
         put(s, row + t, (get(dots, dot + t) - shift) * as_float(get(scale, token + t)))
 
 
+@add_loop
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    head_dim, codes, scale, capacity, _, _, n_bits = _numbers(store)
+    token = g * capacity + t
+    add_sym(codes, scale, n_bits, head_dim, p, gap, rows, token, n, out, scratch)
+
+
 @fast_jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    splits, p, gap_g, gap_m, s0, codes, scale, t0, t1, weights, out = args[:11]
-    parts = args[11:]
-    n_kv_heads, n_rows, head_dim = out.shape[1:]
-    capacity, n_bytes = codes.shape[1:3]
-    middle = np.float32(1 << (8 // len(parts) - 1))
-    p, out, codes = address(p), address(out), address(codes)
-    scale, weights = address(scale), address(weights)
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        start, end = token_span(t0, t1, splits, split)
-        for block in range(start, end, BLOCK):
-            n, token = min(BLOCK, end - block), g * capacity + block
-            column, code = g * gap_g + s0 + block - t0, token * n_bytes
-            target = (split * n_kv_heads + g) * n_rows * head_dim
-            for m in range(n_rows):
-                w, row = (item * 4 + m % 4) * BLOCK, target + m * head_dim
-                total = _weigh(p, column + m * gap_m, n, scale, token, weights, w)
-                for d in range(row, row + head_dim):
-                    put(out, d, get(out, d) - middle * total)
-                if m >= n_rows // 4 * 4:
-                    add_row(parts, weights, w, n, head_dim, codes, code, n_bytes, out, row)
-                elif m % 4 == 3:
-                    w, row = w - 3 * BLOCK, row - 3 * head_dim
-                    add_four_rows(parts, weights, w, BLOCK, n, head_dim, codes, code, n_bytes, out, row)
+def add_sym(
+    codes: int,
+    scale: int,
+    n_bits: int,
+    head_dim: int,
+    p: int,
+    gap: int,
+    rows: int,
+    token: int,
+    n: int,
+    out: int,
+    scratch: int,
+) -> None:
+    """out (rows, head_dim) += p[m * gap + t] times the t-th of n tokens of symmetric codes from ``token`` on.
+
+    The other arguments are addresses and sizes; ``scratch`` has room for 4 * BLOCK weights.
+    """
+    for i in range(0, n, BLOCK):
+        few, at = min(BLOCK, n - i), p + 4 * i
+        if n_bits == 8:
+            _add_tokens(EIGHT_BITS, codes, scale, head_dim, at, gap, rows, token + i, few, out, scratch)
+        else:
+            _add_tokens(FOUR_BITS, codes, scale, head_dim, at, gap, rows, token + i, few, out, scratch)
 
 
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+@fast_jit
+def _add_tokens(
+    parts: Parts,
+    codes_at: int,
+    scale_at: int,
+    head_dim: int,
+    p: int,
+    gap: int,
+    rows: int,
+    token: int,
+    n: int,
+    out: int,
+    scratch: int,
+) -> None:
+    n_bytes, middle = head_dim // len(parts), np.float32(1 << (8 // len(parts) - 1))
+    codes, scale, chances, to, weights = chars(codes_at), halves(scale_at), floats(p), floats(out), floats(scratch)
+    for m in range(rows):
+        w, row = m % 4 * BLOCK, m * head_dim
+        total = _weigh(chances, m * gap, n, scale, token, weights, w)
+        for d in range(row, row + head_dim):
+            put(to, d, get(to, d) - middle * total)
+        if m >= rows // 4 * 4:
+            add_row(parts, weights, w, n, head_dim, codes, token * n_bytes, n_bytes, to, row)
+        elif m % 4 == 3:
+            row -= 3 * head_dim
+            add_four_rows(parts, weights, 0, BLOCK, n, head_dim, codes, token * n_bytes, n_bytes, to, row)
 
 
 @fast_jit
@@ -182,3 +192,26 @@ def _weigh(p: F32, column: int, n: int, scale: U16, token: int, weights: F32, w:
         put(weights, w + t, weight)
         total += weight
     return total
+
+
+@jit
+def _numbers(store: int) -> tuple[int, int, int, int, int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4), get(x, 5), get(x, N_BITS)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    codes, scale = codec.arrays["codes"], codec.arrays["scale"]
+    _, n_blocks, n_bytes, block = codes.shape
+    n_bits = 8 * n_bytes // codec.head_dim
+    return codec.head_dim, address_of(codes), address_of(scale), scale.shape[1], n_blocks, block, n_bits
+
+
+KEYS = Loops(
+    _store,
+    score=_score,
+    prepare=with_totals,
+    prepared=prepared_bytes,
+    scratch=lambda codec, rows: 4 * 4 * codec.block,
+)
+VALUES = Loops(_store, add=_add, scratch=lambda codec, rows: 4 * 4 * BLOCK)

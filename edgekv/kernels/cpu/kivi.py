@@ -1,25 +1,31 @@
 """KIVI's codes: keys per channel over a group of tokens, values per token over a span of channels."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.codes import add_four_rows, add_row, dot_four_rows, dot_row, parts_of
+from edgekv.kernels.cpu.codes import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    TWO_BITS,
+    Parts,
+    add_four_rows,
+    add_row,
+    dot_four_rows,
+    dot_row,
+)
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.int4 import LARGEST_F16, round_to_even, round_up_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import (
-    add_partial_sums,
-    flat,
-    partial_sums,
-    run,
-    token_span,
-    token_splits,
-)
-from edgekv.kernels.cpu.scalar import address, get, maximum, minimum, put
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
+N_BITS = 6  # of the numbers of a store
 ZERO, ONE = np.array([0, 1], np.float32)
 
 
@@ -29,32 +35,9 @@ def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     run(_encode_groups, _encode_groups_parallel, x.shape[0] * x.shape[1] // group, x.size, args)
 
 
-def scores_kivi(q: F32, codes: U8, step: U16, low: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    work = q.size * (t1 - t0)
-    splits = token_splits(q.shape[0], work)
-    n_items = q.shape[0] * splits
-    head_dim, (n_bytes, group) = q.shape[2], codes.shape[2:]
-    folded = np.empty((n_items, 4 * head_dim), np.float32)
-    dots = np.empty((n_items, 4 * group), np.float32)
-    parts = parts_of(head_dim, n_bytes)
-    args = splits, np.ascontiguousarray(q), codes, step, low, t0, t1, folded, dots, *flat(s), s0, *parts
-    run(_scores_items, _scores_parallel, n_items, work, args)
-
-
 def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     args = np.ascontiguousarray(x), codes, step, low, t0
     run(_encode_tokens, _encode_tokens_parallel, x.shape[0] * x.shape[1], x.size, args)
-
-
-def values_kivi(p: F32, s0: int, codes: U8, step: U16, low: U16, t0: int, t1: int, out: F32) -> None:
-    work = out.size * (t1 - t0)
-    splits = token_splits(out.shape[0], work)
-    weights = np.empty((out.shape[0] * splits, 4 * step.shape[1] * BLOCK), np.float32)  # of four rows
-    partial = partial_sums(out, splits)
-    parts = parts_of(out.shape[2], codes.shape[2])
-    args = splits, *flat(p), s0, codes, step, low, t0, t1, weights, partial, *parts
-    run(_values_items, _values_parallel, out.shape[0] * splits, work, args)
-    add_partial_sums(partial, out)
 
 
 @jit
@@ -134,46 +117,47 @@ def _level(x: Scalar, top: Scalar, step: U16, low: U16, place: int) -> Scalar:
     return np.int64(minimum(maximum(position, ZERO), top))
 
 
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    n_bits = get(numbers(store), N_BITS)
+    if n_bits == 2:
+        _score_groups(TWO_BITS, store, q, rows, g, t, n, s, gap, scratch)
+    elif n_bits == 4:
+        _score_groups(FOUR_BITS, store, q, rows, g, t, n, s, gap, scratch)
+    else:
+        _score_groups(EIGHT_BITS, store, q, rows, g, t, n, s, gap, scratch)
+
+
 @fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, codes, step, low, t0, t1, folded, dots, s, gap_g, gap_m, s0 = args[:13]
-    parts = args[13:]
-    n_rows, head_dim = q.shape[1:]
-    n_groups, n_bytes, group = codes.shape[1:]
-    q, codes, step, low = address(q), address(codes), address(step), address(low)
-    folded, dots, s = address(folded), address(dots), address(s)
-    for item in range(first, last):
-        g, fold, dot = item // splits, item * 4 * head_dim, item * 4 * group
-        start, end = token_span(t0, t1, splits, item % splits)
-        for b in range(start // group, (end + group - 1) // group):
-            i, n = max(start - b * group, 0), min(end - b * group, group)
-            place = (g * n_groups + b) * head_dim
-            code = (g * n_groups + b) * n_bytes * group
-            row, query = g * gap_g + s0 + b * group - t0, g * n_rows * head_dim
-            for _ in range(n_rows // 4):
-                shift0 = _fold(q, query, step, low, place, head_dim, folded, fold)
-                shift1 = _fold(q, query + head_dim, step, low, place, head_dim, folded, fold + head_dim)
-                query += 2 * head_dim
-                shift2 = _fold(q, query, step, low, place, head_dim, folded, fold + 2 * head_dim)
-                shift3 = _fold(q, query + head_dim, step, low, place, head_dim, folded, fold + 3 * head_dim)
-                query += 2 * head_dim
-                dot_four_rows(parts, folded, fold, head_dim, codes, code, n_bytes, group, dots, dot)
-                _finish(dots, dot, i, n, shift0, s, row)
-                _finish(dots, dot + group, i, n, shift1, s, row + gap_m)
-                _finish(dots, dot + 2 * group, i, n, shift2, s, row + 2 * gap_m)
-                _finish(dots, dot + 3 * group, i, n, shift3, s, row + 3 * gap_m)
-                row += 4 * gap_m
-            for _ in range(n_rows % 4):
-                shift0 = _fold(q, query, step, low, place, head_dim, folded, fold)
-                dot_row(parts, folded, fold, codes, code, n_bytes, group, dots, dot)
-                _finish(dots, dot, i, n, shift0, s, row)
-                row, query = row + gap_m, query + head_dim
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+def _score_groups(
+    parts: Parts, store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int
+) -> None:
+    head_dim, codes_at, step_at, low_at, n_groups, group, _ = _numbers(store)
+    n_bytes = head_dim // len(parts)
+    queries, folded, dots, to = floats(q), floats(scratch), floats(scratch + 16 * head_dim), floats(s)
+    codes, step, low = chars(codes_at), halves(step_at), halves(low_at)
+    for b in range(t // group, (t + n + group - 1) // group):
+        i, end = max(t - b * group, 0), min(t + n - b * group, group)
+        place, code = (g * n_groups + b) * head_dim, (g * n_groups + b) * n_bytes * group
+        row, query = b * group - t, 0
+        for _ in range(rows // 4):
+            shift0 = _fold(queries, query, step, low, place, head_dim, folded, 0)
+            shift1 = _fold(queries, query + head_dim, step, low, place, head_dim, folded, head_dim)
+            query += 2 * head_dim
+            shift2 = _fold(queries, query, step, low, place, head_dim, folded, 2 * head_dim)
+            shift3 = _fold(queries, query + head_dim, step, low, place, head_dim, folded, 3 * head_dim)
+            query += 2 * head_dim
+            dot_four_rows(parts, folded, 0, head_dim, codes, code, n_bytes, group, dots, 0)
+            _finish(dots, 0, i, end, shift0, to, row)
+            _finish(dots, group, i, end, shift1, to, row + gap)
+            _finish(dots, 2 * group, i, end, shift2, to, row + 2 * gap)
+            _finish(dots, 3 * group, i, end, shift3, to, row + 3 * gap)
+            row += 4 * gap
+        for _ in range(rows % 4):
+            shift0 = _fold(queries, query, step, low, place, head_dim, folded, 0)
+            dot_row(parts, folded, 0, codes, code, n_bytes, group, dots, 0)
+            _finish(dots, 0, i, end, shift0, to, row)
+            row, query = row + gap, query + head_dim
 
 
 @fast_jit
@@ -198,38 +182,60 @@ def _finish(dots: F32, dot: int, first: int, last: int, shift: Scalar, s: F32, r
         put(s, row + t, get(dots, dot + t) + shift)
 
 
+@add_loop
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    n_bits = get(numbers(store), N_BITS)
+    for i in range(0, n, BLOCK):
+        few, at = min(BLOCK, n - i), p + 4 * i
+        if n_bits == 2:
+            _add_tokens(TWO_BITS, store, at, gap, rows, g, t + i, few, out, scratch)
+        elif n_bits == 4:
+            _add_tokens(FOUR_BITS, store, at, gap, rows, g, t + i, few, out, scratch)
+        else:
+            _add_tokens(EIGHT_BITS, store, at, gap, rows, g, t + i, few, out, scratch)
+
+
 @fast_jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    splits, p, gap_g, gap_m, s0, codes, step, low, t0, t1, weights, out = args[:12]
-    parts = args[12:]
-    n_kv_heads, n_rows, head_dim = out.shape[1:]
-    capacity, n_bytes = codes.shape[1:]
-    n_spans = step.shape[1]
-    span, gap_w = head_dim // n_spans, n_spans * BLOCK
-    p, out, codes, weights = address(p), address(out), address(codes), address(weights)
-    step, low = address(step), address(low)
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        start, end = token_span(t0, t1, splits, split)
-        for block in range(start, end, BLOCK):
-            n, code = min(BLOCK, end - block), (g * capacity + block) * n_bytes
-            column = g * gap_g + s0 + block - t0
-            target = (split * n_kv_heads + g) * n_rows * head_dim
-            for m in range(n_rows):
-                w, row = (item * 4 + m % 4) * gap_w, target + m * head_dim
-                for i in range(n_spans):
-                    place = (g * n_spans + i) * capacity + block
-                    shift = _fold(p, column + m * gap_m, step, low, place, n, weights, w + i * BLOCK)
-                    for d in range(row + i * span, row + (i + 1) * span):
-                        put(out, d, get(out, d) + shift)
-                if m >= n_rows // 4 * 4:
-                    add_row(parts, weights, w, n, span, codes, code, n_bytes, out, row)
-                elif m % 4 == 3:
-                    w, row = w - 3 * gap_w, row - 3 * head_dim
-                    add_four_rows(parts, weights, w, gap_w, n, span, codes, code, n_bytes, out, row)
+def _add_tokens(
+    parts: Parts, store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int
+) -> None:
+    head_dim, codes_at, step_at, low_at, capacity, n_spans, _ = _numbers(store)
+    n_bytes, span, gap_w = head_dim // len(parts), head_dim // n_spans, n_spans * BLOCK
+    chances, to, weights = floats(p), floats(out), floats(scratch)
+    codes, step, low, code = chars(codes_at), halves(step_at), halves(low_at), (g * capacity + t) * n_bytes
+    for m in range(rows):
+        w, row = m % 4 * gap_w, m * head_dim
+        for i in range(n_spans):
+            place = (g * n_spans + i) * capacity + t
+            shift = _fold(chances, m * gap, step, low, place, n, weights, w + i * BLOCK)
+            for d in range(row + i * span, row + (i + 1) * span):
+                put(to, d, get(to, d) + shift)
+        if m >= rows // 4 * 4:
+            add_row(parts, weights, w, n, span, codes, code, n_bytes, to, row)
+        elif m % 4 == 3:
+            row -= 3 * head_dim
+            add_four_rows(parts, weights, 0, gap_w, n, span, codes, code, n_bytes, to, row)
 
 
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+@jit
+def _numbers(store: int) -> tuple[int, int, int, int, int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4), get(x, 5), get(x, N_BITS)
+
+
+def _store(codec: Any, *shape: int) -> tuple[int, ...]:
+    addresses = (address_of(codec.arrays[name]) for name in ("codes", "step", "low"))
+    return codec.head_dim, *addresses, *shape, 8 * codec.n_bytes // codec.head_dim
+
+
+KEYS = Loops(
+    lambda codec: _store(codec, codec.capacity // codec.group, codec.group),
+    score=_score,
+    block=lambda codec: max(BLOCK, codec.group),
+    scratch=lambda codec, rows: 4 * 4 * (codec.head_dim + codec.group),
+)
+VALUES = Loops(
+    lambda codec: _store(codec, codec.capacity, codec.spans),
+    add=_add,
+    scratch=lambda codec, rows: 4 * 4 * codec.spans * BLOCK,
+)

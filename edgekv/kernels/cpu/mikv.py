@@ -1,60 +1,85 @@
 """Scores with keys that have a range per token, as KIVI's values have."""
 
-import numpy as np
-from numba import prange
+from typing import Any
 
-from edgekv.kernels.contract.evict import F32, U8, U16
-from edgekv.kernels.cpu.codes import dot_four_rows, dot_row, parts_of
+import numpy as np
+
+from edgekv.kernels.contract.evict import F32, U16
+from edgekv.kernels.cpu.codes import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    TWO_BITS,
+    Parts,
+    dot_four_rows,
+    dot_row,
+    prepared_bytes,
+)
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, parallel_jit
-from edgekv.kernels.cpu.launch import flat, run, token_span, token_splits
-from edgekv.kernels.cpu.scalar import address, get, put
+from edgekv.kernels.cpu.jit import Scalar, fast_jit, jit
+from edgekv.kernels.cpu.loops import (
+    Loops,
+    address_of,
+    chars,
+    floats,
+    halves,
+    numbers,
+    prepare_loop,
+    score_loop,
+)
+from edgekv.kernels.cpu.scalar import get, put
 
 ROWS = 4  # that share an unpacked code
+N_BITS = 8  # of the numbers of a store
+ZERO = np.float32(0)
 
 
-def scores_tokens(q: F32, codes: U8, step: U16, low: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    work = q.size * (t1 - t0)
-    splits = token_splits(q.shape[0], work)
-    n_items = q.shape[0] * splits
-    dots = np.empty((n_items, ROWS * codes.shape[3]), np.float32)
-    totals = q.sum(axis=2)  # what a token's low end is multiplied by
-    parts = parts_of(q.shape[2], codes.shape[2])
-    args = splits, np.ascontiguousarray(q), totals, codes, step, low, t0, t1, dots, *flat(s), s0, *parts
-    run(_scores_items, _scores_parallel, n_items, work, args)
+@prepare_loop
+def _balance(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+    """The queries over the balance, and behind them the sum of each, which a token's low end is multiplied by."""
+    head_dim, balance = get(numbers(store), 0), floats(get(numbers(store), 4))
+    queries, target = floats(q), floats(prepared)
+    for m in range(rows):
+        total = ZERO
+        for d in range(head_dim):
+            x = get(queries, m * head_dim + d) / get(balance, g * head_dim + d)
+            put(target, m * head_dim + d, x)
+            total += x
+        put(target, rows * head_dim + m, total)
+
+
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    n_bits = get(numbers(store), N_BITS)
+    if n_bits == 2:
+        _score_blocks(TWO_BITS, store, q, rows, g, t, n, s, gap, scratch)
+    elif n_bits == 4:
+        _score_blocks(FOUR_BITS, store, q, rows, g, t, n, s, gap, scratch)
+    else:
+        _score_blocks(EIGHT_BITS, store, q, rows, g, t, n, s, gap, scratch)
 
 
 @fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, totals, codes, step, low, t0, t1, dots, s, gap_g, gap_m, s0 = args[:13]
-    parts = args[13:]
-    (_, n_rows, head_dim), capacity = q.shape, step.shape[1]
-    n_blocks, n_bytes, block = codes.shape[1:]
-    q, totals, dots, s = address(q), address(totals), address(dots), address(s)
-    codes, step, low = address(codes), address(step), address(low)
-    for item in range(first, last):
-        g, dot = item // splits, item * ROWS * block
-        start, end = token_span(t0, t1, splits, item % splits)
-        for b in range(start // block, (end + block - 1) // block):
-            i, n = max(start - b * block, 0), min(end - b * block, block)
-            token, code = g * capacity + b * block, (g * n_blocks + b) * n_bytes * block
-            row, m = g * gap_g + s0 + b * block - t0, g * n_rows
-            for _ in range(n_rows // ROWS):
-                dot_four_rows(parts, q, m * head_dim, head_dim, codes, code, n_bytes, block, dots, dot)
-                for k in range(ROWS):
-                    _finish(dots, dot + k * block, i, n, get(totals, m + k), step, low, token, s, row)
-                    row += gap_m
-                m += ROWS
-            for _ in range(n_rows % ROWS):
-                dot_row(parts, q, m * head_dim, codes, code, n_bytes, block, dots, dot)
-                _finish(dots, dot, i, n, get(totals, m), step, low, token, s, row)
-                row, m = row + gap_m, m + 1
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+def _score_blocks(
+    parts: Parts, store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int
+) -> None:
+    head_dim, codes_at, step_at, low_at, capacity, n_blocks, block = _numbers(store)
+    n_bytes, totals = head_dim // len(parts), rows * head_dim
+    queries, dots, to = floats(q), floats(scratch), floats(s)
+    codes, step, low = chars(codes_at), halves(step_at), halves(low_at)
+    for b in range(t // block, (t + n + block - 1) // block):
+        i, end = max(t - b * block, 0), min(t + n - b * block, block)
+        token, code = g * capacity + b * block, (g * n_blocks + b) * n_bytes * block
+        row, m = b * block - t, 0
+        for _ in range(rows // ROWS):
+            dot_four_rows(parts, queries, m * head_dim, head_dim, codes, code, n_bytes, block, dots, 0)
+            for k in range(ROWS):
+                _finish(dots, k * block, i, end, get(queries, totals + m + k), step, low, token, to, row)
+                row += gap
+            m += ROWS
+        for _ in range(rows % ROWS):
+            dot_row(parts, queries, m * head_dim, codes, code, n_bytes, block, dots, 0)
+            _finish(dots, 0, i, end, get(queries, totals + m), step, low, token, to, row)
+            row, m = row + gap, m + 1
 
 
 @fast_jit
@@ -65,3 +90,25 @@ def _finish(
     for t in range(first, last):
         size, least = as_float(get(step, token + t)), as_float(get(low, token + t))
         put(s, row + t, size * get(dots, dot + t) + least * total)
+
+
+@jit
+def _numbers(store: int) -> tuple[int, int, int, int, int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 5), get(x, 6), get(x, 7)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    a = codec.arrays
+    _, n_blocks, n_bytes, block = a["codes"].shape
+    addresses = (address_of(array) for array in (a["codes"], a["step"], a["low"], codec.balance))
+    return codec.head_dim, *addresses, codec.capacity, n_blocks, block, 8 * n_bytes // codec.head_dim
+
+
+KEYS = Loops(
+    _store,
+    score=_score,
+    prepare=_balance,
+    prepared=prepared_bytes,
+    scratch=lambda codec, rows: 4 * ROWS * codec.arrays["codes"].shape[3],
+)

@@ -1,12 +1,17 @@
 """Quest's index: the largest and the smallest key of a page, channel by channel."""
 
+import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.retrieval import U16
+from edgekv.kernels.cpu import dense
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+
+ZERO = np.float32(0)
 
 
 def encode_pages(keys: U16, page: int, bounds: U16, b0: int, b1: int) -> None:
@@ -37,3 +42,24 @@ def _encode_items(first: int, last: int, args: Args) -> None:
 def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
         _encode_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@prepare_loop
+def _split(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+    """Each query as its positive part, which meets the largest keys, and its negative part behind it."""
+    width, queries, target = get(numbers(store), 2), floats(q), floats(prepared)
+    head_dim = width // 2
+    for m in range(rows):
+        for d in range(head_dim):
+            x = get(queries, m * head_dim + d)
+            put(target, m * width + d, maximum(x, ZERO))
+            put(target, m * width + head_dim + d, minimum(x, ZERO))
+
+
+KEYS = Loops(
+    lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
+    score=dense.F16.score,
+    prepare=_split,
+    prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
+)
+"""A unit is a page: its score is the product of the split query with its bounds."""

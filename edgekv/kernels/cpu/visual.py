@@ -1,5 +1,7 @@
 """Uniform levels between given ends, in bit planes, unpacked a block at a time into the core's own cache."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
@@ -8,21 +10,16 @@ from edgekv.kernels.contract.codes import F32, U8, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.bits import put_bits, shift_in_bits
 from edgekv.kernels.cpu.byte_rows import ROWS, add_codes, add_constant, score_codes
+from edgekv.kernels.cpu.codes import prepared_bytes, with_totals
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.int4 import round_to_even
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import (
-    add_partial_sums,
-    flat,
-    partial_sums,
-    run,
-    token_span,
-    token_splits,
-)
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
-ENCODE_WORK, UNPACK_WORK = 4, 1  # of an element, in multiply-adds
+ENCODE_WORK = 4  # of an element, in multiply-adds
 BYTE_BITS = 8
 ZERO = np.float32(0)
 
@@ -30,27 +27,6 @@ ZERO = np.float32(0)
 def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
     args = np.ascontiguousarray(x), low, step, planes, t0
     run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], ENCODE_WORK * x.size, args)
-
-
-def scores_levels(q: F32, planes: U8, low: U16, step: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    n_heads = len(q)
-    work = (UNPACK_WORK * n_heads * q.shape[2] + q.size) * (t1 - t0)
-    splits = token_splits(n_heads, work)
-    codes = np.empty((n_heads * splits, BLOCK * q.shape[2]), np.uint8)
-    args = splits, np.ascontiguousarray(q), planes, low, step, t0, t1, *flat(s), s0, codes
-    run(_scores_items, _scores_parallel, n_heads * splits, work, args)
-
-
-def values_levels(p: F32, s0: int, planes: U8, low: U16, step: U16, t0: int, t1: int, out: F32) -> None:
-    n_heads = len(out)
-    work = (UNPACK_WORK * n_heads * out.shape[2] + out.size) * (t1 - t0)
-    splits = token_splits(n_heads, work)
-    codes = np.empty((n_heads * splits, BLOCK * out.shape[2]), np.uint8)
-    weights = np.empty((n_heads * splits, ROWS * BLOCK), np.float32)
-    partial = partial_sums(out, splits)
-    args = splits, *flat(p), s0, planes, low, step, t0, t1, partial, codes, weights
-    run(_values_items, _values_parallel, n_heads * splits, work, args)
-    add_partial_sums(partial, out)
 
 
 @jit
@@ -92,76 +68,57 @@ def _ends(low: U16, step: U16, g: int, t: int) -> tuple[Scalar, Scalar]:
     return as_float(low[row, column]), as_float(step[row, column])
 
 
-@fast_jit
-def _scores_items(first: int, last: int, args: Args) -> None:
-    splits, q, planes, low, step, t0, t1, s, gap_g, gap_m, s0, codes = args
-    (_, n_rows, head_dim), (_, capacity, n_bits, n_bytes) = q.shape, planes.shape
-    q, planes, codes = q.reshape(-1), planes.reshape(-1), codes[first]
-    for item in range(first, last):
-        g = item // splits
-        start, end = token_span(t0, t1, splits, item % splits)
-        for t in range(start, end, BLOCK):
-            n, query, row = min(BLOCK, end - t), g * n_rows * head_dim, g * gap_g + s0 + t - t0
-            _unpack(planes, (g * capacity + t) * n_bits * n_bytes, n_bits, n_bytes, n, head_dim, codes)
-            score_codes(q, query, n_rows, codes, 0, n, head_dim, s, row, gap_m)
-            for m in range(n_rows):
-                total = ZERO
-                for d in range(query + m * head_dim, query + (m + 1) * head_dim):
-                    total += get(q, d)
-                _scale(s, row + m * gap_m, n, total, low, step, g, t)
-
-
-@parallel_jit
-def _scores_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _scores_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+@score_loop
+def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    head_dim, planes, capacity, n_bits, low_at, step_at, gap_head, gap_token = _numbers(store)
+    queries, to, codes = floats(q), floats(s), chars(scratch)
+    low, step, n_bytes = halves(low_at), halves(step_at), (head_dim + BYTE_BITS - 1) // BYTE_BITS
+    for i in range(0, n, BLOCK):
+        few, end = min(BLOCK, n - i), g * gap_head + (t + i) * gap_token
+        _unpack(chars(planes), (g * capacity + t + i) * n_bits * n_bytes, n_bits, n_bytes, few, head_dim, codes)
+        score_codes(queries, 0, rows, codes, 0, few, head_dim, to, i, gap)
+        for m in range(rows):
+            _scale(to, m * gap + i, few, get(queries, rows * head_dim + m), low, step, end, gap_token)
 
 
 @fast_jit
-def _scale(s: F32, row: int, n: int, total: Scalar, low: U16, step: U16, g: int, t: int) -> None:
-    """s[row:][:n] = low * total + step * s, of head g's tokens from t on."""
-    lo, size = _ends(low, step, g, t)
+def _scale(s: F32, row: int, n: int, total: Scalar, low: U16, step: U16, end: int, gap: int) -> None:
+    """s[row:][:n] = low * total + step * s, of tokens whose ends lie at ``end`` and then ``gap`` apart."""
+    lo, size = as_float(get(low, end)), as_float(get(step, end))
     for i in range(n):
-        if low.shape[1] > 1:
-            lo, size = _ends(low, step, g, t + i)
+        if gap:
+            lo, size = as_float(get(low, end + i)), as_float(get(step, end + i))
         put(s, row + i, lo * total + size * get(s, row + i))
 
 
-@fast_jit
-def _values_items(first: int, last: int, args: Args) -> None:
-    splits, p, gap_g, gap_m, s0, planes, low, step, t0, t1, out, codes, weights = args
-    (n_heads, n_rows, head_dim), (_, capacity, n_bits, n_bytes) = out.shape[1:], planes.shape
-    out, planes, codes, weights = out.reshape(-1), planes.reshape(-1), codes[first], weights[first]
-    for item in range(first, last):
-        g, split = item // splits, item % splits
-        start, end = token_span(t0, t1, splits, split)
-        for t in range(start, end, BLOCK):
-            n = min(BLOCK, end - t)
-            column, target = g * gap_g + s0 + t - t0, (split * n_heads + g) * n_rows * head_dim
-            _unpack(planes, (g * capacity + t) * n_bits * n_bytes, n_bits, n_bytes, n, head_dim, codes)
-            for m in range(0, n_rows, ROWS):
-                rows = min(ROWS, n_rows - m)
-                for r in range(rows):
-                    shift = _weigh(p, column + r * gap_m, n, low, step, g, t, weights, r * BLOCK)
-                    add_constant(out, target + r * head_dim, head_dim, shift)
-                add_codes(weights, 0, rows, codes, 0, n, head_dim, out, target)
-                column, target = column + rows * gap_m, target + rows * head_dim
-
-
-@parallel_jit
-def _values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _values_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+@add_loop
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    head_dim, planes, capacity, n_bits, low_at, step_at, gap_head, gap_token = _numbers(store)
+    chances, to, weights = floats(p), floats(out), floats(scratch)
+    codes, low, step = chars(scratch + 4 * ROWS * BLOCK), halves(low_at), halves(step_at)
+    n_bytes = (head_dim + BYTE_BITS - 1) // BYTE_BITS
+    for i in range(0, n, BLOCK):
+        few, end = min(BLOCK, n - i), g * gap_head + (t + i) * gap_token
+        _unpack(chars(planes), (g * capacity + t + i) * n_bits * n_bytes, n_bits, n_bytes, few, head_dim, codes)
+        for m in range(0, rows, ROWS):
+            n_rows, target = min(ROWS, rows - m), m * head_dim
+            for r in range(n_rows):
+                column = (m + r) * gap + i
+                shift = _weigh(chances, column, few, low, step, end, gap_token, weights, r * BLOCK)
+                add_constant(to, target + r * head_dim, head_dim, shift)
+            add_codes(weights, 0, n_rows, codes, 0, few, head_dim, to, target)
 
 
 @fast_jit
-def _weigh(p: F32, column: int, n: int, low: U16, step: U16, g: int, t: int, weights: F32, start: int) -> Scalar:
-    """weights[start:][:n] = p * step of head g's tokens from t on; returns the sum of p * low."""
+def _weigh(
+    p: F32, column: int, n: int, low: U16, step: U16, end: int, gap: int, weights: F32, start: int
+) -> Scalar:
+    """weights[start:][:n] = p * step of tokens whose ends lie as in `_scale`; returns the sum of p * low."""
     shift = ZERO
-    lo, size = _ends(low, step, g, t)
+    lo, size = as_float(get(low, end)), as_float(get(step, end))
     for i in range(n):
-        if low.shape[1] > 1:
-            lo, size = _ends(low, step, g, t + i)
+        if gap:
+            lo, size = as_float(get(low, end + i)), as_float(get(step, end + i))
         put(weights, start + i, get(p, column + i) * size)
         shift += get(p, column + i) * lo
     return shift
@@ -184,3 +141,27 @@ def _unpack(planes: U8, token: int, n_bits: int, n_bytes: int, n: int, head_dim:
                 code += code + (get(planes, plane + d // BYTE_BITS) >> (d % BYTE_BITS) & 1)
             put(codes, i + d, np.uint8(code))
         token += n_bits * n_bytes
+
+
+@jit
+def _numbers(store: int) -> tuple[int, int, int, int, int, int, int, int]:
+    x = numbers(store)
+    return get(x, 0), get(x, 1), get(x, 2), get(x, 3), get(x, 4), get(x, 5), get(x, 6), get(x, 7)
+
+
+def _store(codec: Any) -> tuple[int, ...]:
+    """Where all heads or all tokens share their ends, these lie 0 apart."""
+    planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
+    heads, tokens = low.shape
+    ends = address_of(low), address_of(step), tokens if heads > 1 else 0, 1 if tokens > 1 else 0
+    return codec.head_dim, address_of(planes), *planes.shape[1:3], *ends
+
+
+LEVELS = Loops(
+    _store,
+    score=_score,
+    add=_add,
+    prepare=with_totals,
+    prepared=prepared_bytes,
+    scratch=lambda codec, rows: BLOCK * codec.head_dim + 4 * ROWS * BLOCK,
+)

@@ -3,20 +3,17 @@
 from edgekv.kernels.reference.attend import append, attend, scores, sums
 from edgekv.kernels.reference.dense import encode_f16, encode_f32, project
 from edgekv.kernels.reference.evict import add_attention, evict_lowest, store_token
-from edgekv.kernels.reference.fier import encode_fier, scores_fier
+from edgekv.kernels.reference.fier import encode_fier
 from edgekv.kernels.reference.gather import encode_planes
 from edgekv.kernels.reference.huffman import (
     huffman_pack,
     huffman_sizes,
     quantise_channels,
     quantise_tokens,
-    scores_huffman,
-    values_huffman,
 )
 from edgekv.kernels.reference.int4 import encode_int4
-from edgekv.kernels.reference.ints import encode_sym, scores_sym, values_sym
-from edgekv.kernels.reference.kivi import encode_kivi_keys, encode_kivi_values, scores_kivi, values_kivi
-from edgekv.kernels.reference.mikv import scores_tokens
+from edgekv.kernels.reference.ints import encode_sym
+from edgekv.kernels.reference.kivi import encode_kivi_keys, encode_kivi_values
 from edgekv.kernels.reference.planes import encode_centres, encode_signs
 from edgekv.kernels.reference.quads import encode_quads
 from edgekv.kernels.reference.quest import encode_pages
@@ -25,7 +22,7 @@ from edgekv.kernels.reference.rope import split_rope
 from edgekv.kernels.reference.rotate import hadamard, hadamard_back
 from edgekv.kernels.reference.signs import pack_sign_rows, pack_signs
 from edgekv.kernels.reference.softmax import softmax
-from edgekv.kernels.reference.visual import encode_levels, scores_levels, values_levels
+from edgekv.kernels.reference.visual import encode_levels
 
 __all__ = [
     "add_attention",
@@ -55,19 +52,9 @@ __all__ = [
     "quantise_channels",
     "quantise_tokens",
     "scores",
-    "scores_fier",
-    "scores_huffman",
-    "scores_kivi",
-    "scores_levels",
-    "scores_sym",
-    "scores_tokens",
     "select_top",
     "softmax",
     "split_rope",
     "store_token",
     "sums",
-    "values_huffman",
-    "values_kivi",
-    "values_levels",
-    "values_sym",
 ]

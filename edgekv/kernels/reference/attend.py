@@ -9,21 +9,21 @@ import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK, F32
 from edgekv.kernels.contract.segment import Segment, Visible
-from edgekv.kernels.reference.dense import scores_f16, scores_f32, values_f16, values_f32
-from edgekv.kernels.reference.fier import scores_fier
+from edgekv.kernels.reference.dense import scores_f16
+from edgekv.kernels.reference.fier import sign_index
 from edgekv.kernels.reference.gather import attend_planes
-from edgekv.kernels.reference.huffman import scores_huffman, values_huffman
+from edgekv.kernels.reference.huffman import huffman_keys, huffman_values
 from edgekv.kernels.reference.int4 import values_int4
-from edgekv.kernels.reference.ints import scores_sym, values_sym
-from edgekv.kernels.reference.kivi import scores_kivi, values_kivi
-from edgekv.kernels.reference.mikv import scores_tokens
+from edgekv.kernels.reference.ints import decode_symmetric, symmetric
+from edgekv.kernels.reference.kivi import kivi_keys, kivi_values
+from edgekv.kernels.reference.mikv import token_keys
 from edgekv.kernels.reference.planes import pack_queries, scores_centred
 from edgekv.kernels.reference.quads import values_quads
 from edgekv.kernels.reference.retrieval import scores_f16_at, values_f16_at
 from edgekv.kernels.reference.rotate import rotate, rotate_back
 from edgekv.kernels.reference.signs import pack_sign_rows, scores_signs
 from edgekv.kernels.reference.softmax import softmax
-from edgekv.kernels.reference.visual import scores_levels, values_levels
+from edgekv.kernels.reference.visual import levels
 
 
 def attend(
@@ -84,12 +84,22 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
     values.encode(v, t0)
 
 
-def _f16_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    scores_f16(q, codec.arrays["half"], t0, t1, s, 0)
+def _f16(codec: Any, t0: int, t1: int) -> F32:
+    numbers: F32 = codec.arrays["half"][:, t0:t1].view(np.float16).astype(np.float32)
+    return numbers
 
 
-def _f32_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    scores_f32(q, codec.arrays["single"], t0, t1, s, 0)
+def _f32(codec: Any, t0: int, t1: int) -> F32:
+    numbers: F32 = codec.arrays["single"][:, t0:t1]
+    return numbers
+
+
+def _decoded_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    s[...] = q @ DECODED[codec.kind](codec, t0, t1).transpose(0, 2, 1)
+
+
+def _decoded_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    out += p @ DECODED[codec.kind](codec, t0, t1)
 
 
 def _sign_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
@@ -113,47 +123,10 @@ def _centred_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     scores_centred(rotated, planes, step * codec.lam[:, None], *keys, t0, t1, s, 0)
 
 
-def _symmetric_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    scores_sym(q, codec.arrays["codes"], codec.arrays["scale"], t0, t1, s, 0)
-
-
-def _kivi_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    a = codec.arrays
-    scores_kivi(q, a["codes"], a["step"], a["low"], t0, t1, s, 0)
-
-
-def _token_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    a = codec.arrays
-    scores_tokens(q / codec.balance[:, None], a["codes"], a["step"], a["low"], t0, t1, s, 0)
-
-
-def _huffman_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    arguments = q, *codec.store(), t0, t1, s, 0
-    scores_huffman(*arguments)
-
-
-def _level_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    a = codec.arrays
-    scores_levels(q, a["planes"], a["low"], a["step"], t0, t1, s, 0)
-
-
-def _index_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    a, block = codec.arrays, codec.block
-    scores_fier(q, a["signs"], a["levels"], block, t0 // block, t1 // block, s, 0)
-
-
 def _page_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     """Per page the sum over channels of the larger product: the positive part of q meets the largest key."""
     parts = np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2)
     scores_f16(parts, codec.arrays["bounds"], t0, t1, s, 0)
-
-
-def _f16_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    values_f16(p, 0, codec.arrays["half"], t0, t1, out)
-
-
-def _f32_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    values_f32(p, 0, codec.arrays["single"], t0, t1, out)
 
 
 def _int4_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
@@ -165,25 +138,6 @@ def _interleaved_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     rotated = np.zeros_like(out)
     values_quads(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, rotated)
     rotate_back(codec.rotation, rotated, out)
-
-
-def _symmetric_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    values_sym(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, out)
-
-
-def _kivi_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    a = codec.arrays
-    values_kivi(p, 0, a["codes"], a["step"], a["low"], t0, t1, out)
-
-
-def _huffman_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    arguments = p, 0, *codec.store(), t0, t1, out
-    values_huffman(*arguments)
-
-
-def _level_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
-    a = codec.arrays
-    values_levels(p, 0, a["planes"], a["low"], a["step"], t0, t1, out)
 
 
 def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F32) -> None:
@@ -200,36 +154,39 @@ def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F3
         *(p, 0, t0, t1, rotated, rounded, keys.lam, *stored),
         *(values.threshold, n, inner, tail, moved, counts),
     )
-    values_sym(tail, 0, a["means"], a["mean_scale"], b0, b1, inner)
+    inner += tail @ decode_symmetric(a["means"], a["mean_scale"], b0, b1, inner.shape[2])
     values.counts = counts.mean(axis=(0, 1))
     change += moved
     rotate_back(keys.rotation, inner, out)
 
 
+DECODED: dict[str, Callable[[Any, int, int], F32]] = {
+    "f16": _f16,
+    "f32": _f32,
+    "symmetric_keys": symmetric,
+    "symmetric_values": symmetric,
+    "kivi_keys": kivi_keys,
+    "kivi_values": kivi_values,
+    "token_keys": token_keys,
+    "huffman_keys": huffman_keys,
+    "huffman_values": huffman_values,
+    "levels": levels,
+    "sign_index": sign_index,
+}
+"""Tokens t0..t1 (G, t1 - t0, D) of a codec as the numbers that it stands for: (codec, t0, t1)."""
+
 KEYS: dict[str, Callable[[Any, F32, int, int, F32], None]] = {
-    "f16": _f16_scores,
-    "f32": _f32_scores,
+    **dict.fromkeys(DECODED, _decoded_scores),
     "signs": _sign_scores,
     "centred_signs": _centred_scores,
     "plane_keys": _centred_scores,
-    "symmetric_keys": _symmetric_scores,
-    "kivi_keys": _kivi_scores,
-    "token_keys": _token_scores,
-    "huffman_keys": _huffman_scores,
-    "levels": _level_scores,
-    "sign_index": _index_scores,
     "page_index": _page_scores,
 }
 """What scores a query with tokens t0..t1 of a codec: (codec, q (G, M, D), t0, t1, s (G, M, t1 - t0))."""
 
 VALUES: dict[str, Callable[[Any, F32, int, int, F32], None]] = {
-    "f16": _f16_sums,
-    "f32": _f32_sums,
+    **dict.fromkeys(DECODED, _decoded_sums),
     "int4": _int4_sums,
     "interleaved": _interleaved_sums,
-    "symmetric_values": _symmetric_sums,
-    "kivi_values": _kivi_sums,
-    "huffman_values": _huffman_sums,
-    "levels": _level_sums,
 }
 """What adds weighted values: (codec, p (G, M, t1 - t0), t0, t1, out (G, M, D))."""

@@ -1,5 +1,7 @@
 """FIER's index: keys as one bit each, of two levels per channel and group of tokens."""
 
+from typing import Any
+
 import numpy as np
 
 from edgekv.kernels.contract.retrieval import F32, U16, U32
@@ -21,15 +23,15 @@ def encode_fier(keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0
     signs[:, b0 * per_group : b1 * per_group] = packed
 
 
-def scores_fier(q: F32, signs: U32, levels: U16, group: int, b0: int, b1: int, s: F32, s0: int) -> None:
-    n_kv_heads, _, head_dim = signs.shape
-    per_group = group // WORD_TOKENS
-    words = np.ascontiguousarray(signs[:, b0 * per_group : b1 * per_group])
+def sign_index(index: Any, t0: int, t1: int) -> F32:
+    """The keys as the index has them: whole groups."""
+    group, b0, b1 = index.block, t0 // index.block, t1 // index.block
+    signs, levels = index.arrays["signs"], index.arrays["levels"]
+    words = np.ascontiguousarray(signs[:, t0 // WORD_TOKENS : t1 // WORD_TOKENS])
     bits = np.unpackbits(words[..., None].view(np.uint8), axis=-1, bitorder="little")  # (G, words, D, 32)
-    upper = bits.transpose(0, 1, 3, 2).reshape(n_kv_heads, b1 - b0, group, head_dim)
+    upper = bits.transpose(0, 1, 3, 2).reshape(index.n_kv_heads, b1 - b0, group, index.head_dim)
     centre, step = _widen(levels[:, b0:b1, None, 0]), _widen(levels[:, b0:b1, None, 1])
-    keys = np.where(upper, centre + step, centre - step).reshape(n_kv_heads, -1, head_dim)
-    s[:, :, s0 : s0 + (b1 - b0) * group] = q @ keys.transpose(0, 2, 1)
+    return np.where(upper, centre + step, centre - step).reshape(index.n_kv_heads, -1, index.head_dim)
 
 
 def _mean_and_deviation(x: F32) -> tuple[F32, F32]:

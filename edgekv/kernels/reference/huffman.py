@@ -1,9 +1,10 @@
 """Error-bounded levels, and their variable-length codes."""
 
+from typing import Any
+
 import numpy as np
 
 from edgekv.kernels.contract.codes import F32, TABLE_BITS, TABLE_SYMBOLS, U8, U16, U32, U64
-from edgekv.kernels.reference.dense import scores_f32, values_f32
 from edgekv.kernels.reference.int4 import LARGEST_F16, round_up_to_f16
 
 WORD_BITS = 64
@@ -41,45 +42,17 @@ def huffman_pack(
             pool[start : start + len(stream)] = stream
 
 
-def scores_huffman(
-    q: F32,
-    pool: U64,
-    offsets: U32,
-    bits: U16,
-    table: U64,
-    plain: U64,
-    plain_bits: int,
-    low: U16,
-    step: U16,
-    t0: int,
-    t1: int,
-    s: F32,
-    s0: int,
-) -> None:
-    codes = _decode(pool, offsets, bits, table, plain, plain_bits, t0, t1, q.shape[2])
-    blocks = np.arange(t0, t1) // (bits.shape[1] // offsets.shape[1])
-    keys = _widen(low[:, blocks]) + codes * _widen(step[:, blocks])
-    scores_f32(q, keys, 0, t1 - t0, s, s0)
+def huffman_keys(codec: Any, t0: int, t1: int) -> F32:
+    """low and step per channel of a block."""
+    blocks = np.arange(t0, t1) // codec.block
+    low, step = (_widen(codec.arrays[name][:, blocks]) for name in ("low", "step"))
+    return low + step * _decode(codec, t0, t1)
 
 
-def values_huffman(
-    p: F32,
-    s0: int,
-    pool: U64,
-    offsets: U32,
-    bits: U16,
-    table: U64,
-    plain: U64,
-    plain_bits: int,
-    low: U16,
-    step: U16,
-    t0: int,
-    t1: int,
-    out: F32,
-) -> None:
-    codes = _decode(pool, offsets, bits, table, plain, plain_bits, t0, t1, out.shape[2])
-    values = _widen(low[:, t0:t1, None]) + codes * _widen(step[:, t0:t1, None])
-    values_f32(p, s0, values, 0, t1 - t0, out)
+def huffman_values(codec: Any, t0: int, t1: int) -> F32:
+    """low and step per token."""
+    low, step = (_widen(codec.arrays[name][:, t0:t1, None]) for name in ("low", "step"))
+    return low + step * _decode(codec, t0, t1)
 
 
 def _scale(least: F32, largest: F32, relative_step: float) -> tuple[U16, U16]:
@@ -105,19 +78,10 @@ def _bit_string(words: U16, lengths: U8) -> U64:
     return np.packbits(bits, bitorder="little").view("<u8")
 
 
-def _decode(
-    pool: U64,
-    offsets: U32,
-    bits: U16,
-    table: U64,
-    plain: U64,
-    plain_bits: int,
-    t0: int,
-    t1: int,
-    head_dim: int,
-) -> U8:
+def _decode(codec: Any, t0: int, t1: int) -> U8:
     """Codes (G, t1 - t0, D): all tokens at once, each from its own bit on."""
-    block = bits.shape[1] // offsets.shape[1]
+    pool, offsets, bits, table, plain, plain_bits, _, _ = codec.store()
+    block, head_dim = codec.block, codec.head_dim
     tokens = np.arange(t0, t1)
     ends = bits.reshape(len(bits), -1, block).cumsum(axis=2, dtype=np.int64)  # (G, B, block)
     starts = (ends.reshape(bits.shape) - bits)[:, t0:t1]

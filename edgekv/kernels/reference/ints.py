@@ -1,9 +1,10 @@
 """Symmetric integers of four or eight bits with a scale per token."""
 
+from typing import Any
+
 import numpy as np
 
 from edgekv.kernels.contract.attention import F32, U8, U16
-from edgekv.kernels.reference.dense import scores_f32, values_f32
 from edgekv.kernels.reference.int4 import round_up_to_f16
 
 
@@ -21,12 +22,18 @@ def encode_sym(x: F32, codes: U8, scale: U16, t0: int) -> None:
     codes[:, tokens // block, :, tokens % block] = packed.transpose(1, 0, 2)
 
 
-def scores_sym(q: F32, codes: U8, scale: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    scores_f32(q, _decode(codes, scale, t0, t1, q.shape[2]), 0, t1 - t0, s, s0)
+def symmetric(codec: Any, t0: int, t1: int) -> F32:
+    return decode_symmetric(codec.arrays["codes"], codec.arrays["scale"], t0, t1, codec.head_dim)
 
 
-def values_sym(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
-    values_f32(p, s0, _decode(codes, scale, t0, t1, out.shape[2]), 0, t1 - t0, out)
+def decode_symmetric(codes: U8, scale: U16, t0: int, t1: int, head_dim: int) -> F32:
+    """Tokens t0..t1 (G, t1 - t0, D)."""
+    n_bytes, block = codes.shape[2:]
+    tokens = np.arange(t0, t1)
+    packed = codes[:, tokens // block, :, tokens % block].transpose(1, 0, 2)  # (G, T, n_bytes)
+    middle = np.float32(2 ** (8 * n_bytes // head_dim - 1))
+    values: F32 = (unpack_codes(packed, head_dim) - middle) * _widen(scale[:, tokens])[..., None]
+    return values
 
 
 def pack_codes(levels: U8, n_bytes: int) -> U8:
@@ -44,15 +51,6 @@ def unpack_codes(codes: U8, head_dim: int) -> F32:
     shifts = np.arange(0, 8, n_bits, dtype=np.uint8)[:, None]
     parts: U8 = (codes[..., None, :] >> shifts) & np.uint8(2**n_bits - 1)
     return parts.reshape(*codes.shape[:-1], head_dim).astype(np.float32)
-
-
-def _decode(codes: U8, scale: U16, t0: int, t1: int, head_dim: int) -> F32:
-    n_bytes, block = codes.shape[2:]
-    tokens = np.arange(t0, t1)
-    packed = codes[:, tokens // block, :, tokens % block].transpose(1, 0, 2)  # (G, T, n_bytes)
-    middle = np.float32(2 ** (8 * n_bytes // head_dim - 1))
-    values: F32 = (unpack_codes(packed, head_dim) - middle) * _widen(scale[:, tokens])[..., None]
-    return values
 
 
 def _widen(bits: U16) -> F32:

@@ -1,9 +1,10 @@
 """KIVI's codes: keys per channel over a group of tokens, values per token over a span of channels."""
 
+from typing import Any
+
 import numpy as np
 
 from edgekv.kernels.contract.attention import F32, U8, U16
-from edgekv.kernels.reference.dense import scores_f32, values_f32
 from edgekv.kernels.reference.int4 import LARGEST_F16, round_up_to_f16
 from edgekv.kernels.reference.ints import pack_codes, unpack_codes
 
@@ -17,14 +18,6 @@ def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     codes[:, groups] = pack_codes(levels, n_bytes).transpose(0, 1, 3, 2)
 
 
-def scores_kivi(q: F32, codes: U8, step: U16, low: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    head_dim, group = q.shape[2], codes.shape[3]
-    a, b = t0 // group, -(-t1 // group)
-    levels = unpack_codes(codes[:, a:b].transpose(0, 1, 3, 2), head_dim)  # (G, groups, group, D)
-    keys = levels * _widen(step[:, a:b, None]) + _widen(low[:, a:b, None])
-    scores_f32(q, keys.reshape(len(q), -1, head_dim), t0 - a * group, t1 - a * group, s, s0)
-
-
 def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     n_kv_heads, n_tokens, head_dim = x.shape
     tokens, n_bytes = slice(t0, t0 + n_tokens), codes.shape[2]
@@ -33,12 +26,21 @@ def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     codes[:, tokens] = pack_codes(levels.transpose(0, 2, 1, 3).reshape(x.shape), n_bytes)
 
 
-def values_kivi(p: F32, s0: int, codes: U8, step: U16, low: U16, t0: int, t1: int, out: F32) -> None:
-    n_kv_heads, _, head_dim = out.shape
-    levels = unpack_codes(codes[:, t0:t1], head_dim).reshape(n_kv_heads, t1 - t0, step.shape[1], -1)
-    size, least = (_widen(ends[:, :, t0:t1]).transpose(0, 2, 1)[..., None] for ends in (step, low))
-    values = levels * size + least
-    values_f32(p, s0, values.reshape(n_kv_heads, t1 - t0, head_dim), 0, t1 - t0, out)
+def kivi_keys(codec: Any, t0: int, t1: int) -> F32:
+    a, first, last = codec.arrays, t0 // codec.group, -(-t1 // codec.group)
+    levels = unpack_codes(a["codes"][:, first:last].transpose(0, 1, 3, 2), codec.head_dim)  # (G, groups, group, D)
+    step, low = (_widen(a[name][:, first:last, None]) for name in ("step", "low"))
+    keys: F32 = (low + step * levels).reshape(len(levels), -1, codec.head_dim)
+    return keys[:, t0 - first * codec.group : t1 - first * codec.group]
+
+
+def kivi_values(codec: Any, t0: int, t1: int) -> F32:
+    a = codec.arrays
+    shape = codec.n_kv_heads, t1 - t0, codec.head_dim
+    levels = unpack_codes(a["codes"][:, t0:t1], codec.head_dim).reshape(*shape[:2], codec.spans, -1)
+    step, low = (_widen(a[name][:, :, t0:t1]).transpose(0, 2, 1)[..., None] for name in ("step", "low"))
+    values: F32 = (low + step * levels).reshape(shape)
+    return values
 
 
 def _quantise(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:

@@ -1,9 +1,10 @@
 """Uniform levels between given ends, in bit planes."""
 
+from typing import Any
+
 import numpy as np
 
 from edgekv.kernels.contract.codes import F32, U8, U16
-from edgekv.kernels.reference.dense import scores_f32, values_f32
 
 
 def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
@@ -16,16 +17,9 @@ def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
     planes[:, t0:t1] = np.packbits(bits, axis=3, bitorder="little")
 
 
-def scores_levels(q: F32, planes: U8, low: U16, step: U16, t0: int, t1: int, s: F32, s0: int) -> None:
-    scores_f32(q, _decode(planes, low, step, t0, t1, q.shape[2]), 0, t1 - t0, s, s0)
-
-
-def values_levels(p: F32, s0: int, planes: U8, low: U16, step: U16, t0: int, t1: int, out: F32) -> None:
-    values_f32(p, s0, _decode(planes, low, step, t0, t1, out.shape[2]), 0, t1 - t0, out)
-
-
-def _decode(planes: U8, low: U16, step: U16, t0: int, t1: int, head_dim: int) -> F32:
-    bits = np.unpackbits(planes[:, t0:t1], axis=3, count=head_dim, bitorder="little")
+def levels(codec: Any, t0: int, t1: int) -> F32:
+    planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
+    bits = np.unpackbits(planes[:, t0:t1], axis=3, count=codec.head_dim, bitorder="little")
     codes = (bits << np.arange(planes.shape[2], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
     values: F32 = _of_tokens(low, t0, t1) + codes * _of_tokens(step, t0, t1)
     return values

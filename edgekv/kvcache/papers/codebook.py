@@ -14,8 +14,8 @@ from edgekv.kvcache.base import I64
 class Codebook:
     """A prefix code: each symbol's length (uint8) and word (uint16, first bit lowest), and its decode table.
 
-    Every symbol has a word of at most TABLE_BITS bits, so that whatever comes can be coded. The table is that of
-    `edgekv.kernels.contract.codes.CodeKernels.scores_huffman`.
+    Every symbol has a word of at most TABLE_BITS bits, so that whatever comes can be coded. The table is as
+    `edgekv.kernels.contract.codes.TABLE_SYMBOLS` says.
     """
 
     lengths: U8

@@ -140,6 +140,7 @@ class HuffmanCodec(Codec):
         else:
             old, self.pool = self.pool, np.zeros_like(self.pool, shape=(n_words,))
             self.pool[: len(old)] = old
+        self.handle = None
         self.on_growth(self.pool)
 
     def fitted(self) -> dict[str, int]:

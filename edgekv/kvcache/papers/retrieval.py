@@ -107,7 +107,7 @@ class Retrieval(KeepAll):
         """Tokens that see the same blocks of the index."""
         if self._index is None:
             return super().piece()
-        return self._index.block - self.n_seen % self._index.block
+        return self._index.block - (self.n_seen + 1) % self._index.block
 
     def append(self, keys: F32, values: F32) -> None:
         before = self.n_seen

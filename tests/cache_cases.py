@@ -1,0 +1,54 @@
+"""What the tests of KV schemes share: one layer of a scheme, what goes into it, and exact attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.kernels import numba_kernels, numpy_kernels
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import Geometry, KVCache, Workspace
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
+
+BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
+
+
+def make(kv: str, heads: Heads, capacity: int, backend: str = "numba", **geometry: object) -> KVCache:
+    """An empty layer."""
+    spec = CacheSpec.parse(kv)
+    cache = spec.scheme(Geometry(*heads, capacity, **geometry), spec.knobs)
+    cache.allocate(BACKENDS[backend](None), Workspace())
+    return cache
+
+
+def normal(heads: Heads, n: int, seed: int) -> tuple[F32, F32, F32]:
+    """Queries, keys and values of n tokens, each element from N(0, 1)."""
+    n_heads, n_kv_heads, head_dim = heads
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((h, n, head_dim)) for h in (n_heads, n_kv_heads, n_kv_heads))
+    return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
+
+
+def draw(heads: Heads, n: int, seed: int = 0, offset: float = 3) -> tuple[F32, F32, F32]:
+    """`normal` with what real ones have: scaled queries, and an offset of all keys that differs by channel."""
+    q, k, v = normal(heads, n, seed)
+    of_channel = np.random.default_rng([seed, 1]).standard_normal((heads[1], 1, heads[2]))
+    return q * np.float32(2 / np.sqrt(heads[2])), k + np.float32(offset) * of_channel.astype(np.float32), v
+
+
+def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None) -> F64:
+    """Causal attention in float64; the last q.shape[1] of the keys are the queries' own tokens."""
+    group, n, total = q.shape[0] // k.shape[0], q.shape[1], k.shape[1]
+    scores = q.astype(float) @ np.repeat(k, group, 0).astype(float).transpose(0, 2, 1)
+    position, column = np.arange(total - n, total)[:, None], np.arange(total)
+    scores[:, (column > position) | (column <= position - (window or total))] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ np.repeat(v, group, 0).astype(float)
+
+
+def relative(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> float:
+    """The error of a in relation to b."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

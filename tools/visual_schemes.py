@@ -117,7 +117,6 @@ class CodedSpans(SplitLevels):
             self._list_arrays()
 
 
-
 def spec(text: str) -> CacheSpec:
     """A scheme as --kv has it, ``split:KEY_BITS,VALUE_BITS`` (plain), ``floored:QUANTILE`` or ``coded:CODE``."""
     name, _, rest = text.partition(":")

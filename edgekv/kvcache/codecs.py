@@ -20,11 +20,13 @@ ENCODE_TOKENS = 512
 class Codec(abc.ABC):
     """Packed storage of ``capacity`` tokens for ``n_kv_heads`` heads of ``head_dim`` channels.
 
-    ``kind`` names the loops of `edgekv.kernels` that read it.
+    ``kind`` names the loops of `edgekv.kernels` that read it. One of kind "decoded" needs no loops of its own: it
+    has decode(t0, t1) -> (n_kv_heads, t1 - t0, head_dim) float32, and is read through that, slowly.
     """
 
     kind: ClassVar[str]
-    handle: Any = None  # what a backend remembers of the arrays that are bound
+    handle: Any = None  # what a backend remembers of the arrays that are bound,
+    reader: Any = None  # and of keys and values together
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv import CacheError, Geometry, KeepAll, KeyCodec, Layout, ValueCodec
+from edgekv import CacheError, Codec, Geometry, KeepAll, Layout
 
 F32 = npt.NDArray[np.float32]
 ROUNDINGS = ("nearest", "down")
@@ -35,8 +35,10 @@ class BFloat16Knobs:
             )
 
 
-class BFloat16Codec(KeyCodec, ValueCodec):
+class BFloat16Codec(Codec):
     """The upper half of a float32: 2 bytes per element, float32's range, 8 bits of precision."""
+
+    kind = "decoded"  # attention reads what `decode` gives
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, rounding: str) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -62,14 +64,6 @@ class BFloat16Codec(KeyCodec, ValueCodec):
         """(n_kv_heads, t1 - t0, head_dim) float32."""
         return (self.arrays["upper"][:, t0:t1].astype(np.uint32) << 16).view(np.float32)
 
-    def scores(self, queries: F32, t0: int, t1: int, s: F32, s0: int) -> None:
-        """s[:, :, s0:] <- queries (n_kv_heads, rows, head_dim) times the keys of tokens t0..t1."""
-        s[:, :, s0 : s0 + t1 - t0] = queries @ self.decode(t0, t1).transpose(0, 2, 1)
-
-    def accumulate(self, p: F32, s0: int, t0: int, t1: int, out: F32) -> None:
-        """out (n_kv_heads, rows, head_dim) += p[:, :, s0:] times the values of tokens t0..t1."""
-        out += p[:, :, s0 : s0 + t1 - t0] @ self.decode(t0, t1)
-
 
 class BFloat16(KeepAll):
     """Every key and value in bfloat16: 4 * head_dim bytes per token and KV head."""
@@ -81,7 +75,7 @@ class BFloat16(KeepAll):
     exact_when_short = False
     Knobs = BFloat16Knobs
 
-    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[KeyCodec, ValueCodec]:
+    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
         """Of one layer: how its keys and how its values are stored."""
         size = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         return BFloat16Codec(*size, knobs.rounding), BFloat16Codec(*size, knobs.rounding)

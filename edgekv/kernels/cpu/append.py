@@ -18,8 +18,9 @@ FEW_TOKENS = 8  # more are encoded codec by codec
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
-    key_loops, value_loops = KEYS[keys.kind], VALUES[values.kind]
-    if k.shape[1] > FEW_TOKENS or key_loops.put is None or value_loops.put is None:
+    key_loops, value_loops = KEYS.get(keys.kind), VALUES.get(values.kind)
+    put_key, put_value = key_loops and key_loops.put, value_loops and value_loops.put
+    if not (key_loops and value_loops and put_key and put_value) or k.shape[1] > FEW_TOKENS:
         keys.encode(k, t0)
         values.encode(v, t0)
         return
@@ -28,7 +29,7 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
     n_bytes = aligned_size(max(key_loops.put_scratch(keys), value_loops.put_scratch(values)))
     stores = store_numbers(key_loops, keys), store_numbers(value_loops, values)
     args = (
-        *(address_of(stores[0]), address_of(stores[1]), key_loops.put.address, value_loops.put.address),
+        *(address_of(stores[0]), address_of(stores[1]), put_key.address, put_value.address),
         *(address_of(k), address_of(v), n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
     )
     if k.size * max(1, n_bytes) < launch.MIN_PARALLEL_WORK or threads.count() == 1:

@@ -17,6 +17,7 @@ from numba import prange
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.cpu.decoded import with_numbers
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, parallel_jit
 from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
 from edgekv.kernels.cpu.plan import make_plan
@@ -32,6 +33,7 @@ def attend(
     if queries.shape[1] > 1 and any(segment.chosen is not None for segment in segments):
         _attend_each(queries, segments, visible, out)
         return
+    segments = [with_numbers(segment) for segment in segments]
     made = make_plan(queries, segments, visible, out, weights)
     if made.parallel:
         threads.run_parallel(_attend_parallel, threads.count(), made.plan, made.runs)

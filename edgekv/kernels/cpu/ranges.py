@@ -11,6 +11,7 @@ from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import KEYS, VALUES
+from edgekv.kernels.cpu.decoded import as_numbers
 from edgekv.kernels.cpu.jit import Args, fast_jit, parallel_jit
 from edgekv.kernels.cpu.loops import (
     address_of,
@@ -28,6 +29,7 @@ ZERO = np.float32(0)
 
 
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
+    codec = as_numbers(codec, t0, t1)
     loops = KEYS[codec.kind]
     assert loops.score is not None
     queries = np.ascontiguousarray(queries)
@@ -48,6 +50,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
 
 
 def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    codec = as_numbers(codec, t0, t1)
     loops = VALUES[codec.kind]
     assert loops.add is not None
     n_groups, rows, head_dim = out.shape

@@ -94,6 +94,11 @@ def _f32(codec: Any, t0: int, t1: int) -> F32:
     return numbers
 
 
+def _by_itself(codec: Any, t0: int, t1: int) -> F32:
+    numbers: F32 = codec.decode(t0, t1)
+    return numbers
+
+
 def _decoded_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     s[...] = q @ DECODED[codec.kind](codec, t0, t1).transpose(0, 2, 1)
 
@@ -172,6 +177,7 @@ DECODED: dict[str, Callable[[Any, int, int], F32]] = {
     "huffman_values": huffman_values,
     "levels": levels,
     "sign_index": sign_index,
+    "decoded": _by_itself,
 }
 """Tokens t0..t1 (G, t1 - t0, D) of a codec as the numbers that it stands for: (codec, t0, t1)."""
 

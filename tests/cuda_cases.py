@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -59,6 +60,35 @@ class OnDevice:
             else:
                 np.testing.assert_array_equal(to_host(b), a, err_msg=f"{name}, argument {i}")
         return expected
+
+    def twin(self, codec: Any) -> Any:
+        """The codec with its arrays here."""
+        there = copy.copy(codec)
+        for name, x in vars(codec).items():
+            if isinstance(x, np.ndarray):
+                setattr(there, name, self.up(x))
+        there.arrays = {name: self.up(x) for name, x in codec.arrays.items()}
+        if hasattr(codec, "store"):
+            store = tuple(self.up(x) if isinstance(x, np.ndarray) else x for x in codec.store())
+            there.store = lambda: store
+        if hasattr(codec, "rotation"):
+            there.rotation = copy.copy(codec.rotation)
+            there.rotation.bind(next(iter(there.arrays.values())))
+        return there
+
+    def check_scores(self, codec: Any, q: np.ndarray, t0: int, t1: int, s: np.ndarray) -> None:
+        """Scores into a slice of s (G, M, columns), here and in the oracle."""
+        expected, actual = s.copy(), self.up(s)
+        reference.scores(codec, q, t0, t1, expected[:, :, 2 : 2 + t1 - t0])
+        self.kernels.scores(self.twin(codec), self.up(q), t0, t1, actual[:, :, 2 : 2 + t1 - t0])
+        assert_close(to_host(actual), expected)
+
+    def check_sums(self, codec: Any, p: np.ndarray, t0: int, t1: int, out: np.ndarray) -> None:
+        """Sums of values weighted by a slice of p (G, M, columns), here and in the oracle."""
+        expected, actual = out.copy(), self.up(out)
+        reference.sums(codec, p[:, :, 2 : 2 + t1 - t0], t0, t1, expected)
+        self.kernels.sums(self.twin(codec), self.up(p)[:, :, 2 : 2 + t1 - t0], t0, t1, actual)
+        assert_close(to_host(actual), expected)
 
 
 @pytest.fixture(params=DEVICES)

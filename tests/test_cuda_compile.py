@@ -13,9 +13,10 @@ from importlib.util import find_spec
 import pytest
 
 from edgekv.kernels.cuda import backend
-from edgekv.kernels.cuda.codes import ENCODE as ENCODE_CODES
 from edgekv.kernels.cuda.dense import ENCODE
-from edgekv.kernels.cuda.planes import GATHER, encode_program
+from edgekv.kernels.cuda.gather import GATHER
+from edgekv.kernels.cuda.huffman import ENCODE as ENCODE_HUFFMAN
+from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.program import FOLDER, Program
 from edgekv.kernels.cuda.retrieval import ENCODE as ENCODE_INDEX
 from edgekv.linear.cuda_matvec import linear_program
@@ -37,15 +38,15 @@ KEYS = {
 }
 VALUES = {
     "rows": {"VALUES": "RowValues<float>"},
-    "bytes": {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_ZERO"},
-    "quads": {"VALUES": "QuadValues", "VALUE_BITS": 2},
+    "byte_values": {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_ZERO"},
+    "interleaved_values": {"VALUES": "InterleavedValues", "VALUE_BITS": 2},
     "huffman": {"VALUES": "HuffmanValues", **HUFFMAN},
 }
 PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some; tiles at once for a single query
     ("rows", {"VALUES": "RowValues<u16>"}, "rows", False, 1),
-    ("signs", VALUES["bytes"], "bytes", False, 4),
-    ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "bytes", False, 1),
-    ("centred", VALUES["quads"], "quads", True, 4),
+    ("signs", VALUES["byte_values"], "byte_values", False, 4),
+    ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "byte_values", False, 1),
+    ("centred", VALUES["interleaved_values"], "interleaved_values", True, 4),
 ]
 KIVI = {
     **{"KEYS": "ColumnKeys<2>", "KEY_SCALES": "STEP_PER_CHANNEL", "KEY_BLOCK": 32},
@@ -70,19 +71,20 @@ PROGRAMS = {
         f"attend-{k}-one": attend((k, file), exact, KEYS[k] | values | {"ROWS": 1, "TILES": tiles})
         for k, values, file, exact, tiles in PAIRS
     },
-    "attend-kivi": attend(("columns", "bytes"), True, KIVI),
-    "attend-kivi-one": attend(("columns", "bytes"), True, KIVI | {"ROWS": 1, "TILES": 2}),
+    "attend-kivi": attend(("columns", "byte_values"), True, KIVI),
+    "attend-kivi-one": attend(("columns", "byte_values"), True, KIVI | {"ROWS": 1, "TILES": 2}),
     "scores-fier-one": program(("fier", "scores"), **ROWS | KEYS["fier"] | {"ROWS": 1, "TILES": 2}),
     **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
     "gather": program(("gather",), ROWS=4, KEY_DIM=128, **dict(GATHER)),
-    "chosen": program(("chosen",), ROWS=4, HEAD_DIM=128),
+    "sparse_attention": program(("sparse_attention",), ROWS=4, HEAD_DIM=128),
     "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
     **{
-        name: program((name,)) for name in ("add_partial", "choose", "inputs", "layers", "pack", "rope", "softmax")
+        name: program((name,))
+        for name in ("add_partial", "inputs", "layers", "merge", "pack", "rope", "softmax", "top_k")
     },
     **{
         "encode": ENCODE,
-        "encode-codes": ENCODE_CODES,
+        "encode-huffman": ENCODE_HUFFMAN,
         "encode-index": ENCODE_INDEX,
         "encode-planes": encode_program(2),
     },

@@ -14,8 +14,8 @@ from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.errors import EdgeKVError
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.steps import parse_kv
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.devices import find_device
@@ -33,7 +33,7 @@ def decoder(model: Model, place: OnDevice, weights: str = "f32") -> CudaDecoder:
 
 
 def open_caches(decoder: Any, text: str) -> list[KVCache]:
-    caches = CacheSpec.parse(text).layers(decoder.config, CAPACITY)
+    caches = parse_kv(text).layers(decoder.config, CAPACITY)
     for cache in caches:
         cache.allocate(decoder.kernels, decoder.workspace)
     return caches
@@ -71,7 +71,9 @@ def test_quantized_weights(device: OnDevice, weights: str, tmp_path: pathlib.Pat
     np.testing.assert_allclose(results[1], results[0], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("text", ["h1b", "onebit:window=8", "kivi2:window=0", "bitplane:window=8,sink=2"])
+@pytest.mark.parametrize(
+    "text", ["h1b", "onebit:window=8", "kivi2:window=0", "bitplane:window=8,sink=2", "steps:window=8"]
+)
 def test_replayed_steps_equal_steps(text: str, tmp_path: pathlib.Path) -> None:
     """The recording's kernels run with the last position of a stretch and the shift; blocks are packed between."""
     model = Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model"))

@@ -14,7 +14,7 @@ from checkpoint_files import one_line
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kernels.cuda.program import Program
+from edgekv.kernels.cuda.program import Launch, Program
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.session.cuda_device import SCHEMES, CudaDevice
 from edgekv.session.devices import find_device, resolve_device
@@ -122,7 +122,7 @@ def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     driver = cupy_driver.CupyDriver()
     with pytest.raises(ConfigError) as error:
-        driver.launch(Program(("softmax",)), "softmax", (1,), 256)
+        driver.launch(Launch(Program(("softmax",)), "softmax", (1,), 256))
     log = cupy_driver.cache_root() / "cuda-compile.log"
     one_line(error, "softmax.cu", log, "--device cpu")
     assert "what is this?" in log.read_text()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import numpy as np
 import pytest
 from cuda_cases import OnDevice
-from kernel_cases import Case, assert_close, generator, normal
+from kernel_cases import Case, codec, generator, normal
 
-from edgekv.kernels import reference, spec
+from edgekv.kernels import reference
+from edgekv.kernels.contract.attention import Kernels
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.memory import to_host
+from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.papers.codebook import Codebook
 
 CASES = [
@@ -20,6 +23,7 @@ CASES = [
     Case(d=80, length=130, g=2, r=3, n=3, t0=64, s0=2),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
+Arrays = dict[str, np.ndarray]
 WIDE = [case for case in CASES if case.d % 64 == 0]
 each_wide_case = pytest.mark.parametrize("case", WIDE, ids=str)
 
@@ -32,15 +36,22 @@ def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(0, 1 << 64, shape, np.uint64)
 
 
-def scores(case: Case) -> np.ndarray:
-    return np.full((case.g, case.m, case.s0 + case.length + 3), np.nan, np.float32)
+def check_keys(device: OnDevice, case: Case, kind: str, arrays: Arrays, **parameters: Any) -> None:
+    """Scores with a range of tokens, and nothing written beside them."""
+    keys = codec(kind, (case.g, case.capacity, case.d), arrays, **parameters)
+    q = normal(generator(case), case.g, case.m, case.d)
+    s = np.full((case.g, case.m, case.length + 5), np.nan, np.float32)
+    device.check_scores(keys, q, case.t0, case.t1, s)
 
 
-def probabilities(case: Case) -> np.ndarray:
-    """NaN in the columns that are not to be read."""
-    p = scores(case)
-    p[:, :, case.s0 : case.s0 + case.length] = generator(case).random((case.g, case.m, case.length)) ** 8
-    return p
+def check_values(
+    device: OnDevice, case: Case, kind: str, arrays: dict[str, np.ndarray], **parameters: Any
+) -> None:
+    """Sums over a range of tokens, added to what is there; weights of others are NaN."""
+    values, rng = codec(kind, (case.g, case.capacity, case.d), arrays, **parameters), generator(case)
+    p = np.full((case.g, case.m, case.length + 5), np.nan, np.float32)
+    p[:, :, 2:-3] = rng.random((case.g, case.m, case.length)) ** 8
+    device.check_sums(values, p, case.t0, case.t1, normal(rng, case.g, case.m, case.d))
 
 
 def awkward(case: Case) -> np.ndarray:
@@ -51,47 +62,31 @@ def awkward(case: Case) -> np.ndarray:
 
 
 def test_every_kernel_has_the_signature_of_the_specification() -> None:
-    for name in [name for name in dir(CudaKernels) if hasattr(spec.Kernels, name) and not name.startswith("_")]:
-        specified = list(inspect.signature(getattr(spec.Kernels, name)).parameters)
+    for name in [name for name in dir(CudaKernels) if hasattr(Kernels, name) and not name.startswith("_")]:
+        specified = list(inspect.signature(getattr(Kernels, name)).parameters)
         assert list(inspect.signature(getattr(CudaKernels, name)).parameters) == specified, name
 
 
 @each_case
 def test_numbers(device: OnDevice, case: Case) -> None:
-    rng = generator(case)
-    x, q = normal(rng, case.g, case.length, case.d), normal(rng, case.g, case.m, case.d)
-    half = np.zeros((case.g, case.capacity, case.d), np.uint16)
-    half = device.check("encode_f16", x, half, case.t0)[1]
-    single = device.check("encode_f32", x, np.zeros(half.shape, np.float32), case.t0)[1]
-    for kind, store in (("f16", half), ("f32", single)):
-        device.check(f"scores_{kind}", q, store, case.t0, case.t1, scores(case), case.s0)
-        out = normal(rng, case.g, case.m, case.d)
-        device.check(f"values_{kind}", probabilities(case), case.s0, store, case.t0, case.t1, out)
+    x, shape = normal(generator(case), case.g, case.length, case.d), (case.g, case.capacity, case.d)
+    half = device.check("encode_f16", x, np.zeros(shape, np.uint16), case.t0)[1]
+    single = device.check("encode_f32", x, np.zeros(shape, np.float32), case.t0)[1]
+    for kind, arrays in (("f16", {"half": half}), ("f32", {"single": single})):
+        check_keys(device, case, kind, arrays)
+        check_values(device, case, kind, arrays)
 
 
 @pytest.mark.parametrize("d", [8, 12, 256])
 def test_narrow_and_wide_heads(device: OnDevice, d: int) -> None:
     case = Case(d=d, length=100, g=2, r=2, n=1, t0=1, s0=0)
-    rng = generator(case)
-    store = halves(rng, case.g, case.capacity, d)
-    device.check("scores_f16", normal(rng, case.g, case.m, d), store, case.t0, case.t1, scores(case), case.s0)
-    out = normal(rng, case.g, case.m, d)
-    device.check("values_f16", probabilities(case), case.s0, store, case.t0, case.t1, out)
-    codes, delta = np.zeros((case.g, case.capacity, d // 2), np.uint8), np.zeros(store.shape[:2], np.uint16)
-    a = device.check("encode_int4", awkward(case), codes, delta, np.zeros(delta.shape, np.uint8), case.t0)[1:4]
-    device.check("values_int4", probabilities(case), case.s0, *a, case.t0, case.t1, out)
-
-
-def test_scores_may_be_a_slice(device: OnDevice) -> None:
-    case = CASES[1]
-    rng = generator(case)
-    q, store = normal(rng, case.g, case.m, case.d), halves(rng, case.g, case.capacity, case.d)
-    whole = np.full((case.g, case.m + 2, 90), np.nan, np.float32)
-    part = np.s_[:, 1 : 1 + case.m, 3:83]
-    expected, actual = whole.copy(), device.up(whole)
-    reference.scores_f16(q, store, case.t0, case.t1, expected[part], case.s0)
-    device.kernels.scores_f16(device.up(q), device.up(store), case.t0, case.t1, actual[part], case.s0)
-    assert_close(to_host(actual), expected)
+    half = {"half": halves(generator(case), case.g, case.capacity, d)}
+    check_keys(device, case, "f16", half)
+    check_values(device, case, "f16", half)
+    tokens = case.g, case.capacity
+    arrays = np.zeros((*tokens, d // 2), np.uint8), np.zeros(tokens, np.uint16), np.zeros(tokens, np.uint8)
+    store = device.check("encode_int4", awkward(case), *arrays, case.t0)[1:4]
+    check_values(device, case, "int4", dict(zip(("codes", "delta", "zero"), store, strict=True)))
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])
@@ -136,9 +131,8 @@ def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:
     )[1]
     q = normal(rng, case.g, rows, bits)
     device.check("pack_sign_rows", q)
-    s = scores(case)
-    scale = rng.random((case.g, rows), np.float32)
-    device.check("scores_signs", reference.pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
+    tau, projection = rng.random((case.g, rows), np.float32) + 1, normal(rng, bits, case.d)
+    check_keys(device, case, "signs", {"signs": codes}, bits=bits, tau=tau, projection=projection)
     device.check("project", normal(rng, case.g, rows, 24), normal(rng, bits, 24))
 
 
@@ -147,21 +141,17 @@ def test_affine_values(device: OnDevice, case: Case) -> None:
     tokens = case.g, case.capacity
     arrays = np.zeros((*tokens, case.d // 2), np.uint8), np.zeros(tokens, np.uint16), np.zeros(tokens, np.uint8)
     store = device.check("encode_int4", awkward(case), *arrays, case.t0)[1:4]
-    out = normal(generator(case), case.g, case.m, case.d)
-    device.check("values_int4", probabilities(case), case.s0, *store, case.t0, case.t1, out)
+    check_values(device, case, "int4", dict(zip(("codes", "delta", "zero"), store, strict=True)))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @each_case
 def test_symmetric_integers(device: OnDevice, case: Case, bits: int) -> None:
-    rng, n_bytes, scale = generator(case), case.d * bits // 8, np.zeros((case.g, case.capacity), np.uint16)
-    codes = np.zeros((case.g, -(-case.capacity // 32), n_bytes, 32), np.uint8)
-    keys = device.check("encode_sym", awkward(case), codes, scale, case.t0)[1:3]
-    q = normal(rng, case.g, case.m, case.d)
-    device.check("scores_sym", q, *keys, case.t0, case.t1, scores(case), case.s0)
-    codes = np.zeros((case.g, case.capacity, n_bytes, 1), np.uint8)
-    values = device.check("encode_sym", awkward(case), codes, scale, case.t0)[1:3]
-    device.check("values_sym", probabilities(case), case.s0, *values, case.t0, case.t1, q.copy())
+    n_bytes, scale = case.d * bits // 8, np.zeros((case.g, case.capacity), np.uint16)
+    for kind, block, check in (("keys", 32, check_keys), ("values", 1, check_values)):
+        codes = np.zeros((case.g, -(-case.capacity // block), n_bytes, block), np.uint8)
+        store = device.check("encode_sym", awkward(case), codes, scale, case.t0)[1:3]
+        check(device, case, f"symmetric_{kind}", dict(zip(("codes", "scale"), store, strict=True)))
 
 
 @pytest.mark.parametrize(("bits", "block"), [(2, 32), (4, 128)])
@@ -173,12 +163,12 @@ def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> N
     groups = case.g, capacity // block
     ends = [np.zeros((*groups, case.d), np.uint16) for _ in range(2)]
     keys = device.check("encode_kivi_keys", x, np.zeros((*groups, n_bytes, block), np.uint8), *ends, 0)[1:4]
-    q = normal(rng, case.g, case.m, case.d)
-    device.check("scores_kivi", q, *keys, case.t0, case.t1, scores(case), case.s0)
+    names = "codes", "step", "low"
+    check_keys(device, case, "kivi_keys", dict(zip(names, keys, strict=True)))
     ends = [np.zeros((case.g, 1, capacity), np.uint16) for _ in range(2)]
     codes = np.zeros((case.g, capacity, n_bytes), np.uint8)
     values = device.check("encode_kivi_values", awkward(case), codes, *ends, case.t0)[1:4]
-    device.check("values_kivi", probabilities(case), case.s0, *values, case.t0, case.t1, q.copy())
+    check_values(device, case, "kivi_values", dict(zip(names, values, strict=True)))
 
 
 @pytest.mark.parametrize(("width", "d"), [(128, 128), (64, 50), (16, 12)])
@@ -199,24 +189,22 @@ def test_centred_signs(device: OnDevice, case: Case, planes: int) -> None:
     x, *centres = device.check("encode_centres", x, *centres, 0, tolerance=0)[:3]
     signs = np.zeros((case.g, blocks, n_words, 64), np.uint64), np.zeros((case.g, case.capacity), np.uint16)
     signs = device.check("encode_signs", x, *signs, 0)[1:3]
-    q = normal(rng, case.g, case.m, case.d)
-    q[0, 0] = 0
-    packed = np.zeros((*q.shape[:2], planes, n_words), np.uint64), np.zeros(q.shape[:2], np.float32)
-    q_planes, step = device.check("pack_queries", q, *packed, np.full_like(q, np.nan), tolerance=0)[1:3]
-    store = *signs, *centres
-    device.check("scores_centred", q, q_planes, step, *store, case.t0, case.t1, scores(case), case.s0)
+    arrays = dict(zip(("signs", "scale", "centres", "centre_step"), (*signs, *centres), strict=True))
+    lam, rotation = rng.random(case.g, np.float32), Rotation(case.d, case.d, seed=0)
+    parameters = {"planes": planes, "width": case.d, "lam": lam, "rotation": rotation}
+    check_keys(device, case, "centred_signs", arrays, **parameters)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_quads(device: OnDevice, bits: int) -> None:
+def test_interleaved_values(device: OnDevice, bits: int) -> None:
     case = CASES[bits % len(CASES)]
     tokens = np.zeros((case.g, case.capacity), np.uint16)
     codes = np.zeros((case.g, case.capacity // 64, 2 * bits, case.d, 4), np.uint8)
     x = normal(generator(case), case.g, case.capacity, case.d)
     x[:, 0] = 0
     store = device.check("encode_quads", x, codes, tokens, 0)[1:3]
-    out = normal(generator(case), case.g, case.m, case.d)
-    device.check("values_quads", probabilities(case), case.s0, *store, case.t0, case.t1, out)
+    arrays, rotation = dict(zip(("codes", "scale"), store, strict=True)), Rotation(case.d, case.d, seed=0)
+    check_values(device, case, "interleaved", arrays, rotation=rotation)
 
 
 @each_wide_case
@@ -224,19 +212,6 @@ def test_bit_planes(device: OnDevice, case: Case) -> None:
     rng, n_words, capacity = generator(case), case.d // 64, case.capacity
     x, step = normal(rng, case.g, capacity, case.d), rng.random((case.g, capacity), np.float32)
     device.check("encode_planes", x, step, np.zeros((case.g, capacity, 3, n_words), np.uint64), 0, tolerance=0)
-    p = probabilities(case) ** 4
-    p /= np.nansum(p, axis=2, keepdims=True)
-    q, rounded = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
-    scale = (rng.random((case.g, capacity)) / 20).astype(np.float16).view(np.uint16)
-    planes = [words(rng, case.g, capacity, n, n_words) for n in (3, 2, 2)]
-    tail = np.full((case.g, case.m, -(-case.t1 // 64) - case.t0 // 64), np.nan, np.float32)
-    device.check(
-        *("attend_planes", p, case.s0, case.t0, case.t1, q, rounded, rng.random(case.g, np.float32)),
-        *(words(rng, case.g, capacity // 64, n_words, 64), scale, *planes, halves(rng, case.g, capacity) & 0x7FFF),
-        *(0.01, case.n, normal(rng, *q.shape), tail, np.full(q.shape[:2], np.nan, np.float32)),
-        np.full((case.g, case.n, 2), -1, np.int32).astype(np.uint64),
-        tolerance=1e-5,
-    )
 
 
 @pytest.mark.parametrize(
@@ -245,7 +220,7 @@ def test_bit_planes(device: OnDevice, case: Case) -> None:
 def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: float) -> None:
     """Levels, sizes and bit strings are equal; scores and sums on them, with a block in fixed-length codes."""
     rng, levels, capacity = generator(case), round(1 / relative_step) + 1, -(-case.capacity // block) * block
-    x, q = normal(rng, case.g, capacity, case.d), normal(rng, case.g, case.m, case.d)
+    x = normal(rng, case.g, capacity, case.d)
     x[:, 5], x[:, :, 1] = 0, x[:, :, 1] * 30
     flat = Codebook.fixed_length(levels)
     plain_bits = block * case.d * int(flat.lengths[0])
@@ -266,15 +241,13 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
         both = np.stack([book.words, flat.words]), np.stack([book.lengths, flat.lengths])
         pool = device.check("huffman_pack", codes, *both, plain.view(np.uint8), offsets, 0, block, pool)[-1]
         store = pool, offsets, bits, book.table, flat.table, plain_bits, *ends
-        if side == "channels":
-            device.check("scores_huffman", q, *store, case.t0, case.t1, scores(case), case.s0)
-        else:
-            device.check("values_huffman", probabilities(case), case.s0, *store, case.t0, case.t1, q.copy())
+        kind, check = ("huffman_keys", check_keys) if side == "channels" else ("huffman_values", check_values)
+        check(device, case, kind, {}, store=lambda store=store: store)
 
 
 @pytest.mark.parametrize(("r", "n", "columns", "k"), [(1, 1, 1500, 64), (4, 3, 1100, 256), (8, 1, 50, 64)])
 def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> None:
-    """Ties, -0, -inf; then exact scores and sums of the chosen tokens."""
+    """Ties, -0, -inf."""
     rng = np.random.default_rng(columns)
     s = normal(rng, 2, r * n, columns)
     s[:, :, 50:] = s[:, :, 50:].round(1)
@@ -285,14 +258,6 @@ def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> No
     reference.select_top(s.copy(), lo, hi, k, expected)
     device.kernels.select_top(device.up(s), lo, hi, k, found)
     np.testing.assert_array_equal(to_host(found), expected)
-    store, q = halves(rng, 2, columns, 64), normal(rng, 2, r * n, 64)
-    tokens, counts = (
-        rng.integers(0, columns, chosen.shape).astype(np.int32),
-        rng.integers(1, chosen.shape[2] + 1, n),
-    )
-    empty = np.full((2, r * n, chosen.shape[2]), np.nan, np.float32)
-    device.check("scores_f16_at", q, store, tokens, counts, empty)
-    device.check("values_f16_at", rng.random(empty.shape, np.float32), store, tokens, counts, q.copy())
 
 
 @pytest.mark.parametrize(("group", "minmax"), [(32, False), (128, True)])
@@ -302,5 +267,7 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     index = np.zeros((2, 640 // 32, d), np.uint32), np.zeros((2, groups, 2, d), np.uint16)
     index = device.check("encode_fier", keys, group, minmax, *index, 1, groups)[3:5]
     s, q = np.full((2, rows, 700), np.nan, np.float32), normal(rng, 2, rows, d)
-    device.check("scores_fier", q, *index, group, 1, groups, s, 2)
-    device.check("encode_pages", keys, 16, np.zeros((2, 40, 2 * d), np.uint16), 1, 40)
+    arrays = dict(zip(("signs", "levels"), index, strict=True))
+    device.check_scores(codec("sign_index", (2, 640, d), arrays, block=group), q, group, 640, s)
+    bounds = device.check("encode_pages", keys, 16, np.zeros((2, 40, 2 * d), np.uint16), 1, 40)[2]
+    device.check_scores(codec("page_index", (2, 640, d), {"bounds": bounds}), q, 1, 40, s)

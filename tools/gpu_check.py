@@ -99,7 +99,7 @@ def has_module(name: str) -> bool:
 
 
 def attention(gpu: gpu_measure.Gpu, log: Log) -> None:
-    """Per layer, 32 heads of 128, one token: append, scores, softmax, values; and bitplane's scan alone."""
+    """Per layer, 32 heads of 128, one token: append, attend; and bitplane's scan alone."""
     bandwidth, results = gpu.copy_bandwidth(), []
 
     def rows() -> Iterable[Sequence[object]]:

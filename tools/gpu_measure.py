@@ -11,11 +11,11 @@ import numpy as np
 
 from edgekv.kernels.cuda.driver import CupyDriver
 from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.kinds import KEYS
 from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.base import Geometry, KVCache, Workspace
 from edgekv.linear.cuda_matvec import matvec
-from edgekv.models.cuda_decoder import CudaWorkspace
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads
@@ -30,7 +30,7 @@ class Gpu:
     def __init__(self) -> None:
         self.driver = CupyDriver()
         self.kernels = CudaKernels(self.driver)
-        self.workspace = CudaWorkspace(self.driver)
+        self.workspace = Workspace(self.driver)
         device = cupy.cuda.runtime.getDevice()
         self.properties = cupy.cuda.runtime.getDeviceProperties(device)
         self.l2_bytes = int(self.properties["l2CacheSize"])
@@ -112,7 +112,7 @@ def clone(gpu: Gpu, spec: CacheSpec, depth: int, other: KVCache, kernels: Any) -
 
 
 def attention(gpu: Gpu, text: str, depth: int, bandwidth: float, most: int = 16) -> dict[str, Any]:
-    """One scheme's attention at a depth, per layer: append, scores, softmax, values."""
+    """One scheme's attention at a depth, per layer: append, attend."""
     layers = Layers.filled(gpu, CacheSpec.parse(text), depth, most)
     n = len(layers.caches)
     seconds = gpu.seconds(layers.attend) / n
@@ -135,11 +135,14 @@ def scan(gpu: Gpu, depth: int, bandwidth: float) -> dict[str, Any]:
     layers = Layers.filled(gpu, CacheSpec.parse("bitplane"), depth, 32)
     packed: int = layers.caches[0].n_bulk  # type: ignore[attr-defined]
     buffers = [cupy.empty((HEADS, 1, packed), np.float32) for _ in layers.caches]
-    codes = [cache.keys.pack(q) for cache, q in zip(layers.caches, layers.queries, strict=True)]  # type: ignore[attr-defined]
+    kind, sides = KEYS["plane_keys"], []
+    for cache, q in zip(layers.caches, layers.queries, strict=True):
+        keys = cache.keys  # type: ignore[attr-defined]
+        sides.append((kind.codec(keys), kind.queries(gpu.kernels, keys, q)))
 
     def step() -> None:
-        for cache, (rotated, planes, scale, _), s in zip(layers.caches, codes, buffers, strict=True):
-            cache.keys.scan(rotated, planes, scale, 0, packed, s, 0)  # type: ignore[attr-defined]
+        for side, s in zip(sides, buffers, strict=True):
+            gpu.kernels.launch_scores(*side, 0, packed, s)
 
     seconds = gpu.seconds(step) / len(buffers)
     read = packed // 64 * layers.caches[0].keys.block_bytes  # type: ignore[attr-defined]
@@ -224,8 +227,8 @@ def launches_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, i
     finally:
         gpu.driver.launch = launch  # type: ignore[method-assign]
     n, found = len(layers.caches), []
-    for program, kernel in dict.fromkeys((program, kernel) for program, kernel, *_ in notes):
-        own = [arguments for arguments in notes if arguments[:2] == (program, kernel)]
+    for program, kernel in dict.fromkeys(what[:2] for what, *_ in notes):
+        own = [arguments for arguments in notes if arguments[0][:2] == (program, kernel)]
 
         def step(own: Sequence[tuple[Any, ...]] = own) -> None:
             for arguments in own:

@@ -40,6 +40,9 @@ class Geometry:
         return self.n_heads // self.n_kv_heads
 
 
+EXAMPLE = Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=1 << 16)
+
+
 class Workspace:
     """Scratch buffers by name, grown when needed and shared by all layers of a session; in ``memory``."""
 
@@ -102,6 +105,14 @@ class KVCache(abc.ABC):
     def exact_on_text(cls, knobs: Any) -> bool:
         """Whether text loses nothing but f16 rounding: then there is nothing to gate."""
         return False
+
+    @classmethod
+    def kinds(cls, knobs: Any) -> set[str] | None:
+        """Of the codecs that its segments can have: a device that reads them all can run the scheme.
+
+        None: the policy works on arrays of the host.
+        """
+        return None
 
     @abc.abstractmethod
     def layout(self) -> Layout:

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import EXAMPLE, F32, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import Codec
 
 
@@ -21,6 +21,10 @@ class KeepAll(KVCache):
     @abc.abstractmethod
     def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
         """The scheme: how keys and how values are stored."""
+
+    @classmethod
+    def kinds(cls, knobs: Any) -> set[str] | None:
+        return {codec.kind for _, codec in cls(EXAMPLE, knobs)._codecs()}
 
     def layout(self) -> Layout:
         return {f"{end}.{name}": spec for end, codec in self._codecs() for name, spec in codec.layout().items()}

@@ -11,7 +11,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import F32, Geometry, Workspace
 from edgekv.kvcache.codecs import WORD, Codec
-from edgekv.kvcache.tiers import Shape, TieredKeys, TieredValues, Tiers, described, least_bytes
+from edgekv.kvcache.tiers import Shape, TieredKeys, TieredValues, Tiers, described, least_bytes, tier_kinds
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.machine import format_bytes
 
@@ -62,6 +62,11 @@ class Steps(Windowed):
             )
         self.tiers = Tiers(shape, capacity, arena)
         return TieredKeys(self.tiers, g, capacity, d), TieredValues(self.tiers, g, capacity, d)
+
+    @classmethod
+    def kinds(cls, knobs: Any) -> set[str] | None:
+        """Those of all tiers."""
+        return tier_kinds()
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
         self.tiers.workspace = workspace

@@ -77,6 +77,11 @@ TIERS = (
 )
 
 
+def tier_kinds() -> set[str]:
+    """Of all tiers' codecs."""
+    return {codec.kind for tier in TIERS for codec in tier.codecs(Shape(1, WORD, 1), WORD)}
+
+
 @functools.cache
 def usable_tiers(shape: Shape) -> tuple[Tier, ...]:
     """TIERS without those that are no smaller than a finer one: codes of a narrow head fill whole words."""
@@ -262,21 +267,23 @@ def decode(codec: Any, t0: int, t1: int) -> F32:
 def _decode_planes(codec: PlaneValues, t0: int, t1: int) -> F32:
     a = codec.arrays
     planes = np.concatenate([a["top"][:, t0:t1], a["low"][:, t0:t1]], axis=2)  # (g, n, 4, words)
-    bits = np.unpackbits(planes.view(np.uint8), axis=3, bitorder="little").astype(np.float32)
-    levels = np.einsum("gnbd,b->gnd", 2 * bits - 1, np.array([4, 2, 1, 0.5], np.float32))
+    bits = np.unpackbits(contiguous(planes).view(np.uint8).ravel(), bitorder="little").astype(np.float32)
+    steps = np.asarray(np.array([[4], [2], [1], [0.5]], np.float32), like=bits)
+    levels = ((2 * bits - 1).reshape(*planes.shape[:3], -1) * steps).sum(axis=2)
     rotated = levels * a["scale"][:, t0:t1].view(np.float16).astype(np.float32)[..., None]
-    out = np.zeros((codec.n_kv_heads, t1 - t0, codec.head_dim), np.float32)
-    codec.keys.rotation.add_back(np.ascontiguousarray(rotated), out, codec.keys.kernels)
+    out = np.zeros_like(rotated, shape=(codec.n_kv_heads, t1 - t0, codec.head_dim))
+    codec.keys.rotation.add_back(contiguous(rotated), out, codec.keys.kernels)
     return out
 
 
 def _decode_quads(codec: QuadValues, t0: int, t1: int) -> F32:
     """The sum over values with a weight of 1 for one of them: exact, as weights are rounded in each block."""
-    out = np.zeros((codec.n_kv_heads, t1 - t0, codec.head_dim), np.float32)
-    one = np.broadcast_to(np.eye(WORD, dtype=np.float32), (codec.n_kv_heads, WORD, WORD))
+    like, groups = codec.arrays["codes"], codec.n_kv_heads
+    out = np.zeros_like(like, np.float32, shape=(groups, t1 - t0, codec.head_dim))
+    one = np.asarray(np.stack([np.eye(WORD, dtype=np.float32)] * groups), like=like)
     for a in range(t0, t1, WORD):
-        part = np.zeros((codec.n_kv_heads, WORD, codec.head_dim), np.float32)
-        codec.kernels.sums(codec, np.ascontiguousarray(one), a, a + WORD, part)
+        part = np.zeros_like(out, shape=(groups, WORD, codec.head_dim))
+        codec.kernels.sums(codec, one, a, a + WORD, part)
         out[:, a - t0 : a - t0 + WORD] = part
     return out
 

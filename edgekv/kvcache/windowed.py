@@ -11,7 +11,7 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import EXAMPLE, F32, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
@@ -60,6 +60,10 @@ class Windowed(KVCache):
     @abc.abstractmethod
     def codecs(self, geometry: Geometry, capacity: int, knobs: Any) -> tuple[Codec, Codec]:
         """How the packed part stores ``capacity`` keys and values (a multiple of the block, possibly 0)."""
+
+    @classmethod
+    def kinds(cls, knobs: Any) -> set[str] | None:
+        return {codec.kind for codec in cls(EXAMPLE, knobs)._codecs().values()}
 
     def _codecs(self) -> dict[str, Codec]:
         return {"key": self.key_codec, "value": self.value_codec, **self._stores}

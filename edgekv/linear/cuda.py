@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.kernels.cuda.program import Array
+from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
 from edgekv.linear.cuda_matvec import MATVEC_ROWS, linear_program, matvec
 from edgekv.linear.cuda_weights import LAYERS, DeviceWeights, Matrix
@@ -44,10 +44,9 @@ class CudaOps:
             return w.data[part]
         n = part.stop - part.start
         out = self.driver.empty((n, w.columns), np.float32)
-        self.driver.launch(
-            *(linear_program(w.bits, w.block), "widen_weights", (-(-w.columns // 256), n), 256, w.data[part]),
-            *(self.driver.shift if w.scales is None else w.scales[part], w.columns, w.blocks, out),
-        )
+        launch = Launch(linear_program(w.bits, w.block), "widen_weights", (-(-w.columns // 256), n), 256)
+        scales = self.driver.shift if w.scales is None else w.scales[part]
+        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out)
         return out
 
     def rms_norm(self, x: Array, name: str, eps: float) -> Array:
@@ -59,14 +58,16 @@ class CudaOps:
     def _norm(self, kernel: str, x: Array, names: tuple[str, ...], eps: float) -> Array:
         y = self.driver.empty(x.shape, np.float32)
         vectors = [self.weights.vectors[name] for name in names]
-        self.driver.launch(LAYERS, kernel, (len(x),), NORM_THREADS, x, x.shape[1], *vectors, float(eps), y)
+        launch = Launch(LAYERS, kernel, (len(x),), NORM_THREADS)
+        self.driver.launch(launch, x, x.shape[1], *vectors, float(eps), y)
         return y
 
     def activation(self, x: Array, kind: str) -> Array:
         n, size = x.shape
         y = self.driver.empty(x.shape, np.float32)
         stride = x.strides[0] // x.itemsize
-        self.driver.launch(LAYERS, "activation", (-(-size // 256), n), 256, x, stride, size, ACTIVATIONS[kind], y)
+        launch = Launch(LAYERS, "activation", (-(-size // 256), n), 256)
+        self.driver.launch(launch, x, stride, size, ACTIVATIONS[kind], y)
         return y
 
     def halves(self, x: Array) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from edgekv.kernels.cuda.program import Array, Driver, Program
+from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
@@ -29,11 +29,10 @@ def matvec(
     n = x.size // columns
     y = driver.empty((n, rows), np.float32)
     threads = min(THREADS, -(-columns // 256) * 32)
-    driver.launch(
-        *(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), threads, matrix),
-        *(driver.shift if scales is None else scales, driver.shift if bias is None else bias),
-        *(int(bias is not None), x, rows, columns, 0 if scales is None else scales.shape[1], y),
-    )
+    launch = Launch(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), threads)
+    blocks = 0 if scales is None else scales.shape[1]
+    scales, added = (driver.shift if each is None else each for each in (scales, bias))
+    driver.launch(launch, matrix, scales, added, int(bias is not None), x, rows, columns, blocks, y)
     return y
 
 

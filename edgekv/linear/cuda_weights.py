@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kernels.cuda.program import Array, Driver, Program
+from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 from edgekv.linear.store import Progress, Store
 from edgekv.models.architecture import Architecture
 
@@ -49,10 +49,8 @@ class DeviceWeights:
             data, *scales = (driver.upload(np.ascontiguousarray(store.raw(f"{name}.{part}"))) for part in parts)
             blocks = scales[0].shape[1] if scales else 0
             uploaded = None if bias is None else driver.upload(bias)
-            self.linears[name] = Matrix(
-                *(linear.rows, linear.columns, form.bits, form.block or 1, blocks),
-                *(data, scales[0] if scales else None, uploaded),
-            )
+            shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
+            self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded)
             if progress:
                 progress(LOADING, done, len(names))
         for name in store.arch.vectors():
@@ -81,8 +79,8 @@ class DeviceWeights:
         n, size = ids.shape[0], data.shape[1]
         other = self.tables[positions] if positions else (self.driver.shift, 0)
         x = self.driver.empty((n, size), np.float32)
+        launch = Launch(LAYERS, "embed", (n,), 256)
         self.driver.launch(
-            *(LAYERS, "embed", (n,), 256, data, kind, ids, *other, int(positions is not None)),
-            *(start, self.driver.shift, size, x),
+            launch, data, kind, ids, *other, int(positions is not None), start, self.driver.shift, size, x
         )
         return x

@@ -23,16 +23,16 @@ class CudaAttention:
         """
         n_heads, n, head_dim = queries.shape
         earlier = keys.shape[1] - n
-        groups = keys.shape[0]
-        group = n_heads // groups
+        n_kv_heads = keys.shape[0]
+        n_rep = n_heads // n_kv_heads
         step = max(1, SCORES // (n_heads * keys.shape[1]))
         for a in range(0, n, step):
             b = min(a + step, n)
             t0, t1 = earlier + a, earlier + b
             first = 0 if window is None else max(0, t0 + 1 - window)
-            q = queries[:, a:b].copy().reshape(groups, group * (b - a), head_dim)
+            q = queries[:, a:b].copy().reshape(n_kv_heads, n_rep * (b - a), head_dim)
             s = q @ keys[:, first:t1].transpose(0, 2, 1)
-            hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, group)
+            hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, n_rep)
             lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
             self.kernels.softmax(s, lo, hi)
             queries[:, a:b] = (s @ values[:, first:t1]).reshape(n_heads, b - a, head_dim)

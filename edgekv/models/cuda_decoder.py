@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kernels.cuda.codec import MOST_ROWS, Scores
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kvcache.base import KVCache, Workspace
@@ -20,13 +18,6 @@ from edgekv.models.decoder import Decoder
 from edgekv.models.rope import RopeTable
 
 I64 = npt.NDArray[np.int64]
-
-
-class CudaWorkspace(Workspace):
-    """Scratch on the device. Scores of few queries are put off, for attention in one launch."""
-
-    def scores(self, shape: tuple[int, int, int]) -> Any:
-        return Scores(shape) if shape[1] <= MOST_ROWS else super().scores(shape)
 
 
 class DeviceRope:
@@ -52,7 +43,7 @@ class CudaDecoder(Decoder):
         kernels = CudaKernels(driver)
         super().__init__(weights, CudaDense(weights), kernels, capacity, threads)  # type: ignore[arg-type]
         self.driver = driver
-        self.workspace = CudaWorkspace(driver)
+        self.workspace = Workspace(driver)
         self._exact_attention = CudaAttention(kernels)  # type: ignore[assignment]
         self._norms = [tuple(map(driver.upload, pair)) for pair in self._norms]
         if self._rope is not None:
@@ -72,7 +63,7 @@ class CudaDecoder(Decoder):
     def warm_up(self, caches: Sequence[KVCache]) -> None:
         """Compiles a scheme's kernels, or loads them from CuPy's cache, on throw-away random tokens."""
         cache, n = caches[-1], caches[-1].geometry.capacity
-        cache.allocate(self.kernels, CudaWorkspace(self.driver))
+        cache.allocate(self.kernels, Workspace(self.driver))
         rng = np.random.default_rng(0)
         shape = (n, self.config.q_size + 2 * self.config.kv_size)
         qkv = self.driver.upload(rng.standard_normal(shape, dtype=np.float32))

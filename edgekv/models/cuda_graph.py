@@ -3,7 +3,7 @@
 A recorded launch keeps its arguments. So the step is recorded with the caches' counters at the last token of a
 stretch in which nothing happens but appending (`KVCache.steady_tokens`), and a number on the device, the shift,
 takes every position back from there: kernels that append add it to the position, rope and learned positions to
-the table's row, softmax and fused attention to the end of what is visible. What lies between that end and the
+the table's row, attention to the end of what is visible. What lies between that end and the
 recorded one is read and weighs nothing.
 """
 
@@ -14,11 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from edgekv.kernels.cuda.program import Array, CannotRecord, Driver, Program
+from edgekv.kernels.cuda.program import Array, CannotRecord, Driver, Launch, Program
 from edgekv.kvcache.base import KVCache
 
 SHORTEST, LONGEST = 8, 128  # tokens of a stretch worth recording, and recorded at once
-INPUTS = Program(("inputs",))
+INPUTS = Launch(Program(("inputs",)), "set_inputs", (1,), 1)
 
 
 class Steps(Protocol):
@@ -107,7 +107,7 @@ class Replay:
         return self._logits
 
     def _set(self, token: int, shift: int) -> None:
-        self._driver.launch(INPUTS, "set_inputs", (1,), 1, self._ids, token, self._driver.shift, shift)
+        self._driver.launch(INPUTS, self._ids, token, self._driver.shift, shift)
 
 
 def _stretch(caches: Sequence[KVCache]) -> int:

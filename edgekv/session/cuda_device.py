@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from edgekv.errors import CacheError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kvcache import CacheSpec
+from edgekv.kernels.cuda.kinds import KINDS
+from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.steps import Steps
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import Progress
@@ -12,11 +15,16 @@ from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 
-SCHEMES = (
-    *("dense", "h1b", "loki1", "minicache4", "kivi2", "onebit", "bitplane", "kvcomp"),
-    *("fier", "quest"),
-)
-"""KV schemes whose kernels exist for CUDA, and whose caches keep to them."""
+
+def runs(spec: CacheSpec) -> bool:
+    """Whether the GPU reads all kinds of codecs that the scheme has."""
+    kinds = spec.scheme.kinds(spec.knobs)
+    return kinds is not None and kinds <= KINDS
+
+
+_ALL: dict[str, type[KVCache]] = {**CACHES, Steps.name: Steps}
+SCHEMES = tuple(name for name, scheme in _ALL.items() if runs(CacheSpec(scheme, scheme.Knobs())))
+"""KV schemes that run on CUDA."""
 
 
 class CudaDevice(Device):
@@ -24,11 +32,11 @@ class CudaDevice(Device):
 
     def available(self, spec: CacheSpec) -> bool:
         """Whether CuPy, a GPU and the scheme's kernels are there."""
-        return spec.scheme.name in SCHEMES and cupy_driver.available()
+        return runs(spec) and cupy_driver.available()
 
     def require(self, spec: CacheSpec) -> None:
         """CacheError for a scheme without kernels, ConfigError without CuPy or a GPU."""
-        if spec.scheme.name not in SCHEMES:
+        if not runs(spec):
             raise CacheError(
                 f"kv={spec.scheme.name!r} does not run on device='cuda'; these do: {', '.join(SCHEMES)}; or use "
                 "device='cpu'",

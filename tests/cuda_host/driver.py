@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.kernels.cuda.program import Program
+from edgekv.kernels.cuda.program import Launch, Program
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
@@ -143,7 +143,8 @@ class HostDriver:
         """Nothing is recorded here: a replay takes the step again, which must not depend on when."""
         return step
 
-    def launch(self, program: Program, kernel: str, grid: tuple[int, ...], block: int, *arguments: Any) -> None:
+    def launch(self, launch: Launch, *arguments: Any) -> None:
+        program, kernel, grid, block = launch
         assert all(n > 0 for n in grid)
         assert block > 0
         self.backwards = not self.backwards

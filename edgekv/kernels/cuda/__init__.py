@@ -7,14 +7,14 @@ Design. Nothing above the kernels knows where arrays are:
    constants brought over with `np.asarray(constant, like=array)`. What that leaves open is in
    `edgekv.kernels.memory`: `contiguous`, `to_host`, and `Memory`, where stores and scratch come from. A cache
    takes its arrays from `Workspace.memory`, which is `edgekv.kernels.aligned` on a CPU and a `Driver` here.
-2. Kernels are one object, `CudaKernels`, with the functions of `edgekv.kernels.contract`; each family is a Python
-   file with its .cu file beside it. Ranges and counts (int64) stay on the host, and other small operands may:
-   they are uploaded once per value.
-3. A score buffer is opaque to caches (`Workspace.scores`). For a single token it is a `Scores` that only
-   remembers what is asked: once each span of tokens has its values, all of it is one launch, with a running
-   softmax and no scores in memory (`attend.cu`). A kernel that wants the probabilities themselves, as bitplane's
-   second stage, gets them after all. Prompts, and codecs without a part in that kernel, take the three steps of
-   the specification.
+2. Kernels are one object, `CudaKernels`, with the functions of `edgekv.kernels.contract`. What runs is a `Launch`:
+   a kernel of a `Program`, and its grid.
+3. Two tables (`edgekv.kernels.cuda.kinds`) name, for each kind of codec, the C++ type that reads its arrays and
+   what that needs of the queries; a scheme whose kinds are there runs (`KVCache.kinds`). For a single token
+   `attend` is one launch: a pair of codecs and the exact tokens beside it, with a running softmax and no scores in
+   memory (attend.cu). Several pairs, as of `steps`, are a launch each, merged by the sums of their weights.
+   Prompts, probabilities that are asked for, chosen tokens and second stages take a buffer of scores, all in
+   attend.py.
 4. The decoder is `Decoder` with device weights, rope tables and exact attention (cuBLAS) in their places. One
    number per token comes back to the host: the chosen token, from `edgekv.session.cuda_sampling`.
 5. A step is recorded once as a CUDA graph and replayed while a cache does nothing but append

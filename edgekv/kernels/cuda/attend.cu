@@ -1,10 +1,14 @@
-// Attention in one launch, for the codecs KEYS and VALUES. Every block makes the softmax over a share of the tokens (a
+// Attention in one launch, for the codecs KEYS and VALUES, beside exact tokens. Every block makes the softmax over a share of the tokens (a
 // running maximum, the sum of the weights, the weighted values); the last block of a KV head puts the shares together.
 
-// Tokens t0 .. t1 of a store, whose columns start at s0; columns lo .. hi are visible.
+// Tokens t0 .. t1 of a store, the first at `position`; positions lo .. hi are visible.
 struct Span {
-    int t0, t1, s0, lo, hi;
-    __device__ bool sees(int t) const { return t >= t0 && t < t1 && s0 + t - t0 >= lo && s0 + t - t0 < hi; }
+    int t0, t1, position, lo, hi;
+    __device__ bool sees(int t) const
+    {
+        int at = position + t - t0;
+        return t >= t0 && t < t1 && at >= lo && at < hi;
+    }
 };
 
 template <class K, class V>
@@ -91,7 +95,7 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
     values.finish(out);
 }
 
-// out[m, :] += the shares from .. to of row m, each times its weight; a warp takes every fourth share.
+// out[m, :] = the shares from .. to of row m, each times its weight; a warp takes every fourth share.
 __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int from, int to, float* out)
 {
     __shared__ float sum[WARPS][HEAD_DIM];
@@ -112,24 +116,25 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
         for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) {
             float total = 0;
             for (int i = 0; i < WARPS; ++i) total += sum[i][c];
-            out[m * HEAD_DIM + c] += total;
+            out[m * HEAD_DIM + c] = total;
         }
         __syncthreads();
     }
 }
 
-// Blocks 0 .. main_parts share the main store, the next ones take a store of exact (float16) tokens each, `n_exact` in all.
-// out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights. Scratch: ends (G, blocks, ROWS, 2),
+// Blocks 0 .. main_parts share the main store, the next `parts1` a store of exact (float16) tokens, the others a second one.
+// out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights; or one array gets their sum. whole (G,
+// ROWS, 2) gets the maximum and the sum of all weights. Scratch: ends (G, blocks, ROWS, 2),
 // the maximum and the sum of weights that a block found, and sums (G, blocks, ROWS, HEAD_DIM). done (G): zeros, left so.
 #define BLOCKS_AT_ONCE (ROWS == 1 ? 4 : 2)  // of a processor: how many registers there are to a thread
 #define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 attend(const float* q, const void* codes, const float* scale,
        const void* ka, const void* kb, const void* kc, const void* kd, const void* va, const void* vb, const void* vc,
-       const void* vd, int capacity, int value_capacity, int t0, int t1, int s0, int main_parts,
-       const float* exact_q, const void* key1, const void* value1, int capacity1, int from1, int to1, int column1, int parts1,
-       const void* key2, const void* value2, int capacity2, int from2, int to2, int column2,
-       int lo, int hi, const int* shift, float* ends, float* sums, u32* done, float* out_main, float* out_exact)
+       const void* vd, int capacity, int value_capacity, int t0, int t1, int position, int main_parts,
+       const float* exact_q, const void* key1, const void* value1, int capacity1, int from1, int to1, int position1,
+       const void* key2, const void* value2, int capacity2, int from2, int to2, int position2, int parts1,
+       int lo, int hi, const int* shift, float* ends, float* sums, u32* done, float* whole, float* out_main, float* out_exact)
 {
     __shared__ float out[ROWS][HEAD_DIM];
     __shared__ bool is_last;
@@ -140,7 +145,7 @@ attend(const float* q, const void* codes, const float* scale,
     if (share < main_parts) {
         Queries queries = {q, codes, scale, ROWS};
         Store keys = {ka, kb, kc, kd, 0, 0, capacity}, values = {va, vb, vc, vd, 0, 0, value_capacity};
-        Span span = {t0, t1, s0, lo, hi + *shift};
+        Span span = {t0, t1, position, lo, hi + *shift};
         attend_share<KEYS, VALUES>(queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
     } else {
 #ifdef EXACT
@@ -148,7 +153,7 @@ attend(const float* q, const void* codes, const float* scale,
         Queries queries = {exact_q, 0, 0, ROWS};
         Store keys = {second ? key2 : key1, 0, 0, 0, 0, 0, second ? capacity2 : capacity1};
         Store values = {second ? value2 : value1, 0, 0, 0, 0, 0, keys.capacity};
-        Span span = {second ? from2 : from1, second ? to2 : to1, second ? column2 : column1, lo, hi + *shift};
+        Span span = {second ? from2 : from1, second ? to2 : to1, second ? position2 : position1, lo, hi + *shift};
         int part = second ? share - main_parts - parts1 : share - main_parts;
         int parts = second ? shares - main_parts - parts1 : parts1;
         attend_share<RowKeys<u16, EXACT_FLIGHT, 1>, RowValues<u16, EXACT_FLIGHT, 1>>(queries, keys, values, span, part, parts, g,
@@ -174,8 +179,13 @@ attend(const float* q, const void* codes, const float* scale,
         }
         total = lane_sum(total);
         for (int i = threadIdx.x % 32; i < shares; i += 32) weights[i][m] *= total > 0 ? 1 / total : 0;
+        if (threadIdx.x % 32 == 0) {
+            whole[((i64)g * ROWS + m) * 2] = peak;
+            whole[((i64)g * ROWS + m) * 2 + 1] = total;
+        }
     }
     __syncthreads();
-    if (main_parts > 0) add_shares(sums, weights, 0, main_parts, out_main + (i64)g * ROWS * HEAD_DIM);
-    if (shares > main_parts) add_shares(sums, weights, main_parts, shares, out_exact + (i64)g * ROWS * HEAD_DIM);
+    bool together = out_main == out_exact;
+    add_shares(sums, weights, 0, together ? shares : main_parts, out_main + (i64)g * ROWS * HEAD_DIM);
+    if (!together) add_shares(sums, weights, main_parts, shares, out_exact + (i64)g * ROWS * HEAD_DIM);
 }

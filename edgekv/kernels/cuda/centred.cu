@@ -1,4 +1,4 @@
-// Keys as signs around centres, with queries in PLANES bit planes: `scores_centred`. KEY_DIM is a multiple of 64; store:
+// Keys as signs around centres, with queries in PLANES bit planes. KEY_DIM is a multiple of 64; store:
 // signs, scale, centres, centre_step. A block of 64 tokens has a centre in row 0 and, around it, one per 16 in rows 1 to 4.
 
 struct CentredKeys {

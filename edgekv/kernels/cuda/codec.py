@@ -1,16 +1,12 @@
-"""What the backend is given: codecs, queries, and scores that are computed when they are needed."""
+"""One side of attention as the kernels take it: a C++ type, the arrays that it reads, and the queries for it."""
 
 from __future__ import annotations
 
 import dataclasses
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from edgekv.errors import CacheError
 from edgekv.kernels.cuda.program import Array, Macros
-
-I64 = npt.NDArray[np.int64]
 
 THREADS, TILE = 128, 64
 MOST_ROWS = 8  # of queries that one block takes
@@ -19,9 +15,9 @@ MOST_CHANNELS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """One side of attention: the C++ type in ``file`` that reads ``arrays``; ``width`` channels a token."""
+    """The C++ type ``name`` in ``file`` reads ``arrays`` of ``capacity`` tokens, ``width`` channels a token."""
 
-    kind: str
+    name: str
     file: str
     arrays: tuple[Array, ...]
     capacity: int
@@ -30,6 +26,7 @@ class Codec:
     joins: bool = True  # whether it has part in attention of one launch; then at most four arrays
     tiles: int = 1  # of 64 tokens that a block reads at once, to have enough bytes on their way
     blocks: int = 8  # of its kernels that a multiprocessor holds
+    rotation: Any = None  # of the values: sums are rotated back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,38 +36,7 @@ class Queries:
     x: Array
     codes: Array | None = None
     scale: Array | None = None
-
-
-@dataclasses.dataclass
-class Span:
-    """Tokens t0..t1 of one store, at columns s0.. of the scores."""
-
-    keys: Codec
-    queries: Queries
-    t0: int
-    t1: int
-    s0: int
-    values: Codec | None = None
-    out: Array | None = None
-
-
-class Scores:
-    """A score buffer (G, M, columns) that need not exist: what is asked of it is remembered.
-
-    Once every span of tokens has its values, attention over all of them is one launch. A kernel that wants the
-    probabilities themselves has them computed after all.
-    """
-
-    def __init__(self, shape: tuple[int, int, int]) -> None:
-        self.shape = shape
-        self.spans: list[Span] = []
-        self.visible: tuple[I64, I64] | None = None
-        self.array: Array | None = None
-
-
-def is_exact(span: Span) -> bool:
-    values = span.values
-    return span.keys.kind == "RowKeys<u16>" and values is not None and values.kind == "RowValues<u16>"
+    rounded: Array | None = None  # what the codes stand for
 
 
 def rows_at_once(rows: int) -> int:
@@ -89,7 +55,7 @@ def n_rounds(t0: int, t1: int, tiles: int) -> int:
 
 
 def strides(x: Array) -> tuple[int, int]:
-    """Elements between the groups and between the rows of x (G, M, S)."""
+    """Elements between the heads and between the rows of x (G, M, S)."""
     return x.strides[0] // x.itemsize, x.strides[1] // x.itemsize
 
 

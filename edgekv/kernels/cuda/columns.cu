@@ -1,4 +1,4 @@
-// Keys as small integers, BITS wide, whose tokens lie side by side: `scores_sym`, `scores_kivi`. Codes are
+// Keys as small integers, BITS wide, whose tokens lie side by side. Codes are
 // (G, blocks, KEY_DIM * BITS / 8, KEY_BLOCK) bytes; byte j holds the elements j, j + n_bytes, ... from its low bits up.
 // KEY_SCALES says what they stand for.
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from edgekv.checkpoint.cache_folder import cache_root
 from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import ConfigError
-from edgekv.kernels.cuda.program import Array, CannotRecord, Program
+from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 
 INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
 
@@ -38,9 +38,8 @@ class CupyDriver:
     def upload(self, host: npt.NDArray[Any]) -> Array:
         return self.cupy.asarray(host)
 
-    def launch(
-        self, program: Program, kernel: str, grid: tuple[int, ...], block: int, *arguments: Array | int | float
-    ) -> None:
+    def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
+        program, kernel, grid, block = launch
         function = self._kernels.get((program, kernel))
         if function is None:
             function = self._kernels[program, kernel] = self._compile(program, kernel)

@@ -1,4 +1,4 @@
-// Keys as one bit per element and two levels per channel and GROUP of tokens: `scores_fier`. Store: signs (G, words,
+// Keys as one bit per element and two levels per channel and GROUP of tokens. Store: signs (G, words,
 // KEY_DIM), a word of 32 tokens per channel, and levels (G, groups, 2, KEY_DIM), centre and step.
 
 struct FierKeys {

@@ -1,4 +1,4 @@
-// The second stage of `bitplane`: the tokens whose probability matters, by a warp each: `attend_planes`. ROWS query heads
+// The second stage of `bitplane`: the tokens whose probability matters, by a warp each. ROWS query heads
 // share a KV head, of KEY_DIM channels, a multiple of 64; channel c is bit c % 32 of 32-bit word c / 32.
 
 #define PER_LANE (KEY_DIM / 32)
@@ -9,7 +9,7 @@ __device__ __forceinline__ float sign_at(const u32* plane, int w) { return plane
 
 // Grid (splits, G * n). partial (G, splits, rows, KEY_DIM), changes (G, splits, rows), counts (G, n, 2) zeros at first.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-attend_planes(const float* p, int group_stride, int row_stride, int s0, int t0, int t1, const float* q, const float* rounded,
+attend_planes(const float* p, int group_stride, int row_stride, int t0, int t1, const float* q, const float* rounded,
               const float* lam, const u32* signs, const u16* scale, const u32* fine, const u32* top, const u32* low,
               const u16* value_scale, int capacity, float threshold, float full, int n, float* partial, float* changes,
               float* tail, u64* counts)
@@ -38,7 +38,7 @@ attend_planes(const float* p, int group_stride, int row_stride, int s0, int t0, 
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 bool there = t >= t0 && t < t1;
-                old[h][r] = there ? p[(i64)g * group_stride + (i64)(r * n + j) * row_stride + s0 + t - t0] : 0;
+                old[h][r] = there ? p[(i64)g * group_stride + (i64)(r * n + j) * row_stride + t - t0] : 0;
                 matters = matters || old[h][r] >= threshold;
             }
             chosen[h] = __ballot_sync(EVERY_LANE, matters);

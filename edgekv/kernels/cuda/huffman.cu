@@ -1,4 +1,4 @@
-// Keys and values in Huffman-coded blocks of CODE_BLOCK tokens: `scores_huffman`, `values_huffman`. Store: pool, offsets,
+// Keys and values in Huffman-coded blocks of CODE_BLOCK tokens. Store: pool, offsets,
 // bits, table, low, step, as in edgekv.kernels.contract.codes. Codes are decoded a tile at a time into shared memory, a thread
 // per token, by a table of TABLE_BITS bits that gives several symbols at once; no branch depends on the codes.
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from edgekv.kernels.cuda.codes import CodeKernels
-from edgekv.kernels.cuda.dense import DenseKernels
+from edgekv.kernels.cuda.attend import AttendKernels
+from edgekv.kernels.cuda.huffman import HuffmanKernels
 from edgekv.kernels.cuda.ints import IntKernels
-from edgekv.kernels.cuda.planes import PlaneKernels
-from edgekv.kernels.cuda.retrieval import RetrievalKernels
-from edgekv.kernels.cuda.signs import SignKernels
+from edgekv.kernels.cuda.rope import RopeKernels
 
 
-class CudaKernels(DenseKernels, SignKernels, IntKernels, PlaneKernels, CodeKernels, RetrievalKernels):
+class CudaKernels(AttendKernels, IntKernels, HuffmanKernels, RopeKernels):
     """Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
@@ -42,6 +42,15 @@ def _text(name: str) -> str:
     return (FOLDER / f"{name}.cu").read_text()
 
 
+class Launch(NamedTuple):
+    """A kernel of a program, run by ``grid`` blocks of ``block`` threads."""
+
+    program: Program
+    kernel: str
+    grid: tuple[int, ...]
+    block: int
+
+
 class CannotRecord(Exception):
     """The step does something that can't be recorded; it has to be run every time."""
 
@@ -57,10 +66,8 @@ class Driver(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
     def upload(self, host: npt.NDArray[Any]) -> Array: ...
 
-    def launch(
-        self, program: Program, kernel: str, grid: tuple[int, ...], block: int, *arguments: Array | int | float
-    ) -> None:
-        """Runs a kernel of the program; ints arrive as int, floats as float, arrays as pointers."""
+    def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
+        """Runs a kernel; ints arrive as int, floats as float, arrays as pointers."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats what ``step`` launches, without Python. Raises CannotRecord."""

@@ -1,4 +1,4 @@
-// Keys and values as rows of float16 or float32 numbers: `scores_f16`, `values_f16`, `scores_f32`, `values_f32`.
+// Keys and values as rows of float16 or float32 numbers.
 
 template <class E> __device__ __forceinline__ float widen(const u32* words, int i);
 template <> __device__ __forceinline__ float widen<u16>(const u32* words, int i)

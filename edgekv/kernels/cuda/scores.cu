@@ -1,15 +1,20 @@
 // Scores of queries with a range of tokens, for the key codec KEYS.
 
-// s[g, m, s0 + t - t0] = score of query m with token t, for t0 <= t < t1. Grid (shares of the tokens, G, queries / ROWS).
+// s[g, m, t - t0] = score of query m with token t, for t0 <= t < t1; -inf if the query does not see the token, which stands at
+// positions[g, t] (rows `position_stride` apart) or, if that is 0, at position + t - t0. Query m is of token m % n, which sees
+// the positions lo .. hi: of its own, ends (2, n), if `many`. hi moves with the shift.
+// Grid (shares of the tokens, G, queries / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
 scores(const float* q, const void* codes, const float* scale, int rows, const void* a, const void* b, const void* c,
-       const void* d, const void* e, const void* f, int capacity, int t0, int t1, float* s, int group_stride, int row_stride, int s0)
+       const void* d, const void* e, const void* f, int capacity, int t0, int t1, float* s, int group_stride, int row_stride,
+       const int* positions, int position_stride, int position, int n, int many, const int* ends, int lo, int hi,
+       const int* shift)
 {
     __shared__ KEYS::Shared shared;
     Queries queries = {q, codes, scale, rows};
     Store store = {a, b, c, d, e, f, capacity};
-    int g = blockIdx.y, m0 = blockIdx.z * ROWS, first = t0 / TILE, n = divide_up(t1, TILE) - first;
-    int tile = first + (i64)n * blockIdx.x / gridDim.x, last = first + (i64)n * (blockIdx.x + 1) / gridDim.x;
+    int g = blockIdx.y, m0 = blockIdx.z * ROWS, first = t0 / TILE, tiles = divide_up(t1, TILE) - first;
+    int tile = first + (i64)tiles * blockIdx.x / gridDim.x, last = first + (i64)tiles * (blockIdx.x + 1) / gridDim.x;
     int end = least(t1, last * TILE);
     KEYS keys(shared, queries, store, g, m0, end);
 #pragma unroll
@@ -26,10 +31,13 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
         for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (m >= least(ROWS, rows - m0)) continue;
-            float* row = s + (i64)g * group_stride + (i64)(m0 + m) * row_stride + s0 - t0;
+            float* row = s + (i64)g * group_stride + (i64)(m0 + m) * row_stride - t0;
+            if (many) lo = ends[(m0 + m) % n], hi = ends[n + (m0 + m) % n];
             for (int i = threadIdx.x % 32; i < TILE; i += 32) {
                 int t = (tile + u) * TILE + i;
-                if (t >= t0 && t < end) row[t] = keys.score(u, m, i);
+                if (t < t0 || t >= end) continue;
+                int at = position_stride ? positions[(i64)g * position_stride + t] : position + t - t0;
+                row[t] = at >= lo && at < hi + *shift ? keys.score(u, m, i) : MINUS_INFINITY;
             }
         }
 #pragma unroll

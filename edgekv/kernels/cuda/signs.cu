@@ -1,4 +1,4 @@
-// Keys as KEY_DIM sign bits, queries likewise: `scores_signs`.
+// Keys as KEY_DIM sign bits, queries likewise.
 
 struct SignKeys {
     static constexpr int WORDS = KEY_DIM / 64;

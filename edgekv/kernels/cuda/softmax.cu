@@ -1,15 +1,13 @@
-// Softmax of rows, in place: of columns lo .. hi, which move with the shift; 0 elsewhere. ends (2, rows) if `many`. A thread
-// reads FLIGHT columns before it works on them.
+// Softmax of rows, in place: of columns lo .. hi, 0 elsewhere. ends (2, rows) if `many`. A thread reads FLIGHT columns before
+// it works on them.
 #define FLIGHT 4
 
 extern "C" __global__ void __launch_bounds__(1024)
-softmax(float* s, int group_stride, int row_stride, int columns, int rows, int many, const int* ends, int lo, int hi,
-        const int* shift)
+softmax(float* s, int group_stride, int row_stride, int columns, int rows, int many, const int* ends, int lo, int hi)
 {
     int m = blockIdx.x;
     float* row = s + (i64)blockIdx.y * group_stride + (i64)m * row_stride;
     if (many) lo = ends[m], hi = ends[rows + m];
-    hi += *shift;
     float peak = MINUS_INFINITY, total = 0, x[FLIGHT];
     for (int first = lo; first < hi; first += FLIGHT * (int)blockDim.x) {
         float top = peak;

@@ -1,9 +1,9 @@
 // Weighted sums over a range of tokens, for the value codec VALUES.
 
-// partial[g, share, m] = sum over a share of the tokens t0 .. t1 of p[g, m, s0 + t - t0] * value; (G, shares, rows, D).
+// partial[g, share, m] = sum over a share of the tokens t0 .. t1 of p[g, m, t - t0] * value; (G, shares, rows, D).
 // Grid (shares, G, rows / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
-values(const float* p, int group_stride, int row_stride, int s0, const void* a, const void* b, const void* c,
+values(const float* p, int group_stride, int row_stride, const void* a, const void* b, const void* c,
        const void* d, const void* e, const void* f, int capacity, int t0, int t1, int rows, float* partial)
 {
     __shared__ VALUES::Shared shared;
@@ -21,7 +21,7 @@ values(const float* p, int group_stride, int row_stride, int s0, const void* a, 
         for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (item >= ITEMS) break;
-            const float* row = p + (i64)g * group_stride + (i64)(m0 + m) * row_stride + s0 - t0;
+            const float* row = p + (i64)g * group_stride + (i64)(m0 + m) * row_stride - t0;
             float weight[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {

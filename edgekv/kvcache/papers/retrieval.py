@@ -10,7 +10,7 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import F32, I64, Array, Geometry, Layout, Workspace
+from edgekv.kvcache.base import EXAMPLE, F32, I64, Array, Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.keepall import KeepAll
 
@@ -66,6 +66,11 @@ class Retrieval(KeepAll):
         skipped = geometry.layer < min(knobs.skip, geometry.n_layers - 1)
         reach = min(geometry.capacity, geometry.window or geometry.capacity)
         self._index = None if skipped or reach < knobs.k + index.block else index
+
+    @classmethod
+    def kinds(cls, knobs: Any) -> set[str] | None:
+        cache = cls(EXAMPLE, knobs)
+        return {codec.kind for _, codec in cache._codecs()} | {cache.index(EXAMPLE, knobs).kind}
 
     @abc.abstractmethod
     def index(self, geometry: Geometry, knobs: Any) -> Index:

@@ -1,4 +1,4 @@
-// Values as rows of small integers, BITS wide: `values_int4`, `values_sym`, `values_kivi`. Byte j of a token's
+// Values as rows of small integers, BITS wide. Byte j of a token's
 // HEAD_DIM * BITS / 8 holds the elements j, j + n_bytes, ... from its low bits up. A value is code * scale + offset, where
 // VALUE_SCALES says what a token's scale and offset are.
 

@@ -1,13 +1,17 @@
-// Attention to chosen tokens of float16 stores (G, capacity, HEAD_DIM): `scores_f16_at`, `values_f16_at`. tokens (G, n, most);
+// Attention to chosen tokens of float16 stores (G, capacity, HEAD_DIM): tokens (G, n, most);
 // query token j of head g sees counts[j] of them, if `many`, else `count`. ROWS heads share a KV head.
 
-// A warp takes a token. Grid (tokens / WARPS, G * n).
+// A warp takes a token; scores of those that are not seen are -inf. Grid (tokens / WARPS, G * n).
 extern "C" __global__ void __launch_bounds__(THREADS)
 scores_at(const float* q, const u16* keys, int capacity, const int* tokens, int most_tokens, int n, int many, const int* counts,
           int count, float* s, int group_stride, int row_stride)
 {
     int g = blockIdx.y / n, j = blockIdx.y % n, i = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (i >= (many ? counts[j] : count)) return;
+    if (i >= most_tokens) return;
+    if (i >= (many ? counts[j] : count)) {
+        if (lane < ROWS) s[(i64)g * group_stride + (i64)(lane * n + j) * row_stride + i] = MINUS_INFINITY;
+        return;
+    }
     const u16* key = keys + ((i64)g * capacity + tokens[(i64)blockIdx.y * most_tokens + i]) * HEAD_DIM;
     float sum[ROWS] = {};
     for (int c = lane; c < HEAD_DIM; c += 32) {

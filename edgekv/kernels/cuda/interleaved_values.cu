@@ -1,7 +1,7 @@
-// Values in 1 to 4 bits, four tokens side by side, summed with weights of 8 bits: `values_quads`. Codes are
+// Values in 1 to 4 bits, four tokens side by side, summed with weights of 8 bits. Codes are
 // (G, blocks, 2 * BITS, HEAD_DIM, 4) bytes as in edgekv.kernels.contract.planes; store.b is the scale.
 
-struct QuadValues {
+struct InterleavedValues {
     static constexpr int WORDS = 2 * VALUE_BITS;                         // of a block and channel
     static constexpr int MINE = divide_up(HEAD_DIM, THREADS);            // channels
     static constexpr float MIDDLE = ((1 << VALUE_BITS) - 1) * 0.5f;
@@ -19,7 +19,7 @@ struct QuadValues {
     float width[2];  // of the tokens that this lane weighs
     float sum[ROWS][MINE];
 
-    __device__ QuadValues(Shared& shared, const Store& store, int g, int end)
+    __device__ InterleavedValues(Shared& shared, const Store& store, int g, int end)
         : shared(shared), codes((const u32*)store.a + (i64)g * (store.capacity / TILE) * WORDS * HEAD_DIM),
           scale((const u16*)store.b + (i64)g * store.capacity), end(end)
     {

@@ -1,0 +1,212 @@
+"""Attention over segments: in one launch for each pair of codecs where that can be, else through the scores.
+
+A launch of attend.cu keeps no scores: blocks share the tokens, each with a running softmax. It takes one pair of
+any codecs and two of exact tokens. Several launches, of mixed pairs, are merged by the sums of their weights.
+Prompts, probabilities that are asked for, tokens that stand anywhere or are chosen, and values that a second stage
+reads take a buffer of scores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.cuda.backend import MOST_SHARES
+from edgekv.kernels.cuda.codec import MOST_ROWS, THREADS, Codec, Queries, n_rounds, tiles_at_once
+from edgekv.kernels.cuda.gather import GatherKernels
+from edgekv.kernels.cuda.kinds import KEYS, SECOND_STAGE, VALUES
+from edgekv.kernels.cuda.planes import PlaneKernels
+from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.retrieval import RetrievalKernels
+
+ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
+MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
+MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
+
+
+class Part(NamedTuple):
+    """A segment as the kernels take it. ``values`` None: a second stage reads them."""
+
+    segment: Segment
+    keys: Codec
+    queries: Queries
+    values: Codec | None
+
+    @property
+    def joins(self) -> bool:
+        """Whether attend.cu can take it."""
+        s = self.segment
+        if s.positions is not None or s.chosen is not None or self.values is None:
+            return False
+        return self.keys.joins and self.values.joins
+
+    @property
+    def is_short(self) -> bool:
+        """Exact tokens, so few that another pair's launch can take them along."""
+        kinds = {self.segment.keys.kind, self.segment.values.kind}
+        return kinds == {"f16"} and self.columns <= MOST_EXACT_TOKENS
+
+    @property
+    def columns(self) -> int:
+        """Of the scores."""
+        s = self.segment
+        return s.stop - s.first if s.chosen is None else s.chosen[0].shape[2]
+
+
+class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
+    """The four functions that take codecs of `edgekv.kvcache`."""
+
+    def append(self, keys: Any, values: Any, k: Array, v: Array, t0: int) -> None:
+        keys.encode(k, t0)
+        values.encode(v, t0)
+
+    def attend(
+        self,
+        queries: Array,
+        segments: Sequence[Segment],
+        visible: Visible,
+        out: Array,
+        weights: Array | None = None,
+    ) -> None:
+        n_heads, n, head_dim = queries.shape
+        n_kv_heads = segments[0].keys.n_kv_heads
+        shape = n_kv_heads, n_heads // n_kv_heads * n, head_dim
+        q, result = queries.reshape(shape), out.reshape(shape)
+        parts = [self._part(segment, q) for segment in segments if segment.stop > segment.first]
+        if not parts:
+            out.fill(0)
+        elif n == 1 and shape[1] <= MOST_ROWS and weights is None and all(part.joins for part in parts):
+            self._attend_at_once(parts, visible, result)
+        else:
+            self._attend_through_scores(parts, q, visible, result, weights)
+
+    def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
+        kind = KEYS[codec.kind]
+        self.launch_scores(kind.codec(codec), kind.queries(self, codec, queries), t0, t1, s)
+
+    def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
+        self.launch_values(VALUES[codec.kind](codec), p, t0, t1, out)
+
+    def _part(self, segment: Segment, q: Array) -> Part:
+        kind, values = KEYS[segment.keys.kind], segment.values
+        queries = kind.queries(self, segment.keys, q)
+        two_stages = values.kind == SECOND_STAGE
+        return Part(
+            segment, kind.codec(segment.keys), queries, None if two_stages else VALUES[values.kind](values)
+        )
+
+    def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
+        long, short = [part for part in parts if not part.is_short], [part for part in parts if part.is_short]
+        launches = []
+        while long or short:
+            main = long.pop(0) if long else short.pop(0)
+            launches.append((main, short[:MOST_EXACT]))
+            short = short[MOST_EXACT:]
+        n_kv_heads, rows, head_dim = out.shape
+        ends = self.scratch("attend.whole", (len(launches), n_kv_heads, rows, 2))
+        if len(launches) == 1:
+            self._launch_attend(*launches[0], visible, out, ends[0])
+            return
+        several = self.scratch("attend.several", (len(launches), *out.shape))
+        for (main, exact), each, end in zip(launches, several, ends, strict=True):
+            self._launch_attend(main, exact, visible, each, end)
+        launch = Launch(Program(("merge",)), "merge", (n_kv_heads * rows,), THREADS)
+        self.driver.launch(launch, several, ends, len(launches), head_dim, out)
+
+    def _launch_attend(self, main: Part, exact: list[Part], visible: Visible, out: Array, end: Array) -> None:
+        """out (G, M, D) = attention over these parts alone; end (G, M, 2) = the maximum and the sum of weights."""
+        n_kv_heads, rows, head_dim = out.shape
+        keys, values = main.keys, main.values
+        assert values is not None
+        rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
+        exact_shares = [n_rounds(part.segment.first, part.segment.stop, 1) for part in exact]
+        most = MOST_SHARES - sum(exact_shares)
+        shares = min(self.splits(rounds, n_kv_heads, ATTEND_BLOCKS.get(rows, 2)), most)
+        n_shares = shares + sum(exact_shares)
+        ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
+        sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))
+        rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
+        nothing = self.driver.shift
+        stores: list[Any] = []
+        for part in exact:
+            assert part.values is not None
+            arrays = part.keys.arrays[0], part.values.arrays[0]
+            stores += [*arrays, part.keys.capacity, *_place(part.segment)]
+        stores += [nothing, nothing, 0, 0, 0, 0] * (MOST_EXACT - len(exact))
+        self.driver.launch(
+            Launch(attend_program(keys, values, rows, bool(exact)), "attend", (n_shares, n_kv_heads), THREADS),
+            *self.query_arguments(main.queries),
+            *self.store_arguments(keys)[:4],
+            *self.store_arguments(values)[:4],
+            keys.capacity,
+            values.capacity,
+            *_place(main.segment),
+            shares,
+            exact[0].queries.x if exact else nothing,
+            *stores,
+            exact_shares[0] if exact else 0,
+            int(visible[0][0]),
+            int(visible[1][0]),
+            self.driver.shift,
+            ends,
+            sums,
+            self._done(n_kv_heads),
+            end,
+            rotated,
+            out,
+        )
+        if values.rotation is not None:
+            self.rotate_back(values.rotation, rotated, out)
+
+    def _done(self, n_kv_heads: int) -> Array:
+        """Zeros, left as zeros by every launch."""
+        if "attend.done" not in self._scratch or self._scratch["attend.done"].size < n_kv_heads:
+            self._scratch["attend.done"] = self.driver.zeros((n_kv_heads,), np.uint32)
+        return self._scratch["attend.done"]
+
+    def _attend_through_scores(
+        self, parts: list[Part], q: Array, visible: Visible, out: Array, weights: Array | None
+    ) -> None:
+        n_kv_heads, rows, _ = q.shape
+        ends = list(itertools.accumulate((part.columns for part in parts), initial=0))
+        shape = n_kv_heads, rows, ends[-1]
+        buffer = self.scratch("attend.scores", shape) if weights is None else weights
+        columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
+        for part, s in zip(parts, columns, strict=True):
+            chosen, segment = part.segment.chosen, part.segment
+            if chosen is not None:
+                self.scores_at(q, segment.keys.arrays["half"], *chosen, s)
+            else:
+                self.launch_scores(part.keys, part.queries, segment.first, segment.stop, s, segment, visible)
+        self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
+        out.fill(0)
+        change = None  # of the sum of a row's probabilities, by second stages
+        for part, p in zip(parts, columns, strict=True):
+            chosen, segment = part.segment.chosen, part.segment
+            if chosen is not None:
+                self.values_at(p, segment.values.arrays["half"], *chosen, out)
+            elif part.values is not None:
+                self.launch_values(part.values, p, segment.first, segment.stop, out)
+            else:
+                moved = self.second_stage(segment, part.queries, p, len(visible[0]), out)
+                change = moved if change is None else change + moved
+        if change is not None:
+            out /= (1 + change)[..., None]
+
+
+def _place(segment: Segment) -> tuple[int, int, int]:
+    return segment.first, segment.stop, segment.position
+
+
+def attend_program(keys: Codec, values: Codec, rows: int, with_exact: bool) -> Program:
+    """attend.cu for a pair, beside exact tokens or not."""
+    files = dict.fromkeys((keys.file, values.file, *(["rows"] if with_exact else []), "attend"))
+    tiles = tiles_at_once(rows, keys, values)
+    types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
+    sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
+    exact = (("EXACT", 1),) if with_exact else ()
+    return Program(tuple(files), (*types, *sizes, *exact, *keys.macros, *values.macros))

@@ -1,0 +1,274 @@
+"""`attend` on CUDA against the reference: every pair of codecs, several segments, odd sizes, windows, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_cases import OnDevice
+from kernel_cases import normal
+
+from edgekv.kernels import numpy_kernels, reference
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.cuda.kinds import KINDS, VALUES
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache import tiers
+from edgekv.kvcache.base import Geometry, Workspace
+from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
+from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
+from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
+from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, SymmetricKeys, SymmetricValues
+from edgekv.kvcache.steps import Steps, StepsKnobs, exact_bytes
+from edgekv.kvcache.tiers import Shape, least_bytes
+
+Pair = tuple[Codec, Codec]
+CAPACITY = 192
+TOLERANCE = 2e-3  # weights of 8 bits, and thresholds on probabilities, which may fall the other way
+SHAPES = {"mha": (1, 64), "gqa": (3, 80), "many": (12, 64)}  # heads per KV head (G = 2), head_dim
+
+
+def planes(g: int, n: int, d: int) -> Pair:
+    keys = PlaneKeys(g, n, d, planes=5, lam=0.9, seed=1)
+    return keys, PlaneValues(keys, group=1, threshold=0.01)
+
+
+def signs(bits: int) -> Callable[[int, int, int], Pair]:
+    return lambda g, n, d: (
+        CentredSigns(g, n, d, planes=5, lam=0.9, seed=bits),
+        QuadValues(g, n, d, bits=bits, seed=bits),
+    )
+
+
+PAIRS: dict[str, Callable[[int, int, int], Pair]] = {
+    "f16": lambda *shape: (F16(*shape), F16(*shape)),
+    "f32": lambda *shape: (Float32(*shape), Float32(*shape)),
+    "sketches": lambda *shape: (SignSketch(*shape, 128, 0), Int4(*shape)),
+    "sketches, f16": lambda *shape: (SignSketch(*shape, 128, 0), F16(*shape)),
+    "int8": lambda *shape: (SymmetricKeys(*shape, 8), SymmetricValues(*shape, 8)),
+    "kivi": lambda g, n, d: (KiviKeys(g, n, d, 2, 32), KiviValues(g, n, d, 2, d)),
+    "signs": signs(2),
+    "signs, 3 bits": signs(3),
+    "planes": planes,
+    "huffman": lambda *shape: (HuffmanKeys(*shape, 64, 0.25), HuffmanValues(*shape, 64, 0.25)),
+}
+
+
+class Both:
+    """Segments with the same contents in NumPy and on the device."""
+
+    def __init__(self, device: OnDevice, shape: str) -> None:
+        self.device, self.rng = device, np.random.default_rng(0)
+        (self.rep, self.d), self.g = SHAPES[shape], 2
+        self.here: list[Segment] = []
+        self.there: list[Segment] = []
+
+    def add(self, pair: str, first: int, stop: int, position: int) -> None:
+        k, v = (normal(self.rng, self.g, CAPACITY, self.d) for _ in range(2))
+        k += 2 * normal(self.rng, self.g, 1, self.d)
+        for kernels, up, segments in (
+            (numpy_kernels(), np.copy, self.here),
+            (self.device.kernels, self.device.up, self.there),
+        ):
+            codecs = PAIRS[pair](self.g, CAPACITY, self.d)
+            for codec in codecs:
+                layout = codec.layout().items()
+                codec.bind({name: up(np.zeros(size, kind)) for name, (size, kind) in layout}, kernels)  # type: ignore[arg-type]
+            kernels.append(*codecs, up(k), up(v), 0)  # type: ignore[attr-defined]
+            segments.append(Segment(*codecs, first, stop, position))
+
+    def last(self, **changes: Any) -> None:
+        """Replaces fields of the latest segment."""
+        self.here[-1] = self.here[-1]._replace(**changes)
+        there = {
+            name: self.device.up(x) if isinstance(x, np.ndarray) else (self.device.up(x[0]), x[1])
+            for name, x in changes.items()
+        }
+        self.there[-1] = self.there[-1]._replace(**there)
+
+    def check(
+        self, n: int, lo: np.ndarray, hi: np.ndarray, with_weights: bool, tolerance: float, ahead: int = 0
+    ) -> np.ndarray:
+        queries = normal(self.rng, self.g * self.rep, n, self.d) * np.float32(1.5 / np.sqrt(self.d))
+        columns = sum(
+            s.stop - s.first if s.chosen is None else s.chosen[0].shape[2] for s in self.here
+        )  # of all segments
+        weights = np.full((self.g, self.rep * n, columns), np.nan, np.float32) if with_weights else None
+        found = None if weights is None else self.device.up(weights)
+        expected, actual = np.full_like(queries, np.nan), self.device.up(np.full_like(queries, np.nan))
+        reference.attend(queries, self.here, (lo, hi), expected, weights)
+        self.device.kernels.attend(self.device.up(queries), self.there, (lo, hi + ahead), actual, found)
+        difference = np.linalg.norm(to_host(actual) - expected)
+        assert difference <= tolerance * np.linalg.norm(expected)
+        if weights is not None:
+            np.testing.assert_allclose(to_host(found), weights, atol=2e-6, rtol=0)
+        for here, there in zip(self.here, self.there, strict=True):
+            if here.values.kind == "plane_values":  # a probability at a threshold may fall the other way
+                np.testing.assert_allclose(to_host(there.values.counts), here.values.counts, atol=0.5)
+        return expected
+
+
+def causal(n: int, total: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    hi = np.arange(total - n + 1, total + 1, dtype=np.int64)
+    return np.zeros_like(hi) if window is None else np.maximum(hi - window, 0), hi
+
+
+def test_every_kind_is_tried() -> None:
+    tried = {codec.kind for pair in PAIRS.values() for codec in pair(1, 64, 64)}
+    assert tried == KINDS - {"sign_index", "page_index"}  # which are no segments' keys
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("shape", "n", "window", "with_weights"),
+    [
+        *(
+            (shape, *case)
+            for shape in ("mha", "gqa")
+            for case in ((1, None, False), (1, 77, False), (5, 77, True))
+        ),
+        ("many", 1, None, False),
+    ],
+)
+def test_a_pair_between_exact_tokens(
+    device: OnDevice, pair: str, shape: str, n: int, window: int | None, with_weights: bool
+) -> None:
+    both = Both(device, shape)
+    both.add("f16", 0, 3, 0)
+    both.add(pair, 0, 128, 3)
+    both.add("f16", 1, 38, 131)
+    lossy = pair.startswith(("signs", "planes"))
+    both.check(n, *causal(n, 168, window), with_weights, TOLERANCE if lossy else 1e-5)
+
+
+@pytest.mark.parametrize("pair", ["f16", "sketches", "int8", "signs"])
+def test_odd_ranges(device: OnDevice, pair: str) -> None:
+    """Tokens from within a block to within another; one query sees nothing."""
+    both = Both(device, "gqa")
+    both.add(pair, 5, 130, 0)
+    both.check(1, *causal(1, 125, None), False, TOLERANCE)
+    both.check(3, np.array([0, 3, 9]), np.array([60, 3, 125]), True, TOLERANCE)
+    nothing = both.check(1, np.array([9]), np.array([9]), False, 0)
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("shape", ["mha", "gqa"])
+@pytest.mark.parametrize(
+    "pairs", [("signs", "signs, 3 bits"), ("kivi", "sketches", "int8"), ("planes", "signs"), ("planes", "planes")]
+)
+def test_mixed_pairs(device: OnDevice, pairs: tuple[str, ...], shape: str, n: int) -> None:
+    """Each is rotated back by itself, and second stages share one sum of probabilities."""
+    both, position = Both(device, shape), 0
+    for pair in ("f16", *pairs, "f16"):
+        length = 7 if pair == "f16" else 64 + position % 2 * 64
+        both.add(pair, 0, length, position)
+        position += length
+    both.check(n, *causal(n, position, None), False, TOLERANCE)
+    both.check(n, *causal(n, position, 100), n > 1, TOLERANCE)
+
+
+def test_mixed_pairs_take_a_launch_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(OnDevice.open("host"), "gqa")
+    for i, pair in enumerate(("f16", "signs", "sketches", "f16", "f16", "f16")):
+        both.add(pair, 0, 64, 64 * i)
+    launched: list[str] = []
+    launch = both.device.driver.launch
+    monkeypatch.setattr(both.device.driver, "launch", lambda *a: (launched.append(a[0].kernel), launch(*a)))
+    both.check(1, *causal(1, 384, None), False, TOLERANCE)
+    assert launched.count("attend") == 2
+    assert launched.count("merge") == 1
+    assert not {"scores", "values", "softmax"} & set(launched)
+
+
+@pytest.mark.parametrize("pairs", [("signs",), ("signs", "kivi"), ("planes",)])
+def test_a_replayed_step_sees_less(device: OnDevice, pairs: tuple[str, ...]) -> None:
+    """The shift takes back the end of what is visible, as far as a recorded step is ahead."""
+    both = Both(device, "gqa")
+    for i, pair in enumerate((*pairs, "f16")):
+        both.add(pair, 0, 64, 64 * i)
+    total = 64 * len(pairs) + 64
+    device.driver.shift.fill(-9)
+    lo, hi = causal(1, total - 9, None)
+    try:
+        both.check(1, lo, hi, False, TOLERANCE, ahead=9)
+    finally:
+        device.driver.shift.fill(0)
+
+
+@pytest.mark.parametrize("pair", ["f16", "sketches"])
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_tokens_that_stand_anywhere(device: OnDevice, pair: str, with_weights: bool) -> None:
+    both = Both(device, "gqa")
+    both.add(pair, 2, 150, 0)
+    positions = np.stack([both.rng.permutation(300)[:CAPACITY] for _ in range(both.g)]).astype(np.int32)
+    both.last(positions=positions)
+    both.add("f16", 0, 20, 300)
+    both.check(1, *causal(1, 320, 170), with_weights, 1e-5)
+    both.check(3, *causal(3, 320, 170), with_weights, 1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_chosen_tokens(device: OnDevice, n: int) -> None:
+    both = Both(device, "gqa")
+    both.add("f16", 0, CAPACITY, 0)
+    tokens = both.rng.integers(0, CAPACITY, (both.g, n, 37)).astype(np.int32)
+    both.last(chosen=(tokens, np.arange(35, 35 + n)))
+    both.check(n, *causal(n, CAPACITY, None), False, 1e-5)
+    both.check(n, *causal(n, CAPACITY, None), True, 1e-5)
+
+
+def test_scores_and_sums_of_codecs(device: OnDevice) -> None:
+    both = Both(device, "gqa")
+    for pair in PAIRS:
+        both.add(pair, 0, CAPACITY, 0)
+    shape, n = (both.g, both.rep), 100
+    for here, there in zip(both.here, both.there, strict=True):
+        q, s = normal(both.rng, *shape, both.d), np.full((*shape, n), np.nan, np.float32)
+        up = device.up(s)
+        reference.scores(here.keys, q, 64, 64 + n, s)
+        device.kernels.scores(there.keys, device.up(q), 64, 64 + n, up)
+        np.testing.assert_allclose(to_host(up), s, atol=2e-5 * np.abs(s).max(), rtol=0)
+        if here.values.kind in VALUES:
+            p, out = both.rng.random(s.shape, np.float32), q.copy()
+            found = device.up(out)
+            reference.sums(here.values, p, 64, 64 + n, out)
+            device.kernels.sums(there.values, device.up(p), 64, 64 + n, found)
+            np.testing.assert_allclose(to_host(found), out, atol=2e-4 * np.abs(out).max(), rtol=0)
+
+
+MIXTURES = {  # times the least budget: values of the segments at some time
+    1.0: {("f16", "interleaved", "plane_values", "f16"), ("f16", "interleaved", "interleaved", "f16")},
+    1.3: {("f16", "plane_values", "f16", "f16"), ("f16", "interleaved", "plane_values", "f16")},
+}
+
+
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize("factor", MIXTURES)
+def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that makes tokens step down through the tiers, with two of them at a time."""
+    monkeypatch.setattr(tiers, "LEAST_GROWTH", 64)
+    geometry = Geometry(6, 2, 64, 560, window=window)
+    knobs = StepsKnobs(sink=3, window=16)
+    packed = (560 - 3 - 16) // 64 * 64
+    least = exact_bytes(geometry, knobs) + least_bytes(Shape(2, 64, 3), packed)
+    knobs = StepsKnobs(int(2 * factor * least), sink=3, window=16)
+    here, there = Steps(geometry, knobs), Steps(geometry, knobs)
+    here.allocate(numpy_kernels(), Workspace())
+    there.allocate(device.kernels, Workspace(device.driver))  # type: ignore[arg-type]
+    rng, seen = np.random.default_rng(1), set()
+    offset = 2 * normal(rng, 2, 1, 64)
+    for n in (1, 70, *(1, 63) * 7, 1):
+        q = normal(rng, 6, n, 64) / 4
+        k, v = normal(rng, 2, n, 64) + offset, normal(rng, 2, n, 64)
+        expected = here.attend(q, k, v)
+        actual = to_host(there.attend(*map(device.up, (q, k, v))))
+        assert np.linalg.norm(actual - expected) < 2 * TOLERANCE * np.linalg.norm(expected)
+        seen.add(tuple(segment.values.kind for segment in there.segments()))
+    assert there.state().counters == here.state().counters
+    assert there.fitted() == here.fitted()
+    assert seen >= MIXTURES[factor]
+    there.truncate(0)
+    q, k, v = (device.up(normal(rng, heads, 3, 64)) for heads in (6, 2, 2))
+    assert np.isfinite(to_host(there.attend(q, k, v))).all()

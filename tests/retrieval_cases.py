@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import cache_cases
 import numpy as np
 
-from edgekv.kernels import numba_kernels, numpy_kernels
-from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
 
-BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
 Summary = Callable[[np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
 
 def make(kv: str, backend: str = "numba", **geometry: object) -> KVCache:
     """A layer that retrieves: 4 query heads, 2 KV heads of 16 channels, 600 tokens, unless said otherwise."""
-    sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "capacity": 600, "layer": 2, "n_layers": 4}
-    spec = CacheSpec.parse(kv)
-    cache = spec.scheme(Geometry(**(sizes | geometry)), spec.knobs)
-    cache.allocate(BACKENDS[backend](None), Workspace())
-    return cache
+    sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "capacity": 600, "layer": 2, "n_layers": 4} | geometry
+    heads = sizes.pop("n_heads"), sizes.pop("n_kv_heads"), sizes.pop("head_dim")
+    return cache_cases.make(kv, heads, sizes.pop("capacity"), backend, **sizes)
 
 
 def draw(n: int, seed: int = 0, n_heads: int = 4, n_kv_heads: int = 2, head_dim: int = 16) -> list[np.ndarray]:

@@ -12,6 +12,9 @@ from edgekv.kvcache.base import Geometry, KVCache, Workspace, rewind
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim
 TOKENS = 330  # several blocks of 64, and a rest
+EXACT = (2e-3, 2e-3)
+LOSSY = {"h1b": (0.97, 0.25), "loki1": (0.96, 2e-3), "minicache4": (0.22, 0.37)}
+"""1.3 times the largest error of 24 draws: of 40 tokens in relation to the exact result, and of a first token."""
 EACH_SHAPE = pytest.mark.parametrize("heads", SHAPES.values(), ids=SHAPES.keys())
 
 
@@ -57,14 +60,18 @@ def test_many_tokens_at_once_equal_single_steps(name: str, heads: Heads) -> None
 
 @pytest.mark.parametrize("name", CACHES)
 def test_a_short_context_is_close_to_exact(name: str) -> None:
-    """Fewer tokens than any window or budget: only the storage's own rounding is left."""
+    """Fewer tokens than any window or budget: only the storage's own rounding is left.
+
+    Schemes without a window must at least be nearer than the plain mean of the values.
+    """
     heads = SHAPES["gqa"]
-    q, k, v = draw(heads, 40)
+    q, k, v = draw(heads, 40, offset=0)
     cache = make(name, heads)
     got = cache.attend(q, k, v)
     assert got.shape == q.shape
-    bound = 2e-3 if cache.exact_when_short else 1.0
-    assert relative(got, attention(q, k, v)) < bound
+    assert cache.exact_when_short == (name not in LOSSY)
+    expected, mean = attention(q, k, v), attention(0 * q, k, v)
+    assert relative(got, expected) < min(LOSSY.get(name, EXACT)[0], relative(mean, expected))
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -147,7 +154,8 @@ def test_tiny_contexts(name: str, capacity: int) -> None:
     q, k, v = draw(heads, capacity)
     got = cache.attend(q, k, v)
     assert np.isfinite(got).all()
-    np.testing.assert_allclose(got[:, 0], v[:, 0], atol=0.7)  # the first token sees itself alone
+    first = LOSSY.get(name, EXACT)[1]
+    np.testing.assert_allclose(got[:, 0], v[:, 0], rtol=0, atol=first)  # it sees itself alone
 
 
 @pytest.mark.parametrize("name", CACHES)

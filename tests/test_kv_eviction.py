@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import cache_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
-from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.papers.evicting import Evicting, attention_received, budget_tokens
 
 F32 = npt.NDArray[np.float32]
-BACKENDS = pytest.mark.parametrize("backend", [numpy_kernels, numba_kernels], ids=["numpy", "numba"])
+EACH_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 G, GROUP, D = 2, 3, 24
 SCHEMES = {
     "streaming": "streaming:budget=40,sink=3",
@@ -27,11 +28,8 @@ SCHEMES = {
 ALL = pytest.mark.parametrize("kv", SCHEMES.values(), ids=SCHEMES.keys())
 
 
-def make(kv: str, capacity: int = 400, backend=numba_kernels, window: int | None = None) -> Evicting:
-    spec = CacheSpec.parse(kv)
-    cache = spec.scheme(Geometry(G * GROUP, G, D, capacity, window=window), spec.knobs)
-    cache.allocate(backend(None), Workspace())
-    return cache
+def make(kv: str, capacity: int = 400, backend: str = "numba", window: int | None = None) -> Evicting:
+    return cache_cases.make(kv, (G * GROUP, G, D), capacity, backend, window=window)
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
@@ -174,7 +172,7 @@ REFERENCES = {
 }
 
 
-@BACKENDS
+@EACH_BACKEND
 @pytest.mark.parametrize("window", [None, 30, 70])
 @pytest.mark.parametrize("prompt", [0, 25, 90])
 @pytest.mark.parametrize("name", SCHEMES)
@@ -350,7 +348,7 @@ def test_received_attention_is_the_column_sum_of_the_causal_matrix() -> None:
             seen &= ~np.tri(700, k=-window, dtype=bool)
         e = np.where(seen, np.exp(scores), 0)
         expected = (e / e.sum(-1, keepdims=True))[:, :, first:].sum(axis=(1, 2))
-        for backend in (numpy_kernels, numba_kernels):
+        for backend in BACKENDS.values():
             got = attention_received(q, k, first, window, backend(None), Workspace())
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 

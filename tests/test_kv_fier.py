@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from retrieval_cases import BACKENDS, draw, make, reference, rounded
+from cache_cases import BACKENDS
+from retrieval_cases import draw, make, reference, rounded
 
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec

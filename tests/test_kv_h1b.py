@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_kv_minicache import F32, F64, draw, make
+from cache_cases import F32, F64, make, normal
 
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
@@ -36,9 +36,9 @@ def binary_attention(q: F32, k: F32, v: F64, projection: F32, tau: F64) -> F64:
 @pytest.mark.parametrize("kv", ["h1b:b=64", "h1b:b=192", "h1b:b=512,keys_only=1", "loki1"])
 def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, int, int]) -> None:
     n = 133
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     tau = np.linspace(0.03, 0.3, shape[0], dtype=np.float32)
-    cache = make(kv, *shape, n)
+    cache = make(kv, shape, n)
     cache.adapt({"tau": tau}, "a test")
     cache.extend(k[:, :-9], v[:, :-9])
     got = cache.attend(q[:, -9:], k[:, -9:], v[:, -9:])
@@ -51,16 +51,16 @@ def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, 
 def test_bytes_are_the_formula(b: int) -> None:
     n_kv_heads, head_dim, capacity = 2, 128, 1024
     for kv, value_bytes in ((f"h1b:b={b}", 64 + 3), (f"h1b:b={b},keys_only=1", 256), (f"loki1:b={b}", 256)):
-        cache = make(kv, 8, n_kv_heads, head_dim, capacity)
+        cache = make(kv, (8, n_kv_heads, head_dim), capacity)
         assert cache.nbytes == cache.planned_bytes == n_kv_heads * capacity * (b // 8 + value_bytes)
 
 
 def fitted(fit: str, name: str = "h1b") -> list[H1B]:
     """Two layers, prefilled; queries of head h of layer l look for their own key 1 + h + 4 l times as sharply."""
     shape, n = (4, 2, 64), 200
-    caches = [make(f"{name}:fit={fit}", *shape, n) for _ in range(2)]
+    caches = [make(f"{name}:fit={fit}", shape, n) for _ in range(2)]
     for layer, cache in enumerate(caches):
-        _, k, v = draw(*shape, n)
+        _, k, v = normal(shape, n, n)
         sharpness = 1 + np.arange(4, dtype=np.float32) + 4 * layer
         q = np.repeat(k, 2, axis=0) * sharpness[:, None, None] / 16
         cache.prefill(q, k, v)
@@ -86,8 +86,8 @@ def test_sharper_attention_gets_a_lower_tau_of_its_own(name: str) -> None:
 def test_a_fitted_tau_is_the_one_of_least_cross_entropy() -> None:
     """Brute force over the grid, for one head, at every query that the fit samples."""
     shape, n = (2, 1, 32), 64
-    q, k, v = draw(*shape, n)
-    cache = make("h1b:fit=head", *shape, n)
+    q, k, v = normal(shape, n, n)
+    cache = make("h1b:fit=head", shape, n)
     cache.prefill(q, k, v)
     H1B.settle([cache])
     for head in range(2):
@@ -103,8 +103,8 @@ def test_a_fitted_tau_is_the_one_of_least_cross_entropy() -> None:
 
 
 def test_short_prompts_and_given_taus_are_not_fitted() -> None:
-    q, k, v = draw(4, 2, 64, 40)
-    short, given = make("h1b", 4, 2, 64, 50), make("h1b:tau=0.125", 4, 2, 64, 50)
+    q, k, v = normal((4, 2, 64), 40, 40)
+    short, given = make("h1b", (4, 2, 64), 50), make("h1b:tau=0.125", (4, 2, 64), 50)
     short.prefill(q[:, :20], k[:, :20], v[:, :20])
     given.prefill(q, k, v)
     H1B.settle([short])
@@ -127,14 +127,14 @@ def test_notes_say_whose_tau_it_is() -> None:
         (np.full(1, 0.5, np.float32), "tau 0.5 in layer 0 (adapter x)"),
         (np.linspace(0.1, 0.4, 4, dtype=np.float32), "tau 0.1 to 0.4 in layer 0 (adapter x)"),
     ):
-        cache = make("loki1", 4, 2, 64, 50)
+        cache = make("loki1", (4, 2, 64), 50)
         cache.adapt({"tau": tau}, "adapter x")
         assert cache.notes() == [f"loki1: {text}, b = 256"]
         assert not cache.exact_prefill
 
 
 def test_a_given_tau_comes_before_an_adapters() -> None:
-    cache = make("h1b:tau=0.125", 4, 2, 64, 50)
+    cache = make("h1b:tau=0.125", (4, 2, 64), 50)
     cache.adapt({"tau": np.full(4, 0.5, np.float32)}, "adapter x")
     assert (cache.tau == 0.125).all()
     assert cache.notes() == ["h1b: tau 0.125 (set by tau=), b = 256"]
@@ -143,10 +143,10 @@ def test_a_given_tau_comes_before_an_adapters() -> None:
 def test_what_can_not_be_adapted_says_so() -> None:
     tau = {"tau": np.ones((), np.float32)}
     with pytest.raises(CacheError, match=r"^--kv dense takes no adapter x: nothing in it is trained"):
-        make("dense", 4, 2, 64, 50).adapt(tau, "adapter x")
+        make("dense", (4, 2, 64), 50).adapt(tau, "adapter x")
     for parameters in ({**tau, "bias": np.ones(2, np.float32)}, {}):
         with pytest.raises(CacheError, match=r"^adapter x: --kv h1b takes tau and nothing else"):
-            make("h1b", 4, 2, 64, 50).adapt(parameters, "adapter x")
+            make("h1b", (4, 2, 64), 50).adapt(parameters, "adapter x")
 
 
 @pytest.mark.parametrize("name", ["h1b", "loki1"])
@@ -168,8 +168,8 @@ def test_knobs_are_checked(name: str, knob: str, message: str) -> None:
 
 def test_only_four_bit_values_need_an_even_head_size() -> None:
     with pytest.raises(CacheError, match=r"^--kv h1b packs two values to a byte: head_dim 15 must be even$"):
-        make("h1b", 2, 2, 15, 10)
-    make("loki1", 2, 2, 15, 10)
+        make("h1b", (2, 2, 15), 10)
+    make("loki1", (2, 2, 15), 10)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_kv_minicache import F32, F64, attention, draw, make
+from cache_cases import F32, F64, attention, make, normal
 
 from edgekv.errors import CacheError
 
@@ -44,9 +44,9 @@ def stored(k: F32, v: F32, n_packed: int, bits: int, group: int, vgroup: int) ->
 def test_attention_is_that_of_the_stored_tokens(
     shape: tuple[int, int, int], bits: int, window: int, group: int, vgroup: int, n: int, n_packed: int
 ) -> None:
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     kv = f"kivi2:bits={bits},window={window},group={group},vgroup={vgroup}"
-    cache = make(kv, *shape, n)
+    cache = make(kv, shape, n)
     cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
     got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
     expected = attention(q[:, -1:], *stored(k, v, n_packed, bits, group, vgroup), None)
@@ -56,8 +56,8 @@ def test_attention_is_that_of_the_stored_tokens(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_exact_until_a_group_leaves_the_window(shape: tuple[int, int, int]) -> None:
     n = 160
-    q, k, v = draw(*shape, n)
-    cache = make("kivi2", *shape, 400)
+    q, k, v = normal(shape, n, n)
+    cache = make("kivi2", shape, 400)
     got = cache.attend(q[:, : n - 1], k[:, : n - 1], v[:, : n - 1]).copy()
     expected = attention(q[:, : n - 1], *stored(k[:, : n - 1], v[:, : n - 1], 0, 2, 32, 0), None)
     np.testing.assert_allclose(got, expected, atol=1e-4)
@@ -67,8 +67,8 @@ def test_exact_until_a_group_leaves_the_window(shape: tuple[int, int, int]) -> N
 
 def test_sliding_window_crosses_packed_groups() -> None:
     shape, n, window = (8, 2, 64), 330, 200
-    q, k, v = draw(*shape, n)
-    cache = make("kivi2", *shape, n, window)
+    q, k, v = normal(shape, n, n)
+    cache = make("kivi2", shape, n, window=window)
     cache.extend(k[:, :-1], v[:, :-1])
     got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
     expected = attention(q[:, -1:], *stored(k, v, 192, 2, 32, 0), window)
@@ -85,7 +85,7 @@ def test_sliding_window_crosses_packed_groups() -> None:
 )
 def test_bytes_are_the_formula(kv: str, token: float) -> None:
     n_kv_heads, head_dim, capacity = 2, 128, 4096
-    cache = make(kv, 8, n_kv_heads, head_dim, capacity)
+    cache = make(kv, (8, n_kv_heads, head_dim), capacity)
     exact = cache.knobs.window + cache.knobs.group
     packed = capacity - cache.knobs.window
     assert cache.nbytes == cache.planned_bytes == n_kv_heads * (packed * token + exact * 4 * head_dim)
@@ -95,12 +95,12 @@ def test_bytes_are_the_formula(kv: str, token: float) -> None:
 
 def test_more_bits_and_smaller_value_groups_are_closer() -> None:
     shape, n = (8, 2, 128), 500
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     v[:, :, 7] = 20  # an outlier channel, which a range of its own span keeps from the others
     exact = attention(q[:, -8:], k.astype(float), v.astype(float), None)
     errors = []
     for kv in ("kivi2", "kivi2:vgroup=32", "kivi2:bits=4"):
-        cache = make(kv, *shape, n)
+        cache = make(kv, shape, n)
         cache.extend(k[:, :-8], v[:, :-8])
         errors.append(np.linalg.norm(cache.attend(q[:, -8:], k[:, -8:], v[:, -8:]) - exact))
     assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
@@ -119,5 +119,5 @@ def test_more_bits_and_smaller_value_groups_are_closer() -> None:
 )
 def test_knobs_are_checked(kv: str, head_dim: int, message: str) -> None:
     with pytest.raises(CacheError, match=message) as error:
-        make(kv, 2, 2, head_dim, 300)
+        make(kv, (2, 2, head_dim), 300)
     assert "\n" not in str(error.value)

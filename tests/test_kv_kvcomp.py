@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import heapq
 
+import cache_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
-from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kernels.contract.codes import TABLE_BITS, TABLE_SYMBOLS
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.papers.codebook import Codebook, code_lengths, gaussian_counts
 from edgekv.kvcache.papers.kvcomp import KVComp
 
-BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
 
 
-def make(kv: str = "kvcomp:window=64", backend: str = "numba", capacity: int = 600, **geometry: int) -> KVComp:
-    spec = CacheSpec.parse(kv)
-    sizes = {"n_heads": HEADS, "n_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, **geometry}
-    cache = spec.scheme(Geometry(capacity=capacity, **sizes), spec.knobs)
-    cache.allocate(BACKENDS[backend](None), Workspace())
+def make(
+    kv: str = "kvcomp:window=64", backend: str = "numba", capacity: int = 600, head_dim: int = HEAD_DIM
+) -> KVComp:
+    cache = cache_cases.make(kv, (HEADS, KV_HEADS, head_dim), capacity, backend)
     assert isinstance(cache, KVComp)
     return cache
 

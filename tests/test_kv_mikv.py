@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import cache_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
-from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import Geometry, KVCache
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 G, GROUP, D = 2, 2, 16
 
 
-def make(kv: str, capacity: int = 300, backend=numba_kernels, window: int | None = None) -> KVCache:
-    spec = CacheSpec.parse(kv)
-    cache = spec.scheme(Geometry(G * GROUP, G, D, capacity, window=window), spec.knobs)
-    cache.allocate(backend(None), Workspace())
-    return cache
+def make(kv: str, capacity: int = 300, backend: str = "numba", window: int | None = None) -> KVCache:
+    return cache_cases.make(kv, (G * GROUP, G, D), capacity, backend, window=window)
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
@@ -99,7 +97,7 @@ class Reference:
         return out
 
 
-@pytest.mark.parametrize("backend", [numpy_kernels, numba_kernels], ids=["numpy", "numba"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("prompt", [0, 20, 90])
 @pytest.mark.parametrize("window", [None, 35])

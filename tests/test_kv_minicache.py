@@ -2,29 +2,11 @@
 
 import numpy as np
 import pytest
+from cache_cases import F32, F64, attention, make, normal
 
 from edgekv.errors import CacheError
-from edgekv.kernels import numba_kernels
-from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
 
-F32, F64 = np.ndarray, np.ndarray
 TOP = {"minicache4": 7, "dense:dtype=q8": 127}
-
-
-def make(
-    kv: str, n_heads: int, n_kv_heads: int, head_dim: int, capacity: int, window: int | None = None
-) -> KVCache:
-    spec = CacheSpec.parse(kv)
-    cache = spec.scheme(Geometry(n_heads, n_kv_heads, head_dim, capacity, window=window), spec.knobs)
-    cache.allocate(numba_kernels(), Workspace())
-    return cache
-
-
-def draw(n_heads: int, n_kv_heads: int, head_dim: int, n: int) -> tuple[F32, F32, F32]:
-    rng = np.random.default_rng(n)
-    shapes = ((n_heads, n, head_dim), (n_kv_heads, n, head_dim), (n_kv_heads, n, head_dim))
-    return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
 
 
 def rounded(x: F32, top: int) -> F64:
@@ -37,16 +19,6 @@ def rounded(x: F32, top: int) -> F64:
     return scale * np.clip(np.rint(x / scale), -top, top)
 
 
-def attention(q: F32, k: F64, v: F64, window: int | None) -> F64:
-    """The last q.shape[1] tokens' causal attention."""
-    group, n, total = q.shape[0] // k.shape[0], q.shape[1], k.shape[1]
-    scores = q.astype(float) @ np.repeat(k, group, 0).transpose(0, 2, 1)
-    position, column = np.arange(total - n, total)[:, None], np.arange(total)
-    scores[:, (column > position) | (column <= position - (window or total))] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ np.repeat(v, group, 0)
-
-
 @pytest.mark.parametrize("kv", TOP)
 @pytest.mark.parametrize(
     ("shape", "n", "window"), [((8, 2, 64), 131, None), ((3, 3, 16), 33, 20), ((5, 1, 24), 64, 7)]
@@ -54,8 +26,8 @@ def attention(q: F32, k: F64, v: F64, window: int | None) -> F64:
 def test_attention_is_that_of_the_rounded_tokens(
     kv: str, shape: tuple[int, int, int], n: int, window: int | None
 ) -> None:
-    q, k, v = draw(*shape, n)
-    cache = make(kv, *shape, n, window)
+    q, k, v = normal(shape, n, n)
+    cache = make(kv, shape, n, window=window)
     cache.prefill(q[:, : n - 9], k[:, : n - 9], v[:, : n - 9])
     got = cache.attend(q[:, n - 9 :], k[:, n - 9 :], v[:, n - 9 :])
     expected = attention(q[:, n - 9 :], rounded(k, TOP[kv]), rounded(v, TOP[kv]), window)
@@ -64,11 +36,11 @@ def test_attention_is_that_of_the_rounded_tokens(
 
 def test_eight_bits_are_nearly_dense_and_four_are_not() -> None:
     shape, n = (8, 2, 64), 300
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     exact = attention(q[:, -8:], k.astype(float), v.astype(float), None)
     errors = []
     for kv in TOP:
-        cache = make(kv, *shape, n)
+        cache = make(kv, shape, n)
         cache.extend(k[:, :-8], v[:, :-8])
         errors.append(
             np.linalg.norm(cache.attend(q[:, -8:], k[:, -8:], v[:, -8:]) - exact) / np.linalg.norm(exact)
@@ -80,7 +52,7 @@ def test_eight_bits_are_nearly_dense_and_four_are_not() -> None:
 @pytest.mark.parametrize("capacity", [1, 32, 1000])
 def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
     n_kv_heads, head_dim = 2, 128
-    cache = make(kv, 8, n_kv_heads, head_dim, capacity)
+    cache = make(kv, (8, n_kv_heads, head_dim), capacity)
     padding = (-capacity % 32) * head_dim * bits // 8  # keys come in blocks of 32
     token = 2 * (head_dim * bits // 8 + 2)
     assert cache.nbytes == cache.planned_bytes == n_kv_heads * (capacity * token + padding)
@@ -90,7 +62,7 @@ def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
 
 def test_a_scale_per_token_is_ruined_by_an_outlier_channel() -> None:
     """What the scheme gives up, and KIVI's channels do not."""
-    _, k, _ = draw(1, 1, 64, 200)
+    _, k, _ = normal((1, 1, 64), 200, 200)
     plain = np.abs(rounded(k, 7) - k).mean()
     k[:, :, 5] = 30
     assert np.abs(rounded(k, 7) - k)[:, :, :5].mean() > 3 * plain
@@ -98,5 +70,5 @@ def test_a_scale_per_token_is_ruined_by_an_outlier_channel() -> None:
 
 def test_odd_head_size_is_refused() -> None:
     with pytest.raises(CacheError, match=r"^--kv minicache4 .* head_dim 15 must be even$"):
-        make("minicache4", 2, 2, 15, 10)
-    make("dense:dtype=q8", 2, 2, 15, 10)
+        make("minicache4", (2, 2, 15), 10)
+    make("dense:dtype=q8", (2, 2, 15), 10)

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from cache_cases import F32, F64, attention, make, normal
 from test_kernels_planes import bits_of, code, decoded_centres, half
-from test_kv_minicache import F32, F64, attention, draw, make
 
 from edgekv.errors import CacheError
 from edgekv.kernels.contract.planes import KEY_STEP
@@ -46,9 +46,9 @@ def last(cache: KVCache, q: F32, k: F32, v: F32) -> F32:
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_onebit_attends_to_what_it_stored(shape: tuple[int, int, int], bits: int) -> None:
     n = 300
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     q /= np.sqrt(shape[2])
-    cache = make(f"onebit:v={bits},window=64,planes=8", *shape, n)
+    cache = make(f"onebit:v={bits},window=64,planes=8", shape, n)
     got = last(cache, q, k, v)
     assert cache.n_bulk == 192
     scaled, centres = signs_and_centres(cache)
@@ -67,9 +67,9 @@ def test_onebit_attends_to_what_it_stored(shape: tuple[int, int, int], bits: int
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bitplane_reading_all_is_four_bit_attention(shape: tuple[int, int, int]) -> None:
     n = 300
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     q /= np.sqrt(shape[2])
-    cache = make("bitplane:p=1e-9", *shape, n)
+    cache = make("bitplane:p=1e-9", shape, n)
     got = last(cache, q, k, v)
     assert cache.n_bulk == 256
     _, centres = signs_and_centres(cache)
@@ -89,9 +89,9 @@ def test_bitplane_reading_all_is_four_bit_attention(shape: tuple[int, int, int])
 
 def test_bitplane_reading_none_is_the_estimate_times_means() -> None:
     shape, n = (8, 2, 64), 300
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     q /= 8
-    cache = make("bitplane:p=1,planes=8", *shape, n)
+    cache = make("bitplane:p=1,planes=8", shape, n)
     got = last(cache, q, k, v)
     scaled, centres = signs_and_centres(cache)
     rotation = matrix(cache.key_codec.rotation, cache)
@@ -105,12 +105,12 @@ def test_bitplane_reading_none_is_the_estimate_times_means() -> None:
 
 def test_a_lower_threshold_is_closer_and_reads_more() -> None:
     shape, n = (8, 2, 128), 1500
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     q /= 4  # peaked
     exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
     errors, read = [], []
     for p in ("0.1", "0.003", "0.0001"):
-        cache = make(f"bitplane:p={p}", *shape, n)
+        cache = make(f"bitplane:p={p}", shape, n)
         errors.append(np.linalg.norm(last(cache, q, k, v) - exact))
         read.append(cache.bytes_read())
     assert errors[0] > 1.5 * errors[1] > 1.5 * errors[2]
@@ -120,9 +120,9 @@ def test_a_lower_threshold_is_closer_and_reads_more() -> None:
 @pytest.mark.parametrize("kv", ["onebit", "bitplane"])
 def test_exact_until_a_block_leaves_the_window(kv: str) -> None:
     shape = (8, 2, 64)
-    n = 4 + 64 + make(kv, *shape, 500).knobs.window
-    q, k, v = draw(*shape, n)
-    cache = make(kv, *shape, 500)
+    n = 4 + 64 + make(kv, shape, 500).knobs.window
+    q, k, v = normal(shape, n, n)
+    cache = make(kv, shape, 500)
     got = cache.attend(q[:, : n - 1], k[:, : n - 1], v[:, : n - 1]).copy()
     k16, v16 = (x[:, : n - 1].astype(np.float16).astype(float) for x in (k, v))
     np.testing.assert_allclose(got, attention(q[:, : n - 1], k16, v16, None), atol=1e-4)
@@ -134,13 +134,13 @@ def test_exact_until_a_block_leaves_the_window(kv: str) -> None:
 def test_an_offset_common_to_all_keys_costs_nothing(kv: str) -> None:
     """Key biases tens of times the keys' own size, as some models have."""
     shape, n = (8, 2, 128), 600
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     q /= np.sqrt(128)
     errors = {}
     for offset in (0, 30):
         shifted = k + np.float32(offset) * np.sign(k[:, :1])
         for name in (kv, "minicache4"):
-            got = last(make(name, *shape, n), q, shifted, v)
+            got = last(make(name, shape, n), q, shifted, v)
             exact = attention(q[:, -1:], shifted.astype(np.float16).astype(float), v.astype(float), None)
             errors[name, offset] = np.linalg.norm(got - exact) / np.linalg.norm(exact)
     assert errors[kv, 30] < 1.5 * errors[kv, 0] + 0.1
@@ -149,10 +149,10 @@ def test_an_offset_common_to_all_keys_costs_nothing(kv: str) -> None:
 
 def test_more_value_bits_are_closer() -> None:
     shape, n = (8, 2, 64), 500
-    q, k, v = draw(*shape, n)
+    q, k, v = normal(shape, n, n)
     q /= 8
     exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
-    errors = [np.linalg.norm(last(make(f"onebit:v={bits}", *shape, n), q, k, v) - exact) for bits in (1, 2, 4)]
+    errors = [np.linalg.norm(last(make(f"onebit:v={bits}", shape, n), q, k, v) - exact) for bits in (1, 2, 4)]
     assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
 
 
@@ -166,7 +166,7 @@ def test_more_value_bits_are_closer() -> None:
 )
 def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
     g, d, capacity = 2, 128, 4 + 4096 + window
-    cache = make(kv, 8, g, d, capacity)
+    cache = make(kv, (8, g, d), capacity)
     assert cache.nbytes == cache.planned_bytes == g * (4096 * token + (4 + window + 64) * 4 * d)
     x = np.zeros((g, capacity, d), np.float32)
     cache.extend(x, x)
@@ -192,5 +192,5 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
 )
 def test_knobs_are_checked(kv: str, message: str) -> None:
     with pytest.raises(CacheError, match=message) as error:
-        make(kv, 2, 2, 64, 300)
+        make(kv, (2, 2, 64), 300)
     assert "\n" not in str(error.value)

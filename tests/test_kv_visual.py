@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import cache_cases
 import numpy as np
-import numpy.typing as npt
 import pytest
+from cache_cases import BACKENDS, F32, F64
 from kernel_cases import (
     EITHER_PATH,
     Case,
@@ -18,15 +19,12 @@ from kernel_cases import (
 )
 
 from edgekv.errors import CacheError
-from edgekv.kernels import cpu, numba_kernels, numpy_kernels, reference
+from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan
 
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
-BACKENDS = {"numpy": numpy_kernels, "numba": numba_kernels}
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
 SPANS = ((0, 9), (30, 95), (95, 101), (150, 290))  # at the start, apart, in a row, and one that ends late
 POISON = 0xAB
@@ -44,10 +42,7 @@ CASES = [
 
 
 def make(kv: str, backend: str = "numba", capacity: int = 320, window: int | None = None) -> KVCache:
-    spec = CacheSpec.parse(kv)
-    cache = spec.scheme(Geometry(HEADS, KV_HEADS, HEAD_DIM, capacity, window=window), spec.knobs)
-    cache.allocate(BACKENDS[backend](None), Workspace())
-    return cache
+    return cache_cases.make(kv, (HEADS, KV_HEADS, HEAD_DIM), capacity, backend, window=window)
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
@@ -83,12 +78,7 @@ def attention(
     for span in spans:
         part = slice(*span)
         k[:, part], v[:, part] = quantised(k[:, part], v[:, part], **knobs)
-    n, total = q.shape[1], k.shape[1]
-    scores = q.astype(float) @ np.repeat(k, HEADS // KV_HEADS, 0).transpose(0, 2, 1)
-    position, column = np.arange(total - n, total)[:, None], np.arange(total)
-    hidden = (column > position) | (False if window is None else column <= position - window)
-    weights = np.exp(np.where(hidden, -np.inf, scores) - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ np.repeat(v, HEADS // KV_HEADS, 0)
+    return cache_cases.attention(q, k, v, window)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -52,6 +52,8 @@ def measure(name: str, kernel: Kernel) -> Found:
     before = set(dispatcher.signatures)
     kernel.call()
     compiled = set(dispatcher.signatures) - before or before  # one function may serve several kernels
+    if kernel.parts:  # the first argument is a tuple of as many
+        compiled = {signature for signature in compiled | before if len(signature[0]) == kernel.parts}
     general = {signature for signature in compiled if "Literal" not in str(signature)}
     candidates = [
         (function not in symbol, -loop.work(kernel.work), loop, around)

@@ -23,7 +23,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
 from edgekv.kvcache.base import F32, Geometry
 from edgekv.kvcache.codec_planes import CentredSigns
-from edgekv.kvcache.codecs import F16, KeyCodec
+from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.dense import Dense
 from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.papers.fier import SignIndex
@@ -56,15 +56,15 @@ def by_index(index: Index, keys: Any, kernels: Kernels) -> Scorer:
     index.bind({name: zeros(*spec) for name, spec in index.layout().items()}, kernels)
     index.encode(keys, 0, index.n_blocks)
     load = index.block_bytes / (index.block * index.n_kv_heads * index.head_dim * 2)
-    return Scorer(index.unit, load, lambda q, n, s: index.scores(q, 0, n // index.block, s))
+    return Scorer(index.unit, load, lambda q, n, s: kernels.scores(index, q, 0, n // index.unit, s))
 
 
-def by_codec(codec: KeyCodec, keys: Any, kernels: Kernels) -> Scorer:
+def by_codec(codec: Codec, keys: Any, kernels: Kernels) -> Scorer:
     """Keys as a codec stores them."""
     codec.bind({name: zeros(*spec) for name, spec in codec.layout().items()}, kernels)
     codec.encode(keys.view(np.float16).astype(np.float32), 0)
     load = codec.token_bytes / (codec.n_kv_heads * codec.head_dim * 2)
-    return Scorer(1, load, lambda q, n, s: codec.scores(q, 0, n, s, 0))
+    return Scorer(1, load, lambda q, n, s: kernels.scores(codec, q, 0, n, s))
 
 
 def newest_first(q: F32, n: int, s: F32) -> None:
@@ -101,12 +101,12 @@ class Tally:
         exact.bind({name: zeros(*spec) for name, spec in exact.layout().items()}, self.kernels)
         exact.encode(keys, 0)
         schemes = scorers(shape, exact.arrays["half"], self.kernels)
-        schemes["exact"] = Scorer(1, 1.0, lambda q, n, s: exact.scores(q, 0, n, s, 0))
+        schemes["exact"] = Scorer(1, 1.0, lambda q, n, s: self.kernels.scores(exact, q, 0, n, s))
         found = {name: [] for name in schemes}
         for n in range(keys.shape[1] // 2, keys.shape[1] + 1, STRIDE):
             q = np.ascontiguousarray(queries[:, n - 1]).reshape(geometry.n_kv_heads, geometry.group, -1)
             truth = np.empty((*q.shape[:2], n), np.float32)
-            exact.scores(q, 0, n, truth, 0)
+            self.kernels.scores(exact, q, 0, n, truth)
             for name, scorer in schemes.items():
                 s = np.empty((*q.shape[:2], n // scorer.unit), np.float32)
                 scorer.scores(q, n, s)

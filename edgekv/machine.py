@@ -111,14 +111,18 @@ def format_bytes(n: int) -> str:
     return f"{size:.1f} {_UNITS[unit]}"
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, field: str = "size") -> int:
     """Bytes of '4096', '300M', '1.5G', '1.5GB' or '1.5 GiB'; every unit is a power of 1024.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError, of the parameter ``field``, for anything else.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])I?)?B?\s*", text.upper())
     if match is None:
-        raise ConfigError(f"size {text!r} is not understood: give bytes, or a number with K, M, G or T, as 1.5G")
+        raise ConfigError(
+            f"{field}={text!r} is not understood: give bytes, or a number with K, M, G or T, as 1.5G",
+            field=field,
+            value=text,
+        )
     return int(Fraction(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
 
 

@@ -10,7 +10,7 @@ import pytest
 from edgekv import CACHES, EdgeKVError
 from edgekv.kvcache import CacheSpec
 
-WHOLE = {name: "steps:budget=67108864" if name == "steps" else name for name in CACHES}
+SESSION_KV = {name: "steps:budget=67108864" if name == "steps" else name for name in CACHES}
 """Every scheme's name -> as ``kv`` of a session: with the budget that a scheme must be given."""
 UNBOUND = [name for name in CACHES if CacheSpec.parse(name).own_budget is None]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import WHOLE, raises
+from helpers import SESSION_KV, raises
 
 from edgekv import SamplingParams, Session
 from edgekv.chat.conversation import Chat, answer_ids
@@ -90,7 +90,7 @@ def test_the_cache_holds_what_the_template_writes(loaded: Session) -> None:
     assert text.split() == rendered.replace("</s>", "").split()
 
 
-@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_retry_and_rewind_on_every_scheme(loaded: Session, kv: str) -> None:
     session = loaded.fork(kv=kv)
     talk = chat(session)

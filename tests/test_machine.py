@@ -179,5 +179,5 @@ def test_parse_bytes(text, n):
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "1.5.5G", "1e9", "4iB", "3X", "1.G", "nan", "1 000", "1GG"])
 def test_parse_bytes_names_what_it_cannot_read(text):
-    with pytest.raises(ConfigError, match=rf"^size {re.escape(repr(text))} is not understood: [^\n]+$"):
+    with pytest.raises(ConfigError, match=rf"^size={re.escape(repr(text))} is not understood: [^\n]+$"):
         parse_bytes(text)

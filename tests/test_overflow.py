@@ -9,7 +9,7 @@ import sys
 import golden_cases
 import numpy as np
 import pytest
-from helpers import WHOLE, raises
+from helpers import SESSION_KV, raises
 from safetensors.numpy import save_file
 from serving import DEMO, TEMPLATE
 
@@ -44,7 +44,7 @@ def text(session: Session, prompt: list[int], n: int) -> list[int]:
     return [step.token for step in session.generate(prompt, max_new_tokens=n)]
 
 
-@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> None:
     session = loaded.fork(kv=kv)
     got = text(session, PROMPT, 150)

@@ -7,7 +7,7 @@ import weakref
 import golden_cases
 import numpy as np
 import pytest
-from helpers import WHOLE, raises
+from helpers import SESSION_KV, raises
 
 from edgekv import CACHES, LoadOptions, SamplingParams, Session
 from edgekv.errors import (
@@ -34,7 +34,7 @@ def text_model(shared: pathlib.Path) -> pathlib.Path:
     return shared / "models" / "stories260K"
 
 
-@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> None:
     """Tokens fed one after another through two calls are those of the same cache stepped by hand."""
     prompt = golden_cases.tokens("llama31")[:20]
@@ -46,7 +46,7 @@ def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> 
     assert session.n_past == 31
 
 
-@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_reset_gives_the_same_text_again(model: pathlib.Path, kv: str) -> None:
     session = Session.load(model, kv=kv)
     sampling = SamplingParams(temperature=1.0, seed=11)
@@ -89,7 +89,7 @@ def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Pa
     assert error < (1e-5 if weights == "f32" else 0.05 * reference.std())
 
 
-@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str) -> None:
     session = Session.load(model, kv=kv, ctx=50)
     list(session.generate([1, 2, 3], max_new_tokens=4))

@@ -12,7 +12,7 @@ import time
 import golden_cases
 import numpy as np
 import pytest
-from helpers import WHOLE, raises
+from helpers import SESSION_KV, raises
 
 from edgekv import SamplingParams, Session
 from edgekv.errors import CheckpointError, SessionError
@@ -53,7 +53,7 @@ def text(session: Session, prompt: list[int], n: int, sampling: object = SAMPLIN
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["plain", "compressed"])
-@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_restored_text_equals_uninterrupted_text(
     loaded: Session, kv: str, compress: bool, tmp_path: pathlib.Path
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, tmp_path: 
     assert first + text(restored, [], 70, restored.sampler) == whole
 
 
-@pytest.mark.parametrize("kv", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_restored_after_a_rewind(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
     """What the rewind left in the arrays behind the last token does no harm."""
     texts = []

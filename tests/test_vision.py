@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import vision_cases as cases
 from cuda_cases import OnDevice
-from helpers import WHOLE, raises
+from helpers import SESSION_KV, raises
 
 from edgekv import Embeddings, Session
 from edgekv.cli import main
@@ -125,7 +125,7 @@ def test_placeholders_and_images_must_be_as_many(base: Session, text: str, n: in
         base.generate(text, images=IMAGES[:n])
 
 
-@pytest.mark.parametrize("kv", [*WHOLE.values(), VISUAL])
+@pytest.mark.parametrize("kv", [*SESSION_KV.values(), VISUAL])
 def test_every_scheme_takes_images(base: Session, kv: str) -> None:
     session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])

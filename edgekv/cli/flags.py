@@ -9,7 +9,17 @@ from edgekv.session.options import LoadOptions
 from edgekv.session.sampling_params import SamplingParams
 
 OTHER_NAMES = {"images": "--image", "model": "--model", "shape": "--shape", "layers": "--layers", "hz": "--hz"}
-SHARED_NAMES = ("max_new_tokens", "stop", "prompt", "chat_template", "json_schema", "session", "output")
+SHARED_NAMES = (
+    "max_new_tokens",
+    "stop",
+    "prompt",
+    "chat_template",
+    "json_schema",
+    "session",
+    "output",
+    "max_request",
+    "prefix_cache",
+)
 
 
 def _flag(name: str) -> str:

@@ -118,7 +118,7 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
     names = (field.name for field in dataclasses.fields(LoadOptions))
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     if isinstance(given.get("kv_budget"), str):
-        given["kv_budget"] = parse_bytes(given["kv_budget"])
+        given["kv_budget"] = parse_bytes(given["kv_budget"], "kv_budget")
     if getattr(arguments, "tau", None) is not None:
         kv = given["kv"] or DEFAULT
         given["kv"] = f"{kv}{',' if ':' in kv else ':'}tau={arguments.tau}"

@@ -84,7 +84,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         energy=Energy(source),
     )
-    limits = Limits(parse_bytes(arguments.max_request), arguments.client_timeout)
+    limits = Limits(parse_bytes(arguments.max_request, "max_request"), arguments.client_timeout)
     name = arguments.name or session.model.path.name
     app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits)
     server = uvicorn.Server(
@@ -139,7 +139,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _pool_bytes(arguments: argparse.Namespace) -> int:
-    return parse_bytes(arguments.prefix_cache) if arguments.prefix_cache else available_memory_bytes() // 4
+    if not arguments.prefix_cache:
+        return available_memory_bytes() // 4
+    return parse_bytes(arguments.prefix_cache, "prefix_cache")
 
 
 def _uvicorn() -> Any:

@@ -21,7 +21,7 @@ SHORTEST, LONGEST = 8, 128  # tokens of a stretch worth recording, and recorded 
 INPUTS = Launch(Program(("inputs",)), "set_inputs", (1,), 1)
 
 
-class Steps(Protocol):
+class StepDecoder(Protocol):
     """A decoder whose steps are replayed; arrays are on the device."""
 
     driver: Driver
@@ -38,7 +38,7 @@ class Steps(Protocol):
 class Replay:
     """The steps of one decoder; remembers the recording of the conversation that it served last."""
 
-    def __init__(self, decoder: Steps) -> None:
+    def __init__(self, decoder: StepDecoder) -> None:
         self._decoder, self._driver = decoder, decoder.driver
         self._ids = self._driver.zeros((1,), np.int32)
         self._is_warm: set[type[KVCache]] = set()  # schemes whose kernels are compiled

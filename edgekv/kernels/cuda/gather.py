@@ -39,9 +39,7 @@ class GatherKernels(Loops):
         q = queries.x, queries.rounded, self.constant(keys.lam)
         stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"], keys.capacity
         limits = float(values.threshold), float(FULL_VALUES * values.threshold)
-        self.driver.launch(
-            launch, p, *strides(p), t0, t1, *q, *stored, *limits, n, partial, changes, tail, counts
-        )
+        self.driver.launch(launch, p, *strides(p), t0, t1, *q, *stored, *limits, n, partial, changes, tail, counts)
         self.add_partial(partial, inner)
         self.add_partial(changes, change)
         means = byte_values(a["means"], (a["mean_scale"],), width, "FROM_MIDDLE")

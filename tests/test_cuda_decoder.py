@@ -15,7 +15,6 @@ from edgekv.checkpoint.shipped import shipped_model
 from edgekv.errors import EdgeKVError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.steps import parse_kv
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.devices import find_device
@@ -33,7 +32,7 @@ def decoder(model: Model, place: OnDevice, weights: str = "f32") -> CudaDecoder:
 
 
 def open_caches(decoder: Any, text: str) -> list[KVCache]:
-    caches = parse_kv(text).layers(decoder.config, CAPACITY)
+    caches = CacheSpec.parse(text).layers(decoder.config, CAPACITY)
     for cache in caches:
         cache.allocate(decoder.kernels, decoder.workspace)
     return caches

@@ -14,6 +14,7 @@ from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.errors import EdgeKVError
 from edgekv.kernels.memory import to_host
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_decoder import CudaDecoder

@@ -7,7 +7,9 @@ import pytest
 from kernel_cases import EITHER_PATH, assert_close, bound
 
 from edgekv.kernels import cpu, reference
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
+from edgekv.kvcache.codecs import F16
 from edgekv.kvcache.papers.fier import SignIndex
 from edgekv.kvcache.papers.quest import PageIndex
 
@@ -90,7 +92,8 @@ def test_select_top_is_exact_over_all_magnitudes() -> None:
 @pytest.mark.parametrize(("g", "r", "n", "d"), SHAPES)
 def test_attention_over_chosen_tokens(g: int, r: int, n: int, d: int, length: int) -> None:
     rng = np.random.default_rng([g, r, n, d, length])
-    keys, values, q = half(normal(1, g, 300, d)), half(normal(2, g, 300, d)), normal(3, g, r * n, d)
+    keys, values = (bound(F16(g, 300, d), half=half(normal(seed, g, 300, d))) for seed in (1, 2))
+    q, visible = normal(3, g * r, n, d), (np.zeros(n, np.int64), np.full(n, 300))
     tokens = np.full((g, n, length + 3), 1 << 20, np.int32)  # beyond the counts lies rubbish
     counts = rng.integers(0, length, n, endpoint=True)
     counts[-1] = length
@@ -99,16 +102,11 @@ def test_attention_over_chosen_tokens(g: int, r: int, n: int, d: int, length: in
         tokens[:, j, counts[j] :] = 1 << 20
     results = []
     for module in (cpu, reference):
-        s = np.full((g, r * n + 1, length + 5), np.nan, np.float32)[:, : r * n, 1:-1]
-        module.scores_f16_at(q, keys, tokens, counts, s)
-        p = scores_with_gaps(4, g, r * n, length + 3)
-        out = normal(5, g, r * n, d)
-        module.values_f16_at(p, values, tokens, counts, out)
-        results.append((s, out))
-    for actual, expected in zip(*results, strict=True):
-        assert_close(actual, expected)
-    written = np.isfinite(results[0][0]).sum(axis=2)
-    np.testing.assert_array_equal(written, np.tile(counts, (g, r)))
+        out = np.full(q.shape, np.nan, np.float32)
+        module.attend(q, [Segment(keys, values, 0, 300, chosen=(tokens, counts))], visible, out)
+        results.append(out)
+    assert_close(*results)
+    assert not results[0][:, counts == 0].any()
 
 
 @pytest.mark.parametrize("minmax", [False, True])

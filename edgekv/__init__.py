@@ -1,8 +1,11 @@
 """edgekv: Llama- and GPT-2-style models on small machines, with the KV cache in one to four bits."""
 
+import os
+import pathlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from edgekv import numba_cache
 from edgekv.errors import (
     CacheError,
     CheckpointError,
@@ -62,6 +65,8 @@ __all__ = [
     "__version__",
     "register",
 ]
+
+numba_cache.prepare(pathlib.Path(__file__).parent / "kernels" / "cpu", os.environ)
 
 _HOMES = {
     "CACHES": "kvcache.registry",

@@ -213,7 +213,7 @@ def test_a_config_that_contradicts_the_tensors(
         ({"hidden_act": "mish"}, "'mish' is not supported"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "'spiral' is not supported"),
         ({"vocab_size": None}, "'vocab_size' is missing"),
-        ({"vocab_size": "many"}, "vocab_size must be a int"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; accepted: int"),
     ):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config | change))

@@ -260,9 +260,9 @@ def test_config_says_what_was_made(
     [
         ({"model_type": "mamba"}, ["mamba", "llama", "gpt2"]),
         ({"hidden_size": None}, ["hidden_size", "missing"]),
-        ({"num_hidden_layers": 0}, ["n_layers", "0"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
         ({"num_attention_heads": True}, ["num_attention_heads", "True"]),
-        ({"num_attention_heads": 64}, ["head_dim", "0"]),
+        ({"num_attention_heads": 64}, ["head_dim", "64"]),
         ({"vocab_size": 257}, ["vocab_size", "257", "258"]),
         ({"eos_token_id": 300}, ["300", "299"]),
         ({"initializer_range": "big"}, ["initializer_range", "big"]),
@@ -318,7 +318,8 @@ def test_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_small_disk_is_told_before_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make(tmp_path / "m", LLAMA | {"intermediate_size": 1 << 50}) == 2
+    huge = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_layers": 1000}
+    assert make(tmp_path / "m", LLAMA | huge) == 2
     message = capsys.readouterr().err
     assert "free" in message
     assert not (tmp_path / "m").exists()

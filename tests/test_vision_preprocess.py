@@ -56,6 +56,13 @@ def test_the_output_may_depend_on_the_image(tmp_path: pathlib.Path) -> None:
         {"size": 1 << 20},
         {"size": 30, "resample": "lanczos"},
         {"size": 30, "resample": 6},
+        {"size": float("inf")},
+        {"size": 10**400},
+        {"size": []},
+        {"size": 30, "image_std": [0, 1, 1]},
+        {"size": 30, "image_mean": [float("nan")] * 3},
+        {"size": 30, "rescale_factor": 10**400},
+        {"image_processor": []},
     ],
     ids=str,
 )

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 import torch.nn.functional as F
 from onnx import helper, numpy_helper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from edgekv.linear.runtime import ort
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],

@@ -1,13 +1,13 @@
-"""A model's chat template: Jinja, run in a sandbox, that writes messages the way the model was trained on."""
+"""A model's chat template: Jinja, run in limits, that writes messages the way the model was trained on."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edgekv.chat.renderer import RENDERER
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.tokenizer import Tokenizer
 
@@ -39,7 +39,10 @@ class ChatTemplate:
             "bos_token": "" if bos is None else tokenizer.piece(bos),
             "eos_token": tokenizer.piece(eos[0]) if eos else "",
         }
-        self._template = _compile(source)
+        if "invalid" in (answer := self._answer(None)):
+            raise ConfigError(
+                f"the chat template is no valid Jinja ({answer['invalid']}); give another with --chat-template"
+            )
 
     @classmethod
     def plain(cls, tokenizer: Tokenizer) -> ChatTemplate:
@@ -62,22 +65,23 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text up to where the next answer begins. Raises EdgeKVError where the template refuses messages."""
-        import jinja2
+        answer = self._answer(
+            {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self._names}
+        )
+        if "text" not in answer:
+            reason = answer.get("refused", answer.get("invalid"))
+            raise EdgeKVError(f"the chat template refuses these messages: {reason}")
+        return answer["text"]
 
+    def _answer(self, names: Mapping[str, Any] | None) -> dict[str, str]:
+        """Our own template needs no limits."""
+        if not self.is_plain:
+            return RENDERER.answer(self.source, names)
         try:
-            text: str = self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._names
-            )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-        ) as error:
-            raise EdgeKVError(f"the chat template refuses these messages: {error}") from None
-        return text
+            from edgekv.chat.environment import answer
+        except ImportError:
+            raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'") from None
+        return answer(self.source, names)
 
 
 def find_template(tokenizer: pathlib.Path) -> str | None:
@@ -92,7 +96,7 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
             return (folder / "chat_template.jinja").read_text(encoding="utf-8")
         if (folder / "tokenizer_config.json").is_file():
             return _declared(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{folder}: its chat template can't be read ({error}); copy it again") from None
     return None
 
@@ -114,32 +118,3 @@ def _declared(value: Any) -> str | None:
         named = {entry["name"]: entry["template"] for entry in value}
         value = named.get("default")
     return value if isinstance(value, str) else None
-
-
-def _compile(source: str) -> Any:
-    """As transformers does: an immutable sandbox, its filters and its functions."""
-    try:
-        import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'") from None
-    from edgekv.chat.jinja import GenerationBlock
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
-    )
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False} | options)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(
-            f"the chat template is no valid Jinja ({error}); give another with `chat_template`",
-            field="chat_template",
-        ) from None

@@ -7,6 +7,8 @@ import pathlib
 import shutil
 from collections.abc import Callable
 
+import psutil
+
 from edgekv.errors import CheckpointError
 
 
@@ -15,11 +17,20 @@ def cache_root() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "edgekv"
 
 
+def remove_abandoned(parent: pathlib.Path, name: str = "*") -> None:
+    """Removes what killed processes left in ``parent``, as NAME.partial-PID; name: a pattern."""
+    for partial in parent.glob(f"{name}.partial-*"):
+        pid = partial.name.rpartition("-")[2]
+        if not (pid.isdecimal() and psutil.pid_exists(int(pid))):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
 def made_once(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
     """The folder, filled by ``make`` under another name and renamed if it is not there yet."""
     if folder.is_dir():
         return folder
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    remove_abandoned(folder.parent)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

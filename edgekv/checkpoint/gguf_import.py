@@ -1,7 +1,4 @@
-"""Reading a GGUF file's header by the gguf library, once: index and tokenizer are kept in the cache folder.
-
-The library walks through every token and merge of the header, which takes seconds for large vocabularies.
-"""
+"""A GGUF file's header is read once: index and tokenizer are kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import pathlib
 from typing import Any
 
 from edgekv.checkpoint.cache_folder import cache_root, made_once
+from edgekv.checkpoint.gguf_header import Header, Tensor
 from edgekv.checkpoint.gguf_layout import ROPE_FACTORS, checkpoint_name, find_family, make_config
 from edgekv.errors import CheckpointError, EdgeKVError
 
@@ -54,44 +52,55 @@ def _key(path: pathlib.Path) -> str:
 
 def _import(path: pathlib.Path, folder: pathlib.Path) -> None:
     from edgekv.tokenizer.gguf_files import write_tokenizer
+    from edgekv.tokenizer.native import library_errors
 
     gguf = library(str(path))
     try:
-        reader = gguf.GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        (folder / INDEX).write_text(json.dumps(_index(reader, metadata)))
-        write_tokenizer(metadata, folder)
+        header = Header(path)
+        (folder / INDEX).write_text(json.dumps(_index(header, gguf)))
+        with library_errors("its tokenizer can't be used", "give the model's own with --tokenizer PATH"):
+            write_tokenizer(header.metadata, folder)
     except EdgeKVError as error:
         raise type(error)(f"{path}: {error}") from None
-    except Exception as error:  # the library checks little and raises whatever comes of it
+    except (ValueError, TypeError, LookupError, OverflowError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: not a whole, correct GGUF file ({error!r:.200}); download it again"
         ) from None
 
 
-def _index(reader: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+def _index(header: Header, gguf: Any) -> dict[str, Any]:
     """Of each tensor, under the checkpoint's name: type, shape, where it is, and how its rows are ordered."""
+    metadata = header.metadata
     family = find_family(metadata)
     architecture = metadata["general.architecture"]
     heads = int(metadata[f"{architecture}.attention.head_count"])
     n_heads = {"attn_q": heads, "attn_k": int(metadata.get(f"{architecture}.attention.head_count_kv", heads))}
-    shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors}
     tensors, factors = {}, None
-    for tensor in reader.tensors:
+    for tensor in header.tensors.values():
         if tensor.name == ROPE_FACTORS:
-            factors = [float(x) for x in tensor.data]
+            factors = header.floats(tensor)
             continue
-        role, shape = tensor.name.split(".")[-2], shapes[tensor.name]
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        role, shape = tensor.name.split(".")[-2], tensor.shape
         transposed = role in family.conv1d and len(shape) == 2
+        interleaved = n_heads[role] if role in family.interleaved else 0
+        if interleaved and (interleaved < 1 or shape[0] % (2 * interleaved)):
+            raise ValueError(f"{tensor.name} has {shape[0]} rows for {interleaved} heads")
         tensors[checkpoint_name(family, tensor.name)] = {
-            "kind": tensor.tensor_type.name,
+            "kind": kind.name,
             "shape": shape[::-1] if transposed else shape,
-            "start": int(tensor.data_offset),
-            "nbytes": int(tensor.n_bytes),
+            "start": tensor.start,
+            "nbytes": _nbytes(tensor, *gguf.GGML_QUANT_SIZES[kind]),
             "rows": shape[0],
             "table": role in ("token_embd", "position_embd"),
             "transposed": transposed,
-            "interleaved_heads": n_heads[role] if role in family.interleaved else 0,
+            "interleaved_heads": interleaved,
         }
-    config = make_config(metadata, shapes, factors)
-    return {"config": config, "data_start": int(reader.data_offset), "tensors": tensors}
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    return {"config": make_config(metadata, shapes, factors), "data_start": header.data_start, "tensors": tensors}
+
+
+def _nbytes(tensor: Tensor, block: int, block_bytes: int) -> int:
+    if tensor.shape[-1] % block:
+        raise ValueError(f"{tensor.name} has rows of {tensor.shape[-1]}, its type has blocks of {block}")
+    return tensor.n_elements // block * block_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,6 +49,13 @@ def parser() -> argparse.ArgumentParser:
     return main_parser
 
 
+def _drop_output() -> None:
+    """What is left for standard output goes nowhere: Python would try again, and complain, when it ends."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.close(descriptor)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
     arguments = parser().parse_args(argv)
@@ -59,6 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            raise
+        _drop_output()
+        print(
+            f"edgekv: error: standard output can't be written ({error.strerror}): make room, or redirect it",
+            file=sys.stderr,
+        )
+        return 2
     return status

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it is to end a command as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Inside the block SIGTERM raises Terminated."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Interrupt:

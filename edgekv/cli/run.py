@@ -8,6 +8,7 @@ import sys
 
 from edgekv.cli.conversation import add_session_options, is_saved, open_session, save_session
 from edgekv.cli.flags import in_flags
+from edgekv.cli.interrupt import Terminated, terminable
 from edgekv.cli.metering import add_power_options, energy_meter
 from edgekv.cli.options import (
     Bars,
@@ -21,13 +22,15 @@ from edgekv.cli.options import (
 )
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
-from edgekv.errors import EdgeKVError
+from edgekv.errors import ContextError, EdgeKVError
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.session.generation import Step
 from edgekv.session.grammar import Constraint, json_constraint, read_schema
 from edgekv.session.model import Model
+from edgekv.session.plan import DEFAULT_CTX
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
+from edgekv.tokenizer import load_tokenizer
 from edgekv.vision import Picture, picture, require_vision
 
 
@@ -61,12 +64,14 @@ def _execute(arguments: argparse.Namespace) -> int:
     sampling = sampling_params(arguments)
     schema = read_schema(arguments.json_schema) if arguments.json_schema else None
     images = read_images(arguments)
+    if isinstance(prompt, str) and not images:
+        require_room(arguments, prompt)
     bars, meter = Bars(), energy_meter(arguments)
     session = open_session(arguments, options, bars)
     constraint = None
     if schema is not None:
         constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
-    with meter:
+    with terminable(), meter:
         status = _generate(session, prompt, images, sampling, constraint, arguments, bars, meter)
     save_session(arguments, session)
     report = session.report()
@@ -107,10 +112,10 @@ def _generate(
                     _print(step)
                     decode.tokens += 1
         sys.stdout.write("\n")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         sys.stdout.write("\n")
         session.report().finish_message = "interrupted"
-        return 130
+        return 143 if isinstance(interrupt, Terminated) else 130
     return 0
 
 
@@ -122,6 +127,24 @@ def _print(step: Step) -> None:
 def has_prompt(arguments: argparse.Namespace) -> bool:
     """Whether the options give a prompt."""
     return arguments.prompt is not None or arguments.prompt_file is not None
+
+
+def require_room(arguments: argparse.Namespace, prompt: str) -> None:
+    """ContextError for a prompt that can't fit, before anything large is loaded."""
+    if is_saved(arguments) or arguments.overflow != "stop":
+        return
+    model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
+    ctx = arguments.ctx or min(DEFAULT_CTX, model.config.max_positions)
+    if (
+        model.tokenizer_path is None or len(prompt.encode(errors="replace")) + 2 <= ctx
+    ):  # no token is less than a byte
+        return
+    n_tokens = len(load_tokenizer(model.tokenizer_path, config=model.text_config).encode(prompt))
+    if n_tokens > ctx:
+        raise ContextError(
+            f"the prompt has {n_tokens} tokens and --ctx is {ctx}; shorten it, raise --ctx (this model: up to "
+            f"{model.config.max_positions}), or set --overflow slide"
+        )
 
 
 def read_images(arguments: argparse.Namespace) -> list[Picture]:

@@ -59,22 +59,34 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="for the caches of recent conversations (default: a quarter of the free memory)",
     )
     parser.add_argument(
-        "--client-timeout", type=float, default=30.0, metavar="S", help="for a client that stops (default 30)"
+        "--client-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="for a request to arrive whole, and for a client that stops reading (default 30)",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=positive_int,
+        default=512,
+        metavar="N",
+        help="open at once; beyond them those go that have sent no request for the longest (default %(default)s)",
     )
     add_power_options(parser)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    uvicorn = _uvicorn()
+    _require_uvicorn()
     if wants_list(arguments):
         return 0
     options = load_options(arguments)
     api_key, hosts = _access(arguments)
     source = energy_source(arguments)
     session = load_session(arguments, options, Bars())
-    from edgekv.server.app import Limits, build_app
+    from edgekv.server.app import build_app
     from edgekv.server.energy import Energy
     from edgekv.server.engine import Engine
+    from edgekv.server.limits import BoundedServer, Limits
 
     engine = Engine(
         session,
@@ -84,19 +96,11 @@ def _execute(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         energy=Energy(source),
     )
-    limits = Limits(parse_bytes(arguments.max_request, "max_request"), arguments.client_timeout)
+    max_request = parse_bytes(arguments.max_request, "max_request")
+    limits = Limits(max_request, arguments.client_timeout, arguments.max_connections, 64 * max_request)
     name = arguments.name or session.model.path.name
     app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=5,
-            timeout_graceful_shutdown=5,
-            server_header=False,
-        )
-    )
+    server = BoundedServer(app, limits)
     _listen(server, arguments, name)
     return 0
 
@@ -144,14 +148,13 @@ def _pool_bytes(arguments: argparse.Namespace) -> int:
     return parse_bytes(arguments.prefix_cache, "prefix_cache")
 
 
-def _uvicorn() -> Any:
+def _require_uvicorn() -> None:
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
-        import uvicorn
+        import uvicorn  # noqa: F401
     except ImportError:
         raise EdgeKVError("serve needs starlette and uvicorn: pip install 'edgekv[serve]'") from None
-    return uvicorn
 
 
 SERVE = Command("serve a model through OpenAI's API, with a page to chat on", _arguments, _execute)

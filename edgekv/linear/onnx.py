@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from edgekv.errors import CheckpointError
+from edgekv.linear.runtime import ort
 from edgekv.linear.store import Store
 from edgekv.machine import return_large_blocks
 
@@ -28,14 +28,34 @@ def session_options(threads: int) -> ort.SessionOptions:
     return options
 
 
-def _open(path: pathlib.Path, threads: int) -> ort.InferenceSession:
-    try:
-        return ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime raises its own unrelated exception types
-        detail = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: onnxruntime can't open it ({detail}); delete {path.parent} to rebuild"
-        ) from error
+class Block:
+    """One graph of the store. CheckpointError where it can't be opened, or does something else."""
+
+    def __init__(self, path: pathlib.Path, threads: int, width: int) -> None:
+        """width: of its output rows."""
+        self._path, self._width = path, width
+        try:
+            self._session = ort.InferenceSession(
+                str(path), session_options(threads), providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime raises its own unrelated exception types
+            raise self._damaged("open", error) from error
+
+    def __call__(self, **inputs: F32) -> F32:
+        try:
+            (y,) = self._session.run(None, inputs)
+        except Exception as error:
+            raise self._damaged("run", error) from error
+        if y.shape != (len(inputs["x"]), self._width) or y.dtype != np.float32:
+            raise self._damaged("use", f"it gives {y.dtype} {y.shape}")
+        result: F32 = y
+        return result
+
+    def _damaged(self, what: str, reason: object) -> CheckpointError:
+        detail = str(reason).splitlines()[0][:200] if str(reason) else type(reason).__name__
+        return CheckpointError(
+            f"{self._path}: onnxruntime can't {what} it ({detail}); delete {self._path.parent} to rebuild"
+        )
 
 
 class OrtDense:
@@ -43,21 +63,21 @@ class OrtDense:
 
     def __init__(self, store: Store, threads: int) -> None:
         return_large_blocks()
-        n = store.arch.config.n_layers
-        names = [f"{i}.{end}.onnx" for i in range(n) for end in ("in", "out")] + ["head.onnx"]
+        c = store.arch.config
+        widths: dict[str, int] = {}
+        for i in range(c.n_layers):
+            widths |= {f"{i}.in.onnx": c.q_size + 2 * c.kv_size, f"{i}.out.onnx": c.hidden_size}
+        widths["head.onnx"] = c.vocab_size
         with ThreadPoolExecutor(max(threads, 1)) as pool:
-            sessions = list(pool.map(lambda name: _open(store.folder / name, threads), names))
-        self._in, self._out, self._head = sessions[0:-1:2], sessions[1:-1:2], sessions[-1]
+            blocks = list(pool.map(lambda item: Block(store.folder / item[0], threads, item[1]), widths.items()))
+        self._in, self._out, self._head = blocks[0:-1:2], blocks[1:-1:2], blocks[-1]
         self.weights_bytes = store.nbytes
 
     def attention_in(self, i: int, x: F32) -> F32:
-        result: F32 = self._in[i].run(None, {"x": x})[0]
-        return result
+        return self._in[i](x=x)
 
     def attention_out(self, i: int, x: F32, attention: F32) -> F32:
-        result: F32 = self._out[i].run(None, {"x": x, "attention": attention})[0]
-        return result
+        return self._out[i](x=x, attention=attention)
 
     def head(self, x: F32) -> F32:
-        result: F32 = self._head.run(None, {"x": x})[0]
-        return result
+        return self._head(x=x)

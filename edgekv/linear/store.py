@@ -8,21 +8,22 @@ tokenizer files       copied from the checkpoint
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pathlib
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-import psutil
 
-from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.checkpoint.cache_folder import cache_root, remove_abandoned
 from edgekv.checkpoint.tensors import TensorFile, to_float32
 from edgekv.checkpoint.writer import TensorWriter, atomic_write
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.linear.formats import (
     WEIGHTS,
     MixedFormat,
@@ -37,6 +38,7 @@ from edgekv.linear.quantize import dequantize, n_blocks, quantize
 from edgekv.linear.weights import F32, CheckpointWeights, Ids
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
+from edgekv.schema import read
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
@@ -63,27 +65,38 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
     return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
 
+class StoreFile(msgspec.Struct):
+    """store.json."""
+
+    format: int
+    weights: str
+    identity: str
+    config: dict[str, Any]
+    linears: dict[str, Literal["f32", "int8", "int8-32", "int4", "int4-32"]] | None = None  # the keys of WEIGHTS
+
+
 class Store:
     """An opened store: weights by name, dequantized on request; `OrtDense` maps the same file."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
+        hint = "quantize the model again"
         try:
-            manifest: dict[str, Any] = json.loads((folder / "store.json").read_text())
-            version, name = manifest["format"], manifest["weights"]
-            linears = manifest.get("linears")
-            self.identity, self.config = str(manifest["identity"]), dict(manifest["config"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{folder}/store.json: not a weight store ({error}); quantize the model again"
-            ) from error
+            manifest = json.loads((folder / "store.json").read_bytes())
+            file = read(manifest if isinstance(manifest, dict) else {}, StoreFile, "it", hint, CheckpointError)
+        except (OSError, ValueError, RecursionError, CheckpointError) as error:
+            raise CheckpointError(f"{folder}/store.json: not a weight store ({error}); {hint}") from error
+        version, name, linears = file.format, file.weights, file.linears
+        self.identity, self.config = file.identity, file.config
         if version != FORMAT or (name not in WEIGHTS and not linears):
             raise CheckpointError(
                 f"{folder}: store format {version} with weights {name!r}, this edgekv reads format {FORMAT}; "
                 f"run `edgekv quantize` again"
             )
-        self.form = mixed_format(linears) if linears else WEIGHTS[name]
         self.arch = architecture(self.config)
+        if linears and linears.keys() != self.arch.linears().keys():
+            raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
+        self.form = mixed_format(linears) if linears else WEIGHTS[name]
         self._file = TensorFile(folder / WEIGHTS_FILE)
         self.table_dtypes = {name: self._file.info(name).dtype for name in self.arch.tables()}
         specs = store_specs(self.arch, self.form, self.table_dtypes)
@@ -128,7 +141,7 @@ def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: Prog
     if is_store(folder):
         try:
             return Store(folder)
-        except CheckpointError:
+        except EdgeKVError:
             shutil.rmtree(folder, ignore_errors=True)
     build(weights, form, folder, progress)
     return Store(folder)
@@ -150,7 +163,7 @@ def build(
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder)
+        remove_abandoned(folder.parent, glob.escape(folder.name))
         free = shutil.disk_usage(folder.parent).free
         if free < specs_bytes(specs) * 1.01:
             raise CheckpointError(
@@ -233,11 +246,3 @@ def _quantized(
         quantize(block, form.bits, form.block, codes[row:end], scales[row:end])
         row = end
     return codes, scales
-
-
-def _remove_abandoned(folder: pathlib.Path) -> None:
-    """Partial stores of processes that were killed."""
-    for partial in folder.parent.glob(f"{folder.name}.partial-*"):
-        pid = partial.name.rpartition("-")[2]
-        if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-            shutil.rmtree(partial, ignore_errors=True)

@@ -8,6 +8,7 @@ from edgekv.models.config import Raw
 from edgekv.models.gpt2 import GPT2
 from edgekv.models.llama import Llama
 from edgekv.models.llava import Llava
+from edgekv.schema import shown
 
 MODELS: dict[str, type[Architecture]] = {
     "llama": Llama,
@@ -26,10 +27,10 @@ def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architectur
     config, CheckpointError when ``tensors`` (the checkpoint's names) don't hold its embedding table.
     """
     model_type = raw.get("model_type")
-    if model_type not in MODELS:
-        shown = model_type or (raw.get("architectures") or ["none given"])[0]
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        named = model_type or raw.get("architectures") or "none given"
         raise ConfigError(
-            f"config.json: architecture {shown!r} is not supported; supported model_type values: "
+            f"config.json: architecture {shown(named)} is not supported; supported model_type values: "
             f"{', '.join(sorted(MODELS))}"
         )
     family = MODELS[model_type]

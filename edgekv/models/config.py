@@ -10,6 +10,7 @@ from edgekv.errors import ConfigError
 from edgekv.models.rope import RopeConfig
 
 Raw = Mapping[str, Any]
+CONFIG_HINT = "add or correct it, or pass the model's own with --config FILE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +50,6 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
 
-def number(raw: Raw, name: str, default: Any = None, kind: type = int) -> Any:
-    """The field as ``kind``, its default, or ConfigError."""
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ConfigError(f"config.json: {name!r} is missing; add it or give a whole config=FILE", field="config")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
-        raise ConfigError(f"config.json: {name} must be a {kind.__name__}, not {value!r}")
-    return kind(value)
-
-
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -81,19 +70,15 @@ def activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
+def head_size(hidden: int, heads: int) -> int:
+    """Channels of a head where the config does not say. ConfigError where there are more heads than channels."""
+    if heads > hidden:
+        raise ConfigError(f"config.json: {heads} heads leave no head_dim of a width of {hidden}; {CONFIG_HINT}")
+    return hidden // heads
+
+
 def check(config: ModelConfig) -> ModelConfig:
     """The config itself, or ConfigError where its sizes contradict each other."""
-    for field in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "head_dim",
-    ):
-        if getattr(config, field) < 1:
-            raise ConfigError(f"config.json: {field} is {getattr(config, field)}; it must be at least 1")
     if config.n_heads % config.n_kv_heads:
         raise ConfigError(
             f"config.json: {config.n_heads} query heads can't share {config.n_kv_heads} key-value heads evenly"

@@ -78,6 +78,7 @@ class CudaDecoder(Decoder):
         self._exact_attention(q, k, v, None)
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> Array:
+        self.require_process()
         return self.embed_ids(self.driver.upload(np.asarray(tokens, np.int32)), start)
 
     def embed_ids(self, ids: Array, start: int) -> Array:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache, Workspace
@@ -38,7 +40,7 @@ class Decoder:
     def __init__(self, weights: Weights, dense: Dense, kernels: Kernels, capacity: int, threads: int) -> None:
         self.config, self.weights, self.kernels = weights.arch.config, weights, kernels
         self.dense: Dense = dense
-        self.threads = threads
+        self.threads, self._pid = threads, os.getpid()
         self.workspace = Workspace()
         self._exact_attention = ExactAttention(kernels, threads)
         self._rope = RopeTable(self.config.rope, capacity) if self.config.rope else None
@@ -47,6 +49,14 @@ class Decoder:
         # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
         vectors = [tuple(weights.vector(f"{i}.{name}").copy() for name in names) for i in layers]
         self._norms = [pair or (NONE, NONE) for pair in vectors]
+
+    def require_process(self) -> None:
+        """EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for."""
+        if os.getpid() != self._pid:
+            raise EdgeKVError(
+                f"the model was loaded by process {self._pid} and this is {os.getpid()}, forked from it: start "
+                "processes with multiprocessing's 'spawn', or fork before anything is loaded"
+            )
 
     def warm_up(self, caches: Sequence[KVCache]) -> None:
         """Compiles a scheme's kernels, or loads them from Numba's cache, on throw-away random tokens."""
@@ -67,6 +77,7 @@ class Decoder:
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
         """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
+        self.require_process()
         ids = np.asarray(tokens, np.int64)
         x = self.weights.rows("embed", ids)
         if self._rope is not None:

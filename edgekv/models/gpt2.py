@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgekv.errors import ConfigError
 from edgekv.models.architecture import Architecture, Linear, Ops, Part
-from edgekv.models.config import ModelConfig, Raw, activation, check, number
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size
+from edgekv.models.files import GPT2File
+from edgekv.schema import read
 
 
 def gpt2_config(raw: Raw) -> ModelConfig:
     """ModelConfig of a GPT-2 config.json."""
-    hidden, heads, layers = (number(raw, k) for k in ("n_embd", "n_head", "n_layer"))
-    head_dim = hidden // max(heads, 1)
-    scale = head_dim**-0.5 if raw.get("scale_attn_weights", True) else 1.0
-    by_layer = raw.get("scale_attn_by_inverse_layer_idx", False)
+    file = read(raw, GPT2File, "config.json", CONFIG_HINT)
+    hidden, heads, layers = file.n_embd, file.n_head, file.n_layer
+    positions = file.n_positions or file.n_ctx
+    if positions is None:
+        raise ConfigError(f"config.json: 'n_positions' is missing; {CONFIG_HINT}")
+    head_dim = head_size(hidden, heads)
+    scale = 1.0 if file.scale_attn_weights is False else head_dim**-0.5
+    by_layer = file.scale_attn_by_inverse_layer_idx
     return check(
         ModelConfig(
             model_type="gpt2",
-            vocab_size=number(raw, "vocab_size"),
+            vocab_size=file.vocab_size,
             hidden_size=hidden,
-            intermediate_size=number(raw, "n_inner", 4 * hidden),
+            intermediate_size=file.n_inner or 4 * hidden,
             n_layers=layers,
             n_heads=heads,
             n_kv_heads=heads,
             head_dim=head_dim,
-            max_positions=number(raw, "n_positions", raw.get("n_ctx")),
-            norm_eps=number(raw, "layer_norm_epsilon", 1e-5, float),
-            activation=activation(raw.get("activation_function", "gelu_new")),
-            tied_embeddings=bool(raw.get("tie_word_embeddings", True)),
+            max_positions=positions,
+            norm_eps=1e-5 if file.layer_norm_epsilon is None else file.layer_norm_epsilon,
+            activation=activation(file.activation_function or "gelu_new"),
+            tied_embeddings=file.tie_word_embeddings is not False,
             qkv_bias=True,
             out_bias=True,
             mlp_bias=True,

@@ -6,55 +6,61 @@ from typing import Any
 
 from edgekv.errors import ConfigError
 from edgekv.models.architecture import Architecture, Linear, Ops, Part
-from edgekv.models.config import ModelConfig, Raw, activation, check, number
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size
+from edgekv.models.files import LlamaFile
 from edgekv.models.rope import RopeConfig
+from edgekv.schema import read
+
+MISTRAL_WINDOW = 4096  # where sliding_window is absent; null means none
+OWN_HEAD_DIM = {"qwen3": 128}  # where head_dim is absent
 
 
 def llama_config(raw: Raw) -> ModelConfig:
     """ModelConfig of a Llama-family config.json."""
-    hidden, heads, layers = (number(raw, k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    model_type = raw["model_type"]
-    head_dim = number(raw, "head_dim", 128 if model_type == "qwen3" else hidden // max(heads, 1))
-    bias = bool(raw.get("attention_bias", False))
-    positions = number(raw, "max_position_embeddings", 2048)
-    rope = RopeConfig.from_hf(raw, head_dim, positions)
+    file = read(raw, LlamaFile, "config.json", CONFIG_HINT)
+    model_type, hidden, heads = str(raw["model_type"]), file.hidden_size, file.num_attention_heads
+    layers = file.num_hidden_layers
+    head_dim = file.head_dim or OWN_HEAD_DIM.get(model_type) or head_size(hidden, heads)
+    bias = bool(file.attention_bias)
+    rope = RopeConfig.from_file(file, head_dim, file.max_position_embeddings or 2048)
     return check(
         ModelConfig(
             model_type=model_type,
-            vocab_size=number(raw, "vocab_size"),
+            vocab_size=file.vocab_size,
             hidden_size=hidden,
-            intermediate_size=number(raw, "intermediate_size"),
+            intermediate_size=file.intermediate_size,
             n_layers=layers,
             n_heads=heads,
-            n_kv_heads=number(raw, "num_key_value_heads", heads),
+            n_kv_heads=file.num_key_value_heads or heads,
             head_dim=head_dim,
             max_positions=rope.max_positions,
-            norm_eps=number(raw, "rms_norm_eps", 1e-6, float),
-            activation=activation(raw.get("hidden_act", "silu")),
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            norm_eps=1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
+            activation=activation(file.hidden_act or "silu"),
+            tied_embeddings=bool(file.tie_word_embeddings),
             qkv_bias=bias or model_type == "qwen2",
             out_bias=bias and model_type != "qwen2",
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            mlp_bias=bool(file.mlp_bias),
             qk_norm=model_type == "qwen3",
             rope=rope,
-            layer_windows=windows(raw, layers),
+            layer_windows=windows(raw, file),
             layer_scales=(head_dim**-0.5,) * layers,
         )
     )
 
 
-def windows(raw: Raw, layers: int) -> tuple[int | None, ...]:
+def windows(raw: Raw, file: LlamaFile) -> tuple[int | None, ...]:
     """Mistral slides in every layer; Qwen2/3 only with use_sliding_window and from max_window_layers on."""
-    window = raw.get("sliding_window")
-    if window is None or not raw.get("use_sliding_window", raw["model_type"] == "mistral"):
+    layers, is_mistral = file.num_hidden_layers, raw["model_type"] == "mistral"
+    window = MISTRAL_WINDOW if is_mistral and "sliding_window" not in raw else file.sliding_window
+    slides = is_mistral if file.use_sliding_window is None else file.use_sliding_window
+    if window is None or not slides:
         return (None,) * layers
-    window = number(raw, "sliding_window")
-    types = raw.get("layer_types")
-    if types is not None:
-        if len(types) != layers:
-            raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-        return tuple(window if t == "sliding_attention" else None for t in types)
-    first = 0 if raw["model_type"] == "mistral" else number(raw, "max_window_layers", 28)
+    if file.layer_types is not None:
+        if len(file.layer_types) != layers:
+            raise ConfigError(f"config.json: layer_types has {len(file.layer_types)} entries for {layers} layers")
+        return tuple(window if t == "sliding_attention" else None for t in file.layer_types)
+    default = 0 if is_mistral else 28
+    first = default if is_mistral or file.max_window_layers is None else file.max_window_layers
     return tuple(window if i >= first else None for i in range(layers))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.errors import ConfigError
-from edgekv.models.config import ModelConfig, Raw
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw
+from edgekv.models.files import LlavaFile
 from edgekv.models.llama import Llama, llama_config
+from edgekv.schema import read, shown
 
 DEFAULTS = {  # of transformers' LlamaConfig: a text_config names only what differs
     "model_type": "llama",
@@ -21,16 +23,23 @@ TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 def llava_config(raw: Raw) -> ModelConfig:
     """ModelConfig of the decoder that a LLaVA config.json describes."""
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
+    text = read(raw, LlavaFile, "config.json", CONFIG_HINT).text_config
+    if text is None:
         raise ConfigError("config.json: model_type llava needs a text_config object; copy the model's own config")
-    whole: dict[str, Any] = {**(DEFAULTS if text.get("model_type", "llama") == "llama" else {}), **text}
+    kind = text.get("model_type", "llama")
+    whole: dict[str, Any] = {**(DEFAULTS if kind == "llama" else {}), **text}
     if whole["model_type"] not in TEXT_TYPES:
         raise ConfigError(
-            f"config.json: text_config of model_type {whole['model_type']!r} is not supported; supported: "
+            f"config.json: text_config of model_type {shown(whole['model_type'])} is not supported; supported: "
             f"{', '.join(TEXT_TYPES)}"
         )
     return llama_config(whole)
+
+
+def image_token(raw: Raw) -> int | None:
+    """The token that stands for an image; None: the model takes none. ConfigError where it is no token."""
+    file = read({**raw, "text_config": {}}, LlavaFile, "config.json", CONFIG_HINT)
+    return file.image_token_id if file.image_token_index is None else file.image_token_index
 
 
 class Llava(Llama):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import ConfigError
+from edgekv.models.files import LlamaFile, RopeFile
+from edgekv.schema import read
 
 F32 = npt.NDArray[np.float32]
 
@@ -30,43 +31,70 @@ class RopeConfig:
     kind: str
     trained_positions: int
     max_positions: int
-    params: Mapping[str, Any]
+    params: RopeFile
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], head_dim: int, positions: int) -> RopeConfig:
+    def from_file(cls, file: LlamaFile, head_dim: int, positions: int) -> RopeConfig:
         """From config.json: ``rope_scaling`` + ``rope_theta`` (transformers 4) or ``rope_parameters`` (5).
 
-        Raises ConfigError for an unknown scaling type or a missing parameter.
+        As in transformers, a rope_scaling that was added replaces rope_parameters (but not their theta, where
+        transformers takes 10000), and the Llama family has no partial_rotary_factor. Raises ConfigError for
+        an unknown scaling type, a missing parameter or ones that contradict each other.
         """
-        params: dict[str, Any] = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
-        kind = params.get("rope_type", params.get("type", "default"))
+        name = "rope_scaling" if file.rope_scaling or not file.rope_parameters else "rope_parameters"
+        params = read(getattr(file, name) or {}, RopeFile, f"config.json: {name}")
+        older = read(file.rope_parameters or {}, RopeFile, "config.json: rope_parameters")
+        kind = params.rope_type or params.type or "default"
         kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
         if kind not in ROPE_TYPES:
             raise ConfigError(
-                f"config.json: rope_scaling type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+                f"config.json: {name} type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
-        needed = ROPE_TYPES[kind][1]
-        for name in needed:
-            if name not in params:
-                raise ConfigError(f"config.json: rope_scaling of type {kind!r} needs {name!r}")
-        theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-        partial = params.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
-        original = params.get("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
-        params["original_max_position_embeddings"] = int(original or positions)
-        dim = int(head_dim * partial)
-        if dim % 2 or dim < 2:
-            raise ConfigError(f"config.json: head_dim {head_dim} gives {dim} rotated channels; it must be even")
-        reach = positions
+        theta = params.rope_theta or older.rope_theta or file.rope_theta or 10000.0
+        original = file.original_max_position_embeddings or params.original_max_position_embeddings or positions
+        if kind == "yarn" and params.factor is None and "factor" in (getattr(file, name) or {}):
+            params.factor = positions / original  # null
+        for needed in ROPE_TYPES[kind][1]:
+            if getattr(params, needed) is None:
+                raise ConfigError(f"config.json: {name} of type {kind!r} needs {needed!r}, a number")
+        if head_dim % 2:
+            raise ConfigError(f"config.json: head_dim {head_dim} can't be rotated; it must be even")
+        params.original_max_position_embeddings = original
+        _require_together(name, kind, params, head_dim)
+        reach, factor = positions, params.factor or 1.0
         if kind in ("linear", "dynamic"):
-            reach = int(positions * float(params["factor"]))
+            reach = max(1, int(positions * factor))
         elif kind == "yarn":
-            reach = max(positions, int(params["original_max_position_embeddings"] * float(params["factor"])))
-        return cls(dim, theta, kind, positions, reach, params)
+            reach = max(positions, int(original * factor))
+        return cls(head_dim, theta, kind, positions, reach, params)
 
     @property
     def depends_on_length(self) -> bool:
         """Whether the frequencies change with the length of the sequence."""
         return self.kind in ("dynamic", "longrope")
+
+
+def _require_together(name: str, kind: str, params: RopeFile, head_dim: int) -> None:
+    """ConfigError where parameters of a type contradict each other."""
+    low, high = params.low_freq_factor or 0.0, params.high_freq_factor or 0.0
+    if kind == "llama3" and high <= low:
+        raise ConfigError(
+            f"config.json: {name} has high_freq_factor {high:g}; accepted: more than low_freq_factor, {low:g}"
+        )
+    if kind == "dynamic" and head_dim < 4:
+        raise ConfigError(
+            f"config.json: head_dim {head_dim} is too small for {name} of type 'dynamic'; at least 4"
+        )
+    if kind != "longrope":
+        return
+    if params.original_max_position_embeddings == 1:
+        raise ConfigError(f"config.json: {name} of type 'longrope' can't have an original length of 1 token")
+    for side in ("short_factor", "long_factor"):
+        n = len(getattr(params, side))
+        if n != head_dim // 2:
+            raise ConfigError(
+                f"config.json: {name} has {n} entries in {side}; head_dim {head_dim} needs {head_dim // 2}"
+            )
 
 
 def frequencies(rope: RopeConfig, seq_len: int) -> tuple[npt.NDArray[np.float64], float]:
@@ -103,12 +131,12 @@ def _default(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int)
 
 
 def _linear(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
-    return rope.theta**-exponents / float(rope.params["factor"]), 1.0
+    return rope.theta**-exponents / _number(rope.params.factor), 1.0
 
 
 def _dynamic(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
     """NTK-aware base that grows with the sequence once it is longer than the trained positions."""
-    factor, trained = float(rope.params["factor"]), rope.trained_positions
+    factor, trained = _number(rope.params.factor), rope.trained_positions
     growth = factor * max(seq_len, trained) / trained - (factor - 1)
     theta = rope.theta * growth ** (rope.dim / (rope.dim - 2))
     return theta**-exponents, 1.0
@@ -116,8 +144,9 @@ def _dynamic(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int)
 
 def _llama3(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
     """Llama 3.1: long wavelengths divided by the factor, short ones kept, a smooth blend between."""
-    factor, low, high = (float(rope.params[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(rope.params["original_max_position_embeddings"])
+    p = rope.params
+    factor, low, high = (_number(x) for x in (p.factor, p.low_freq_factor, p.high_freq_factor))
+    original = _number(p.original_max_position_embeddings)
     freq = rope.theta**-exponents
     smooth = np.clip((original * freq / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * freq / factor + smooth * freq, 1.0
@@ -126,25 +155,26 @@ def _llama3(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) 
 def _yarn(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
     """YaRN (arXiv:2309.00071): interpolate low frequencies, extrapolate high ones, scale the attention."""
     p = rope.params
-    original = float(p["original_max_position_embeddings"])
-    factor = float(p["factor"])
-    attention = p.get("attention_factor")
-    if attention is None:
-        mscale, mscale_all = p.get("mscale"), p.get("mscale_all_dim")
-        attention = (
-            _mscale(factor, mscale) / _mscale(factor, mscale_all) if mscale and mscale_all else _mscale(factor)
-        )
+    original, factor, attention = (
+        _number(p.original_max_position_embeddings),
+        _number(p.factor),
+        p.attention_factor,
+    )
+    if attention is None and p.mscale and p.mscale_all_dim:
+        attention = _mscale(factor, p.mscale) / _mscale(factor, p.mscale_all_dim)
+    elif attention is None:
+        attention = _mscale(factor)
 
     def channel(rotations: float) -> float:
         return rope.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = channel(float(p.get("beta_fast") or 32)), channel(float(p.get("beta_slow") or 1))
-    if p.get("truncate", True):
+    low, high = channel(p.beta_fast or 32.0), channel(p.beta_slow or 1.0)
+    if p.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
     freq = rope.theta**-exponents
-    return freq / factor * ramp + freq * (1 - ramp), float(attention)
+    return freq / factor * ramp + freq * (1 - ramp), attention
 
 
 def _mscale(factor: float, mscale: float = 1.0) -> float:
@@ -154,17 +184,18 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 def _longrope(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
     """LongRoPE (arXiv:2402.13753): one factor per channel, another set beyond the original context."""
     p = rope.params
-    original = int(p["original_max_position_embeddings"])
-    factor = float(p.get("factor") or rope.trained_positions / original)
-    attention = p.get("attention_factor")
+    original, attention = _number(p.original_max_position_embeddings), p.attention_factor
+    factor = p.factor or rope.trained_positions / original
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    per_channel = np.asarray(p["long_factor" if seq_len > original else "short_factor"], np.float64)
-    if per_channel.shape != exponents.shape:
-        raise ConfigError(
-            f"config.json: rope_scaling factors have {per_channel.size} entries; head_dim needs {exponents.size}"
-        )
-    return rope.theta**-exponents / per_channel, float(attention)
+    per_channel = p.long_factor if seq_len > original else p.short_factor
+    return rope.theta**-exponents / np.asarray(per_channel, np.float64), attention
+
+
+def _number(value: float | None) -> float:
+    """A parameter that `RopeConfig.from_file` has found to be there."""
+    assert value is not None
+    return float(value)
 
 
 Formula = Callable[[RopeConfig, npt.NDArray[np.float64], int], Result]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hmac
-import json
 from collections.abc import AsyncIterator
 from importlib import resources
 from typing import Any
@@ -21,23 +19,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgekv.errors import EdgeKVError
+from edgekv.server.body import read_json
 from edgekv.server.engine import Done, Engine, Job, Piece
+from edgekv.server.limits import Bodies, Limits
 from edgekv.server.protocol import RequestError, parse
 from edgekv.server.shapes import Shape
 from edgekv.server.stream import EventStream
 from edgekv.version import __version__
 
 OPEN_PATHS = ("/", "/health")  # need no key
-DRAINED = 8  # times the limit are read and dropped: a client that is cut off while it sends reads no answer
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What one client may cost: a request's bytes, and the seconds that it may stop while it sends or reads."""
-
-    max_request: int = 1 << 20
-    client_timeout_s: float = 30.0
 
 
 def build_app(
@@ -75,7 +66,7 @@ class _Server:
 
     def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
         self._engine, self._name, self._limits = engine, name, limits
-        self._encoders = asyncio.Semaphore(ENCODING)
+        self._encoders, self._bodies = asyncio.Semaphore(ENCODING), Bodies(limits.max_bodies)
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(_page(), headers={"Content-Security-Policy": PAGE_POLICY})
@@ -105,9 +96,10 @@ class _Server:
 
     async def complete(self, request: Request, kind: str) -> Response:
         """An answer, whole or as a stream."""
-        ask = parse(await self._body(request), kind, self._name)
-        async with self._encoders:
-            ids = await run_in_threadpool(self._engine.encode, ask)
+        with self._bodies.open() as body:
+            ask = parse(await read_json(request, self._limits, body), kind, self._name)
+            async with self._encoders:
+                ids = await run_in_threadpool(self._engine.encode, ask)
         job, shape = Job(ask, ids), Shape(kind, self._name)
         self._engine.submit(job)
         if ask.stream:
@@ -127,29 +119,6 @@ class _Server:
             job.cancelled.set()
             gone.cancel()
             collecting.cancel()
-
-    async def _body(self, request: Request) -> Any:
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise RequestError(
-                415, "send JSON with the header Content-Type: application/json", "unsupported_media_type"
-            )
-        data, received, limit = bytearray(), 0, self._limits.max_request
-        pieces = request.stream()
-        try:
-            while piece := await asyncio.wait_for(anext(pieces, b""), self._limits.client_timeout_s):
-                received += len(piece)
-                if received > DRAINED * limit:
-                    break
-                if received <= limit:
-                    data += piece
-        except asyncio.TimeoutError:
-            raise RequestError(408, "the request came too slowly", "request_timeout") from None
-        if received > limit:
-            raise RequestError(413, f"the request has more than {limit} bytes: shorten it", "request_too_large")
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(400, f"the body is not valid JSON ({error})", "invalid_json") from None
 
 
 async def _collected(job: Job) -> tuple[str, Done]:
@@ -200,8 +169,8 @@ class Guard:
             return RequestError(403, f"this server is not called {name[:60]!r}", "forbidden_host")
         if self._key is None or scope["path"] in OPEN_PATHS:
             return None
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if hmac.compare_digest(given, self._key):
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
             return None
         return RequestError(401, "give this server's key: Authorization: Bearer KEY", "invalid_api_key")
 

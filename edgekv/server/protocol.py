@@ -6,7 +6,6 @@ Source: https://platform.openai.com/docs/api-reference (chat/completions and com
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.session.sampling_params import SamplingParams
 
 MAX_MESSAGES, MAX_STOPS = 4096, 16
+MAX_NUMBER = 1 << 63  # beyond, Python's whole numbers don't fit where they go
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -54,13 +54,13 @@ def _refuse(name: str, value: Any, accepted: str) -> RequestError:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MAX_NUMBER < value < MAX_NUMBER:
         raise _refuse(name, value, "a number")
     return float(value)
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_NUMBER:
         raise _refuse(name, value, "a whole number of 0 or more")
     return value
 
@@ -72,8 +72,8 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _seed(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _refuse(name, value, "a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or not -MAX_NUMBER < value < MAX_NUMBER:
+        raise _refuse(name, value, "a whole number of 64 bits")
     return abs(value)
 
 
@@ -108,9 +108,13 @@ def _include_usage(name: str, value: Any) -> bool:
 def _prompt(name: str, value: Any) -> str | list[int]:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
-    if isinstance(value, str) or (isinstance(value, list) and value and all(type(i) is int for i in value)):
+    if isinstance(value, str) or (isinstance(value, list) and value and all(_is_id(i) for i in value)):
         return value
     raise _refuse(name, value, "one text, or the ids of its tokens")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_NUMBER
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -126,7 +130,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if unknown:
         raise RequestError(400, f"{name} has {unknown[0]!r}; accepted: role, content, name", param=name)
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise _refuse(f"{name}.role", role, ", ".join(ROLES))
     return {"role": ROLES[role], "content": _content(f"{name}.content", message.get("content"))}
 

@@ -18,13 +18,15 @@ import pathlib
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.checkpoint.writer import atomic_stream
-from edgekv.errors import SessionError
+from edgekv.errors import ConfigError, SessionError
+from edgekv.schema import read, shown
 
 MAGIC, VERSION = b"edgekv session\r\n", 1
 PREFIX = struct.Struct("<16sIIQ")
@@ -33,6 +35,7 @@ GRAIN = 1024
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
 Runs = list[tuple[int, int]]
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Coding:
     """How the stored bytes of an array of ``itemsize`` become bytes of the file, and back."""
 
     pack: Callable[[bytes, int], bytes]
-    unpack: Callable[[bytes | memoryview, int], bytes | memoryview]
+    unpack: Callable[[bytes | memoryview, int, int], bytes | memoryview]
+    """Of so many bytes as the header promises; ValueError for more or fewer, found without making more."""
 
 
 def _huffman_pack(data: bytes, itemsize: int) -> bytes:
@@ -53,15 +57,57 @@ def _huffman_pack(data: bytes, itemsize: int) -> bytes:
     return coder.compress(planes.tobytes()) + coder.flush()
 
 
-def _huffman_unpack(data: bytes | memoryview, itemsize: int) -> bytes:
-    planes = np.frombuffer(zlib.decompress(data, wbits=-zlib.MAX_WBITS), np.uint8).reshape(itemsize, -1)
-    return bytes(planes.T.tobytes())
+def _huffman_unpack(data: bytes | memoryview, itemsize: int, nbytes: int) -> bytes:
+    coder = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    try:
+        plain = coder.decompress(data, nbytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"no Huffman codes ({error})") from None
+    if len(plain) != nbytes or not coder.eof or coder.unused_data:
+        raise ValueError(f"not the {nbytes} bytes that the header promises")
+    return bytes(np.frombuffer(plain, np.uint8).reshape(itemsize, -1).T.tobytes())
+
+
+def _plain(data: bytes | memoryview, itemsize: int, nbytes: int) -> bytes | memoryview:
+    if len(data) != nbytes:
+        raise ValueError(f"{len(data)} bytes, not the {nbytes} that the header promises")
+    return data
 
 
 CODINGS: dict[str, Coding] = {
-    "plain": Coding(lambda data, itemsize: data, lambda data, itemsize: data),
+    "plain": Coding(lambda data, itemsize: data, _plain),
     "huffman": Coding(_huffman_pack, _huffman_unpack),
 }
+
+
+class Blob(msgspec.Struct):
+    """An array in the header: what it is, the runs of its bytes that are stored, and their place in the file."""
+
+    name: str
+    dtype: str
+    shape: list[Natural]
+    runs: list[tuple[Natural, Natural]]
+    size: Natural
+    crc: Natural
+
+    @property
+    def n_stored(self) -> int:
+        """Bytes of the runs, before they were coded."""
+        return sum(b - a for a, b in self.runs)
+
+    def check_runs(self, nbytes: int, itemsize: int) -> None:
+        """ValueError unless the runs are whole elements, ascending, and within an array of so many bytes."""
+        end = 0
+        for a, b in self.runs:
+            if not end <= a < b <= nbytes or a % itemsize or b % itemsize:
+                raise ValueError(f"the run {a} to {b} of {nbytes} bytes")
+            end = b
+
+
+class Header(msgspec.Struct):
+    content: dict[str, Any]
+    coding: str
+    blobs: list[Blob]
 
 
 def write(
@@ -129,10 +175,10 @@ class SessionFile:
         self.path = pathlib.Path(path).expanduser()
         self._data = _mapped(self.path)
         size = self._check_prefix()
-        header = json.loads(self._data[PREFIX.size : PREFIX.size + size])
-        self.content: dict[str, Any] = header["content"]
-        self._coding = CODINGS[header["coding"]]
-        self._blobs = {blob["name"]: blob for blob in header["blobs"]}
+        header = self._header(self._data[PREFIX.size : PREFIX.size + size])
+        self.content = header.content
+        self._coding = CODINGS[header.coding]
+        self._blobs = {blob.name: blob for blob in header.blobs}
         self._starts: dict[str, int] = {}
         self._check_blobs(PREFIX.size + size)
 
@@ -142,7 +188,7 @@ class SessionFile:
 
     def require(self, arrays: Mapping[str, Array]) -> None:
         """Raises SessionError unless the file holds just these arrays, of their types and shapes."""
-        found = {name: f"{blob['dtype']} {tuple(blob['shape'])}" for name, blob in self._blobs.items()}
+        found = {name: f"{blob.dtype} {tuple(blob.shape)}" for name, blob in self._blobs.items()}
         needed = {name: f"{array.dtype.str} {array.shape}" for name, array in arrays.items()}
         for name in sorted(found.keys() | needed.keys()):
             if found.get(name) != needed.get(name):
@@ -155,9 +201,14 @@ class SessionFile:
     def fill(self, name: str, array: Array) -> None:
         """The array's elements, as they were."""
         blob, flat = self._blobs[name], _flat(array)
-        data = np.frombuffer(self._coding.unpack(self._stored(name), array.itemsize), np.uint8)
+        try:
+            blob.check_runs(len(flat), array.itemsize)
+            unpacked = self._coding.unpack(self._stored(name), array.itemsize, blob.n_stored)
+        except ValueError as error:
+            raise self._error(f"is damaged: {name} has {error}") from None
+        data = np.frombuffer(unpacked, np.uint8)
         end = 0
-        for a, b in [*blob["runs"], (len(flat), len(flat))]:
+        for a, b in [*blob.runs, (len(flat), len(flat))]:
             if flat[end:a].any():  # a write would take memory that zeros don't need
                 flat[end:a] = 0
             flat[a:b], data = data[: b - a], data[b - a :]
@@ -165,7 +216,7 @@ class SessionFile:
 
     def _stored(self, name: str) -> memoryview:
         start = self._starts[name]
-        return memoryview(self._data)[start : start + self._blobs[name]["size"]]
+        return memoryview(self._data)[start : start + self._blobs[name].size]
 
     def _check_prefix(self) -> int:
         """The header's size."""
@@ -182,15 +233,25 @@ class SessionFile:
             raise self._error("is damaged: its header does not match its checksum")
         return int(size)
 
+    def _header(self, data: bytes) -> Header:
+        try:
+            raw = json.loads(data)
+            header = read(raw if isinstance(raw, dict) else {}, Header, "the header", "write it again")
+        except (ValueError, RecursionError, ConfigError) as error:
+            raise self._error(f"is damaged: its header is no session's ({shown(str(error))})") from None
+        if header.coding not in CODINGS or len({blob.name for blob in header.blobs}) < len(header.blobs):
+            raise self._error(f"is damaged: its header names the coding {shown(header.coding)}, or an array twice")
+        return header
+
     def _check_blobs(self, position: int) -> None:
-        total = position + sum(blob["size"] for blob in self._blobs.values())
+        total = position + sum(blob.size for blob in self._blobs.values())
         if len(self._data) != total:
             what = "is cut off" if len(self._data) < total else "has bytes at its end that are not its own"
             raise self._error(f"{what}: {len(self._data)} bytes, its header promises {total}")
         for name, blob in self._blobs.items():
             self._starts[name] = position
-            position += blob["size"]
-            if zlib.crc32(self._stored(name)) != blob["crc"]:
+            position += blob.size
+            if zlib.crc32(self._stored(name)) != blob.crc:
                 raise self._error(f"is damaged: {name} does not match its checksum")
 
     def _error(self, what: str) -> SessionError:

@@ -17,6 +17,7 @@ from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
+from edgekv.models.llava import image_token
 
 Path = str | os.PathLike[str]
 
@@ -84,13 +85,13 @@ class Model:
     @property
     def text_config(self) -> dict[str, Any]:
         """config.json with what a multimodal model says of its decoder at the top level."""
-        return {**self.raw_config.get("text_config", {}), **self.raw_config}
+        text = self.raw_config.get("text_config")
+        return {**(text if isinstance(text, dict) else {}), **self.raw_config}
 
     @property
     def image_token(self) -> int | None:
         """The token in a prompt that stands for an image; None: the model takes none."""
-        token = self.raw_config.get("image_token_index", self.raw_config.get("image_token_id"))
-        return None if token is None else int(token)
+        return image_token(self.raw_config)
 
     @property
     def placeholder(self) -> int:

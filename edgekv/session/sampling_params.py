@@ -1,6 +1,5 @@
 """How the next token is chosen: the settings, checked."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,7 +45,7 @@ def _check_number(name: str, value: object, accepts: Callable[[float], bool], ac
     if (
         not isinstance(value, (int, float))
         or isinstance(value, bool)
-        or not math.isfinite(value)
+        or not -1e300 < value < 1e300  # NaN is no such number
         or not accepts(value)
     ):
         raise ConfigError(

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.errors import CacheError, SessionError
+from edgekv.errors import CacheError, ConfigError, SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.schema import shown
 from edgekv.session.file import SessionFile, write
 from edgekv.session.model import Model
 from edgekv.session.plan import Plan
@@ -63,15 +64,16 @@ class SavedState:
             self.weights, self.ctx = str(content["weights"]), int(content["ctx"])
             self.tokens: list[int] = [int(token) for token in content["tokens"]]
             self._spans = [(int(a), int(b), str(modality)) for a, b, modality in content.get("spans", ())]
-            self.kv = CacheSpec.parse(content["kv"])
+            self.kv = CacheSpec.parse(str(content["kv"]))
             self._kv_version = int(content["kv_version"])
             self.n_dropped = int(content["n_dropped"])
             self._sampler, self.memo = content["sampler"], dict(content["memo"])
             self._layers: list[dict[str, Any]] = list(content["layers"])
-        except (KeyError, TypeError, ValueError, CacheError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, CacheError) as error:
             raise self._foreign(error) from error
-        if not all(0 <= a < b <= len(self.tokens) for a, b, _ in self._spans):
-            raise self._foreign(f"embeddings at {self._spans} of {len(self.tokens)} tokens")
+        ends = [0, *(b for _, b, _ in self._spans)]
+        if not all(end <= a < b <= len(self.tokens) for end, (a, b, _) in zip(ends, self._spans, strict=False)):
+            raise self._foreign(f"embeddings at {shown(self._spans)} of {len(self.tokens)} tokens")
         if self._kv_version != self.kv.scheme.version:
             raise self._foreign(f"version {self._kv_version} of {self.kv.scheme.name}")
 
@@ -85,6 +87,8 @@ class SavedState:
                 value=model.identity,
                 accepted=[self.identity],
             )
+        if not all(0 <= token < model.config.vocab_size for token in self.tokens):
+            raise self._foreign(f"tokens outside the vocabulary of {model.config.vocab_size}")
 
     def require_weights(self, weights: str) -> None:
         """Raises SessionError unless the weights have the session's format, on which every next token depends."""
@@ -145,14 +149,14 @@ class SavedState:
 
     def _prepared(self, cache: KVCache, layer: dict[str, Any]) -> dict[str, Any]:
         """The cache's arrays, with the saved counters in it."""
-        counters, empty = layer["counters"], cache.state().counters
-        if counters.keys() != empty.keys() or not all(
-            0 <= n <= cache.geometry.capacity for n in counters.values()
-        ):
-            raise self._foreign(f"counters {counters}")
         try:
+            counters, empty = dict(layer["counters"]), cache.state().counters
+            if counters.keys() != empty.keys() or not all(
+                type(n) is int and 0 <= n <= cache.geometry.capacity for n in counters.values()
+            ):
+                raise self._foreign(f"counters {shown(counters)}")
             return cache.prepare(counters, layer["fitted"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._foreign(error) from error
 
     def _opened_sampler(self, vocab_size: int) -> Sampler | None:
@@ -161,13 +165,13 @@ class SavedState:
             return None
         try:
             sampler = Sampler(SamplingParams(**self._sampler["params"]), vocab_size)
-        except (KeyError, TypeError) as error:
+            sampler.load_state(self._sampler["state"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ConfigError) as error:
             raise self._foreign(error) from error
-        sampler.load_state(self._sampler["state"])
         return sampler
 
     def _foreign(self, what: object) -> SessionError:
         return SessionError(
             f"{self.file.path}: written by edgekv {self.file.content.get('edgekv')}, which this one (edgekv "
-            f"{__version__}) can't take over ({what}); open it with that, or start a new session"
+            f"{__version__}) can't take over ({str(what)[:200]}); open it with that, or start a new session"
         )

@@ -4,6 +4,7 @@ import abc
 from collections.abc import Sequence
 
 from edgekv.errors import TokenizerError
+from edgekv.tokenizer.native import library_errors
 
 
 class Tokenizer(abc.ABC):
@@ -35,7 +36,8 @@ class Tokenizer(abc.ABC):
                 f"the text holds {text[error.start]!r} at character {error.start}, which no UTF-8 text can; "
                 "pass the text encoded as UTF-8"
             ) from None
-        return self._encode(text, bos)
+        with library_errors("the tokenizer can't encode this text", "shorten it, or copy the tokenizer again"):
+            return self._encode(text, bos)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD."""
@@ -54,7 +56,10 @@ class Tokenizer(abc.ABC):
         """
         if token_id < 0:
             raise TokenizerError(f"token id {token_id} is negative; ids run from 0 to {self.vocab_size - 1}")
-        return self._token_bytes(int(token_id)) if token_id < self.vocab_size else b""
+        try:
+            return self._token_bytes(int(token_id)) if token_id < self.vocab_size else b""
+        except (ValueError, OverflowError) as error:
+            raise TokenizerError(f"token {token_id} stands for no bytes ({error}); copy its file again") from None
 
     @abc.abstractmethod
     def piece(self, token_id: int) -> str:

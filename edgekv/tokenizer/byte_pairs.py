@@ -10,6 +10,7 @@ import tiktoken
 from edgekv.errors import TokenizerError
 from edgekv.tokenizer.base import Tokenizer
 from edgekv.tokenizer.declared import Declared
+from edgekv.tokenizer.native import library_errors
 
 # Source of both: meta-llama/llama3 llama/tokenizer.py.
 PATTERN = (
@@ -48,9 +49,10 @@ class TiktokenTokenizer(Tokenizer):
         ranks = _read_ranks(path, data)
         special_ids = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self._tokens = sorted(ranks, key=ranks.__getitem__)
-        self._library = tiktoken.Encoding(
-            "llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special_ids
-        )
+        with library_errors(f"{path} can't be used", "copy it again"):
+            self._library = tiktoken.Encoding(
+                "llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special_ids
+            )
         self.vocab_size = len(ranks) + len(SPECIAL_TOKENS)
         own_bos = special_ids["<|begin_of_text|>"]
         if declared.bos_id not in (None, own_bos):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgekv.errors import TokenizerError
+from edgekv.schema import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +75,16 @@ def read_declared(
         TokenizerError: a file is not a JSON object, or a special token in it is of the wrong type.
     """
     settings = _read_object(tokenizer_folder / "tokenizer_config.json")
+    add_bos = settings.get("add_bos_token")
+    if not isinstance(add_bos, (bool, type(None))):
+        raise TokenizerError(f"add_bos_token is {shown(add_bos)}; tokenizer_config.json may hold true or false")
     names = _read_object(tokenizer_folder / "special_tokens_map.json") | settings
     config = _read_object(model_folder / "config.json") if config is None else config
     ids = {**config, **_read_object(model_folder / "generation_config.json")}
     bos_ids = _ids("bos_token_id", ids)
     vocab_size = config.get("vocab_size")
     return Declared(
-        add_bos=settings.get("add_bos_token"),
+        add_bos=add_bos,
         bos_token=_name("bos_token", names),
         eos_token=_name("eos_token", names),
         bos_id=bos_ids[0] if bos_ids else None,
@@ -95,7 +99,7 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} can't be read ({error}); copy it again, or remove it") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds a JSON {type(value).__name__}, not an object; copy it again")
@@ -106,9 +110,7 @@ def _ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
     value = values.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise TokenizerError(
-            f"{key} is {value!r}; generation_config.json and config.json may hold a token id or a list of them"
-        )
+        raise TokenizerError(f"{key} is {shown(value)}; a token id or a list of them is accepted in its file")
     return tuple(ids)
 
 
@@ -117,7 +119,7 @@ def _name(key: str, values: Mapping[str, Any]) -> str | None:
     name = value.get("content") if isinstance(value, dict) else value
     if name is not None and not isinstance(name, str):
         raise TokenizerError(
-            f"{key} is {value!r}; tokenizer_config.json and special_tokens_map.json may hold a text, "
+            f"{key} is {shown(value)}; tokenizer_config.json and special_tokens_map.json may hold a text, "
             'or {"content": text}'
         )
     return name

@@ -8,6 +8,7 @@ import tokenizers
 from edgekv.errors import TokenizerError
 from edgekv.tokenizer.base import Tokenizer
 from edgekv.tokenizer.declared import Declared
+from edgekv.tokenizer.native import library_errors, require_vocabulary
 from edgekv.tokenizer.pieces import ByteLevelPieces, SpacedPieces, read_pieces
 
 GPT2_END = "<|endoftext|>"
@@ -39,6 +40,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._pieces = _pieces(path, library)
         self.drops_first_space = self._pieces.drops_first_space
         self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+        require_vocabulary(str(path), self.vocab_size)
         self.bos_id, self.eos_ids = declared.resolve(
             library.token_to_id, self.vocab_size, own_end, () if own_end is None else (own_end,)
         )
@@ -68,11 +70,9 @@ def open_tokenizer_json(path: pathlib.Path, declared: Declared) -> HuggingFaceTo
     Raises:
         TokenizerError: the file is damaged, or of a kind that can't be streamed.
     """
-    try:
+    with library_errors(f"{path} is not a tokenizer.json", "copy it again"):
         library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise TokenizerError(f"{path} is not a tokenizer.json ({error}); copy it again") from None
-    return HuggingFaceTokenizer(path, library, declared)
+        return HuggingFaceTokenizer(path, library, declared)
 
 
 def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: Declared) -> HuggingFaceTokenizer:
@@ -83,10 +83,8 @@ def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: Declared) -> 
     """
     if not merges.is_file():
         raise TokenizerError(f"{vocab} needs its merges.txt, which is not beside it; copy it there")
-    try:
+    with library_errors(f"{vocab} and merges.txt don't fit", "copy both again"):
         model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-    except Exception as error:
-        raise TokenizerError(f"{vocab} and merges.txt don't fit ({error}); copy both again") from None
     library = tokenizers.Tokenizer(model)
     end = library.token_to_id(GPT2_END)
     if end is None:
@@ -100,7 +98,8 @@ def open_gpt2(vocab: pathlib.Path, merges: pathlib.Path, declared: Declared) -> 
         library.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{GPT2_END} $A", special_tokens=[(GPT2_END, end)]
         )
-    return HuggingFaceTokenizer(vocab, library, declared, own_end=end)
+    with library_errors(f"{vocab} can't be used", "copy it again"):
+        return HuggingFaceTokenizer(vocab, library, declared, own_end=end)
 
 
 def _pieces(path: pathlib.Path, library: tokenizers.Tokenizer) -> ByteLevelPieces | SpacedPieces:

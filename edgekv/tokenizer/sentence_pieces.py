@@ -7,6 +7,7 @@ import sentencepiece
 from edgekv.errors import TokenizerError
 from edgekv.tokenizer.base import Tokenizer
 from edgekv.tokenizer.declared import Declared
+from edgekv.tokenizer.native import library_errors
 
 SPACE = "▁"
 
@@ -28,7 +29,8 @@ class SentencePieceTokenizer(Tokenizer):
             own_eos=(eos_id,) if eos_id >= 0 else (),
         )
         self._start = [] if self.bos_id is None or declared.add_bos is False else [self.bos_id]
-        self.drops_first_space = self._library.encode("a", out_type=str)[0].startswith(SPACE)
+        with library_errors(f"{path} can't be used", "copy it again"):
+            self.drops_first_space = self._library.encode("a", out_type=str)[0].startswith(SPACE)
 
     def _find(self, name: str) -> int | None:
         token_id: int = self._library.piece_to_id(name)
@@ -53,7 +55,7 @@ class SentencePieceTokenizer(Tokenizer):
 def _load(path: pathlib.Path, data: bytes) -> sentencepiece.SentencePieceProcessor:
     try:
         library = sentencepiece.SentencePieceProcessor(model_proto=data) if data else None
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         library = None
     if library is None:
         raise TokenizerError(

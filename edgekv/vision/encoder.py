@@ -6,10 +6,10 @@ import pathlib
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.onnx import session_options
+from edgekv.linear.runtime import ort
 
 F32 = npt.NDArray[np.float32]
 FILE = "vision.onnx"

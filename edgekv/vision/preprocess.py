@@ -8,21 +8,57 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
 from edgekv.checkpoint.source import read_config
 from edgekv.errors import ConfigError, ImageError
+from edgekv.schema import read
 from edgekv.vision.images import MAX_PIXELS, Picture, require_pillow
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
-BICUBIC = 3
 FILES = ("preprocessor_config.json", "processor_config.json")
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+Side = Annotated[int, Meta(ge=1, le=1 << 14)]
+Channels = tuple[
+    Annotated[float, Meta(ge=-1e6, le=1e6)],
+    Annotated[float, Meta(ge=-1e6, le=1e6)],
+    Annotated[float, Meta(ge=-1e6, le=1e6)],
+]
+Deviation = Annotated[float, Meta(ge=1e-6, le=1e6)]
+
+
+class Edges(Struct):
+    """A size in pixels: of the shortest edge, or of both."""
+
+    shortest_edge: Side | None = None
+    height: Side | None = None
+    width: Side | None = None
+
+
+class ProcessorFile(Struct):
+    """What preprocessor_config.json may hold, with CLIPImageProcessor's defaults.
+
+    resample is Pillow's number: nearest, Lanczos, bilinear, bicubic, box, Hamming.
+    """
+
+    size: Side | Edges | None = None
+    crop_size: Side | Edges | None = None
+    do_resize: bool = True
+    do_center_crop: bool = True
+    do_rescale: bool = True
+    do_normalize: bool = True
+    do_pad: bool = False
+    resample: Annotated[int, Meta(ge=0, le=5)] = 3
+    rescale_factor: Annotated[float, Meta(gt=0, le=1e6)] = 1 / 255
+    image_mean: Channels = CLIP_MEAN
+    image_std: tuple[Deviation, Deviation, Deviation] = CLIP_STD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +76,28 @@ class Preprocess:
     def read(cls, path: pathlib.Path) -> Preprocess:
         """One of FILES. Raises ConfigError when it is damaged or asks for something else."""
         raw = read_config(path)
+        own = raw.get("image_processor", raw)
         try:
-            return cls._of(raw.get("image_processor", raw))
-        except (KeyError, TypeError, ValueError) as error:
+            if not isinstance(own, dict) or None in (own.get("image_mean", 0), own.get("image_std", 0)):
+                raise ValueError("no image_processor with a mean and a deviation per channel")
+            return cls._of(read(own, ProcessorFile, path.name, "correct it"))
+        except (ConfigError, ValueError) as error:
             raise ConfigError(
-                f"{path}: is not what transformers' CLIPImageProcessor writes ({error!r}); copy the model's own"
+                f"{path}: is not what transformers' CLIPImageProcessor writes ({error}); copy the model's own"
             ) from error
 
     @classmethod
-    def _of(cls, raw: Mapping[str, Any]) -> Preprocess:
-        if raw.get("do_pad"):
+    def _of(cls, file: ProcessorFile) -> Preprocess:
+        if file.do_pad:
             raise ValueError("do_pad true is not supported")
-        normalised = raw.get("do_normalize", True)
+        size, crop = file.size or file.crop_size, file.crop_size or file.size
         return cls(
-            resize=_size(raw.get("size", raw.get("crop_size"))) if raw.get("do_resize", True) else None,
-            crop=_pair(raw.get("crop_size", raw.get("size"))) if raw.get("do_center_crop", True) else None,
-            resample=_filter(raw.get("resample", BICUBIC)),
-            rescale=float(raw.get("rescale_factor", 1 / 255)) if raw.get("do_rescale", True) else None,
-            mean=_channels(raw.get("image_mean", CLIP_MEAN)) if normalised else None,
-            std=_channels(raw.get("image_std", CLIP_STD)) if normalised else None,
+            resize=_size(size) if file.do_resize else None,
+            crop=_pair(crop) if file.do_center_crop else None,
+            resample=file.resample,
+            rescale=file.rescale_factor if file.do_rescale else None,
+            mean=file.image_mean if file.do_normalize else None,
+            std=file.image_std if file.do_normalize else None,
         )
 
     @property
@@ -107,32 +146,15 @@ def centre(pixels: U8, height: int, width: int) -> U8:
     return pixels[:, top : top + height, left : left + width]
 
 
-def _size(size: Any) -> tuple[int, int] | int:
-    if isinstance(size, dict) and "shortest_edge" in size:
-        return _positive(size["shortest_edge"])
+def _size(size: Side | Edges | None) -> tuple[int, int] | int:
+    if isinstance(size, Edges) and size.shortest_edge is not None:
+        return size.shortest_edge
     return _pair(size)
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _pair(size: Side | Edges | None) -> tuple[int, int]:
     if isinstance(size, int):
-        return _positive(size), _positive(size)
-    return _positive(size["height"]), _positive(size["width"])
-
-
-def _positive(n: Any) -> int:
-    if not 1 <= int(n) <= 1 << 14:
-        raise ValueError(f"a size of {n} pixels")
-    return int(n)
-
-
-def _filter(number: Any) -> int:
-    """As Pillow numbers them: nearest, Lanczos, bilinear, bicubic, box, Hamming."""
-    if number not in range(6):
-        raise ValueError(f"resample {number!r}")
-    return int(number)
-
-
-def _channels(values: Any) -> tuple[float, ...]:
-    if len(values) != 3:
-        raise ValueError(f"{len(values)} values for 3 channels")
-    return tuple(float(value) for value in values)
+        return size, size
+    if size is None or size.height is None or size.width is None:
+        raise ValueError("size and crop_size need a height and a width")
+    return size.height, size.width

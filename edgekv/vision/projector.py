@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekv.checkpoint.tensors import TensorSet, to_float32
 from edgekv.errors import CheckpointError
 from edgekv.linear.graph import ACTIVATIONS, MICROSOFT, OPSET
 from edgekv.linear.onnx import session_options
+from edgekv.linear.runtime import ort
 from edgekv.models.config import activation
 
 F32 = npt.NDArray[np.float32]

@@ -1,0 +1,55 @@
+"""How a chat template is compiled and run: as transformers does, in an immutable sandbox."""
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks answers for training in some chat templates; here it stands for its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def compiled(source: str) -> jinja2.Template:
+    """Raises whatever jinja2 does for a source that is no template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
+    )
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False} | options)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def answer(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
+    """The text under "text", or the reason why there is none: "invalid" source, or "refused" names.
+
+    names: the template's variables; None: only look whether the source is a template.
+    """
+    try:
+        template = compiled(source)
+    except Exception as error:  # jinja2's, and RecursionError, MemoryError, ValueError of its constant folding
+        return {"invalid": reason(error)}
+    try:
+        return {"text": "" if names is None else template.render(**names)}
+    except Exception as error:  # templates are programs: anything can go wrong in them
+        return {"refused": reason(error)}
+
+
+def reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

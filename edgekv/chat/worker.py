@@ -1,0 +1,42 @@
+"""A process that renders chat templates within limits of memory; `edgekv.chat.renderer` starts it and ends it.
+
+It reads requests from standard input and writes answers to standard output: a length of 4 bytes, then JSON.
+"""
+
+import json
+import resource
+import struct
+import sys
+from typing import BinaryIO
+
+MEMORY = 512 << 20
+LENGTH = struct.Struct("<I")
+
+
+def read_message(stream: BinaryIO) -> bytes | None:
+    """None at the stream's end."""
+    prefix = stream.read(LENGTH.size)
+    if len(prefix) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(prefix)
+    data = stream.read(length)
+    return data if len(data) == length else None
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from edgekv.chat.environment import answer
+
+    while (data := read_message(sys.stdin.buffer)) is not None:
+        try:
+            given = answer(**json.loads(data))
+            reply = json.dumps(given).encode()
+        except (MemoryError, RecursionError):
+            reply = json.dumps({"refused": f"its text takes more than {MEMORY >> 20} MiB"}).encode()
+        sys.stdout.buffer.write(LENGTH.pack(len(reply)) + reply)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""What all clients together may cost: connections, the time for a request, memory for bodies, lines in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edgekv.server.protocol import RequestError
+
+LOG = logging.getLogger("edgekv.server")
+SMALL = 64 << 10  # bytes of a body
+LOGS = ("asyncio", "uvicorn.error", "edgekv.server")
+LOG_INTERVAL_S = 60.0  # between two lines of the same kind
+GRACE_S = 2.0  # for the answer that says a request came too slowly, and for a closed connection's last bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """A request's bytes, the seconds that its sending may take in all, open connections, bytes of all bodies."""
+
+    max_request: int = 1 << 20
+    client_timeout_s: float = 30.0
+    max_connections: int = 512
+    max_bodies: int = 64 << 20
+
+
+class Bodies:
+    """Bytes of requests in memory. The first SMALL of each are free, so that large ones shut no small one out."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.free = max_bytes
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Body]:
+        """A request's, given back at the end of the block."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self.free += body.taken
+
+
+class Body:
+    """What one request has taken."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies, self.taken = bodies, 0
+
+    def grow(self, nbytes: int) -> None:
+        """To so many bytes. Raises RequestError (503) where there is no room."""
+        more = nbytes - SMALL - self.taken
+        if more <= 0:
+            return
+        if more > self._bodies.free:
+            raise RequestError(503, "too many large requests at once: try again later", "overloaded")
+        self._bodies.free -= more
+        self.taken += more
+
+
+class Connections:
+    """At most ``limit`` open ones. A new one takes the place of the one whose request is awaited the longest."""
+
+    def __init__(self, limit: int, timeout_s: float) -> None:
+        self.limit, self.timeout_s = limit, timeout_s
+        self.n_open = 0
+        self._awaited: dict[BoundedProtocol, None] = {}  # the oldest first
+
+    def opened(self, connection: BoundedProtocol) -> None:
+        self.n_open += 1
+        self._awaited[connection] = None
+        if self.n_open > self.limit:
+            self.make_room()
+
+    def closed(self, connection: BoundedProtocol) -> None:
+        self.n_open -= 1
+        self._awaited.pop(connection, None)
+
+    def awaited(self, connection: BoundedProtocol) -> None:
+        """Its next request, or the rest of one, is to come."""
+        self._awaited.setdefault(connection)
+
+    def answered(self, connection: BoundedProtocol) -> None:
+        """Its request is here: it keeps its place until the answer is sent."""
+        self._awaited.pop(connection, None)
+
+    def make_room(self) -> None:
+        """Ends the connection that is awaited the longest: the newest itself where all others are answered."""
+        LOG.warning("%d connections: the ones that have sent no request for the longest are closed", self.limit)
+        if self._awaited:
+            oldest = next(iter(self._awaited))
+            del self._awaited[oldest]
+            oldest.transport.abort()
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection whose requests must be whole ``timeout_s`` after their first byte, and whose reader reads."""
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._all = connections
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # asyncio sets it only for sockets that were made with proto=IPPROTO_TCP. Without, an answer's last packet
+        # waits 40 ms for the client's acknowledgement.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
+        self._all.opened(self)
+        self._start_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.closed(self)
+        self._stop_deadline()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._update(first_bytes=True)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._update(first_bytes=False)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._unread = self.loop.call_later(self._all.timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(GRACE_S, self.transport.abort)  # close() alone waits for the client to read
+
+    def _update(self, first_bytes: bool) -> None:
+        """first_bytes: of a request that is not whole yet may have come."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body:
+            self._stop_deadline()
+            self._all.answered(self)
+        elif not self.transport.is_closing():
+            self._all.awaited(self)
+            if first_bytes and self._deadline is None:
+                self._start_deadline()
+
+    def _start_deadline(self) -> None:
+        # The endpoints answer 408 after timeout_s; what they don't wait for ends here.
+        self._deadline = self.loop.call_later(self._all.timeout_s + GRACE_S, self.transport.abort)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn, which accepts one connection at a time: asyncio's own loop takes thousands before it looks at one,
+    and writes a traceback for each that finds no file descriptor."""
+
+    def __init__(self, app: Any, limits: Limits) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = (
+            limits.max_connections if soft == resource.RLIM_INFINITY else min(limits.max_connections, soft // 2)
+        )
+        self._connections = Connections(limit, limits.client_timeout_s)
+        protocol: Any = functools.partial(BoundedProtocol, self._connections)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                timeout_keep_alive=5,
+                timeout_graceful_shutdown=5,
+                server_header=False,
+            )
+        )
+        for name in LOGS:
+            logging.getLogger(name).addFilter(Sparing())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or ()]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+            )
+
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no file descriptor is left
+                LOG.warning("a client can't be let in: %s", error)
+                self._connections.make_room()
+                await asyncio.sleep(0.05)
+                continue
+            try:
+                await loop.connect_accepted_socket(protocol, client)
+            except OSError:  # it has gone already
+                client.close()
+
+
+class Sparing(logging.Filter):
+    """Lets a line of each kind through once in LOG_INTERVAL_S: no client can fill the disk with the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._latest: dict[object, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, now = (record.module, record.lineno), time.monotonic()
+        if now - self._latest.get(kind, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
+            return False
+        self._latest[kind] = now
+        return True

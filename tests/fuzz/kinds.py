@@ -1,0 +1,339 @@
+"""The kinds of input: each makes a damaged one from whole material and gives it to the part of edgekv that reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import time
+import zlib
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import gguf_writer
+import golden_cases
+import numpy as np
+import tokenizers
+import vision_cases
+from PIL import Image
+from safetensors.numpy import save_file
+
+from edgekv import Session
+from edgekv.chat import renderer
+from edgekv.chat.template import ChatTemplate, find_template
+from edgekv.server.body import parse_json
+from edgekv.server.protocol import parse
+from edgekv.session.file import MAGIC, PREFIX, VERSION
+from edgekv.session.grammar import JsonSchema
+from edgekv.session.model import Model
+from edgekv.session.plan import Plan
+from edgekv.tokenizer import Tokenizer, load_tokenizer
+from edgekv.vision import picture
+from edgekv.vision.preprocess import Preprocess
+
+from .mutate import as_json, damaged, mutated
+
+DEMO = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "demo"
+SCHEMES = ("dense", "onebit", "bitplane", "kivi2", "kvcomp")
+HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
+
+
+class Material:
+    """Whole inputs, made once in ``folder``."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.llama = golden_cases.write_checkpoint("llama31", folder / "llama31")
+        self.gpt2 = golden_cases.write_checkpoint("gpt2", folder / "gpt2")
+        self.llava = vision_cases.write_model(folder / "llava")
+        self.words = folder / "llava" / "tokenizer.json"
+        self.gguf = gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)
+        self.byte_pairs = folder / "byte-pairs"
+        self.byte_pairs.mkdir()
+        library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "Ġ": 3}, [("a", "b")]))
+        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+        library.decoder = tokenizers.decoders.ByteLevel()
+        library.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.NFC()])
+        library.save(str(self.byte_pairs / "tokenizer.json"))
+        self.store = folder / "store"
+        model = Model.open(self.llama)
+        from edgekv.linear.store import build
+
+        build(model.weights, model.weight_format("int8"), self.store, None)  # type: ignore[arg-type]
+        self.loaded = Session.load(self.llama, weights="f32", device="numpy", ctx=64)
+        self.sessions: list[bytes] = []
+        for kv in SCHEMES:
+            for compress in (False, True):
+                session = self.loaded.sibling(kv=kv)
+                list(session.generate(list(range(1, 40)), max_new_tokens=2, temperature=1.0, seed=1))
+                session.save(folder / "session", compress=compress)
+                self.sessions.append((folder / "session").read_bytes())
+        self.images = []
+        picture_ = Image.fromarray(vision_cases.pixels(20, 30))
+        for name in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
+            picture_.save(folder / "image", format=name)
+            self.images.append((folder / "image").read_bytes())
+        self.tokenizer: Tokenizer = load_tokenizer(DEMO)
+        renderer.SECONDS = 2.0  # a case may take 10
+
+
+def used(folder: pathlib.Path, **options: Any) -> None:
+    """The model is opened, planned, loaded and run for a few tokens, as far as it goes."""
+    chosen = {"weights": "f32", "device": "numpy"} | options
+    Plan.make(Model.open(folder), kv="onebit", ctx=None, weights=chosen["weights"])
+    session = Session.load(folder, ctx=16, **chosen)
+    session.prefill([1, 2, 3])
+
+
+def config(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = rng.choice((m.llama, m.gpt2, m.llava))
+    shutil.copy(source / "model.safetensors", folder)
+    raw = json.loads((source / "config.json").read_text())
+    if rng.random() < 0.5 and "n_embd" not in raw:
+        raw["rope_scaling"] = rng.choice(
+            (golden_cases.LLAMA3, golden_cases.LONGROPE, {"type": "yarn", "factor": 2})
+        )
+    (folder / "config.json").write_bytes(as_json(mutated(raw, rng), rng))
+    used(folder)
+
+
+def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = rng.choice((m.llama, m.gpt2))
+    shutil.copy(source / "config.json", folder)
+    (folder / "model.safetensors").write_bytes(damaged((source / "model.safetensors").read_bytes(), rng, HEAD))
+    used(folder)
+
+
+def index(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    shutil.copy(m.llama / "config.json", folder)
+    tensors = golden_cases.tensors("llama31")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in halves.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    homes = {name: file for file, held in halves.items() for name in held}
+    whole = {"metadata": {"total_size": 1}, "weight_map": homes}
+    (folder / "model.safetensors.index.json").write_bytes(as_json(mutated(whole, rng), rng))
+    used(folder)
+
+
+def tokenizer(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    what = rng.randrange(4)
+    if what == 0:
+        (folder / "tokenizer.model").write_bytes(damaged((DEMO / "tokenizer.model").read_bytes(), rng, HEAD))
+    elif what == 1:
+        vocabulary = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
+        (folder / "vocab.json").write_bytes(as_json(mutated(vocabulary, rng), rng))
+        (folder / "merges.txt").write_bytes(damaged(b"#version: 0.2\na b\n", rng))
+    else:
+        source = rng.choice((m.words, m.byte_pairs / "tokenizer.json"))
+        (folder / "tokenizer.json").write_bytes(as_json(mutated(json.loads(source.read_text()), rng), rng))
+    if rng.random() < 0.5:
+        declared = {"add_bos_token": True, "bos_token": {"content": "a"}, "eos_token": "b", "chat_template": "x"}
+        (folder / "tokenizer_config.json").write_bytes(as_json(mutated(declared, rng), rng))
+        (folder / "generation_config.json").write_bytes(as_json(mutated({"eos_token_id": [1, 2]}, rng), rng))
+        find_template(folder)
+    opened = load_tokenizer(folder, config={})
+    ids = opened.encode("ab w3 <image> \N{GRINNING FACE}\0")
+    opened.decode(ids)
+    for token in range(min(opened.vocab_size, 300)):
+        opened.token_bytes(token)
+        opened.piece(token)
+
+
+SNIPPETS = (
+    "{{ messages[0].content }}",
+    "{% for m in messages %}{{ m.role }}{% endfor %}",
+    "{{ 'x' * 10**10 }}",
+    "{{ messages * 10**9 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+    "{{ 'a'.ljust(10**11) }}",
+    "{{ 'a' | center(10**11) }}",
+    "{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}",
+    "{{ lipsum(9**9) }}",
+    "{{ cycler | list }}",
+    "{{ [].__class__ }}",
+    "{% set x = namespace(y=1) %}{% set x.y = x %}{{ x.y.y }}",
+    "{{ messages | tojson(indent=10**10) }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 9**(9**9) }}",
+    "{{ raise_exception(messages) }}",
+    "{{ strftime_now('%' * 1000) }}",
+    "{% generation %}x{% endgeneration %}",
+    "{% include 'x' %}",
+    "{% import 'x' as y %}",
+    "{{ messages | batch(10**9, 0) | list }}",
+    "{{ undefined.x.y }}",
+    "{% if true %}",
+    "{% else %}",
+    "{{",
+    "(" * 300,
+)
+
+
+def template(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = "".join(rng.choice(SNIPPETS) for _ in range(rng.randrange(1, 5)))
+    if rng.random() < 0.5:
+        source = damaged(source.encode(), rng).decode(errors="replace")
+    messages = mutated([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], rng)
+    ChatTemplate(source, m.tokenizer).render(messages if isinstance(messages, list) else [])
+
+
+def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    (folder / "model.gguf").write_bytes(damaged(m.gguf.read_bytes(), rng, HEAD))
+    used(folder / "model.gguf", weights="auto")
+
+
+def session(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Honest checksums, lying content."""
+    data = rng.choice(m.sessions)
+    size = PREFIX.unpack_from(data)[3]
+    header = json.loads(data[PREFIX.size : PREFIX.size + size])
+    arrays = data[PREFIX.size + size :]
+    if rng.random() < 0.5:
+        blob, position = rng.choice(header["blobs"]), 0
+        for each in header["blobs"]:
+            if each is blob:
+                break
+            position += each["size"]
+        changed = damaged(arrays[position : position + blob["size"]], rng)
+        arrays = arrays[:position] + changed + arrays[position + blob["size"] :]
+        blob |= {"size": len(changed), "crc": zlib.crc32(changed)}
+        text = json.dumps(header).encode()
+    else:
+        part = rng.choice(("content", "blobs", None))
+        header = header | {part: mutated(header[part], rng)} if part else mutated(header, rng)
+        text = as_json(header, rng)
+    prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(text), len(text))
+    (folder / "session").write_bytes(prefix + text + arrays)
+    restored = Session.restore(folder / "session", m.loaded)
+    restored.prefill([1, 2])
+
+
+def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    metadata = {"format": "edgekv-adapter", "version": "1", "base": m.loaded.model.identity, "scheme": "h1b"}
+    if rng.random() < 0.5:
+        metadata[rng.choice(list(metadata))] = rng.choice(("", "2", "x" * 10_000, m.loaded.model.identity))
+    shapes = ((), (3,), (3, 4), (1 << 20,), (0,), (1, 1, 1, 1))
+    tensors = {
+        rng.choice(("tau", "lam", "x")): np.full(rng.choice(shapes), rng.choice((1, 0, np.nan)), np.float32)
+    }
+    save_file(tensors, folder / "adapter", metadata=metadata)
+    if rng.random() < 0.7:
+        (folder / "adapter").write_bytes(damaged((folder / "adapter").read_bytes(), rng))
+    loaded = Session.load(m.llama, kv="h1b", adapter=folder / "adapter", weights="f32", device="numpy", ctx=16)
+    loaded.prefill([1, 2, 3])
+
+
+def image(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    (folder / "image").write_bytes(damaged(rng.choice(m.images), rng, 200))
+    Preprocess.read(m.llava / "preprocessor_config.json")(picture(folder / "image"))
+
+
+def processor(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    raw = json.loads((m.llava / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_bytes(as_json(mutated(raw, rng), rng))
+    Preprocess.read(folder / "preprocessor_config.json")(picture(Image.new("RGB", (30, 20))))
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^[a-z]{1,5}$", "maxLength": 10},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1, "maxItems": 3},
+        "c": {"anyOf": [{"enum": ["x", 1]}, {"type": "number", "minimum": 0, "multipleOf": 0.5}]},
+    },
+    "required": ["a"],
+    "$defs": {"n": {"type": "integer", "maximum": 100}},
+}
+
+
+def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    vocabulary = m.tokenizer.vocab_size
+    constraint = JsonSchema(mutated(SCHEMA, rng) or {}, m.tokenizer, vocabulary)
+    for _ in range(3):
+        allowed = constraint.allowed(np.zeros(vocabulary, np.float32))
+        if constraint.accept(int(allowed.argmax())):
+            break
+
+
+def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    place = folder / "store"
+    shutil.copytree(m.store, place)
+    what = rng.randrange(3)
+    if what == 0:
+        manifest = json.loads((place / "store.json").read_text())
+        (place / "store.json").write_bytes(as_json(mutated(manifest, rng), rng))
+    else:
+        name = rng.choice([path.name for path in sorted(place.iterdir()) if path.suffix == ".onnx"])
+        name = name if what == 1 else "weights.safetensors"
+        (place / name).write_bytes(damaged((place / name).read_bytes(), rng, HEAD))
+    used(place, weights="auto", device="cpu", threads=1)
+
+
+REQUEST: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    "temperature": 0.5,
+    "top_p": 1,
+    "top_k": 3,
+    "seed": 1,
+    "stop": ["x"],
+    "max_tokens": 3,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+    "logit_bias": {},
+    "n": 1,
+}
+
+
+def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    kind, body = "chat", REQUEST
+    if rng.random() < 0.4:
+        kind, body = "completion", {**REQUEST, "prompt": [1, 2]}
+        del body["messages"]
+    ask = parse(parse_json(as_json(mutated(body, rng), rng)), kind, "m")
+    for text in (ask.prompt, *(message["content"] for message in ask.messages or ())):
+        if isinstance(text, str):
+            m.tokenizer.encode(text)
+
+
+Kind = Callable[[Material, pathlib.Path, Random], None]
+KINDS: dict[str, Kind] = {
+    each.__name__: each
+    for each in (
+        config,
+        safetensors,
+        index,
+        tokenizer,
+        template,
+        gguf,
+        session,
+        adapter,
+        image,
+        processor,
+        schema,
+        store,
+        request,
+    )
+}
+
+
+def crash(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    time.sleep(60)
+
+
+def hunger(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    bytearray(3 << 30)
+
+
+if "EDGEKV_FUZZ_SELF_TEST" in os.environ:  # what the harness must notice
+    KINDS |= {"crash": crash, "hang": hang, "hunger": hunger}
+__all__ = ["KINDS", "Material"]

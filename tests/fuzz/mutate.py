@@ -1,0 +1,112 @@
+"""Seeded damage to bytes and to JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2,
+    1 << 31,
+    1 << 63,
+    10**30,
+    10**400,
+    0.5,
+    1e-300,
+    1e308,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "x",
+    "\ud800",
+    "a" * 10_000,
+    [],
+    {},
+    [[]],
+    [None] * 100,
+    {"a": {"b": []}},
+)
+NUMBERS = (0, 1, 2, 127, 255, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, (1 << 64) - 1)
+
+
+def damaged(data: bytes, rng: random.Random, head: int = 1 << 30) -> bytes:
+    """Some flips, cuts, repeats and sizes that lie, mostly within the first ``head`` bytes."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 3, 8))):
+        if not out:
+            break
+        at = rng.randrange(min(len(out), head))
+        what = rng.randrange(7)
+        if what == 0:
+            out[at] ^= 1 << rng.randrange(8)
+        elif what == 1:
+            out[at] = rng.choice((0, 1, 127, 128, 255))
+        elif what == 2:
+            size = rng.choice((2, 4, 8))
+            out[at : at + size] = (rng.choice(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little")
+        elif what == 3:
+            del out[at:]
+        elif what == 4:
+            del out[at : at + rng.randrange(1, 64)]
+        elif what == 5:
+            piece = out[at : at + rng.randrange(1, 64)]
+            out[at:at] = piece * rng.choice((1, 2, 100))
+        else:
+            out[at:at] = rng.randbytes(rng.randrange(1, 16))
+    return bytes(out)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all entries."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield (*path, key)
+        yield from places(entry, (*path, key))
+
+
+def mutated(value: Any, rng: random.Random, odd: tuple[Any, ...] = ODD) -> Any:
+    """A copy with a few entries replaced, removed, repeated, renamed or scaled."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        every = list(places(value))
+        if not every:
+            return rng.choice(odd)
+        *parents, last = rng.choice(every)
+        home = value
+        for key in parents:
+            home = home[key]
+        old, what = home[last], rng.randrange(8)
+        if what == 0:
+            del home[last]
+        elif what == 1 and isinstance(home, dict):
+            home[rng.choice(("", "type", "x", str(last) + "x"))] = home.pop(last)
+        elif what == 2 and isinstance(home, list):
+            home.extend([old] * rng.choice((1, 2, 1000)))
+        elif what == 3 and isinstance(old, (int, float)) and abs(old) < 1 << 62:
+            home[last] = rng.choice((old + 1, old - 1, old * 2, -old, float(old), str(old), [old]))
+        elif what == 4:
+            home[last] = copy.deepcopy(rng.choice(every)[-1])
+        else:
+            home[last] = copy.deepcopy(rng.choice(odd))
+    return value
+
+
+def as_json(value: Any, rng: random.Random) -> bytes:
+    """Its text, which is now and then damaged too, or nested without end."""
+    text = json.dumps(value).encode()
+    what = rng.randrange(12)
+    if what == 0:
+        return damaged(text, rng)
+    if what == 1:
+        return text.replace(b"{}", b"[" * 50_000, 1) if b"{}" in text else b"[" * 50_000
+    return text

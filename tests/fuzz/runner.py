@@ -1,0 +1,107 @@
+"""Runs cases in worker processes, within limits of time; what fails is written down with what reproduces it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+from .worker import ANSWER
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SECONDS = 10.0  # for a case
+START_SECONDS = 240.0
+Case = tuple[str, int]
+
+
+@dataclasses.dataclass
+class Tally:
+    """Cases by kind and outcome, and what failed: the case and why."""
+
+    counts: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    failures: list[tuple[Case, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def n_cases(self) -> int:
+        return sum(self.counts.values())
+
+    def add(self, case: Case, outcome: str) -> None:
+        passed = outcome in ("success", "error")
+        self.counts[case[0], outcome if passed else "failure"] += 1
+        if not passed:
+            self.failures.append((case, outcome))
+
+
+class Worker:
+    """One process; started anew after it died or was ended."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def run(self, case: Case) -> str:
+        """success, error, or what went wrong."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(case).encode() + b"\n")
+        self._process.stdin.flush()
+        answer = self._answer(SECONDS)
+        if isinstance(answer, dict):
+            return str(answer["outcome"])
+        self.close()
+        self._start()
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _start(self) -> None:
+        self._buffer = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fuzz.worker"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        if not isinstance(started := self._answer(START_SECONDS), dict):
+            raise RuntimeError(f"the worker does not start: {started}")
+
+    def _answer(self, seconds: float) -> dict[str, object] | str:
+        assert self._process.stdout is not None
+        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + seconds
+        mark = ANSWER.encode()
+        while True:
+            _, found, after = self._buffer.partition(mark)
+            if found and b"\n" in after:
+                line, _, self._buffer = after.partition(b"\n")
+                answer: dict[str, object] = json.loads(line)
+                return answer
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                return f"hang: more than {seconds:g} s"
+            piece = os.read(descriptor, 1 << 16)
+            if not piece:
+                return f"crash: the process ended with {self._process.wait()}"
+            self._buffer += piece
+
+
+def run(cases: Iterable[Case], seconds: float | None = None) -> Tally:
+    """All cases, or as many as ``seconds`` allow once the worker is ready."""
+    tally, worker = Tally(), Worker()
+    end = None if seconds is None else time.monotonic() + seconds
+    try:
+        for case in cases:
+            if end is not None and time.monotonic() > end:
+                break
+            tally.add(case, worker.run(case))
+    finally:
+        worker.close()
+    return tally

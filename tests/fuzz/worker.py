@@ -1,0 +1,56 @@
+"""A process that runs cases, so that a crash ends it and not the run: a line of JSON in, a line of JSON out."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import resource
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from random import Random
+
+MEMORY = 2 << 30  # beyond what the process has when it is ready
+ANSWER = "\x1fanswer "
+
+
+def main() -> None:
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix="edgekv-fuzz-"))
+    os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
+    warnings.simplefilter("ignore")
+    from edgekv import EdgeKVError
+
+    from . import kinds
+
+    made = kinds.Material(scratch / "material")
+    taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    say({"ready": True})
+    for line in sys.stdin:
+        kind, seed = json.loads(line)
+        folder = scratch / "case"
+        folder.mkdir()
+        try:
+            kinds.KINDS[kind](made, folder, Random(f"{kind} {seed}"))
+            outcome = "success"
+        except EdgeKVError as error:
+            outcome = "error" if "\n" not in str(error) else f"an error of several lines: {str(error)[:500]}"
+        except BaseException:
+            outcome = traceback.format_exc()
+        say({"outcome": outcome})
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(scratch / "cache", ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def say(value: object) -> None:
+    """Libraries may print to standard output too."""
+    print(f"\n{ANSWER}{json.dumps(value)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

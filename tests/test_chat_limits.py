@@ -1,0 +1,98 @@
+"""Chat templates that want all memory, all time, or to break the compiler: one line each, and the next works."""
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+from edgekv.chat import renderer
+from edgekv.chat.template import ChatTemplate, find_template
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.tokenizer import load_tokenizer
+
+DEMO = pathlib.Path(__file__).resolve().parent.parent / "models" / "demo"
+MESSAGES = [{"role": "user", "content": "x"}]
+FINE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "SECONDS", 1.0)
+
+
+def rendered(source: str) -> str:
+    return ChatTemplate(source, load_tokenizer(DEMO)).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 10**10 }}",
+        "{% set s = messages[0].content * 10**10 %}",
+        "{% for i in range(10**5) %}{% for j in range(10**5) %}{% set x = i * j %}{% endfor %}{% endfor %}",
+        "{% for i in range(100000) %}{{ 'x' * 100000 }}{% endfor %}",
+        "{{ messages[0].content.ljust(10**11) }}",
+        "{{ 'x' | center(10**11) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '{:>10000000000}'.format(1) }}",
+        "{{ lipsum(10**8) }}",
+        "{{ ('x' * 10**6) | replace('x', 'x' * 10**6) }}",
+        "{{ range(10**5) | batch(10**9, 'x') | list }}",
+        "{{ 9**(9**9) }}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[0].content.__class__.__mro__ }}{{ undefined.attribute }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "{{ " + "[" * 90 + "]" * 90 + "1" * 100000 + " }}",
+        "{% if x %}" * 500,
+        "{{",
+    ],
+)
+def test_hostile_templates_end_in_a_line(short: None, source: str) -> None:
+    with pytest.raises(EdgeKVError) as error:
+        rendered(source)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    assert rendered(FINE) == "user: x\n"
+
+
+def test_one_process_renders_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered(FINE)
+    process = renderer.RENDERER._process
+    assert rendered(FINE + "!") == "user: x\n!"
+    assert renderer.RENDERER._process is process
+
+
+def test_a_large_conversation_is_rendered() -> None:
+    template = ChatTemplate(FINE, load_tokenizer(DEMO))
+    messages = [{"role": "user", "content": "ä" * 1000}] * 1000
+    assert template.render(messages) == f"user: {'ä' * 1000}\n" * 1000
+
+
+def test_after_fork_the_child_has_its_own() -> None:
+    rendered(FINE)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = int(rendered(FINE) != "user: x\n")
+        finally:
+            renderer.RENDERER.close()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rendered(FINE) == "user: x\n"
+
+
+def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    renderer.RENDERER.close()
+    with pytest.raises(EdgeKVError, match="does not start"):
+        rendered(FINE)
+
+
+@pytest.mark.parametrize("declared", ['[{"template": "x"}]', "[3]", '[{"name": [], "template": 1}]', "[" * 9000])
+def test_odd_declarations_are_a_config_error(tmp_path: pathlib.Path, declared: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": {declared}}}')
+    with pytest.raises(ConfigError, match="can't be read"):
+        find_template(tmp_path)

@@ -1,0 +1,156 @@
+"""config.json and its kin: what transformers reads is read the same; what no model can be is said in a line."""
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import golden_cases
+import numpy as np
+import pytest
+
+from edgekv.errors import ConfigError
+from edgekv.models import architecture
+from edgekv.models.rope import frequencies
+from edgekv.session.model import Model
+
+LLAMA, GPT2 = golden_cases.LLAMA, golden_cases.GPT2
+LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "image_token_index": 3}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = golden_cases.LLAMA3
+LONGROPE = golden_cases.LONGROPE
+
+
+def rope(**changes: Any) -> np.ndarray:
+    found = architecture(LLAMA | changes).config.rope
+    assert found is not None
+    values, factor = frequencies(found, 48)
+    return np.append(values, factor)
+
+
+@pytest.mark.parametrize("scaling", [YARN, {"type": "linear", "factor": 2.0}, LLAMA3, LONGROPE])
+def test_an_added_rope_scaling_wins(scaling: dict[str, Any]) -> None:
+    """Beside the rope_parameters that transformers 5 writes."""
+    both = rope(rope_parameters={"rope_type": "default"}, rope_scaling=scaling)
+    np.testing.assert_array_equal(both, rope(rope_scaling=scaling))
+    assert not np.array_equal(both, rope())
+
+
+def test_rope_parameters_keep_their_theta() -> None:
+    parameters = {"rope_type": "default", "rope_theta": 5000.0}
+    both = rope(rope_parameters=parameters, rope_scaling={"type": "linear", "factor": 2.0})
+    np.testing.assert_array_equal(both, rope(rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0}))
+
+
+def test_yarn_with_a_null_factor_takes_the_ratio_of_the_lengths() -> None:
+    """max_position_embeddings 64 over the original 16, as transformers does."""
+    np.testing.assert_array_equal(rope(rope_scaling=YARN | {"factor": None}), rope(rope_scaling=YARN))
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 2.0}])
+def test_llama_rotates_whole_heads(scaling: dict[str, Any] | None) -> None:
+    whole = rope(rope_scaling=scaling)
+    np.testing.assert_array_equal(rope(rope_scaling=scaling, partial_rotary_factor=0.5), whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 12}, 12)]
+)
+def test_mistral_slides_unless_told_not_to(change: dict[str, Any], window: int | None) -> None:
+    config = architecture(LLAMA | {"model_type": "mistral"} | change).config
+    assert config.layer_windows == (window,) * 3
+    assert architecture(LLAMA).config.layer_windows == (None,) * 3
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    assert architecture(LLAMA | {"hidden_size": 64.0}).config == architecture(LLAMA).config
+
+
+ODD: list[Any] = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    10**400,
+    -1,
+    0,
+    1e-300,
+    1 << 62,
+    0.5,
+    "",
+    "many",
+    [],
+    [1, "x"],
+    {},
+    {"a": []},
+    True,
+]
+
+
+@pytest.mark.parametrize(
+    "base", [LLAMA | {"rope_scaling": LLAMA3}, LLAMA | {"rope_scaling": LONGROPE}, GPT2, LLAVA]
+)
+def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
+    """Accepted or a ConfigError in one line; the numbers that come of what is accepted are finite."""
+    fields = [
+        *base,
+        "layer_types",
+        "sliding_window",
+        "max_window_layers",
+        "head_dim",
+        "n_inner",
+        "rope_parameters",
+    ]
+    fields += ["num_key_value_heads", "n_ctx", "architectures", "hidden_act", "rope_theta", "use_sliding_window"]
+    cases = [base | {field: value} for field in fields for value in ODD]
+    for part in ("rope_scaling", "text_config"):
+        inner = base.get(part, {})
+        cases += [base | {part: inner | {field: value}} for field in (*inner, "factor", "type") for value in ODD]
+    kinds = ("linear", "dynamic", "yarn", "longrope", "llama3", "default")
+    inner = {**LLAMA3, **LONGROPE, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32}
+    for kind in kinds:
+        for field in inner:
+            cases += [base | {"rope_scaling": inner | {"rope_type": kind, field: value}} for value in ODD]
+    messages = []
+    for case in cases:
+        try:
+            config = architecture(case).config
+        except ConfigError as error:
+            messages.append(str(error))
+            continue
+        if config.rope is not None:
+            values, factor = frequencies(config.rope, 100)
+            assert np.isfinite(values).all()
+            assert math.isfinite(factor)
+    assert max(map(len, messages)) < 400
+    assert not any("\n" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "part"),
+    [
+        (LLAMA, {"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000; accepted: int <= 1024"),
+        (LLAMA, {"layer_types": 3}, "layer_types is 3"),
+        (LLAMA, {"model_type": ["llama"]}, "architecture ['llama'] is not supported"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": None}}, "needs 'factor'"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'; accepted: float"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": math.nan}}, "factor is nan"),
+        (LLAMA, {"rope_scaling": 3}, "rope_scaling is 3; accepted: object"),
+        (LLAMA, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "more than low_freq_factor"),
+        (LLAMA, {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "1 entries in long_factor"),
+        (GPT2, {"n_head": 100}, "100 heads leave no head_dim"),
+        (GPT2, {"n_layer": 10**400}, "n_layer is 1000"),
+        (LLAVA, {"text_config": []}, "text_config is []"),
+        (LLAVA, {"text_config": {"model_type": []}}, "model_type []"),
+    ],
+)
+def test_what_is_wrong_is_named(base: dict[str, Any], change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        architecture(base | change)
+    assert part in str(error.value)
+
+
+def test_a_million_layers_are_refused_before_a_tensor_is_looked_at(tmp_path: pathlib.Path) -> None:
+    folder = golden_cases.write_checkpoint("llama1", tmp_path)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1_000_000}))
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        Model.open(folder)

@@ -1,0 +1,111 @@
+"""How the program ends when its surroundings fail: closed or full output, signals, forks, a read-only install."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import golden_cases
+import pytest
+
+from edgekv import EdgeKVError, Session, numba_cache
+from edgekv.cli import main, run
+
+RUN = [sys.executable, "-m", "edgekv", "run", "--prompt", "It was a dark night"]
+
+
+@pytest.mark.parametrize("command", [["caches"], ["run", "--prompt", "It was", "--max-new-tokens", "2"]])
+def test_closed_and_full_output(command: list[str]) -> None:
+    """No traceback; with a full disk a line and status 2."""
+    whole = [sys.executable, "-m", "edgekv", *command]
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *whole], capture_output=True, text=True, timeout=120
+    )
+    assert closed.returncode == 0
+    assert "Traceback" not in closed.stderr
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(whole, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "edgekv: error: standard output can't be written (No space left"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_sigterm_ends_a_run_with_report_and_session(tmp_path: pathlib.Path) -> None:
+    session = tmp_path / "session"
+    command = [*RUN, "--max-new-tokens", "8000", "--session", str(session), "--json", str(tmp_path / "report")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(20)  # it writes text
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert b"interrupted" in said
+    assert (tmp_path / "report").exists()
+    assert Session.restore(session, "models/demo").tokens
+
+
+@pytest.mark.parametrize("seconds", [0.15, 0.3, 0.5])
+def test_ctrl_c_during_imports(seconds: float) -> None:
+    process = subprocess.Popen(RUN, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode in (130, -signal.SIGINT)  # the latter before Python has begun to run us
+    assert "edgekv/" not in said
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_loading(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "open_session", None)
+    (tmp_path / "long").write_text("word " * 3000)
+    assert main(["run", "--ctx", "100", "--prompt-file", str(tmp_path / "long")]) == 2
+    assert "--ctx is 100; shorten it" in capsys.readouterr().err
+
+
+def test_a_forked_child_refuses_to_generate(tmp_path: pathlib.Path) -> None:
+    """It waited for threads that are not there, for ever."""
+    session = Session.load(golden_cases.write_checkpoint("llama1", tmp_path), weights="f32")
+    session.prefill([1, 2, 3])
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            session.prefill([4, 5])
+        except EdgeKVError as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    session.prefill([4, 5])
+
+
+def unwritable(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, *places: str) -> None:
+    def access(path: object, mode: int) -> bool:
+        return not str(path).startswith(tuple(str(tmp_path / place) for place in places))
+
+    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+
+
+def test_kernels_are_cached_where_one_may_write(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, home = tmp_path / "package", tmp_path / "home"
+    package.mkdir()
+    unwritable(monkeypatch, tmp_path, "package")
+    environment = {"XDG_CACHE_HOME": str(home)}
+    numba_cache.prepare(package, environment)
+    assert "NUMBA_CACHE_DIR" not in environment  # Numba finds the home itself
+    home.mkdir()
+    unwritable(monkeypatch, tmp_path, "package", "home")
+    numba_cache.prepare(package, environment)
+    folder = pathlib.Path(environment["NUMBA_CACHE_DIR"])
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)  # somebody else could write there
+    again = {"XDG_CACHE_HOME": str(home)}
+    numba_cache.prepare(package, again)
+    assert "NUMBA_CACHE_DIR" not in again

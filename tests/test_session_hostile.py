@@ -1,0 +1,137 @@
+"""Session files whose checksums are right and whose content lies: SessionError, and no memory beyond it."""
+
+import json
+import pathlib
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import golden_cases
+import numpy as np
+import pytest
+
+from edgekv import EdgeKVError, Session
+from edgekv.errors import SessionError
+from edgekv.session.file import MAGIC, PREFIX, VERSION, SessionFile, write
+
+Header = dict[str, Any]
+
+
+def rewritten(source: pathlib.Path, target: pathlib.Path, change: Callable[[Header], Any]) -> pathlib.Path:
+    """The file with another header; the checksum is honest."""
+    data = source.read_bytes()
+    size = PREFIX.unpack_from(data)[3]
+    header = json.loads(data[PREFIX.size : PREFIX.size + size])
+    changed = change(header)
+    text = changed if isinstance(changed, bytes) else json.dumps(header if changed is None else changed).encode()
+    prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(text), len(text))
+    target.write_bytes(prefix + text + data[PREFIX.size + size :])
+    return target
+
+
+def put(path: str, value: Any) -> Callable[[Header], None]:
+    """Sets one entry: a/b/0 is header["a"]["b"][0]."""
+
+    def change(header: Any) -> None:
+        *parents, last = path.split("/")
+        for key in parents:
+            header = header[int(key) if isinstance(header, list) else key]
+        header[int(last) if isinstance(header, list) else last] = value
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return golden_cases.write_checkpoint("llama1", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def saved(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, pathlib.Path]:
+    """Plain, and compressed."""
+    session = Session.load(model, kv="onebit", weights="f32", device="numpy")
+    list(session.generate(list(range(1, 40)), max_new_tokens=3, temperature=1.0, seed=1))
+    files = {}
+    for compress in (False, True):
+        files[compress] = tmp_path_factory.mktemp("saved") / "file"
+        session.save(files[compress], compress=compress)
+    return files
+
+
+def stored(entry: str, value: Any) -> Callable[[Header], None]:
+    """Sets an entry of the first array that holds anything."""
+
+    def change(header: Header) -> None:
+        next(blob for blob in header["blobs"] if blob["runs"])[entry] = value
+
+    return change
+
+
+LIES: dict[str, Callable[[Header], Any]] = {
+    "no object": lambda header: [1],
+    "empty": lambda header: {},
+    "no text": lambda header: b"\xff\xfe",
+    "deep": lambda header: b'{"content": ' + b"[" * 100_000,
+    "huge number": lambda header: b'{"content": ' + b"9" * 5000 + b"}",
+    "coding": put("coding", "zip"),
+    "no coding": put("coding", []),
+    "blobs": put("blobs", {}),
+    "a blob": put("blobs/0", 3),
+    "name": put("blobs/0/name", ["x"]),
+    "twice": lambda header: header["blobs"].append(header["blobs"][0]),
+    "type": put("blobs/0/dtype", "O"),
+    "shape": put("blobs/0/shape", [1 << 60, 1 << 60]),
+    "negative shape": put("blobs/0/shape", [-1]),
+    "size": put("blobs/0/size", -1),
+    "huge size": put("blobs/0/size", 10**30),
+    "crc": put("blobs/0/crc", "x"),
+    "run": stored("runs", [[0]]),
+    "backward run": stored("runs", [[64, 0]]),
+    "overlapping runs": stored("runs", [[0, 1024], [512, 2048]]),
+    "long run": stored("runs", [[0, 1 << 61]]),
+    "no runs": stored("runs", []),
+    "runs of halves": stored("runs", [[0, 1]]),
+    "content": put("content", []),
+    "tokens": put("content/tokens", [10**400]),
+    "negative token": put("content/tokens/0", -1),
+    "ctx": put("content/ctx", 1e308 * 10),
+    "kv": put("content/kv", {}),
+    "layers": put("content/layers", [3, 4, 5]),
+    "counters": put("content/layers/0/counters", []),
+    "a counter": put("content/layers/0/counters/n_seen", "many"),
+    "sampler": put("content/sampler", {"params": {"seed": []}, "state": {}}),
+    "sampler state": put("content/sampler/state", []),
+    "memo": put("content/memo", 3),
+    "spans": put("content/spans", [[0, 5, "x"], [0, 5, "x"]]),
+}
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["plain", "compressed"])
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_are_refused(
+    lie: str, compress: bool, saved: dict[bool, pathlib.Path], model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    path = rewritten(saved[compress], tmp_path / "file", LIES[lie])
+    with pytest.raises(EdgeKVError) as error:
+        Session.restore(path, model, device="numpy")
+    assert "\n" not in str(error.value)
+
+
+def test_unpacking_makes_no_more_than_is_stated(tmp_path: pathlib.Path) -> None:
+    """A file of 12 MB whose codes stand for 100 MB."""
+    path = tmp_path / "file"
+    array = np.full(100_000_000, 7, np.uint8)
+    write(path, {}, {"a": array}, "huffman")
+
+    def less(header: Header) -> None:
+        header["blobs"][0] |= {"shape": [4096], "runs": [[0, 4096]]}
+
+    file = SessionFile(rewritten(path, path, less))
+    target = np.zeros(4096, np.uint8)
+    tracemalloc.start()
+    with pytest.raises(SessionError, match="not the 4096 bytes"):
+        file.fill("a", target)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30_000_000  # the file, once more

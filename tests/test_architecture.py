@@ -22,11 +22,11 @@ LAYERS = (
     ("edgekv.kernels",),
     ("edgekv.checkpoint",),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
-    ("edgekv.machine",),
-    ("edgekv.errors", "edgekv.version"),
+    ("edgekv.machine", "edgekv.schema"),
+    ("edgekv.errors", "edgekv.version", "edgekv.numba_cache"),
 )
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
-UPWARD = {("edgekv.kernels.cuda.dense", "edgekv.linear.cuda_matvec")}  # goes when the matrix product is a kernel
+UPWARD: set[tuple[str, str]] = set()
 
 
 @functools.cache

@@ -41,7 +41,7 @@ class ChatTemplate:
         }
         if "invalid" in (answer := self._answer(None)):
             raise ConfigError(
-                f"the chat template is no valid Jinja ({answer['invalid']}); give another with --chat-template"
+                f"the chat template is no valid Jinja ({answer['invalid']}); give another with `chat_template`"
             )
 
     @classmethod

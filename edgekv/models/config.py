@@ -10,7 +10,7 @@ from edgekv.errors import ConfigError
 from edgekv.models.rope import RopeConfig
 
 Raw = Mapping[str, Any]
-CONFIG_HINT = "add or correct it, or pass the model's own with --config FILE"
+CONFIG_HINT = "add or correct it, or give a whole config=FILE"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """python -m tests.fuzz --seconds N --seed S: as many cases of all kinds as fit; exit status 1 if any failed.
 
-Each failure is printed as KIND:SEED with its reason, and written to --out; `--case KIND:SEED` runs it again, in this
-process. To keep it from coming back, add its line to tests/fuzz/corpus.txt.
+Each failure is printed as KIND:SEED with its reason, and written to --out; `--case KIND:SEED` runs it again, here.
+To keep it from coming back, add its line to tests/fuzz/corpus.txt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kinds of input: each makes a damaged one from whole material and gives it to the part of edgekv that reads it."""
+"""The kinds of input: each makes a damaged one from whole material and gives it to what reads it."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
     used(folder / "model.gguf", weights="auto")
 
 
-def session(m: Material, folder: pathlib.Path, rng: Random) -> None:
+def session(m: Material, folder: pathlib.Path, rng: Random) -> Session:
     """Honest checksums, lying content."""
     data = rng.choice(m.sessions)
     size = PREFIX.unpack_from(data)[3]
@@ -208,8 +208,12 @@ def session(m: Material, folder: pathlib.Path, rng: Random) -> None:
         text = as_json(header, rng)
     prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(text), len(text))
     (folder / "session").write_bytes(prefix + text + arrays)
-    restored = Session.restore(folder / "session", m.loaded)
-    restored.prefill([1, 2])
+    return Session.restore(folder / "session", m.loaded)
+
+
+def resume(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """A lying session that was accepted goes on."""
+    session(m, folder, rng).prefill([1, 2])
 
 
 def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -301,7 +305,7 @@ def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
             m.tokenizer.encode(text)
 
 
-Kind = Callable[[Material, pathlib.Path, Random], None]
+Kind = Callable[[Material, pathlib.Path, Random], object]
 KINDS: dict[str, Kind] = {
     each.__name__: each
     for each in (
@@ -312,6 +316,7 @@ KINDS: dict[str, Kind] = {
         template,
         gguf,
         session,
+        resume,
         adapter,
         image,
         processor,

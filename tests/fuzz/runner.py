@@ -66,7 +66,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.worker"],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -182,6 +182,8 @@ def add_four_rows(
             a0, a1 = simd.load(out, i), simd.load(out, i + head_dim)
             a2, a3 = simd.load(out, i + 2 * head_dim), simd.load(out, i + 3 * head_dim)
             for t in range(row, row + n):
+                if part == 0:
+                    simd.prefetch(codes, j + BLOCK * n_bytes)
                 x = simd.load_codes(codes, j, part * n_bits, (1 << n_bits) - 1)
                 a0 = simd.multiply_add(simd.broadcast(weights, t), x, a0)
                 a1 = simd.multiply_add(simd.broadcast(weights, t + gap_w), x, a1)

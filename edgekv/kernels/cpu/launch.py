@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import BLOCK, F32
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu.jit import jit
 
 # Multiply-adds (10 to 50 per nanosecond and core) below which waking threads costs more than it saves.
@@ -54,13 +54,3 @@ def flat(x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int, int]:
         return x.reshape(-1), gap_a, gap_b
     n_elements = (x.shape[0] - 1) * gap_a + (x.shape[1] - 1) * gap_b + x.shape[2]
     return np.lib.stride_tricks.as_strided(x, (n_elements,), (x.itemsize,)), gap_a, gap_b
-
-
-def partial_sums(out: F32, splits: int) -> F32:
-    """(splits, *out.shape): out itself if one piece adds to it, else zeros for `add_partial_sums`."""
-    return out[None] if splits == 1 else np.zeros((splits, *out.shape), np.float32)
-
-
-def add_partial_sums(partial: F32, out: F32) -> None:
-    if len(partial) > 1:
-        out += partial.sum(axis=0)

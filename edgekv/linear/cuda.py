@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec
 from edgekv.linear.cuda_weights import LAYERS, DeviceWeights, Matrix
 
 WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import THREADS, per_head
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.memory import contiguous
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
 
 ENCODE = Program(("scales", "encode"), exact=True)
 

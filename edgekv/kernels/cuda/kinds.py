@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from edgekv.errors import CacheError
 from edgekv.kernels.contract.codes import TABLE_BITS
 from edgekv.kernels.cuda.codec import Codec, Queries
-from edgekv.kernels.cuda.program import Array
-
-if TYPE_CHECKING:
-    from edgekv.kernels.cuda.attend import AttendKernels
+from edgekv.kernels.cuda.program import Array, Driver
 
 Make = Callable[[Any], Codec]
+
+
+class Preparing(Protocol):
+    """The kernels that make queries what a codec's scores want."""
+
+    driver: Driver
+
+    def constant(self, x: Any) -> Array: ...
+    def project(self, x: Array, matrix: Array) -> Array: ...
+    def rotate(self, rotation: Any, x: Array) -> Array: ...
+    def pack_sign_rows(self, x: Array) -> Array: ...
+    def pack_queries(self, q: Array, planes: Array, step: Array, rounded: Array) -> None: ...
 
 
 class Keys(NamedTuple):
     """``codec`` of a codec of `edgekv.kvcache`; ``queries`` (kernels, that codec, q (G, M, D))."""
 
     codec: Make
-    queries: Callable[[AttendKernels, Any, Array], Queries]
+    queries: Callable[[Preparing, Any, Array], Queries]
 
 
 def _rows(element: str, name: str) -> tuple[Make, Make]:
@@ -132,18 +141,18 @@ def _page_index(stored: Any) -> Codec:
     return Codec("RowKeys<u16>", "rows", (bounds,), bounds.shape[1], bounds.shape[2])
 
 
-def _as_they_are(kernels: AttendKernels, stored: Any, q: Array) -> Queries:
+def _as_they_are(kernels: Preparing, stored: Any, q: Array) -> Queries:
     return Queries(q)
 
 
-def _sketches(kernels: AttendKernels, stored: Any, q: Array) -> Queries:
+def _sketches(kernels: Preparing, stored: Any, q: Array) -> Queries:
     """Row r * n + j has the temperature of head r."""
     codes = kernels.pack_sign_rows(kernels.project(q, stored.projection))
     scale = np.repeat(1 / (stored.bits * stored.tau), q.shape[1] // stored.tau.shape[1], axis=1)
     return Queries(codes, codes, kernels.constant(scale))
 
 
-def _planes(kernels: AttendKernels, stored: Any, q: Array) -> Queries:
+def _planes(kernels: Preparing, stored: Any, q: Array) -> Queries:
     """Rotated, and in bit planes."""
     x, empty = kernels.rotate(stored.rotation, q), kernels.driver.empty
     planes = empty((*q.shape[:2], stored.planes, stored.width // 64), np.uint64)
@@ -152,7 +161,7 @@ def _planes(kernels: AttendKernels, stored: Any, q: Array) -> Queries:
     return Queries(x, planes, step * kernels.constant(stored.lam)[:, None], rounded)
 
 
-def _bounds(kernels: AttendKernels, stored: Any, q: Array) -> Queries:
+def _bounds(kernels: Preparing, stored: Any, q: Array) -> Queries:
     """The positive part meets the largest key of a page, the negative part the smallest."""
     return Queries(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2))
 

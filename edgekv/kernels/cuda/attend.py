@@ -130,37 +130,27 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
         ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
         sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))
         rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
-        nothing = self.driver.shift
-        stores: list[Any] = []
-        for part in exact:
-            assert part.values is not None
-            arrays = part.keys.arrays[0], part.values.arrays[0]
-            stores += [*arrays, part.keys.capacity, *_place(part.segment)]
-        stores += [nothing, nothing, 0, 0, 0, 0] * (MOST_EXACT - len(exact))
-        self.driver.launch(
-            Launch(attend_program(keys, values, rows, bool(exact)), "attend", (n_shares, n_kv_heads), THREADS),
+        arrays = (
             *self.query_arguments(main.queries),
-            *self.store_arguments(keys)[:4],
-            *self.store_arguments(values)[:4],
-            keys.capacity,
-            values.capacity,
-            *_place(main.segment),
-            shares,
-            exact[0].queries.x if exact else nothing,
-            *stores,
-            exact_shares[0] if exact else 0,
-            int(visible[0][0]),
-            int(visible[1][0]),
-            self.driver.shift,
-            ends,
-            sums,
-            self._done(n_kv_heads),
-            end,
-            rotated,
-            out,
+            *self.store_arguments(keys, 4),
+            *self.store_arguments(values, 4),
         )
+        place = keys.capacity, values.capacity, *_place(main.segment), shares
+        seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
+        results = ends, sums, self._done(n_kv_heads), end, rotated, out
+        launch = Launch(attend_program(keys, values, rows, bool(exact)), "attend", (n_shares, n_kv_heads), THREADS)
+        self.driver.launch(launch, *arrays, *place, *self._exact_arguments(exact, exact_shares), *seen, *results)
         if values.rotation is not None:
             self.rotate_back(values.rotation, rotated, out)
+
+    def _exact_arguments(self, parts: list[Part], shares: list[int]) -> list[Any]:
+        nothing = self.driver.shift
+        arguments = [parts[0].queries.x if parts else nothing]
+        for part in parts:
+            s = part.segment
+            arguments += [s.keys.arrays["half"], s.values.arrays["half"], part.keys.capacity, *_place(s)]
+        missing = MOST_EXACT - len(parts)
+        return [*arguments, *(nothing, nothing, 0, 0, 0, 0) * missing, shares[0] if shares else 0]
 
     def _done(self, n_kv_heads: int) -> Array:
         """Zeros, left as zeros by every launch."""

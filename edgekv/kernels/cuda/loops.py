@@ -82,5 +82,5 @@ class Loops(RotateKernels):
         others = (nothing if x is None else x for x in (queries.codes, queries.scale))
         return queries.x, *others
 
-    def store_arguments(self, codec: Codec) -> tuple[Array, ...]:
-        return (*codec.arrays, *[self.driver.shift] * (6 - len(codec.arrays)))
+    def store_arguments(self, codec: Codec, n: int = 6) -> tuple[Array, ...]:
+        return (*codec.arrays, *[self.driver.shift] * (n - len(codec.arrays)))

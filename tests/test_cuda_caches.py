@@ -27,7 +27,7 @@ SMALL = {
 }
 TOLERANCE = 2e-3  # that of the contract test of all schemes
 VARIANTS = [
-    *(SMALL.get(name, name) for name in SCHEMES if name in CACHES),
+    *(SMALL.get(name, name) for name in SCHEMES),
     "dense:dtype=f32",
     "dense:dtype=q8",
     "onebit:window=16,v=3",

@@ -164,11 +164,11 @@ def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> N
     ends = [np.zeros((*groups, case.d), np.uint16) for _ in range(2)]
     keys = device.check("encode_kivi_keys", x, np.zeros((*groups, n_bytes, block), np.uint8), *ends, 0)[1:4]
     names = "codes", "step", "low"
-    check_keys(device, case, "kivi_keys", dict(zip(names, keys, strict=True)))
+    check_keys(device, case, "kivi_keys", dict(zip(names, keys, strict=True)), group=block)
     ends = [np.zeros((case.g, 1, capacity), np.uint16) for _ in range(2)]
     codes = np.zeros((case.g, capacity, n_bytes), np.uint8)
     values = device.check("encode_kivi_values", awkward(case), codes, *ends, case.t0)[1:4]
-    check_values(device, case, "kivi_values", dict(zip(names, values, strict=True)))
+    check_values(device, case, "kivi_values", dict(zip(names, values, strict=True)), spans=1)
 
 
 @pytest.mark.parametrize(("width", "d"), [(128, 128), (64, 50), (16, 12)])
@@ -242,7 +242,8 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
         pool = device.check("huffman_pack", codes, *both, plain.view(np.uint8), offsets, 0, block, pool)[-1]
         store = pool, offsets, bits, book.table, flat.table, plain_bits, *ends
         kind, check = ("huffman_keys", check_keys) if side == "channels" else ("huffman_values", check_values)
-        check(device, case, kind, {}, store=lambda store=store: store)
+        arrays = dict(zip(("low", "step"), ends, strict=True))
+        check(device, case, kind, arrays, block=block, store=lambda store=store: store)
 
 
 @pytest.mark.parametrize(("r", "n", "columns", "k"), [(1, 1, 1500, 64), (4, 3, 1100, 256), (8, 1, 50, 64)])

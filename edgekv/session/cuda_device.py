@@ -6,8 +6,6 @@ from edgekv.errors import CacheError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.kinds import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.steps import Steps
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import Progress
@@ -22,8 +20,7 @@ def runs(spec: CacheSpec) -> bool:
     return kinds is not None and kinds <= KINDS
 
 
-_ALL: dict[str, type[KVCache]] = {**CACHES, Steps.name: Steps}
-SCHEMES = tuple(name for name, scheme in _ALL.items() if runs(CacheSpec(scheme, scheme.Knobs())))
+SCHEMES = tuple(name for name, scheme in CACHES.items() if runs(CacheSpec(scheme, scheme.Knobs())))
 """KV schemes that run on CUDA."""
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from edgekv.kernels.cuda.driver import CupyDriver
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.kinds import KEYS
+from edgekv.kernels.cuda.matvec import matvec
 from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache, Workspace
-from edgekv.kernels.cuda.matvec import matvec
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads

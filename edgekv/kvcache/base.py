@@ -246,11 +246,22 @@ class KVCache(abc.ABC):
     def prepare(self, counters: Mapping[str, int], fitted: Mapping[str, Any]) -> dict[str, Array]:
         """Takes a state's counters and fitted values into the just allocated cache.
 
-        Returns the arrays, zero where nothing is written yet, to be filled with the state's.
+        Returns the arrays, zero where nothing is written yet, to be filled with the state's. Raises ValueError for
+        counters that contradict each other, and for fitted values that no conversation has.
         """
         vars(self).update(counters)
+        if not self.consistent():
+            raise ValueError(f"counters {dict(counters)}")
         self.refit(fitted)
         return self.arrays
+
+    def consistent(self) -> bool:
+        """Whether the counters agree with each other and with the geometry: those of a file may lie."""
+        return 0 <= self.n_seen <= self.geometry.capacity
+
+    def readable(self) -> bool:
+        """Whether arrays that were filled from a file hold nothing that would lead a kernel out of bounds."""
+        return True
 
     def fitted(self) -> dict[str, Any]:
         """What the conversation decided beside counters and arrays, ready for JSON. Most schemes fit nothing."""

@@ -78,6 +78,9 @@ class Steps(Windowed):
     def refit(self, fitted: Mapping[str, Any]) -> None:
         self.tiers.load_state(fitted)
 
+    def readable(self) -> bool:
+        return self.n_bulk <= self.tiers.capacity
+
     def extend(self, keys: F32, values: F32) -> None:
         self._hold(keys.shape[1])
         super().extend(keys, values)

@@ -219,8 +219,22 @@ class Tiers:
         return {"split": dataclasses.astuple(self._split), "log": self.log}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        split = Split(*map(int, state["split"]))
+        if not self._fits(split):
+            raise ValueError(f"{split}")
         self.log = [(int(n), str(name)) for n, name in state["log"]]
-        self._use(Split(*state["split"]))
+        self._use(split)
+
+    def _fits(self, split: Split) -> bool:
+        """Whether its stores are whole blocks, of two tiers that there are, in the arena."""
+        tiers = usable_tiers(self._shape)
+        if not 0 <= split.level < len(tiers) - 1 or min(split.coarse, split.fine) < 0:
+            return False
+        if split.coarse % WORD or split.fine % WORD or split.capacity > self.most_tokens:
+            return False
+        sizes = [tiers[split.level + i].block_bytes(self._shape) for i in (0, 1)]
+        n_bytes = (split.fine * sizes[0] + split.coarse * sizes[1]) // WORD
+        return n_bytes + ALIGNMENT_BYTES <= max(self.n_bytes, ALIGNMENT_BYTES)
 
 
 def _views(layout: Layout, buffer: Array, position: int) -> tuple[dict[str, Array], int]:

@@ -173,6 +173,16 @@ class Windowed(KVCache):
         self.n_bulk += block
         self.n_recent -= block
 
+    def consistent(self) -> bool:
+        s, n_exact = self.sizes, self.n_seen - self.n_sink - self.n_bulk
+        return (
+            super().consistent()
+            and self.n_sink == min(self.n_seen, s.sink)
+            and self.n_bulk % s.block == 0
+            and self.n_bulk <= self.bulk_capacity
+            and self.n_recent == n_exact <= self._recent_capacity
+        )
+
     def truncate(self, n: int) -> int:
         """Keeps what is packed at that length; tokens exact then and packed by now must be computed again."""
         self.n_sink = min(n, self.sizes.sink)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,18 @@ class SavedState:
             self.file.fill(name, host)
             if host is not array:
                 array[...] = np.asarray(host, like=array)
+        self._require_readable(caches)
         state.tokens, state.spans, state.n_dropped = list(self.tokens), spans, self.n_dropped
         state.memo, state.sampler = self.memo, sampler
+
+    def _require_readable(self, caches: Sequence[KVCache]) -> None:
+        """Raises SessionError where the caches can't have come from one conversation."""
+        lengths = {cache.n_seen for cache in caches}
+        if len(lengths) != 1 or max(lengths) > len(self.tokens):
+            raise self._foreign(f"layers of {sorted(lengths)} tokens, {len(self.tokens)} in all")
+        unreadable = [i for i, cache in enumerate(caches) if not cache.readable()]
+        if unreadable:
+            raise self._foreign(f"what layer {unreadable[0]} holds")
 
     def _prepared(self, cache: KVCache, layer: dict[str, Any]) -> dict[str, Any]:
         """The cache's arrays, with the saved counters in it."""

@@ -30,6 +30,14 @@ class Codebook:
         return cls(lengths, words, _decode_table(lengths, words))
 
     @classmethod
+    def is_one(cls, lengths: U8, words: U16, table: U64) -> bool:
+        """Whether words and table are those of a complete prefix code with these lengths."""
+        if not ((lengths > 0) & (lengths <= TABLE_BITS)).all() or (0.5 ** lengths.astype(float)).sum() != 1:
+            return False
+        expected = _canonical_words(lengths)
+        return np.array_equal(words, expected) and np.array_equal(table, _decode_table(lengths, expected))
+
+    @classmethod
     def fixed_length(cls, levels: int) -> Codebook:
         """Each of the symbols 0..levels - 1 in binary, all in as many bits as the largest needs."""
         lengths = np.full(levels, (levels - 1).bit_length(), np.uint8)

@@ -79,9 +79,16 @@ class HuffmanCodec(Codec):
         self._plain_table = np.asarray(self.plain.table, like=arrays["table"])
         self._reserved: U64 | None = None
         if isinstance(arrays["bits"], np.ndarray):
-            private = mmap.mmap(-1, self.pool_bound, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._reserved = np.frombuffer(private, np.uint64)
+            spare = self.head_dim * TABLE_BITS // 8 + WORD_BYTES  # what a token whose codes lie could reach beyond
+            private = mmap.mmap(-1, self.pool_bound + spare, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._reserved = np.frombuffer(private, np.uint64, self.pool_bound // WORD_BYTES)
         self.pool: U64 = np.zeros_like(arrays["bits"], np.uint64, shape=(0,))
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to an empty pool, and to the code of Gaussian numbers."""
+        self.n_encoded = 0
+        self._open_pool(0)
         self._grow(1)
         self._use(Codebook.huffman(gaussian_counts(self.relative_step, self.unit_size)))
 
@@ -148,8 +155,21 @@ class HuffmanCodec(Codec):
         return {"pool_words": len(self.pool), "n_encoded": self.n_encoded}
 
     def refit(self, fitted: Mapping[str, int]) -> None:
-        self.n_encoded = fitted["n_encoded"]
-        self._open_pool(fitted["pool_words"])
+        n_encoded, n_words = int(fitted["n_encoded"]), int(fitted["pool_words"])
+        if not 0 <= n_encoded <= self.capacity or not 1 <= n_words <= self.pool_bound // WORD_BYTES:
+            raise ValueError(f"{n_encoded} tokens in {n_words} words")
+        self.n_encoded = n_encoded
+        self._open_pool(n_words)
+
+    def readable(self, n_tokens: int) -> bool:
+        """Whether the first tokens' codes lie in the pool, and the tables are those of a code."""
+        a = {name: to_host(array) for name, array in self.arrays.items()}
+        if n_tokens > self.n_encoded or not Codebook.is_one(a["lengths"], a["words"], a["table"]):
+            return False
+        n_blocks = n_tokens // self.block
+        n_bits = a["bits"][:, :n_tokens].reshape(self.n_kv_heads, n_blocks, self.block).sum(axis=2, dtype=np.int64)
+        ends = a["offsets"][:, :n_blocks].astype(np.int64) * WORD_BITS + n_bits
+        return bool((ends <= (len(self.pool) - 1) * WORD_BITS).all())
 
     def store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
         """What the kernels read."""

@@ -154,6 +154,9 @@ class Evicting(KVCache):
             "position": np.broadcast_to(positions, keys.shape[:2]),
         }
 
+    def consistent(self) -> bool:
+        return super().consistent() and self.n_used <= min(self.slots, self.n_seen)
+
     def truncate(self, n: int) -> int:
         """Back to the start if the budget is below the context: later tokens had a say in what is held."""
         if n < self.n_seen:

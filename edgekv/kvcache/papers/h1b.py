@@ -183,7 +183,10 @@ class H1B(KeepAll):
         }
 
     def refit(self, fitted: Mapping[str, Any]) -> None:
-        self.tau[:] = fitted["tau"]
+        tau = np.asarray(fitted["tau"], np.float32)
+        if tau.shape != self.tau.shape or not ((tau > 0) & (tau < np.inf)).all():
+            raise ValueError(f"tau {fitted['tau']}")
+        self.tau[:] = tau
         self.tau_source, self.tau_scope = fitted["tau_source"], fitted["tau_scope"]
         self.exact_prefill = fitted["exact_prefill"]
 

@@ -90,6 +90,17 @@ class KVComp(Windowed):
         self.values.fit(values)
         self.extend(keys, values)
 
+    def truncate(self, n: int) -> int:
+        """The codebooks of a conversation go with it."""
+        kept = super().truncate(n)
+        if not kept:
+            self.keys.forget()
+            self.values.forget()
+        return kept
+
+    def readable(self) -> bool:
+        return self.keys.readable(self.n_bulk) and self.values.readable(self.n_bulk)
+
     def fitted(self) -> dict[str, Any]:
         return {"keys": self.keys.fitted(), "values": self.values.fitted()}
 

@@ -177,7 +177,13 @@ class MiKV(LowestFirst):
         packed = Segment(self._low_keys, self._low_values, 0, self.n_low, 0, self._positions("low.position"))
         return [*super().segments(), *([packed] if self.n_low else [])]
 
+    def consistent(self) -> bool:
+        room = self.geometry.capacity - self.slots
+        return super().consistent() and self.n_low <= min(room, self.n_seen - self.n_used)
+
     def truncate(self, n: int) -> int:
         kept = super().truncate(n)
+        if not kept:
+            self.arrays["balance"].fill(1)
         self.n_low = min(self.n_low, kept)
         return kept

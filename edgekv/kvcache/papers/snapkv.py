@@ -136,6 +136,9 @@ class SnapKV(Evicting):
         positions = np.broadcast_to(positions, votes.shape)
         return highest(mass, positions, n, self._first_visible(end), end - observe)
 
+    def consistent(self) -> bool:
+        return super().consistent() and self.n_observed <= min(self.knobs.observe, self.n_seen)
+
     def truncate(self, n: int) -> int:
         kept = super().truncate(n)
         self.n_observed = min(self.n_observed, kept)

@@ -276,7 +276,12 @@ class Visual1(KVCache):
         return {"spans": spans}
 
     def refit(self, fitted: Mapping[str, Any]) -> None:
+        earliest = 0
         for start, stop, packed, exact in fitted["spans"]:
+            inside = earliest <= start < stop <= start + packed <= self.geometry.capacity
+            if not inside or not 0 <= exact <= packed:
+                raise ValueError(f"span {(start, stop, packed, exact)}")
+            earliest = stop
             self._add_span(start, start + packed)
             if exact:
                 self._open_exact(self.spans[-1], exact)

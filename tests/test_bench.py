@@ -38,7 +38,7 @@ def test_every_scheme_is_timed_in_parts_that_add_up(decoder: Decoder) -> None:
         assert t.tokens == 8
         assert sum(t.parts.values()) == pytest.approx(t.token_ms)
         assert t.token_ms > t.attention_ms_layer > 0 < t.parts["matmul"] < t.token_ms_p95
-        assert min(t.parts[name] for name in ATTENTION) >= 0 < t.parts["score"], t.kv
+        assert min(t.parts[name] for name in ATTENTION) >= 0 < t.parts["attend"], t.kv
         assert t.gb_per_s == pytest.approx(t.bytes_read_layer / t.attention_ms_layer / 1e6)
         assert 0 < t.bytes_read_layer <= t.cache_bytes
 

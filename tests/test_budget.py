@@ -6,7 +6,7 @@ import pathlib
 import golden_cases
 import numpy as np
 import pytest
-import test_caches
+from cache_cases import draw, relative
 from helpers import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +24,7 @@ from edgekv.kvcache.tiers import TIERS, Shape, Split, choose_split, decode, leas
 from edgekv.models import architecture
 
 CTX = 3000
+HEADS = (8, 2, 64)  # query heads, KV heads, head_dim
 GEOMETRY = Geometry(8, 2, 64, CTX)
 LEAST = 2 * (least_bytes(Shape(2, 64, 4), 2816) + 4 * 2 * 64 * (4 + 192))  # of one layer and its buffer
 BUDGETS = {"tight": LEAST, "roomy": int(1.5 * LEAST), "dense": 3 * CTX * 2 * 64 * 4}
@@ -45,7 +46,7 @@ def plain(name: str) -> KVCache:
 
 def grown(cache: KVCache, n: int, piece: int, seed: int = 0) -> np.ndarray:
     """Attention of all n tokens, ``piece`` at a time."""
-    q, k, v = test_caches.draw("gqa", n, seed)
+    q, k, v = draw(HEADS, n, seed)
     out = []
     for a in range(0, n, piece):
         part = slice(a, a + piece)
@@ -71,7 +72,7 @@ def taken(cache: Steps) -> int:
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_bound_holds_and_only_the_oldest_step_down(budget: str) -> None:
     cache = steps(BUDGETS[budget])
-    q, k, v = test_caches.draw("gqa", CTX)
+    q, k, v = draw(HEADS, CTX)
     before: list[int] = []
     for a in range(0, CTX, 60):
         part = slice(a, a + 60)
@@ -88,7 +89,7 @@ def test_the_bound_holds_and_only_the_oldest_step_down(budget: str) -> None:
 def test_while_all_fits_it_is_dense() -> None:
     cache = steps(BUDGETS["dense"])
     got, expected = grown(cache, 2900, 100), grown(plain("dense"), 2900, 100)
-    assert test_caches.relative(got, expected) < 1e-5
+    assert relative(got, expected) < 1e-5
     assert cache.notes() == ["kv budget 4.4 MiB: everything in f16 so far; now 2752 tokens in dense, 148 exact"]
 
 
@@ -97,7 +98,7 @@ def test_tiers_that_save_nothing_are_left_out() -> None:
     assert [tier.name for tier in usable_tiers(Shape(2, 16, 2))] == [TIERS[i].name for i in (0, 2, 3)]
     assert usable_tiers(Shape(2, 128, 2)) == TIERS
     cache = steps(700_000, head_dim=16, n_heads=4)
-    q, k, v = (x[..., :16].copy() for x in test_caches.draw("gqa", 2800))
+    q, k, v = (x[..., :16].copy() for x in draw(HEADS, 2800))
     assert np.isfinite(cache.attend(q[:4], k, v)).all()
     assert [store.tier.name for store, _, _ in cache.tiers.parts(0, cache.n_bulk)] == [TIERS[2].name, "dense"]
 
@@ -105,13 +106,13 @@ def test_tiers_that_save_nothing_are_left_out() -> None:
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_it_is_no_worse_than_its_coarsest_tier(budget: str) -> None:
     exact = grown(plain("dense:dtype=f32"), 2900, 100)
-    ours = test_caches.relative(grown(steps(BUDGETS[budget]), 2900, 100), exact)
-    assert ours < 1.03 * test_caches.relative(grown(plain("onebit:v=2"), 2900, 100), exact)
+    ours = relative(grown(steps(BUDGETS[budget]), 2900, 100), exact)
+    assert ours < 1.03 * relative(grown(plain("onebit:v=2"), 2900, 100), exact)
 
 
 def test_numba_equals_numpy() -> None:
     outputs = [grown(steps(BUDGETS["tight"], backend), 1200, 300) for backend in ("numba", "numpy")]
-    assert test_caches.relative(*outputs) < 2e-3
+    assert relative(*outputs) < 2e-3
 
 
 def test_what_stepped_down_is_what_onebit_would_hold() -> None:
@@ -121,7 +122,7 @@ def test_what_stepped_down_is_what_onebit_would_hold() -> None:
         grown(each, 2900, 50)
     n = cache.n_bulk
     assert n == direct.n_bulk  # type: ignore[attr-defined]
-    exact = test_caches.draw("gqa", 2900)[2][:, 4 : 4 + n]
+    exact = draw(HEADS, 2900)[2][:, 4 : 4 + n]
     for store, a, b in cache.tiers.parts(0, n):
         for name in ("signs", "scale", "centres", "centre_step"):
             ours, theirs = store.keys.arrays[name], direct.arrays[f"key.{name}"]
@@ -130,7 +131,7 @@ def test_what_stepped_down_is_what_onebit_would_hold() -> None:
             np.testing.assert_array_equal(stored, theirs[:, a // other : b // other])
         values = decode(store.values, 0, b - a)
         once = decode(direct.value_codec, a, b)  # type: ignore[attr-defined]
-        error, least = (test_caches.relative(x, exact[:, a:b]) for x in (values, once))
+        error, least = (relative(x, exact[:, a:b]) for x in (values, once))
         assert error < 1.2 * least
 
 
@@ -142,9 +143,9 @@ def test_decoding_undoes_encoding(level: int) -> None:
     if keys is not None:
         keys.bind({name: np.zeros(s, d) for name, (s, d) in keys.layout().items()}, numba_kernels(None))
     values.bind(arrays, numba_kernels(None))
-    x = test_caches.draw("gqa", 512)[2]
+    x = draw(HEADS, 512)[2]
     values.encode(x, 0)
-    error = test_caches.relative(decode(values, 128, 320), x[:, 128:320])
+    error = relative(decode(values, 128, 320), x[:, 128:320])
     assert error < (1e-3, 0.13, 0.13, 0.4)[level]
 
 
@@ -167,7 +168,7 @@ def test_splits_fit_and_are_the_finest(blocks: int, more: int, kib: int) -> None
 
 def test_a_long_prompt_is_packed_once() -> None:
     cache = steps(BUDGETS["tight"])
-    q, k, v = test_caches.draw("gqa", 2900)
+    q, k, v = draw(HEADS, 2900)
     cache.prefill(q, k, v)
     assert taken(cache) <= BUDGETS["tight"]
     assert {n for n, _ in cache.tiers.log} == {cache.n_bulk}
@@ -196,7 +197,7 @@ def test_a_sliding_window(window: int) -> None:
     dense.allocate(numba_kernels(None), Workspace())
     got, expected = grown(cache, 2800, 100), grown(dense, 2800, 100)
     assert np.isfinite(got).all()
-    assert test_caches.relative(got[:, :600], expected[:, :600]) < 2e-3
+    assert relative(got[:, :600], expected[:, :600]) < 2e-3
     assert 0 < cache.bytes_read() <= window * 4 * 2 * 64
 
 
@@ -209,7 +210,7 @@ def test_the_least_budget_is_named() -> None:
 @pytest.mark.parametrize("capacity", [1, 63, 64, 131, 132, 133, 200])
 def test_tiny_contexts(capacity: int) -> None:
     cache = steps(1 << 20, capacity=capacity)
-    q, k, v = test_caches.draw("gqa", capacity)
+    q, k, v = draw(HEADS, capacity)
     assert np.isfinite(cache.attend(q, k, v)).all()
     with pytest.raises(CacheError, match="raise --ctx"):
         cache.attend(q[:, :1], k[:, :1], v[:, :1])

@@ -17,7 +17,7 @@ from pages import rewrite
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "performance.md", ROOT / "docs" / "data"
 BLOCK = re.compile(r"(<!-- (\w+): (\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
-PARTS = ("matmul", "append", "score", "select", "value", "rope", "sampling", "python")
+PARTS = ("matmul", "append", "choose", "attend", "rope", "sampling", "python")
 
 
 def bench(facts: dict[str, Any]) -> list[str]:

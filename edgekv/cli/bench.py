@@ -114,7 +114,7 @@ def lengths_of(option: str, text: str | None, least: int) -> list[int]:
 
 def table(timings: list[Timing], n_layers: int) -> str:
     """A line per scheme and depth: milliseconds per token by part, and one layer's attention against memory."""
-    columns = ("matmul", "append", "score", "select", "value", "rope", "sampling", "python")
+    columns = ("matmul", "append", "choose", "attend", "rope", "sampling", "python")
     head = f"{'kv':<26}{'depth':>7}{'ms/tok':>8}{'p95':>8}" + "".join(f"{name:>9}" for name in columns)
     head += f"{'att/layer':>11}{'read/layer':>12}{'GB/s':>7}{'x floor':>9}"
     rows = [

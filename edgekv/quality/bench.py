@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 class Timing:
     """One scheme at one depth. Milliseconds per token are medians, of the whole model but for ``*_layer``.
 
-    parts: matmul, sampling, rope and the kernels' append, score, select and value; python is what is left of
+    parts: matmul, sampling, rope and the kernels' append, choose and attend; python is what is left of
     ``token_ms``. attention_ms_layer: one whole `KVCache.attend`. floor_ms_layer: the time that reading
     ``bytes_read_layer`` once takes at the machine's bandwidth.
     """

@@ -9,27 +9,25 @@ from typing import Any
 
 # What a kernel does, by the start of its name.
 PARTS = {
-    "scores": "score",
-    "hadamard_back": "value",
-    "hadamard": "score",
-    "pack_sign_rows": "score",
-    "pack_queries": "score",
-    "softmax": "select",
-    "select": "select",
-    "values": "value",
-    "attend": "value",
-    "add_attention": "select",
+    "attend": "attend",
+    "append": "append",
+    "scores": "choose",
+    "softmax": "choose",
+    "select": "choose",
+    "add_attention": "choose",
     "evict": "append",
     "encode": "append",
     "pack": "append",
     "store": "append",
+    "hadamard": "append",
+    "project": "append",
     "split_rope": "rope",
 }
-ATTENTION = ("append", "score", "select", "value")
+ATTENTION = ("append", "choose", "attend")
 
 
 class Stopwatch:
-    """Seconds by part; counts only while ``on``."""
+    """Seconds by part; counts only while ``on``. What a timed function calls counts as its own time."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -42,10 +40,12 @@ class Stopwatch:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
                 return function(*args, **kwargs)
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
-            return result
+            self.on, begin = False, time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
+                self.on = True
 
         return call
 

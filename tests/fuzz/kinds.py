@@ -66,7 +66,7 @@ class Material:
         self.sessions: list[bytes] = []
         for kv in SCHEMES:
             for compress in (False, True):
-                session = self.loaded.sibling(kv=kv)
+                session = self.loaded.fork(kv=kv)
                 list(session.generate(list(range(1, 40)), max_new_tokens=2, temperature=1.0, seed=1))
                 session.save(folder / "session", compress=compress)
                 self.sessions.append((folder / "session").read_bytes())

@@ -15,6 +15,7 @@ from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 
 LANES = simd.LANES
 TILE = 2 * LANES  # bytes, of two elements each
+LINE, BLOCKS_AHEAD = 64, 4
 ZERO, ONE, HIGHEST_CODE, LARGEST_F16 = np.array([0, 1, 15, 65504], np.float32)
 ROUND = np.float32(1.5 * 2**23)  # x + ROUND - ROUND rounds |x| < 2**22 to an integer, halves to even
 
@@ -29,6 +30,9 @@ def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: i
     x = numbers(store)
     codes, delta, zero, half = chars(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), get(x, 4)
     token, weights, target, column = g * get(x, 3) + t, floats(scratch), 0, 0
+    for j in range(0, BLOCK, LINE // 2):
+        simd.prefetch(delta, token + BLOCKS_AHEAD * BLOCK + j)
+    simd.prefetch(zero, token + BLOCKS_AHEAD * BLOCK)
     for _ in range(rows // 2):
         shift0 = _weigh(floats(p), column, n, delta, zero, token, weights, 0)
         shift1 = _weigh(floats(p), column + gap, n, delta, zero, token, weights, BLOCK)

@@ -97,6 +97,7 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
         simd.prefetch(centres, ahead * block_bytes + j)
     for j in range(0, BLOCK, LINE // 2):
         simd.prefetch(scale, ahead * BLOCK + j)
+    simd.prefetch(centre_step, ahead * CENTRES)
     near, target = floats(scratch), floats(s)
     for m in range(rows):
         size, total = get(floats(steps), rows + 2 * m), get(floats(steps), rows + 2 * m + 1)

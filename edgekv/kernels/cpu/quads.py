@@ -53,6 +53,8 @@ def _add_block(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, 
     block, i = t // BLOCK, t % BLOCK
     token, code = g * get(x, 2) + block * BLOCK, (g * get(x, 3) + block) * 8 * bits * head_dim
     middle = np.float32((1 << bits) - 1) / TWO
+    for j in range(0, BLOCK, LINE // 2):
+        simd.prefetch(scale, token + BLOCKS_AHEAD * BLOCK + j)
     column, target = -i, 0
     for m in range(0, rows, 2):
         pair = min(2, rows - m)

@@ -22,7 +22,7 @@ class PaperRow:
 
 ROWS = {
     "dense": PaperRow("FP16", 112, 151, 45, 320, load_ms=25, attention_ms=41),
-    "minicache4": PaperRow("MiniCache", 65, 95, 31, 225),
+    "int4": PaperRow("MiniCache", 65, 95, 31, 225),
     "h1b": PaperRow("H1B-KV", 40, 61, 21, 165, load_ms=3, attention_ms=11),
 }
 

@@ -34,7 +34,7 @@ from edgekv.session.model import Model
 from edgekv.session.opening import WARM_UP_TOKENS
 from edgekv.session.plan import Plan
 
-SCHEMES = "dense,minicache4,h1b,onebit,bitplane"
+SCHEMES = "dense,int4,h1b,onebit,bitplane"
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

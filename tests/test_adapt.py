@@ -81,9 +81,9 @@ def written(made: Trainer, kv: str, folder: pathlib.Path) -> pathlib.Path:
     ("case", "kv", "scope"),
     [
         ("llama31", "h1b", "head"),
-        ("llama-biases", "h1b:keys_only=1,b=512", "global"),
-        ("qwen3", "loki1:seed=3", "layer"),
-        ("gpt2", "h1b:b=64", "global"),
+        ("llama-biases", "h1b:keys_only=1,sketch_bits=512", "global"),
+        ("qwen3", "sign_keys:seed=3", "layer"),
+        ("gpt2", "h1b:sketch_bits=64", "global"),
         ("gpt2-options", "h1b", "head"),
     ],
 )
@@ -111,10 +111,10 @@ def test_the_student_computes_what_edgekv_computes(case: str, kv: str, scope: st
 @pytest.mark.parametrize(
     ("case", "kv"),
     [
-        ("llama31", "onebit:sink=3,window=20,lam=0.7"),
-        ("llama-head-dim", "onebit:sink=0,window=0,v=3,planes=8"),
-        ("qwen3", "onebit:v=1"),
-        ("gpt2", "onebit:v=4,seed=5"),
+        ("llama31", "onebit:sink=3,residual_length=20,key_scale=0.7"),
+        ("llama-head-dim", "onebit:sink=0,residual_length=0,v_bits=3,planes=8"),
+        ("qwen3", "onebit:v_bits=1"),
+        ("gpt2", "onebit:v_bits=4,seed=5"),
     ],
 )
 def test_onebit_attends_as_the_cache_does(case: str, kv: str) -> None:
@@ -176,7 +176,12 @@ def test_signs_pass_a_gradient_on_near_zero_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv", "scope"), [("h1b:b=64", "global"), ("h1b:b=64", "layer"), ("onebit:window=0,sink=0", "head")]
+    ("kv", "scope"),
+    [
+        ("h1b:sketch_bits=64", "global"),
+        ("h1b:sketch_bits=64", "layer"),
+        ("onebit:residual_length=0,sink=0", "head"),
+    ],
 )
 def test_training_brings_the_student_nearer(kv: str, scope: str, tmp_path: pathlib.Path) -> None:
     """On the window that it learns by heart; what is frozen, the teacher with it, stays as it was."""
@@ -218,7 +223,7 @@ def test_qkv_trains_all_three(tmp_path: pathlib.Path) -> None:
     assert all((adapter.file.array(name) != base[name]).any() for name in adapter.weights)
 
 
-@pytest.mark.parametrize(("kv", "heads"), [("h1b", 4), ("loki1", 4), ("onebit:window=0", 2)])
+@pytest.mark.parametrize(("kv", "heads"), [("h1b", 4), ("sign_keys", 4), ("onebit:residual_length=0", 2)])
 def test_a_session_takes_the_adapter(kv: str, heads: int, tmp_path: pathlib.Path) -> None:
     made = trainer("llama31", kv, tmp_path, scope="head")
     path = written(made, kv, tmp_path)
@@ -284,17 +289,24 @@ def test_the_command_writes_an_adapter_with_its_provenance(
     text, out = tmp_path / "text.txt", tmp_path / "adapter.safetensors"
     text.write_text("It was late, and the rain fell. She went to the town.\n" * 20)
     command = ["--model", str(ROOT / "models" / "demo"), "--text", str(text), "--out", str(out)]
-    command += ["--kv", "h1b:b=64", "--ctx", "32", "--held-back", "1", "--batch", "2", "--tokens", "96"]
+    command += ["--kv", "h1b:sketch_bits=64", "--ctx", "32", "--held-back", "1", "--batch", "2", "--tokens", "96"]
     assert adapt.main([*command, "--epochs", "1", "--scope", "layer", "--seed", "3"]) == 0
     assert "3 windows of 32 tokens" in (printed := capsys.readouterr().out)
     assert "step 1 of 1" in printed
     facts = Adapter.open(out).file.metadata
     settings = json.loads(facts["settings"])
     assert (settings["seed"], settings["scope"], settings["lr"]) == (3, "layer", 1e-4)
-    assert (facts["kv"], facts["text"], facts["steps"]) == (str(CacheSpec.parse("h1b:b=64")), "text.txt", "1")
+    assert (facts["kv"], facts["text"], facts["steps"]) == (
+        str(CacheSpec.parse("h1b:sketch_bits=64")),
+        "text.txt",
+        "1",
+    )
     assert len(facts["text_sha256"]) == 64
     assert json.loads(facts["held_back_untrained"])["dense"] == json.loads(facts["held_back"])["dense"]
     Model.open(ROOT / "models" / "demo", adapter=out)
-    for wrong, message in (("dense", "has nothing to train; accepted: h1b, loki1, onebit"), ("h1b:b=65", "b=65")):
+    for wrong, message in (
+        ("dense", "has nothing to train; accepted: h1b, sign_keys, onebit"),
+        ("h1b:sketch_bits=65", "b=65"),
+    ):
         assert adapt.main([*command, "--kv", wrong]) == 2
         assert message in capsys.readouterr().err

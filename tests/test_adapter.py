@@ -136,7 +136,7 @@ def test_another_base_is_refused(base: pathlib.Path, tmp_path: pathlib.Path) -> 
 
 def test_another_scheme_is_refused(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     adapter = write(tmp_path / "a", base, {"tau": TAU})
-    for kv in ("dense", "loki1"):
+    for kv in ("dense", "sign_keys"):
         with pytest.raises(ConfigError) as error:
             Session.load(base, kv=kv, adapter=adapter)
         one_line(error, adapter, "trained for kv='h1b'", kv, "leave `adapter` out")

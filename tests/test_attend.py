@@ -58,7 +58,7 @@ def centred(bits: int) -> Callable[[Problem], tuple[Codec, Codec]]:
 
 def two_stages(p: Problem) -> tuple[Codec, Codec]:
     keys = PlaneKeys(p.g, p.length, p.d, **PLANES)  # type: ignore[arg-type]
-    return keys, PlaneValues(keys, group=p.r, threshold=2.5e-3)
+    return keys, PlaneValues(keys, n_rep=p.r, threshold=2.5e-3)
 
 
 # The largest error over PROBLEMS, measured, times 1.5: what the fast backend rounds (weights of values in 8 bits,

@@ -107,7 +107,7 @@ def test_tiers_that_save_nothing_are_left_out() -> None:
 def test_it_is_no_worse_than_its_coarsest_tier(budget: str) -> None:
     exact = grown(plain("dense:dtype=f32"), 2900, 100)
     ours = relative(grown(steps(BUDGETS[budget]), 2900, 100), exact)
-    assert ours < 1.03 * relative(grown(plain("onebit:v=2"), 2900, 100), exact)
+    assert ours < 1.03 * relative(grown(plain("onebit:v_bits=2"), 2900, 100), exact)
 
 
 def test_numba_equals_numpy() -> None:
@@ -117,7 +117,7 @@ def test_numba_equals_numpy() -> None:
 
 def test_what_stepped_down_is_what_onebit_would_hold() -> None:
     """Keys to the bit; values went through 4-bit planes, which costs little."""
-    cache, direct = steps(BUDGETS["tight"]), plain("onebit:v=2")
+    cache, direct = steps(BUDGETS["tight"]), plain("onebit:v_bits=2")
     for each in (cache, direct):
         grown(each, 2900, 50)
     n = cache.n_bulk
@@ -172,7 +172,7 @@ def test_a_long_prompt_is_packed_once() -> None:
     cache.prefill(q, k, v)
     assert taken(cache) <= BUDGETS["tight"]
     assert {n for n, _ in cache.tiers.log} == {cache.n_bulk}
-    direct = plain("onebit:v=2")
+    direct = plain("onebit:v_bits=2")
     direct.prefill(q, k, v)
     store, a, b = next(cache.tiers.parts(0, cache.n_bulk))
     np.testing.assert_array_equal(decode(store.values, 0, b - a), decode(direct.value_codec, a, b))  # type: ignore[attr-defined]
@@ -191,9 +191,9 @@ def test_rewinding_and_starting_over() -> None:
 
 @pytest.mark.parametrize("window", [100, 1500])
 def test_a_sliding_window(window: int) -> None:
-    cache = steps(BUDGETS["roomy"], window=window)
+    cache = steps(BUDGETS["roomy"], sliding_window=window)
     spec = CacheSpec.parse("dense:dtype=f32")
-    dense = spec.scheme(Geometry(8, 2, 64, CTX, window=window), spec.knobs)
+    dense = spec.scheme(Geometry(8, 2, 64, CTX, sliding_window=window), spec.knobs)
     dense.allocate(numba_kernels(None), Workspace())
     got, expected = grown(cache, 2800, 100), grown(dense, 2800, 100)
     assert np.isfinite(got).all()
@@ -212,7 +212,7 @@ def test_tiny_contexts(capacity: int) -> None:
     cache = steps(1 << 20, capacity=capacity)
     q, k, v = draw(HEADS, capacity)
     assert np.isfinite(cache.attend(q, k, v)).all()
-    with pytest.raises(CacheError, match="raise --ctx"):
+    with pytest.raises(CacheError, match="raise `ctx`"):
         cache.attend(q[:, :1], k[:, :1], v[:, :1])
 
 
@@ -278,7 +278,7 @@ def test_a_saved_budget_is_kept_and_held_to(model: pathlib.Path, tmp_path: pathl
 
 
 def test_names(model: pathlib.Path) -> None:
-    spec = CacheSpec(Steps, StepsKnobs(12345, window=64))
+    spec = CacheSpec(Steps, StepsKnobs(12345, residual_length=64))
     assert CacheSpec.parse(str(spec)) == spec
     with raises(CacheError, field="kv_budget"):
         Session.load(model, kv="steps")
@@ -299,6 +299,6 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.out.split()[0].startswith("48213")
     assert "kv budget 5.0 MiB: stepped down: bitplane from" in said.err
     assert main([*run, "--kv-budget", "100K"]) == 2
-    assert "need at least" in capsys.readouterr().err
+    assert "tokens need at least" in capsys.readouterr().err
     assert main(["budget", "--kv-budget", "5M", "--ctx", "4096", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cache_bytes"] <= 5 << 20

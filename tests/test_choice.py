@@ -46,9 +46,9 @@ def test_a_named_scheme_is_held_to_the_budget() -> None:
         (None, None, "dense"),
         (None, 1 << 30, "steps:budget=1073741824"),
         ("steps", 1 << 30, "steps:budget=1073741824"),
-        ("steps:window=64", 1 << 30, "steps:budget=1073741824,window=64"),
+        ("steps:residual_length=64", 1 << 30, "steps:budget=1073741824,residual_length=64"),
         ("steps:budget=1073741824", None, "steps:budget=1073741824"),
-        ("onebit:v=4", None, "onebit:v=4"),
+        ("onebit:v_bits=4", None, "onebit:v_bits=4"),
         (CacheSpec.parse("kivi2"), None, "kivi2"),
     ],
 )
@@ -70,14 +70,34 @@ def test_steps_need_a_budget() -> None:
 
 
 def test_lists() -> None:
-    assert [spec.short for spec in CacheSpec.parse_list("onebit:v=4,h1b")] == ["onebit:v=4", "h1b"]
-    two = CacheSpec.parse_list("kivi2:bits=4,window=64,dense")
-    assert [str(spec) for spec in two] == [str(CacheSpec.parse(t)) for t in ("kivi2:bits=4,window=64", "dense")]
+    assert [spec.short for spec in CacheSpec.parse_list("onebit:v_bits=4,h1b")] == ["onebit:v_bits=4", "h1b"]
+    two = CacheSpec.parse_list("kivi2:bits=4,residual_length=64,dense")
+    assert [str(spec) for spec in two] == [
+        str(CacheSpec.parse(t)) for t in ("kivi2:bits=4,residual_length=64", "dense")
+    ]
     assert [spec.scheme.name for spec in CacheSpec.parse_list("all")] == [
         name for name in CACHES if name != "steps"
     ]
 
 
 def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
-    with raises(CacheError, field="kv", match="tau applies to: h1b, loki1"):
+    with raises(CacheError, field="kv", match="tau applies to: h1b, sign_keys"):
         CacheSpec.parse("dense:tau=1")
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("f16:dtype=q8", "dense:dtype=q8"),
+        ("loki1:b=64", "sign_keys:sketch_bits=64"),
+        ("minicache4", "int4"),
+        ("onebit:v=3,lam=1.0,window=64", "onebit:v_bits=3,key_scale=1.0,residual_length=64"),
+        ("bitplane:p=0.01,window=16", "bitplane:threshold=0.01,residual_length=16"),
+        ("h1b:b=128", "h1b:sketch_bits=128"),
+        ("kivi2:window=0", "kivi2:residual_length=0"),
+        ("kvcomp:window=0", "kvcomp:residual_length=0"),
+        ("steps:window=0", "steps:residual_length=0"),
+    ],
+)
+def test_earlier_names_are_understood(before: str, now: str) -> None:
+    assert CacheSpec.parse(before) == CacheSpec.parse(now)

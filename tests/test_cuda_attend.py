@@ -31,7 +31,7 @@ SHAPES = {"mha": (1, 64), "gqa": (3, 80), "many": (12, 64)}  # heads per KV head
 
 def planes(g: int, n: int, d: int) -> Pair:
     keys = PlaneKeys(g, n, d, planes=5, lam=0.9, seed=1)
-    return keys, PlaneValues(keys, group=1, threshold=0.01)
+    return keys, PlaneValues(keys, n_rep=1, threshold=0.01)
 
 
 def signs(bits: int) -> Callable[[int, int, int], Pair]:
@@ -249,11 +249,11 @@ MIXTURES = {  # times the least budget: values of the segments at some time
 def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that makes tokens step down through the tiers, with two of them at a time."""
     monkeypatch.setattr(tiers, "LEAST_GROWTH", 64)
-    geometry = Geometry(6, 2, 64, 560, window=window)
-    knobs = StepsKnobs(sink=3, window=16)
+    geometry = Geometry(6, 2, 64, 560, sliding_window=window)
+    knobs = StepsKnobs(sink=3, residual_length=16)
     packed = (560 - 3 - 16) // 64 * 64
     least = exact_bytes(geometry, knobs) + least_bytes(Shape(2, 64, 3), packed)
-    knobs = StepsKnobs(int(2 * factor * least), sink=3, window=16)
+    knobs = StepsKnobs(int(2 * factor * least), sink=3, residual_length=16)
     here, there = Steps(geometry, knobs), Steps(geometry, knobs)
     here.allocate(numpy_kernels(), Workspace())
     there.allocate(device.kernels, Workspace(device.driver))  # type: ignore[arg-type]

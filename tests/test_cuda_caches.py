@@ -18,10 +18,10 @@ SHAPES = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_d
 CAPACITY = 150
 # Small windows and budgets, so that few tokens reach every part of a scheme.
 SMALL = {
-    "kivi2": "kivi2:window=32",
-    "onebit": "onebit:window=16",
-    "bitplane": "bitplane:window=16,p=0.02",
-    "kvcomp": "kvcomp:window=16,block=32",
+    "kivi2": "kivi2:residual_length=32",
+    "onebit": "onebit:residual_length=16",
+    "bitplane": "bitplane:residual_length=16,threshold=0.02",
+    "kvcomp": "kvcomp:residual_length=16,block=32",
     "fier": "fier:k=32",
     "quest": "quest:k=32",
 }
@@ -30,7 +30,7 @@ VARIANTS = [
     *(SMALL.get(name, name) for name in SCHEMES),
     "dense:dtype=f32",
     "dense:dtype=q8",
-    "onebit:window=16,v=3",
+    "onebit:residual_length=16,v_bits=3",
 ]
 
 
@@ -57,7 +57,7 @@ def draw(shape: str, n: int, seed: int) -> list[np.ndarray]:
 def converse(cache: KVCache, up: Any, shape: str) -> np.ndarray:
     """A prompt, single tokens, several at once, a rewind, one more: all that attends."""
     cache.prefill(*map(up, draw(shape, 100, 0)))
-    type(cache).settle([cache])
+    type(cache).finish_prefill([cache])
     out = [to_host(cache.attend(*map(up, draw(shape, 1, seed)))).copy() for seed in range(1, 4)]
     out.append(to_host(cache.attend(*map(up, draw(shape, 9, 4)))).copy())
     cache.truncate(105)
@@ -78,7 +78,7 @@ def test_caches_equal_the_numpy_ones(device: OnDevice, text: str, shape: str) ->
         np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
 
 
-@pytest.mark.parametrize("text", ["dense", "h1b", "kivi2:window=32", "onebit:window=16"])
+@pytest.mark.parametrize("text", ["dense", "h1b", "kivi2:residual_length=32", "onebit:residual_length=16"])
 def test_attention_of_one_token_is_one_launch(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the codecs allow it the score buffer is never made."""
     host = OnDevice.open("host")
@@ -104,5 +104,5 @@ def test_a_replayed_step_needs_nothing_but_the_position(name: str) -> None:
         cache.attend(*draw("gqa", 1, seed))
         assert cache.state().counters == expected
         assert cache.steady_tokens() == n - seed - 1
-    cache.skip(-min(n, 3))
+    cache.advance(-min(n, 3))
     assert cache.state().counters == before

@@ -72,7 +72,14 @@ def test_quantized_weights(device: OnDevice, weights: str, tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize(
-    "text", ["h1b", "onebit:window=8", "kivi2:window=0", "bitplane:window=8,sink=2", "steps:window=8"]
+    "text",
+    [
+        "h1b",
+        "onebit:residual_length=8",
+        "kivi2:residual_length=0",
+        "bitplane:residual_length=8,sink=2",
+        "steps:residual_length=8",
+    ],
 )
 def test_replayed_steps_equal_steps(text: str, tmp_path: pathlib.Path) -> None:
     """The recording's kernels run with the last position of a stretch and the shift; blocks are packed between."""

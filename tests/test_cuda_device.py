@@ -61,7 +61,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError) as error:
         CudaDevice().require(CacheSpec.parse("dense"))
-    one_line(error, "pip install 'edgekv[cuda12]'", "--device cpu")
+    one_line(error, "pip install 'edgekv[cuda12]'", "device='cpu'")
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cpu"
 
 
@@ -72,7 +72,7 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(zeros))
     with pytest.raises(ConfigError) as error:
         CudaDevice().require(CacheSpec.parse("dense"))
-    one_line(error, "CUDA 12.9", "cudaErrorInsufficientDriver", "NVIDIA driver", "--device cpu")
+    one_line(error, "CUDA 12.9", "cudaErrorInsufficientDriver", "NVIDIA driver", "device='cpu'")
 
 
 def test_without_the_compiler_of_cupys_cuda_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_without_the_compiler_of_cupys_cuda_version(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros, version))
     with pytest.raises(ConfigError) as error:
         CudaDevice().require(CacheSpec.parse("dense"))
-    one_line(error, "libnvrtc.so.12", "pip install 'edgekv[cuda12]'", "--device cpu")
+    one_line(error, "libnvrtc.so.12", "pip install 'edgekv[cuda12]'", "device='cpu'")
 
 
 def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.M
     with pytest.raises(ConfigError) as error:
         driver.launch(Launch(Program(("softmax",)), "softmax", (1,), 256))
     log = cupy_driver.cache_root() / "cuda-compile.log"
-    one_line(error, "softmax.cu", log, "--device cpu")
+    one_line(error, "softmax.cu", log, "device='cpu'")
     assert "what is this?" in log.read_text()
 
 

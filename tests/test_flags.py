@@ -18,7 +18,7 @@ from edgekv.errors import EdgeKVError, unknown
     ("text", "shown"),
     [
         ("ctx=65: this model has 64 positions", "--ctx 65: this model has 64 positions"),
-        ("kv='h1b:b=100': multiples of 64", "--kv h1b:b=100: multiples of 64"),
+        ("kv='h1b:sketch_bits=100': multiples of 64", "--kv h1b:sketch_bits=100: multiples of 64"),
         ("raise `kv_budget`, or set overflow='slide'", "raise --kv-budget, or set --overflow slide"),
         (
             "pass tokenizer=PATH; or config='a/b.json'",
@@ -29,7 +29,10 @@ from edgekv.errors import EdgeKVError, unknown
         ("threads='all': accepted: a number", "--threads all: accepted: a number"),
         ("leave `images` out", "leave --image out"),
         ("weights of the model and `unknown` words stay", "weights of the model and `unknown` words stay"),
-        ("onebit:sink=4,window=128 and steps:budget=9", "onebit:sink=4,window=128 and steps:budget=9"),
+        (
+            "onebit:sink=4,residual_length=128 and steps:budget=9",
+            "onebit:sink=4,residual_length=128 and steps:budget=9",
+        ),
         ("--kv dense has no kernel", "--kv dense has no kernel"),
     ],
 )
@@ -59,6 +62,7 @@ def test_messages_below_the_command_line_name_no_option() -> None:
     """What a user of the library reads: string literals of modules outside `cli`, but for shell commands."""
     root = pathlib.Path(edgekv.__file__).parent
     rooms = ("session", "chat", "server", "quality", "checkpoint", "models", "linear", "vision", "tokenizer")
+    rooms += ("kvcache",)
     found = []
     for path in (path for room in rooms for path in (root / room).rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -85,7 +89,7 @@ def test_errors_carry_what_is_accepted() -> None:
         (["--ctx", "99999"], "error: --ctx 99999: this model has"),
         (["--kv", "nope"], "error: --kv nope is unknown; accepted: dense, "),
         (["--kv", "steps"], "error: --kv steps needs a --kv-budget"),
-        (["--kv", "dense", "--tau", "1"], "tau applies to: h1b, loki1"),
+        (["--kv", "dense", "--tau", "1"], "tau applies to: h1b, sign_keys"),
         (["--weights", "int3"], "error: --weights int3 is unknown; accepted: auto, f32"),
         (["--overflow", "wrap"], "error: --overflow wrap is unknown; accepted: stop, slide"),
         (["--kv-budget", "1K"], "error: --kv-budget"),

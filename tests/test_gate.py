@@ -138,7 +138,7 @@ def test_the_window_fits_the_text_and_the_model() -> None:
         default_ctx(511, 9216)
 
 
-@pytest.mark.parametrize("name", [*CACHES, "onebit:v=1", "dense:dtype=q8"])
+@pytest.mark.parametrize("name", [*CACHES, "onebit:v_bits=1", "dense:dtype=q8"])
 def test_short_names_mean_the_same_scheme(name: str) -> None:
     spec = CacheSpec.parse(name)
     assert spec.short == name
@@ -195,12 +195,12 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> None:
     """Those with centres or ranges per channel survive; one scale per token does not, and the gate says so."""
     decoder, tokenizer = opened(biased, 1024)
-    specs = CacheSpec.parse_list("bitplane,kivi2:bits=4,onebit,dense:dtype=q8,minicache4")
+    specs = CacheSpec.parse_list("bitplane,kivi2:bits=4,onebit,dense:dtype=q8,int4")
     verdicts, _ = gate(decoder, tokenizer, tokenizer.encode(prose_text), specs, 1024, n_needles=0)
     kl = {CacheSpec.parse(verdict.kv).short: verdict.quality.kl for verdict in verdicts}
     assert max(kl["bitplane"], kl["kivi2:bits=4"]) < 0.01
     assert kl["onebit"] < 0.05
-    assert {CacheSpec.parse(v.kv).short for v in verdicts if not v.passed} >= {"dense:dtype=q8", "minicache4"}
+    assert {CacheSpec.parse(v.kv).short for v in verdicts if not v.passed} >= {"dense:dtype=q8", "int4"}
 
 
 def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.Path) -> None:
@@ -211,7 +211,7 @@ def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.
     remembered = Verdicts(model, tmp_path / "gates").verdict(spec)
     assert remembered.failures == ("KL 1, more than 0.05",)
     assert remembered.measured == {"text": "book.txt"}
-    assert gated.verdict(CacheSpec.parse("onebit:v=1")) is None
+    assert gated.verdict(CacheSpec.parse("onebit:v_bits=1")) is None
     (file,) = (tmp_path / "gates").rglob("*.*")
     assert file.parent.name == model.identity
     facts = json.loads(file.read_text())
@@ -238,11 +238,11 @@ def test_a_new_version_of_a_scheme_must_be_gated_again(
 
 
 def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib.Path) -> None:
-    model, spec = model_of(tmp_path), CacheSpec.parse("onebit:v=1")
+    model, spec = model_of(tmp_path), CacheSpec.parse("onebit:v_bits=1")
     gated = Verdicts(model, tmp_path / "gates")
     first = gated.warn_once(spec)
-    assert first.startswith("kv='onebit:v=1' was never gated for this model")
-    assert first.endswith(f"edgekv eval --gate --model {model.path} --text YOUR-TEXT --kv onebit:v=1")
+    assert first.startswith("kv='onebit:v_bits=1' was never gated for this model")
+    assert first.endswith(f"edgekv eval --gate --model {model.path} --text YOUR-TEXT --kv onebit:v_bits=1")
     assert gated.warn_once(spec) is None
     assert gated.warn_once(CacheSpec.parse("onebit")) is not None
     gated.remember(spec, Verdict(QUALITY, None, ("KL 1, more than 0.05",)), {"text": "book.txt"})
@@ -260,7 +260,7 @@ def test_no_warning_for_what_needs_no_gate(tmp_path: pathlib.Path) -> None:
 
 def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
-    assert gated.warning(spec).endswith("--kv bitplane,onebit:v=4,onebit")
+    assert gated.warning(spec).endswith("--kv bitplane,onebit:v_bits=4,onebit")
     for part in map(CacheSpec.parse, Steps.packs_like):
         gated.remember(part, judge(QUALITY, None, Limits()), {})
     assert gated.warning(spec) is None

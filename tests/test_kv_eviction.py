@@ -29,7 +29,7 @@ ALL = pytest.mark.parametrize("kv", SCHEMES.values(), ids=SCHEMES.keys())
 
 
 def make(kv: str, capacity: int = 400, backend: str = "numba", window: int | None = None) -> Evicting:
-    return cache_cases.make(kv, (G * GROUP, G, D), capacity, backend, window=window)
+    return cache_cases.make(kv, (G * GROUP, G, D), capacity, backend, sliding_window=window)
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
@@ -356,19 +356,19 @@ def test_received_attention_is_the_column_sum_of_the_causal_matrix() -> None:
 @pytest.mark.parametrize(
     ("kv", "message"),
     [
-        ("streaming:budget=0", "budget=0: accepted: a fraction of the context up to 1, or a whole number"),
+        ("streaming:budget=0", "budget=0': accepted: a fraction of the context up to 1, or a whole number"),
         ("h2o:budget=-3", "budget=-3"),
         ("tova:budget=100.5", "budget=100.5"),
         ("tova:budget=inf", "budget=inf"),
         ("h2o:budget=nan", "budget=nan"),
-        ("h2o:recent=1.5", "recent=1.5: accepted: a share of the budget, 0 to 1"),
-        ("streaming:sink=-1", "sink=-1: accepted: 0 or more tokens"),
-        ("snapkv:observe=0", "observe=0: accepted: 1 or more tokens"),
+        ("h2o:recent=1.5", "recent=1.5': accepted: a share of the budget, 0 to 1"),
+        ("streaming:sink=-1", "sink=-1': accepted: 0 or more tokens"),
+        ("snapkv:observe=0", "observe=0': accepted: 1 or more tokens"),
         ("snapkv:interval=0", "interval=0"),
-        ("snapkv:kernel=4", "kernel=4: accepted: an odd number"),
-        ("snapkv:pool=sum", "pool=sum: accepted: max, avg"),
-        ("streaming:budget=4", "budget=4 is 4 of 400 tokens, all taken by sink=4: raise the budget"),
-        ("snapkv:budget=0.1", "budget=0.1 is 40 of 400 tokens: accepted: at least observe [+] interval = 96"),
+        ("snapkv:kernel=4", "kernel=4': accepted: an odd number"),
+        ("snapkv:pool=sum", "pool=sum': accepted: max, avg"),
+        ("streaming:budget=4", "budget=4' is 4 of 400 tokens, all taken by sink=4: raise the budget"),
+        ("snapkv:budget=0.1", "budget=0.1' is 40 of 400 tokens: accepted: at least observe [+] interval = 96"),
     ],
 )
 def test_impossible_settings_are_refused(kv: str, message: str) -> None:

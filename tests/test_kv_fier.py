@@ -38,7 +38,7 @@ def two_levels(group: int, levels: str):
 def test_attends_to_the_best_tokens(levels: str, group: int, k: int, window: int | None, backend: str) -> None:
     n, steps = 400, 70  # over a border of groups
     q, keys, values = draw(n)
-    cache = make(f"fier:k={k},group={group},levels={levels}", backend, window=window)
+    cache = make(f"fier:k={k},group={group},levels={levels}", backend, sliding_window=window)
     cache.prefill(q[:, : n - steps], keys[:, : n - steps], values[:, : n - steps])
     got = cache.attend(q[:, n - steps :], keys[:, n - steps :], values[:, n - steps :])
     expected = reference(
@@ -78,9 +78,9 @@ def test_the_first_layers_are_dense_but_never_the_last(layer: int, n_layers: int
 
 
 def test_a_narrow_window_or_a_short_context_needs_no_index() -> None:
-    assert make("fier:k=64", window=95).layout() == make("dense").layout()
+    assert make("fier:k=64", sliding_window=95).layout() == make("dense").layout()
     assert make("fier:k=64", capacity=95).layout() == make("dense", capacity=95).layout()
-    assert "index.signs" in make("fier:k=64", window=96).layout()
+    assert "index.signs" in make("fier:k=64", sliding_window=96).layout()
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
@@ -113,5 +113,5 @@ def test_the_index_does_not_depend_on_how_tokens_arrive() -> None:
 
 @pytest.mark.parametrize("knobs", ["k=0", "group=16", "group=48", "levels=range", "skip=-1"])
 def test_knobs_out_of_range(knobs: str) -> None:
-    with pytest.raises(CacheError, match=f"fier:{knobs}: accepted"):
+    with pytest.raises(CacheError, match=f"fier:{knobs}': accepted"):
         CacheSpec.parse(f"fier:{knobs}")

@@ -33,7 +33,15 @@ def binary_attention(q: F32, k: F32, v: F64, projection: F32, tau: F64) -> F64:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kv", ["h1b:b=64", "h1b:b=192", "h1b:b=512,keys_only=1", "loki1"])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        "h1b:sketch_bits=64",
+        "h1b:sketch_bits=192",
+        "h1b:sketch_bits=512,keys_only=1",
+        "sign_keys",
+    ],
+)
 def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, int, int]) -> None:
     n = 133
     q, k, v = normal(shape, n, n)
@@ -50,7 +58,11 @@ def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, 
 @pytest.mark.parametrize("b", [64, 192, 512])
 def test_bytes_are_the_formula(b: int) -> None:
     n_kv_heads, head_dim, capacity = 2, 128, 1024
-    for kv, value_bytes in ((f"h1b:b={b}", 64 + 3), (f"h1b:b={b},keys_only=1", 256), (f"loki1:b={b}", 256)):
+    for kv, value_bytes in (
+        (f"h1b:sketch_bits={b}", 64 + 3),
+        (f"h1b:sketch_bits={b},keys_only=1", 256),
+        (f"sign_keys:sketch_bits={b}", 256),
+    ):
         cache = make(kv, (8, n_kv_heads, head_dim), capacity)
         assert cache.nbytes == cache.planned_bytes == n_kv_heads * capacity * (b // 8 + value_bytes)
 
@@ -64,7 +76,7 @@ def fitted(fit: str, name: str = "h1b") -> list[H1B]:
         sharpness = 1 + np.arange(4, dtype=np.float32) + 4 * layer
         q = np.repeat(k, 2, axis=0) * sharpness[:, None, None] / 16
         cache.prefill(q, k, v)
-    H1B.settle(caches)
+    H1B.finish_prefill(caches)
     return caches
 
 
@@ -74,7 +86,7 @@ def test_one_tau_for_all_layers_as_in_the_paper() -> None:
     assert taus[0] in FIT_TAUS
 
 
-@pytest.mark.parametrize("name", ["h1b", "loki1"])
+@pytest.mark.parametrize("name", ["h1b", "sign_keys"])
 def test_sharper_attention_gets_a_lower_tau_of_its_own(name: str) -> None:
     (a,), (b,) = (set(cache.tau.ravel().tolist()) for cache in fitted("layer", name))
     assert a > fitted("global")[0].tau[0, 0] > b
@@ -89,7 +101,7 @@ def test_a_fitted_tau_is_the_one_of_least_cross_entropy() -> None:
     q, k, v = normal(shape, n, n)
     cache = make("h1b:fit=head", shape, n)
     cache.prefill(q, k, v)
-    H1B.settle([cache])
+    H1B.finish_prefill([cache])
     for head in range(2):
         losses = np.zeros(len(FIT_TAUS))
         for t in np.linspace(n // 2, n - 1, 16).astype(int):
@@ -107,8 +119,8 @@ def test_short_prompts_and_given_taus_are_not_fitted() -> None:
     short, given = make("h1b", (4, 2, 64), 50), make("h1b:tau=0.125", (4, 2, 64), 50)
     short.prefill(q[:, :20], k[:, :20], v[:, :20])
     given.prefill(q, k, v)
-    H1B.settle([short])
-    H1B.settle([given])
+    H1B.finish_prefill([short])
+    H1B.finish_prefill([given])
     assert (short.tau == np.float32(0.05)).all()
     assert (given.tau == 0.125).all()
     assert short.notes()[0] == "h1b: tau 0.05 (default, no prompt was long enough to fit it), b = 256"
@@ -127,9 +139,9 @@ def test_notes_say_whose_tau_it_is() -> None:
         (np.full(1, 0.5, np.float32), "tau 0.5 in layer 0 (adapter x)"),
         (np.linspace(0.1, 0.4, 4, dtype=np.float32), "tau 0.1 to 0.4 in layer 0 (adapter x)"),
     ):
-        cache = make("loki1", (4, 2, 64), 50)
+        cache = make("sign_keys", (4, 2, 64), 50)
         cache.adapt({"tau": tau}, "adapter x")
-        assert cache.notes() == [f"loki1: {text}, b = 256"]
+        assert cache.notes() == [f"sign_keys: {text}, b = 256"]
         assert not cache.exact_prefill
 
 
@@ -142,38 +154,38 @@ def test_a_given_tau_comes_before_an_adapters() -> None:
 
 def test_what_can_not_be_adapted_says_so() -> None:
     tau = {"tau": np.ones((), np.float32)}
-    with pytest.raises(CacheError, match=r"^--kv dense takes no adapter x: nothing in it is trained"):
+    with pytest.raises(CacheError, match=r"^kv='dense' takes no adapter x: nothing in it is trained"):
         make("dense", (4, 2, 64), 50).adapt(tau, "adapter x")
     for parameters in ({**tau, "bias": np.ones(2, np.float32)}, {}):
-        with pytest.raises(CacheError, match=r"^adapter x: --kv h1b takes tau and nothing else"):
+        with pytest.raises(CacheError, match=r"^adapter x: kv='h1b' takes tau and nothing else"):
             make("h1b", (4, 2, 64), 50).adapt(parameters, "adapter x")
 
 
-@pytest.mark.parametrize("name", ["h1b", "loki1"])
+@pytest.mark.parametrize("name", ["h1b", "sign_keys"])
 @pytest.mark.parametrize(
     ("knob", "message"),
     [
-        ("b=96", "accepted: multiples of 64 from 64 to 512"),
-        ("b=576", "accepted: multiples of 64 from 64 to 512"),
+        ("sketch_bits=96", "accepted: multiples of 64 from 64 to 512"),
+        ("sketch_bits=576", "accepted: multiples of 64 from 64 to 512"),
         ("tau=-1", "accepted: a positive temperature"),
         ("tau=nan", "accepted: a positive temperature"),
         ("fit=token", "accepted: global, layer, head"),
     ],
 )
 def test_knobs_are_checked(name: str, knob: str, message: str) -> None:
-    with pytest.raises(CacheError, match=f"^--kv {name}:{knob.partition('=')[0]}=.*{message}") as error:
+    with pytest.raises(CacheError, match=f"^kv='{name}:{knob.partition('=')[0]}=.*{message}") as error:
         CacheSpec.parse(f"{name}:{knob}")
     assert "\n" not in str(error.value)
 
 
 def test_only_four_bit_values_need_an_even_head_size() -> None:
-    with pytest.raises(CacheError, match=r"^--kv h1b packs two values to a byte: head_dim 15 must be even$"):
+    with pytest.raises(CacheError, match=r"^kv='h1b' packs two values to a byte: head_dim 15 must be even$"):
         make("h1b", (2, 2, 15), 10)
-    make("loki1", (2, 2, 15), 10)
+    make("sign_keys", (2, 2, 15), 10)
 
 
 @pytest.mark.parametrize(
-    "kv", ["h1b", "h1b:b=64,tau=0.1,fit=head,keys_only=1", "h1b:keys_only=false", "loki1:seed=3"]
+    "kv", ["h1b", "h1b:sketch_bits=64,tau=0.1,fit=head,keys_only=1", "h1b:keys_only=false", "sign_keys:seed=3"]
 )
 def test_a_spec_is_parsed_from_what_it_prints(kv: str) -> None:
     spec = CacheSpec.parse(kv)

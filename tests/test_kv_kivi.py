@@ -45,7 +45,7 @@ def test_attention_is_that_of_the_stored_tokens(
     shape: tuple[int, int, int], bits: int, window: int, group: int, vgroup: int, n: int, n_packed: int
 ) -> None:
     q, k, v = normal(shape, n, n)
-    kv = f"kivi2:bits={bits},window={window},group={group},vgroup={vgroup}"
+    kv = f"kivi2:bits={bits},residual_length={window},group={group},vgroup={vgroup}"
     cache = make(kv, shape, n)
     cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
     got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
@@ -68,7 +68,7 @@ def test_exact_until_a_group_leaves_the_window(shape: tuple[int, int, int]) -> N
 def test_sliding_window_crosses_packed_groups() -> None:
     shape, n, window = (8, 2, 64), 330, 200
     q, k, v = normal(shape, n, n)
-    cache = make("kivi2", shape, n, window=window)
+    cache = make("kivi2", shape, n, sliding_window=window)
     cache.extend(k[:, :-1], v[:, :-1])
     got = cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
     expected = attention(q[:, -1:], *stored(k, v, 192, 2, 32, 0), window)
@@ -86,11 +86,11 @@ def test_sliding_window_crosses_packed_groups() -> None:
 def test_bytes_are_the_formula(kv: str, token: float) -> None:
     n_kv_heads, head_dim, capacity = 2, 128, 4096
     cache = make(kv, (8, n_kv_heads, head_dim), capacity)
-    exact = cache.knobs.window + cache.knobs.group
-    packed = capacity - cache.knobs.window
+    exact = cache.knobs.residual_length + cache.knobs.group
+    packed = capacity - cache.knobs.residual_length
     assert cache.nbytes == cache.planned_bytes == n_kv_heads * (packed * token + exact * 4 * head_dim)
     cache.extend(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
-    assert cache.bytes_read() == n_kv_heads * (packed * token + cache.knobs.window * 4 * head_dim)
+    assert cache.bytes_read() == n_kv_heads * (packed * token + cache.knobs.residual_length * 4 * head_dim)
 
 
 def test_more_bits_and_smaller_value_groups_are_closer() -> None:
@@ -109,11 +109,11 @@ def test_more_bits_and_smaller_value_groups_are_closer() -> None:
 @pytest.mark.parametrize(
     ("kv", "head_dim", "message"),
     [
-        ("kivi2:bits=3", 64, "bits=3: accepted: 2, 4"),
-        ("kivi2:group=48", 64, "group=48: accepted: 32, 64, 128"),
-        ("kivi2:window=-1", 64, "window=-1: accepted: 0 or more"),
-        ("kivi2:vgroup=-1", 64, "vgroup=-1: accepted: 0"),
-        ("kivi2:vgroup=24", 64, "vgroup=24: it must divide head_dim 64"),
+        ("kivi2:bits=3", 64, "bits=3': accepted: 2, 4"),
+        ("kivi2:group=48", 64, "group=48': accepted: 32, 64, 128"),
+        ("kivi2:residual_length=-1", 64, "residual_length=-1': accepted: 0 or more"),
+        ("kivi2:vgroup=-1", 64, "vgroup=-1': accepted: 0"),
+        ("kivi2:vgroup=24", 64, "vgroup=24': accepted: a divisor of head_dim 64"),
         ("kivi2", 10, "head_dim 10 must be a multiple of 4"),
     ],
 )

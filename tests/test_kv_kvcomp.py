@@ -20,7 +20,7 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
 
 
 def make(
-    kv: str = "kvcomp:window=64", backend: str = "numba", capacity: int = 600, head_dim: int = HEAD_DIM
+    kv: str = "kvcomp:residual_length=64", backend: str = "numba", capacity: int = 600, head_dim: int = HEAD_DIM
 ) -> KVComp:
     cache = cache_cases.make(kv, (HEADS, KV_HEADS, head_dim), capacity, backend)
     assert isinstance(cache, KVComp)
@@ -100,7 +100,7 @@ def test_attention_is_that_of_the_levels(backend: str, krel: float, vrel: float,
     """Against float64: keys rounded per channel of a block, values per token, the latest tokens only to f16."""
     n, window = 333, 64
     q, k, v = draw(n + 1)
-    cache = make(f"kvcomp:krel={krel},vrel={vrel},block={block},window={window}", backend)
+    cache = make(f"kvcomp:krel={krel},vrel={vrel},block={block},residual_length={window}", backend)
     cache.prefill(q[:, :n], k[:, :n], v[:, :n])
     got = cache.attend(q[:, n:], k[:, n:], v[:, n:])
     k, v = (x.astype(np.float16).astype(float) for x in (k, v))
@@ -148,7 +148,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 def test_a_codebook_of_another_text_costs_no_more_than_fixed_length_codes() -> None:
     """Nearly all levels of the prompt are the same; what follows has every level alike."""
     capacity, d = 600, HEAD_DIM
-    cache = make("kvcomp:krel=0.2,vrel=0.2,window=0", capacity=capacity)
+    cache = make("kvcomp:krel=0.2,vrel=0.2,residual_length=0", capacity=capacity)
     q, k, v = (np.zeros_like(x) for x in draw(128))
     k[:, ::64], k[:, 1::64], v[..., 0], v[..., 1] = 1, -1, 1, -1
     cache.prefill(q, k, v)
@@ -228,7 +228,7 @@ def test_notes_name_the_bits() -> None:
     assert "bits per key element" in note
 
 
-@pytest.mark.parametrize("knob", ["krel=0.003", "krel=1.1", "vrel=0", "block=48", "window=-1"])
+@pytest.mark.parametrize("knob", ["krel=0.003", "krel=1.1", "vrel=0", "block=48", "residual_length=-1"])
 def test_bad_knobs(knob: str) -> None:
     with pytest.raises(CacheError, match=f"kvcomp:{knob.split('=')[0]}=.*accepted"):
         CacheSpec.parse(f"kvcomp:{knob}")

@@ -18,7 +18,7 @@ G, GROUP, D = 2, 2, 16
 
 
 def make(kv: str, capacity: int = 300, backend: str = "numba", window: int | None = None) -> KVCache:
-    return cache_cases.make(kv, (G * GROUP, G, D), capacity, backend, window=window)
+    return cache_cases.make(kv, (G * GROUP, G, D), capacity, backend, sliding_window=window)
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
@@ -227,9 +227,9 @@ def test_rewinding_goes_to_the_start_once_a_token_may_have_been_packed() -> None
 @pytest.mark.parametrize(
     ("kv", "message"),
     [
-        ("mikv:bits=3", "bits=3: accepted: 2, 4, 8"),
-        ("mikv:budget=0", "budget=0: accepted"),
-        ("mikv:recent=2", "recent=2: accepted"),
+        ("mikv:bits=3", "bits=3': accepted: 2, 4, 8"),
+        ("mikv:budget=0", "budget=0': accepted"),
+        ("mikv:recent=2", "recent=2': accepted"),
     ],
 )
 def test_impossible_settings_are_refused(kv: str, message: str) -> None:

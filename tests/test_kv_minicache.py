@@ -1,4 +1,4 @@
-"""Symmetric integers: minicache4 and dense:dtype=q8 against their formulas in float64."""
+"""Symmetric integers: int4 and dense:dtype=q8 against their formulas in float64."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from cache_cases import F32, F64, attention, make, normal
 
 from edgekv.errors import CacheError
 
-TOP = {"minicache4": 7, "dense:dtype=q8": 127}
+TOP = {"int4": 7, "dense:dtype=q8": 127}
 
 
 def rounded(x: F32, top: int) -> F64:
@@ -27,7 +27,7 @@ def test_attention_is_that_of_the_rounded_tokens(
     kv: str, shape: tuple[int, int, int], n: int, window: int | None
 ) -> None:
     q, k, v = normal(shape, n, n)
-    cache = make(kv, shape, n, window=window)
+    cache = make(kv, shape, n, sliding_window=window)
     cache.prefill(q[:, : n - 9], k[:, : n - 9], v[:, : n - 9])
     got = cache.attend(q[:, n - 9 :], k[:, n - 9 :], v[:, n - 9 :])
     expected = attention(q[:, n - 9 :], rounded(k, TOP[kv]), rounded(v, TOP[kv]), window)
@@ -48,7 +48,7 @@ def test_eight_bits_are_nearly_dense_and_four_are_not() -> None:
     assert errors[1] < 0.02 < 5 * errors[1] < errors[0] < 0.5
 
 
-@pytest.mark.parametrize(("kv", "bits"), [("minicache4", 4), ("dense:dtype=q8", 8)])
+@pytest.mark.parametrize(("kv", "bits"), [("int4", 4), ("dense:dtype=q8", 8)])
 @pytest.mark.parametrize("capacity", [1, 32, 1000])
 def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
     n_kv_heads, head_dim = 2, 128
@@ -69,6 +69,6 @@ def test_a_scale_per_token_is_ruined_by_an_outlier_channel() -> None:
 
 
 def test_odd_head_size_is_refused() -> None:
-    with pytest.raises(CacheError, match=r"^--kv minicache4 .* head_dim 15 must be even$"):
-        make("minicache4", (2, 2, 15), 10)
+    with pytest.raises(CacheError, match=r"^kv='int4' .* head_dim 15 must be even$"):
+        make("int4", (2, 2, 15), 10)
     make("dense:dtype=q8", (2, 2, 15), 10)

@@ -25,7 +25,7 @@ def signs_and_centres(cache: KVCache) -> tuple[F64, F64]:
     g, _, _, n_words = words.shape
     signs = 2 * bits_of(words.reshape(g, -1, n_words)) - 1
     centres = decoded_centres(cache.arrays["key.centres"], cache.arrays["key.centre_step"])
-    scaled = cache.knobs.lam * signs * half(cache.arrays["key.scale"])[..., None]
+    scaled = cache.knobs.key_scale * signs * half(cache.arrays["key.scale"])[..., None]
     return scaled[:, : cache.n_bulk], centres[:, : cache.n_bulk]
 
 
@@ -48,7 +48,7 @@ def test_onebit_attends_to_what_it_stored(shape: tuple[int, int, int], bits: int
     n = 300
     q, k, v = normal(shape, n, n)
     q /= np.sqrt(shape[2])
-    cache = make(f"onebit:v={bits},window=64,planes=8", shape, n)
+    cache = make(f"onebit:v_bits={bits},residual_length=64,planes=8", shape, n)
     got = last(cache, q, k, v)
     assert cache.n_bulk == 192
     scaled, centres = signs_and_centres(cache)
@@ -69,7 +69,7 @@ def test_bitplane_reading_all_is_four_bit_attention(shape: tuple[int, int, int])
     n = 300
     q, k, v = normal(shape, n, n)
     q /= np.sqrt(shape[2])
-    cache = make("bitplane:p=1e-9", shape, n)
+    cache = make("bitplane:threshold=1e-9", shape, n)
     got = last(cache, q, k, v)
     assert cache.n_bulk == 256
     _, centres = signs_and_centres(cache)
@@ -91,7 +91,7 @@ def test_bitplane_reading_none_is_the_estimate_times_means() -> None:
     shape, n = (8, 2, 64), 300
     q, k, v = normal(shape, n, n)
     q /= 8
-    cache = make("bitplane:p=1,planes=8", shape, n)
+    cache = make("bitplane:threshold=1,planes=8", shape, n)
     got = last(cache, q, k, v)
     scaled, centres = signs_and_centres(cache)
     rotation = matrix(cache.key_codec.rotation, cache)
@@ -110,7 +110,7 @@ def test_a_lower_threshold_is_closer_and_reads_more() -> None:
     exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
     errors, read = [], []
     for p in ("0.1", "0.003", "0.0001"):
-        cache = make(f"bitplane:p={p}", shape, n)
+        cache = make(f"bitplane:threshold={p}", shape, n)
         errors.append(np.linalg.norm(last(cache, q, k, v) - exact))
         read.append(cache.bytes_read())
     assert errors[0] > 1.5 * errors[1] > 1.5 * errors[2]
@@ -120,7 +120,7 @@ def test_a_lower_threshold_is_closer_and_reads_more() -> None:
 @pytest.mark.parametrize("kv", ["onebit", "bitplane"])
 def test_exact_until_a_block_leaves_the_window(kv: str) -> None:
     shape = (8, 2, 64)
-    n = 4 + 64 + make(kv, shape, 500).knobs.window
+    n = 4 + 64 + make(kv, shape, 500).knobs.residual_length
     q, k, v = normal(shape, n, n)
     cache = make(kv, shape, 500)
     got = cache.attend(q[:, : n - 1], k[:, : n - 1], v[:, : n - 1]).copy()
@@ -139,12 +139,12 @@ def test_an_offset_common_to_all_keys_costs_nothing(kv: str) -> None:
     errors = {}
     for offset in (0, 30):
         shifted = k + np.float32(offset) * np.sign(k[:, :1])
-        for name in (kv, "minicache4"):
+        for name in (kv, "int4"):
             got = last(make(name, shape, n), q, shifted, v)
             exact = attention(q[:, -1:], shifted.astype(np.float16).astype(float), v.astype(float), None)
             errors[name, offset] = np.linalg.norm(got - exact) / np.linalg.norm(exact)
     assert errors[kv, 30] < 1.5 * errors[kv, 0] + 0.1
-    assert errors["minicache4", 30] > 2 * errors["minicache4", 0]
+    assert errors["int4", 30] > 2 * errors["int4", 0]
 
 
 def test_more_value_bits_are_closer() -> None:
@@ -152,7 +152,7 @@ def test_more_value_bits_are_closer() -> None:
     q, k, v = normal(shape, n, n)
     q /= 8
     exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
-    errors = [np.linalg.norm(last(make(f"onebit:v={bits}", shape, n), q, k, v) - exact) for bits in (1, 2, 4)]
+    errors = [np.linalg.norm(last(make(f"onebit:v_bits={bits}", shape, n), q, k, v) - exact) for bits in (1, 2, 4)]
     assert errors[0] > 1.2 * errors[1] > 1.2 * errors[2]
 
 
@@ -160,7 +160,7 @@ def test_more_value_bits_are_closer() -> None:
     ("kv", "window", "token"),
     [
         ("onebit", 128, 16 + 2 + 66 * 5 / 64 + 32 + 2),
-        ("onebit:v=4,window=64", 64, 16 + 2 + 66 * 5 / 64 + 64 + 2),
+        ("onebit:v_bits=4,residual_length=64", 64, 16 + 2 + 66 * 5 / 64 + 64 + 2),
         ("bitplane", 32, 66 + 66 * 5 / 64 + 66 + 66 / 64),
     ],
 )
@@ -181,13 +181,13 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
 @pytest.mark.parametrize(
     ("kv", "message"),
     [
-        ("onebit:v=5", "v=5: accepted: 1, 2, 3 or 4"),
-        ("onebit:sink=-1", "sink=-1: accepted: 0 or more"),
-        ("onebit:window=-1", "window=-1: accepted: 0 or more"),
-        ("onebit:lam=0", "lam=0.0: accepted: more than 0"),
-        ("bitplane:planes=2", "planes=2: accepted: 3 to 8"),
-        ("bitplane:p=0", "p=0.0: accepted: a probability"),
-        ("bitplane:p=1.5", "p=1.5: accepted: a probability"),
+        ("onebit:v_bits=5", "v_bits=5': accepted: 1, 2, 3, 4"),
+        ("onebit:sink=-1", "sink=-1': accepted: 0 or more"),
+        ("onebit:residual_length=-1", "residual_length=-1': accepted: 0 or more"),
+        ("onebit:key_scale=0", "key_scale=0.0': accepted: more than 0"),
+        ("bitplane:planes=2", "planes=2': accepted: 3 to 8"),
+        ("bitplane:threshold=0", "threshold=0.0': accepted: a probability"),
+        ("bitplane:threshold=1.5", "threshold=1.5': accepted: a probability"),
     ],
 )
 def test_knobs_are_checked(kv: str, message: str) -> None:

@@ -28,7 +28,7 @@ def bounds(page: int):
 def test_attends_to_the_best_pages(page: int, k: int, window: int | None, backend: str) -> None:
     n, steps = 400, 70  # over several pages
     q, keys, values = draw(n)
-    cache = make(f"quest:k={k},page={page}", backend, window=window)
+    cache = make(f"quest:k={k},page={page}", backend, sliding_window=window)
     cache.prefill(q[:, : n - steps], keys[:, : n - steps], values[:, : n - steps])
     got = cache.attend(q[:, n - steps :], keys[:, n - steps :], values[:, n - steps :])
     expected = reference(
@@ -87,5 +87,5 @@ def test_first_layers_are_dense() -> None:
 
 @pytest.mark.parametrize("knobs", ["k=0", "k=40", "page=12", "skip=-1"])
 def test_knobs_out_of_range(knobs: str) -> None:
-    with pytest.raises(CacheError, match=f"quest:{knobs}: accepted"):
+    with pytest.raises(CacheError, match=f"quest:{knobs}': accepted"):
         CacheSpec.parse(f"quest:{knobs}")

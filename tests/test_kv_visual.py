@@ -42,7 +42,7 @@ CASES = [
 
 
 def make(kv: str, backend: str = "numba", capacity: int = 320, window: int | None = None) -> KVCache:
-    return cache_cases.make(kv, (HEADS, KV_HEADS, HEAD_DIM), capacity, backend, window=window)
+    return cache_cases.make(kv, (HEADS, KV_HEADS, HEAD_DIM), capacity, backend, sliding_window=window)
 
 
 def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
@@ -87,7 +87,7 @@ def attention(
 def test_marked_spans_are_quantised_by_group(group: str, bits: int, quantile: float, backend: str) -> None:
     q, k, v = draw(303)
     cache = make(f"visual1:bits={bits},group={group},quantile={quantile}", backend)
-    cache.mark(SPANS)
+    cache.mark_images(SPANS)
     cache.prefill(q[:, :300], k[:, :300], v[:, :300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
     expected = attention(q[:, 300:], k, v, SPANS, group=group, bits=bits, quantile=quantile)
@@ -100,7 +100,7 @@ def test_marked_spans_are_quantised_by_group(group: str, bits: int, quantile: fl
 def test_sliding_windows_begin_anywhere(window: int) -> None:
     q, k, v = draw(303)
     cache = make("visual1:quantile=0.2", window=window)
-    cache.mark(SPANS)
+    cache.mark_images(SPANS)
     cache.prefill(q[:, :295], k[:, :295], v[:, :295])
     got = cache.attend(q[:, 295:], k[:, 295:], v[:, 295:])
     expected = attention(q[:, 295:], k, v, SPANS, window, group="head", bits=1, quantile=0.2)
@@ -126,7 +126,7 @@ def test_pieces_of_a_prompt_end_up_the_same() -> None:
     outputs = []
     for sizes in ([300], [7, 40, 60, 100, 93], [1] * 300):
         cache = make("visual1:quantile=0.2")
-        cache.mark(SPANS)
+        cache.mark_images(SPANS)
         done, attended = 0, []
         for n in sizes:
             part = slice(done, done + n)
@@ -134,7 +134,7 @@ def test_pieces_of_a_prompt_end_up_the_same() -> None:
             done += n
         outputs.append((np.concatenate(attended, 1), cache.attend(q[:, 300:], k[:, 300:], v[:, 300:]).copy()))
     prefilled = make("visual1:quantile=0.2")
-    prefilled.mark(SPANS)
+    prefilled.mark_images(SPANS)
     for part in (slice(0, 200), slice(200, 300)):
         prefilled.extend(k[:, part], v[:, part])
     outputs.append((outputs[0][0], prefilled.attend(q[:, 300:], k[:, 300:], v[:, 300:]).copy()))
@@ -146,9 +146,9 @@ def test_pieces_of_a_prompt_end_up_the_same() -> None:
 def test_a_second_prompt_may_mark_too() -> None:
     q, k, v = draw(303)
     cache = make("visual1:quantile=0.2")
-    cache.mark([(30, 95)])
+    cache.mark_images([(30, 95)])
     cache.prefill(q[:, :120], k[:, :120], v[:, :120])
-    cache.mark([(30, 170)])  # counted from the new prompt's start
+    cache.mark_images([(30, 170)])  # counted from the new prompt's start
     cache.attend(q[:, 120:300], k[:, 120:300], v[:, 120:300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
     expected = attention(q[:, 300:], k, v, [(30, 95), (150, 290)], group="head", bits=1, quantile=0.2)
@@ -164,7 +164,7 @@ def test_bytes(bits: int, group: str, ends: int) -> None:
     capacity, n_bytes = 320, -(-HEAD_DIM // 8)
     cache = make(f"visual1:bits={bits},group={group}", capacity=capacity)
     q, k, v = draw(200)
-    cache.mark([(10, 40), (50, 110)])
+    cache.mark_images([(10, 40), (50, 110)])
     visual = 2 * 90 * KV_HEADS * bits * n_bytes + 2 * 4 * (ends + (ends // 2 if group == "head+token" else ends))
     text = (capacity - 90) * KV_HEADS * HEAD_DIM * 4
     assert (cache.visual_bytes, cache.text_bytes) == (visual, text)
@@ -191,7 +191,7 @@ def test_bytes(bits: int, group: str, ends: int) -> None:
 def test_rewind(n: int, kept: int, text_capacity: int) -> None:
     q, k, v = draw(320)
     cache = make("visual1:quantile=0.2")
-    cache.mark([(20, 90), (140, 190)])
+    cache.mark_images([(20, 90), (140, 190)])
     cache.prefill(q[:, :260], k[:, :260], v[:, :260])
     assert cache.truncate(n) == cache.n_seen == kept
     assert cache.text_bytes == text_capacity * KV_HEADS * HEAD_DIM * 4
@@ -209,7 +209,7 @@ def test_rewind(n: int, kept: int, text_capacity: int) -> None:
 def test_an_incomplete_span_is_forgotten_whole() -> None:
     q, k, v = draw(120)
     cache = make("visual1")
-    cache.mark([(20, 90)])
+    cache.mark_images([(20, 90)])
     cache.attend(q[:, :50], k[:, :50], v[:, :50])
     assert cache.truncate(50) == 50  # nothing to forget
     assert cache.truncate(45) == 20
@@ -219,10 +219,10 @@ def test_an_incomplete_span_is_forgotten_whole() -> None:
 def test_every_context_can_be_filled_to_the_last_token() -> None:
     q, k, v = draw(64)
     cache = make("visual1", capacity=64)
-    cache.mark([(0, 64)])
+    cache.mark_images([(0, 64)])
     assert cache.text_bytes == 0
     assert np.isfinite(cache.attend(q, k, v)).all()
-    with pytest.raises(CacheError, match="raise --ctx"):
+    with pytest.raises(CacheError, match="raise `ctx`"):
         cache.attend(q[:, :1], k[:, :1], v[:, :1])
 
 
@@ -230,13 +230,13 @@ def test_every_context_can_be_filled_to_the_last_token() -> None:
     "spans", [[(5, 5)], [(-1, 4)], [(0, 10), (5, 20)], [(30, 40), (0, 10)], [(0, 321)]], ids=str
 )
 def test_bad_spans(spans: list[tuple[int, int]]) -> None:
-    with pytest.raises(CacheError, match=r"visual1: span -?\d+\.\.\d+ does not fit: give"):
-        make("visual1").mark(spans)
+    with pytest.raises(CacheError, match=r"visual1': span -?\d+\.\.\d+ does not fit: give"):
+        make("visual1").mark_images(spans)
 
 
 @pytest.mark.parametrize("knob", ["bits=0", "bits=9", "group=channel", "quantile=0.5", "quantile=-0.1", "text=q8"])
 def test_bad_knobs(knob: str) -> None:
-    with pytest.raises(CacheError, match=f"visual1:{knob}: accepted"):
+    with pytest.raises(CacheError, match=f"visual1:{knob}': accepted"):
         CacheSpec.parse(f"visual1:{knob}")
 
 
@@ -246,7 +246,7 @@ def test_other_schemes_take_marks_and_ignore_them(name: str) -> None:
     outputs = []
     for spans in ((), ((10, 60),)):
         cache = make(name)
-        cache.mark(spans)
+        cache.mark_images(spans)
         cache.prefill(q, k, v)
         outputs.append(cache.attend(q[:, :1], k[:, :1], v[:, :1]).copy())
     np.testing.assert_array_equal(*outputs)
@@ -316,7 +316,7 @@ def test_text_is_kept_as_it_is_asked_for(text: str, n_bytes: int) -> None:
     part = slice(120, 130)
     expected = dense.attend(q[:, part], k[:, part], v[:, part]).copy()
     np.testing.assert_array_equal(cache.attend(q[:, part], k[:, part], v[:, part]), expected)
-    cache.mark([(20, 160)])
+    cache.mark_images([(20, 160)])
     cache.attend(q[:, 130:300], k[:, 130:300], v[:, 130:300])
     got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
     expected = attention(q[:, 300:], k, v, [(150, 290)], group="head", bits=1, quantile=0.2)
@@ -326,8 +326,8 @@ def test_text_is_kept_as_it_is_asked_for(text: str, n_bytes: int) -> None:
 
 def test_marks_whose_tokens_never_came_are_forgotten() -> None:
     cache, (q, k, v) = make("visual1"), draw(60)
-    cache.mark([(5, 50), (60, 70)])
-    cache.mark([(0, 40)])
+    cache.mark_images([(5, 50), (60, 70)])
+    cache.mark_images([(0, 40)])
     assert [(span.start, span.stop) for span in cache.spans] == [(0, 40)]
     assert cache.text_bytes == (320 - 40) * KV_HEADS * HEAD_DIM * 4
     assert np.isfinite(cache.attend(q, k, v)).all()

@@ -50,7 +50,7 @@ def test_every_row_and_the_paper(
     monkeypatch.setitem(METERS, "rpi-pmic", Steady)
     assert table3.main(arguments(model, "--json", str(tmp_path / "t.json"))) == 0
     out = capsys.readouterr().out
-    for name in ("dense", "minicache4", "h1b", "onebit", "bitplane", "FP16", "MiniCache", "H1B-KV"):
+    for name in ("dense", "int4", "h1b", "onebit", "bitplane", "FP16", "MiniCache", "H1B-KV"):
         assert f"\n{name} " in out
     assert "151 mJ" in out
     assert "power: rpi-pmic" in out

@@ -205,8 +205,8 @@ def test_same_seed_same_text(shared: pathlib.Path) -> None:
     [
         ("nope", "accepted: dense, h1b"),
         ("h1b:c=3", "accepted .defaults.: b=256"),
-        ("h1b:b=100", "multiples of 64"),
-        ("h1b:b=x", "must be a int"),
+        ("h1b:sketch_bits=100", "multiples of 64"),
+        ("h1b:sketch_bits=x", "must be a int"),
         ("h1b:tau=-1", "positive"),
         ("dense:dtype=f8", "accepted: f16, f32"),
     ],
@@ -348,12 +348,12 @@ def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> N
 
 
 def test_repr_says_what_is_held(model: pathlib.Path) -> None:
-    session = Session.load(model, kv="onebit:v=1", ctx=50)
+    session = Session.load(model, kv="onebit:v_bits=1", ctx=50)
     session.logits([1, 2, 3])
     size = format_bytes(session.plan.cache_bytes)
-    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v=1, 3 of 50 tokens, cache {size}>"
+    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v_bits=1, 3 of 50 tokens, cache {size}>"
     session.close()
-    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v=1, closed>"
+    assert repr(session) == f"<edgekv.Session {model.name}, kv onebit:v_bits=1, closed>"
 
 
 def test_a_shipped_model_by_its_name(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

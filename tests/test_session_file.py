@@ -59,7 +59,7 @@ def test_restored_text_equals_uninterrupted_text(
 ) -> None:
     straight, saved = loaded.fork(kv=kv), loaded.fork(kv=kv)
     for session in (straight, saved):
-        session.caches[0].mark([(100, 900)])
+        session.caches[0].mark_images([(100, 900)])
     whole = text(straight, PROMPT, 160)
     first = text(saved, PROMPT, 70)
     size = saved.save(tmp_path / "session", compress=compress)
@@ -85,7 +85,7 @@ def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, tmp_path: 
     sessions = [loaded.fork(kv="visual1") for _ in range(2)]
     for session in sessions:
         for cache in session.caches:
-            cache.mark([(10, 60), (1100, 1250)])
+            cache.mark_images([(10, 60), (1100, 1250)])
     whole = text(sessions[0], PROMPT, 100)
     first = text(sessions[1], PROMPT, 30)  # 20 tokens before the span is packed
     sessions[1].save(tmp_path / "session")
@@ -188,7 +188,7 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
 CHANGES = {
     "another model": ({"identity": "0" * 16, "model": "other"}, "belongs to the model other"),
     "other weights": ({"weights": "int8"}, "give weights='int8'"),
-    "a scheme that is gone": ({"kv": "h2b:b=3"}, "'h2b' is unknown"),
+    "a scheme that is gone": ({"kv": "h2b:sketch_bits=3"}, "'h2b' is unknown"),
     "another version of the scheme": ({"kv_version": 0}, "version 0 of onebit"),
     "another shape of arrays": (
         {"kv": "onebit:sink=8"},

@@ -44,7 +44,7 @@ def test_stale_page_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     assert tables.main(["--check"]) == 1
 
 
-@pytest.mark.parametrize("kv", [row.kv for row in paper.TABLE2] + ["onebit", "bitplane", "minicache4"])
+@pytest.mark.parametrize("kv", [row.kv for row in paper.TABLE2] + ["onebit", "bitplane", "int4"])
 def test_bytes_of_table_2_are_those_that_the_caches_allocate(kv: str) -> None:
     layers = CacheSpec.parse(kv).layers(data.shape(paper.SHAPE2), runs.CTX)
     layers[0].allocate(numpy_kernels(), Workspace())
@@ -52,10 +52,10 @@ def test_bytes_of_table_2_are_those_that_the_caches_allocate(kv: str) -> None:
 
 
 def test_bytes_of_a_shape_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tables.main(["bytes", "--kv", "h1b,onebit:v=1"]) == 0
+    assert tables.main(["bytes", "--kv", "h1b,onebit:v_bits=1"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.split() == ["830,472,192", data.full_name("h1b")]
-    assert second.split() == ["439,912,448", data.full_name("onebit:v=1")]
+    assert second.split() == ["439,912,448", data.full_name("onebit:v_bits=1")]
 
 
 def test_bytes_of_h1b_are_those_of_its_equations_and_three_for_scale_and_zero() -> None:
@@ -65,7 +65,7 @@ def test_bytes_of_h1b_are_those_of_its_equations_and_three_for_scale_and_zero() 
 
 
 def test_measured_bytes_of_the_60m_model_are_those_of_its_shape() -> None:
-    for kv in ("dense:dtype=f16", "h1b", "minicache4", "loki1"):
+    for kv in ("dense:dtype=f16", "h1b", "int4", "sign_keys"):
         assert h1b.held(paper.MODEL, kv) == data.cache_bytes(paper.SHAPE1, kv)
 
 

@@ -139,7 +139,7 @@ def test_prompts_place_each_picture() -> None:
 
 
 MODEL = str(ROOT / "models" / "scenes")
-EXACT = ("dense:dtype=f16", "split:8,8", "coded:onebit:v=1", "coded:bitplane")
+EXACT = ("dense:dtype=f16", "split:8,8", "coded:onebit:v_bits=1", "coded:bitplane")
 
 
 @pytest.mark.parametrize("kv", EXACT)
@@ -157,7 +157,7 @@ def test_rounding_down_takes_more_elements_to_the_lower_level() -> None:
         scheme = visual_schemes.spec(name)
         cache = scheme.scheme(Geometry(n_heads=2, n_kv_heads=2, head_dim=32, capacity=64), scheme.knobs)
         cache.allocate(numpy_kernels(), Workspace())
-        cache.mark([(0, 64)])
+        cache.mark_images([(0, 64)])
         cache.prefill(keys, keys, keys)
         ones[name] = np.unpackbits(cache.spans[0].packed[0].arrays["planes"]).mean()
     assert ones["visual1:quantile=0.1"] == pytest.approx(0.5, abs=0.05)

@@ -85,13 +85,13 @@ class Scheme(nn.Module, abc.ABC):
 
 
 class BinarySketch(Scheme):
-    """`h1b` and `loki1`: signs of keys and queries under R, a softmax temperature, values in four bits or f16."""
+    """`h1b` and `sign_keys`: signs of keys and queries under R, a temperature, values in four bits or f16."""
 
     setting = "tau"
 
     def __init__(self, spec: CacheSpec, config: ModelConfig, scope: str, device: str) -> None:
         super().__init__(spec, config, scope, device)
-        sketch = SignSketch(1, 0, config.head_dim, spec.knobs.b, spec.knobs.seed)
+        sketch = SignSketch(1, 0, config.head_dim, spec.knobs.sketch_bits, spec.knobs.seed)
         self.projection = torch.from_numpy(sketch.projection).to(device)
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
@@ -101,7 +101,7 @@ class BinarySketch(Scheme):
         for cache, layer in zip(caches, prompt, strict=True):
             cache.allocate(numpy_kernels(), Workspace())
             cache.prefill(*(x[0].float().cpu().numpy() for x in layer))
-        spec.scheme.settle(caches)
+        spec.scheme.finish_prefill(caches)
         return np.stack([cache.tau.ravel() for cache in caches])
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class CentredSigns(Scheme):
         self.value_rotation = rotation_matrix(Rotation(d, d, seed)).to(device)
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
-        return np.full((self.config.n_layers, self.config.n_kv_heads), self.spec.knobs.lam, np.float32)
+        return np.full((self.config.n_layers, self.config.n_kv_heads), self.spec.knobs.key_scale, np.float32)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # 16 bits would lose what the centres keep
@@ -164,7 +164,7 @@ class CentredSigns(Scheme):
 
     def _n_packed(self, t: int) -> int:
         """Tokens that are packed when token t attends: those beyond the window, in whole blocks."""
-        return max(0, t - self.spec.knobs.sink - self.spec.knobs.window) // WORD * WORD
+        return max(0, t - self.spec.knobs.sink - self.spec.knobs.residual_length) // WORD * WORD
 
     def _visible(self, t: Tensor) -> tuple[Tensor, int, Tensor]:
         """For the queries of tokens t: which tokens some see exactly, how many packed ones, and who sees what."""
@@ -190,10 +190,10 @@ class CentredSigns(Scheme):
 
     def _packed_values(self, v: Tensor) -> Tensor:
         rotated = v @ self.value_rotation.T
-        return straight_through(rotated, rounded_gauss(rotated, self.spec.knobs.v)) @ self.value_rotation
+        return straight_through(rotated, rounded_gauss(rotated, self.spec.knobs.v_bits)) @ self.value_rotation
 
 
-SCHEMES: dict[str, type[Scheme]] = {"h1b": BinarySketch, "loki1": BinarySketch, "onebit": CentredSigns}
+SCHEMES: dict[str, type[Scheme]] = {"h1b": BinarySketch, "sign_keys": BinarySketch, "onebit": CentredSigns}
 
 
 def rotation_matrix(rotation: Rotation) -> Tensor:

@@ -21,8 +21,8 @@ from edgekv.kvcache.base import Geometry, Workspace
 SCHEMES = (
     "dense",
     "h1b",
-    "onebit:window=0",
-    "bitplane:window=0",
+    "onebit:residual_length=0",
+    "bitplane:residual_length=0",
 )
 TOLERANCE = 2e-3  # of the largest output: codes on the border of two steps may differ
 N_TOKENS = 150
@@ -37,7 +37,7 @@ def attention(kv: str, kernels: Kernels) -> np.ndarray:
     cache = spec.scheme(Geometry(2, 1, 64, N_TOKENS), spec.knobs)
     cache.allocate(kernels, Workspace())
     cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
-    type(cache).settle([cache])
+    type(cache).finish_prefill([cache])
     return cache.attend(q[:, -1:], k[:, -1:], v[:, -1:]).copy()
 
 

@@ -29,7 +29,7 @@ import gpu_measure  # noqa: E402
 from edgekv.checkpoint.shapes import load_shape  # noqa: E402
 
 DEPTHS = (8192, 32768)
-SCHEMES = ("dense", "h1b", "onebit", "bitplane", "kivi2", "minicache4", "kvcomp", "fier", "quest")
+SCHEMES = ("dense", "h1b", "onebit", "bitplane", "kivi2", "int4", "kvcomp", "fier", "quest")
 LONG = (("dense", 131072), ("h1b", 131072), ("onebit", 131072))  # one layer's worth
 WHOLE = ("dense", "h1b", "onebit", "bitplane", "kivi2", "kvcomp")
 BOARDS = {"Jetson Nano, 25.6 GB/s": 25.6e9, "Orin Nano, 68 GB/s": 68e9, "Orin Nano Super, 102 GB/s": 102e9}

@@ -94,7 +94,7 @@ class Layers:
         """One token in each layer; counted, and taken back."""
         for cache, *token in zip(self.caches, self.queries, self.keys, self.values, strict=True):
             cache.attend(*token)
-            cache.skip(-1)
+            cache.advance(-1)
 
 
 def new_cache(gpu: Gpu, spec: CacheSpec, depth: int, kernels: Any) -> KVCache:

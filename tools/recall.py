@@ -81,7 +81,7 @@ def scorers(shape: Shape, keys: Any, kernels: Kernels) -> dict[str, Scorer]:
     quest = {f"quest p={page}": PageIndex(*shape, page) for page in (8, 16, 32)}
     indexes = {name: by_index(index, keys, kernels) for name, index in (fier | quest).items()}
     knobs = OneBit.Knobs()
-    signs = CentredSigns(*shape, planes=knobs.planes, lam=knobs.lam, seed=knobs.seed)
+    signs = CentredSigns(*shape, planes=knobs.planes, lam=knobs.key_scale, seed=knobs.seed)
     scan = {"onebit, bitplane": by_codec(signs, keys, kernels)}
     return indexes | scan | {"newest tokens": Scorer(1, 0.0, newest_first)}
 
@@ -104,7 +104,7 @@ class Tally:
         schemes["exact"] = Scorer(1, 1.0, lambda q, n, s: self.kernels.scores(exact, q, 0, n, s))
         found = {name: [] for name in schemes}
         for n in range(keys.shape[1] // 2, keys.shape[1] + 1, STRIDE):
-            q = np.ascontiguousarray(queries[:, n - 1]).reshape(geometry.n_kv_heads, geometry.group, -1)
+            q = np.ascontiguousarray(queries[:, n - 1]).reshape(geometry.n_kv_heads, geometry.n_rep, -1)
             truth = np.empty((*q.shape[:2], n), np.float32)
             self.kernels.scores(exact, q, 0, n, truth)
             for name, scorer in schemes.items():

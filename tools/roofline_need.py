@@ -40,7 +40,7 @@ def _bitplane(cache: Any) -> Tokens:
     return {
         "onebit scores": cache.n_bulk,
         "onebit centres": cache.n_bulk,
-        "bitplane key unpacked": chosen / cache.geometry.group,
+        "bitplane key unpacked": chosen / cache.geometry.n_rep,
         "bitplane key": chosen,
         "bitplane value, 2 planes": chosen - full,
         "bitplane value, 4 planes": full,
@@ -58,7 +58,7 @@ def _fier(cache: Any) -> Tokens:
 SCHEMES: dict[str, Callable[[Any], Tokens]] = {
     "dense": _dense,
     "h1b": _all("h1b scores", "h1b values"),
-    "minicache4": _all("scores 4-bit", "values 4-bit"),
+    "int4": _all("scores 4-bit", "values 4-bit"),
     "kivi2": _all("kivi scores", "kivi values"),
     "onebit": _onebit,
     "bitplane": _bitplane,
@@ -101,7 +101,7 @@ def filled_cache(spec: CacheSpec, geometry: Geometry) -> KVCache:
             cache.extend(k, v)
         else:
             cache.prefill(q, k, v)
-            type(cache).settle([cache])
+            type(cache).finish_prefill([cache])
     q, k, v = (rng.standard_normal((heads, 1, d), np.float32) for heads in (geometry.n_heads, g, g))
     cache.attend(q / np.float32(np.sqrt(d)), k + drift, v)
     return cache

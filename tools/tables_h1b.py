@@ -21,7 +21,7 @@ from tables_data import (
 from tables_paper import Row
 from tables_runs import ADAPTERS, CTX, DENSE, TEXTS
 
-OURS = ("h1b:fit=head", "onebit", "onebit:v=1", "bitplane")
+OURS = ("h1b:fit=head", "onebit", "onebit:v_bits=1", "bitplane")
 PER_BYTE = 1000  # H1B-KV's quality per byte is this many times (1 / PPL) / MB
 
 KEYS_ONLY = "h1b:keys_only=true"
@@ -99,7 +99,7 @@ def adapted(model: str) -> str:
     """Untrained and adapted schemes beside dense; the ratio is to the dense cache of the unadapted checkpoint."""
     learnt = {None: "nothing"} | {name: LEARNT[name.split("-", 1)[1]] for name in ADAPTERS}
     of_model = [(scheme, name) for name, (owner, scheme) in ADAPTERS.items() if owner == model]
-    plain = [(kv, None) for kv in (DENSE, "h1b", "h1b:fit=head", "onebit", "onebit:v=1", "bitplane")]
+    plain = [(kv, None) for kv in (DENSE, "h1b", "h1b:fit=head", "onebit", "onebit:v_bits=1", "bitplane")]
     head = ["`--kv`", "trained", "adapter", "MB", *by_text(model), "dense cache under the same adapter, novels"]
     rows = []
     for kv, adapter in sorted([*plain, *of_model], key=lambda pair: ORDER.index(pair[0].partition(":")[0])):
@@ -143,7 +143,7 @@ def table2() -> str:
         cells = [row.name, f"`{row.kv}`", f"{row.mb:,.1f}", f"{exact:,.1f}", f"{row.mb / exact:.3f}"]
         cells += [f"{perplexity:.2f}", f"{printed:.2f}", f"{per_byte(perplexity, row.mb):.3f}"]
         rows.append([*cells, f"{per_byte(perplexity, exact):.3f}"])
-    ours = ("minicache4", "kvcomp", "onebit", "onebit:v=1", "bitplane")
+    ours = ("int4", "kvcomp", "onebit", "onebit:v_bits=1", "bitplane")
     rows += [["", f"`{kv}`", "", mb(cache_bytes(paper.SHAPE2, kv)), *[""] * 5] for kv in ours]
     names = ",".join([*(row.kv for row in paper.TABLE2), *ours])
     return (
@@ -195,14 +195,14 @@ def table5(model: str) -> str:
     head += [f"{kind}, {name}: x dense" for kind, _ in kinds for name in texts.values()]
     rows = []
     for row in paper.TABLE5:
-        untrained = "loki1" if row.kv == KEYS_ONLY else row.kv  # two names of one cache
+        untrained = "sign_keys" if row.kv == KEYS_ONLY else row.kv  # two names of one cache
         cells = [row.name, f"`{row.kv}`", f"{row.mb:g}", times(over_fp16(row, 0)), mb(held(model, untrained))]
         for _, trained in kinds:
             kv = row.kv if trained else untrained
             cells += [times(ratio(model, text, kv, adapter=trained)) for text in texts]
         rows.append(cells)
     kvs = [row.kv for row in paper.TABLE5]
-    runs = sources(model, texts, ["loki1", *kvs])
+    runs = sources(model, texts, ["sign_keys", *kvs])
     if adapter:
         runs += sources(model, texts, kvs, adapter=adapter)
     return markdown(head, rows) + "\n" + block(commands(runs))

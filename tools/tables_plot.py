@@ -17,9 +17,9 @@ PANELS = (
     ("llama-40m", "heldout3.txt"),
     ("demo", "heldout3.txt"),
 )
-SHOWN = {full_name(kv) for kv in (*TABLE1, *OTHERS, *DROPPING, "bitplane:p=0.0005")}
+SHOWN = {full_name(kv) for kv in (*TABLE1, *OTHERS, *DROPPING, "bitplane:threshold=0.0005")}
 LEAST = 0.01  # percent above dense: what is closer, or better, is drawn here
-COLOURS = {"h1b": "tab:red", "loki1": "tab:red", "onebit": "tab:blue", "bitplane": "tab:blue"}
+COLOURS = {"h1b": "tab:red", "sign_keys": "tab:red", "onebit": "tab:blue", "bitplane": "tab:blue"}
 
 
 def points(model: str, text: str) -> dict[str, Point]:

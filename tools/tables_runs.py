@@ -40,16 +40,16 @@ ADAPTERS = {
 }
 
 DENSE = "dense:dtype=f16"
-TABLE1 = (DENSE, "minicache4", "kivi2", "loki1", "h1b", "h1b:fit=head", "onebit", "onebit:v=1", "bitplane")
-OTHERS = ("dense:dtype=q8", "kivi2:bits=4", "kvcomp", "onebit:v=4", "fier", "quest")
+TABLE1 = (DENSE, "int4", "kivi2", "sign_keys", "h1b", "h1b:fit=head", "onebit", "onebit:v_bits=1", "bitplane")
+OTHERS = ("dense:dtype=q8", "kivi2:bits=4", "kvcomp", "onebit:v_bits=4", "fier", "quest")
 DROPPING = ("h2o", "snapkv", "tova", "streaming", "mikv")  # on a CPU only
-ABLATION = ("h1b:tau=1", "h1b:b=512", "h1b:b=128", "h1b:b=64")
+ABLATION = ("h1b:tau=1", "h1b:sketch_bits=512", "h1b:sketch_bits=128", "h1b:sketch_bits=64")
 LENGTHS = (1024, 2048, 4096, 8192)
 BY_LENGTH = (DENSE, "fier:k=256", "quest:k=256", "fier:k=1024", "quest:k=1024", "onebit")
 
 TASKS = ("pass-key", "four-codes")
-KEEPING = (DENSE, "minicache4", "kivi2", "mikv", "kvcomp", "loki1", "h1b", "h1b:fit=head")
-KEEPING += ("onebit", "onebit:v=1", "bitplane")
+KEEPING = (DENSE, "int4", "kivi2", "mikv", "kvcomp", "sign_keys", "h1b", "h1b:fit=head")
+KEEPING += ("onebit", "onebit:v_bits=1", "bitplane")
 AT_AN_EIGHTH = ("h2o", "tova", "streaming", "snapkv")  # 1,024 tokens, their default
 BUDGETS = (32, 64, 128, 256, 512)
 BUDGETED = {

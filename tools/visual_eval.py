@@ -40,10 +40,10 @@ CHUNK = 20  # scenes that a process takes at a time
 DENSE, ONE_BIT = "dense:dtype=f16", "visual1:group=head,quantile=0.1"
 PER_TOKEN = "visual1:group=head+token,quantile=0.1"
 DROPPING = ("h2o", "streaming")  # with as many tokens as fit into the bytes of ONE_BIT
-OURS = "coded:onebit:v=1"
+OURS = "coded:onebit:v_bits=1"
 EQUAL_BYTES = [
     *(ONE_BIT, OURS, PER_TOKEN),
-    *("coded:onebit:v=2", "visual1:bits=2,quantile=0.05", "visual1:bits=2,group=head+token,quantile=0.05"),
+    *("coded:onebit:v_bits=2", "visual1:bits=2,quantile=0.05", "visual1:bits=2,group=head+token,quantile=0.05"),
     *("visual1:bits=4,quantile=0", "coded:h1b", "coded:bitplane"),
 ]
 COMPARED = (DENSE, ONE_BIT, PER_TOKEN, OURS, *DROPPING)

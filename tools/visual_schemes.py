@@ -76,7 +76,7 @@ def _onebit(bits: int) -> Callable[..., Pair]:
 
 def _bitplane(*shape: int, group: int) -> Pair:
     keys = PlaneKeys(*shape, planes=PLANES, lam=LAM, seed=SEED)
-    return keys, PlaneValues(keys, group=group, threshold=P)
+    return keys, PlaneValues(keys, n_rep=group, threshold=P)
 
 
 def _h1b(*shape: int, group: int) -> Pair:
@@ -86,8 +86,8 @@ def _h1b(*shape: int, group: int) -> Pair:
 
 
 CODES: dict[str, Callable[..., Pair]] = {
-    "onebit:v=1": _onebit(1),
-    "onebit:v=2": _onebit(2),
+    "onebit:v_bits=1": _onebit(1),
+    "onebit:v_bits=2": _onebit(2),
     "bitplane": _bitplane,
     "h1b": _h1b,
 }
@@ -95,7 +95,7 @@ CODES: dict[str, Callable[..., Pair]] = {
 
 @dataclasses.dataclass(frozen=True)
 class CodedKnobs(VisualKnobs):
-    code: str = "onebit:v=1"
+    code: str = "onebit:v_bits=1"
 
 
 class CodedSpans(SplitLevels):
@@ -105,7 +105,7 @@ class CodedSpans(SplitLevels):
     Knobs = CodedKnobs
 
     def _add_span(self, start: int, stop: int) -> None:
-        pair = CODES[self.knobs.code](*self._shape(stop - start), group=self.geometry.group)
+        pair = CODES[self.knobs.code](*self._shape(stop - start), group=self.geometry.n_rep)
         self._add(Span(start, stop, pair))
 
     def _pack_if_complete(self, run: Run) -> None:

@@ -122,9 +122,9 @@ class Adapter:
             "the original checkpoint, or a store made from it with `edgekv quantize --adapter`"
         )
 
-    def require_scheme(self, scheme: str) -> None:
-        """Raises ConfigError when the adapter was trained for another scheme."""
-        if scheme != self.scheme:
+    def require_scheme(self, scheme: str, *aliases: str) -> None:
+        """Raises ConfigError when the adapter was trained for another scheme; aliases: its other names."""
+        if self.scheme not in (scheme, *aliases):
             raise ConfigError(
                 f"{self.path}: was trained for kv={self.scheme!r}, not {scheme}; use that, or leave `adapter` out",
                 field="kv",

@@ -79,7 +79,10 @@ def add_kv_options(parser: argparse.ArgumentParser) -> None:
         "with --kv auto, the best scheme that fits the whole context",
     )
     parser.add_argument(
-        "--tau", type=float, metavar="T", help="softmax temperature of h1b and loki1 (default: fit on the prompt)"
+        "--tau",
+        type=float,
+        metavar="T",
+        help="softmax temperature of h1b and sign_keys (default: fit on the prompt)",
     )
 
 
@@ -126,8 +129,11 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
 
 
 def schemes_text() -> str:
-    """One line per scheme: name, what it keeps, where it is from."""
-    return "\n".join(f"{name:<12}{scheme.summary}  [{scheme.paper}]" for name, scheme in schemes().items())
+    """One line per scheme: name, what it keeps, where it is from, and what else it may be called."""
+    return "\n".join(
+        f"{name:<12}{scheme.summary}  [{'; also '.join((scheme.paper, *scheme.aliases))}]"
+        for name, scheme in schemes().items()
+    )
 
 
 class Bars:

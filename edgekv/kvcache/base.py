@@ -32,10 +32,10 @@ class Geometry:
     capacity: int
     layer: int = 0
     n_layers: int = 1
-    window: int | None = None
+    sliding_window: int | None = None
 
     @property
-    def group(self) -> int:
+    def n_rep(self) -> int:
         """Query heads that share one key-value head."""
         return self.n_heads // self.n_kv_heads
 
@@ -88,13 +88,17 @@ class KVCache(abc.ABC):
     paper: ClassVar[str]
     summary: ClassVar[str]
     gives_up: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()  # names that it had before, still understood
     version: ClassVar[int] = 1  # of what the arrays mean: a saved cache of another one is refused
     packs_like: ClassVar[tuple[str, ...]] = ()  # other schemes, whose kernels it comes to use as it fills
     bytes_knob: ClassVar[str | None] = None  # the knob that bounds all layers' bytes: a session's `kv_budget`
     exact_when_short: ClassVar[bool] = False  # no loss beyond f16 rounding for the first 64 tokens
-    Knobs: ClassVar[type]
+    Knobs: ClassVar[type]  # a dataclass; its `aliases`, where it has them, name fields as they were called before
     sees_queries: ClassVar[bool] = False  # `prefill` needs those of the whole prompt
     exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
+
+    def __init_subclass__(cls) -> None:
+        cls.aliases = cls.__dict__.get("aliases", ())  # those of another scheme are not inherited
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         self.geometry, self.knobs = geometry, knobs
@@ -136,7 +140,7 @@ class KVCache(abc.ABC):
 
     @property
     def visual_bytes(self) -> int | None:
-        """Bytes that hold the spans that `mark` named; None: the scheme does not keep these apart."""
+        """Bytes that hold the spans that `mark_images` named; None: the scheme does not keep these apart."""
         return None
 
     @property
@@ -156,7 +160,7 @@ class KVCache(abc.ABC):
         """
         self.extend(keys, values)
 
-    def mark(self, spans: Sequence[tuple[int, int]]) -> None:
+    def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
         """Says which tokens of the coming prompt stand for images: ranges (first, last + 1) from its start on.
 
         Called on every layer's cache before `prefill`. Most schemes treat all tokens alike.
@@ -164,7 +168,7 @@ class KVCache(abc.ABC):
         return
 
     @classmethod
-    def settle(cls, caches: Sequence[Any]) -> None:
+    def finish_prefill(cls, caches: Sequence[Any]) -> None:
         """Called with every layer's cache after a prompt: for what is fitted over all layers. Most fit nothing."""
         return
 
@@ -173,7 +177,9 @@ class KVCache(abc.ABC):
 
         ``source`` says in `notes` where it is from. Raises CacheError: most schemes have nothing to train.
         """
-        raise CacheError(f"--kv {self.name} takes no {source}: nothing in it is trained; leave --adapter out")
+        raise CacheError(
+            f"kv={self.name!r} takes no {source}: nothing in it is trained; leave `adapter` out", field="adapter"
+        )
 
     @abc.abstractmethod
     def extend(self, keys: F32, values: F32) -> None:
@@ -226,7 +232,7 @@ class KVCache(abc.ABC):
         """
         return 0
 
-    def skip(self, n: int) -> None:
+    def advance(self, n: int) -> None:
         """Counts n tokens (n < 0: takes them back) within `steady_tokens` that a replayed step appends."""
         self.n_seen += n
 
@@ -252,7 +258,7 @@ class KVCache(abc.ABC):
         vars(self).update(counters)
         if not self.consistent():
             raise ValueError(f"counters {dict(counters)}")
-        self.refit(fitted)
+        self.load_fitted(fitted)
         return self.arrays
 
     def consistent(self) -> bool:
@@ -267,7 +273,7 @@ class KVCache(abc.ABC):
         """What the conversation decided beside counters and arrays, ready for JSON. Most schemes fit nothing."""
         return {}
 
-    def refit(self, fitted: Mapping[str, Any]) -> None:
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
         """Takes what `fitted` gave; afterwards `arrays` have the shapes that they had then."""
         return
 
@@ -279,13 +285,16 @@ class KVCache(abc.ABC):
         if self.n_seen + n > self.geometry.capacity:
             raise CacheError(
                 f"the cache holds {self.n_seen} of {self.geometry.capacity} tokens, {n} more do not fit; "
-                "raise --ctx"
+                "raise `ctx`",
+                field="ctx",
+                value=self.geometry.capacity,
+                accepted=[f"{self.n_seen + n} or more"],
             )
 
     def visible(self, n: int) -> Visible:
         """The positions that the queries of the latest n tokens see, the sliding window applied."""
         hi = np.arange(self.n_seen - n + 1, self.n_seen + 1, dtype=np.int64)
-        window = self.geometry.window
+        window = self.geometry.sliding_window
         return (np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)), hi
 
 

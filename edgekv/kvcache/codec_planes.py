@@ -179,9 +179,9 @@ class PlaneValues(Codec):
 
     kind = "plane_values"
 
-    def __init__(self, keys: PlaneKeys, *, group: int, threshold: float) -> None:
+    def __init__(self, keys: PlaneKeys, *, n_rep: int, threshold: float) -> None:
         super().__init__(keys.n_kv_heads, keys.capacity, keys.head_dim)
-        self.keys, self.group, self.threshold = keys, group, threshold
+        self.keys, self.n_rep, self.threshold = keys, n_rep, threshold
         # tokens corrected and read in full per KV head and query token, on average: of the last attention
         self.counts = np.full(2, np.inf)
 
@@ -207,7 +207,7 @@ class PlaneValues(Codec):
 
     def chosen_bytes(self, n_tokens: int) -> int:
         """Bytes of the tokens chosen among n_tokens: as the last queries did, or at most."""
-        corrected, full = np.minimum(self.counts, min(n_tokens, self.group / self.threshold))
+        corrected, full = np.minimum(self.counts, min(n_tokens, self.n_rep / self.threshold))
         pair = self.keys.width // 4
         return int(self.n_kv_heads * (corrected * (self.keys.fine_bytes + pair + 2) + full * pair))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_ints import SymmetricKeys, SymmetricValues
 
 DTYPES: dict[str, Callable[[int, int, int], tuple[Codec, Codec]]] = {  # of heads, tokens, head_dim
@@ -20,13 +20,16 @@ DTYPES: dict[str, Callable[[int, int, int], tuple[Codec, Codec]]] = {  # of head
 
 @dataclasses.dataclass(frozen=True)
 class DenseKnobs:
-    """``dtype``: f16, f32 or q8."""
+    """What `dense` can be set to.
+
+    dtype: str, default "f16". Format of an element: f16, f32, or q8 (8-bit integers with a scale per token).
+    """
 
     dtype: str = "f16"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise CacheError(f"--kv dense:dtype={self.dtype}: accepted: {', '.join(DTYPES)}")
+            raise bad_knob("dense", "dtype", self.dtype, *DTYPES)
 
 
 class Dense(KeepAll):
@@ -37,6 +40,7 @@ class Dense(KeepAll):
     """
 
     name = "dense"
+    aliases = ("f16",)
     paper = "baseline"
     summary = "keys and values in f16 (or dtype=f32, q8)"
     gives_up = "nothing but memory"

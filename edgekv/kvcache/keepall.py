@@ -38,11 +38,11 @@ class KeepAll(KVCache):
             codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
 
     def bytes_read(self) -> int:
-        reach = min(self.n_seen, self.geometry.window or self.n_seen)
+        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         return reach * (self.key_codec.token_bytes + self.value_codec.token_bytes)
 
     def steady_tokens(self) -> int:
-        return min(self.geometry.capacity, self.geometry.window or self.geometry.capacity) - self.n_seen
+        return min(self.geometry.capacity, self.geometry.sliding_window or self.geometry.capacity) - self.n_seen
 
     def extend(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])

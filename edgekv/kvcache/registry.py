@@ -32,8 +32,8 @@ ENTRY_POINTS = "edgekv.schemes"
 CACHES: dict[str, type[KVCache]] = {
     "dense": Dense,
     "h1b": H1B,
-    "loki1": Loki,
-    "minicache4": MiniCache,
+    "sign_keys": Loki,
+    "int4": MiniCache,
     "kivi2": Kivi,
     "streaming": Streaming,
     "h2o": H2O,
@@ -62,22 +62,30 @@ def register(scheme: type[KVCache]) -> type[KVCache]:
         raise CacheError(f"{scheme.__name__} has no {missing[0]}: a KV scheme needs it as a class attribute")
     if not dataclasses.is_dataclass(scheme.Knobs):
         raise CacheError(f"{scheme.__name__}.Knobs is no dataclass: its fields are what users can set")
-    known = CACHES.setdefault(scheme.name, scheme)
+    known = next(
+        (CACHES[name] for name in map(_present, (scheme.name, *scheme.aliases)) if name in CACHES), scheme
+    )
     if known is not scheme:
         raise CacheError(
             f"the name {scheme.name!r} is taken by {known.__module__}.{known.__qualname__}: give "
             f"{scheme.__module__}.{scheme.__qualname__} another"
         )
+    CACHES[scheme.name] = scheme
     return scheme
 
 
+def _present(name: str) -> str:
+    """The name under which a scheme is in CACHES, of one that it may have had before."""
+    return next((scheme.name for scheme in CACHES.values() if name in scheme.aliases), name)
+
+
 def find_scheme(name: str) -> type[KVCache]:
-    """The scheme of that name, ours or another package's. Raises CacheError (field kv)."""
-    if name not in CACHES:
+    """The scheme of that name or alias, ours or another package's. Raises CacheError (field kv)."""
+    if _present(name) not in CACHES:
         load_entry_points()
-    if name not in CACHES:
+    if _present(name) not in CACHES:
         raise unknown(CacheError, "kv", name, CACHES)
-    return CACHES[name]
+    return CACHES[_present(name)]
 
 
 def schemes() -> dict[str, type[KVCache]]:
@@ -96,7 +104,8 @@ def scheme_facts(name: str) -> dict[str, object]:
     knobs = scheme.Knobs()
     cache = scheme(Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=tokens), knobs)
     return {
-        "name": name,
+        "name": scheme.name,
+        "aliases": list(scheme.aliases),
         "paper": scheme.paper,
         "summary": scheme.summary,
         "gives_up": scheme.gives_up,

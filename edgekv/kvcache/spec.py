@@ -34,13 +34,18 @@ class CacheSpec:
 
     @classmethod
     def parse(cls, text: str) -> CacheSpec:
-        """From ``name`` or ``name:knob=value,...``. Raises CacheError (field kv): it says what is accepted."""
+        """From ``name`` or ``name:knob=value,...``, also with names that schemes and knobs had before.
+
+        Raises CacheError (field kv): it says what is accepted.
+        """
         name, _, rest = text.partition(":")
         scheme = find_scheme(name)
         fields = {field.name: field for field in dataclasses.fields(scheme.Knobs)}
+        aliases = knob_aliases(scheme)
         values: dict[str, Any] = {}
         for item in filter(None, rest.split(",")):
             knob, equals, value = item.partition("=")
+            knob = aliases.get(knob, knob)
             if knob not in fields or not equals:
                 raise _no_knob(name, item, fields)
             values[knob] = _convert(name, fields[knob], value)
@@ -111,7 +116,7 @@ class CacheSpec:
                     capacity=capacity,
                     layer=i,
                     n_layers=shape.n_layers,
-                    window=shape.layer_windows[i],
+                    sliding_window=shape.layer_windows[i],
                 ),
                 self.knobs,
             )
@@ -121,6 +126,11 @@ class CacheSpec:
     def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
         """Bytes of all layers' arrays for ``capacity`` tokens."""
         return sum(cache.planned_bytes for cache in self.layers(shape, capacity))
+
+
+def knob_aliases(scheme: type[KVCache]) -> dict[str, str]:
+    """What a scheme's knobs were called before: old name -> field."""
+    return dict(getattr(scheme.Knobs, "aliases", {}))
 
 
 def _no_knob(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) -> CacheError:
@@ -138,7 +148,8 @@ def _no_knob(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) ->
 
 
 def _has_knob(scheme: type[KVCache], knob: str) -> bool:
-    return any(field.name == knob for field in dataclasses.fields(scheme.Knobs))
+    fields = {field.name for field in dataclasses.fields(scheme.Knobs)}
+    return knob_aliases(scheme).get(knob, knob) in fields
 
 
 def _convert(name: str, field: dataclasses.Field[Any], text: str) -> Any:

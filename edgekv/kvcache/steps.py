@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import F32, Geometry, Workspace
 from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.tiers import Shape, TieredKeys, TieredValues, Tiers, described, least_bytes, tier_kinds
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.machine import format_bytes
@@ -18,16 +19,23 @@ from edgekv.machine import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class StepsKnobs:
-    """``budget``: bytes for all layers; ``sink`` first and ``window`` latest tokens stay exact."""
+    """What `steps` can be set to.
+
+    budget: int, default 64 MiB. Bytes that the caches of all layers may take together, 1 or more.
+    sink: int, default 4. First tokens of the context that stay in f16.
+    residual_length: int, default 128. Latest tokens that stay in f16, at least; packed 64 at a time.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
     budget: int = 64 << 20
     sink: int = 4
-    window: int = 128
+    residual_length: int = 128
 
     def __post_init__(self) -> None:
-        for name, least in (("budget", 1), ("sink", 0), ("window", 0)):
+        for name, least in (("budget", 1), ("sink", 0), ("residual_length", 0)):
             if getattr(self, name) < least:
-                raise CacheError(f"--kv steps:{name}={getattr(self, name)}: accepted: {least} or more")
+                raise bad_knob("steps", name, getattr(self, name), f"{least} or more")
 
 
 class Steps(Windowed):
@@ -45,20 +53,23 @@ class Steps(Windowed):
     gives_up = "precision of the oldest tokens, as little as the budget allows"
     Knobs = StepsKnobs
     bytes_knob = "budget"
-    packs_like = ("bitplane", "onebit:v=4", "onebit:v=2")
+    packs_like = ("bitplane", "onebit:v_bits=4", "onebit:v_bits=2")
 
-    def window_sizes(self, knobs: StepsKnobs) -> Sizes:
-        return Sizes(sink=knobs.sink, window=knobs.window, block=WORD)
+    def exact_sizes(self, knobs: StepsKnobs) -> Sizes:
+        return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)
 
     def codecs(self, geometry: Geometry, capacity: int, knobs: StepsKnobs) -> tuple[Codec, Codec]:
         g, d = geometry.n_kv_heads, geometry.head_dim
-        shape = Shape(g, d, geometry.group)
+        shape = Shape(g, d, geometry.n_rep)
         arena = layer_bytes(knobs.budget, geometry.n_layers) - exact_bytes(geometry, knobs)
         if arena < least_bytes(shape, capacity):
             least = (exact_bytes(geometry, knobs) + least_bytes(shape, capacity)) * (geometry.n_layers + 1)
             raise CacheError(
-                f"--kv-budget {format_bytes(knobs.budget)}: {geometry.capacity} tokens need at least "
-                f"{format_bytes(least)} ({least} bytes) in this model; raise it or lower --ctx"
+                f"kv_budget={knobs.budget} ({format_bytes(knobs.budget)}): {geometry.capacity} tokens need at "
+                f"least {format_bytes(least)} ({least} bytes) in this model; raise it or lower `ctx`",
+                field="kv_budget",
+                value=knobs.budget,
+                accepted=[f"{least} or more"],
             )
         self.tiers = Tiers(shape, capacity, arena)
         return TieredKeys(self.tiers, g, capacity, d), TieredValues(self.tiers, g, capacity, d)
@@ -75,18 +86,18 @@ class Steps(Windowed):
     def fitted(self) -> dict[str, Any]:
         return self.tiers.state()
 
-    def refit(self, fitted: Mapping[str, Any]) -> None:
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
         self.tiers.load_state(fitted)
 
     def readable(self) -> bool:
         return self.n_bulk <= self.tiers.capacity
 
     def extend(self, keys: F32, values: F32) -> None:
-        self._hold(keys.shape[1])
+        self._reserve(keys.shape[1])
         super().extend(keys, values)
 
     def attend(self, queries: F32, keys: F32, values: F32) -> F32:
-        self._hold(keys.shape[1])
+        self._reserve(keys.shape[1])
         return super().attend(queries, keys, values)
 
     def packed(self) -> list[Segment]:
@@ -94,10 +105,10 @@ class Steps(Windowed):
         parts = self.tiers.parts(0, self.n_bulk)
         return [Segment(s.keys, s.values, a - s.first, b - s.first, self.n_sink + a) for s, a, b in parts]
 
-    def _hold(self, n: int) -> None:
+    def _reserve(self, n: int) -> None:
         """One step for n more tokens, so that none is packed finely only to be packed again."""
-        packed = min(self.n_seen + n - self.sizes.sink - self.sizes.window, self.bulk_capacity)
-        self.tiers.hold(self.n_bulk, packed // WORD * WORD)
+        packed = min(self.n_seen + n - self.sizes.sink - self.sizes.residual_length, self.bulk_capacity)
+        self.tiers.reserve(self.n_bulk, packed // WORD * WORD)
 
     def truncate(self, n: int) -> int:
         kept = super().truncate(n)
@@ -108,7 +119,7 @@ class Steps(Windowed):
 
     def bytes_read(self) -> int:
         """What the visible tokens take; `bitplane` reads less."""
-        reach = min(self.n_seen, self.geometry.window or self.n_seen)
+        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         exact = min(reach, self.n_recent) + max(0, reach - self.n_recent - self.n_bulk)
         first = self.n_bulk - min(self.n_bulk, max(0, reach - self.n_recent))
         parts = self.tiers.parts(first, self.n_bulk)
@@ -131,5 +142,5 @@ def layer_bytes(budget: int, n_layers: int) -> int:
 
 def exact_bytes(geometry: Geometry, knobs: StepsKnobs) -> int:
     """The first and the latest tokens of a layer, in f16."""
-    recent = min(geometry.capacity, knobs.window + WORD)
+    recent = min(geometry.capacity, knobs.residual_length + WORD)
     return 4 * geometry.n_kv_heads * geometry.head_dim * (knobs.sink + recent)

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
     n_kv_heads: int
     head_dim: int
-    group: int
+    n_rep: int
 
 
 Pair = tuple[Codec, Codec]
@@ -57,7 +57,7 @@ def _dense(shape: Shape, n: int) -> Pair:
 
 def _planes(shape: Shape, n: int) -> Pair:
     keys = PlaneKeys(shape.n_kv_heads, n, shape.head_dim, planes=PLANES, lam=LAM, seed=SEED)
-    return keys, PlaneValues(keys, group=shape.group, threshold=THRESHOLD)
+    return keys, PlaneValues(keys, n_rep=shape.n_rep, threshold=THRESHOLD)
 
 
 def _signs(bits: int) -> Callable[[Shape, int], Pair]:
@@ -168,7 +168,10 @@ class Tiers:
     def _split_for(self, n_tokens: int) -> Split:
         split = choose_split(self._shape, n_tokens, self.most_tokens, self.n_bytes)
         if split is None:
-            raise CacheError(f"{n_tokens} tokens do not fit {self.n_bytes} bytes of a layer; raise --kv-budget")
+            raise CacheError(
+                f"{n_tokens} tokens do not fit {self.n_bytes} bytes of a layer; raise `kv_budget`",
+                field="kv_budget",
+            )
         return split
 
     def _use(self, split: Split) -> None:
@@ -198,7 +201,7 @@ class Tiers:
             if a < b:
                 yield store, a, b
 
-    def hold(self, n_held: int, n_tokens: int) -> None:
+    def reserve(self, n_held: int, n_tokens: int) -> None:
         """Makes room for n_tokens, of which n_held are there; the oldest may become coarser."""
         if n_tokens <= self.capacity:
             return
@@ -292,11 +295,11 @@ def _decode_planes(codec: PlaneValues, t0: int, t1: int) -> F32:
 
 def _decode_quads(codec: QuadValues, t0: int, t1: int) -> F32:
     """The sum over values with a weight of 1 for one of them: exact, as weights are rounded in each block."""
-    like, groups = codec.arrays["codes"], codec.n_kv_heads
-    out = np.zeros_like(like, np.float32, shape=(groups, t1 - t0, codec.head_dim))
-    one = np.asarray(np.stack([np.eye(WORD, dtype=np.float32)] * groups), like=like)
+    like, n_kv_heads = codec.arrays["codes"], codec.n_kv_heads
+    out = np.zeros_like(like, np.float32, shape=(n_kv_heads, t1 - t0, codec.head_dim))
+    one = np.asarray(np.stack([np.eye(WORD, dtype=np.float32)] * n_kv_heads), like=like)
     for a in range(t0, t1, WORD):
-        part = np.zeros_like(out, shape=(groups, WORD, codec.head_dim))
+        part = np.zeros_like(out, shape=(n_kv_heads, WORD, codec.head_dim))
         codec.kernels.sums(codec, one, a, a + WORD, part)
         out[:, a - t0 : a - t0 + WORD] = part
     return out
@@ -332,7 +335,7 @@ class TieredKeys(Codec):
         self.tiers.bind(arrays["arena"], kernels)
 
     def encode(self, x: F32, t0: int) -> None:
-        self.tiers.hold(t0, t0 + x.shape[1])
+        self.tiers.reserve(t0, t0 + x.shape[1])
         for store, a, b in self.tiers.parts(t0, t0 + x.shape[1]):
             store.keys.encode(contiguous(x[:, a - t0 : b - t0]), a - store.first)
 

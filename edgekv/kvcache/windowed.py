@@ -19,31 +19,31 @@ EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """``sink`` first and at least ``window`` latest tokens stay exact; ``block`` tokens are packed at a time."""
+    """``sink`` first and ``residual_length`` latest tokens or more stay exact; ``block`` are packed at a time."""
 
     sink: int
-    window: int
+    residual_length: int
     block: int
 
 
 class Windowed(KVCache):
     """[sink | packed | recent]: tokens in order, three stores.
 
-    Tokens enter the recent store exactly (f16). Whenever it holds window + block tokens its oldest block is
-    packed, so the packed part always holds whole blocks, and between window and window + block - 1 of the latest
-    tokens are exact between two calls. The tail of a prompt stays exact too.
+    Tokens enter the recent store exactly (f16). Whenever it holds residual_length + block tokens its oldest block
+    is packed, so the packed part always holds whole blocks, and between residual_length and residual_length +
+    block - 1 of the latest tokens are exact between two calls. The tail of a prompt stays exact too.
     """
 
     exact_when_short = True
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
-        self.sizes = self.window_sizes(knobs)
+        self.sizes = self.exact_sizes(knobs)
         g, d = geometry.n_kv_heads, geometry.head_dim
-        self.bulk_capacity = max(0, geometry.capacity - self.sizes.sink - self.sizes.window)
+        self.bulk_capacity = max(0, geometry.capacity - self.sizes.sink - self.sizes.residual_length)
         self.bulk_capacity -= self.bulk_capacity % self.sizes.block
         self.key_codec, self.value_codec = self.codecs(geometry, self.bulk_capacity, knobs)
-        recent = min(geometry.capacity, self.sizes.window + self.sizes.block)
+        recent = min(geometry.capacity, self.sizes.residual_length + self.sizes.block)
         self._stores = {
             "sink_key": F16(g, self.sizes.sink, d),
             "sink_value": F16(g, self.sizes.sink, d),
@@ -54,7 +54,7 @@ class Windowed(KVCache):
         self.n_sink = self.n_bulk = self.n_recent = 0
 
     @abc.abstractmethod
-    def window_sizes(self, knobs: Any) -> Sizes:
+    def exact_sizes(self, knobs: Any) -> Sizes:
         """How much stays exact."""
 
     @abc.abstractmethod
@@ -92,7 +92,7 @@ class Windowed(KVCache):
         return [Segment(self.key_codec, self.value_codec, 0, self.n_bulk, self.n_sink)]
 
     def bytes_read(self) -> int:
-        reach = min(self.n_seen, self.geometry.window or self.n_seen)
+        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         total = 0
         for keys, values, first, stop, position, *_ in self.segments():
             seen = max(0, min(stop - first, position + stop - first - (self.n_seen - reach)))
@@ -108,7 +108,7 @@ class Windowed(KVCache):
     def _extend_chunk(self, keys: F32, values: F32) -> None:
         """Packs whole blocks of recent and new tokens at once; the rest becomes the recent tokens."""
         total, block = self.n_recent + keys.shape[1], self.sizes.block
-        surplus = min(total - self.sizes.window, self.bulk_capacity - self.n_bulk)
+        surplus = min(total - self.sizes.residual_length, self.bulk_capacity - self.n_bulk)
         packed = max(0, surplus // block * block)
         for codec, store, new in (
             (self.key_codec, self._stores["recent_key"], keys),
@@ -151,18 +151,18 @@ class Windowed(KVCache):
         """Up to the one before the next block is packed."""
         if self.n_sink < self.sizes.sink:
             return 0
-        reach = min(self.geometry.capacity, self.geometry.window or self.geometry.capacity)
-        before_packing = self.sizes.window + self.sizes.block - 1 - self.n_recent
+        reach = min(self.geometry.capacity, self.geometry.sliding_window or self.geometry.capacity)
+        before_packing = self.sizes.residual_length + self.sizes.block - 1 - self.n_recent
         return max(0, min(reach - self.n_seen, before_packing))
 
-    def skip(self, n: int) -> None:
-        super().skip(n)
+    def advance(self, n: int) -> None:
+        super().advance(n)
         self.n_recent += n
 
     def tidy(self) -> None:
         """Packs the oldest block of the recent part once that is full."""
         block = self.sizes.block
-        if self.n_recent < self.sizes.window + block or self.n_bulk + block > self.bulk_capacity:
+        if self.n_recent < self.sizes.residual_length + block or self.n_bulk + block > self.bulk_capacity:
             return
         for codec, store in (
             (self.key_codec, self._stores["recent_key"]),
@@ -186,7 +186,7 @@ class Windowed(KVCache):
     def truncate(self, n: int) -> int:
         """Keeps what is packed at that length; tokens exact then and packed by now must be computed again."""
         self.n_sink = min(n, self.sizes.sink)
-        surplus = min(n - self.n_sink - self.sizes.window, self.bulk_capacity)
+        surplus = min(n - self.n_sink - self.sizes.residual_length, self.bulk_capacity)
         packed = max(0, surplus // self.sizes.block * self.sizes.block)
         self.n_recent = n - self.n_sink - packed if packed == self.n_bulk else 0
         self.n_bulk = packed

@@ -73,7 +73,7 @@ class CudaDecoder(Decoder):
         self.kernels.split_rope(qkv, cos, sin, q, k, v, 1.0, norm_q, norm_k, self.config.norm_eps)
         if n > 1:
             cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
-            type(cache).settle([cache])
+            type(cache).finish_prefill([cache])
         cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
         self._exact_attention(q, k, v, None)
 

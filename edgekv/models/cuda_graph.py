@@ -89,19 +89,19 @@ class Replay:
         """The stretch's last step, with the counters as they will be then; the shift is 0 afterwards."""
         before = [cache.n_seen for cache in self._caches]
         for cache in self._caches:
-            cache.skip(self._last - cache.n_seen)
+            cache.advance(self._last - cache.n_seen)
         try:
             self._logits = self._run(self._decoder.embed_ids(self._ids, self._last), self._caches)
             self._set(0, 0)
         finally:
             for cache, n in zip(self._caches, before, strict=True):
-                cache.skip(n - cache.n_seen)
+                cache.advance(n - cache.n_seen)
 
     def _play(self, token: int, recording: Callable[[], None]) -> Array:
         self._set(token, self._next - self._last)
         recording()
         for cache in self._caches:
-            cache.skip(1)
+            cache.advance(1)
         self._next += 1
         self.n_replayed += 1
         return self._logits

@@ -71,7 +71,7 @@ class Decoder:
         self.kernels.split_rope(qkv, cos, sin, q, k, v, 1.0, norm_q, norm_k, c.norm_eps)
         if n > 1:
             cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
-            type(cache).settle([cache])
+            type(cache).finish_prefill([cache])
         cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
         self._exact_attention(q, k, v, None)
 
@@ -142,7 +142,7 @@ class Decoder:
             if progress:
                 progress(i + 1, len(caches))
         if exact:
-            type(caches[0]).settle(caches)
+            type(caches[0]).finish_prefill(caches)
         return x
 
     def _prefill_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:

@@ -95,7 +95,7 @@ class Runner:
                 else:
                     cache.prefill(q, k, v)
             if not start:
-                type(self.caches[0]).settle(self.caches)
+                type(self.caches[0]).finish_prefill(self.caches)
 
     def decode(self, n: int, fine: bool) -> None:
         """n more tokens; with ``fine`` the kernels are timed, and the token's total is not used."""

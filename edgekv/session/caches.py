@@ -19,7 +19,7 @@ def open_caches(
     CacheError where the scheme can't have the model's shape.
     """
     caches = spec.layers(decoder.config, capacity)
-    if adapter and adapter.scheme == spec.scheme.name:
+    if adapter and adapter.scheme in (spec.scheme.name, *spec.scheme.aliases):
         adapter.adapt(caches)
     for cache in caches:
         cache.allocate(kernels or decoder.kernels, decoder.workspace)

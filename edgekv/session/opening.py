@@ -60,7 +60,7 @@ def open_session(options: LoadOptions, model: Model, *, progress: Progress | Non
     """
     plan = Plan.make(model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget)
     if model.adapter:
-        model.adapter.require_scheme(plan.kv.scheme.name)
+        model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
     device = resolve_device(options.device, plan.kv)
     place = find_device(device)
     place.require(plan.kv)

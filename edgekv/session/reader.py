@@ -144,7 +144,7 @@ class Reader:
             for span in spans:
                 decoder.place(span.rows, x, start, span.start)
             for cache in state.caches:
-                cache.mark(visual_ranges(spans))
+                cache.mark_images(visual_ranges(spans))
             hidden = decoder.prefill(x, state.caches, progress)
             return decoder.head(hidden[len(ids) - n_last :])
 
@@ -157,5 +157,5 @@ class Reader:
         except BaseException:
             rewind(caches, n_past)
             for cache in caches:
-                cache.mark(())
+                cache.mark_images(())
             raise

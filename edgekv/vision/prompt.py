@@ -19,7 +19,7 @@ VISUAL = "visual"
 class Embeddings:
     """A piece of a prompt: ``rows`` (n, hidden_size) float32 in place of n tokens, and what they stand for.
 
-    ``modality``: spans of "visual" ones are marked in the caches (`KVCache.mark`), others are treated as text.
+    ``modality``: spans of "visual" ones are marked in the caches (`KVCache.mark_images`), others are text.
     """
 
     rows: F32

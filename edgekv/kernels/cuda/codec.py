@@ -70,5 +70,5 @@ def per_head(x: Array) -> tuple[Array, int]:
 def check_width(width: int) -> None:
     if width > MOST_CHANNELS:
         raise CacheError(
-            f"head_dim {width}: --device cuda takes at most {MOST_CHANNELS} channels; use --device cpu"
+            f"head_dim {width}: device='cuda' takes at most {MOST_CHANNELS} channels; use device='cpu'"
         )

@@ -55,8 +55,8 @@ class CupyDriver:
             log.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(log, f"{program}\n{error}\n".encode())
             raise ConfigError(
-                f"--device cuda: {'+'.join(program.files)}.cu does not compile for this GPU; the compiler's log "
-                f"is in {log}; use --device cpu"
+                f"device='cuda': {'+'.join(program.files)}.cu does not compile for this GPU; the compiler's log "
+                f"is in {log}; use device='cpu'"
             ) from None
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -94,22 +94,22 @@ def require_cupy() -> Any:
         import cupy
     except ImportError as error:
         detail = str(error).splitlines()[0]
-        raise ConfigError(f"--device cuda needs CuPy ({detail}): {INSTALL}, or use --device cpu") from error
+        raise ConfigError(f"device='cuda' needs CuPy ({detail}): {INSTALL}, or use device='cpu'") from error
     try:
         cupy.cuda.runtime.getDeviceCount()
         cupy.zeros(1)
     except (RuntimeError, ImportError) as error:  # CUDARuntimeError and CUDADriverError are RuntimeErrors
         version = ".".join(map(str, divmod(cupy.cuda.runtime.runtimeGetVersion() // 10, 100)))
         raise ConfigError(
-            f"--device cuda: CuPy for CUDA {version} finds no GPU that it can use ({error}): install or update "
-            f"the NVIDIA driver, or {INSTALL}, or use --device cpu"
+            f"device='cuda': CuPy for CUDA {version} finds no GPU that it can use ({error}): install or update "
+            f"the NVIDIA driver, or {INSTALL}, or use device='cpu'"
         ) from error
     try:
         cupy.cuda.nvrtc.getVersion()
     except (RuntimeError, ImportError) as error:
         detail = str(error).splitlines()[0]
         raise ConfigError(
-            f"--device cuda: CuPy finds no CUDA compiler ({detail}): {INSTALL}, or use --device cpu"
+            f"device='cuda': CuPy finds no CUDA compiler ({detail}): {INSTALL}, or use device='cpu'"
         ) from error
     return cupy
 

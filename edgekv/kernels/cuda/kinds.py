@@ -101,7 +101,9 @@ def _kivi_values(stored: Any) -> Codec:
 
 def require_one_span(spans: int) -> None:
     if spans > 1:
-        raise CacheError("--kv kivi2:vgroup: --device cuda has one range per value only; leave vgroup out")
+        raise CacheError(
+            "kv='kivi2' with vgroup: device='cuda' has one range per value only; leave vgroup out", field="kv"
+        )
 
 
 def _interleaved_values(stored: Any) -> Codec:

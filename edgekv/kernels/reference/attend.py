@@ -30,8 +30,8 @@ def attend(
     queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
 ) -> None:
     n_heads, n, head_dim = queries.shape
-    groups = out.size and segments[0].keys.n_kv_heads
-    q = queries.reshape(groups, n_heads // groups * n, head_dim)
+    n_kv_heads = out.size and segments[0].keys.n_kv_heads
+    q = queries.reshape(n_kv_heads, n_heads // n_kv_heads * n, head_dim)
     columns = [segment_scores(segment, q, n, visible) for segment in segments]
     p = np.concatenate(columns, axis=2)
     ends = np.cumsum([0, *(s.shape[2] for s in columns)])
@@ -47,13 +47,13 @@ def attend(
 def segment_scores(segment: Segment, q: F32, n: int, visible: Visible) -> F32:
     """(G, M, tokens of the segment), -inf where a query does not see the token."""
     keys, _, first, stop, position, positions, chosen = segment
-    groups, rows, _ = q.shape
+    n_kv_heads, rows, _ = q.shape
     if chosen is not None:
         tokens, counts = chosen
-        s = np.full((groups, rows, tokens.shape[2]), -np.inf, np.float32)
+        s = np.full((n_kv_heads, rows, tokens.shape[2]), -np.inf, np.float32)
         scores_f16_at(q, keys.arrays["half"], tokens, counts, s)
         return s
-    s = np.empty((groups, rows, stop - first), np.float32)
+    s = np.empty((n_kv_heads, rows, stop - first), np.float32)
     scores(keys, q, first, stop, s)
     at = np.arange(position, position + stop - first) if positions is None else positions[:, None, first:stop]
     lo, hi = (np.tile(x, rows // n)[:, None] for x in visible)
@@ -150,10 +150,10 @@ def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F3
     keys, values, t0, t1, *_ = segment
     a, k = values.arrays, keys.arrays
     rotated, _, _, rounded = _rounded_queries(keys, q)
-    groups, rows, _ = rotated.shape
+    n_kv_heads, rows, _ = rotated.shape
     b0, b1 = t0 // BLOCK, -(-t1 // BLOCK)
-    inner, moved = np.zeros_like(rotated), np.empty((groups, rows), np.float32)
-    tail, counts = np.empty((groups, rows, b1 - b0), np.float32), np.empty((groups, n, 2), np.int64)
+    inner, moved = np.zeros_like(rotated), np.empty((n_kv_heads, rows), np.float32)
+    tail, counts = np.empty((n_kv_heads, rows, b1 - b0), np.float32), np.empty((n_kv_heads, n, 2), np.int64)
     stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"]
     attend_planes(
         *(p, 0, t0, t1, rotated, rounded, keys.lam, *stored),

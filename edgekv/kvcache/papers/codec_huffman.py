@@ -154,7 +154,7 @@ class HuffmanCodec(Codec):
         """As `KVCache.fitted`: what the data decided beside the arrays."""
         return {"pool_words": len(self.pool), "n_encoded": self.n_encoded}
 
-    def refit(self, fitted: Mapping[str, int]) -> None:
+    def load_fitted(self, fitted: Mapping[str, int]) -> None:
         n_encoded, n_words = int(fitted["n_encoded"]), int(fitted["pool_words"])
         if not 0 <= n_encoded <= self.capacity or not 1 <= n_words <= self.pool_bound // WORD_BYTES:
             raise ValueError(f"{n_encoded} tokens in {n_words} words")

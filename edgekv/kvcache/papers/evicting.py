@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, I64, Array, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16
+from edgekv.kvcache.knobs import bad_knob
 
 I32 = npt.NDArray[np.int32]
 
@@ -24,10 +24,8 @@ BLOCK_ROWS = 512  # query rows whose scores over the prompt are alive at once
 def check_budget(scheme: str, budget: float) -> None:
     """Raises CacheError unless it is a fraction of the context or a whole number of tokens."""
     if not 0 < budget < math.inf or (budget > 1 and budget != int(budget)):
-        raise CacheError(
-            f"--kv {scheme}:budget={budget:g}: accepted: a fraction of the context up to 1, "
-            "or a whole number of tokens above 1"
-        )
+        accepted = "a fraction of the context up to 1, or a whole number of tokens above 1"
+        raise bad_knob(scheme, "budget", f"{budget:g}", accepted)
 
 
 def budget_tokens(budget: float, capacity: int) -> int:
@@ -74,7 +72,7 @@ class Evicting(KVCache):
 
     def _first_visible(self, end: int) -> int:
         """The earliest position that the query of the last of ``end`` tokens may see."""
-        return 0 if self.geometry.window is None else max(0, end - self.geometry.window)
+        return 0 if self.geometry.sliding_window is None else max(0, end - self.geometry.sliding_window)
 
     def bytes_read(self) -> int:
         return self.n_used * self.geometry.n_kv_heads * 4 * self.geometry.head_dim
@@ -89,7 +87,7 @@ class Evicting(KVCache):
         """Puts the slots for the next token into `_target`, one used slot more than before or one evicted."""
 
     def _observe(self, q: F32, p: F32) -> None:
-        """What a scheme learns from a token's queries (n_kv_heads, group, head_dim) and attention weights."""
+        """What a scheme learns from a token's queries (n_kv_heads, n_rep, head_dim) and attention weights."""
 
     def extend(self, keys: F32, values: F32) -> None:
         """Where all heads drop the same tokens: whole runs, up to the last slot."""
@@ -124,16 +122,16 @@ class Evicting(KVCache):
 
     def _positions(self, name: str) -> I32 | None:
         """Where each token stands, for a sliding window; without one all that is held is seen."""
-        return None if self.geometry.window is None else self.arrays[name]
+        return None if self.geometry.sliding_window is None else self.arrays[name]
 
     def _read(self, queries: F32, out: F32) -> None:
-        g, group, head_dim = self.geometry.n_kv_heads, self.geometry.group, self.geometry.head_dim
+        g, n_rep, head_dim = self.geometry.n_kv_heads, self.geometry.n_rep, self.geometry.head_dim
         queries = contiguous(queries)
-        weights = self.workspace.array("weights", (g, group, self.n_kept)) if self.evicts else None
+        weights = self.workspace.array("weights", (g, n_rep, self.n_kept)) if self.evicts else None
         target = self.workspace.array("attention.token", out.shape)
         self.kernels.attend(queries, self.segments(), self.visible(1), target, weights)
         if weights is not None:
-            self._observe(queries.reshape(g, group, head_dim), weights)
+            self._observe(queries.reshape(g, n_rep, head_dim), weights)
         out[:] = target
 
     def _rebuild(self, kept: I64, keys: F32, values: F32) -> None:
@@ -200,7 +198,7 @@ class LowestFirst(Evicting):
             self.extend(keys, values)
             return
         first = 0 if self.decay else keys.shape[1] - 1
-        window, kernels, workspace = self.geometry.window, self.kernels, self.workspace
+        window, kernels, workspace = self.geometry.sliding_window, self.kernels, self.workspace
         self._admit(keys, values, attention_received(queries, keys, first, window, kernels, workspace))
 
     def extend(self, keys: F32, values: F32) -> None:
@@ -252,18 +250,18 @@ def attention_received(
     """
     n_heads, n, head_dim = queries.shape
     n_kv_heads = len(keys)
-    group = n_heads // n_kv_heads
+    n_rep = n_heads // n_kv_heads
     received = np.zeros((n_kv_heads, n), np.float32)
-    block = max(1, BLOCK_ROWS // group)
+    block = max(1, BLOCK_ROWS // n_rep)
     for g in range(n_kv_heads):
         for a in range(first, n, block):
             b = min(a + block, n)
             begin = 0 if window is None else max(0, a + 1 - window)
-            q = workspace.array("prefill.rows", (group * (b - a), head_dim))
-            q.reshape(group, b - a, head_dim)[:] = queries[g * group : (g + 1) * group, a:b]
-            s = workspace.array("prefill.scores", (group * (b - a), b - begin))
+            q = workspace.array("prefill.rows", (n_rep * (b - a), head_dim))
+            q.reshape(n_rep, b - a, head_dim)[:] = queries[g * n_rep : (g + 1) * n_rep, a:b]
+            s = workspace.array("prefill.scores", (n_rep * (b - a), b - begin))
             np.matmul(q, keys[g, begin:b].T, out=s)
-            hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - begin, group)
+            hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - begin, n_rep)
             lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
             kernels.softmax(s[None], lo, hi)
             kernels.add_attention(s[None], received[g : g + 1, begin:b], b - begin, 1.0)

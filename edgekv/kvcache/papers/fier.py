@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.errors import CacheError
 from edgekv.kvcache.base import Array, Geometry, Layout
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 
 GROUPS = (32, 64, 128, 256)
@@ -15,9 +15,13 @@ WORD = 32  # tokens per word of the index
 
 @dataclasses.dataclass(frozen=True)
 class FierKnobs:
-    """``k`` tokens are read; keys are quantised in groups of ``group`` tokens; ``skip`` layers stay dense.
+    """What `fier` can be set to.
 
-    ``levels``: mad (mean and mean absolute deviation) or minmax (the range, as printed).
+    k: int, default 256. Tokens that a query attends to, by their estimated scores; 1 or more.
+    group: int, default 32. Tokens whose keys share two levels per channel in the index: 32, 64, 128 or 256.
+    levels: str, default "mad". The two levels: mad (mean -+ mean absolute deviation) or minmax (the range, as
+        printed in the paper).
+    skip: int, default 2. First layers whose attention reads every token.
     """
 
     k: int = 256
@@ -27,13 +31,13 @@ class FierKnobs:
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise CacheError(f"--kv fier:k={self.k}: accepted: 1 or more tokens")
+            raise bad_knob("fier", "k", self.k, "1 or more tokens")
         if self.group not in GROUPS:
-            raise CacheError(f"--kv fier:group={self.group}: accepted: {', '.join(map(str, GROUPS))}")
+            raise bad_knob("fier", "group", self.group, *GROUPS)
         if self.levels not in LEVELS:
-            raise CacheError(f"--kv fier:levels={self.levels}: accepted: {', '.join(LEVELS)}")
+            raise bad_knob("fier", "levels", self.levels, *LEVELS)
         if self.skip < 0:
-            raise CacheError(f"--kv fier:skip={self.skip}: accepted: 0 or more layers")
+            raise bad_knob("fier", "skip", self.skip, "0 or more layers")
 
 
 class SignIndex(Index):

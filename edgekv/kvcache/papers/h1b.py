@@ -14,6 +14,7 @@ from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import F32, Geometry
 from edgekv.kvcache.codecs import F16, Codec, Int4, SignSketch
 from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.knobs import bad_knob
 
 DEFAULT_TAU = 0.05  # the best global value measured without adaptation
 FIT_QUERIES = 16
@@ -24,28 +25,29 @@ FIT_OVER = {"global": (0, 2, 3), "layer": (2, 3), "head": ()}  # summed axes of 
 
 @dataclasses.dataclass(frozen=True)
 class SketchKnobs:
-    """``b``: sketch bits, a multiple of 64; ``tau``: softmax temperature, 0 to fit it on the prompt.
+    """What `h1b` and `sign_keys` can be set to.
 
-    ``fit``: one tau for the whole model (global), per layer or per query head; ``seed`` of R.
+    sketch_bits: int, default 256. Sign bits of a key, and of a query; a multiple of 64 from 64 to 512.
+    tau: float, default 0. Softmax temperature; 0 fits it on the prompt.
+    fit: str, default "global". What a fitted tau is shared by: global (all layers), layer, or head (none).
+    seed: int, default 0. Of the random projection.
     """
 
     scheme: ClassVar[str]
+    aliases: ClassVar[dict[str, str]] = {"b": "sketch_bits"}
 
-    b: int = 256
+    sketch_bits: int = 256
     tau: float = 0.0
     fit: str = "global"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.b % 64 or not 64 <= self.b <= 512:
-            raise CacheError(f"--kv {self.scheme}:b={self.b}: accepted: multiples of 64 from 64 to 512")
+        if self.sketch_bits % 64 or not 64 <= self.sketch_bits <= 512:
+            raise bad_knob(self.scheme, "sketch_bits", self.sketch_bits, "multiples of 64 from 64 to 512")
         if not 0 <= self.tau < np.inf:
-            raise CacheError(
-                f"--kv {self.scheme}:tau={self.tau}: accepted: a positive temperature, or 0 to fit it on the "
-                "prompt"
-            )
+            raise bad_knob(self.scheme, "tau", self.tau, "a positive temperature, or 0 to fit it on the prompt")
         if self.fit not in FIT_OVER:
-            raise CacheError(f"--kv {self.scheme}:fit={self.fit}: accepted: {', '.join(FIT_OVER)}")
+            raise bad_knob(self.scheme, "fit", self.fit, *FIT_OVER)
 
     @property
     def f16_values(self) -> bool:
@@ -54,7 +56,10 @@ class SketchKnobs:
 
 @dataclasses.dataclass(frozen=True)
 class H1BKnobs(SketchKnobs):
-    """Those of SketchKnobs; ``keys_only``: values in f16 (the paper's Table V)."""
+    """Those of `SketchKnobs`, and one more.
+
+    keys_only: bool, default False. Whether values stay in f16 (the paper's Table V) instead of 4 bits.
+    """
 
     scheme: ClassVar[str] = "h1b"
 
@@ -66,14 +71,14 @@ class H1BKnobs(SketchKnobs):
 
 
 class H1B(KeepAll):
-    """softmax((1/b) sign(Rq) . sign(Rk) / tau) V: b/8 + head_dim/2 + 3 bytes per token and KV head.
+    """softmax((1/b) sign(Rq) . sign(Rk) / tau) V, b = sketch_bits: b/8 + head_dim/2 + 3 bytes per token and head.
 
-    H1B-KV, equations 2 to 5; with ``keys_only`` b/8 + 2 * head_dim bytes. R is one Gaussian (b, head_dim)
-    matrix from ``seed``, the same for all layers and heads, and not counted. As in the paper there is no exact
-    window. The paper trains one global tau, and V_proj, for a model: that is an adapter, and with one the prompt
-    too attends through the sketches. Without, tau is fitted on the prompt: the value that makes the binary
-    attention's cross-entropy to the exact one smallest, summed over all layers and heads, or (``fit``) for each
-    by itself.
+    H1B-KV, equations 2 to 5; with ``keys_only`` sketch_bits/8 + 2 * head_dim bytes. R is one Gaussian
+    (sketch_bits, head_dim) matrix from ``seed``, the same for all layers and heads, and not counted. As in the
+    paper there is no exact window. The paper trains one global tau, and V_proj, for a model: that is an adapter,
+    and with one the prompt too attends through the sketches. Without, tau is fitted on the prompt: the value that
+    makes the binary attention's cross-entropy to the exact one smallest, summed over all layers and heads, or
+    (``fit``) for each by itself.
     """
 
     name = "h1b"
@@ -85,7 +90,7 @@ class H1B(KeepAll):
 
     def __init__(self, geometry: Geometry, knobs: SketchKnobs) -> None:
         super().__init__(geometry, knobs)
-        self.sketch.tau = np.full((geometry.n_kv_heads, geometry.group), knobs.tau or DEFAULT_TAU, np.float32)
+        self.sketch.tau = np.full((geometry.n_kv_heads, geometry.n_rep), knobs.tau or DEFAULT_TAU, np.float32)
         self.tau_source = "set by tau=" if knobs.tau else "default, no prompt was long enough to fit it"
         self.tau_scope = ""  # " in layer 0" where the layers differ
         self._fit_losses: npt.NDArray[np.float64] | None = None
@@ -96,11 +101,15 @@ class H1B(KeepAll):
 
     def codecs(self, geometry: Geometry, knobs: SketchKnobs) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
-        self.sketch = SignSketch(*shape, knobs.b, knobs.seed)
+        self.sketch = SignSketch(*shape, knobs.sketch_bits, knobs.seed)
         if knobs.f16_values:
             return self.sketch, F16(*shape)
         if geometry.head_dim % 2:
-            raise CacheError(f"--kv h1b packs two values to a byte: head_dim {geometry.head_dim} must be even")
+            raise CacheError(
+                f"kv='h1b' packs two values to a byte: head_dim {geometry.head_dim} must be even",
+                field="kv",
+                value="h1b",
+            )
         return self.sketch, Int4(*shape)
 
     @property
@@ -112,7 +121,12 @@ class H1B(KeepAll):
         """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the knobs comes first."""
         unknown = sorted(parameters.keys() ^ {"tau"})
         if unknown:
-            raise CacheError(f"{source}: --kv {self.name} takes tau and nothing else, not {', '.join(unknown)}")
+            raise CacheError(
+                f"{source}: kv={self.name!r} takes tau and nothing else, not {', '.join(unknown)}",
+                field="adapter",
+                value=unknown,
+                accepted=["tau"],
+            )
         self.exact_prefill = False
         if self.knobs.tau:
             return
@@ -144,7 +158,7 @@ class H1B(KeepAll):
         g, group = self.tau.shape
         losses = np.zeros_like(queries, np.float64, shape=(len(FIT_TAUS), g, group))
         for t in np.linspace(n // 2, n - 1, FIT_QUERIES).astype(int):
-            lo = 0 if self.geometry.window is None else max(0, t + 1 - self.geometry.window)
+            lo = 0 if self.geometry.sliding_window is None else max(0, t + 1 - self.geometry.sliding_window)
             q = queries[:, t].reshape(g, group, -1)
             exact = q @ keys[:, lo : t + 1].transpose(0, 2, 1)  # (g, group, tokens)
             exact = np.exp(exact - exact.max(-1, keepdims=True))
@@ -160,7 +174,7 @@ class H1B(KeepAll):
         return to_host(losses)
 
     @classmethod
-    def settle(cls, caches: Sequence[H1B]) -> None:
+    def finish_prefill(cls, caches: Sequence[H1B]) -> None:
         """The grid value with the least loss: one for all layers, as in the paper, or as ``fit`` says."""
         losses = [cache._fit_losses for cache in caches if cache._fit_losses is not None]
         if not losses:
@@ -182,7 +196,7 @@ class H1B(KeepAll):
             "exact_prefill": self.exact_prefill,
         }
 
-    def refit(self, fitted: Mapping[str, Any]) -> None:
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
         tau = np.asarray(fitted["tau"], np.float32)
         if tau.shape != self.tau.shape or not ((tau > 0) & (tau < np.inf)).all():
             raise ValueError(f"tau {fitted['tau']}")
@@ -193,7 +207,7 @@ class H1B(KeepAll):
     def notes(self) -> list[str]:
         low, high = f"{self.tau.min():.3g}", f"{self.tau.max():.3g}"
         tau = low if low == high else f"{low} to {high}"
-        lines = [f"{self.name}: tau {tau}{self.tau_scope} ({self.tau_source}), b = {self.knobs.b}"]
+        lines = [f"{self.name}: tau {tau}{self.tau_scope} ({self.tau_source}), b = {self.knobs.sketch_bits}"]
         if self.exact_prefill:
             lines.append(
                 f"{self.name}: this model was not adapted to binary attention; expect poor text "

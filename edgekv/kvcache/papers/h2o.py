@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.evicting import LowestFirst, check_budget
 
 
 @dataclasses.dataclass(frozen=True)
 class H2OKnobs:
-    """``budget``: tokens, or up to 1 a fraction of the context; ``recent``: the latest tokens' share of it."""
+    """What `h2o` can be set to.
+
+    budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
+    recent: float, default 0.5. Share of the budget that the latest tokens have, 0 to 1.
+    """
 
     budget: float = 1024.0
     recent: float = 0.5
@@ -23,7 +27,7 @@ class H2OKnobs:
 
 def check_recent(scheme: str, recent: float) -> None:
     if not 0 <= recent <= 1:
-        raise CacheError(f"--kv {scheme}:recent={recent:g}: accepted: a share of the budget, 0 to 1")
+        raise bad_knob(scheme, "recent", f"{recent:g}", "a share of the budget, 0 to 1")
 
 
 class H2O(LowestFirst):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues
 from edgekv.kvcache.windowed import Sizes, Windowed
 
@@ -16,32 +18,40 @@ GROUPS = (32, 64, 128)
 
 @dataclasses.dataclass(frozen=True)
 class KiviKnobs:
-    """``bits`` of a code; exact ``window``; tokens of a key ``group``; channels of a value group (0: all)."""
+    """What `kivi2` can be set to.
+
+    bits: int, default 2. Bits of an element of keys and values: 2 or 4.
+    residual_length: int, default 128. Latest tokens that stay in f16, at least.
+    group: int, default 32. Tokens whose keys share a range per channel, packed together: 32, 64 or 128.
+    vgroup: int, default 0. Channels of a value that share a range; it must divide head_dim, 0 is all of them.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
     bits: int = 2
-    window: int = 128
+    residual_length: int = 128
     group: int = 32
     vgroup: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise CacheError(f"--kv kivi2:bits={self.bits}: accepted: {', '.join(map(str, BITS))}")
-        if self.window < 0:
-            raise CacheError(f"--kv kivi2:window={self.window}: accepted: 0 or more tokens")
+            raise bad_knob("kivi2", "bits", self.bits, *BITS)
+        if self.residual_length < 0:
+            raise bad_knob("kivi2", "residual_length", self.residual_length, "0 or more tokens")
         if self.group not in GROUPS:
-            raise CacheError(f"--kv kivi2:group={self.group}: accepted: {', '.join(map(str, GROUPS))} tokens")
+            raise bad_knob("kivi2", "group", self.group, *GROUPS)
         if self.vgroup < 0:
-            raise CacheError(f"--kv kivi2:vgroup={self.vgroup}: accepted: 0 (all channels) or their number")
+            raise bad_knob("kivi2", "vgroup", self.vgroup, "0 (all channels) or their number")
 
 
 class Kivi(Windowed):
-    """x ~ low + step * code, ends per channel of a group of keys and per value: what leaves the window is packed.
+    """x ~ low + step * code, ends per channel of a group of keys and per value: older ones are packed.
 
     head_dim * (bits/8 + 4/group) + head_dim * (bits/8 + 4/vgroup) bytes per packed token and KV head, with
-    vgroup = head_dim for 0, and 4 * head_dim for each of window + group exact tokens. KIVI (arXiv 2402.02750),
-    equations 1-4, as H1B-KV and KVComp use it. Deviations: one range per value instead of one per 32 channels
-    (``vgroup=32`` has KIVI's), and the last window..window + group - 1 tokens are exact, keys and values alike,
-    where KIVI packs its values token by token.
+    vgroup = head_dim for 0, and 4 * head_dim for each of residual_length + group exact tokens. KIVI (arXiv
+    2402.02750), equations 1-4, as H1B-KV and KVComp use it. Deviations: one range per value instead of one per 32
+    channels (``vgroup=32`` has KIVI's), and the last residual_length..residual_length + group - 1 tokens are
+    exact, keys and values alike, where KIVI packs its values token by token.
     """
 
     name = "kivi2"
@@ -50,17 +60,19 @@ class Kivi(Windowed):
     gives_up = "a bit per key element for the ranges; the values' outlier channels"
     Knobs = KiviKnobs
 
-    def window_sizes(self, knobs: KiviKnobs) -> Sizes:
-        return Sizes(sink=0, window=knobs.window, block=knobs.group)
+    def exact_sizes(self, knobs: KiviKnobs) -> Sizes:
+        return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.group)
 
     def codecs(self, geometry: Geometry, capacity: int, knobs: KiviKnobs) -> tuple[Codec, Codec]:
         head_dim, per_byte = geometry.head_dim, 8 // knobs.bits
         if head_dim % per_byte:
             raise CacheError(
-                f"--kv kivi2:bits={knobs.bits} packs {per_byte} elements to a byte: head_dim {head_dim} must be "
-                f"a multiple of {per_byte}"
+                f"kv='kivi2:bits={knobs.bits}' packs {per_byte} elements to a byte: head_dim {head_dim} must be "
+                f"a multiple of {per_byte}",
+                field="kv",
+                value=f"kivi2:bits={knobs.bits}",
             )
         if knobs.vgroup and head_dim % knobs.vgroup:
-            raise CacheError(f"--kv kivi2:vgroup={knobs.vgroup}: it must divide head_dim {head_dim}")
+            raise bad_knob("kivi2", "vgroup", knobs.vgroup, f"a divisor of head_dim {head_dim}")
         shape = geometry.n_kv_heads, capacity, head_dim
         return KiviKeys(*shape, knobs.bits, knobs.group), KiviValues(*shape, knobs.bits, knobs.vgroup or head_dim)

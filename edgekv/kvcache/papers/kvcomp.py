@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kvcache.base import F32, Geometry, Workspace
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.windowed import Sizes, Windowed
 
@@ -18,25 +18,31 @@ LEAST_STEP = 1 / 255  # codes are bytes
 
 @dataclasses.dataclass(frozen=True)
 class KVCompKnobs:
-    """Relative steps of keys and values: a unit's (largest - least) times this is the distance of two levels.
+    """What `kvcomp` can be set to.
 
-    ``block``: tokens quantised together; ``window``: the latest tokens that stay exact, at least.
+    krel: float, default 0.25. Distance of two levels of a key channel, as a share of its range in a block; up to
+        1.
+    vrel: float, default 0.25. The same of a value.
+    block: int, default 64. Tokens that are packed together: 16, 32, 64, 128 or 256.
+    residual_length: int, default 128. Latest tokens that stay in f16, at least.
     """
+
+    aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
     krel: float = 0.25
     vrel: float = 0.25
     block: int = 64
-    window: int = 128
+    residual_length: int = 128
 
     def __post_init__(self) -> None:
         for name in ("krel", "vrel"):
             step = getattr(self, name)
             if not LEAST_STEP <= step <= 1:
-                raise CacheError(f"--kv kvcomp:{name}={step}: accepted: {LEAST_STEP:.4f} to 1")
+                raise bad_knob("kvcomp", name, step, f"{LEAST_STEP:.4f} to 1")
         if self.block not in BLOCKS:
-            raise CacheError(f"--kv kvcomp:block={self.block}: accepted: {', '.join(map(str, BLOCKS))}")
-        if self.window < 0:
-            raise CacheError(f"--kv kvcomp:window={self.window}: accepted: 0 or more tokens")
+            raise bad_knob("kvcomp", "block", self.block, *BLOCKS)
+        if self.residual_length < 0:
+            raise bad_knob("kvcomp", "residual_length", self.residual_length, "0 or more tokens")
 
 
 class KVComp(Windowed):
@@ -53,8 +59,8 @@ class KVComp(Windowed):
     up to the data, but never above fixed-length codes of ceil(log2(levels)) bits, levels = round(1 / rel) + 1: a
     block that Huffman codes would not shorten is stored in those. That bound is `planned_bytes`; `nbytes` counts
     what the pools of bit strings have taken. Codebook and decode table (16 KiB) of K and V are counted in each
-    layer; the table of the fixed-length codes is shared by all and is not. On top: the append buffer, window +
-    block recent tokens in f16.
+    layer; the table of the fixed-length codes is shared by all and is not. On top: the append buffer,
+    residual_length + block recent tokens in f16.
 
     Deviations: the printed decoder walks a tree bit by bit, this one looks up 11 bits at a time, so that no code
     word is longer; and the fixed-length blocks.
@@ -66,8 +72,8 @@ class KVComp(Windowed):
     gives_up = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
     Knobs = KVCompKnobs
 
-    def window_sizes(self, knobs: KVCompKnobs) -> Sizes:
-        return Sizes(sink=0, window=knobs.window, block=knobs.block)
+    def exact_sizes(self, knobs: KVCompKnobs) -> Sizes:
+        return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.block)
 
     def codecs(self, geometry: Geometry, capacity: int, knobs: KVCompKnobs) -> tuple[HuffmanKeys, HuffmanValues]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
@@ -104,13 +110,13 @@ class KVComp(Windowed):
     def fitted(self) -> dict[str, Any]:
         return {"keys": self.keys.fitted(), "values": self.values.fitted()}
 
-    def refit(self, fitted: Mapping[str, Any]) -> None:
-        self.keys.refit(fitted["keys"])
-        self.values.refit(fitted["values"])
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+        self.keys.load_fitted(fitted["keys"])
+        self.values.load_fitted(fitted["values"])
 
     def notes(self) -> list[str]:
         d = self.geometry.n_kv_heads * self.geometry.head_dim
         if not self.n_bulk:
-            return [f"kvcomp: nothing is packed before {self.sizes.window + self.sizes.block} tokens"]
+            return [f"kvcomp: nothing is packed before {self.sizes.residual_length + self.sizes.block} tokens"]
         k, v = (8 * codec.token_bytes / d for codec in (self.keys, self.values))
         return [f"kvcomp: {k:.2f} bits per key element and {v:.2f} per value element, metadata included"]

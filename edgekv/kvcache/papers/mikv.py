@@ -11,6 +11,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import F32, I64, Array, Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_ints import KEY_BLOCK, KiviValues
 from edgekv.kvcache.papers.evicting import LowestFirst, check_budget, pick
 from edgekv.kvcache.papers.h2o import check_recent
@@ -22,9 +23,12 @@ DEMOTE_TOKENS = 512  # of a prompt, at a time: bounds the float32 copies
 
 @dataclasses.dataclass(frozen=True)
 class MiKVKnobs:
-    """``budget``: f16 tokens, up to 1 a fraction of the context; ``recent``: the latest tokens' share of it.
+    """What `mikv` can be set to.
 
-    ``bits`` of the other tokens' elements; ``balance``: even out the keys' channels before they are packed.
+    budget: float, default 0.25. Tokens kept in f16: above 1 a number, up to 1 a fraction of the context.
+    recent: float, default 0.5. Share of the budget that the latest tokens have, 0 to 1.
+    bits: int, default 2. Bits of an element of the other tokens.
+    balance: bool, default True. Whether the keys' channels are evened out before they are packed.
     """
 
     budget: float = 0.25
@@ -36,7 +40,7 @@ class MiKVKnobs:
         check_budget("mikv", self.budget)
         check_recent("mikv", self.recent)
         if self.bits not in BITS:
-            raise CacheError(f"--kv mikv:bits={self.bits}: accepted: {', '.join(map(str, BITS))}")
+            raise bad_knob("mikv", "bits", self.bits, *BITS)
 
 
 class TokenKeys(Codec):
@@ -98,8 +102,10 @@ class MiKV(LowestFirst):
         self.recent = max(1, round(knobs.recent * self.slots))
         if geometry.head_dim * knobs.bits % 8:
             raise CacheError(
-                f"--kv mikv:bits={knobs.bits} packs {8 // knobs.bits} elements to a byte: head_dim "
-                f"{geometry.head_dim} must be a multiple of that"
+                f"kv='mikv:bits={knobs.bits}' packs {8 // knobs.bits} elements to a byte: head_dim "
+                f"{geometry.head_dim} must be a multiple of that",
+                field="kv",
+                value=f"mikv:bits={knobs.bits}",
             )
         shape = geometry.n_kv_heads, geometry.capacity - self.slots, geometry.head_dim
         self._low_keys = TokenKeys(*shape, knobs.bits)
@@ -109,7 +115,7 @@ class MiKV(LowestFirst):
     def layout(self) -> Layout:
         g, n, head_dim = self.geometry.n_kv_heads, self.geometry.capacity - self.slots, self.geometry.head_dim
         layout = {**super().layout(), "balance": ((g, head_dim), "float32")}
-        if self.geometry.window is not None:
+        if self.geometry.sliding_window is not None:
             layout["low.position"] = (g, n), "int32"
         for end, codec in self._codecs():
             layout |= {f"{end}.{name}": spec for name, spec in codec.layout().items()}
@@ -168,7 +174,7 @@ class MiKV(LowestFirst):
         n = keys.shape[1]
         self._low_keys.encode(keys * self._low_keys.balance[:, None], self.n_low)
         self._low_values.encode(values, self.n_low)
-        if self.geometry.window is not None:
+        if self.geometry.sliding_window is not None:
             self.arrays["low.position"][:, self.n_low : self.n_low + n] = tokens["position"]
         self.n_low += n
 

@@ -26,7 +26,8 @@ class MiniCache(KeepAll):
     is something else: it merges the caches of neighbouring layers.
     """
 
-    name = "minicache4"
+    name = "int4"
+    aliases = ("minicache4",)
     paper = "H1B-KV's 4-bit baseline"
     summary = "symmetric 4-bit keys and values, one scale per token"
     gives_up = "precision in every key: one outlier channel sets the scale of a whole token"
@@ -35,7 +36,9 @@ class MiniCache(KeepAll):
     def codecs(self, geometry: Geometry, knobs: MiniCacheKnobs) -> tuple[Codec, Codec]:
         if geometry.head_dim % 2:
             raise CacheError(
-                f"--kv minicache4 packs two elements to a byte: head_dim {geometry.head_dim} must be even"
+                f"kv='int4' packs two elements to a byte: head_dim {geometry.head_dim} must be even",
+                field="kv",
+                value="int4",
             )
         shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
         return SymmetricKeys(*shape, BITS), SymmetricValues(*shape, BITS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.errors import CacheError
 from edgekv.kvcache.base import Array, Geometry, Layout
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 
 PAGES = (8, 16, 32)
@@ -13,7 +13,12 @@ PAGES = (8, 16, 32)
 
 @dataclasses.dataclass(frozen=True)
 class QuestKnobs:
-    """``k`` tokens are read, in pages of ``page``; the first ``skip`` layers stay dense."""
+    """What `quest` can be set to.
+
+    k: int, default 512. Tokens that a query attends to, in whole pages; a multiple of ``page``.
+    page: int, default 16. Tokens of a page: 8, 16 or 32.
+    skip: int, default 2. First layers whose attention reads every token.
+    """
 
     k: int = 512
     page: int = 16
@@ -21,11 +26,11 @@ class QuestKnobs:
 
     def __post_init__(self) -> None:
         if self.page not in PAGES:
-            raise CacheError(f"--kv quest:page={self.page}: accepted: {', '.join(map(str, PAGES))}")
+            raise bad_knob("quest", "page", self.page, *PAGES)
         if self.k < 1 or self.k % self.page:
-            raise CacheError(f"--kv quest:k={self.k}: accepted: multiples of page={self.page}, in tokens")
+            raise bad_knob("quest", "k", self.k, f"multiples of page={self.page}, in tokens")
         if self.skip < 0:
-            raise CacheError(f"--kv quest:skip={self.skip}: accepted: 0 or more layers")
+            raise bad_knob("quest", "skip", self.skip, "0 or more layers")
 
 
 class PageIndex(Index):

@@ -64,7 +64,7 @@ class Retrieval(KeepAll):
         super().__init__(geometry, knobs)
         index = self.index(geometry, knobs)
         skipped = geometry.layer < min(knobs.skip, geometry.n_layers - 1)
-        reach = min(geometry.capacity, geometry.window or geometry.capacity)
+        reach = min(geometry.capacity, geometry.sliding_window or geometry.capacity)
         self._index = None if skipped or reach < knobs.k + index.block else index
 
     @classmethod
@@ -93,7 +93,7 @@ class Retrieval(KeepAll):
         """The index of what is visible, and keys and values of k tokens and of those not yet indexed."""
         if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
             return super().bytes_read()
-        block, window = self._index.block, self.geometry.window or self.n_seen
+        block, window = self._index.block, self.geometry.sliding_window or self.n_seen
         n_blocks = self.n_seen // block - max(0, self.n_seen - window) // block
         n_tokens: int = self.knobs.k + self.n_seen % block
         token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
@@ -130,7 +130,7 @@ class Retrieval(KeepAll):
             return
         _, n, head_dim = queries.shape
         q = contiguous(queries)
-        grouped = q.reshape(self.geometry.n_kv_heads, self.geometry.group * n, head_dim)
+        grouped = q.reshape(self.geometry.n_kv_heads, self.geometry.n_rep * n, head_dim)
         chosen = self._choose(self._index, grouped, self.n_seen - n, n)
         segment = Segment(self.key_codec, self.value_codec, 0, self.n_seen, chosen=chosen)
         target = self.workspace.array("attention.piece", out.shape)
@@ -142,32 +142,32 @@ class Retrieval(KeepAll):
 
         The last ones are those that are not indexed, of which each query token sees those before the next.
         """
-        groups, end, indexed = self.geometry.n_kv_heads, start + n, index.covered(start + 1)
+        n_kv_heads, end, indexed = self.geometry.n_kv_heads, start + n, index.covered(start + 1)
         n_chosen = min(self.knobs.k, indexed)
-        tokens = self.workspace.array("retrieval.tokens", (groups, n, n_chosen + end - indexed), np.int32)
+        tokens = self.workspace.array("retrieval.tokens", (n_kv_heads, n, n_chosen + end - indexed), np.int32)
         tokens[:, :, n_chosen:] = np.arange(indexed, end, dtype=np.int32, like=tokens)
         if n_chosen == indexed:
             tokens[:, :, :n_chosen] = np.arange(indexed, dtype=np.int32, like=tokens)
         else:
             units = self._best_units(index, q, start, n)
-            each = tokens[:, :, :n_chosen].reshape(groups, n, -1, index.unit)  # a view
+            each = tokens[:, :, :n_chosen].reshape(n_kv_heads, n, -1, index.unit)  # a view
             within = np.arange(index.unit, dtype=np.int32, like=tokens)
             np.add(units[..., None] * np.int32(index.unit), within, out=each)
         return tokens, n_chosen + np.arange(start + 1, end + 1) - indexed
 
     def _best_units(self, index: Index, q: F32, start: int, n: int) -> Array:
         """(n_kv_heads, n, k / unit): the units of most attention, among those wholly in the window."""
-        groups, group, unit = self.geometry.n_kv_heads, self.geometry.group, index.unit
+        n_kv_heads, n_rep, unit = self.geometry.n_kv_heads, self.geometry.n_rep, index.unit
         seen = np.arange(start + 1, start + n + 1)
-        low = np.maximum(seen - (self.geometry.window or start + n), 0)
+        low = np.maximum(seen - (self.geometry.sliding_window or start + n), 0)
         b0, b1 = int(low[0]) // index.block, (start + 1) // index.block
         first = b0 * index.block
-        s = self.workspace.array("scores", (groups, group * n, (b1 * index.block - first) // unit))
+        s = self.workspace.array("scores", (n_kv_heads, n_rep * n, (b1 * index.block - first) // unit))
         self.kernels.scores(index, q, b0 * index.block // unit, b1 * index.block // unit, s)
         lo, hi = -(-(low - first) // unit), np.full(n, s.shape[2])
-        if group > 1:
-            self.kernels.softmax(s, np.tile(lo, group), np.tile(hi, group))
-        units = self.workspace.array("retrieval.units", (groups, n, self.knobs.k // unit), np.int32)
+        if n_rep > 1:
+            self.kernels.softmax(s, np.tile(lo, n_rep), np.tile(hi, n_rep))
+        units = self.workspace.array("retrieval.units", (n_kv_heads, n, self.knobs.k // unit), np.int32)
         self.kernels.select_top(s, lo, hi, units.shape[2], units)
         units += np.int32(first // unit)
         return units

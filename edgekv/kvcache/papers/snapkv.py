@@ -13,6 +13,7 @@ from edgekv.errors import CacheError
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import F32, I64, Geometry, Layout
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.evicting import I32, Evicting, attention_received, check_budget, half_bits, highest
 
 POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
@@ -20,9 +21,13 @@ POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
 
 @dataclasses.dataclass(frozen=True)
 class SnapKVKnobs:
-    """``budget``: tokens, or up to 1 a fraction of the context; ``observe``: latest tokens, kept, that vote.
+    """What `snapkv` can be set to.
 
-    ``kernel``: neighbours pooled, odd; ``pool``: max or avg; ``interval``: tokens between two votes in decoding.
+    budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
+    observe: int, default 32. Latest tokens, which stay and whose attention votes for the others; 1 or more.
+    kernel: int, default 7. Neighbouring tokens over which the votes are pooled, odd.
+    pool: str, default "max". How: max or avg.
+    interval: int, default 64. Tokens between two votes while text is generated, 1 or more.
     """
 
     budget: float = 1024.0
@@ -35,11 +40,11 @@ class SnapKVKnobs:
         check_budget("snapkv", self.budget)
         for name in ("observe", "interval"):
             if getattr(self, name) < 1:
-                raise CacheError(f"--kv snapkv:{name}={getattr(self, name)}: accepted: 1 or more tokens")
+                raise bad_knob("snapkv", name, getattr(self, name), "1 or more tokens")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise CacheError(f"--kv snapkv:kernel={self.kernel}: accepted: an odd number of tokens, 1 or more")
+            raise bad_knob("snapkv", "kernel", self.kernel, "an odd number of tokens, 1 or more")
         if self.pool not in POOLS:
-            raise CacheError(f"--kv snapkv:pool={self.pool}: accepted: {', '.join(POOLS)}")
+            raise bad_knob("snapkv", "pool", self.pool, *POOLS)
 
 
 class SnapKV(Evicting):
@@ -65,8 +70,10 @@ class SnapKV(Evicting):
         super().__init__(geometry, knobs)
         if self.evicts and self.slots < knobs.observe + knobs.interval:
             raise CacheError(
-                f"--kv snapkv:budget={knobs.budget:g} is {self.slots} of {geometry.capacity} tokens: accepted: at "
-                f"least observe + interval = {knobs.observe + knobs.interval}; raise it or lower those"
+                f"kv='snapkv:budget={knobs.budget:g}' is {self.slots} of {geometry.capacity} tokens: accepted: at "
+                f"least observe + interval = {knobs.observe + knobs.interval}; raise it or lower those",
+                field="kv",
+                value=f"snapkv:budget={knobs.budget:g}",
             )
         self.n_observed = 0  # of the latest tokens, whose queries are held
 
@@ -79,7 +86,7 @@ class SnapKV(Evicting):
         self.require_room(n)
         observed = min(n, self.knobs.observe)
         if n > self.slots:
-            window, kernels, workspace = self.geometry.window, self.kernels, self.workspace
+            window, kernels, workspace = self.geometry.sliding_window, self.kernels, self.workspace
             votes = attention_received(queries, keys, n - observed, window, kernels, workspace)
             self._rebuild(self._winners(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values)
         else:
@@ -121,7 +128,7 @@ class SnapKV(Evicting):
         held = np.arange(self.n_seen - n, self.n_seen)
         queries = self.arrays["query.half"][:, held % self.knobs.observe].view(np.float16).astype(np.float32)
         latest = Segment(self._keys, self._values, 0, end, 0, self.arrays["position"])
-        s = self.workspace.array("snapkv.weights", (g, self.geometry.group * n, end))
+        s = self.workspace.array("snapkv.weights", (g, self.geometry.n_rep * n, end))
         out = self.workspace.array("attention.piece", queries.shape)
         self.kernels.attend(contiguous(queries), [latest], self.visible(n), out, s)
         votes: F32 = s.sum(axis=1)

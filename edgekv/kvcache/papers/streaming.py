@@ -6,12 +6,17 @@ import dataclasses
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.evicting import Evicting, check_budget
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamingKnobs:
-    """``budget``: tokens, or up to 1 a fraction of the context; ``sink``: first tokens that stay."""
+    """What `streaming` can be set to.
+
+    budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
+    sink: int, default 4. First tokens of the context that stay, part of the budget.
+    """
 
     budget: float = 1024.0
     sink: int = 4
@@ -19,7 +24,7 @@ class StreamingKnobs:
     def __post_init__(self) -> None:
         check_budget("streaming", self.budget)
         if self.sink < 0:
-            raise CacheError(f"--kv streaming:sink={self.sink}: accepted: 0 or more tokens")
+            raise bad_knob("streaming", "sink", self.sink, "0 or more tokens")
 
 
 class Streaming(Evicting):
@@ -39,8 +44,10 @@ class Streaming(Evicting):
         super().__init__(geometry, knobs)
         if self.evicts and self.slots <= knobs.sink:
             raise CacheError(
-                f"--kv streaming:budget={knobs.budget:g} is {self.slots} of {geometry.capacity} tokens, all taken "
-                f"by sink={knobs.sink}: raise the budget above it"
+                f"kv='streaming:budget={knobs.budget:g}' is {self.slots} of {geometry.capacity} tokens, all taken "
+                f"by sink={knobs.sink}: raise the budget above it",
+                field="kv",
+                value=f"streaming:budget={knobs.budget:g}",
             )
 
     def _make_room(self) -> None:

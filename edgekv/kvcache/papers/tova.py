@@ -10,7 +10,11 @@ from edgekv.kvcache.papers.evicting import LowestFirst, check_budget
 
 @dataclasses.dataclass(frozen=True)
 class TovaKnobs:
-    """``budget``: tokens, or up to 1 a fraction of the context; ``per_head``: each KV head votes for itself."""
+    """What `tova` can be set to.
+
+    budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
+    per_head: bool, default False. Whether each KV head chooses its own tokens instead of the layer.
+    """
 
     budget: float = 1024.0
     per_head: bool = False

@@ -12,6 +12,7 @@ from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan, encode_span
 from edgekv.machine import format_bytes
 
@@ -20,12 +21,15 @@ TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
 
 @dataclasses.dataclass(frozen=True)
 class VisualKnobs:
-    """``bits`` per element; ``group`` that shares two ends: layer, tensor, head or head+token; ``quantile``.
+    """What `visual1` can be set to.
 
-    The levels reach from that quantile of the group to the same one from above; 0: from least to largest. The
-    paper gives no value. With text marked as if it were an image, two small models did best with 0.1 at 1 bit (at
-    0.02 the two levels lie so far out that all scores are inflated), 0.01 at 2 bits, 0 from 4 bits on.
-    ``text``: what all but images is kept in, f16 or f32.
+    bits: int, default 1. Bits of an element of an image token, 1 to 8.
+    group: str, default "head". What shares two ends of the levels: layer, tensor, head or head+token.
+    quantile: float, default 0.1. The levels reach from this quantile of the group to the same one from above;
+        0 is from least to largest, below 0.5. The paper gives no value. With text marked as if it were an image,
+        two small models did best with 0.1 at 1 bit (at 0.02 the two levels lie so far out that all scores are
+        inflated), 0.01 at 2 bits, 0 from 4 bits on.
+    text: str, default "f16". Format of all other tokens: f16 or f32.
     """
 
     bits: int = 1
@@ -35,13 +39,13 @@ class VisualKnobs:
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
-            raise CacheError(f"--kv visual1:bits={self.bits}: accepted: 1 to 8")
+            raise bad_knob("visual1", "bits", self.bits, "1 to 8")
         if self.group not in GROUPS:
-            raise CacheError(f"--kv visual1:group={self.group}: accepted: {', '.join(GROUPS)}")
+            raise bad_knob("visual1", "group", self.group, *GROUPS)
         if not 0 <= self.quantile < 0.5:
-            raise CacheError(f"--kv visual1:quantile={self.quantile}: accepted: 0 or more, below 0.5")
+            raise bad_knob("visual1", "quantile", self.quantile, "0 or more, below 0.5")
         if self.text not in TEXTS:
-            raise CacheError(f"--kv visual1:text={self.text}: accepted: {', '.join(TEXTS)}")
+            raise bad_knob("visual1", "text", self.text, *TEXTS)
 
 
 @dataclasses.dataclass
@@ -68,7 +72,7 @@ class Run(NamedTuple):
 
 
 class Visual1(KVCache):
-    """Levels between two quantiles, one bit per element, for the spans that `mark` names; f16 for the rest.
+    """Levels between two quantiles, one bit per element, for the spans that `mark_images` names; f16 for the rest.
 
     Visual KV cache quantisation, eq. 7-9. An image token of a KV head takes 2 * bits * ceil(head_dim / 8) bytes
     and shares the float16 ends of its group: 8 bytes per span (layer, tensor), span and KV head (head), or KV head
@@ -141,7 +145,7 @@ class Visual1(KVCache):
         """Bytes of the text tokens' store."""
         return sum(array.nbytes for codec in self._text for array in codec.arrays.values())
 
-    def mark(self, spans: Sequence[tuple[int, int]]) -> None:
+    def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
         """The spans' memory is taken, and the text's store shrinks by as many tokens. CacheError: bad spans.
 
         Marks of tokens that have not come are forgotten: these are another prompt's.
@@ -152,8 +156,10 @@ class Visual1(KVCache):
             earliest = self.spans[-1].stop if self.spans else 0
             if first < 0 or last <= first or start < earliest or stop > self.geometry.capacity:
                 raise CacheError(
-                    f"--kv visual1: span {first}..{last} does not fit: give non-empty ranges of the coming "
-                    f"prompt, in order and apart, within the {self.geometry.capacity - self.n_seen} free tokens"
+                    f"kv='visual1': span {first}..{last} does not fit: give non-empty ranges of the coming "
+                    f"prompt, in order and apart, within the {self.geometry.capacity - self.n_seen} free tokens",
+                    field="images",
+                    value=(first, last),
                 )
             self._add_span(start, stop)
         self._fit_text()
@@ -248,7 +254,7 @@ class Visual1(KVCache):
             self._list_arrays()
 
     def bytes_read(self) -> int:
-        reach = min(self.n_seen, self.geometry.window or self.n_seen)
+        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         return sum(
             (run.stop - run.start) * store.token_bytes
             for run in self._runs(self.n_seen - reach, self.n_seen)
@@ -275,7 +281,7 @@ class Visual1(KVCache):
         ]
         return {"spans": spans}
 
-    def refit(self, fitted: Mapping[str, Any]) -> None:
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
         earliest = 0
         for start, stop, packed, exact in fitted["spans"]:
             inside = earliest <= start < stop <= start + packed <= self.geometry.capacity

@@ -16,7 +16,7 @@ def said(cache: KVCache, n_prompt: int, seed: int) -> np.ndarray:
     """The outputs of three tokens after a prompt."""
     q, k, v = draw(HEADS, n_prompt + 3, seed)
     cache.prefill(q[:, :n_prompt], k[:, :n_prompt], v[:, :n_prompt])
-    type(cache).settle([cache])
+    type(cache).finish_prefill([cache])
     steps = [slice(n_prompt + i, n_prompt + i + 1) for i in range(3)]
     return np.concatenate([cache.attend(q[:, i], k[:, i], v[:, i]).copy() for i in steps], axis=1)
 

@@ -1,16 +1,12 @@
 """What every kernel backend provides: the same functions, with the meaning written here.
 
-`attend` is all that decoding needs, beside each codec's encoding.
+`attend` is all that decoding needs, beside each codec's encoding. What a kind of codec means is written where
+NumPy computes it: `edgekv.kernels.reference.attend` has the tables.
 
 One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
 reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
 preallocated for `cap` tokens (`edgekv.kernels.aligned.zeros`), hold float16 as its bits in uint16, and are
-C-contiguous, as is every array here except the scores.
-
-Attention is three steps through a score buffer s (G, M, S) float32, so that any key store combines with any
-value store: `scores_*` fills columns of s, `softmax` turns rows into probabilities in place, `values_*` adds the
-weighted values to `out` (several stores may contribute). s may be a slice of a longer or larger buffer as long
-as its last axis is contiguous; a contiguous s saves two microseconds per call.
+C-contiguous, as is every array here except scores, whose last axis alone must be.
 
 Token ranges are half-open and need not touch block borders. A kernel writes all that it promises and nothing
 else, and trusts its arguments: shapes and ranges are the caller's duty.
@@ -52,18 +48,22 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
         (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment.
 
         A segment whose values are of a kind with a second stage (plane_values) is scanned first; its tokens of
-        enough probability are then read again, as `attend_planes` says, and the mean numbers of these per KV head
-        and query token go into ``values.counts``.
+        enough probability are then read again, as `reference.gather.attend_planes` says, and the mean numbers of
+        these per KV head and query token go into ``values.counts``. All ``chosen`` tokens
+        of a segment are visible.
         """
 
     def append(self, keys: Codec, values: Codec, k: F32, v: F32, t0: int) -> None:
-        """Encodes k and v (G, n, D) as tokens t0.. of two codecs: at once."""
+        """Encodes k and v (G, n, D) as tokens t0.. of two codecs: one call where both take tokens one by one."""
 
     def scores(self, codec: Codec, queries: F32, t0: int, t1: int, s: F32) -> None:
-        """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys."""
+        """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys.
+
+        Of a page_index t0 and t1 are pages.
+        """
 
     def sums(self, codec: Codec, p: F32, t0: int, t1: int, out: F32) -> None:
-        """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec that holds values."""
+        """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec of values, rotations undone."""
 
     def encode_f16(self, x: F32, store: U16, t0: int) -> None:
         """Stores x (G, n, D) at tokens t0.. of store (G, cap, D), rounded to nearest even."""

@@ -23,7 +23,7 @@ LAYERS = (
     ("edgekv.checkpoint",),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
     ("edgekv.machine", "edgekv.schema"),
-    ("edgekv.errors", "edgekv.version", "edgekv.numba_cache"),
+    ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
 )
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 UPWARD: set[tuple[str, str]] = set()

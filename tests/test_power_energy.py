@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import PowerError
-from edgekv.power.integrate import F64, integrate_counter, integrate_power
+from edgekv.power.integrate import integrate_counter, integrate_power
 from edgekv.power.trace import Trace
+from edgekv.types import F64
 
 START, END = 2.0, 12.0  # metered part of a run of 15 s
 

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.contract.planes import CENTRE
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import F32, Workspace
+from edgekv.kvcache.base import Workspace
 from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.codecs import WORD, SignSketch
 from edgekv.models.config import ModelConfig
+from edgekv.types import F32
 
 ALL = slice(None)
 SCOPES = {"global": (0, 0), "layer": (ALL, 0), "head": (ALL, ALL)}

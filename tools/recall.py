@@ -21,7 +21,7 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
-from edgekv.kvcache.base import F32, Geometry
+from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_planes import CentredSigns
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.dense import Dense
@@ -34,6 +34,7 @@ from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 from edgekv.session.plan import Plan
 from edgekv.tokenizer import load_tokenizer
+from edgekv.types import F32
 
 TOP = 64  # tokens to find
 CHOICES = (64, 128, 256)  # tokens chosen

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import numpy as np
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import F32
 from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
 from edgekv.kvcache.codecs import Codec, Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.h1b import DEFAULT_TAU
 from edgekv.kvcache.papers.visual import Run, Span, Visual1, VisualKnobs
+from edgekv.types import F32
 
 LAM, PLANES, SEED, SKETCH, P = 0.9, 5, 0, 256, 2.5e-4  # the schemes' defaults
 Pair = tuple[Codec, Codec]

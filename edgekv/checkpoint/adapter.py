@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import DTYPES, FLOATS, TensorFile, to_float32
 from edgekv.errors import ConfigError
 from edgekv.models.config import ModelConfig
+from edgekv.types import F32
 
 FORMAT, VERSION = "edgekv-adapter", "1"
 SETTINGS = {"tau": "n_heads", "lam": "n_kv_heads"}
 """What a scheme learns, and the config's field that counts its heads. h1b: the softmax temperature of query heads;
 onebit: the scale of the scores that it estimates, of KV heads."""
-
-F32 = npt.NDArray[np.float32]
 
 
 class Adaptable(Protocol):

@@ -12,10 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CheckpointError
-
-I8 = npt.NDArray[np.int8]
-U8 = npt.NDArray[np.uint8]
-F32 = npt.NDArray[np.float32]
+from edgekv.types import F32, I8, U8
 
 FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64"}  # GGUF's type -> safetensors'
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from edgekv.checkpoint.gguf_blocks import FLOATS, SYMMETRIC, dequantize, symmetric_blocks
 from edgekv.checkpoint.tensors import DTYPES, TensorFile, TensorInfo
 from edgekv.errors import CheckpointError
+from edgekv.types import Array
 
-Array = npt.NDArray[Any]
 TABLE_TYPE = "F16"  # of quantized tables, whose rows are looked up
 
 

@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels, aligned
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.memory import Memory, contiguous
+from edgekv.types import F32, Array
 
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-Array = npt.NDArray[Any]
 Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
 
 

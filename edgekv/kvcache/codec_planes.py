@@ -7,8 +7,9 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.planes import CENTRES, GAUSS_STEP, KEY_STEP
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import F32, Array, Layout
+from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.types import F32, Array
 
 LARGEST_F16 = np.float32(65504)
 

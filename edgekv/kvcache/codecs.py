@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.base import F32, Array, Layout
+from edgekv.kvcache.base import Layout
+from edgekv.types import F32, Array
 
 WORD = 64  # tokens per block of sign codes, bits per word
 ENCODE_TOKENS = 512

@@ -7,8 +7,9 @@ from typing import Any
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import EXAMPLE, F32, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import EXAMPLE, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import Codec
+from edgekv.types import F32
 
 
 class KeepAll(KVCache):

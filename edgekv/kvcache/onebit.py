@@ -10,11 +10,12 @@ import numpy as np
 
 from edgekv.errors import CacheError
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache.base import F32, Geometry
+from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_planes import CentredSigns, QuadValues
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)

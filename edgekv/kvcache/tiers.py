@@ -18,9 +18,10 @@ from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import CACHE_LINE_BYTES
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import F32, Array, Layout, Workspace, layout_bytes
+from edgekv.kvcache.base import Layout, Workspace, layout_bytes
 from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
 from edgekv.kvcache.codecs import F16, WORD, Codec
+from edgekv.types import F32, Array
 
 CONVERT_TOKENS = 512  # decoded at a time: bounds the float32 copies
 GROWTH, LEAST_GROWTH = 16, 256  # a step makes room for 1/16 more tokens, at least 256

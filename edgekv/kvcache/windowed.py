@@ -11,8 +11,9 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import EXAMPLE, F32, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import EXAMPLE, Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec
+from edgekv.types import F32
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 from edgekv.linear.store import Progress, Store
 from edgekv.models.architecture import Architecture
+from edgekv.types import F32
 
-F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
 LAYERS = Program(("layers",))

@@ -6,14 +6,12 @@ import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.runtime import ort
 from edgekv.linear.store import Store
 from edgekv.machine import return_large_blocks
-
-F32 = npt.NDArray[np.float32]
+from edgekv.types import F32
 
 
 def session_options(threads: int) -> ort.SessionOptions:

@@ -10,8 +10,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
+from edgekv.types import F32, U8
+
 SHRINK = np.array([1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7], np.float32)  # candidates for the clipped range
 
 

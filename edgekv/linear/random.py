@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from edgekv.linear.formats import WeightFormat, store_specs
 from edgekv.linear.store import Progress, Store, build, default_folder, is_store
-from edgekv.linear.weights import F32, CheckpointWeights, Codes
+from edgekv.linear.weights import CheckpointWeights, Codes
 from edgekv.models import architecture
+from edgekv.types import F32
 
 STD = 0.02  # of the weights, as models are initialised: activations stay in range
 

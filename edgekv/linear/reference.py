@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.linear.weights import Weights
-
-F32 = npt.NDArray[np.float32]
+from edgekv.types import F32
 
 
 def _gelu(x: F32) -> F32:

@@ -35,10 +35,11 @@ from edgekv.linear.formats import (
 )
 from edgekv.linear.graph import block_graphs
 from edgekv.linear.quantize import dequantize, n_blocks, quantize
-from edgekv.linear.weights import F32, CheckpointWeights, Ids
+from edgekv.linear.weights import CheckpointWeights, Ids
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.schema import read
+from edgekv.types import F32
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"

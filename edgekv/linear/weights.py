@@ -16,8 +16,8 @@ from edgekv.linear.formats import ITEM_BYTES, WeightFormat, mixed_format
 from edgekv.linear.quantize import pack
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, Part
+from edgekv.types import F32
 
-F32 = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 

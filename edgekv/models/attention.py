@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.serial import serial_kernels
 from edgekv.kvcache.base import Workspace
 from edgekv.machine import blas_threads
+from edgekv.types import F32
 
-F32 = npt.NDArray[np.float32]
 BLOCK_ROWS = 512  # query rows per block, all heads of a group together
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array, Driver
@@ -16,8 +15,7 @@ from edgekv.models.cuda_attention import CudaAttention
 from edgekv.models.cuda_graph import Replay
 from edgekv.models.decoder import Decoder
 from edgekv.models.rope import RopeTable
-
-I64 = npt.NDArray[np.int64]
+from edgekv.types import I64
 
 
 class DeviceRope:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
@@ -16,9 +15,8 @@ from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.weights import Weights
 from edgekv.models.attention import ExactAttention
 from edgekv.models.rope import RopeTable
+from edgekv.types import F32, I64
 
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
 CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
 ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
 NONE = np.empty(0, np.float32)

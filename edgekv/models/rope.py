@@ -15,8 +15,7 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.models.files import LlamaFile, RopeFile
 from edgekv.schema import read
-
-F32 = npt.NDArray[np.float32]
+from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.errors import PowerError
-
-F64 = npt.NDArray[np.float64]
+from edgekv.types import F64
 
 
 @dataclasses.dataclass(frozen=True)

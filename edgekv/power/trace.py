@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import PowerError
-from edgekv.power.integrate import F64, Integral, gaps_in, integrate_counter, integrate_power
+from edgekv.power.integrate import Integral, gaps_in, integrate_counter, integrate_power
+from edgekv.types import F64
 
 MIN_SAMPLES = 2  # of power within a window; with fewer nothing in it was seen
 GOOD_ERROR = 0.1  # of a counter's joules: up to this it is preferred to the samples of power

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
@@ -19,7 +18,6 @@ from edgekv.session.caches import open_caches
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
 
-F32 = npt.NDArray[np.float32]
 FILL_TOKENS = 512  # synthetic keys and values drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
 Progress = Callable[[str, int, int], None]

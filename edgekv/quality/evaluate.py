@@ -18,9 +18,8 @@ from edgekv.kvcache.base import KVCache, rewind
 from edgekv.machine import blas_threads
 from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
+from edgekv.types import F32, F64
 
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 LOGIT_ROWS = 256  # logits (rows, vocab) alive at once, twice
 FIT_TOKENS = 1024
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.tokenizer import Tokenizer
+from edgekv.types import I64
 
 Ids = npt.NDArray[Any]
-I64 = npt.NDArray[np.int64]
 Rng = np.random.Generator
 
 DEPTHS = tuple((i + 0.5) / 10 for i in range(10))

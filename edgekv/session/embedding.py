@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
@@ -11,8 +10,7 @@ from edgekv.linear.reference import NumpyOps
 from edgekv.machine import blas_threads
 from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
-
-F32 = npt.NDArray[np.float32]
+from edgekv.types import F32
 
 
 class _WithoutHead(NumpyOps):

@@ -22,18 +22,16 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.checkpoint.writer import atomic_stream
 from edgekv.errors import ConfigError, SessionError
 from edgekv.schema import read, shown
+from edgekv.types import U8, Array
 
 MAGIC, VERSION = b"edgekv session\r\n", 1
 PREFIX = struct.Struct("<16sIIQ")
 GRAIN = 1024
 
-Array = npt.NDArray[Any]
-U8 = npt.NDArray[np.uint8]
 Runs = list[tuple[int, int]]
 Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 

@@ -7,9 +7,6 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from edgekv.session.finish import (
     END_OF_SCHEMA,
     END_OF_TEXT,
@@ -25,8 +22,7 @@ from edgekv.session.reader import LayerProgress
 from edgekv.session.report import RunReport
 from edgekv.session.sampling import Sampler, StopMatcher
 from edgekv.tokenizer import StreamDecoder, Tokenizer
-
-F32 = npt.NDArray[np.float32]
+from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)

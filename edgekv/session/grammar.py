@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.tokenizer import Tokenizer
+from edgekv.types import F32
 
-F32 = npt.NDArray[np.float32]
 COMPACT = {"whitespace_flexible": False}  # small models else go on and on with blanks
 BARRIER = "\x02"  # merges with no letter
 _vocabularies: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()

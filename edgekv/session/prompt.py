@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.errors import ContextError
+from edgekv.types import F32
 from edgekv.vision.prompt import VISUAL, Embeddings, Prompt
-
-F32 = npt.NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.kvcache.base import rewind
 from edgekv.machine import blas_threads
@@ -15,9 +12,9 @@ from edgekv.models.decoder import Decoder
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.prompt import Spans, clipped, flatten, selected, shifted, visual_ranges
 from edgekv.session.state import State
+from edgekv.types import F32
 from edgekv.vision.prompt import Prompt
 
-F32 = npt.NDArray[np.float32]
 LayerProgress = Callable[[int, int], None]  # layers done, of all layers
 
 

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from edgekv.errors import ContextError, EdgeKVError, SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
@@ -34,10 +31,9 @@ from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.saving import SavedState, save_state
 from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer
+from edgekv.types import F32
 from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
 from edgekv.vision.prompt import ImagesReport, Prompt
-
-F32 = npt.NDArray[np.float32]
 
 
 class Session:

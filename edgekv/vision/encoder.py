@@ -5,13 +5,12 @@ from __future__ import annotations
 import pathlib
 
 import numpy as np
-import numpy.typing as npt
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.onnx import session_options
 from edgekv.linear.runtime import ort
+from edgekv.types import F32
 
-F32 = npt.NDArray[np.float32]
 FILE = "vision.onnx"
 INPUT = "pixel_values"
 

@@ -11,16 +11,14 @@ import pathlib
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from edgekv.checkpoint.source import read_config
 from edgekv.errors import ConfigError, ImageError
 from edgekv.schema import read
+from edgekv.types import F32, U8
 from edgekv.vision.images import MAX_PIXELS, Picture, require_pillow
 
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
 FILES = ("preprocessor_config.json", "processor_config.json")
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 

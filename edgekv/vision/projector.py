@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 from onnx import TensorProto, helper, numpy_helper
 
 from edgekv.checkpoint.tensors import TensorSet, to_float32
@@ -12,8 +10,8 @@ from edgekv.linear.graph import ACTIVATIONS, MICROSOFT, OPSET
 from edgekv.linear.onnx import session_options
 from edgekv.linear.runtime import ort
 from edgekv.models.config import activation
+from edgekv.types import F32
 
-F32 = npt.NDArray[np.float32]
 PREFIXES = ("multi_modal_projector.", "model.multi_modal_projector.")
 LAYERS = ("linear_1", "linear_2")
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from edgekv.errors import ImageError
+from edgekv.types import F32
 
-F32 = npt.NDArray[np.float32]
 PLACEHOLDER = "<image>"
 VISUAL = "visual"
 

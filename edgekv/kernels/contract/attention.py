@@ -15,21 +15,13 @@ else, and trusts its arguments: shapes and ranges are the caller's duty.
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from edgekv.kernels.contract.codes import CodeKernels
 from edgekv.kernels.contract.evict import EvictKernels
 from edgekv.kernels.contract.ints import IntKernels
 from edgekv.kernels.contract.planes import PlaneKernels
 from edgekv.kernels.contract.retrieval import RetrievalKernels
 from edgekv.kernels.contract.segment import Codec, Segment, Visible
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-U64 = npt.NDArray[np.uint64]
+from edgekv.types import F32, I64, U8, U16, U64
 
 BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""

@@ -6,14 +6,7 @@ and step in float16.
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
+from edgekv.types import F32, U8, U16, U32, U64
 
 TABLE_BITS = 11
 """Bits of a decode table's index: no code word is longer."""

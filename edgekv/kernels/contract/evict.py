@@ -6,13 +6,7 @@ one must leave, and where in the text it stands.
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U16 = npt.NDArray[np.uint16]
+from edgekv.types import F32, I32, I64, U16
 
 
 class EvictKernels(Protocol):

@@ -7,12 +7,7 @@ low bits up. Scales are float16 bits. x must be finite.
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
+from edgekv.types import F32, U8, U16
 
 
 class IntKernels(Protocol):

@@ -10,14 +10,7 @@ the sign, 1 for x >= 0. x must be finite.
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-U64 = npt.NDArray[np.uint64]
+from edgekv.types import F32, U8, U16, U64
 
 CENTRE = 16
 CENTRES = 5

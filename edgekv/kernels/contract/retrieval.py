@@ -7,14 +7,7 @@ of n. A choice is a list of tokens per KV head and token of the query, shared by
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
+from edgekv.types import F32, I32, I64, U16, U32
 
 
 class RetrievalKernels(Protocol):

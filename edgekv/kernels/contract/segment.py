@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
+from edgekv.types import I32, I64
 
 
 class Codec(Protocol):

@@ -8,11 +8,11 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
 from edgekv.kernels.cpu.loops import address_of, aligned_size, call_put, scratch_memory, store_numbers
+from edgekv.types import F32
 
 FEW_TOKENS = 8  # more are encoded codec by codec
 

@@ -15,7 +15,6 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu.decoded import with_numbers
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, parallel_jit
@@ -23,6 +22,7 @@ from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_p
 from edgekv.kernels.cpu.plan import make_plan
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import MINUS_INFINITY, exp_of_negative, fill, raise_peak, weigh
+from edgekv.types import F32
 
 ZERO, ONE = np.array([0, 1], np.float32)
 

@@ -3,11 +3,11 @@
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.codes import F32, U8, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Scalar, fast_jit
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
 ROWS = 4  # that share a widened code

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRE, CENTRES
 from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
@@ -11,6 +11,7 @@ from edgekv.kernels.cpu.int4 import round_to_even
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.types import F32, U8, U16
 
 VECTOR = 4 * simd.LANES  # bytes
 ZERO, ONE, HALF, TWO, EIGHT = np.array([0, 1, 0.5, 2, 8], np.float32)

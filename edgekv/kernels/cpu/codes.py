@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import fast_jit
 from edgekv.kernels.cpu.loops import floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.types import F32, U8
 
 LANES = simd.LANES
 TILE = 2 * LANES

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import F32, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, put_loop, score_loop
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.types import F32, U16
 
 LANES = simd.LANES
 TILE = 4 * LANES

@@ -3,11 +3,11 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.evict import F32, I32, I64, U16
 from edgekv.kernels.cpu.half import float_to_half
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get
+from edgekv.types import F32, I32, I64, U16
 
 ZERO = np.float32(0)
 GONE, NEVER, WORD_BITS, LOW_WORD, LAST = np.array([-1, 2**31 - 1, 32, 2**32 - 1, 2**63 - 1], np.int64)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16, U64
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.codes import add_row
 from edgekv.kernels.cpu.half import as_float
@@ -18,6 +18,7 @@ from edgekv.kernels.cpu.refine import PENDING, add_planes, add_up, choose, estim
 from edgekv.kernels.cpu.rotate import rotate_back_row
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import fill
+from edgekv.types import F32, U8, U16, U64
 
 LANES = simd.LANES
 WORD_BITS = 64

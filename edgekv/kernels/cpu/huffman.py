@@ -6,7 +6,6 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.codes import F32, U8, U16, U32, U64
 from edgekv.kernels.cpu.byte_rows import ROWS, add_codes, add_constant, score_codes, weigh
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.huffman_decode import OVERRUN, RUN_TOKENS, RUNS, decode, run_gap
@@ -25,6 +24,7 @@ from edgekv.kernels.cpu.loops import (
     words32,
 )
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.types import F32, U8, U16, U32, U64
 
 SIZE_WORK, PACK_WORK = 4, 20  # of an element, in multiply-adds
 ZERO = np.float32(0)

@@ -8,10 +8,11 @@ must wait for the one before it.
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.codes import TABLE_BITS, U8, U16, U64
+from edgekv.kernels.contract.codes import TABLE_BITS
 from edgekv.kernels.cpu.bits import load_word, store_word
 from edgekv.kernels.cpu.jit import Scalar, jit
 from edgekv.kernels.cpu.scalar import get
+from edgekv.types import U8, U16, U64
 
 RUNS = 4
 RUN_TOKENS = BLOCK // RUNS

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.evict import F32, U16
 from edgekv.kernels.cpu.codes import (
     EIGHT_BITS,
     FOUR_BITS,
@@ -27,6 +26,7 @@ from edgekv.kernels.cpu.loops import (
     score_loop,
 )
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.types import F32, U16
 
 ROWS = 4  # that share an unpacked code
 N_BITS = 8  # of the numbers of a store

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import CHOSEN, KEYS, VALUES
 from edgekv.kernels.cpu.loops import Loop, Loops, address_of, aligned_size, scratch_memory, store_numbers
+from edgekv.types import F32
 
 PLAN = np.dtype(
     [

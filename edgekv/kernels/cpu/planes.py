@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U16, U64
-from edgekv.kernels.contract.codes import U32
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRE, CENTRES
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.centres import centre_scores, split
@@ -28,6 +27,7 @@ from edgekv.kernels.cpu.loops import (
 from edgekv.kernels.cpu.rotate import rotate_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.kernels.cpu.signs import pack_signs
+from edgekv.types import F32, U16, U32, U64
 
 LANES = simd.LANES
 TILE = 4 * LANES

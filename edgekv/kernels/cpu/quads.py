@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16
-from edgekv.kernels.contract.codes import U32
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import GAUSS_STEP, LEAST_WEIGHT
 from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
@@ -26,6 +25,7 @@ from edgekv.kernels.cpu.loops import (
 )
 from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.types import F32, U8, U16, U32
 
 LANES = simd.LANES
 TILE = 4 * LANES

@@ -3,13 +3,13 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.retrieval import U16
 from edgekv.kernels.cpu import dense
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.types import U16
 
 ZERO = np.float32(0)
 

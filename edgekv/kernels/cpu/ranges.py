@@ -8,7 +8,6 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kernels.cpu.decoded import as_numbers
@@ -24,6 +23,7 @@ from edgekv.kernels.cpu.loops import (
     store_numbers,
 )
 from edgekv.kernels.cpu.softmax import fill
+from edgekv.types import F32
 
 ZERO = np.float32(0)
 

@@ -5,7 +5,7 @@ Each step does the whole batch: what decides a token's way is then long known wh
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import FULL_VALUES, KEY_STEP, LARGEST_CORRECTION, PAIR_STEP
 from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.centres import split
@@ -14,6 +14,7 @@ from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit
 from edgekv.kernels.cpu.masks import add_where
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.kernels.cpu.softmax import exp_of_negative
+from edgekv.types import F32, U8
 
 LANES = simd.LANES
 TILE, VECTOR, STRIP = 4 * LANES, 4 * LANES, LANES // 8  # elements, bytes, bytes of LANES bits

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.retrieval import F32, I32, I64, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
@@ -13,6 +12,7 @@ from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, ints, numbers, score_loop
 from edgekv.kernels.cpu.masks import at_least, lowest_one
 from edgekv.kernels.cpu.scalar import address, count_ones, get, maximum, minimum, put
+from edgekv.types import F32, I32, I64, U16
 
 LANES = simd.LANES
 TILE = 4 * LANES

@@ -3,10 +3,10 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, parallel_jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.types import F32
 
 ELEMENT_WORK = 3  # load, rotate, store, in multiply-adds
 ONE = np.float32(1)

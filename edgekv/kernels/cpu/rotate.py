@@ -6,12 +6,12 @@ import numpy as np
 from llvmlite import ir
 from numba import prange
 
-from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.types import F32
 
 LANES = simd.LANES
 ROW_WORK = 2  # of one element, in multiply-adds

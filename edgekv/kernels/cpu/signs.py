@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U64
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import Args, Scalar, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, put_loop, score_loop, words
 from edgekv.kernels.cpu.rotate import multiply_row
 from edgekv.kernels.cpu.scalar import count_ones, get, put
+from edgekv.types import F32, U64
 
 WORD_BITS = 64
 LANES = simd.LANES

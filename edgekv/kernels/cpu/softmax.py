@@ -3,10 +3,11 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK, F32, I64
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, parallel_jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get, maximum, put
+from edgekv.types import F32, I64
 
 EXP_WORK = 3  # in multiply-adds
 LOWEST = np.float32(-87)  # exp below this is taken as 0

@@ -7,10 +7,10 @@ from numba import prange
 
 from edgekv.kernels import threads
 from edgekv.kernels.aligned import zeros
-from edgekv.kernels.contract.attention import F32
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import fast_jit, parallel_jit
 from edgekv.kernels.cpu.scalar import address, put
+from edgekv.types import F32
 
 PROBE_BYTES = 256 << 20  # far beyond any cache
 LANES = simd.LANES

@@ -6,7 +6,6 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.codes import F32, U8, U16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.bits import put_bits, shift_in_bits
 from edgekv.kernels.cpu.byte_rows import ROWS, add_codes, add_constant, score_codes
@@ -17,6 +16,7 @@ from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
 ENCODE_WORK = 4  # of an element, in multiply-adds

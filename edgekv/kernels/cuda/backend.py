@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
-
-I64 = npt.NDArray[np.int64]
+from edgekv.types import I64
 
 MOST_SHARES = 128  # blocks that share the tokens of a KV head
 MOST_CONSTANTS = 4096

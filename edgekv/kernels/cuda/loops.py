@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cuda.codec import THREADS, Codec, Queries, n_rounds, rows_at_once, strides, tiles_at_once
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.cuda.rotate import RotateKernels
-
-I64 = npt.NDArray[np.int64]
+from edgekv.types import I64
 
 SEES_ALL = 1 << 30
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import THREADS, strides
 from edgekv.kernels.cuda.program import Array, Launch, Program
-
-I64 = npt.NDArray[np.int64]
+from edgekv.types import I64
 
 SELECT_THREADS = 1024
 SPLIT_TOKENS = 16  # at least, of the chosen ones that a block adds up

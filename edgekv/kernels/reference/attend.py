@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK, F32
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.reference.dense import scores_f16
 from edgekv.kernels.reference.fier import sign_index
@@ -24,6 +24,7 @@ from edgekv.kernels.reference.rotate import rotate, rotate_back
 from edgekv.kernels.reference.signs import pack_sign_rows, scores_signs
 from edgekv.kernels.reference.softmax import softmax
 from edgekv.kernels.reference.visual import levels
+from edgekv.types import F32
 
 
 def attend(

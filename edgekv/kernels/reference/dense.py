@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import F32, U16
+from edgekv.types import F32, U16
 
 
 def encode_f16(x: F32, store: U16, t0: int) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.evict import F32, I32, I64, U16
+from edgekv.types import F32, I32, I64, U16
 
 
 def store_token(k: F32, v: F32, position: int, slots: I64, keys: U16, values: U16, positions: I32) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.retrieval import F32, U16, U32
+from edgekv.types import F32, U16, U32
 
 WORD_TOKENS = 32
 

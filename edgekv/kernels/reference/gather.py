@@ -3,9 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kernels.contract.attention import BLOCK, F32, I64, U16, U64
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import FULL_VALUES, KEY_STEP, LARGEST_CORRECTION, PAIR_STEP
 from edgekv.kernels.reference.signs import pack_sign_rows
+from edgekv.types import F32, I64, U16, U64
 
 
 def encode_planes(x: F32, step: F32, planes: U64, t0: int) -> None:

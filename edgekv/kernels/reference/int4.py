@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import F32, U8, U16
 from edgekv.kernels.reference.dense import values_f32
+from edgekv.types import F32, U8, U16
 
 LARGEST_F16 = np.float32(65504.0)
 

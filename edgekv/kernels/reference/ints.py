@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import F32, U8, U16
 from edgekv.kernels.reference.int4 import round_up_to_f16
+from edgekv.types import F32, U8, U16
 
 
 def encode_sym(x: F32, codes: U8, scale: U16, t0: int) -> None:

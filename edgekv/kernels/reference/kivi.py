@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import F32, U8, U16
 from edgekv.kernels.reference.int4 import LARGEST_F16, round_up_to_f16
 from edgekv.kernels.reference.ints import pack_codes, unpack_codes
+from edgekv.types import F32, U8, U16
 
 
 def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:

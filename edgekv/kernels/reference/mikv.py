@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.evict import F32
 from edgekv.kernels.reference.ints import unpack_codes
+from edgekv.types import F32
 
 
 def token_keys(codec: Any, t0: int, t1: int) -> F32:

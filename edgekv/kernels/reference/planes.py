@@ -3,9 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16, U64
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRE
 from edgekv.kernels.reference.signs import pack_sign_rows, pack_signs
+from edgekv.types import F32, U8, U16, U64
 
 LARGEST_F16 = 65504.0
 

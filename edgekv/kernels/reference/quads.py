@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U8, U16
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import GAUSS_STEP, LEAST_WEIGHT
 from edgekv.kernels.reference.planes import to_half
+from edgekv.types import F32, U8, U16
 
 PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code, in groups that divide a byte
 TOP_WEIGHT = np.float32(255)

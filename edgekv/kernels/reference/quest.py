@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.retrieval import U16
+from edgekv.types import U16
 
 
 def encode_pages(keys: U16, page: int, bounds: U16, b0: int, b1: int) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.retrieval import F32, I32, I64, U16
+from edgekv.types import F32, I32, I64, U16
 
 
 def select_top(s: F32, lo: I64, hi: I64, k: int, chosen: I32) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import F32
+from edgekv.types import F32
 
 
 def split_rope(

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import F32
+from edgekv.types import F32
 
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:

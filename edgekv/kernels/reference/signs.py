@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK, F32, U64
+from edgekv.kernels.contract.attention import BLOCK
+from edgekv.types import F32, U64
 
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import F32, I64
+from edgekv.types import F32, I64
 
 
 def softmax(s: F32, lo: I64, hi: I64) -> None:

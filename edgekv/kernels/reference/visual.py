@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.codes import F32, U8, U16
+from edgekv.types import F32, U8, U16
 
 
 def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:

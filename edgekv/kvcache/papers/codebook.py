@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from edgekv.kernels.contract.codes import TABLE_BITS, TABLE_SYMBOLS, U8, U16, U64
-from edgekv.kvcache.base import I64
+from edgekv.kernels.contract.codes import TABLE_BITS, TABLE_SYMBOLS
+from edgekv.types import I64, U8, U16, U64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kernels.contract.codes import TABLE_BITS, U8, U64
+from edgekv.kernels.contract.codes import TABLE_BITS
 from edgekv.kernels.memory import contiguous, to_host
-from edgekv.kvcache.base import F32, Array, Layout
+from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.papers.codebook import Codebook, gaussian_counts
+from edgekv.types import F32, U8, U64, Array
 
 WORD_BITS, WORD_BYTES = 64, 8
 PAGE_WORDS = 512

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from edgekv.kvcache.base import F32, Layout
+from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
+from edgekv.types import F32
 
 KEY_BLOCK = 32  # tokens that lie next to each other, so that a score loop runs over tokens
 

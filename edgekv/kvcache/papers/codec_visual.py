@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.kvcache.base import F32, Layout
+from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
+from edgekv.types import F32
 
 GROUPS = ("layer", "tensor", "head", "head+token")
 

@@ -12,11 +12,10 @@ import numpy.typing as npt
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import F32, I64, Array, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16
 from edgekv.kvcache.knobs import bad_knob
-
-I32 = npt.NDArray[np.int32]
+from edgekv.types import F32, I32, I64, Array
 
 BLOCK_ROWS = 512  # query rows whose scores over the prompt are alive at once
 

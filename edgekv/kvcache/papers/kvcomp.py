@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.base import F32, Geometry, Workspace
+from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.types import F32
 
 BLOCKS = (16, 32, 64, 128, 256)
 LEAST_STEP = 1 / 255  # codes are bytes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.kvcache.base import Array, Geometry, Layout
+from edgekv.kvcache.base import Geometry, Layout
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
+from edgekv.types import Array
 
 PAGES = (8, 16, 32)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.kvcache.base import F32
 from edgekv.kvcache.papers.evicting import LowestFirst, check_budget
+from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)

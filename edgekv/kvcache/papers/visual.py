@@ -10,11 +10,12 @@ from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import F32, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan, encode_span
 from edgekv.machine import format_bytes
+from edgekv.types import F32
 
 TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
 

@@ -160,8 +160,8 @@ def test_centres_are_the_kernels() -> None:
 
 def test_rotated_values_are_the_kernels() -> None:
     codes, scale, stored = np.zeros((G, T // 64, 4, D, 4), np.uint8), zeros("uint16"), zeros("float32", D)
-    numpy_kernels().encode_quads(NORMAL, codes, scale, 0)
-    numpy_kernels().values_quads(EACH, 0, codes, scale, 0, T, stored)
+    numpy_kernels().encode_interleaved(NORMAL, codes, scale, 0)
+    numpy_kernels().values_interleaved(EACH, 0, codes, scale, 0, T, stored)
     np.testing.assert_allclose(rounded_gauss(torch.from_numpy(NORMAL), 2).numpy(), stored, rtol=1e-5)
 
 

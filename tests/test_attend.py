@@ -15,7 +15,7 @@ from edgekv.kernels import cpu, reference
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
-from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
+from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
 
 F32 = npt.NDArray[np.float32]
@@ -52,7 +52,7 @@ def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
 def centred(bits: int) -> Callable[[Problem], tuple[Codec, Codec]]:
     return lambda p: (
         CentredSigns(p.g, p.length, p.d, **PLANES),  # type: ignore[arg-type]
-        QuadValues(p.g, p.length, p.d, bits=bits, seed=0),
+        InterleavedValues(p.g, p.length, p.d, bits=bits, seed=0),
     )
 
 

@@ -16,7 +16,7 @@ from edgekv.kernels.cuda.kinds import KINDS, VALUES
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tiers
 from edgekv.kvcache.base import Geometry, Workspace
-from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
+from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, SymmetricKeys, SymmetricValues
@@ -37,7 +37,7 @@ def planes(g: int, n: int, d: int) -> Pair:
 def signs(bits: int) -> Callable[[int, int, int], Pair]:
     return lambda g, n, d: (
         CentredSigns(g, n, d, planes=5, lam=0.9, seed=bits),
-        QuadValues(g, n, d, bits=bits, seed=bits),
+        InterleavedValues(g, n, d, bits=bits, seed=bits),
     )
 
 

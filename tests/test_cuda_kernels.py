@@ -202,7 +202,7 @@ def test_interleaved_values(device: OnDevice, bits: int) -> None:
     codes = np.zeros((case.g, case.capacity // 64, 2 * bits, case.d, 4), np.uint8)
     x = normal(generator(case), case.g, case.capacity, case.d)
     x[:, 0] = 0
-    store = device.check("encode_quads", x, codes, tokens, 0)[1:3]
+    store = device.check("encode_interleaved", x, codes, tokens, 0)[1:3]
     arrays, rotation = dict(zip(("codes", "scale"), store, strict=True)), Rotation(case.d, case.d, seed=0)
     check_values(device, case, "interleaved", arrays, rotation=rotation)
 
@@ -228,7 +228,7 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
         shape = (case.g, capacity // block, case.d) if side == "channels" else (case.g, capacity)
         ends, sizes = [np.zeros(shape, np.uint16) for _ in range(2)], (block,) if side == "channels" else ()
         codes = np.zeros(x.shape, np.uint8)
-        codes, *ends = device.check(f"quantise_{side}", x, relative_step, levels, *sizes, codes, *ends, 0)[-4:-1]
+        codes, *ends = device.check(f"quantize_{side}", x, relative_step, levels, *sizes, codes, *ends, 0)[-4:-1]
         book = Codebook.huffman(np.bincount(codes.ravel(), minlength=levels))
         bits = device.check("huffman_sizes", codes, book.lengths, np.zeros((case.g, capacity), np.uint16), 0)[2]
         strings = bits.reshape(case.g, -1, block)  # a view

@@ -72,13 +72,13 @@ def test_levels_are_as_specified(backend: object, relative_step: float, levels: 
     """Keys per channel of 16 tokens, values per token: the same rule along other axes."""
     x, d = awkward_rows(12), 12
     codes, ends = np.full(x.shape, POISON, np.uint8), np.full((2, 1, 3, d), HUGE_F16, np.uint16)
-    backend.quantise_channels(x, relative_step, levels, 16, codes, *ends, 1)  # type: ignore[attr-defined]
+    backend.quantize_channels(x, relative_step, levels, 16, codes, *ends, 1)  # type: ignore[attr-defined]
     for channel in range(d):
         low, step = widened(ends)[:, 0, 1, channel]
         check_unit(x[0, :, channel], codes[0, :, channel], low, step, relative_step, levels)
     assert (ends[:, :, [0, 2]] == HUGE_F16).all()
     ends = np.full((2, 1, 20), HUGE_F16, np.uint16)
-    backend.quantise_tokens(x, relative_step, levels, codes, *ends, 3)  # type: ignore[attr-defined]
+    backend.quantize_tokens(x, relative_step, levels, codes, *ends, 3)  # type: ignore[attr-defined]
     for t in range(16):
         low, step = widened(ends)[:, 0, 3 + t]
         check_unit(x[0, t], codes[0, t], low, step, relative_step, levels)
@@ -93,7 +93,7 @@ def test_error_is_half_a_step(relative_step: float) -> None:
         np.empty((2, 2, 640), np.uint16),
         round(1 / relative_step) + 1,
     )
-    cpu.quantise_tokens(x, relative_step, levels, codes, *ends, 0)
+    cpu.quantize_tokens(x, relative_step, levels, codes, *ends, 0)
     low, step = widened(ends)[..., None]
     in_steps = np.abs(low + step * codes - x) / step
     assert 0.49 < in_steps.max() <= 0.5 + 1e-3
@@ -110,8 +110,8 @@ def test_numba_quantises_to_the_same_bits(min_parallel_work: int, monkeypatch: p
                 for backend in (cpu, reference):
                     codes, channels = np.empty((2, *x.shape), np.uint8), np.zeros((2, len(x), 8, d), np.uint16)
                     tokens = np.zeros((2, len(x), 100), np.uint16)
-                    backend.quantise_channels(x, relative_step, 10, 32, codes[0], *channels, 1)
-                    backend.quantise_tokens(x, relative_step, 10, codes[1], *tokens, 3)
+                    backend.quantize_channels(x, relative_step, 10, 32, codes[0], *channels, 1)
+                    backend.quantize_tokens(x, relative_step, 10, codes[1], *tokens, 3)
                     results.append((codes, channels, tokens))
                 for actual, expected in zip(*results, strict=True):
                     np.testing.assert_array_equal(actual, expected)

@@ -20,7 +20,7 @@ from edgekv.kernels.contract.planes import (
     PlaneKernels,
 )
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.reference import gather, quads
+from edgekv.kernels.reference import gather, interleaved_values
 from edgekv.kernels.reference import planes as plain
 from edgekv.kvcache.codec_planes import Rotation
 
@@ -74,7 +74,7 @@ def filled(backend: PlaneKernels, case: Case, bits: int = 2) -> tuple[Store, npt
     left = keys.copy()
     values = normal(rng, case.g, case.capacity, case.d)
     step = 0.4 * np.abs(normal(rng, case.g, case.capacity)) + np.float32(0.1)
-    backend.encode_quads(values, store.quads, store.value_scale, 0)
+    backend.encode_interleaved(values, store.quads, store.value_scale, 0)
     keys -= np.where(keys >= 0, 4 * step[..., None], -4 * step[..., None])
     backend.encode_planes(keys, 2 * step, store.fine, 0)
     backend.encode_planes(values, 4 * step, store.top, 0)
@@ -155,11 +155,13 @@ def test_quads_sum_what_they_stored(backend: PlaneKernels, bits: int) -> None:
     case = SMALL
     store, x = Store(case, bits), normal(np.random.default_rng(2), case.g, case.capacity, case.d)
     x[0, 5] = 0
-    backend.encode_quads(x, store.quads, store.value_scale, 0)
+    backend.encode_interleaved(x, store.quads, store.value_scale, 0)
     p = np.zeros((case.g, case.capacity, case.capacity), np.float32)
     p[:] = np.eye(case.capacity)
     out = np.zeros((case.g, case.capacity, case.d), np.float32)
-    quads.values_quads(p, 0, store.quads, store.value_scale, 0, case.capacity, out)  # one token a row
+    interleaved_values.values_interleaved(
+        p, 0, store.quads, store.value_scale, 0, case.capacity, out
+    )  # one token a row
     assert not out[0, 5].any()
     length = np.square(x.astype(float)).sum(2)
     np.testing.assert_allclose((out * x.astype(float)).sum(2), length, rtol=2e-3)  # not shrunk

@@ -72,7 +72,7 @@ def rounded_means(x: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def rounded_gauss(x: Tensor, bits: int) -> Tensor:
-    """What `kernels.encode_quads` stores: uniform levels for a Gaussian, with the scale that keeps x's length."""
+    """What `kernels.encode_interleaved` stores: uniform levels for a Gaussian, scaled to the length of x."""
     square = x.square().sum(-1, keepdim=True)
     step = (square / x.shape[-1]).sqrt() * GAUSS_STEP[bits]
     levels = midpoints(x / step.where(step > 0, 1.0), torch.ones_like(step), 2 ** (bits - 1))

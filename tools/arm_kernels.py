@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels import numba_kernels
-from edgekv.kernels.cpu import dense, fier, gather, int4, ints, kivi, planes, quads, retrieval, signs
+from edgekv.kernels.cpu import dense, fier, gather, int4, interleaved_values, ints, kivi, planes, retrieval, signs
 from edgekv.kernels.cpu.loops import Loop
 
 
@@ -87,8 +87,10 @@ KERNELS = {
     "h1b values": Kernel("int4._add_row", compiled(int4.INT4.add), FLOAT, 128),
     "onebit scores": Kernel("planes._score_block", compiled(planes.CENTRED.score), COUNT, 5 * 128, (32 / 5, 32)),
     "onebit centres": Kernel("centres.centre_scores", nothing, DOT, 20),
-    "onebit values": Kernel("quads._add_tile", compiled(quads.INTERLEAVED.add), DOT, 128, (4,)),
-    "onebit values, 2 rows": Kernel("quads._add_two_tiles", nothing, DOT, 128, (8,)),
+    "onebit values": Kernel(
+        "interleaved_values._add_tile", compiled(interleaved_values.INTERLEAVED.add), DOT, 128, (4,)
+    ),
+    "onebit values, 2 rows": Kernel("interleaved_values._add_two_tiles", nothing, DOT, 128, (8,)),
     "bitplane key unpacked": Kernel("refine.estimate", compiled(gather.PLANE_VALUES.again), SHIFTS, 512),
     "bitplane key": Kernel("refine.estimate", nothing, DOT, 512, (1, 1)),
     "bitplane value, 4 planes": Kernel("refine.add_planes", nothing, TESTS, 512),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
+from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import Codec, Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.h1b import DEFAULT_TAU
@@ -69,7 +69,9 @@ class FlooredLevels(SplitLevels):
 
 def _onebit(bits: int) -> Callable[..., Pair]:
     def pair(*shape: int, group: int) -> Pair:
-        return CentredSigns(*shape, planes=PLANES, lam=LAM, seed=SEED), QuadValues(*shape, bits=bits, seed=SEED)
+        return CentredSigns(*shape, planes=PLANES, lam=LAM, seed=SEED), InterleavedValues(
+            *shape, bits=bits, seed=SEED
+        )
 
     return pair
 

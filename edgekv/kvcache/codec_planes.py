@@ -112,7 +112,7 @@ class CentredSigns(Codec):
         return
 
 
-class QuadValues(Codec):
+class InterleavedValues(Codec):
     """``bits`` per element of P v, with one scale: the best uniform levels for a Gaussian, not shrunk."""
 
     kind = "interleaved"
@@ -139,7 +139,7 @@ class QuadValues(Codec):
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
-        self.kernels.encode_quads(self.rotation.forward(x, self.kernels), a["codes"], a["scale"], t0)
+        self.kernels.encode_interleaved(self.rotation.forward(x, self.kernels), a["codes"], a["scale"], t0)
 
 
 class PlaneKeys(CentredSigns):

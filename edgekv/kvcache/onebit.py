@@ -11,7 +11,7 @@ import numpy as np
 from edgekv.errors import CacheError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codec_planes import CentredSigns, QuadValues
+from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.windowed import Sizes, Windowed
@@ -89,7 +89,7 @@ class OneBit(Windowed):
     def codecs(self, geometry: Geometry, capacity: int, knobs: OneBitKnobs) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
         self.keys = CentredSigns(*shape, planes=knobs.planes, lam=knobs.key_scale, seed=knobs.seed)
-        return self.keys, QuadValues(*shape, bits=knobs.v_bits, seed=knobs.seed)
+        return self.keys, InterleavedValues(*shape, bits=knobs.v_bits, seed=knobs.seed)
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
         """``lam`` () of all layers, or (1,) or (n_kv_heads,) of this one."""

@@ -19,7 +19,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import CACHE_LINE_BYTES
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import Layout, Workspace, layout_bytes
-from edgekv.kvcache.codec_planes import CentredSigns, PlaneKeys, PlaneValues, QuadValues
+from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, WORD, Codec
 from edgekv.types import F32, Array
 
@@ -65,7 +65,7 @@ def _signs(bits: int) -> Callable[[Shape, int], Pair]:
     def codecs(shape: Shape, n: int) -> Pair:
         size = shape.n_kv_heads, n, shape.head_dim
         keys = CentredSigns(*size, planes=PLANES, lam=LAM, seed=SEED)
-        return keys, QuadValues(*size, bits=bits, seed=SEED)
+        return keys, InterleavedValues(*size, bits=bits, seed=SEED)
 
     return codecs
 
@@ -294,7 +294,7 @@ def _decode_planes(codec: PlaneValues, t0: int, t1: int) -> F32:
     return out
 
 
-def _decode_quads(codec: QuadValues, t0: int, t1: int) -> F32:
+def _decode_interleaved(codec: InterleavedValues, t0: int, t1: int) -> F32:
     """The sum over values with a weight of 1 for one of them: exact, as weights are rounded in each block."""
     like, n_kv_heads = codec.arrays["codes"], codec.n_kv_heads
     out = np.zeros_like(like, np.float32, shape=(n_kv_heads, t1 - t0, codec.head_dim))
@@ -309,7 +309,7 @@ def _decode_quads(codec: QuadValues, t0: int, t1: int) -> F32:
 DECODERS: dict[type[Codec], Callable[[Any, int, int], F32]] = {
     F16: lambda codec, t0, t1: codec.decode(t0, t1),
     PlaneValues: _decode_planes,
-    QuadValues: _decode_quads,
+    InterleavedValues: _decode_interleaved,
 }
 
 

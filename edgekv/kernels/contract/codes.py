@@ -22,7 +22,7 @@ from the lowest up, their joint length in bits 56..59, their number in bits 60..
 class CodeKernels(Protocol):
     """What a backend provides for entropy-coded and bit-plane stores."""
 
-    def quantise_channels(
+    def quantize_channels(
         self, x: F32, relative_step: float, levels: int, block: int, codes: U8, low: U16, step: U16, b0: int
     ) -> None:
         """Levels of x (G, n, D), n a multiple of `block`, per channel of `block` tokens: KVComp's keys.
@@ -33,10 +33,10 @@ class CodeKernels(Protocol):
         levels = round(1 / relative_step) + 1 no element is further than step / 2 from its level. x must be finite.
         """
 
-    def quantise_tokens(
+    def quantize_tokens(
         self, x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int
     ) -> None:
-        """`quantise_channels` per token of x (G, n, D): KVComp's values. low, step (G, cap) from token t0 on."""
+        """`quantize_channels` per token of x (G, n, D): KVComp's values. low, step (G, cap) from token t0 on."""
 
     def huffman_sizes(self, codes: U8, lengths: U8, bits: U16, t0: int) -> None:
         """bits[:, t0 : t0 + n] (G, cap) = sum of lengths[code] over each token of codes (G, n, D)."""

@@ -62,7 +62,7 @@ class PlaneKernels(Protocol):
         scale (G, cap) = |x|_2 ** 2 / |x|_1: sign(x) * scale has the inner product |x|_2 ** 2 with x (RaBitQ).
         """
 
-    def encode_quads(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
+    def encode_interleaved(self, x: F32, codes: U8, scale: U16, t0: int) -> None:
         """Stores x (G, n, D), n and t0 multiples of 64, in codes of b bits at blocks of 64 tokens; any D.
 
         codes (G, cap / 64, 2 * b, D, 4). For 4, 2 and 1 bits, byte [q, d, i] has element d of the tokens

@@ -9,11 +9,11 @@ from edgekv.kernels.cpu.fier import encode_fier
 from edgekv.kernels.cpu.gather import encode_planes
 from edgekv.kernels.cpu.huffman import huffman_pack, huffman_sizes
 from edgekv.kernels.cpu.int4 import encode_int4
+from edgekv.kernels.cpu.interleaved_values import encode_interleaved
 from edgekv.kernels.cpu.ints import encode_sym
 from edgekv.kernels.cpu.kivi import encode_kivi_keys, encode_kivi_values
-from edgekv.kernels.cpu.levels import quantise_channels, quantise_tokens
+from edgekv.kernels.cpu.levels import quantize_channels, quantize_tokens
 from edgekv.kernels.cpu.planes import encode_signs
-from edgekv.kernels.cpu.quads import encode_quads
 from edgekv.kernels.cpu.quest import encode_pages
 from edgekv.kernels.cpu.ranges import scores, sums
 from edgekv.kernels.cpu.retrieval import select_top
@@ -32,12 +32,12 @@ __all__ = [
     "encode_f32",
     "encode_fier",
     "encode_int4",
+    "encode_interleaved",
     "encode_kivi_keys",
     "encode_kivi_values",
     "encode_levels",
     "encode_pages",
     "encode_planes",
-    "encode_quads",
     "encode_signs",
     "encode_sym",
     "evict_lowest",
@@ -48,8 +48,8 @@ __all__ = [
     "pack_sign_rows",
     "pack_signs",
     "project",
-    "quantise_channels",
-    "quantise_tokens",
+    "quantize_channels",
+    "quantize_tokens",
     "scores",
     "select_top",
     "softmax",

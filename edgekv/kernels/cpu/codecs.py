@@ -6,11 +6,11 @@ from edgekv.kernels.cpu import (
     gather,
     huffman,
     int4,
+    interleaved_values,
     ints,
     kivi,
     mikv,
     planes,
-    quads,
     quest,
     retrieval,
     signs,
@@ -41,7 +41,7 @@ VALUES: dict[str, Loops] = {
     "huffman_values": huffman.VALUES,
     "levels": visual.LEVELS,
     "int4": int4.INT4,
-    "interleaved": quads.INTERLEAVED,
+    "interleaved": interleaved_values.INTERLEAVED,
     "plane_values": gather.PLANE_VALUES,
 }
 

@@ -14,24 +14,24 @@ QUANTISE_WORK = 4  # of an element, in multiply-adds
 ZERO, ONE = np.array([0, 1], np.float32)
 
 
-def quantise_channels(
+def quantize_channels(
     x: F32, relative_step: float, levels: int, block: int, codes: U8, low: U16, step: U16, b0: int
 ) -> None:
     n_blocks = x.shape[1] // block
     ends = np.empty((len(x) * n_blocks, 2, x.shape[2]), np.float32)
     scale = np.float32(relative_step), np.float32(levels - 1)
     args = np.ascontiguousarray(x), *scale, block, codes, low, step, b0, ends
-    run(_quantise_blocks, _quantise_blocks_parallel, len(x) * n_blocks, QUANTISE_WORK * x.size, args)
+    run(_quantize_blocks, _quantize_blocks_parallel, len(x) * n_blocks, QUANTISE_WORK * x.size, args)
 
 
-def quantise_tokens(x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int) -> None:
+def quantize_tokens(x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int) -> None:
     scale = np.float32(relative_step), np.float32(levels - 1)
     args = np.ascontiguousarray(x), *scale, codes, low, step, t0
-    run(_quantise_tokens, _quantise_tokens_parallel, x.shape[0] * x.shape[1], QUANTISE_WORK * x.size, args)
+    run(_quantize_tokens, _quantize_tokens_parallel, x.shape[0] * x.shape[1], QUANTISE_WORK * x.size, args)
 
 
 @jit
-def _quantise_blocks(first: int, last: int, args: Args) -> None:
+def _quantize_blocks(first: int, last: int, args: Args) -> None:
     x, relative_step, highest, block, codes, low, step, b0, ends = args
     (_, _, head_dim), n_blocks = x.shape, x.shape[1] // block
     x, codes, ends = x.reshape(-1), codes.reshape(-1), ends.reshape(-1)
@@ -59,13 +59,13 @@ def _quantise_blocks(first: int, last: int, args: Args) -> None:
 
 
 @parallel_jit
-def _quantise_blocks_parallel(n_parts: int, n_items: int, args: Args) -> None:
+def _quantize_blocks_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
-        _quantise_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+        _quantize_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit
-def _quantise_tokens(first: int, last: int, args: Args) -> None:
+def _quantize_tokens(first: int, last: int, args: Args) -> None:
     x, relative_step, highest, codes, low, step, t0 = args
     _, n_tokens, head_dim = x.shape
     x, codes = x.reshape(-1), codes.reshape(-1)
@@ -81,9 +81,9 @@ def _quantise_tokens(first: int, last: int, args: Args) -> None:
 
 
 @parallel_jit
-def _quantise_tokens_parallel(n_parts: int, n_items: int, args: Args) -> None:
+def _quantize_tokens_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
-        _quantise_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+        _quantize_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

@@ -7,7 +7,7 @@ __device__ __forceinline__ u16 relative_step_of(float least_x, float largest, fl
 }
 
 // Per channel of `block` tokens. Grid (blocks of x, G).
-extern "C" __global__ void quantise_channels(const float* x, int stride, int n, int d, float relative, int levels, int block,
+extern "C" __global__ void quantize_channels(const float* x, int stride, int n, int d, float relative, int levels, int block,
                                              u8* codes, u16* low, u16* step, int blocks, int b0)
 {
     i64 at = ((i64)blockIdx.y * blocks + b0 + blockIdx.x) * d;
@@ -24,7 +24,7 @@ extern "C" __global__ void quantise_channels(const float* x, int stride, int n, 
 }
 
 // Per token. Grid (n, G), a warp each.
-extern "C" __global__ void quantise_tokens(const float* x, int stride, int d, float relative, int levels, u8* codes, u16* low,
+extern "C" __global__ void quantize_tokens(const float* x, int stride, int d, float relative, int levels, u8* codes, u16* low,
                                            u16* step, int capacity, int t0)
 {
     const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;

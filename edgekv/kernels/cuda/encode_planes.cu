@@ -83,7 +83,7 @@ __device__ u16 gauss_levels(const float* from, int d, int bits, u8* levels)
 }
 
 // Blocks of 64 tokens as in edgekv.kernels.contract.planes. Grid (n / 64, G); levels is scratch (G, n, d).
-extern "C" __global__ void encode_quads(const float* x, int d, int bits, u8* levels, u8* codes,
+extern "C" __global__ void encode_interleaved(const float* x, int d, int bits, u8* levels, u8* codes,
                                         int blocks, u16* scale, int capacity, int b0)
 {
     i64 first = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * TILE;

@@ -12,7 +12,7 @@ PACK_THREADS = 256
 
 
 class HuffmanKernels(Backend):
-    def quantise_channels(
+    def quantize_channels(
         self,
         x: Array,
         relative_step: float,
@@ -25,16 +25,16 @@ class HuffmanKernels(Backend):
     ) -> None:
         n_kv_heads, n, d = x.shape
         x, stride = per_head(x)
-        launch = Launch(ENCODE, "quantise_channels", (n // block, n_kv_heads), THREADS)
+        launch = Launch(ENCODE, "quantize_channels", (n // block, n_kv_heads), THREADS)
         form = float(relative_step), levels, block
         self.driver.launch(launch, x, stride, n, d, *form, codes, low, step, low.shape[1], b0)
 
-    def quantise_tokens(
+    def quantize_tokens(
         self, x: Array, relative_step: float, levels: int, codes: Array, low: Array, step: Array, t0: int
     ) -> None:
         n_kv_heads, n, d = x.shape
         x, stride = per_head(x)
-        launch = Launch(ENCODE, "quantise_tokens", (n, n_kv_heads), 32)
+        launch = Launch(ENCODE, "quantize_tokens", (n, n_kv_heads), 32)
         form = float(relative_step), levels
         self.driver.launch(launch, x, stride, d, *form, codes, low, step, low.shape[1], t0)
 

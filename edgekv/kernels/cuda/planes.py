@@ -30,11 +30,11 @@ class PlaneKernels(SignKernels):
         launch = Launch(encode_program(), "pack_queries", (step.size,), min(THREADS, d))
         self.driver.launch(launch, q, d, planes.shape[2], planes, step, rounded)
 
-    def encode_quads(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
+    def encode_interleaved(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
         bits = codes.shape[2] // 2
         levels = self.scratch("levels", x.shape, np.uint8)
-        launch = Launch(encode_program(bits), "encode_quads", (n // TILE, n_kv_heads), THREADS)
+        launch = Launch(encode_program(bits), "encode_interleaved", (n // TILE, n_kv_heads), THREADS)
         store = codes, codes.shape[1], scale, scale.shape[1]
         self.driver.launch(launch, x, d, bits, levels, *store, t0 // TILE)
 
@@ -46,6 +46,6 @@ class PlaneKernels(SignKernels):
 
 @functools.cache
 def encode_program(bits: int = 1) -> Program:
-    """encode_planes.cu; ``bits`` of the codes of `encode_quads`."""
+    """encode_planes.cu; ``bits`` of the codes of `encode_interleaved`."""
     macros = ("MOST_CHANNELS", MOST_CHANNELS), ("GAUSS_STEP", str(GAUSS_STEP[bits]))
     return Program(("scales", "encode_planes"), macros, exact=True)

@@ -8,14 +8,14 @@ from edgekv.kernels.reference.gather import encode_planes
 from edgekv.kernels.reference.huffman import (
     huffman_pack,
     huffman_sizes,
-    quantise_channels,
-    quantise_tokens,
+    quantize_channels,
+    quantize_tokens,
 )
 from edgekv.kernels.reference.int4 import encode_int4
+from edgekv.kernels.reference.interleaved_values import encode_interleaved
 from edgekv.kernels.reference.ints import encode_sym
 from edgekv.kernels.reference.kivi import encode_kivi_keys, encode_kivi_values
 from edgekv.kernels.reference.planes import encode_centres, encode_signs
-from edgekv.kernels.reference.quads import encode_quads
 from edgekv.kernels.reference.quest import encode_pages
 from edgekv.kernels.reference.retrieval import select_top
 from edgekv.kernels.reference.rope import split_rope
@@ -33,12 +33,12 @@ __all__ = [
     "encode_f32",
     "encode_fier",
     "encode_int4",
+    "encode_interleaved",
     "encode_kivi_keys",
     "encode_kivi_values",
     "encode_levels",
     "encode_pages",
     "encode_planes",
-    "encode_quads",
     "encode_signs",
     "encode_sym",
     "evict_lowest",
@@ -49,8 +49,8 @@ __all__ = [
     "pack_sign_rows",
     "pack_signs",
     "project",
-    "quantise_channels",
-    "quantise_tokens",
+    "quantize_channels",
+    "quantize_tokens",
     "scores",
     "select_top",
     "softmax",

@@ -14,11 +14,11 @@ from edgekv.kernels.reference.fier import sign_index
 from edgekv.kernels.reference.gather import attend_planes
 from edgekv.kernels.reference.huffman import huffman_keys, huffman_values
 from edgekv.kernels.reference.int4 import values_int4
+from edgekv.kernels.reference.interleaved_values import values_interleaved
 from edgekv.kernels.reference.ints import decode_symmetric, symmetric
 from edgekv.kernels.reference.kivi import kivi_keys, kivi_values
 from edgekv.kernels.reference.mikv import token_keys
 from edgekv.kernels.reference.planes import pack_queries, scores_centred
-from edgekv.kernels.reference.quads import values_quads
 from edgekv.kernels.reference.retrieval import scores_f16_at, values_f16_at
 from edgekv.kernels.reference.rotate import rotate, rotate_back
 from edgekv.kernels.reference.signs import pack_sign_rows, scores_signs
@@ -142,7 +142,7 @@ def _int4_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
 
 def _interleaved_sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     rotated = np.zeros_like(out)
-    values_quads(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, rotated)
+    values_interleaved(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, rotated)
     rotate_back(codec.rotation, rotated, out)
 
 

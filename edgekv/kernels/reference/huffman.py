@@ -11,7 +11,7 @@ from edgekv.types import F32, U8, U16, U32, U64
 WORD_BITS = 64
 
 
-def quantise_channels(
+def quantize_channels(
     x: F32, relative_step: float, levels: int, block: int, codes: U8, low: U16, step: U16, b0: int
 ) -> None:
     blocks = slice(b0, b0 + x.shape[1] // block)
@@ -21,7 +21,7 @@ def quantise_channels(
     codes[...] = _levels(units, *scale, levels).reshape(x.shape)
 
 
-def quantise_tokens(x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int) -> None:
+def quantize_tokens(x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int) -> None:
     tokens = slice(t0, t0 + x.shape[1])
     low[:, tokens], step[:, tokens] = _scale(x.min(axis=2), x.max(axis=2), relative_step)
     codes[...] = _levels(x, low[:, tokens, None], step[:, tokens, None], levels)

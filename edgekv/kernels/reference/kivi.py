@@ -14,7 +14,7 @@ def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     n_bytes, group = codes.shape[2:]
     groups = slice(t0 // group, (t0 + n_tokens) // group)
     parts = x.reshape(n_kv_heads, -1, group, head_dim)
-    levels = _quantise(parts, 2, 8 * n_bytes // head_dim, step[:, groups], low[:, groups])
+    levels = _quantize(parts, 2, 8 * n_bytes // head_dim, step[:, groups], low[:, groups])
     codes[:, groups] = pack_codes(levels, n_bytes).transpose(0, 1, 3, 2)
 
 
@@ -22,7 +22,7 @@ def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     n_kv_heads, n_tokens, head_dim = x.shape
     tokens, n_bytes = slice(t0, t0 + n_tokens), codes.shape[2]
     spans = x.reshape(n_kv_heads, n_tokens, step.shape[1], -1).transpose(0, 2, 1, 3)
-    levels = _quantise(spans, 3, 8 * n_bytes // head_dim, step[:, :, tokens], low[:, :, tokens])
+    levels = _quantize(spans, 3, 8 * n_bytes // head_dim, step[:, :, tokens], low[:, :, tokens])
     codes[:, tokens] = pack_codes(levels.transpose(0, 2, 1, 3).reshape(x.shape), n_bytes)
 
 
@@ -43,7 +43,7 @@ def kivi_values(codec: Any, t0: int, t1: int) -> F32:
     return values
 
 
-def _quantise(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:
+def _quantize(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:
     """Codes of x, whose elements along the axis share a step and a low end; fills those two."""
     top = np.float32(2**n_bits - 1)
     least = np.clip(x.min(axis), -LARGEST_F16, LARGEST_F16) + np.float32(0)  # no -0

@@ -194,7 +194,7 @@ class HuffmanKeys(HuffmanCodec):
 
     def quantise(self, x: F32, t0: int) -> U8:
         codes, (low, step) = np.empty_like(x, np.uint8), (self.arrays["low"], self.arrays["step"])
-        self.kernels.quantise_channels(
+        self.kernels.quantize_channels(
             x, self.relative_step, self.levels, self.block, codes, low, step, t0 // self.block
         )
         return codes
@@ -215,5 +215,5 @@ class HuffmanValues(HuffmanCodec):
 
     def quantise(self, x: F32, t0: int) -> U8:
         codes, (low, step) = np.empty_like(x, np.uint8), (self.arrays["low"], self.arrays["step"])
-        self.kernels.quantise_tokens(x, self.relative_step, self.levels, codes, low, step, t0)
+        self.kernels.quantize_tokens(x, self.relative_step, self.levels, codes, low, step, t0)
         return codes

@@ -11,7 +11,7 @@ PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code, in groups that
 TOP_WEIGHT = np.float32(255)
 
 
-def encode_quads(x: F32, codes: U8, scale: U16, t0: int) -> None:
+def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
     g, n, d = x.shape
     bits = codes.shape[2] // 2
     levels, step = gauss_levels(x, bits)
@@ -29,7 +29,7 @@ def encode_quads(x: F32, codes: U8, scale: U16, t0: int) -> None:
         row += 2 * part
 
 
-def values_quads(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
+def values_interleaved(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
     bits = codes.shape[2] // 2
     middle = np.float32((2**bits - 1) / 2)
     for block in range(t0 // BLOCK, -(-t1 // BLOCK)):

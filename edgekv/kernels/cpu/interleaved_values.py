@@ -39,7 +39,7 @@ Scale = tuple[Scalar, Scalar]
 LARGEST_F16 = np.float64(65504)
 
 
-def encode_quads(x: F32, codes: U8, scale: U16, t0: int) -> None:
+def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
     bits = codes.shape[2] // 2
     args = np.ascontiguousarray(x), codes, scale, t0, bits, GAUSS_STEP[bits]
     run(_encode_blocks, _encode_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)

@@ -17,20 +17,22 @@ from pages import rewrite
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "performance.md", ROOT / "docs" / "data"
 BLOCK = re.compile(r"(<!-- (\w+): (\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
-PARTS = ("matmul", "append", "choose", "attend", "rope", "sampling", "python")
+ORDER = ("matmul", "append", "score", "select", "value", "choose", "attend", "rope", "sampling", "python")
 
 
 def bench(facts: dict[str, Any]) -> list[str]:
-    s = facts["settings"]
+    """A table of `edgekv bench --json`, with the parts that the file has."""
+    s, measured = facts["settings"], facts["timings"][0]["parts"]
+    columns = [part for part in ORDER if part in measured]
     lines = [
         f"`{s['model']}`, {s['layers']} layers, {s['weights']} weights; {machine(facts)}, {s['threads']} threads, "
         f"memory read at {facts['bandwidth'] / 1e9:.1f} GB/s.",
         "",
-        f"| `--kv` | depth | ms/token | {' | '.join(PARTS)} | attention/layer | MB read/layer | GB/s | x floor |",
-        "|---|" + "---|" * (len(PARTS) + 6),
+        f"| `--kv` | depth | ms/token | {' | '.join(columns)} | attention/layer | MB read/layer | GB/s | x floor |",
+        "|---|" + "---|" * (len(columns) + 6),
     ]
     for t in facts["timings"]:
-        parts = " | ".join(f"{t['parts'][part]:.2f}" for part in PARTS)
+        parts = " | ".join(f"{t['parts'][part]:.2f}" for part in columns)
         lines.append(
             f"| `{t['kv'].partition(':')[0]}` | {t['depth']:,} | {t['token_ms']:.2f} | {parts} | "
             f"{t['attention_ms_layer']:.3f} | {t['bytes_read_layer'] / 1e6:.1f} | {t['gb_per_s']:.1f} | "

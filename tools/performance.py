@@ -28,7 +28,8 @@ def bench(facts: dict[str, Any]) -> list[str]:
         f"`{s['model']}`, {s['layers']} layers, {s['weights']} weights; {machine(facts)}, {s['threads']} threads, "
         f"memory read at {facts['bandwidth'] / 1e9:.1f} GB/s.",
         "",
-        f"| `--kv` | depth | ms/token | {' | '.join(columns)} | attention/layer | MB read/layer | GB/s | x floor |",
+        f"| `--kv` | depth | ms/token | {' | '.join(columns)} "
+        "| attention/layer | MB read/layer | GB/s | x floor |",
         "|---|" + "---|" * (len(columns) + 6),
     ]
     for t in facts["timings"]:

@@ -259,9 +259,12 @@ def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch:
     there.allocate(device.kernels, Workspace(device.driver))  # type: ignore[arg-type]
     rng, seen = np.random.default_rng(1), set()
     offset = 2 * normal(rng, 2, 1, 64)
-    for n in (1, 70, *(1, 63) * 7, 1):
-        q = normal(rng, 6, n, 64) / 4
-        k, v = normal(rng, 2, n, 64) + offset, normal(rng, 2, n, 64)
+    for unread, n in ((0, 1), (68, 2), *(((0, 1), (61, 2)) * 7), (0, 1)):
+        k, v = normal(rng, 2, unread + n, 64) + offset, normal(rng, 2, unread + n, 64)
+        if unread:
+            here.extend(k[:, :unread], v[:, :unread])
+            there.extend(device.up(k[:, :unread].copy()), device.up(v[:, :unread].copy()))
+        q, k, v = normal(rng, 6, n, 64) / 4, k[:, unread:].copy(), v[:, unread:].copy()
         expected = here.attend(q, k, v)
         actual = to_host(there.attend(*map(device.up, (q, k, v))))
         assert np.linalg.norm(actual - expected) < 2 * TOLERANCE * np.linalg.norm(expected)

@@ -22,6 +22,7 @@ from edgekv.version import __version__
 
 if TYPE_CHECKING:
     from edgekv.chat.conversation import Chat as Chat
+    from edgekv.kernels.contract.segment import Segment as Segment
     from edgekv.kvcache.base import Geometry as Geometry
     from edgekv.kvcache.base import KVCache as KVCache
     from edgekv.kvcache.base import Layout as Layout
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import register as register
     from edgekv.kvcache.spec import CacheSpec as CacheSpec
+    from edgekv.kvcache.windowed import Windowed as Windowed
     from edgekv.session.generation import Step as Step
     from edgekv.session.options import LoadOptions as LoadOptions
     from edgekv.session.report import RunReport as RunReport
@@ -58,10 +60,12 @@ __all__ = [
     "PowerError",
     "RunReport",
     "SamplingParams",
+    "Segment",
     "Session",
     "SessionError",
     "Step",
     "TokenizerError",
+    "Windowed",
     "__version__",
     "register",
 ]
@@ -81,8 +85,10 @@ _HOMES = {
     "LoadOptions": "session.options",
     "RunReport": "session.report",
     "SamplingParams": "session.sampling_params",
+    "Segment": "kernels.contract.segment",
     "Session": "session.session",
     "Step": "session.generation",
+    "Windowed": "kvcache.windowed",
     "register": "kvcache.registry",
 }
 

@@ -1,4 +1,4 @@
-"""Attention in one call: the fast backend against the plain one, for every pair of codecs that a scheme uses."""
+"""Attention in one call: the fast backend against the plain one, for every kind of codec that it reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from edgekv.kernels import cpu, reference
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.cpu.codecs import KEYS, VALUES
+from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
+from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
+from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, SymmetricKeys, SymmetricValues
+from edgekv.kvcache.papers.codec_visual import LevelSpan
+from edgekv.kvcache.papers.mikv import TokenKeys
 
 F32 = npt.NDArray[np.float32]
 PLANES = {"planes": 5, "lam": 0.9, "seed": 0}
@@ -32,6 +38,11 @@ class Problem:
     length: int
     n: int
     sliding_window: int | None = None
+
+    @property
+    def store(self) -> tuple[int, int, int]:
+        """n_kv_heads, capacity, head_dim"""
+        return self.g, self.length, self.d
 
 
 PROBLEMS = (
@@ -61,6 +72,26 @@ def two_stages(p: Problem) -> tuple[Codec, Codec]:
     return keys, PlaneValues(keys, n_rep=p.r, threshold=2.5e-3)
 
 
+def integers(bits: int) -> Callable[[Problem], tuple[Codec, Codec]]:
+    return lambda p: (SymmetricKeys(*p.store, bits), SymmetricValues(*p.store, bits))
+
+
+class Rounded(Codec):
+    """A codec from outside of edgekv: it has no loops, and is read through `decode`."""
+
+    kind = "decoded"
+    token_bytes = 1
+
+    def layout(self) -> Layout:
+        return {"eighths": ((self.n_kv_heads, self.capacity, self.head_dim), "int8")}
+
+    def encode(self, x: F32, t0: int) -> None:
+        self.arrays["eighths"][:, t0 : t0 + x.shape[1]] = np.rint(8 * x)
+
+    def decode(self, t0: int, t1: int) -> F32:
+        return self.arrays["eighths"][:, t0:t1] / np.float32(8)
+
+
 # The largest error over PROBLEMS, measured, times 1.5: what the fast backend rounds (weights of values in 8 bits,
 # queries of centres in two bytes).
 PAIRS: dict[str, tuple[Callable[[Problem], tuple[Codec, Codec]], float]] = {
@@ -72,11 +103,30 @@ PAIRS: dict[str, tuple[Callable[[Problem], tuple[Codec, Codec]], float]] = {
     "onebit:v_bits=3": (centred(3), 3e-3),
     "onebit:v_bits=4": (centred(4), 3e-3),
     "bitplane": (two_stages, 3e-4),
+    "q8": (integers(8), 1e-5),
+    "int4": (integers(4), 1e-5),
+    "kivi2": (lambda p: (KiviKeys(*p.store, 2, 32), KiviValues(*p.store, 2, p.d)), 1e-5),
+    "kivi2:bits=4,group=64,vgroup=16": (lambda p: (KiviKeys(*p.store, 4, 64), KiviValues(*p.store, 4, 16)), 1e-5),
+    "mikv": (lambda p: (TokenKeys(*p.store, 2), KiviValues(*p.store, 2, p.d)), 1e-5),
+    "kvcomp": (lambda p: (HuffmanKeys(*p.store, 64, 0.25), HuffmanValues(*p.store, 64, 0.25)), 1e-5),
+    "visual1": (lambda p: (LevelSpan(*p.store, 2, "head"), LevelSpan(*p.store, 1, "head+token")), 1e-5),
+    "from outside": (lambda p: (Rounded(*p.store), Rounded(*p.store)), 4e-6),
 }
+
+
+def test_every_kind_is_tried() -> None:
+    tried = {codec.kind for make, _ in PAIRS.values() for codec in make(PROBLEMS[0])}
+    assert tried == {*KEYS, *VALUES, "decoded"} - {"sign_index", "page_index"}  # which no segment has
 
 
 def filled(codec: Codec, x: F32) -> Any:
     codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, reference)
+    if isinstance(codec, LevelSpan):
+        codec.set_ends(np.full((1, 1), -2, np.float32), np.full((1, 1), 2, np.float32))
+    if isinstance(codec, TokenKeys):
+        codec.balance = np.linspace(0.5, 2, codec.n_kv_heads * codec.head_dim, dtype=np.float32).reshape(
+            codec.n_kv_heads, codec.head_dim
+        )
     codec.encode(x, 0)
     return codec
 

@@ -29,9 +29,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def test_every_scheme_is_timed_in_parts_that_add_up(decoder: Decoder) -> None:
     specs = [CacheSpec.parse(name) for name in CACHES]
-    kernels, dense = decoder.kernels, decoder.dense
+    kernels, dense = decoder.kernels, decoder.linear
     timings = bench(decoder, specs, [700], tokens=8, bandwidth=Bandwidth())
-    assert (decoder.kernels, decoder.dense) == (kernels, dense)
+    assert (decoder.kernels, decoder.linear) == (kernels, dense)
     assert [t.kv for t in timings] == [str(spec) for spec in specs]
     for t in timings:
         assert t.depth == 700

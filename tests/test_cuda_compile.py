@@ -13,13 +13,13 @@ from importlib.util import find_spec
 import pytest
 
 from edgekv.kernels.cuda import backend
-from edgekv.kernels.cuda.dense import ENCODE
 from edgekv.kernels.cuda.gather import GATHER
 from edgekv.kernels.cuda.huffman import ENCODE as ENCODE_HUFFMAN
 from edgekv.kernels.cuda.matvec import linear_program
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.program import FOLDER, Program
 from edgekv.kernels.cuda.retrieval import ENCODE as ENCODE_INDEX
+from edgekv.kernels.cuda.rows import ENCODE
 
 ARCHITECTURES = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 87: "Orin", 90: "H100, H200"}
 REPORT = re.compile(

@@ -19,7 +19,7 @@ from edgekv import kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import aligned, cpu, reference, threads
 from edgekv.kernels.contract import attention as contract
-from edgekv.kernels.cpu import dense, int4, jit, launch, ranges, rope, signs
+from edgekv.kernels.cpu import int4, jit, launch, ranges, rope, signs
 from edgekv.kernels.cpu.softmax import _softmax_rows
 
 NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
@@ -177,7 +177,7 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         empty = np.empty(0, np.float32)
         cpu.split_rope(normal(rng, rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
     for kernel in (
-        dense._encode_tokens,
+        rows._encode_tokens,
         int4._encode_tokens,
         rope._split_tokens,
         signs._pack_tokens,

@@ -24,7 +24,7 @@ from kernel_cases import (
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import half, launch, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.reference import dense as plain
+from edgekv.kernels.reference import rows as plain
 
 CASES = cases(HEAD_DIMS)
 SMALL = Case(d=12, length=70, g=2, r=3, n=2, t0=3, s0=2)

@@ -59,8 +59,8 @@ class Quality:
     dense: float
 
     def __str__(self) -> str:
-        ratio = self.perplexity / self.dense
-        return f"KL {self.kl:.4f}, perplexity {self.perplexity:.3f}, {ratio:.4f} times dense's {self.dense:.3f}"
+        ratio = self.perplexity / self.linear
+        return f"KL {self.kl:.4f}, perplexity {self.perplexity:.3f}, {ratio:.4f} times dense's {self.linear:.3f}"
 
 
 @dataclasses.dataclass(frozen=True)

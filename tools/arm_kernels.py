@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels import numba_kernels
-from edgekv.kernels.cpu import dense, fier, gather, int4, interleaved_values, ints, kivi, planes, retrieval, signs
+from edgekv.kernels.cpu import fier, gather, int4, interleaved_values, ints, kivi, planes, retrieval, rows, signs
 from edgekv.kernels.cpu.loops import Loop
 
 
@@ -74,9 +74,9 @@ def split_rope() -> None:
 
 
 KERNELS = {
-    "scores f16": Kernel("dense._score_row", compiled(dense.F16.score), FLOAT, 128, (1,)),
-    "scores f16, 4 rows": Kernel("dense._score_four_rows", nothing, FLOAT, 128, (4,)),
-    "values f16": Kernel("dense._add_block", compiled(dense.F16.add), FLOAT, 128),
+    "scores f16": Kernel("rows._score_row", compiled(rows.F16.score), FLOAT, 128, (1,)),
+    "scores f16, 4 rows": Kernel("rows._score_four_rows", nothing, FLOAT, 128, (4,)),
+    "values f16": Kernel("rows._add_block", compiled(rows.F16.add), FLOAT, 128),
     "scores 8-bit": Kernel("codes.dot_row", compiled(ints.KEYS.score), FLOAT, 128, (16,), parts=1),
     "values 8-bit": Kernel("codes.add_row", compiled(ints.VALUES.add), FLOAT, 128, parts=1),
     "scores 4-bit": Kernel("codes.dot_row", nothing, FLOAT, 128, (16,), parts=2),

@@ -26,8 +26,8 @@ class Codec(abc.ABC):
     """
 
     kind: ClassVar[str]
-    handle: Any = None  # what a backend remembers of the arrays that are bound,
-    reader: Any = None  # and of keys and values together
+    handle: Any = None  # the backend's: where the bound arrays lie
+    pair_plan: Any = None  # the backend's, on the values: how this pair of codecs is read
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim

@@ -14,12 +14,12 @@ from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.papers.fier import Fier
 from edgekv.kvcache.papers.h1b import H1B
 from edgekv.kvcache.papers.h2o import H2O
+from edgekv.kvcache.papers.int4_cache import Int4Cache
 from edgekv.kvcache.papers.kivi import Kivi
 from edgekv.kvcache.papers.kvcomp import KVComp
-from edgekv.kvcache.papers.loki import Loki
 from edgekv.kvcache.papers.mikv import MiKV
-from edgekv.kvcache.papers.minicache import MiniCache
 from edgekv.kvcache.papers.quest import Quest
+from edgekv.kvcache.papers.sign_keys import SignKeys
 from edgekv.kvcache.papers.snapkv import SnapKV
 from edgekv.kvcache.papers.streaming import Streaming
 from edgekv.kvcache.papers.tova import Tova
@@ -32,8 +32,8 @@ ENTRY_POINTS = "edgekv.schemes"
 CACHES: dict[str, type[KVCache]] = {
     "dense": Dense,
     "h1b": H1B,
-    "sign_keys": Loki,
-    "int4": MiniCache,
+    "sign_keys": SignKeys,
+    "int4": Int4Cache,
     "kivi2": Kivi,
     "streaming": Streaming,
     "h2o": H2O,

@@ -81,7 +81,7 @@ class CudaOps:
         return a * b
 
 
-class CudaDense:
+class CudaLinear:
     """The three blocks of every layer."""
 
     def __init__(self, weights: DeviceWeights) -> None:

@@ -56,7 +56,7 @@ class Block:
         )
 
 
-class OrtDense:
+class OrtLinear:
     """The three blocks of every layer, run by onnxruntime with ``threads`` threads."""
 
     def __init__(self, store: Store, threads: int) -> None:

@@ -76,7 +76,7 @@ class NumpyOps:
         return a * b
 
 
-class NumpyDense:
+class NumpyLinear:
     """The three blocks of every layer, computed with NumPy."""
 
     def __init__(self, weights: Weights) -> None:

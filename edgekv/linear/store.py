@@ -77,7 +77,7 @@ class StoreFile(msgspec.Struct):
 
 
 class Store:
-    """An opened store: weights by name, dequantized on request; `OrtDense` maps the same file."""
+    """An opened store: weights by name, dequantized on request; `OrtLinear` maps the same file."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder

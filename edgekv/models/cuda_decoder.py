@@ -9,7 +9,7 @@ import numpy as np
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kvcache.base import KVCache, Workspace
-from edgekv.linear.cuda import CudaDense
+from edgekv.linear.cuda import CudaLinear
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_attention import CudaAttention
 from edgekv.models.cuda_graph import Replay
@@ -39,7 +39,7 @@ class CudaDecoder(Decoder):
 
     def __init__(self, weights: DeviceWeights, driver: Driver, capacity: int, threads: int) -> None:
         kernels = CudaKernels(driver)
-        super().__init__(weights, CudaDense(weights), kernels, capacity, threads)  # type: ignore[arg-type]
+        super().__init__(weights, CudaLinear(weights), kernels, capacity, threads)  # type: ignore[arg-type]
         self.driver = driver
         self.workspace = Workspace(driver)
         self._exact_attention = CudaAttention(kernels)  # type: ignore[assignment]

@@ -22,7 +22,7 @@ ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues 
 NONE = np.empty(0, np.float32)
 
 
-class Dense(Protocol):
+class LinearBlocks(Protocol):
     """A backend of the blocks of `Architecture`; activations are float32 (n, channels)."""
 
     weights_bytes: int
@@ -35,9 +35,11 @@ class Dense(Protocol):
 class Decoder:
     """One model's computation. Holds weights and scratch, no conversation: that is in the caches."""
 
-    def __init__(self, weights: Weights, dense: Dense, kernels: Kernels, capacity: int, threads: int) -> None:
+    def __init__(
+        self, weights: Weights, linear: LinearBlocks, kernels: Kernels, capacity: int, threads: int
+    ) -> None:
         self.config, self.weights, self.kernels = weights.arch.config, weights, kernels
-        self.dense: Dense = dense
+        self.linear: LinearBlocks = linear
         self.threads, self._pid = threads, os.getpid()
         self.workspace = Workspace()
         self._exact_attention = ExactAttention(kernels, threads)
@@ -96,7 +98,7 @@ class Decoder:
 
     def head(self, x: F32) -> F32:
         """(n, vocab) float32 logits of hidden states (n, hidden)."""
-        return self.dense.head(x)
+        return self.linear.head(x)
 
     def step(self, token: int, caches: Sequence[KVCache]) -> F32:
         """Logits (vocab,) after appending one token."""
@@ -111,7 +113,7 @@ class Decoder:
         for i, cache in enumerate(caches):
             self._project(i, x, cos, sin, q, k, v)
             out = cache.attend(q, k, v)  # (n_heads, n, head_dim)
-            x = self.dense.attention_out(i, x, self._merge(out))
+            x = self.linear.attention_out(i, x, self._merge(out))
         return x
 
     def prefill(
@@ -157,7 +159,7 @@ class Decoder:
             out = array("prefill.out", queries.shape)
             out[:] = queries
             self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i])
-            x[a:b] = self.dense.attention_out(i, x[a:b], self._merge(out))
+            x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out))
         cache.prefill(q, k, v)
 
     def _continue_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:
@@ -167,7 +169,7 @@ class Decoder:
             part = slice(a, min(a + block, n))
             q, k, v = self._qkv_buffers("step", part.stop - part.start)
             self._project(i, x[part], cos[part], sin[part], q, k, v)
-            x[part] = self.dense.attention_out(i, x[part], self._merge(cache.attend(q, k, v)))
+            x[part] = self.linear.attention_out(i, x[part], self._merge(cache.attend(q, k, v)))
 
     def _tables(self, start: int, n: int) -> tuple[F32, F32]:
         if self._rope is None:
@@ -185,7 +187,7 @@ class Decoder:
 
     def _project(self, i: int, x: F32, cos: F32, sin: F32, q: F32, k: F32, v: F32) -> None:
         """Fused projection, head split, q/k norm and rotation of x (n, hidden) into q, k, v."""
-        qkv = self.dense.attention_in(i, x)
+        qkv = self.linear.attention_in(i, x)
         norm_q, norm_k = self._norms[i]
         scale = self.config.layer_scales[i]
         self.kernels.split_rope(qkv, cos, sin, q, k, v, scale, norm_q, norm_k, self.config.norm_eps)

@@ -46,7 +46,7 @@ class Timing:
     cache_bytes: int
 
 
-class TimedDense:
+class TimedLinear:
     """The linear layers, their time counted as matmul."""
 
     def __init__(self, dense: Any, watch: Stopwatch) -> None:
@@ -65,7 +65,7 @@ class Runner:
         self.decoder, self.spec, self.depth = decoder, spec, depth
         self.coarse, self.fine = Stopwatch(), Stopwatch()
         self.coarse.on = True
-        self.dense = TimedDense(dense, self.coarse)
+        self.linear = TimedLinear(dense, self.coarse)
         self.kernels = self.fine.kernels(kernels)
         self.caches = open_caches(decoder, spec, depth + tokens, kernels=self.kernels)
         for cache in self.caches:
@@ -98,7 +98,7 @@ class Runner:
     def decode(self, n: int, fine: bool) -> None:
         """n more tokens; with ``fine`` the kernels are timed, and the token's total is not used."""
         decoder = self.decoder
-        decoder.dense, decoder.kernels, self.fine.on = self.dense, self.kernels, fine
+        decoder.linear, decoder.kernels, self.fine.on = self.linear, self.kernels, fine
         for _ in range(n):
             self.coarse.seconds, self.fine.seconds = {}, {}
             begin = time.perf_counter()
@@ -146,7 +146,7 @@ def bench(
 ) -> list[Timing]:
     """``tokens`` tokens with each scheme at each depth, the schemes and the bandwidth's probe taking turns."""
     results = []
-    dense, kernels = decoder.dense, decoder.kernels
+    dense, kernels = decoder.linear, decoder.kernels
     with blas_threads(1):
         for depth in depths:
             rounds = -(-tokens // ROUND_TOKENS)
@@ -167,7 +167,7 @@ def bench(
                     runner.decode(ROUND_TOKENS, fine=False)
                     runner.decode(ROUND_TOKENS, fine=True)
             results += [runner.timing(bandwidth.best) for runner in runners]
-    decoder.dense, decoder.kernels = dense, kernels
+    decoder.linear, decoder.kernels = dense, kernels
     return results
 
 
@@ -190,7 +190,7 @@ class Prefill:
 
 def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequence[int]) -> list[Prefill]:
     """The better of two prompts for each length and scheme."""
-    results, dense, c = [], decoder.dense, decoder.config
+    results, dense, c = [], decoder.linear, decoder.config
     ids = np.random.default_rng(0).integers(0, c.vocab_size, max(lengths, default=0))
     flops = blas_flops(decoder.threads) if lengths else 0.0
     for n in lengths:
@@ -200,7 +200,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
             for _ in range(2):
                 watch = Stopwatch()
                 watch.on = True
-                decoder.dense = TimedDense(dense, watch)
+                decoder.linear = TimedLinear(dense, watch)
                 caches = open_caches(decoder, spec, n)
                 x = decoder.embed(ids[:n], 0)
                 begin = time.perf_counter()
@@ -213,7 +213,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
                     best = Prefill(str(spec), n, seconds, n / seconds, matmul, flops, seconds / floor)
             assert best is not None
             results.append(best)
-    decoder.dense = dense
+    decoder.linear = dense
     return results
 
 

@@ -10,11 +10,11 @@ from edgekv.errors import ConfigError, unknown
 from edgekv.kernels import Kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.onnx import OrtDense
-from edgekv.linear.reference import NumpyDense
+from edgekv.linear.onnx import OrtLinear
+from edgekv.linear.reference import NumpyLinear
 from edgekv.linear.store import Progress
 from edgekv.linear.weights import Weights
-from edgekv.models.decoder import Decoder, Dense
+from edgekv.models.decoder import Decoder, LinearBlocks
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 
@@ -25,26 +25,28 @@ AUTO = "auto"
 class Host(Device):
     """This machine's cores: the linear layers' backend, and the attention kernels."""
 
-    open_dense: Callable[[Model, WeightFormat, int, Progress | None], tuple[Weights, Dense]]
+    open_linear: Callable[[Model, WeightFormat, int, Progress | None], tuple[Weights, LinearBlocks]]
     open_kernels: Callable[[int], Kernels]
 
     def decoder(
         self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
     ) -> Decoder:
-        weights, dense = self.open_dense(model, form, threads, progress)
+        weights, dense = self.open_linear(model, form, threads, progress)
         return Decoder(weights, dense, self.open_kernels(threads), capacity, threads)
 
 
 def _onnxruntime(
     model: Model, form: WeightFormat, threads: int, progress: Progress | None
-) -> tuple[Weights, Dense]:
+) -> tuple[Weights, LinearBlocks]:
     store = model.store(form, progress)
-    return store, OrtDense(store, threads)
+    return store, OrtLinear(store, threads)
 
 
-def _numpy(model: Model, form: WeightFormat, threads: int, progress: Progress | None) -> tuple[Weights, Dense]:
+def _numpy(
+    model: Model, form: WeightFormat, threads: int, progress: Progress | None
+) -> tuple[Weights, LinearBlocks]:
     weights = model.weights if form.bits == 32 else model.store(form, progress)
-    return weights, NumpyDense(weights)
+    return weights, NumpyLinear(weights)
 
 
 def _cuda() -> Device:

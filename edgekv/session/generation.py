@@ -1,4 +1,4 @@
-"""One text, token by token: choose, print what can be printed, see whether it ends here."""
+"""One text, token by token: choose a token, decode it, see whether the text ends."""
 
 from __future__ import annotations
 

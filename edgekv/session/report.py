@@ -171,7 +171,7 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     report.cache_bytes = sum(cache.nbytes for cache in caches)
     visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
     report.visual_cache_bytes = sum(visual) if visual else None
-    report.weights_bytes = decoder.dense.weights_bytes
+    report.weights_bytes = decoder.linear.weights_bytes
     report.bytes_read_per_token = decoder.weights.token_bytes + sum(cache.bytes_read() for cache in caches)
     report.peak_rss_bytes = peak_rss_bytes()
     seen = report.images.notes if report.images else ()

@@ -48,7 +48,6 @@ class Session:
         self._opened = opened
         self.model, self.plan, self.config = opened.model, opened.plan, opened.model.config
         self.tokenizer: Tokenizer | None = opened.tokenizer
-        self._images: ImagesReport | None = None  # of the coming prompt
         self._running = Running()
         state = State(self._new_caches())
         self._reader: Reader | None = Reader(state, opened.decoder, self.plan.ctx, self.model.placeholder)
@@ -252,15 +251,21 @@ class Session:
         Without such tokens the images come first. Raises ImageError: a file that is no image, more or fewer images
         than `<image>` tokens, a model that takes none.
         """
-        pieces = self.encode(prompt) if isinstance(prompt, str) else prompt
+        return self._with_images(prompt, images)[0]
+
+    def _with_images(
+        self, prompt: str | Prompt, images: Sequence[ImageSource]
+    ) -> tuple[Prompt, ImagesReport | None]:
+        """As `prompt`, and what is to be reported of the images."""
+        pieces, report = self.encode(prompt) if isinstance(prompt, str) else prompt, None
         if images:
             vision, tokenizer = self.vision, self.tokenizer
             require_placeholder(prompt, pieces, vision.image_token)
             bos = tokenizer.bos_id if tokenizer and not self.tokens else None
-            pieces, self._images = vision.placed(pieces, images, bos)
+            pieces, report = vision.placed(pieces, images, bos)
         elif self.model.image_token is not None:
             check_places(pieces, self.model.image_token, 0)
-        return pieces
+        return pieces, report
 
     def prefill(
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
@@ -293,12 +298,20 @@ class Session:
         closed.
         """
         self._running.require_none()
+        if max_new_tokens < 1:
+            raise ContextError(
+                f"max_new_tokens={max_new_tokens}: give 1 or more; `prefill` reads a prompt without an answer",
+                field="max_new_tokens",
+                value=max_new_tokens,
+                accepted=["1 or more"],
+            )
         params = sampling or SamplingParams(temperature=temperature, seed=seed)
         sampler = params if isinstance(params, Sampler) else Sampler(params, self.config.vocab_size)
-        ids, spans = self.reader.fitted(self.prompt(prompt, images))
+        pieces, images_report = self._with_images(prompt, images)
+        ids, spans = self.reader.fitted(pieces)
         self.state.sampler = sampler
         self._new_report()
-        self._report.images, self._images = self._images, None
+        self._report.images = images_report
         chosen = dataclasses.asdict(sampler.params) | {"seed": sampler.seed}
         self._report.settings.update(chosen, max_new_tokens=max_new_tokens)
         generation = Generation(

@@ -37,7 +37,8 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
 
         queries (H, n, D), multiplied by the score scale, are C-contiguous, as is ``out``. Each codec's kind says
         what a score and a sum of values are: `scores`, `sums`. A query that sees nothing gets zeros. ``weights``
-        (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment.
+        (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment; ValueError where
+        a segment has ``chosen`` tokens.
 
         A segment whose values are of a kind with a second stage (plane_values) is scanned first; its tokens of
         enough probability are then read again, as `reference.gather.attend_planes` says, and the mean numbers of

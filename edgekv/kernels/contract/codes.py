@@ -1,6 +1,8 @@
 """The part of `edgekv.kernels.contract` about small codes: error-bounded levels, their Huffman coding, bit planes.
 
-Shapes, token ranges and the score buffer are those of `contract`. A level's value is low + step * code, with low
+Shapes and token ranges are those of `attention`, beside this.
+
+A level's value is low + step * code, with low
 and step in float16.
 """
 

@@ -1,6 +1,8 @@
 """The part of `edgekv.kernels.contract` about a fixed number of slots per KV head, in which tokens come and go.
 
-Shapes and the score buffer are those of `contract`. mass and positions (G, cap): what a slot's token weighs when
+Shapes and token ranges are those of `attention`, beside this.
+
+mass and positions (G, cap): what a slot's token weighs when
 one must leave, and where in the text it stands.
 """
 

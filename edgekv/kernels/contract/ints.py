@@ -1,6 +1,8 @@
 """The part of `edgekv.kernels.contract` about integers of 8, 4 or 2 bits with linear scales.
 
-Shapes, token ranges and the score buffer are those of `contract`. The width is implied by the shapes: a token's
+Shapes and token ranges are those of `attention`, beside this.
+
+The width is implied by the shapes: a token's
 codes take n_bytes = D * bits / 8 bytes, and byte j holds elements j, j + n_bytes, j + 2 * n_bytes, ... from its
 low bits up. Scales are float16 bits. x must be finite.
 """

@@ -1,6 +1,8 @@
 """The part of `edgekv.kernels.contract` about rotated keys and values in bit planes and small centred codes.
 
-Shapes, token ranges and the score buffer are those of `contract`. "Rotated" is whatever orthogonal transform the
+Shapes and token ranges are those of `attention`, beside this.
+
+"Rotated" is whatever orthogonal transform the
 caller uses on queries, keys and values alike; here only their width counts: D, a multiple of 64 where bits are
 packed in words, W = D / 64 of them. Scales are float16 bits.
 
@@ -13,8 +15,10 @@ from typing import Protocol
 from edgekv.types import F32, U8, U16, U64
 
 CENTRE = 16
-CENTRES = 5
 """Tokens that share a centre."""
+
+CENTRES = 5
+"""Rows of centres of a block of 64 tokens: its mean, and one for each CENTRE tokens."""
 
 GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
 """Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
@@ -29,6 +33,7 @@ FULL_VALUES = 2.8
 """Times the threshold: where two more value planes save as much error per bit as the first two at 1."""
 
 LARGEST_CORRECTION = 8.0
+"""Of a score, in either direction, by the second stage."""
 
 LEAST_WEIGHT = 1e-30
 """p * scale: where a block's largest is smaller, its 8-bit weights are too, down to 0."""

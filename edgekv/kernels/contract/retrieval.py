@@ -1,6 +1,8 @@
 """Reading only some tokens: indexes, selection, attention over a choice.
 
-Shapes and the score buffer are those of `contract`. Queries are rows m = r * n + j: head r of the group, token j
+Shapes and token ranges are those of `attention`, beside this.
+
+Queries are rows m = r * n + j: head r of the group, token j
 of n. A choice is a list of tokens per KV head and token of the query, shared by the heads of the group: tokens
 (G, n, K) int32, of which the first counts[j] are valid.
 """

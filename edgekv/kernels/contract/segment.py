@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from edgekv.types import I32, I64
@@ -34,6 +35,12 @@ class Segment(NamedTuple):
     position: int = 0
     positions: I32 | None = None
     chosen: tuple[I32, I64] | None = None
+
+
+def refuse_weights_of_chosen(segments: Sequence[Segment], weights: Any) -> None:
+    """ValueError: the softmax of chosen tokens is not kept."""
+    if weights is not None and any(segment.chosen is not None for segment in segments):
+        raise ValueError("weights of chosen tokens are not kept: leave `weights` out")
 
 
 Visible = tuple[I64, I64]

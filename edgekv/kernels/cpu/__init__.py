@@ -3,7 +3,6 @@
 from edgekv.kernels.cpu.append import append
 from edgekv.kernels.cpu.attend import attend
 from edgekv.kernels.cpu.centres import encode_centres
-from edgekv.kernels.cpu.dense import encode_f16, encode_f32, project
 from edgekv.kernels.cpu.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.cpu.fier import encode_fier
 from edgekv.kernels.cpu.gather import encode_planes
@@ -19,6 +18,7 @@ from edgekv.kernels.cpu.ranges import scores, sums
 from edgekv.kernels.cpu.retrieval import select_top
 from edgekv.kernels.cpu.rope import split_rope
 from edgekv.kernels.cpu.rotate import hadamard, hadamard_back
+from edgekv.kernels.cpu.rows import encode_f16, encode_f32, project
 from edgekv.kernels.cpu.signs import pack_sign_rows, pack_signs
 from edgekv.kernels.cpu.softmax import softmax
 from edgekv.kernels.cpu.visual import encode_levels

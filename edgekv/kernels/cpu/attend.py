@@ -15,7 +15,7 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.cpu.decoded import with_numbers
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, parallel_jit
 from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
@@ -30,6 +30,7 @@ ZERO, ONE = np.array([0, 1], np.float32)
 def attend(
     queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
 ) -> None:
+    refuse_weights_of_chosen(segments, weights)
     if queries.shape[1] > 1 and any(segment.chosen is not None for segment in segments):
         _attend_each(queries, segments, visible, out)
         return
@@ -149,7 +150,7 @@ def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> Scalar:
     q = p.queries + 4 * g * p.rows * p.head_dim
     if not run.prepare:
         return q
-    call_prepare(run.prepare, run.key_store, q, p.rows, p.n_tokens, g, memory + run.prepared_at)
+    call_prepare(run.prepare, run.key_store, q, p.rows, g, memory + run.prepared_at)
     return memory + run.prepared_at
 
 

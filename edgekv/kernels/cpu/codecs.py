@@ -1,7 +1,6 @@
 """Which loops read which kind of codec."""
 
 from edgekv.kernels.cpu import (
-    dense,
     fier,
     gather,
     huffman,
@@ -13,14 +12,15 @@ from edgekv.kernels.cpu import (
     planes,
     quest,
     retrieval,
+    rows,
     signs,
     visual,
 )
 from edgekv.kernels.cpu.loops import Loops
 
 KEYS: dict[str, Loops] = {
-    "f16": dense.F16,
-    "f32": dense.F32_ROWS,
+    "f16": rows.F16,
+    "f32": rows.F32_ROWS,
     "symmetric_keys": ints.KEYS,
     "kivi_keys": kivi.KEYS,
     "token_keys": mikv.KEYS,
@@ -34,8 +34,8 @@ KEYS: dict[str, Loops] = {
 }
 
 VALUES: dict[str, Loops] = {
-    "f16": dense.F16,
-    "f32": dense.F32_ROWS,
+    "f16": rows.F16,
+    "f32": rows.F32_ROWS,
     "symmetric_values": ints.VALUES,
     "kivi_values": kivi.VALUES,
     "huffman_values": huffman.VALUES,

@@ -23,7 +23,7 @@ EIGHT_BITS, FOUR_BITS, TWO_BITS = (0,), (0, 1), (0, 1, 2, 3)
 
 
 @prepare_loop
-def with_totals(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+def with_totals(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     """The queries, and behind them the sum of each: what an offset of all codes of a token is multiplied by.
 
     A store's first number is head_dim.

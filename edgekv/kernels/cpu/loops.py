@@ -1,10 +1,11 @@
 """Inner loops that are called by address, so that one walk over the tokens serves every codec.
 
-A codec is read by five loops at most, each compiled by itself and kept in Numba's disk cache. All arguments are
-whole numbers: addresses, sizes and counts. ``store`` is the address of a codec's numbers (`Loops.store`), rows are
-the queries of a KV head (the heads that share it, each with n tokens), g is the KV head.
+Keys are read by `prepare` and `score`, values by `add`, `finish` and `again`; `put` stores tokens. Each is
+compiled by itself and kept in Numba's disk cache. All arguments are whole numbers: addresses, sizes and counts.
+``store`` is the address of a codec's numbers (`Loops.store`), g is a KV head, rows are its queries: of the heads
+that share it, each with all query tokens.
 
-    prepare(store, q, rows, n, g, prepared)
+    prepare(store, q, rows, g, prepared)
         queries (rows, head_dim) float32 as the scores want them, into ``prepared``
     score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
         s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one block
@@ -35,7 +36,6 @@ from numba import types
 
 from edgekv.kernels.cpu.jit import FAST, intrinsic
 
-MOST_NUMBERS = 24  # of a store
 ALIGNMENT = 64
 
 
@@ -56,7 +56,7 @@ class Loop:
 
 def prepare_loop(function: Callable[..., None]) -> Loop:
     """Exact arithmetic: what is rounded here is compared bit by bit."""
-    return Loop(function, 6, exact=True)
+    return Loop(function, 5, exact=True)
 
 
 def put_loop(function: Callable[..., None]) -> Loop:
@@ -81,11 +81,12 @@ def finish_loop(function: Callable[..., None]) -> Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Loops:
-    """How the tokens of a kind of codec are read. Sizes are in bytes.
+    """How the tokens of a kind of codec are read.
 
     store: (codec) -> the numbers that the loops get, addresses of arrays among them; the arrays stay alive as long
     as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32.
-    prepared, scratch: (codec, rows) -> bytes. width: (codec) -> channels of the sums, before ``finish``.
+    prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
+    sums, before ``finish``.
     """
 
     store: Callable[[Any], tuple[int, ...]]
@@ -161,12 +162,15 @@ def _call(n_arguments: int) -> Any:
 
 
 @intrinsic
-def call_prepare(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+def call_prepare(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
     """Calls the `prepare_loop` at an address."""
+    return _call(5)
+
+
+@intrinsic
+def call_put(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Calls the `put_loop` at an address."""
     return _call(6)
-
-
-call_put = call_prepare
 
 
 @intrinsic

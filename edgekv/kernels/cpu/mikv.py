@@ -34,7 +34,7 @@ ZERO = np.float32(0)
 
 
 @prepare_loop
-def _balance(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+def _balance(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     """The queries over the balance, and behind them the sum of each, which a token's low end is multiplied by."""
     head_dim, balance = get(numbers(store), 0), floats(get(numbers(store), 4))
     queries, target = floats(q), floats(prepared)

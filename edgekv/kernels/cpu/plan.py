@@ -41,7 +41,7 @@ RUN = np.dtype(
 )
 
 
-class Made(NamedTuple):
+class Plan(NamedTuple):
     """A plan, the run of each segment, and how to go about it. ``alive`` keeps what the addresses point to."""
 
     plan: npt.NDArray[Any]
@@ -52,7 +52,7 @@ class Made(NamedTuple):
     alive: list[Any]
 
 
-class Reader(NamedTuple):
+class PairPlan(NamedTuple):
     """How a pair of codecs is read for so many rows: all that stays the same from token to token."""
 
     keys: npt.NDArray[np.int64]  # numbers of the stores
@@ -67,7 +67,7 @@ class Reader(NamedTuple):
     scratch_bytes: int
 
 
-def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None) -> Made:
+def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None) -> Plan:
     n_heads, n, head_dim = queries.shape
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n
@@ -79,23 +79,23 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
     column = n_units = n_tokens = longest = scratch_bytes = 0
     for i, segment in enumerate(segments):
         _, _, first, stop, position, positions, chosen = segment
-        reader = _reader(segment, rows)
+        pair = _pair_plan(segment, rows)
         if chosen is not None:
             first, stop = 0, int(chosen[1][0])
-        kept, block, width = weights is not None or reader.keeps_scores, reader.block, reader.width
-        sums_at = place + reader.prepared_bytes
+        kept, block, width = weights is not None or pair.keeps_scores, pair.block, pair.width
+        sums_at = place + pair.prepared_bytes
         where = (0, 0) if positions is None else (address_of(positions), positions.shape[1])
         runs[i] = (
-            *(*reader.addresses, first, stop, position, *where, chosen is None, block),
+            *(*pair.addresses, first, stop, position, *where, chosen is None, block),
             *(width, place, sums_at, kept, column),
         )
-        alive.append(reader)
-        place = sums_at + reader.sums_bytes
+        alive.append(pair)
+        place = sums_at + pair.sums_bytes
         column += stop - first if kept else 0
         n_tokens += stop - first
         n_units += -(-stop // block) - first // block
         longest = max(longest, block)
-        scratch_bytes = max(scratch_bytes, reader.scratch_bytes)
+        scratch_bytes = max(scratch_bytes, pair.scratch_bytes)
     work = n_groups * rows * head_dim * n_tokens
     n_threads = threads.count() if work >= launch.MIN_PARALLEL_WORK else 1
     splits = n_threads // gcd(n_groups, n_threads)
@@ -105,36 +105,36 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
     if weights is not None:
         kept_address = address_of(weights)
     elif column:
-        kept_address = scratch_memory("scores", 4 * n_groups * rows * column)
+        kept_address = scratch_memory("attend.kept", 4 * n_groups * rows * column)
     plan = np.empty(1, PLAN)
     plan[0] = (
         *(n_groups, rows, n, head_dim, splits, n_units),
         *(address_of(queries), address_of(lo), address_of(hi), address_of(out)),
         *(lo[0], hi[-1], lo[-1], hi[0]),
-        *(scratch_memory("items", n_groups * splits * item_bytes), item_bytes, out_at, place, scratch_at),
+        *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes, out_at, place, scratch_at),
         *(kept_address, column, column > 0),
     )
-    return Made(plan, runs, n_groups * splits, n_groups, n_threads > 1 and n_groups * splits > 1, alive)
+    return Plan(plan, runs, n_groups * splits, n_groups, n_threads > 1 and n_groups * splits > 1, alive)
 
 
-def _reader(segment: Segment, rows: int) -> Reader:
+def _pair_plan(segment: Segment, rows: int) -> PairPlan:
     """The pair's reader, remembered by the values' codec until its arrays, or the keys', are others."""
     keys, values = segment.keys, segment.values
     if segment.chosen is not None:
-        return _make_reader(*CHOSEN[keys.kind], segment, rows)
-    known: Reader | None = values.__dict__.get("reader")
+        return _make_pair_plan(*CHOSEN[keys.kind], segment, rows)
+    known: PairPlan | None = values.__dict__.get("pair_plan")
     if known is None or known.rows != rows or known.keys is not keys.handle or known.values is not values.handle:
-        known = values.reader = _make_reader(KEYS[keys.kind], VALUES[values.kind], segment, rows)
+        known = values.pair_plan = _make_pair_plan(KEYS[keys.kind], VALUES[values.kind], segment, rows)
     return known
 
 
-def _make_reader(key_loops: Loops, value_loops: Loops, segment: Segment, rows: int) -> Reader:
+def _make_pair_plan(key_loops: Loops, value_loops: Loops, segment: Segment, rows: int) -> PairPlan:
     keys, values = segment.keys, segment.values
     stores = _store(key_loops, segment, keys), _store(value_loops, segment, values)
     loops = key_loops.prepare, key_loops.score, value_loops.add, value_loops.finish, value_loops.again
     width = value_loops.width(values) if value_loops.finish else 0
     scratch_bytes = max(key_loops.scratch(keys, rows), value_loops.scratch(values, rows))
-    return Reader(
+    return PairPlan(
         *(*stores, rows, (*map(address_of, stores), *map(_address, loops)), value_loops.again is not None),
         *(max(key_loops.block(keys), value_loops.block(values)), width),
         prepared_bytes=aligned_size(key_loops.prepared(keys, rows)),

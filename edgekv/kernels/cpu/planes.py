@@ -61,7 +61,7 @@ def parts_of(prepared: int, rows: int, width: int, n_planes: int) -> tuple[int, 
 
 
 @prepare_loop
-def _prepare(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     x = numbers(store)
     width, n_planes, head_dim = get(x, 5), get(x, 6), get(x, 8)
     lam = get(floats(get(x, 7)), g)

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.cpu import dense
+from edgekv.kernels.cpu import rows
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
@@ -45,7 +45,7 @@ def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
 
 
 @prepare_loop
-def _split(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+def _split(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     """Each query as its positive part, which meets the largest keys, and its negative part behind it."""
     width, queries, target = get(numbers(store), 2), floats(q), floats(prepared)
     head_dim = width // 2
@@ -58,7 +58,7 @@ def _split(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None
 
 KEYS = Loops(
     lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
-    score=dense.F16.score,
+    score=rows.F16.score,
     prepare=_split,
     prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
 )

@@ -43,7 +43,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     args = (
         *(rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
         *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s)),
-        *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("scores", n_groups * splits * item_bytes)),
+        *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("ranges.scores", n_groups * splits * item_bytes)),
         *(item_bytes, prepared),
     )
     _run(_score_items, _score_parallel, n_groups * splits, parallel, args)
@@ -62,7 +62,7 @@ def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     args = (
         *(rows, head_dim, t0, t1, loops.block(codec), address_of(store), address_of(p)),
         *(p.strides[0] // 4, p.strides[1] // 4, loops.add.address, loops.finish.address if loops.finish else 0),
-        *(address_of(out), width, scratch_memory("scores", n_groups * item_bytes), item_bytes, own),
+        *(address_of(out), width, scratch_memory("ranges.sums", n_groups * item_bytes), item_bytes, own),
     )
     _run(_sum_items, _sum_parallel, n_groups, parallel, args)
 
@@ -83,7 +83,7 @@ def _score_items(first: int, last: int, args: Args) -> None:
         mine = memory + item * item_bytes
         prepared = queries + 4 * g * rows * head_dim
         if prepare:
-            call_prepare(prepare, store, prepared, rows, 1, g, mine)
+            call_prepare(prepare, store, prepared, rows, g, mine)
             prepared = mine
         base = t0 // block
         n_blocks = (t1 + block - 1) // block - base

@@ -34,7 +34,7 @@ def pack_sign_rows(x: F32) -> U64:
 
 
 @prepare_loop
-def _prepare(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> None:
+def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     """The signs of R q, then a scale for each row, then room for one row of R q."""
     x = numbers(store)
     n_words, n_bits, head_dim, n_tau = get(x, 2), get(x, 4), get(x, 5), get(x, 7)
@@ -43,7 +43,7 @@ def _prepare(store: int, q: int, rows: int, n: int, g: int, prepared: int) -> No
         multiply_row(floats(q), m * head_dim, head_dim, floats(get(x, 3)), n_bits, scale, rows)
         for w in range(n_words):
             put(codes, m * n_words + w, _pack_word(scale, rows + w * WORD_BITS))
-        tau = get(floats(get(x, 6)), g * n_tau + (m // n if n_tau > 1 else 0))
+        tau = get(floats(get(x, 6)), g * n_tau + m * n_tau // rows)  # of the row's head
         put(scale, m, ONE / (np.float32(n_bits) * tau))
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.cuda.backend import MOST_SHARES
 from edgekv.kernels.cuda.codec import MOST_ROWS, THREADS, Codec, Queries, n_rounds, tiles_at_once
 from edgekv.kernels.cuda.gather import GatherKernels
@@ -72,6 +72,7 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
         out: Array,
         weights: Array | None = None,
     ) -> None:
+        refuse_weights_of_chosen(segments, weights)
         n_heads, n, head_dim = queries.shape
         n_kv_heads = segments[0].keys.n_kv_heads
         shape = n_kv_heads, n_heads // n_kv_heads * n, head_dim

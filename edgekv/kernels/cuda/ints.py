@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import THREADS, per_head
-from edgekv.kernels.cuda.dense import ENCODE
 from edgekv.kernels.cuda.kinds import require_one_span
 from edgekv.kernels.cuda.program import Array, Launch
+from edgekv.kernels.cuda.rows import ENCODE
 
 
 class IntKernels(Backend):

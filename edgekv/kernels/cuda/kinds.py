@@ -28,7 +28,11 @@ class Preparing(Protocol):
 
 
 class Keys(NamedTuple):
-    """``codec`` of a codec of `edgekv.kvcache`; ``queries`` (kernels, that codec, q (G, M, D))."""
+    """How keys of a kind are read.
+
+    codec(stored): the C++ side of a stored codec. queries(kernels, stored, q (G, M, D)): the queries as its scores
+    want them.
+    """
 
     codec: Make
     queries: Callable[[Preparing, Any, Array], Queries]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cuda.codec import check_width, per_head
-from edgekv.kernels.cuda.dense import DenseKernels
 from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.rows import DenseKernels
 from edgekv.kernels.memory import contiguous
 
 

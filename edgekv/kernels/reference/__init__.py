@@ -1,7 +1,6 @@
 """The reference backend: each kernel as its formula, in NumPy. Slow, and the oracle of the others."""
 
 from edgekv.kernels.reference.attend import append, attend, scores, sums
-from edgekv.kernels.reference.dense import encode_f16, encode_f32, project
 from edgekv.kernels.reference.evict import add_attention, evict_lowest, store_token
 from edgekv.kernels.reference.fier import encode_fier
 from edgekv.kernels.reference.gather import encode_planes
@@ -20,6 +19,7 @@ from edgekv.kernels.reference.quest import encode_pages
 from edgekv.kernels.reference.retrieval import select_top
 from edgekv.kernels.reference.rope import split_rope
 from edgekv.kernels.reference.rotate import hadamard, hadamard_back
+from edgekv.kernels.reference.rows import encode_f16, encode_f32, project
 from edgekv.kernels.reference.signs import pack_sign_rows, pack_signs
 from edgekv.kernels.reference.softmax import softmax
 from edgekv.kernels.reference.visual import encode_levels

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.segment import Segment, Visible
-from edgekv.kernels.reference.dense import scores_f16
+from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.reference.fier import sign_index
 from edgekv.kernels.reference.gather import attend_planes
 from edgekv.kernels.reference.huffman import huffman_keys, huffman_values
@@ -21,6 +20,7 @@ from edgekv.kernels.reference.mikv import token_keys
 from edgekv.kernels.reference.planes import pack_queries, scores_centred
 from edgekv.kernels.reference.retrieval import scores_f16_at, values_f16_at
 from edgekv.kernels.reference.rotate import rotate, rotate_back
+from edgekv.kernels.reference.rows import scores_f16
 from edgekv.kernels.reference.signs import pack_sign_rows, scores_signs
 from edgekv.kernels.reference.softmax import softmax
 from edgekv.kernels.reference.visual import levels
@@ -31,7 +31,8 @@ def attend(
     queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
 ) -> None:
     n_heads, n, head_dim = queries.shape
-    n_kv_heads = out.size and segments[0].keys.n_kv_heads
+    refuse_weights_of_chosen(segments, weights)
+    n_kv_heads = segments[0].keys.n_kv_heads
     q = queries.reshape(n_kv_heads, n_heads // n_kv_heads * n, head_dim)
     columns = [segment_scores(segment, q, n, visible) for segment in segments]
     p = np.concatenate(columns, axis=2)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from edgekv.kernels.reference.dense import values_f32
+from edgekv.kernels.reference.rows import values_f32
 from edgekv.types import F32, U8, U16
 
 LARGEST_F16 = np.float32(65504.0)

@@ -14,11 +14,11 @@ BITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class MiniCacheKnobs:
+class Int4CacheKnobs:
     """None."""
 
 
-class MiniCache(KeepAll):
+class Int4Cache(KeepAll):
     """k, v ~ scale * round(x / scale), levels -7..7: 2 * (head_dim/2 + 2) bytes per token and KV head.
 
     The baseline of H1B-KV's Tables I to III ("MiniCache (4-bit): symmetric quantization"). No token is kept exact,
@@ -31,9 +31,9 @@ class MiniCache(KeepAll):
     paper = "H1B-KV's 4-bit baseline"
     summary = "symmetric 4-bit keys and values, one scale per token"
     gives_up = "precision in every key: one outlier channel sets the scale of a whole token"
-    Knobs = MiniCacheKnobs
+    Knobs = Int4CacheKnobs
 
-    def codecs(self, geometry: Geometry, knobs: MiniCacheKnobs) -> tuple[Codec, Codec]:
+    def codecs(self, geometry: Geometry, knobs: Int4CacheKnobs) -> tuple[Codec, Codec]:
         if geometry.head_dim % 2:
             raise CacheError(
                 f"kv='int4' packs two elements to a byte: head_dim {geometry.head_dim} must be even",

@@ -9,13 +9,13 @@ from edgekv.kvcache.papers.h1b import H1B, SketchKnobs
 
 
 @dataclasses.dataclass(frozen=True)
-class LokiKnobs(SketchKnobs):
+class SignKeysKnobs(SketchKnobs):
     """Those of `SketchKnobs`."""
 
     scheme: ClassVar[str] = "sign_keys"
 
 
-class Loki(H1B):
+class SignKeys(H1B):
     """H1B-KV's sketched keys, values in f16: sketch_bits/8 + 2 * head_dim bytes per token and KV head.
 
     The baseline "Loki (1-bit Key)" of H1B-KV's Tables I and II, and ``h1b:keys_only=1`` under its name there; tau
@@ -28,4 +28,4 @@ class Loki(H1B):
     paper = "H1B-KV's 1-bit-key baseline"
     summary = "1-bit Gaussian sketches of keys and queries, f16 values (the published Loki is PCA top-k)"
     gives_up = "as h1b, untuned, perplexity about 4 times dense's; the values' bytes"
-    Knobs = LokiKnobs
+    Knobs = SignKeysKnobs

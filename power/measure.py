@@ -125,7 +125,7 @@ def filled(spec: CacheSpec, decoder: Decoder, capacity: int, n: int) -> list[KVC
     for cache in caches:
         cache.allocate(decoder.kernels, decoder.workspace)
         cache.prefill(queries, keys, values)
-    spec.scheme.settle(caches)
+    spec.scheme.finish_prefill(caches)
     return caches
 
 

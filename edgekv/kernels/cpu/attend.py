@@ -114,10 +114,12 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
                 column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
                 fill(floats(p.kept), column, column + n, MINUS_INFINITY)
             continue
+        in_sight = run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all
+        partly = run.masked and not in_sight  # asked here: a call that passes arrays costs as much as scores do
         if run.again:  # scores alone: their sum is made when all of them are there
             target = p.kept + 4 * (g * p.rows * p.kept_gap + run.column + t - run.first)
             call_block(run.score, run.key_store, prepared, p.rows, g, t, n, target, p.kept_gap, scratch)
-            if run.masked:
+            if partly:
                 _mask(floats(target), p.kept_gap, g, t, n, position, plan, runs, i)
             for m in range(p.rows):
                 shrink = raise_peak(floats(target), m * p.kept_gap, n, ends, 2 * m)
@@ -125,7 +127,7 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
                     _rescale(m, shrink, memory, plan, runs)
             continue
         call_block(run.score, run.key_store, prepared, p.rows, g, t, n, own, run.block, scratch)
-        if run.masked:
+        if partly:
             _mask(s, run.block, g, t, n, position, plan, runs, i)
         for m in range(p.rows):
             row = m * run.block
@@ -158,8 +160,6 @@ def _prepare(g: int, memory: int, plan: Any, runs: Any, i: int) -> Scalar:
 def _mask(s: F32, gap: int, g: int, t: int, n: int, position: int, plan: Any, runs: Any, i: int) -> None:
     """-inf for the tokens that a row's query does not see."""
     p, run = plan[0], runs[i]
-    if run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all:
-        return
     lo, hi, where = numbers(p.lo), numbers(p.hi), ints(run.positions)
     for m in range(p.rows):
         j = m % p.n_tokens

@@ -1,12 +1,15 @@
 """Chat templates that want all memory, all time, or to break the compiler: one line each, and the next works."""
 
+import json
 import os
 import pathlib
+import signal
+import subprocess
 import sys
 
 import pytest
 
-from edgekv.chat import renderer
+from edgekv.chat import renderer, worker
 from edgekv.chat.template import ChatTemplate, find_template
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.tokenizer import load_tokenizer
@@ -96,3 +99,15 @@ def test_odd_declarations_are_a_config_error(tmp_path: pathlib.Path, declared: s
     (tmp_path / "tokenizer_config.json").write_text(f'{{"chat_template": {declared}}}')
     with pytest.raises(ConfigError, match="can't be read"):
         find_template(tmp_path)
+
+
+def test_a_worker_without_its_renderer_ends_by_itself() -> None:
+    """Its renderer may be killed while a template runs in circles."""
+    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    patched = "from edgekv.chat import worker; worker.SECONDS = 1; worker.main()"
+    request = json.dumps({"source": endless, "names": {}}).encode()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", patched], **pipes) as process:
+        process.stdin.write(worker.LENGTH.pack(len(request)) + request)
+        process.stdin.flush()
+        assert process.wait(60) == -signal.SIGALRM

@@ -5,11 +5,13 @@ It reads requests from standard input and writes answers to standard output: a l
 
 import json
 import resource
+import signal
 import struct
 import sys
 from typing import BinaryIO
 
 MEMORY = 512 << 20
+SECONDS = 30  # for one template: far beyond what the renderer waits, for a worker whose renderer was killed
 LENGTH = struct.Struct("<I")
 
 
@@ -29,11 +31,13 @@ def main() -> None:
     from edgekv.chat.environment import answer
 
     while (data := read_message(sys.stdin.buffer)) is not None:
+        signal.alarm(SECONDS)  # ends the process
         try:
             given = answer(**json.loads(data))
             reply = json.dumps(given).encode()
         except (MemoryError, RecursionError):
             reply = json.dumps({"refused": f"its text takes more than {MEMORY >> 20} MiB"}).encode()
+        signal.alarm(0)
         sys.stdout.buffer.write(LENGTH.pack(len(reply)) + reply)
         sys.stdout.buffer.flush()
 

@@ -19,7 +19,7 @@ from edgekv import kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import aligned, cpu, reference, threads
 from edgekv.kernels.contract import attention as contract
-from edgekv.kernels.cpu import int4, jit, launch, ranges, rope, signs
+from edgekv.kernels.cpu import int4, jit, launch, ranges, rope, rows, signs
 from edgekv.kernels.cpu.softmax import _softmax_rows
 
 NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
@@ -154,10 +154,10 @@ def test_aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> None:
 def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
     """Contiguous and sliced scores, single tokens and many: one signature (two where stores differ in type)."""
     rng = np.random.default_rng(0)
-    for rows, gap in [(1, 0), (1, 3), (4, 0), (4, 3)]:
+    for n_rows, gap in [(1, 0), (1, 3), (4, 0), (4, 3)]:
         n, d, b = 70, 32, 64
-        s = np.zeros((2, rows, n + gap), np.float32)[:, :, :n]
-        q, x, out = normal(rng, 2, rows, d), normal(rng, 2, n, d), normal(rng, 2, rows, d)
+        s = np.zeros((2, n_rows, n + gap), np.float32)[:, :, :n]
+        q, x, out = normal(rng, 2, n_rows, d), normal(rng, 2, n, d), normal(rng, 2, n_rows, d)
         store = np.zeros((2, 128, d), np.uint16)
         codes, delta, zero = (
             np.zeros((2, 128, d // 2), np.uint8),
@@ -170,12 +170,12 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         cpu.pack_signs(normal(rng, 2, n, b), sketches, 0)
         keys = codec("f16", store.shape, {"half": store})
         cpu.scores(keys, q, 0, n, s)
-        cpu.softmax(s, np.zeros(rows, np.int64), np.full(rows, n))
+        cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, n))
         cpu.sums(keys, s, 0, n, out)
-        heads = [np.zeros((h, rows + gap, d), np.float32)[:, :rows] for h in (4, 2, 2)]
-        table = normal(rng, 2, rows, 8)
+        heads = [np.zeros((h, n_rows + gap, d), np.float32)[:, :n_rows] for h in (4, 2, 2)]
+        table = normal(rng, 2, n_rows, 8)
         empty = np.empty(0, np.float32)
-        cpu.split_rope(normal(rng, rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
+        cpu.split_rope(normal(rng, n_rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
     for kernel in (
         rows._encode_tokens,
         int4._encode_tokens,

@@ -7,13 +7,12 @@
 #   tools/arm_emulated.sh build                      only fetches what is needed
 #
 # Needs curl, dpkg-deb, xz, pip, a package index and Debian's mirror; nothing is installed into the system. Debian's
-# arm64 Python, aarch64 wheels and qemu are unpacked into EDGEKV_ARM_ROOT (default ~/.cache/edgekv/arm), once.
+# arm64 Python, aarch64 wheels and qemu are unpacked into EDGEKV_ARM_ROOT (default ~/.cache/edgekv/arm-*), once.
 # EDGEKV_ARM_CPU is the processor (default cortex-a76; cortex-a57 has no dot product); NUMBA_CPU_NAME that for
 # which kernels are compiled, if another.
 set -euo pipefail
 
 cpu=${EDGEKV_ARM_CPU:-cortex-a76}
-root=${EDGEKV_ARM_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}/edgekv/arm}
 tree=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mirror=${EDGEKV_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 suite=bookworm # has Python 3.11
@@ -22,7 +21,10 @@ packages=(libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1 libssl3 libffi8 l
     libpython3.11-stdlib python3.11-minimal)
 # onnxruntime 1.31 crashes at import under emulation.
 wheels=(numpy numba llvmlite 'onnxruntime<1.28' onnx sentencepiece tokenizers safetensors psutil ml_dtypes threadpoolctl
-    tqdm tiktoken regex pytest hypothesis jinja2 gguf)
+    tqdm tiktoken regex msgspec pytest hypothesis jinja2 gguf)
+# Another list is another folder: what was unpacked for an earlier one lacks what is new.
+list=$(printf '%s ' "${packages[@]}" "${wheels[@]}" | cksum | cut -d ' ' -f 1)
+root=${EDGEKV_ARM_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}/edgekv/arm-$list}
 
 die() {
     printf 'tools/arm_emulated.sh: %s\n' "$1" >&2

@@ -9,7 +9,16 @@ from edgekv.kvcache.spec import AttentionShape, CacheSpec
 from edgekv.machine import format_bytes
 
 # Least measured loss first (docs/quality.md); all keep every token, none needs training.
-AUTO = ("dense", "dense:dtype=q8", "kivi2:bits=4", "bitplane", "kivi2", "onebit", "onebit:v_bits=1")
+AUTO = (
+    "dense",
+    "dense:dtype=q8",
+    "planes:k_bits=4,v_bits=4",
+    "planes:k_bits=3,v_bits=3",
+    "planes:k_bits=3",
+    "planes",
+    "planes:v_bits=1",
+    "planes:k_bits=1,v_bits=1",
+)
 DEFAULT, WITHIN_BUDGET = "dense", "steps"  # where no scheme is named: without a budget, and with one
 
 

@@ -46,6 +46,8 @@ class CacheSpec:
         for item in filter(None, rest.split(",")):
             knob, equals, value = item.partition("=")
             knob = aliases.get(knob, knob)
+            if equals and knob in getattr(scheme.Knobs, "retired", ()):  # changes nothing any more
+                continue
             if knob not in fields or not equals:
                 raise _no_knob(name, item, fields)
             values[knob] = _convert(name, fields[knob], value)

@@ -92,8 +92,8 @@ class Rounded(Codec):
         return self.arrays["eighths"][:, t0:t1] / np.float32(8)
 
 
-# The largest error over PROBLEMS, measured, times 1.5: what the fast backend rounds (weights of values in 8 bits, of
-# `int4` in 16, queries of centres in two bytes).
+# The largest error over PROBLEMS, measured, times 1.5: what the fast backend rounds (weights of values in 8 bits,
+# of `int4` in 16, queries of centres in two bytes).
 PAIRS: dict[str, tuple[Callable[[Problem], tuple[Codec, Codec]], float]] = {
     "f16": (lambda p: (F16(p.g, p.length, p.d), F16(p.g, p.length, p.d)), 4e-6),
     "f32": (lambda p: (Float32(p.g, p.length, p.d), Float32(p.g, p.length, p.d)), 4e-6),

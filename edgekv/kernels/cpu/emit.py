@@ -19,14 +19,24 @@ Value = Any  # an llvmlite value
 Kind = Any  # an llvmlite type
 I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
+_VOID = ir.VoidType()
 REGISTER = 16 if "+avx512f" in CPU_FEATURES else 8 if "+avx" in CPU_FEATURES else 4  # float32 in one register
 FEW_REGISTERS = not (arm.IS_ARM or REGISTER == 16)  # 16 of them, where others have 32
 LINE = 64
 CONTRACT, ANY_ORDER, NOT_NAN = ("contract",), ("reassoc",), ("nnan", "nsz")
 
 
+def integer(n_bits: int) -> Kind:
+    return ir.IntType(n_bits)
+
+
 def vector(kind: Kind, n: int) -> Kind:
     return ir.VectorType(kind, n)
+
+
+def like(x: Value, element: Kind) -> Kind:
+    """The type `element`, or a vector of as many as x has."""
+    return vector(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
 
 
 def constant(kind: Kind, x: float) -> Value:
@@ -46,7 +56,7 @@ def prefetch(builder: Any, address: Value, n_bytes: int) -> None:
     """Asks for the cache lines from an address on, which may be nobody's."""
     for offset in range(0, n_bytes, LINE):
         pointer = _pointer(builder, I8, address, offset)
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        kind = ir.FunctionType(_VOID, [pointer.type, I32, I32, I32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
         builder.call(function, [pointer, I32(0), I32(3), I32(1)])  # for reading, all levels, data
 
@@ -66,6 +76,11 @@ def lanes(builder: Any, x: Value, which: Sequence[int], y: Value | None = None) 
 def multiply_add(builder: Any, a: Value, b: Value, c: Value) -> Value:
     """a * b + c, fused where the processor can."""
     return builder.fadd(builder.fmul(a, b, flags=CONTRACT), c, flags=CONTRACT)
+
+
+def subtract(builder: Any, a: Value, b: Value) -> Value:
+    """a - b, where the order counts: to what has no flag Numba gives those of the function that is compiled."""
+    return builder.fsub(a, b, flags=CONTRACT)
 
 
 def maximum(builder: Any, a: Value, b: Value) -> Value:
@@ -127,17 +142,19 @@ def loop(builder: Any, start: Value, stop: Value, step: int, values: Sequence[Va
     builder.position_at_end(after)
 
 
-def call_own(builder: Any, name: str, write: Callable[..., None], *args: Value) -> None:
+def call_own(
+    builder: Any, name: str, write: Callable[..., Value | None], *args: Value, result: Kind = _VOID
+) -> Value:
     """Calls a function of its own, filled by write(builder, *args): LLVM moves nothing of it before the call."""
-    kind = ir.FunctionType(ir.VoidType(), [x.type for x in args])
+    kind = ir.FunctionType(result, [x.type for x in args])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     if function.is_declaration:
         function.linkage = "internal"
         function.attributes.add("noinline")
         inside = ir.IRBuilder(function.append_basic_block("entry"))
-        write(inside, *function.args)
-        inside.ret_void()
-    builder.call(function, args)
+        returned = write(inside, *function.args)
+        inside.ret_void() if result == _VOID else inside.ret(returned)
+    return builder.call(function, args)
 
 
 def _pointer(builder: Any, kind: Kind, address: Value, offset: int) -> Value:

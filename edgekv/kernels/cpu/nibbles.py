@@ -36,7 +36,7 @@ def round_weights(context: Any, p: Any, delta: Any, zero: Any, weights: Any) -> 
         products = []
         for j, x in enumerate(shifted):
             points = b.zext(emit.load(b, block_weights.BYTES, zero, kind.count * j), block_weights.INTS)
-            whole = b.fsub(x, emit.constant(kind, block_weights.ROUND))
+            whole = emit.subtract(b, x, emit.constant(kind, block_weights.ROUND))
             products.append(b.fmul(whole, b.sitofp(points, kind)))
         total = emit.total(b, emit.tree(b, type(b).fadd, products))
         emit.store(b, size, weights, SIZES_AT)

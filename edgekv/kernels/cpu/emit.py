@@ -107,6 +107,29 @@ def total(builder: Any, x: Value) -> Value:
     return call(builder, f"llvm.vector.reduce.add.v{x.type.count}i32", I32, x)
 
 
+def totals(builder: Any, xs: Sequence[Value]) -> Value:
+    """The sum of each of one, two or four vectors' lanes: a number, or a vector of them."""
+    if len(xs) == 1:
+        return total(builder, xs[0])
+    n_vectors, n = len(xs), xs[0].type.count
+    while len(xs) > 1:
+        xs = [_pair_sums(builder, *xs[i : i + 2]) for i in range(0, len(xs), 2)]
+    parts = [lanes(builder, xs[0], range(i, i + 4)) for i in range(0, n, 4)]
+    sums = tree(builder, type(builder).fadd, parts)
+    if n_vectors == 4:
+        return sums
+    return builder.fadd(lanes(builder, sums, (0, 2)), lanes(builder, sums, (1, 3)))
+
+
+def _pair_sums(builder: Any, x: Value, y: Value) -> Value:
+    """In each 128 bits, the sums of both pairs of x's lanes, then of y's."""
+    n = x.type.count
+    if arm.IS_ARM:
+        return call(builder, "llvm.aarch64.neon.faddp.v4f32", x.type, x, y)
+    first = [i + j for i in range(0, n, 4) for j in (0, 2, n, n + 2)]
+    return builder.fadd(lanes(builder, x, first, y), lanes(builder, x, [i + 1 for i in first], y))
+
+
 def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str] = ()) -> Value:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [x.type for x in args]), name)
     return builder.call(function, args, fastmath=flags)

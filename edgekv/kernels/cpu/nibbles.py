@@ -115,7 +115,7 @@ def _unpacked(b: Any, start: Any, half: Any, width: int, groups: int) -> list[An
             emit.prefetch(b, b.add(address, b.mul(half, emit.I64(BLOCK))), width)
         tokens.append(emit.tree(b, _joined, parts))
     pairs = [
-        _interleaved(b, *tokens[i : i + 2], 1, upper) for i in (0, 2) for upper in (0, 1)
+        _interleaved(b, tokens[i], tokens[i + 1], 1, upper) for i in (0, 2) for upper in (0, 1)
     ]  # low, high, low, high
     quads = [_interleaved(b, pairs[i], pairs[i + 2], 2, upper) for i in (0, 1) for upper in (0, 1)]
     kind = emit.vector(emit.I32, N)

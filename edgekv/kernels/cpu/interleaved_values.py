@@ -31,7 +31,7 @@ ZERO, ONE, TWO = np.array([0, 1, 2], np.float32)
 LARGEST_F16 = np.float64(65504)
 ROW_COUNTS = 1, 2, 4
 # By rows, vectors of channels at a time: as many sums as hide a product's latency, and fit the registers.
-COLUMNS = {1: (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
+COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
 # Bits of a code, in parts that divide a byte: (bits, rows of the store before it).
 PARTS = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 0), (1, 4)), 4: ((4, 0),)}
 
@@ -107,9 +107,9 @@ def _emit_columns(bits: int, n_rows: int, b: Any, whole: Any, codes: Any, head_d
                 target = b.add(out, b.mul(b.add(b.mul(head_dim, emit.I64(r)), d), emit.I64(4)))
                 for c in range(n_columns):
                     kind = emit.vector(emit.F32, LANES)
-                    so_far = emit.load(b, kind, target, 4 * LANES * c)
-                    more = emit.multiply_add(b, b.sitofp(sums[r][c], kind), size, shift)
-                    emit.store(b, b.fadd(so_far, more), target, 4 * LANES * c)
+                    so_far = b.fadd(emit.load(b, kind, target, 4 * LANES * c), shift)
+                    so_far = emit.multiply_add(b, b.sitofp(sums[r][c], kind), size, so_far)
+                    emit.store(b, so_far, target, 4 * LANES * c)
         if n_columns > 1:
             done = b.sub(head_dim, b.srem(head_dim, emit.I64(n_columns * LANES)))
 

@@ -70,11 +70,9 @@ def _write(b: Any, weights: Any, first: Any, n: Any, codes: Any, half: Any, out:
             for nibble, target in ((0, turn.i), (1, b.add(turn.i, half))):
                 for chunk in range(width // 16):
                     address = b.add(out, b.mul(b.add(target, emit.I64(16 * chunk)), emit.I64(4)))
-                    so_far = emit.load(b, size.type, address)
-                    more = emit.multiply_add(
-                        b, b.sitofp(_in_order(b, sums[nibble], chunk), size.type), size, shift
-                    )
-                    emit.store(b, b.fadd(so_far, more), address)
+                    so_far = b.fadd(emit.load(b, size.type, address), shift)
+                    total = b.sitofp(_in_order(b, sums[nibble], chunk), size.type)
+                    emit.store(b, emit.multiply_add(b, total, size, so_far), address)
         done = b.and_(half, emit.I64(-width))
         width //= 2
 

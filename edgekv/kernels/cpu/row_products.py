@@ -4,6 +4,7 @@ Each number is converted once for up to four query rows; four tokens' scores are
 lanes are added up together.
 """
 
+import functools
 from typing import Any
 
 from numba import types
@@ -28,18 +29,17 @@ def score_rows(size: int) -> Any:
     def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> Any:
         """s[m * gap + t] = q[m] times keys[t], without the channels behind the last whole vector."""
 
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emit.call_own(builder, f"score_rows_{size}", write, *args)
-            return context.get_dummy_value()
-
-        def write(b: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> None:
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            q, rows, keys, head_dim, n, s, gap = args
             done = emit.I64(0)
             for together in ROW_COUNTS:
                 with emit.loop(b, done, rows, together) as turn:
                     queries = b.add(q, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
                     target = b.add(s, b.mul(turn.i, b.mul(gap, emit.I64(4))))
-                    _score(b, size, together, queries, keys, head_dim, n, target, gap)
+                    write = functools.partial(_score, size, together)
+                    emit.call_own(b, f"score_rows_{together}", write, queries, keys, head_dim, n, target, gap)
                 done = turn.i
+            return context.get_dummy_value()
 
         return types.none(*[types.intp] * 7), build
 
@@ -53,18 +53,17 @@ def add_rows(size: int) -> Any:
     def add(context: Any, p: Any, gap: Any, rows: Any, values: Any, head_dim: Any, n: Any, out: Any) -> Any:
         """out[m] += p[m * gap + t] times values[t], without the channels behind the last whole vector."""
 
-        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emit.call_own(builder, f"add_rows_{size}", write, *args)
-            return context.get_dummy_value()
-
-        def write(b: Any, p: Any, gap: Any, rows: Any, values: Any, head_dim: Any, n: Any, out: Any) -> None:
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            p, gap, rows, values, head_dim, n, out = args
             done = emit.I64(0)
             for together in ROW_COUNTS:
                 with emit.loop(b, done, rows, together) as turn:
                     weights = b.add(p, b.mul(turn.i, b.mul(gap, emit.I64(4))))
                     target = b.add(out, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
-                    _add(b, size, together, weights, gap, values, head_dim, n, target)
+                    write = functools.partial(_add, size, together)
+                    emit.call_own(b, f"add_rows_{together}", write, weights, gap, values, head_dim, n, target)
                 done = turn.i
+            return context.get_dummy_value()
 
         return types.none(*[types.intp] * 7), build
 
@@ -77,7 +76,7 @@ def _load(b: Any, size: int, address: Any, offset: int = 0) -> Any:
     return widen(b, emit.load(b, emit.vector(emit.I16, N), address, offset))
 
 
-def _score(b: Any, size: int, n_rows: int, q: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> None:
+def _score(size: int, n_rows: int, b: Any, q: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> None:
     row_bytes, query_bytes = b.mul(head_dim, emit.I64(size)), b.mul(head_dim, emit.I64(4))
     done = emit.I64(0)
     for n_tokens in (TOKENS[n_rows], 1):
@@ -101,7 +100,7 @@ def _score(b: Any, size: int, n_rows: int, q: Any, keys: Any, head_dim: Any, n: 
         done = tile.i
 
 
-def _add(b: Any, size: int, n_rows: int, p: Any, gap: Any, values: Any, head_dim: Any, n: Any, out: Any) -> None:
+def _add(size: int, n_rows: int, b: Any, p: Any, gap: Any, values: Any, head_dim: Any, n: Any, out: Any) -> None:
     row_bytes, out_bytes = b.mul(head_dim, emit.I64(size)), b.mul(head_dim, emit.I64(4))
     gap_bytes, done = b.mul(gap, emit.I64(4)), emit.I64(0)
     for n_columns in (COLUMNS[n_rows], 1):

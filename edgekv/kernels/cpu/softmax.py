@@ -96,11 +96,10 @@ def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
         peak = b.select(b.fcmp_ordered("==", peak, nothing), emit.constant(emit.F32, 0), peak)
         peaks = emit.splat(b, peak, WIDE.count)
         with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, 0)]) as block:
-            scores = [emit.load(b, WIDE, block.i, offset) for offset in offsets]
-            weights = [_exp_of_negative(b, b.fsub(score, peaks)) for score in scores]
-            for offset, weight in zip(offsets, weights, strict=True):
+            for offset in offsets:
+                weight = _exp_of_negative(b, b.fsub(emit.load(b, WIDE, block.i, offset), peaks))
                 emit.store(b, weight, block.i, offset)
-            block.following = [b.fadd(block.values[0], emit.tree(b, type(b).fadd, weights))]
+                block.following = [b.fadd(block.following[0], weight)]
         emit.store(b, b.fadd(emit.load(b, emit.F32, end, 4), emit.total(b, block.values[0])), end, 4)
         row.following = [b.or_(row.values[0], b.zext(raised, emit.I64))]
     return row.values[0]

@@ -124,7 +124,7 @@ def test_tokens_that_do_not_come_again_after_all(name: str) -> None:
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_layers_that_were_interrupted_meet_at_one_length(name: str) -> None:
-    """Some have read a long text that others have not: they go back by an exact window or two, not to the start."""
+    """Some have read a long text that others have not: they go back by two windows, not to the start."""
     tokens = draw(HEADS, 1300)
     layers = [make(name) for _ in range(4)]
     for cache in layers:

@@ -35,9 +35,9 @@ class Windowed(KVCache):
     is packed, so the packed part always holds whole blocks, and between residual_length and residual_length +
     block - 1 of the latest tokens are exact between two calls. The tail of a prompt stays exact too.
 
-    A rewind shortens the recent part and computes nothing again while that keeps LEAST_LEFT of residual_length. One
-    further back makes it anew: the last residual_length tokens or more are computed again, and as many before them,
-    so that each sees an exact window, as in decoding; what was packed of them stays as it was packed.
+    A rewind shortens the recent part, and nothing is computed again, while LEAST_LEFT of residual_length remains.
+    Further back it is made anew: residual_length tokens or more are computed again, and as many before these, so
+    that each sees an exact window, as in decoding. What was packed of them stays as it was packed.
     """
 
     version = 2

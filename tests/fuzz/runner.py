@@ -72,6 +72,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
         )
         if not isinstance(started := self._answer(START_SECONDS), dict):
+            self.close()
             raise RuntimeError(f"the worker does not start: {started}")
 
     def _answer(self, seconds: float) -> dict[str, object] | str:

@@ -165,7 +165,7 @@ def _save(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: dict) -> 
 def test_mistral_without_a_window_slides_over_4096(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of 4,160 tokens' logits are those of transformers 5.23; without a window they differ by up to 0.5."""
+    """The last of 4,160 tokens' logits are those of transformers 5.23; with no window they differ by 0.5."""
     config = golden_cases.CASES["mistral"] | {"num_hidden_layers": 1, "max_position_embeddings": 8192}
     del config["sliding_window"]
     monkeypatch.setitem(golden_cases.CASES, "mistral-default", config)

@@ -17,7 +17,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     BOS is prepended unless tokenizer_config.json says `"add_bos_token": false`. Decoding gives the library's text,
     but for a blank: before an unknown token or in a byte token `<0x20>` that begins a text it is dropped, and that
-    of models trained with `treat_whitespace_as_suffix`, behind a text, stays.
+    of models trained with `treat_whitespace_as_suffix`, behind a text, stays. Bytes with a control token between
+    them can make a character.
     """
 
     utf8_errors = EACH_BYTE
@@ -36,7 +37,7 @@ class SentencePieceTokenizer(Tokenizer):
         with library_errors(f"{path} can't be used", "copy it again"):
             self.drops_first_space = self._library.encode("a", out_type=str)[0].startswith(SPACE)
             self.drops_first_spaces = self._library.encode("  a") == self._library.encode("a")
-            self._unknown = self._library.decode([self._library.unk_id()]).encode()
+            self._unknown = str(self._library.decode([self._library.unk_id()])).encode()
 
     def _find(self, name: str) -> int | None:
         token_id: int = self._library.piece_to_id(name)

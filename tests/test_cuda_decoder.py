@@ -12,16 +12,19 @@ from cuda_cases import OnDevice
 
 from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
-from edgekv.errors import EdgeKVError
+from edgekv.errors import EdgeKVError, MemoryBudgetError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.devices import find_device
+from edgekv.session.generation import Generation
 from edgekv.session.model import Model
+from edgekv.session.reader import Reader
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
+from edgekv.session.state import State
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 CAPACITY = 48
@@ -142,3 +145,46 @@ def test_greedy_text_equals_the_cpus(name: str, request: pytest.FixtureRequest) 
         session = Session.load(path, kv="dense", ctx=300, weights="f32", device=where)
         texts.append([step.token for step in session.generate("Once upon a time", max_new_tokens=100)])
     assert texts[1] == texts[0]
+
+
+def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) -> None:
+    """An EdgeKVError with what was asked for and what is free; then the conversation goes on as if nothing was."""
+    model = Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model"))
+    cuda = decoder(model, device)
+    if not hasattr(cuda.driver, "free"):
+        pytest.skip("a real GPU's memory is not filled by a test")
+    texts = []
+    for short_of in (False, True):
+        state = State(open_caches(cuda, "kivi2:residual_length=0"))
+        reader = Reader(state, cuda, CAPACITY, 0)
+        cuda.workspace = type(cuda.workspace)(cuda.driver)
+        reader.append([1, 2, 3], [])
+        if short_of:
+            cuda.driver.free = 3000
+            cuda.workspace = type(cuda.workspace)(cuda.driver)
+            with pytest.raises(MemoryBudgetError) as error:
+                reader.append(list(range(30)), [])
+            cuda.driver.free = type(cuda.driver).free
+            said = str(error.value)
+            assert "\n" not in said
+            assert "out of memory while reading 30 tokens after 3: Out of memory allocating" in said
+            assert "2.9 KiB is free" in said
+            assert state.n_past == len(state.tokens) == 3
+        texts.append(to_host(reader.append([4, 5], [])).copy())
+    np.testing.assert_array_equal(*texts)
+
+
+def test_out_of_memory_while_sampling() -> None:
+    class Short:
+        tokens = (1,)
+
+        def free_bytes(self) -> int:
+            return 5 << 20
+
+    class Hungry:
+        def sample(self, logits: Any, tokens: Any) -> int:
+            raise MemoryError("Out of memory allocating 9 bytes (allocated so far: 0 bytes).")
+
+    generation = Generation(Short(), None, None, Hungry(), 1, (), None)  # type: ignore[arg-type]
+    with pytest.raises(MemoryBudgetError, match=r"choosing a token: .* 9 bytes .*; 5.0 MiB is free"):
+        generation._choose(np.zeros(3))

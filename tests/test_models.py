@@ -160,3 +160,17 @@ def _save(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: dict) -> 
         {name: np.ascontiguousarray(a, np.float32) for name, a in arrays.items()}, folder / "model.safetensors"
     )
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_mistral_without_a_window_slides_over_4096(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 4,160 tokens' logits are those of transformers 5.23; with no window they differ by 0.5."""
+    config = golden_cases.CASES["mistral"] | {"num_hidden_layers": 1, "max_position_embeddings": 8192}
+    del config["sliding_window"]
+    monkeypatch.setitem(golden_cases.CASES, "mistral-default", config)
+    path = golden_cases.write_checkpoint("mistral-default", tmp_path / "model")
+    session = Session.load(path, kv="dense:dtype=f32", weights="f32", ctx=4200)
+    logits = session.prefill([7 * i % 96 for i in range(4160)])
+    expected = [0.107545525, -0.862241566, -0.572205901, 1.816124082, -2.426096916, -2.695036888]
+    np.testing.assert_allclose(logits[:6], expected, atol=1e-4, rtol=0)

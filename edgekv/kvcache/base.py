@@ -233,10 +233,18 @@ class KVCache(abc.ABC):
         """Counts n tokens (n < 0: takes them back) within `steady_tokens` that a replayed step appends."""
         self.n_seen += n
 
-    def truncate(self, n: int) -> int:
+    def restart(self, n: int) -> int:
+        """After how many tokens computing is best taken up again when all but the first ``n`` are forgotten.
+
+        At most n, which is below `n_seen`. Less where the last of them are to be computed once more.
+        """
+        return n
+
+    def truncate(self, n: int, again: int = 0) -> int:
         """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.
 
-        Schemes that can't rewind to the very token keep fewer, and the session computes the rest again.
+        Schemes that can't rewind to the very token keep fewer, and the session computes the rest again. The
+        ``again`` tokens that follow will be those that followed before: what is stored of them may be used.
         """
         self.n_seen = n
         return n
@@ -296,10 +304,13 @@ class KVCache(abc.ABC):
 
 
 def rewind(caches: Sequence[KVCache], n: int) -> int:
-    """Truncates every layer to the same length, ``n`` or the most below it that all can keep; returns it."""
-    n = min([n, *(cache.n_seen for cache in caches)])
+    """Makes every layer forget all but the first ``n`` tokens; returns how many all of them still hold.
+
+    Those from there to the n-th, if any, come again.
+    """
+    start = min([n, *(cache.n_seen if cache.n_seen <= n else cache.restart(n) for cache in caches)])
     while True:
-        kept = min(cache.truncate(n) if cache.n_seen > n else n for cache in caches)
-        if kept == n:
-            return n
-        n = kept
+        kept = min(cache.truncate(start, n - start) for cache in caches)
+        if kept == start:
+            return start
+        start = kept

@@ -91,7 +91,7 @@ class Steps(Windowed):
         self.tiers.load_state(fitted)
 
     def readable(self) -> bool:
-        return self.n_bulk <= self.tiers.capacity
+        return self.n_packed <= self.tiers.capacity
 
     def extend(self, keys: F32, values: F32) -> None:
         self._reserve(keys.shape[1])
@@ -109,11 +109,12 @@ class Steps(Windowed):
     def _reserve(self, n: int) -> None:
         """One step for n more tokens, so that none is packed finely only to be packed again."""
         packed = min(self.n_seen + n - self.sizes.sink - self.sizes.residual_length, self.bulk_capacity)
-        self.tiers.reserve(self.n_bulk, packed // WORD * WORD)
+        self.tiers.reserve(self.n_packed, packed // WORD * WORD)
 
-    def truncate(self, n: int) -> int:
-        kept = super().truncate(n)
-        if not self.n_bulk:  # back to the finest
+    def truncate(self, n: int, again: int = 0) -> int:
+        had_packed = self.n_packed > 0
+        kept = super().truncate(n, again)
+        if had_packed and not self.n_packed:  # back to the finest
             self.arrays["key.arena"][:] = 0
             self.tiers.bind(self.arrays["key.arena"], self.kernels)
         return kept

@@ -48,6 +48,9 @@ class CudaDecoder(Decoder):
             self._rope = DeviceRope(self._rope, capacity, driver)  # type: ignore[assignment]
         self._replay = Replay(self)
 
+    def free_bytes(self) -> int:
+        return self.driver.free_bytes()
+
     @property
     def can_replay(self) -> bool:
         """Whether the position is all that differs between two steps."""

@@ -13,6 +13,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.weights import Weights
+from edgekv.machine import available_memory_bytes
 from edgekv.models.attention import ExactAttention
 from edgekv.models.rope import RopeTable
 from edgekv.types import F32, I64
@@ -57,6 +58,10 @@ class Decoder:
                 f"the model was loaded by process {self._pid} and this is {os.getpid()}, forked from it: start "
                 "processes with multiprocessing's 'spawn', or fork before anything is loaded"
             )
+
+    def free_bytes(self) -> int:
+        """Memory that is left where it computes."""
+        return available_memory_bytes()
 
     def warm_up(self, caches: Sequence[KVCache]) -> None:
         """Compiles a scheme's kernels, or loads them from Numba's cache, on throw-away random tokens."""

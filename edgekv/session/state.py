@@ -54,8 +54,7 @@ class State:
 
         What a scheme can't keep of them is pending again.
         """
-        if n_tokens < self.n_past:
-            rewind(self.caches, n_tokens)
+        rewind(self.caches, min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
         self.spans = clipped(self.spans, 0, n_tokens)
 

@@ -37,7 +37,21 @@ from edgekv.vision.preprocess import Preprocess
 from .mutate import as_json, damaged, mutated
 
 DEMO = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "demo"
-SCHEMES = ("dense", "onebit", "bitplane", "kivi2", "kvcomp")
+SCHEMES = (
+    "dense",
+    "onebit:residual_length=16",
+    "bitplane",
+    "kivi2:residual_length=16",
+    "kvcomp:residual_length=16,block=16",
+    "h1b",
+    "steps:budget=150000,residual_length=16",
+    "mikv:budget=60",
+    "fier",
+    "snapkv:budget=100",
+    "visual1",
+)
+CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
+MORE = [1, 2] * 20
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
 
 
@@ -62,14 +76,24 @@ class Material:
         from edgekv.linear.store import build
 
         build(model.weights, model.weight_format("int8"), self.store, None)  # type: ignore[arg-type]
-        self.loaded = Session.load(self.llama, weights="f32", device="numpy", ctx=64)
+        longer = shutil.copytree(self.llama, folder / "longer")
+        raw = json.loads((longer / "config.json").read_text())
+        (longer / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))
+        self.loaded, self.compiled = (
+            Session.load(longer, weights="f32", device=device, threads=1) for device in ("numpy", "cpu")
+        )
         self.sessions: list[bytes] = []
         for kv in SCHEMES:
             for compress in (False, True):
                 session = self.loaded.fork(kv=kv)
-                list(session.generate(list(range(1, 40)), max_new_tokens=2, temperature=1.0, seed=1))
+                list(
+                    session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=2, temperature=1.0, seed=1)
+                )
                 session.save(folder / "session", compress=compress)
                 self.sessions.append((folder / "session").read_bytes())
+            Session.restore(folder / "session", self.compiled).prefill(
+                MORE
+            )  # kernels are compiled here, not in a case
         self.images = []
         picture_ = Image.fromarray(vision_cases.pixels(20, 30))
         for name in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
@@ -208,12 +232,15 @@ def session(m: Material, folder: pathlib.Path, rng: Random) -> Session:
         text = as_json(header, rng)
     prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(text), len(text))
     (folder / "session").write_bytes(prefix + text + arrays)
-    return Session.restore(folder / "session", m.loaded)
+    return Session.restore(folder / "session", rng.choice((m.loaded, m.compiled)))
 
 
 def resume(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """A lying session that was accepted goes on."""
-    session(m, folder, rng).prefill([1, 2])
+    restored = session(m, folder, rng)
+    restored.prefill(MORE)
+    restored.rewind(rng.randrange(len(restored.tokens)))
+    restored.prefill([1])
 
 
 def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:

@@ -22,9 +22,8 @@ LONGROPE = golden_cases.LONGROPE
 
 
 def rope(**changes: Any) -> np.ndarray:
-    found = architecture(LLAMA | changes).config.rope
-    assert found is not None
-    values, factor = frequencies(found, 48)
+    found = architecture(LLAMA | changes).config.ropes
+    values, factor = frequencies(found[0], 48)
     return np.append(values, factor)
 
 
@@ -117,8 +116,8 @@ def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
         except ConfigError as error:
             messages.append(str(error))
             continue
-        if config.rope is not None:
-            values, factor = frequencies(config.rope, 100)
+        for each in config.ropes:
+            values, factor = frequencies(each, 100)
             assert np.isfinite(values).all()
             assert math.isfinite(factor)
     assert max(map(len, messages)) < 400

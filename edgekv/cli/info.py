@@ -47,7 +47,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "head_dim": c.head_dim,
         "vocab_size": c.vocab_size,
         "max_positions": c.max_positions,
-        "rope": c.rope.kind if c.rope else None,
+        "rope": ", ".join(dict.fromkeys(rope.kind for rope in c.ropes)) or None,
         "sliding_window": next((w for w in c.layer_windows if w), None),
         "tied_embeddings": c.tied_embeddings,
         "tokenizer": str(model.tokenizer_path) if model.tokenizer_path else None,

@@ -140,7 +140,8 @@ class CheckpointWeights:
             self._tensors.release(part.tensor)
 
     def vector(self, name: str) -> F32:
-        return to_float32(self._tensors.array(self.arch.vectors()[name][0]))
+        stored = to_float32(self._tensors.array(self.arch.vectors()[name][0]))
+        return stored + np.float32(self.arch.norm_offset) if self.arch.norm_offset else stored
 
     def table(self, name: str) -> npt.NDArray[np.generic]:
         """The stored table itself, (rows, hidden), as `table_dtypes` says."""

@@ -17,6 +17,7 @@ Vocabulary = Annotated[int, Meta(ge=1, le=1 << 24)]
 Positions = Annotated[int, Meta(ge=1, le=1 << 28)]
 Epsilon = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(gt=1e-6, le=1e6)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 Theta = Annotated[float, Meta(gt=1, le=1e15)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -37,6 +38,8 @@ class RopeFile(Struct):
     mscale: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     mscale_all_dim: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     truncate: bool | None = None
+    partial_rotary_factor: Share | None = None
+    llama_4_scaling_beta: Annotated[float, Meta(ge=0, le=1e3)] | None = None
     short_factor: list[Factor] | None = None
     long_factor: list[Factor] | None = None
 
@@ -59,7 +62,7 @@ class LlamaFile(Struct):
     rope_theta: Theta | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    sliding_window: Annotated[int, Meta(ge=1, le=1 << 28)] | None = None
+    sliding_window: Positions | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0, le=1024)] | None = None
     layer_types: list[str] | None = None

@@ -100,7 +100,7 @@ class RopeConfig:
         the rotation that they had, as in transformers.
         """
         is_long = [n > self.fixed_up_to for n in (before, after)]
-        return self.kind == "longrope" and is_long[0] != is_long[1]
+        return self.kind == "longrope" and before > 0 and is_long[0] != is_long[1]
 
 
 def _require_together(name: str, kind: str, params: RopeFile, dim: int) -> None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from edgekv.errors import ContextError, TokenizerError
-from edgekv.kvcache.base import rewind
 from edgekv.machine import blas_threads
 from edgekv.models.decoder import Decoder
 from edgekv.session.context_shift import ContextShift, Stop
@@ -50,7 +49,7 @@ class Reader:
     def next_logits(self) -> F32:
         """Logits (vocab,) after the pending tokens, for which room is made if there is none."""
         self._make_room()
-        logits: F32 = self._logits(self.state.pending, 1)[0]
+        logits: F32 = self._logits([], 1)[0]
         return logits
 
     def append(
@@ -63,7 +62,7 @@ class Reader:
         state = self.state
         state.announce(spans)
         try:
-            logits = self._logits([*state.pending, *ids], n_logits, progress)
+            logits = self._logits(ids, n_logits, progress)
             state.tokens.extend(ids)
         finally:
             state.forget_announced()
@@ -128,10 +127,11 @@ class Reader:
             self.state.n_dropped += n - len(kept)
         return kept
 
-    def _logits(self, ids: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
-        """(n_last, vocab) after the last of the ids, which enter the caches."""
+    def _logits(self, more: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
+        """(n_last, vocab) after the last of the pending tokens and these, which all enter the caches."""
         state, decoder = self.state, self.decoder
-        start = state.n_past
+        state.require_keys(self.n_pending + len(more))
+        ids, start = [*state.pending, *more], state.n_past
         spans = clipped(state.spans, start, start + len(ids))
         if start and len(ids) == 1 and not spans:
             with self._undone_on_error(start), blas_threads(1):
@@ -152,7 +152,7 @@ class Reader:
         try:
             yield
         except BaseException:
-            rewind(caches, n_past)
+            self.state.rewind_caches(n_past)
             for cache in caches:
                 cache.mark_images(())
             raise

@@ -66,6 +66,7 @@ GEMMA3 = V5 | {
     "sliding_window": 12,
     "tie_word_embeddings": True,
 }
+GEMMA2 = {k: v for k, v in GEMMA3.items() if k != "rope_theta"} | {"model_type": "gemma2", "num_hidden_layers": 3}
 PHI3 = LLAMA | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": 0}
 PHI_LONG = LONGROPE | {"type": "longrope"}
 SMOLLM3 = LLAMA | {"model_type": "smollm3", "num_key_value_heads": 2, "pad_token_id": 0}
@@ -109,6 +110,15 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2-sliding": LLAMA
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
     "qwen3": LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
+    "gemma2": GEMMA2 | {"query_pre_attn_scalar": 1},
+    "gemma2-options": GEMMA2
+    | {
+        "query_pre_attn_scalar": 1,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": None,
+        "attention_bias": True,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    },
     "gemma3": GEMMA3,
     "gemma3-options": GEMMA3
     | {

@@ -40,7 +40,7 @@ def open_caches(decoder: Any, text: str) -> list[KVCache]:
 
 
 REPLAYED = ["llama2-gqa", "qwen3", "gpt2", "smollm3", "olmo2", "granite"]  # no window, no change with the length
-STEPPED = ["rope-dynamic", "mistral", "gemma3-options", "phi3-longrope", "ministral3"]
+STEPPED = ["rope-dynamic", "mistral", "gemma2-options", "gemma3-options", "phi3-longrope", "ministral3"]
 
 
 @pytest.mark.parametrize("name", REPLAYED + STEPPED)

@@ -11,7 +11,10 @@ from edgekv.kvcache.registry import find_scheme, schemes
 
 
 class AttentionShape(Protocol):
-    """What a cache must know of a model; `ModelConfig` has it. ``layer_windows``: None sees all tokens."""
+    """What a cache must know of a model; `ModelConfig` has it.
+
+    ``layer_windows``: None sees all tokens. ``score_cap``: the soft bound of attention's scores, None without one.
+    """
 
     @property
     def n_layers(self) -> int: ...
@@ -23,6 +26,8 @@ class AttentionShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def layer_windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def score_cap(self) -> float | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,11 @@ class CacheSpec:
         return None if knob is None else int(getattr(self.knobs, knob))
 
     def layers(self, shape: AttentionShape, capacity: int) -> list[KVCache]:
-        """One cache per layer for ``capacity`` tokens, not allocated yet. Raises CacheError for a bad shape."""
+        """One cache per layer for ``capacity`` tokens, not allocated yet.
+
+        Raises CacheError (field kv) for a bad shape, and for a scheme that can't read this model.
+        """
+        self._require_suited(shape)
         return [
             self.scheme(
                 Geometry(
@@ -119,11 +128,27 @@ class CacheSpec:
                     layer=i,
                     n_layers=shape.n_layers,
                     sliding_window=shape.layer_windows[i],
+                    score_cap=shape.score_cap,
                 ),
                 self.knobs,
             )
             for i in range(shape.n_layers)
         ]
+
+    def suits(self, shape: AttentionShape) -> bool:
+        """Whether the scheme can read this model."""
+        return shape.score_cap is None or self.scheme.caps_scores
+
+    def _require_suited(self, shape: AttentionShape) -> None:
+        if not self.suits(shape):
+            accepted = [name for name, scheme in schemes().items() if scheme.caps_scores]
+            raise CacheError(
+                f"kv={self.scheme.name!r} can't bound attention's scores, which this model does (by "
+                f"{shape.score_cap:g}); accepted: {', '.join(accepted)}",
+                field="kv",
+                value=self.scheme.name,
+                accepted=accepted,
+            )
 
     def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
         """Bytes of all layers' arrays for ``capacity`` tokens."""

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import Raw
-from edgekv.models.gemma import Gemma3, Gemma3WithVision
+from edgekv.models.gemma import Gemma2, Gemma3, Gemma3WithVision
 from edgekv.models.gpt2 import GPT2
 from edgekv.models.granite import Granite
 from edgekv.models.llama import Llama
@@ -22,6 +22,7 @@ MODELS: dict[str, type[Architecture]] = {
     "qwen2": Llama,
     "qwen3": Llama,
     "gpt2": GPT2,
+    "gemma2": Gemma2,
     "gemma3": Gemma3WithVision,
     "gemma3_text": Gemma3,
     "phi3": Phi3,

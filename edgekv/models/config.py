@@ -22,7 +22,7 @@ class ModelConfig:
     sliding window in tokens (None: sees everything); ``layer_scales[i]`` multiplies the queries before the dot
     product (1/sqrt(head_dim) as a rule). ``embedding_scale`` multiplies the embeddings of tokens,
     ``residual_scale`` what a block adds to the residual stream, ``logit_scale`` the logits, which ``logit_cap``
-    then bounds softly.
+    then bounds softly, as ``score_cap`` does attention's scores before the softmax.
     """
 
     model_type: str
@@ -48,6 +48,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    score_cap: float | None = None
 
     @property
     def ropes(self) -> list[RopeConfig]:

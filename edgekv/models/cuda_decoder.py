@@ -51,7 +51,8 @@ class CudaDecoder(Decoder):
     @property
     def can_replay(self) -> bool:
         """Whether the position is all that differs between two steps, and where kernels look it up."""
-        return self._ropes.is_fixed and not any(rope.query_growth for rope in self.config.ropes)
+        grows = any(rope.query_growth for rope in self.config.ropes)
+        return self._ropes.is_fixed and not grows and self.config.score_cap is None
 
     @property
     def n_replayed(self) -> int:

@@ -159,7 +159,7 @@ class Decoder:
             self._project(i, x[a:b], rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
-            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i])
+            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap)
             x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out))
         cache.prefill(q, k, v)
 

@@ -69,20 +69,26 @@ class LlamaFile(Struct):
 
 
 class GemmaFile(LlamaFile):
-    """Of gemma2 and gemma3_text; the softcapping of attention is gemma2's."""
+    """What gemma2 and gemma3_text share."""
 
     head_dim: Width | None = 256
     tie_word_embeddings: bool | None = True
     hidden_activation: str | None = None
     query_pre_attn_scalar: Factor = 256.0
-    final_logit_softcapping: Factor | None = None
     sliding_window: Positions | None = 4096
     sliding_window_pattern: Layers = 6
     rope_local_base_freq: Theta = 10000.0
     use_bidirectional_attention: bool | None = None
 
 
+class Gemma2File(GemmaFile):
+    max_position_embeddings: Positions | None = 8192
+    final_logit_softcapping: Factor | None = None
+    attn_logit_softcapping: Factor | None = None
+
+
 class Gemma3File(GemmaFile):
+    final_logit_softcapping: Factor | None = None
     max_position_embeddings: Positions | None = 131072
     rope_theta: Theta | None = 1e6
 

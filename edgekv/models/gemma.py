@@ -1,6 +1,7 @@
-"""Gemma 3: norms around attention and MLP, 1 + w in place of w in them, scaled embeddings, layers that slide.
+"""Gemma 2 and 3: norms around attention and MLP, 1 + w in place of w in them, scaled embeddings, sliding layers.
 
-Of models that see (model_type gemma3) the decoder is read, for text alone.
+Gemma 2 bounds attention's scores and the logits softly; Gemma 3 has q/k norms and two rotations. Of models that
+see (model_type gemma3) the decoder is read, for text alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from edgekv.errors import ConfigError
 from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, sliding_layers
-from edgekv.models.files import Gemma3File, GemmaFile, RopeOfLayers
+from edgekv.models.files import Gemma2File, Gemma3File, GemmaFile, RopeOfLayers
 from edgekv.models.llama import Llama, decoder_config
 from edgekv.models.multimodal import Multimodal, text_config
 from edgekv.models.rope import RopeConfig
@@ -21,6 +22,7 @@ NORMS = {
     "norm_mlp": "pre_feedforward_layernorm",
     "norm_down": "post_feedforward_layernorm",
 }
+GEMMA2_CAPS = {"logit_cap": 30.0, "score_cap": 50.0}  # where the config does not say
 TEXT_TYPES: dict[str, dict[str, Any]] = {
     "gemma3_text": {  # transformers' Gemma3TextConfig
         "vocab_size": 262208,
@@ -48,9 +50,18 @@ def gemma_config(model_type: str, file: GemmaFile, layer_types: list[str], **own
         layer_windows=sliding_layers(layer_types, file.sliding_window, layers),
         layer_scales=(file.query_pre_attn_scalar**-0.5,) * layers,
         embedding_scale=file.hidden_size**0.5,
-        logit_cap=file.final_logit_softcapping,
         **own,
     )
+
+
+def gemma2_config(raw: Raw) -> ModelConfig:
+    """ModelConfig of a gemma2 config.json."""
+    file = read(raw, Gemma2File, "config.json", CONFIG_HINT)
+    alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(file.num_hidden_layers)]
+    caps = {"logit_cap": file.final_logit_softcapping, "score_cap": file.attn_logit_softcapping}
+    names = {"logit_cap": "final_logit_softcapping", "score_cap": "attn_logit_softcapping"}
+    caps |= {field: GEMMA2_CAPS[field] for field, name in names.items() if name not in raw}  # null means none
+    return gemma_config("gemma2", file, file.layer_types or alternating, **caps)
 
 
 def gemma3_config(raw: Raw) -> ModelConfig:
@@ -65,6 +76,7 @@ def gemma3_config(raw: Raw) -> ModelConfig:
         file,
         types,
         qk_norm=True,
+        logit_cap=file.final_logit_softcapping,
         max_positions=file.max_position_embeddings,
         layer_ropes=tuple(ropes[kind == "sliding_attention"] for kind in types),
     )
@@ -85,6 +97,12 @@ def _ropes(file: Gemma3File) -> tuple[RopeConfig, RopeConfig]:
 def gemma3_text_of(raw: Raw) -> ModelConfig:
     """ModelConfig of the decoder that a gemma3 config.json describes."""
     return gemma3_config(text_config(raw, TEXT_TYPES))
+
+
+class Gemma2(Llama):
+    read_config = staticmethod(gemma2_config)
+    norms = NORMS
+    norm_offset = 1.0
 
 
 class Gemma3(Llama):

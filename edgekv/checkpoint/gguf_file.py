@@ -24,6 +24,8 @@ class GgufFile(TensorFile):
     index: what `gguf_import.read_index` found. Quantized tensors appear as float32, tables as float16.
     """
 
+    method = "gguf"
+
     def __init__(self, path: pathlib.Path, index: dict[str, Any]) -> None:
         self.path = path
         with open(path, "rb") as file:

@@ -61,8 +61,10 @@ class TensorFile:
     truncated, or when its header is damaged or lies (overlaps, holes, overflows, offsets past the end).
 
     path: the file; data_start: where the tensors begin, in bytes; nbytes: the size of the file;
-    metadata: the header's `__metadata__`.
+    metadata: the header's `__metadata__`. method: by which its weights are quantized, where they are.
     """
+
+    method = ""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -50,6 +50,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "rope": ", ".join(dict.fromkeys(rope.kind for rope in c.ropes)) or None,
         "sliding_window": next((w for w in c.layer_windows if w), None),
         "tied_embeddings": c.tied_embeddings,
+        "quantized": ", ".join(model.quantized) or None,
         "tokenizer": str(model.tokenizer_path) if model.tokenizer_path else None,
         "image_token": model.image_token,
         "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},

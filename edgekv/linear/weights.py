@@ -91,7 +91,7 @@ class CheckpointWeights:
             name: max((self._tensors.forms(part.tensor)[1] for part in linear.parts), key=WIDTH.index)
             for name, linear in self._linears.items()
         }
-        return mixed_format(forms)
+        return mixed_format(self._tensors.files[0].method, forms)
 
     def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
         """Types of quantized tensors that have other blocks than ``form`` and lose by it."""

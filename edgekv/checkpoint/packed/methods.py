@@ -25,7 +25,8 @@ METHODS: dict[str, Callable[[Parts, Quantization], dict[str, Packed]]] = {
     "fbgemm_fp8": float8,
     "bitsandbytes": bitsandbytes,
 }
-SCALES_OF_OTHERS = re.compile(r"\.(input_scale|activation_scale|input_scale_ub|k_scale|v_scale)$")
+PLAIN = "int8-32"  # of what such a checkpoint leaves unpacked, mostly the language-model head
+IGNORED = re.compile(r"\.(input_scale|activation_scale|input_scale_ub|k_scale|v_scale)$")
 
 
 def unpacked(tensors: TensorSet, config: Mapping[str, Any]) -> TensorSet:
@@ -39,6 +40,7 @@ def unpacked(tensors: TensorSet, config: Mapping[str, Any]) -> TensorSet:
         return tensors
     parts = Parts(tensors)
     if method is None and isinstance(ours, dict):
+        method = "mlx"
         packed = mlx(parts, settings_of(ours, "quantization"), ours)
     elif not isinstance(method, str) or method not in METHODS:
         raise ConfigError(
@@ -47,6 +49,6 @@ def unpacked(tensors: TensorSet, config: Mapping[str, Any]) -> TensorSet:
         )
     else:
         packed = METHODS[method](parts, settings_of(raw, "quantization_config"))
-    held = PackedTensors(tensors, packed, "int8-32")
-    held.hide(SCALES_OF_OTHERS)
+    held = PackedTensors(tensors, packed, method, PLAIN)
+    held.hide(IGNORED)
     return TensorSet([held])

@@ -100,8 +100,9 @@ class PackedTensors(TensorFile):
     Matrices that are looked up by row appear in float16.
     """
 
-    def __init__(self, tensors: TensorSet, packed: Mapping[str, Packed], plain_form: str) -> None:
-        """plain_form: the weight format for matrices that are not packed."""
+    def __init__(self, tensors: TensorSet, packed: Mapping[str, Packed], method: str, plain_form: str) -> None:
+        """method: by which it is packed. plain_form: the weight format for matrices that are not packed."""
+        self.method = method
         self.path = Path(tensors.files[0].path)
         self.metadata = dict(tensors.files[0].metadata)
         self.nbytes, self.data_start = tensors.nbytes_total, 0

@@ -47,45 +47,47 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Layout = Callable[[np.ndarray, np.random.Generator], tuple[dict[str, np.ndarray], np.ndarray]]
 
 
-def groups(w: np.ndarray, size: int, symmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """4-bit numbers (rows, columns), and zero points and float16 scales (rows, groups), by rounding."""
-    parts = w.reshape(len(w), -1, size)
+def groups(w: np.ndarray, size: int, symmetric: bool, bits: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers (rows, columns), and zero points and float16 scales (rows, groups), by rounding."""
+    parts, half, top = w.reshape(len(w), -1, size), 1 << (bits - 1), (1 << bits) - 1
     lo, hi = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)
-    scale = (np.abs(parts).max(-1) / 7 if symmetric else (hi - lo) / 15).astype(np.float16)
-    zero = np.full(scale.shape, 8) if symmetric else np.clip(np.rint(-lo / scale), 1, 15).astype(int)
-    codes = np.clip(np.rint(parts / scale[..., None]) + zero[..., None], 0, 15).astype(np.uint32)
+    scale = (np.abs(parts).max(-1) / (half - 1) if symmetric else (hi - lo) / top).astype(np.float16)
+    zero = np.full(scale.shape, half) if symmetric else np.clip(np.rint(-lo / scale), 1, top).astype(int)
+    codes = np.clip(np.rint(parts / scale[..., None]) + zero[..., None], 0, top).astype(np.uint32)
     return codes.reshape(w.shape), zero.astype(np.uint32), scale
 
 
-def packed_rows(numbers: np.ndarray) -> np.ndarray:
-    """AutoGPTQ's loop: 8 rows to one of words."""
-    words = np.zeros((len(numbers) // 8, numbers.shape[1]), np.uint32)
+def packed_rows(numbers: np.ndarray, bits: int = 4) -> np.ndarray:
+    """AutoGPTQ's loop: 32 / bits rows to one of words."""
+    n = 32 // bits
+    words = np.zeros((len(numbers) // n, numbers.shape[1]), np.uint32)
     for i in range(len(numbers)):
-        words[i // 8] |= numbers[i] << np.uint32(4 * (i % 8))
+        words[i // n] |= numbers[i] << np.uint32(bits * (i % n))
     return words.view(np.int32)
 
 
 def packed_columns(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """AutoAWQ's loop: 8 columns to a word, in this order."""
-    words = np.zeros((len(numbers), numbers.shape[1] // 8), np.uint32)
+    """AutoAWQ's loop: 8 columns to a word in this order, or 4 of 8 bits."""
+    n = len(order)
+    words = np.zeros((len(numbers), numbers.shape[1] // n), np.uint32)
     for column in range(words.shape[1]):
         for i, k in enumerate(order):
-            words[:, column] |= numbers[:, 8 * column + k] << np.uint32(4 * i)
+            words[:, column] |= numbers[:, n * column + k] << np.uint32(32 // n * i)
     return words.view(np.int32)
 
 
-def gptq(size: int, symmetric: bool = True, version: int = 1, act_order: bool = False) -> Layout:
+def gptq(size: int, symmetric: bool = True, version: int = 1, act_order: bool = False, bits: int = 4) -> Layout:
     def layout(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
         order = rng.permutation(w.shape[1]) if act_order else np.arange(w.shape[1])
-        codes, zero, scale = groups(w[:, order], size, symmetric)
+        codes, zero, scale = groups(w[:, order], size, symmetric, bits)
         values = (codes.astype(int) - np.repeat(zero, size, 1).astype(int)) * np.repeat(scale, size, 1).astype(
             "f4"
         )
         back, group_of = np.argsort(order), np.empty(w.shape[1], np.int32)
         group_of[order] = np.arange(w.shape[1]) // size
         tensors = {
-            "qweight": packed_rows(codes[:, back].T),
-            "qzeros": packed_columns(zero.T - np.uint32(version == 1)),
+            "qweight": packed_rows(codes[:, back].T, bits),
+            "qzeros": packed_columns(zero.T - np.uint32(version == 1), tuple(range(32 // bits))),
             "scales": scale.T,
             "g_idx": group_of,
         }
@@ -116,7 +118,7 @@ def fp8(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray],
 
 
 def of(method: str, **more: Any) -> dict[str, Any]:
-    return {"quantization_config": {"quant_method": method, "bits": 4, **more}}
+    return {"quantization_config": {"quant_method": method, "bits": 4} | more}
 
 
 MODELS: dict[str, tuple[dict[str, Any], Layout, str, bool]] = {  # config, layout, format of a layer, without loss
@@ -128,6 +130,7 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, str, bool]] = {  # config, layou
         "int8-32",
         True,
     ),
+    "gptq-8": (of("gptq", bits=8, group_size=-1), gptq(128, bits=8), "int8", True),
     "gptq-act-order": (of("gptq", group_size=32, desc_act=True), gptq(32, act_order=True), "int8-32", False),
     "awq": (of("awq", version="GEMM"), awq, "int8", True),
     "fp8": (of("fp8", weight_block_size=[128, 128]), fp8, "int8-32", False),

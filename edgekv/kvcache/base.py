@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -112,6 +112,15 @@ class KVCache(abc.ABC):
     def exact_on_text(cls, knobs: Any) -> bool:
         """Whether text loses nothing but f16 rounding: then there is nothing to gate."""
         return False
+
+    @classmethod
+    def window_codecs(cls, knobs: Any) -> Callable[[int, int, int], tuple[Any, Any]] | None:
+        """How a sliding layer may keep its window alone: codecs of keys and values by KV heads, tokens, head_dim.
+
+        None: it is kept as other layers are. Such a layer must lose no more than the others do. It is kept so
+        only where that takes fewer bytes.
+        """
+        return None
 
     @classmethod
     def kinds(cls, knobs: Any) -> set[str] | None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry, KVCache
 from edgekv.kvcache.registry import find_scheme, schemes
+from edgekv.kvcache.rolling import Rolling
 
 
 class AttentionShape(Protocol):
@@ -119,7 +120,7 @@ class CacheSpec:
         """
         self._require_suited(shape)
         return [
-            self.scheme(
+            self._layer(
                 Geometry(
                     n_heads=shape.n_heads,
                     n_kv_heads=shape.n_kv_heads,
@@ -130,10 +131,18 @@ class CacheSpec:
                     sliding_window=shape.layer_windows[i],
                     score_cap=shape.score_cap,
                 ),
-                self.knobs,
             )
             for i in range(shape.n_layers)
         ]
+
+    def _layer(self, geometry: Geometry) -> KVCache:
+        """One layer's cache; of one that slides its window alone, if the scheme allows that and it takes less."""
+        own = self.scheme(geometry, self.knobs)
+        codecs = self.scheme.window_codecs(self.knobs)
+        if codecs is None or geometry.sliding_window is None:
+            return own
+        rolling = Rolling(geometry, self.knobs, codecs)
+        return rolling if rolling.planned_bytes < own.planned_bytes else own
 
     def suits(self, shape: AttentionShape) -> bool:
         """Whether the scheme can read this model."""

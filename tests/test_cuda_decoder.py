@@ -42,7 +42,11 @@ def open_caches(decoder: Any, text: str) -> list[KVCache]:
     return caches
 
 
-@pytest.mark.parametrize("name", ["llama2-gqa", "rope-dynamic", "mistral", "qwen3", "gpt2"])
+REPLAYED = ["llama2-gqa", "qwen3", "gpt2", "smollm3", "olmo2", "granite"]  # no window, no change with the length
+STEPPED = ["rope-dynamic", "mistral", "gemma2-options", "gemma3-options", "phi3-longrope", "ministral3"]
+
+
+@pytest.mark.parametrize("name", REPLAYED + STEPPED)
 def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: pathlib.Path) -> None:
     """A prompt's are transformers'; those of two pieces and single tokens, most of them replayed, are NumPy's."""
     model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
@@ -57,7 +61,7 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
         logits = [to_host(each.head(x)) for x in parts]
         rows.append([*logits, *(to_host(each.step(token, caches))[None].copy() for token in tokens[28:])])
     np.testing.assert_allclose(*(np.concatenate(each) for each in rows), atol=2e-4, rtol=0)
-    assert cuda.n_replayed == (19 if name in ("llama2-gqa", "qwen3", "gpt2") else 0)
+    assert cuda.n_replayed == (19 if name in REPLAYED else 0)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "int4-32"])

@@ -51,7 +51,8 @@ def choose(shape: AttentionShape, ctx: int, budget: int) -> tuple[CacheSpec, str
 
     Raises CacheError (field kv_budget) naming the least bytes possible when none fits.
     """
-    sizes = {text: CacheSpec.parse(text).planned_bytes(shape, ctx) for text in AUTO}
+    suited = [text for text in AUTO if CacheSpec.parse(text).suits(shape)]
+    sizes = {text: CacheSpec.parse(text).planned_bytes(shape, ctx) for text in suited}
     fitting = [text for text, size in sizes.items() if size <= budget]
     if not fitting:
         least = min(sizes, key=sizes.__getitem__)
@@ -63,7 +64,7 @@ def choose(shape: AttentionShape, ctx: int, budget: int) -> tuple[CacheSpec, str
             accepted=[f"{sizes[least]} or more"],
         )
     chosen = fitting[0]
-    better = AUTO[: AUTO.index(chosen)]
+    better = suited[: suited.index(chosen)]
     reason = f"kv auto: {chosen} takes {format_bytes(sizes[chosen])} of the budget of {format_bytes(budget)}"
     if better:
         reason += f"; {better[-1]}, the next better, would take {format_bytes(sizes[better[-1]])}"

@@ -12,7 +12,7 @@ from edgekv.errors import CacheError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
-from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.types import F32
@@ -96,6 +96,10 @@ class Planes(Windowed):
     gives_up = "exact scores of all but the first and latest tokens; 2 bits of each cost a third of 1-bit keys"
     Knobs = PlanesKnobs
     lam_source = ""  # what it was adapted by
+
+    @classmethod
+    def window_codecs(cls, knobs: PlanesKnobs) -> WindowCodecs:
+        return f16_codecs
 
     def exact_sizes(self, knobs: PlanesKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec
@@ -56,7 +59,7 @@ class CudaOps:
         return self._norm("layer_norm", x, (f"{name}.weight", f"{name}.bias"), eps)
 
     def _norm(self, kernel: str, x: Array, names: tuple[str, ...], eps: float) -> Array:
-        y = self.driver.empty(x.shape, np.float32)
+        x, y = contiguous(x), self.driver.empty(x.shape, np.float32)
         vectors = [self.weights.vectors[name] for name in names]
         launch = Launch(LAYERS, kernel, (len(x),), NORM_THREADS)
         self.driver.launch(launch, x, x.shape[1], *vectors, float(eps), y)
@@ -70,15 +73,28 @@ class CudaOps:
         self.driver.launch(launch, x, stride, size, ACTIVATIONS[kind], y)
         return y
 
-    def halves(self, x: Array) -> tuple[Array, Array]:
-        half = x.shape[1] // 2
-        return x[:, :half], x[:, half:]
+    def split(self, x: Array, sizes: Sequence[int]) -> list[Array]:
+        ends = list(itertools.accumulate(sizes))
+        return [x[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def join(self, parts: Sequence[Array]) -> Array:
+        sizes = [part.shape[1] for part in parts]
+        y = self.driver.empty((len(parts[0]), sum(sizes)), np.float32)
+        for target, part in zip(self.split(y, sizes), parts, strict=True):
+            target[:] = part
+        return y
 
     def add(self, a: Array, b: Array) -> Array:
         return a + b
 
     def mul(self, a: Array, b: Array) -> Array:
         return a * b
+
+    def scale(self, x: Array, factor: float) -> Array:
+        return x * np.float32(factor)
+
+    def soft_cap(self, x: Array, cap: float) -> Array:
+        return np.tanh(x * np.float32(1 / cap)) * np.float32(cap)
 
 
 class CudaLinear:

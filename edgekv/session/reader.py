@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from edgekv.errors import ContextError, TokenizerError
-from edgekv.kvcache.base import rewind
 from edgekv.machine import blas_threads, memory_errors
 from edgekv.models.decoder import Decoder
 from edgekv.session.context_shift import ContextShift, Stop
@@ -54,7 +53,7 @@ class Reader:
     def next_logits(self) -> F32:
         """Logits (vocab,) after the pending tokens, for which room is made if there is none."""
         self._make_room()
-        logits: F32 = self._logits(self.state.pending, 1)[0]
+        logits: F32 = self._logits([], 1)[0]
         return logits
 
     def append(
@@ -67,7 +66,7 @@ class Reader:
         state = self.state
         state.announce(spans)
         try:
-            logits = self._logits([*state.pending, *ids], n_logits, progress)
+            logits = self._logits(ids, n_logits, progress)
             state.tokens.extend(ids)
         finally:
             state.forget_announced()
@@ -132,10 +131,11 @@ class Reader:
             self.state.n_dropped += n - len(kept)
         return kept
 
-    def _logits(self, ids: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
-        """(n_last, vocab) after the last of the ids, which enter the caches."""
+    def _logits(self, more: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
+        """(n_last, vocab) after the last of the pending tokens and these, which all enter the caches."""
         state, decoder = self.state, self.decoder
-        start = state.n_past
+        state.require_keys(self.n_pending + len(more))
+        ids, start = [*state.pending, *more], state.n_past
         spans = clipped(state.spans, start, start + len(ids))
         if start and len(ids) == 1 and not spans:
             with self._undone_on_error(start, 1), blas_threads(1):
@@ -160,7 +160,7 @@ class Reader:
             with memory_errors(what, self.decoder.free_bytes):
                 yield
         except BaseException:
-            rewind(caches, n_past)
+            self.state.rewind_caches(n_past)
             for cache in caches:
                 cache.mark_images(())
             raise

@@ -16,6 +16,7 @@ from typing import Any
 import gguf_writer
 import golden_cases
 import numpy as np
+import packed_cases
 import tokenizers
 import vision_cases
 from PIL import Image
@@ -52,6 +53,7 @@ SCHEMES = (
 )
 CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
 MORE = [1, 2] * 20
+FAMILIES = ("gemma2", "gemma3-v5-parameters", "phi3-longrope", "smollm3-options", "olmo2", "granite", "ministral3")
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
 
 
@@ -62,6 +64,9 @@ class Material:
         self.llama = golden_cases.write_checkpoint("llama31", folder / "llama31")
         self.gpt2 = golden_cases.write_checkpoint("gpt2", folder / "gpt2")
         self.llava = vision_cases.write_model(folder / "llava")
+        self.families = [golden_cases.write_checkpoint(name, folder / name) for name in FAMILIES]
+        (folder / "packed").mkdir()
+        self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
         self.words = folder / "llava" / "tokenizer.json"
         self.gguf = gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)
         self.byte_pairs = folder / "byte-pairs"
@@ -106,7 +111,7 @@ class Material:
 def used(folder: pathlib.Path, **options: Any) -> None:
     """The model is opened, planned, loaded and run for a few tokens, as far as it goes."""
     chosen = {"weights": "f32", "device": "numpy"} | options
-    Plan.make(Model.open(folder), kv="onebit", ctx=None, weights=chosen["weights"])
+    Plan.make(Model.open(folder), kv=chosen.get("kv", "onebit"), ctx=None, weights=chosen["weights"])
     session = Session.load(folder, ctx=16, **chosen)
     session.prefill([1, 2, 3])
 
@@ -121,6 +126,28 @@ def config(m: Material, folder: pathlib.Path, rng: Random) -> None:
         )
     (folder / "config.json").write_bytes(as_json(mutated(raw, rng), rng))
     used(folder)
+
+
+def family(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = rng.choice(m.families)
+    shutil.copy(source / "model.safetensors", folder)
+    (folder / "config.json").write_bytes(
+        as_json(mutated(json.loads((source / "config.json").read_text()), rng), rng)
+    )
+    used(folder, kv="dense")
+
+
+def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Either what config.json says of the packing is damaged, or the header of the tensors."""
+    source = rng.choice(m.packed)
+    raw, tensors = json.loads((source / "config.json").read_text()), (source / "model.safetensors").read_bytes()
+    if rng.random() < 0.5:
+        raw["quantization_config"] = mutated(raw["quantization_config"], rng)
+    else:
+        tensors = damaged(tensors, rng, HEAD)
+    (folder / "config.json").write_bytes(as_json(raw, rng))
+    (folder / "model.safetensors").write_bytes(tensors)
+    used(folder, weights="auto")
 
 
 def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -337,6 +364,8 @@ KINDS: dict[str, Kind] = {
     each.__name__: each
     for each in (
         config,
+        family,
+        packed,
         safetensors,
         index,
         tokenizer,

@@ -90,7 +90,7 @@ class Rolling(KVCache):
         older = Segment(*codecs, slot, self.size, self.n_seen - self.size)
         return [part for part in (older, newer) if part.stop > part.first and part.position >= 0]
 
-    def truncate(self, n: int) -> int:
+    def truncate(self, n: int, again: int = 0) -> int:
         """All or nothing: what the window before the n-th token held must still be there."""
         if self.n_lost and n - self.window < self.n_lost:
             n = self.n_lost = 0

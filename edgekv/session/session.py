@@ -349,8 +349,9 @@ class Session:
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` of the conversation.
 
-        What a scheme can't keep of them is computed again with the next prompt. Raises SessionError while a text
-        is being generated.
+        What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a quarter of
+        its exact window, else up to two windows (docs/quality.md). Raises SessionError while a text is being
+        generated.
         """
         self._running.require_none()
         self.state.rewind(n_tokens)

@@ -26,6 +26,16 @@ class CudaOps:
 
     def linear(self, x: Array, name: str) -> Array:
         w = self.weights.linears[name]
+        y = self._product(x, w)
+        return y if w.shift is None else y + self._block_sums(x, w) @ w.shift.T
+
+    def _block_sums(self, x: Array, w: Matrix) -> Array:
+        """(n, blocks): the sum of the inputs of each block."""
+        whole = self.driver.zeros((len(x), w.blocks * w.block), np.float32)
+        whole[:, : w.columns] = x
+        return whole.reshape(len(x), w.blocks, w.block).sum(axis=2)
+
+    def _product(self, x: Array, w: Matrix) -> Array:
         if len(x) > MATVEC_ROWS:
             return self._matmul(x, w)
         form = {"bits": w.bits, "block": w.block, "columns": w.columns}

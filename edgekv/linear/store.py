@@ -73,7 +73,9 @@ class StoreFile(msgspec.Struct):
     weights: str
     identity: str
     config: dict[str, Any]
-    linears: dict[str, Literal["f32", "int8", "int8-32", "int4", "int4-32"]] | None = None  # the keys of WEIGHTS
+    linears: (
+        dict[str, Literal["f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros"]] | None
+    ) = None  # FORMATS
 
 
 class Store:
@@ -123,7 +125,8 @@ class Store:
         if form.bits == 32:
             return to_float32(self._file.array(f"{name}.weight"))
         codes, scales = (self._file.array(f"{name}.{part}") for part in ("codes", "scales"))
-        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns)
+        zeros = self._file.array(f"{name}.zeros") if form.zeros else None
+        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns, zeros)
 
     def bias(self, name: str) -> F32 | None:
         return to_float32(self._file.array(f"{name}.bias")) if self._linears[name].biases else None
@@ -225,6 +228,8 @@ def _write_weights(
                 )
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)
+                if own.zeros:
+                    write(f"{name}.zeros", weights.zero_points(name, own))
             bias = weights.bias(name)
             if bias is not None:
                 write(f"{name}.bias", bias)

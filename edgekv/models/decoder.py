@@ -111,6 +111,18 @@ class Decoder:
         logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
         return logits
 
+    def tentative_tokens(self, caches: Sequence[KVCache]) -> int:
+        """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
+        if not self._ropes.is_fixed:  # tokens that come together are rotated as the last one is
+            return 0
+        return min(cache.tentative_tokens() for cache in caches)
+
+    def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
+        """Logits (n, vocab) after each of a few tokens, all of them appended: `step`, several at once."""
+        if len(tokens) == 1:
+            return self.step(tokens[0], caches)[None]
+        return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
+
     def forward(self, x: F32, caches: Sequence[KVCache]) -> F32:
         """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
         n, start = len(x), caches[0].n_seen

@@ -209,8 +209,9 @@ def test_tokens_of_a_pass_share_its_time(model: pathlib.Path) -> None:
 def test_a_draft_is_what_followed_the_longest_match() -> None:
     text = [9, 1, 2, 3, 4, 5, 6, 7, 2, 3, 8, 8, 8, 1, 2, 3]
     assert NGram().propose(text, 1, None) == [4]  # behind 1 2 3, not behind the later 2 3
-    assert NGram().propose([*text, 9], 4, None) == []  # 3 9 is new
-    assert NGram().propose([5, 5], 4, None) == []
+    assert NGram().propose([*text, 9], 1, None) == [1]  # 3 9 is new, but 9 is rare
+    assert NGram().propose([1, 2, 1, 3, 1, 4, 1, 5, 6, 1], 4, None) == []  # and 1 is not
+    assert NGram().propose([5], 4, None) == NGram().propose([], 4, None) == []
 
 
 def test_a_repetition_goes_on() -> None:

@@ -10,10 +10,11 @@ from edgekv.session.sampling import Sampler
 
 MOST = 4  # tokens guessed at a time
 ROW_COST = 0.2  # what a further row adds to a pass, in passes of one row: .05 to .25 on the machines measured
-PRIOR = 0.5  # share of guesses taken to be right before any was checked
+PRIOR = 0.6  # share of guesses taken to be right before any was checked
 RATE = 0.2  # weight of the latest guess in the running share
 RECOVERY = 0.005  # of the way back to PRIOR that the share takes whenever nothing is guessed
-CANDIDATES = 16  # latest places with the same two tokens that are looked at
+CANDIDATES = 256  # latest places behind the same token that are looked at
+RARE = 3  # a token that stood before in at most so many places is a match by itself
 LONGEST_MATCH = 8
 
 
@@ -94,8 +95,8 @@ class Drafts(abc.ABC):
 class NGram(Drafts):
     """What followed where the latest tokens stood before, in the prompt or in the text: prompt lookup.
 
-    Of the latest places with the same two tokens, the one with the longest match. A match of 2, 3, 4 to 7, and 8
-    tokens each has its own estimate. About 150 bytes per token of the conversation.
+    Of the latest places behind the same token, the one with the longest match. A match of one token counts where
+    that is rare. Matches of 1, 2, 3, 4 to 7, and 8 tokens have an estimate each.
     """
 
     name = "ngram"
@@ -104,10 +105,10 @@ class NGram(Drafts):
         self.begin(())
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._latest: dict[tuple[int, int], int] = {}  # two tokens -> the latest place behind them
-        self._earlier: list[int] = []  # place -> the one before with the same two tokens, or 0
-        self._estimates = {length: Estimate(ROW_COST) for length in (2, 3, 4, LONGEST_MATCH)}
-        self._estimate = self._estimates[2]
+        self._latest: dict[int, int] = {}  # token -> the latest place behind it
+        self._earlier: list[int] = []  # place -> the one before it behind the same token, or 0
+        self._estimates = {length: Estimate(ROW_COST) for length in (1, 2, 3, 4, LONGEST_MATCH)}
+        self._estimate = self._estimates[1]
         self._index(tokens)
 
     def propose(self, tokens: Sequence[int], most: int, sampler: Sampler | None) -> list[int]:
@@ -127,31 +128,23 @@ class NGram(Drafts):
         return NGram()
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Takes in the places that are new; a place is that of the token which follows two others."""
+        """Takes in the places that are new; the one behind the last token is none yet."""
         latest, earlier = self._latest, self._earlier
         for place in range(len(earlier), len(tokens)):
-            if place < 2:
-                earlier.append(0)
-                continue
-            pair = tokens[place - 2], tokens[place - 1]
-            earlier.append(latest.get(pair, 0))
-            latest[pair] = place
+            before = tokens[place - 1] if place else -1
+            earlier.append(latest.get(before, 0))
+            latest[before] = place
 
     def _longest_match(self, tokens: Sequence[int]) -> tuple[int, int]:
         """The place whose tokens before it are most like the end of the text, and how many are; 0, 0: none."""
-        if len(tokens) < 3:
-            return 0, 0
-        best = best_length = 0
-        place = self._latest.get((tokens[-2], tokens[-1]), 0)
-        for _ in range(CANDIDATES):
-            if not place:
-                break
-            length = 2
+        best = best_length = n_places = 0
+        place = self._latest.get(tokens[-1], 0) if tokens else 0
+        while place and n_places < CANDIDATES and best_length < LONGEST_MATCH:
+            n_places += 1
+            length = 1
             while length < min(place, LONGEST_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
                 length += 1
             if length > best_length:
                 best, best_length = place, length
-            if length == LONGEST_MATCH:
-                break
             place = self._earlier[place]
-        return best, best_length
+        return (0, 0) if best_length == 1 and n_places > RARE else (best, best_length)

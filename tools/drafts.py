@@ -22,7 +22,6 @@ from edgekv.session.drafts import MOST, NGram
 from edgekv.session.report import RunReport
 from edgekv.types import F32
 
-
 COMPARED = (
     "model",
     "weights",
@@ -109,10 +108,10 @@ def parted(session: Session, ids: list[int]) -> None:
     a, b = np.array(one), np.array(several)
     differ = a.argmax(1) != b.argmax(1)
     best = np.sort(a, axis=1)
-    gaps = (best[:, -1] - best[:, -2])[differ]
+    largest = max((best[:, -1] - best[:, -2])[differ], default=0.0)
     print(
         f"| {session.model.path.name} | {session.plan.weights} | {session.plan.kv.short} "
-        f"| {differ.sum()} of {len(a)} | {np.sqrt(np.mean(np.square(a - b))):.1e} | {gaps.max() if len(gaps) else 0:.2f} |",
+        f"| {differ.sum()} of {len(a)} | {np.sqrt(np.mean(np.square(a - b))):.1e} | {largest:.2f} |",
         flush=True,
     )
 

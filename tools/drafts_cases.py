@@ -16,8 +16,7 @@ class Case(NamedTuple):
 PASSAGE = """\
 The harbour of Sandhaven was built in 1838, after a storm had driven eleven boats on the rocks in one night \
 and drowned thirty-one men. The money came from the fishermen themselves, who gave a tenth of every catch \
-for nine years, and from Lady Saltoun, who gave the stone. The engineer was a young man called Robert \
-Stephen, who had never built anything in the sea; he lived in a hut on the beach for four winters and \
+for nine years, and from the quarry, which gave the stone. The engineer was a young man who had never built anything in the sea; he lived in a hut on the beach for four winters and \
 measured the waves with a knotted rope. His pier has stood ever since, although the harbour board replaced \
 the upper courses in 1911 and again in 1962.
 
@@ -32,8 +31,7 @@ thousand.
 
 SUMMARY = """\
 The harbour of Sandhaven was built in 1838, after a storm had driven eleven boats on the rocks. The money \
-came from the fishermen themselves, who gave a tenth of every catch for nine years, and from Lady Saltoun, \
-who gave the stone. Robert Stephen, who had never built anything in the sea, was the engineer; his pier has \
+came from the fishermen themselves, who gave a tenth of every catch for nine years, and from the quarry, which gave the stone. The engineer was a young man who had never built anything in the sea; his pier has \
 stood ever since. In its best years the harbour sheltered a hundred and twenty herring boats, and the curing \
 yards employed four hundred women, but the herring failed in 1896. Today nine boats fish from Sandhaven for \
 crab and lobster. Last year the harbour board had forty thousand pounds left for repairs, and the pier needs \
@@ -105,7 +103,7 @@ def largest(rows, column):
 FORM = """\
 Application for a berth
 
-Name of the owner: Margaret Elizabeth Thornton
+Name of the owner: The Sailing Association of Little Hampton
 Address: 27 Church Lane, Little Hampton
 Telephone: 01903 555 0142
 Name of the boat: Silver Darling
@@ -121,7 +119,7 @@ Remarks: The boat has no engine at present; please leave room for a tow alongsid
 
 JSON = """\
 {
-  "owner": "Margaret Elizabeth Thornton",
+  "owner": "The Sailing Association of Little Hampton",
   "address": "27 Church Lane, Little Hampton",
   "telephone": "01903 555 0142",
   "boat": {

@@ -16,9 +16,10 @@ class Case(NamedTuple):
 PASSAGE = """\
 The harbour of Sandhaven was built in 1838, after a storm had driven eleven boats on the rocks in one night \
 and drowned thirty-one men. The money came from the fishermen themselves, who gave a tenth of every catch \
-for nine years, and from the quarry, which gave the stone. The engineer was a young man who had never built anything in the sea; he lived in a hut on the beach for four winters and \
-measured the waves with a knotted rope. His pier has stood ever since, although the harbour board replaced \
-the upper courses in 1911 and again in 1962.
+for nine years, and from the quarry, which gave the stone. The engineer was a young man who had never built \
+anything in the sea; he lived in a hut on the beach for four winters and measured the waves with a knotted \
+rope. His pier has stood ever since, although the harbour board replaced the upper courses in 1911 and again \
+in 1962.
 
 In its best years, between 1870 and 1895, the harbour sheltered a hundred and twenty herring boats, and the \
 curing yards employed four hundred women, who came from the islands in June and left in September. The \
@@ -31,7 +32,8 @@ thousand.
 
 SUMMARY = """\
 The harbour of Sandhaven was built in 1838, after a storm had driven eleven boats on the rocks. The money \
-came from the fishermen themselves, who gave a tenth of every catch for nine years, and from the quarry, which gave the stone. The engineer was a young man who had never built anything in the sea; his pier has \
+came from the fishermen themselves, who gave a tenth of every catch for nine years, and from the quarry, \
+which gave the stone. The engineer was a young man who had never built anything in the sea; his pier has \
 stood ever since. In its best years the harbour sheltered a hundred and twenty herring boats, and the curing \
 yards employed four hundred women, but the herring failed in 1896. Today nine boats fish from Sandhaven for \
 crab and lobster. Last year the harbour board had forty thousand pounds left for repairs, and the pier needs \

@@ -28,6 +28,7 @@ class RunReport:
     prefill_tokens: of the prompt, without those that the cache had already. prefill_s: the seconds that they took.
     decode_latencies_s: seconds of each decode step, one entry per token; those of one pass share its time alike.
     drafts: what became of the tokens that were guessed ahead; None before a text.
+    compile_s: seconds that compiling kernels took while the session was opened, in no other figure.
     time_to_first_token_s: seconds from the prompt to the first token's text.
     cache_bytes: of all layers' arrays; weights_bytes: what decoding maps; peak_rss_bytes: of the process so far.
     visual_cache_bytes: the part of `cache_bytes` that holds images, where the scheme keeps them apart.
@@ -58,6 +59,7 @@ class RunReport:
     finish_reason: FinishReason | None = None
     finish_message: str | None = None
     drafts: DraftCounts | None = None
+    compile_s: float = 0.0
     machine: dict[str, Any] = field(default_factory=machine_info)
 
     def __post_init__(self) -> None:
@@ -136,6 +138,7 @@ class RunReport:
             ("model", f"{self.model.get('name')}, {parameters}"),
             ("settings", ", ".join(settings)),
             *self._images_rows(),
+            *([("compiling", f"{self.compile_s:.1f} s for kernels, once per machine")] if self.compile_s else ()),
             ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
             ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
             ("decode", self._decode_text()),

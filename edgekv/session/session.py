@@ -393,7 +393,7 @@ class Session:
         return open_caches(opened.decoder, opened.plan.kv, opened.plan.ctx, opened.model.adapter)
 
     def _new_report(self) -> None:
-        self._report = RunReport(self._opened.settings(), self.model.summary())
+        self._report = RunReport(self._opened.settings(), self.model.summary(), compile_s=self._opened.compile_s)
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises TokenizerError where it has none."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from edgekv.chat.conversation import MAX_NEW_TOKENS, Chat
 from edgekv.cli.conversation import (
+    add_draft_option,
     add_session_options,
     add_template_option,
     is_saved,
@@ -46,6 +47,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message of a new conversation")
     add_sampling_options(parser, temperature=0.7, max_new_tokens=MAX_NEW_TOKENS)
     add_device_option(parser)
+    add_draft_option(parser, "auto")
 
 
 def _execute(arguments: argparse.Namespace) -> int:

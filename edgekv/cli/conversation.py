@@ -32,6 +32,17 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_draft_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """--draft, with a command's own default."""
+    parser.add_argument(
+        "--draft",
+        default=default,
+        metavar="SOURCE",
+        help="guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt "
+        "and text), auto (ngram on a CPU), or a smaller model of the same vocabulary (default %(default)s)",
+    )
+
+
 def is_saved(arguments: argparse.Namespace) -> bool:
     """Whether --session names a conversation to take up."""
     return arguments.session is not None and pathlib.Path(arguments.session).expanduser().exists()

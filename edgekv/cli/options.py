@@ -15,6 +15,7 @@ from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
 from edgekv.session.devices import AUTO
+from edgekv.session.opening import WARM_UP
 from edgekv.session.options import LoadOptions
 
 
@@ -158,7 +159,7 @@ class Bars:
         if stage != self._stage:
             self._close()
             bytes_like = stage in ("quantizing", "converting")
-            unit = "B" if bytes_like else "layer"
+            unit = "B" if bytes_like else "step" if stage == WARM_UP else "layer"
             self._bar = tqdm(total=total, desc=stage, unit=unit, unit_scale=bytes_like, leave=False)
             self._stage = stage
         if self._bar is not None:

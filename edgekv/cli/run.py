@@ -6,7 +6,7 @@ import argparse
 import itertools
 import sys
 
-from edgekv.cli.conversation import add_session_options, is_saved, open_session, save_session
+from edgekv.cli.conversation import add_draft_option, add_session_options, is_saved, open_session, save_session
 from edgekv.cli.flags import in_flags
 from edgekv.cli.interrupt import Terminated, terminable
 from edgekv.cli.metering import add_power_options, energy_meter
@@ -52,6 +52,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_options(parser, temperature=0.0, max_new_tokens=128)
     parser.add_argument("--json-schema", metavar="FILE", help="answer with JSON of this schema (needs llguidance)")
     add_device_option(parser)
+    add_draft_option(parser, "none")
     parser.add_argument("--json", metavar="FILE", help="write the report with every setting as JSON")
     add_power_options(parser)
 

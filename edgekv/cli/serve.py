@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from edgekv.chat.conversation import MAX_NEW_TOKENS
-from edgekv.cli.conversation import add_template_option, load_session, open_template
+from edgekv.cli.conversation import add_draft_option, add_template_option, load_session, open_template
 from edgekv.cli.metering import add_power_options, energy_source
 from edgekv.cli.options import (
     Bars,
@@ -34,6 +34,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_adapter_option(parser)
     add_template_option(parser)
     add_device_option(parser)
+    add_draft_option(parser, "auto")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default %(default)s)")
     parser.add_argument(

@@ -161,8 +161,14 @@ class Windowed(KVCache):
         if self.n_sink < self.sizes.sink:
             return 0
         reach = min(self.geometry.capacity, self.geometry.sliding_window or self.geometry.capacity)
+        return max(0, min(reach - self.n_seen, self.tentative_tokens()))
+
+    def tentative_tokens(self) -> int:
+        """As long as all of them are in the recent part, and none makes it pack a block."""
+        if self.n_sink < self.sizes.sink:
+            return 0
         before_packing = self.sizes.residual_length + self.sizes.block - 1 - self.n_recent
-        return max(0, min(reach - self.n_seen, before_packing))
+        return max(0, min(self.geometry.capacity - self.n_seen, before_packing))
 
     def advance(self, n: int) -> None:
         super().advance(n)

@@ -29,6 +29,7 @@ def save_state(path: str | os.PathLike[str], state: State, model: Model, plan: P
 
     compress: Huffman codes. Raises CheckpointError when the file can't be written.
     """
+    state.take_back()
     layers = [cache.state() for cache in state.caches]
     sampler = state.sampler
     content = {

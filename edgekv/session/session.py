@@ -17,6 +17,8 @@ from edgekv.machine import format_bytes
 from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
 from edgekv.session.context_shift import ContextShift, find_context_shift
+from edgekv.session.draft_model import open_drafts
+from edgekv.session.drafts import Drafts
 from edgekv.session.embedding import embed
 from edgekv.session.generation import Generation
 from edgekv.session.grammar import Constraint
@@ -74,6 +76,7 @@ class Session:
         shift = find_context_shift(options.overflow)
         session = cls(open_session(options, open_model(path, options), progress=progress))
         session.context_shift = shift
+        session.drafts = open_drafts(options, session._opened, progress)
         return session
 
     @classmethod
@@ -103,6 +106,7 @@ class Session:
         else:
             session = cls(reopen(saved, open_model(model, options), options, progress=progress))
         session.context_shift = shift
+        session.drafts = open_drafts(options, session._opened, progress)
         session._take(saved)
         return session
 
@@ -141,9 +145,10 @@ class Session:
         The two share scratch memory: let one generate a token at a time. Raises ContextError, CacheError, and
         MemoryBudgetError when its cache doesn't fit.
         """
-        shift = self.context_shift
+        shift, drafts = self.context_shift, self.drafts
         session = Session(fork(self._opened, kv, ctx))
         session.context_shift = shift
+        session.drafts = drafts and drafts.fork()
         return session
 
     def copy_from(self, other: Session) -> None:
@@ -235,6 +240,15 @@ class Session:
     @context_shift.setter
     def context_shift(self, shift: ContextShift) -> None:
         self.reader.context_shift = shift
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """What guesses the next tokens, so that one pass checks several."""
+        return self.reader.drafts
+
+    @drafts.setter
+    def drafts(self, drafts: Drafts | None) -> None:
+        self.reader.drafts = drafts
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; the beginning-of-text token is added only to an empty conversation."""
@@ -380,7 +394,7 @@ class Session:
         return open_caches(opened.decoder, opened.plan.kv, opened.plan.ctx, opened.model.adapter)
 
     def _new_report(self) -> None:
-        self._report = RunReport(self._opened.settings(), self.model.summary())
+        self._report = RunReport(self._opened.settings(), self.model.summary(), compile_s=self._opened.compile_s)
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises TokenizerError where it has none."""

@@ -22,6 +22,7 @@ class State:
     n_dropped: tokens that left the conversation when it outgrew the context.
     memo: whatever the session's owner wants to be saved with it, as JSON.
     turns_anew(n, m): whether the keys of n tokens are others once the conversation has m.
+    n_tentative: tokens in the caches behind those of the conversation: drafts that may be its next ones.
     """
 
     def __init__(self, caches: list[KVCache], turns_anew: Callable[[int, int], bool]) -> None:
@@ -31,16 +32,24 @@ class State:
         self.sampler: Sampler | None = None
         self.n_dropped = 0
         self.memo: dict[str, Any] = {}
+        self.n_tentative = 0
 
     @property
     def n_past(self) -> int:
-        """Tokens in the caches."""
-        return self.caches[0].n_seen
+        """Tokens of the conversation in the caches."""
+        return self.caches[0].n_seen - self.n_tentative
 
     @property
     def pending(self) -> list[int]:
         """The latest tokens, which are not in the caches yet."""
         return self.tokens[self.n_past :]
+
+    def take_back(self) -> None:
+        """Takes what is tentative out of the caches."""
+        if self.n_tentative:
+            for cache in self.caches:
+                cache.advance(-self.n_tentative)
+            self.n_tentative = 0
 
     def announce(self, spans: Spans) -> None:
         """Embeddings that are about to be appended with their placeholders, counted from the end of the tokens."""
@@ -55,6 +64,7 @@ class State:
 
         What a scheme can't keep of them is pending again.
         """
+        self.take_back()
         self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
         self.spans = clipped(self.spans, 0, n_tokens)
@@ -86,11 +96,13 @@ class State:
 
     def replace(self, tokens: list[int], spans: Spans) -> None:
         """Other tokens, all of them pending, in place of the present ones."""
+        self.take_back()
         rewind(self.caches, 0)
         self.tokens, self.spans = tokens, spans
 
     def copy_from(self, other: State) -> None:
         """Takes over another conversation; its caches must be of the same scheme and size, and these empty."""
+        other.take_back()
         for cache, source in zip(self.caches, other.caches, strict=True):
             state = source.state()
             for name, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():

@@ -51,7 +51,7 @@ def test_talk_and_watch(page: Any, server: Server) -> None:
     expect(page.locator(".user")).to_have_text("Tell me of the sea.")
     expect(page.locator("#send")).to_be_visible()
     expect(page.locator(".assistant")).not_to_be_empty()
-    assert len(page.locator(".assistant").inner_text()) > 40
+    assert len(page.locator(".assistant").inner_text()) > 9
     expect(page.locator("#speed")).to_have_text(re.compile(r"^\d+\.\d$"))
     expect(page.locator("#cache")).to_have_text(re.compile(r"^\d+(\.\d)? [KM]iB$"))
     expect(page.locator("#watts")).to_have_text("3.00 (stated)")

@@ -1,38 +1,3 @@
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>edgekv</title>
-<style>
-  :root { color-scheme: light dark; font: 16px/1.45 system-ui, sans-serif; }
-  body { margin: 0 auto; max-width: 46rem; height: 100dvh; display: flex; flex-direction: column; }
-  header, form { display: flex; flex-wrap: wrap; gap: .5rem 1.2rem; padding: .7rem 1rem; align-items: baseline; }
-  header { border-bottom: 1px solid #8884; font-size: .85rem; }
-  header b { font-size: 1rem; margin-right: auto; }
-  header span span { font-variant-numeric: tabular-nums; }
-  main { flex: 1; overflow-y: auto; padding: 0 1rem; }
-  .user, .assistant, .error { white-space: pre-wrap; overflow-wrap: anywhere; margin: .8rem 0; }
-  .user { background: #8882; border-radius: .6rem; padding: .5rem .8rem; margin-left: 3rem; }
-  .error { color: #c33; }
-  form { border-top: 1px solid #8884; flex-wrap: nowrap; }
-  textarea { flex: 1; font: inherit; resize: none; padding: .5rem; border-radius: .5rem; border: 1px solid #8886; }
-  button { font: inherit; padding: .5rem 1rem; border-radius: .5rem; border: 1px solid #8886; cursor: pointer; }
-  #key { width: 8rem; }
-</style>
-<header>
-  <b id="model">edgekv</b>
-  <span>cache <span id="cache">–</span></span>
-  <span><span id="speed">–</span> tokens/s</span>
-  <span><span id="watts">–</span> W</span>
-  <input id="key" type="password" placeholder="API key" autocomplete="off" hidden>
-</header>
-<main id="talk" aria-live="polite"></main>
-<form id="form">
-  <textarea id="text" rows="2" placeholder="Message (Enter sends, Shift+Enter breaks the line)" autofocus></textarea>
-  <button id="send">Send</button>
-  <button id="stop" type="button" hidden>Stop</button>
-</form>
-<script>
 "use strict";
 const $ = id => document.getElementById(id);
 const messages = [];
@@ -135,5 +100,3 @@ $("text").addEventListener("keydown", event => {
 });
 $("stop").addEventListener("click", () => abort.abort());
 watch();
-</script>
-</html>

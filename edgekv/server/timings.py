@@ -1,0 +1,97 @@
+"""Where an answer is, for a client that wants to watch: the names are those of llama.cpp's server."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import KVCache
+from edgekv.session.session import Session
+
+INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two events of progress
+
+
+class Timings:
+    """Of one answer. n_cached: tokens of the prompt that are in the cache; n_new: those that are not."""
+
+    def __init__(self, session: Session, n_cached: int, n_new: int) -> None:
+        self._session, self._n_cached, self.n_new = session, n_cached, n_new
+        self._begun_s = self._counted_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._n_made = 0
+        self._bytes = self._cache_bytes()
+
+    def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
+        """After each layer of the prompt; None where an event was told a moment ago."""
+        if layer < n_layers and not self._due():
+            return None
+        done = self._n_cached + self.n_new * layer // n_layers
+        seconds = time.perf_counter() - self._begun_s
+        return {
+            "total": self._n_cached + self.n_new,
+            "cache": self._n_cached,
+            "processed": done,
+            "time_ms": round(1e3 * seconds, 1),
+            **self._count(),
+        }
+
+    def token(self) -> dict[str, Any]:
+        """After each token."""
+        now = time.perf_counter()
+        self._first_s, self._n_made = self._first_s or now, self._n_made + 1
+        self._due()
+        return self.latest(now)
+
+    def latest(self, now: float | None = None) -> dict[str, Any]:
+        """Counts, milliseconds and bytes so far."""
+        if self._first_s is None:
+            return {"cache_n": self._n_cached, "prompt_n": self.n_new, "predicted_n": 0, **self._bytes}
+        reading, writing = self._first_s - self._begun_s, (now or time.perf_counter()) - self._first_s
+        speed = (self._n_made - 1) / writing if self._n_made > 1 and writing > 0 else None
+        return {
+            "cache_n": self._n_cached,
+            "prompt_n": self.n_new,
+            "prompt_ms": round(1e3 * reading, 1),
+            "predicted_n": self._n_made,
+            "predicted_ms": round(1e3 * writing, 1),
+            "predicted_per_second": speed and round(speed, 2),
+            **self._bytes,
+        }
+
+    def _due(self) -> bool:
+        now = time.perf_counter()
+        if now - self._counted_s < INTERVAL_S:
+            return False
+        self._counted_s = now
+        self._count()
+        return True
+
+    def _count(self) -> dict[str, Any]:
+        self._bytes = self._cache_bytes()
+        return self._bytes
+
+    def _cache_bytes(self) -> dict[str, Any]:
+        caches = self._session.caches
+        return {"kv_cache_bytes": held_bytes(caches), "kv_cache_f16_bytes": f16_bytes(caches)}
+
+
+def held_bytes(caches: Sequence[KVCache]) -> int:
+    """Bytes of caches just large enough for the tokens that these hold: what is in them, not what is set aside."""
+    return sum(min(cache.nbytes, _sized(type(cache), cache).planned_bytes) for cache in caches if cache.n_seen)
+
+
+def f16_bytes(caches: Sequence[KVCache]) -> int:
+    """Bytes that the same tokens take in the plain cache."""
+    plain = CacheSpec.parse("dense").scheme
+    return sum(
+        plain(dataclasses.replace(cache.geometry, capacity=cache.n_seen), plain.Knobs()).planned_bytes
+        for cache in caches
+        if cache.n_seen
+    )
+
+
+def _sized(kind: type[KVCache], cache: KVCache) -> KVCache:
+    return kind(dataclasses.replace(cache.geometry, capacity=cache.n_seen), cache.knobs)

@@ -200,6 +200,7 @@ def samples(server: Server) -> dict[str, float]:
 
 USER = [{"role": "user", "content": "x"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+SEEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
 BAD: dict[str, tuple[Any, str | None, str]] = {  # fields, who is to blame, what is said
     "no object": ([1], None, "JSON list"),
@@ -215,6 +216,11 @@ BAD: dict[str, tuple[Any, str | None, str]] = {  # fields, who is to blame, what
         {"messages": [{"role": "user", "content": [IMAGE]}]},
         "image_url",
         "data:image/png",
+    ),
+    "an image that it can't see": (
+        {"messages": [{"role": "user", "content": [SEEN]}]},
+        "images",
+        "takes no images",
     ),
     "a part": (
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},

@@ -8,7 +8,7 @@ import hashlib
 from importlib import resources
 
 STYLES = ("style.css",)
-SCRIPTS = ("main.js",)
+SCRIPTS = ("store.js", "markdown.js", "server.js", "images.js", "view.js", "main.js")
 
 
 @functools.cache

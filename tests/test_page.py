@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = ["--max-new-tokens", 24, "--power-estimate", 3, "--ctx", CTX]
+    options = ["--max-new-tokens", 24, "--power-estimate", 3, "--ctx", CTX, "--kv", "int4"]
     with serving(tmp_path_factory.mktemp("page"), *options) as running:
         yield running
 
@@ -88,6 +88,7 @@ def test_talk_and_watch(page: Any) -> None:
     page.locator("#text").fill("And then?")
     page.locator("#send").click()
     expect(page.locator(".assistant .actions")).to_have_count(2)
+    assert page.locator("#talk").evaluate("talk => talk.scrollTop + talk.clientHeight >= talk.scrollHeight - 60")
 
 
 def test_figures_move_while_it_answers(page: Any) -> None:

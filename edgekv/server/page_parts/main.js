@@ -113,7 +113,10 @@ function busy(on) {
 // Figures of the answer that is coming.
 function watchAnswer(chunk, asked) {
   const {prompt_progress: reading, timings, usage} = chunk, held = reading ?? timings;
-  if (held) $("cache").textContent = `${bytes(held.kv_cache_bytes)} (f16: ${bytes(held.kv_cache_f16_bytes)})`;
+  if (held) {
+    const {kv_cache_bytes: packed, kv_cache_f16_bytes: plain} = held;
+    $("cache").textContent = bytes(packed) + (packed < plain ? ` (f16: ${bytes(plain)})` : "");
+  }
   if (reading) $("status").textContent = `Reading ${reading.processed} of ${reading.total} tokens`;
   if (timings?.predicted_n) {
     $("status").textContent = `${timings.predicted_n} tokens`;

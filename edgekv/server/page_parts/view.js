@@ -13,14 +13,15 @@ class View {
 
   // The whole conversation; error: what went wrong with the last answer.
   show(conversation, error) {
-    const last = conversation.messages.length - 1;
+    const last = conversation.messages.length - 1, follows = conversation !== this.shown || this.isAtEnd();
+    this.shown = conversation;
     $("talk").replaceChildren(...conversation.messages.map((message, i) => this.message(message, i, i === last && !error)));
     if (error) {
       const line = element("article", {className: "error"}, element("span", {textContent: error.message}), " ");
       line.append(button("Try again", () => this.act.regenerate()));
       $("talk").append(line);
     }
-    this.toEnd();
+    if (follows) this.toEnd();
   }
 
   message(message, i, isLast) {
@@ -63,20 +64,28 @@ class View {
     const body = element("div", {className: "body"});
     const article = element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body);
     $("talk").append(article);
+    this.toEnd();
     let due = false, latest = null;
     return message => {
       latest = message;
       if (due) return;
       due = true;
-      requestAnimationFrame(() => { due = false; this.fill(body, latest); this.toEnd(); });
+      requestAnimationFrame(() => {
+        due = false;
+        const follows = this.isAtEnd();
+        this.fill(body, latest);
+        if (follows) this.toEnd();
+      });
     };
   }
 
-  // Follows the text unless the reader has scrolled up.
-  toEnd() {
+  // Whether the reader has not scrolled up: then the text is followed.
+  isAtEnd() {
     const talk = $("talk");
-    if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 250) talk.scrollTo({top: talk.scrollHeight, behavior: "instant"});
+    return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
   }
+
+  toEnd() { $("talk").scrollTo({top: $("talk").scrollHeight, behavior: "instant"}); }
 
   list(conversations, current) {
     $("list").replaceChildren(...conversations.map(each => {

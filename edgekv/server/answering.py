@@ -78,7 +78,7 @@ class Answering:
         sampler = Sampler(ask.sampling_of(job.choice), session.config.vocab_size, ask.n_logprobs)
         n_held = len(session.tokens)
         n_new = sum(1 if isinstance(piece, int) else len(piece.rows) for piece in new)
-        timings = Timings(session, n_held, n_new)
+        timings = Timings(session, n_held, n_new, watched=ask.timings or ask.return_progress)
         out = _Output(job, sampler, self._prompts, timings)
 
         def progress(layer: int, n_layers: int) -> None:

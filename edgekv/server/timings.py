@@ -15,23 +15,26 @@ INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two ev
 
 
 class Timings:
-    """Of one answer. n_cached: tokens of the prompt that are in the cache; n_new: those that are not."""
+    """Of one answer. n_cached: tokens of the prompt that are in the cache; n_new: those that are not.
 
-    def __init__(self, session: Session, n_cached: int, n_new: int) -> None:
-        self._session, self._n_cached, self.n_new = session, n_cached, n_new
+    watched: somebody wants to know; else nothing is counted.
+    """
+
+    def __init__(self, session: Session, n_cached: int, n_new: int, *, watched: bool) -> None:
+        self._session, self._n_cached, self._n_new, self._watched = session, n_cached, n_new, watched
         self._begun_s = self._counted_s = time.perf_counter()
         self._first_s: float | None = None
         self._n_made = 0
-        self._bytes = self._cache_bytes()
+        self._bytes: dict[str, Any] = {}
 
     def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
         """After each layer of the prompt; None where an event was told a moment ago."""
         if layer < n_layers and not self._due():
             return None
-        done = self._n_cached + self.n_new * layer // n_layers
+        done = self._n_cached + self._n_new * layer // n_layers
         seconds = time.perf_counter() - self._begun_s
         return {
-            "total": self._n_cached + self.n_new,
+            "total": self._n_cached + self._n_new,
             "cache": self._n_cached,
             "processed": done,
             "time_ms": round(1e3 * seconds, 1),
@@ -42,18 +45,21 @@ class Timings:
         """After each token."""
         now = time.perf_counter()
         self._first_s, self._n_made = self._first_s or now, self._n_made + 1
-        self._due()
+        if not self._watched:
+            return {}
+        if not self._due() and self._n_made == 1:
+            self._count()
         return self.latest(now)
 
     def latest(self, now: float | None = None) -> dict[str, Any]:
         """Counts, milliseconds and bytes so far."""
         if self._first_s is None:
-            return {"cache_n": self._n_cached, "prompt_n": self.n_new, "predicted_n": 0, **self._bytes}
+            return {"cache_n": self._n_cached, "prompt_n": self._n_new, "predicted_n": 0, **self._bytes}
         reading, writing = self._first_s - self._begun_s, (now or time.perf_counter()) - self._first_s
         speed = (self._n_made - 1) / writing if self._n_made > 1 and writing > 0 else None
         return {
             "cache_n": self._n_cached,
-            "prompt_n": self.n_new,
+            "prompt_n": self._n_new,
             "prompt_ms": round(1e3 * reading, 1),
             "predicted_n": self._n_made,
             "predicted_ms": round(1e3 * writing, 1),

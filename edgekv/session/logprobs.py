@@ -24,7 +24,15 @@ def token_logprob(logits: Any, token: int, n_top: int) -> TokenLogprob:
     x = logits.astype(np.float64)
     x -= np.max(x)
     x -= np.log(np.sum(np.exp(x)))
-    ids = np.argsort(-x, kind="stable")[:n_top] if n_top else np.asarray([], np.int64, like=x)
+    ids = _largest(x, n_top)
     places, values = to_host(ids), to_host(x[np.concatenate([np.asarray([token], like=ids), ids])])
     top = zip(map(int, places), map(float, values[1:]), strict=True)
     return TokenLogprob(token, float(values[0]), tuple(top))
+
+
+def _largest(x: Any, n: int) -> Any:
+    """Indices of the n largest, the largest first, of equals the lower one first; without a sort of them all."""
+    if n == 0:
+        return np.asarray([], np.int64, like=x)
+    ids = np.sort(np.argpartition(-x, n - 1)[:n]) if n < x.size else np.arange(x.size, like=x)
+    return ids[np.argsort(-x[ids], kind="stable")]

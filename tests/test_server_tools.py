@@ -5,8 +5,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+import tokenizers
 from serving import DEMO, Server, serving
 
 from edgekv import Session
@@ -18,6 +20,7 @@ from edgekv.server.prompts import Prompts
 from edgekv.server.protocol import ChatRequest, Function, read
 from edgekv.server.tools import TOOL_FORMATS, find_format, tools_grammar
 from edgekv.session.grammar import BARRIER, Grammar
+from edgekv.tokenizer import load_tokenizer
 
 # As Qwen's: tools in the system's turn, calls and their results in marks.
 TEMPLATE = """\
@@ -306,6 +309,30 @@ def test_a_call_or_an_answer_of_a_schema(session: Session) -> None:
     assert accepts(session, grammar, '{"n":3}')
     assert not accepts(session, grammar, "Hello")
     assert accepts(session, grammar, '<tool_call>\n{"name": "clock", "arguments": {"zone":"UTC"}}\n</tool_call>')
+
+
+def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
+    """It decodes to nothing, and no text can spell it: the grammar and the answer know it by its id."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["</s>", "[TOOL_CALLS]"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    source = "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[TOOL_CALLS]' if tools }}{{ messages[-1].content }}"
+    prompts = Prompts(ChatTemplate(source, tokenizer), tokenizer, 4096)
+    assert prompts.form is TOOL_FORMATS["mistral"]
+    assert prompts.marks == {257: "[TOOL_CALLS]"}
+    for forced in (False, True):
+        tools = Tools(functions(), functions(), forced, several=True)
+        grammar = Grammar(tools_grammar(tools, prompts.form, prompts.marks), tokenizer, tokenizer.vocab_size)
+        call = '[{"name": "clock", "arguments": {"zone":"UTC"}}]'
+        for token in [257, *tokenizer.encode(call, bos=False)]:
+            assert np.isfinite(grammar.allowed(np.zeros(258, np.float32))[token])
+            grammar.accept(token)
+        assert grammar._matcher.is_accepting()
 
 
 def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> None:

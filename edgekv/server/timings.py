@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.base import Geometry, KVCache
 from edgekv.session.session import Session
 
 INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two events of progress
@@ -29,7 +29,7 @@ class Timings:
 
     def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
         """After each layer of the prompt; None where an event was told a moment ago."""
-        if layer < n_layers and not self._due():
+        if not self._due(at_once=layer == n_layers):
             return None
         done = self._n_cached + self._n_new * layer // n_layers
         seconds = time.perf_counter() - self._begun_s
@@ -38,7 +38,7 @@ class Timings:
             "cache": self._n_cached,
             "processed": done,
             "time_ms": round(1e3 * seconds, 1),
-            **self._count(),
+            **self._bytes,
         }
 
     def token(self) -> dict[str, Any]:
@@ -47,8 +47,7 @@ class Timings:
         self._first_s, self._n_made = self._first_s or now, self._n_made + 1
         if not self._watched:
             return {}
-        if not self._due() and self._n_made == 1:
-            self._count()
+        self._due(at_once=self._n_made == 1)
         return self.latest(now)
 
     def latest(self, now: float | None = None) -> dict[str, Any]:
@@ -67,37 +66,31 @@ class Timings:
             **self._bytes,
         }
 
-    def _due(self) -> bool:
+    def _due(self, at_once: bool) -> bool:
+        """Counts the bytes where that was not done a moment ago; whether it was done now."""
         now = time.perf_counter()
-        if now - self._counted_s < INTERVAL_S:
+        if not at_once and now - self._counted_s < INTERVAL_S:
             return False
-        self._counted_s = now
-        self._count()
+        caches, self._counted_s = self._session.caches, now
+        self._bytes = {"kv_cache_bytes": held_bytes(caches), "kv_cache_f16_bytes": f16_bytes(caches)}
         return True
-
-    def _count(self) -> dict[str, Any]:
-        self._bytes = self._cache_bytes()
-        return self._bytes
-
-    def _cache_bytes(self) -> dict[str, Any]:
-        caches = self._session.caches
-        return {"kv_cache_bytes": held_bytes(caches), "kv_cache_f16_bytes": f16_bytes(caches)}
 
 
 def held_bytes(caches: Sequence[KVCache]) -> int:
     """Bytes of caches just large enough for the tokens that these hold: what is in them, not what is set aside."""
-    return sum(min(cache.nbytes, _sized(type(cache), cache).planned_bytes) for cache in caches if cache.n_seen)
-
-
-def f16_bytes(caches: Sequence[KVCache]) -> int:
-    """Bytes that the same tokens take in the plain cache."""
-    plain = CacheSpec.parse("dense").scheme
     return sum(
-        plain(dataclasses.replace(cache.geometry, capacity=cache.n_seen), plain.Knobs()).planned_bytes
+        min(cache.nbytes, type(cache)(_shrunk(cache), cache.knobs).planned_bytes)
         for cache in caches
         if cache.n_seen
     )
 
 
-def _sized(kind: type[KVCache], cache: KVCache) -> KVCache:
-    return kind(dataclasses.replace(cache.geometry, capacity=cache.n_seen), cache.knobs)
+def f16_bytes(caches: Sequence[KVCache]) -> int:
+    """Bytes that the same tokens take in the plain cache."""
+    plain = CacheSpec.parse("dense").scheme
+    return sum(plain(_shrunk(cache), plain.Knobs()).planned_bytes for cache in caches if cache.n_seen)
+
+
+def _shrunk(cache: KVCache) -> Geometry:
+    """With room for the tokens that are in it."""
+    return dataclasses.replace(cache.geometry, capacity=cache.n_seen)

@@ -147,18 +147,22 @@ class Reader:
 
     def _known(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """A prompt of the model's tokens, as ids and spans."""
-        config = self.decoder.config
-        ids, spans = flatten(prompt, self._placeholder, config.hidden_size)
+        ids, spans = flatten(prompt, self._placeholder, self.decoder.config.hidden_size)
         if not ids and not self.n_pending:
             raise ContextError("the prompt is empty: give at least one token", field="prompt")
-        bad = [token for token in ids if not 0 <= token < config.vocab_size]
+        self.require_known(ids)
+        return ids, spans
+
+    def require_known(self, ids: Sequence[int]) -> None:
+        """Raises TokenizerError where an id is none of the model's."""
+        vocab_size = self.decoder.config.vocab_size
+        bad = [token for token in ids if not 0 <= token < vocab_size]
         if bad:
             raise TokenizerError(
-                f"token id {bad[0]} is outside the model's vocabulary of {config.vocab_size}",
+                f"token id {bad[0]} is outside the model's vocabulary of {vocab_size}",
                 field="prompt",
                 value=bad[0],
             )
-        return ids, spans
 
     def _require_room(self, ids: Sequence[int]) -> None:
         n_held, most = len(self.state.tokens), self.decoder.config.max_positions

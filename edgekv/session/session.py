@@ -35,7 +35,7 @@ from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer
 from edgekv.types import F32
 from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
-from edgekv.vision.prompt import ImagesReport, Prompt
+from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt
 
 
 class Session:
@@ -348,9 +348,10 @@ class Session:
         """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
 
         Vectors of one model can be compared by their inner product. Raises ContextError for a text longer than the
-        context.
+        context, TokenizerError for ids beyond the vocabulary.
         """
         ids = self.require_tokenizer().encode(text) if isinstance(text, str) else list(text)
+        self.reader.require_known(ids)
         if not 1 <= len(ids) <= self.plan.ctx:
             raise ContextError(
                 f"the text has {len(ids)} tokens; accepted: 1 to ctx={self.plan.ctx}",
@@ -370,14 +371,14 @@ class Session:
         self._running.require_none()
         self.state.rewind(n_tokens)
 
-    def align(self, tokens: Sequence[int]) -> list[int]:
-        """Rewinds to where the conversation and ``tokens`` part; returns what `generate` must add to it.
+    def align(self, prompt: Prompt) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a prompt part; returns what `generate` must add to it.
 
-        That is at least the last of ``tokens``, whose logits are needed. Embeddings are never among them. Raises
-        SessionError while a text is being generated.
+        That is at least its last piece, whose logits are needed. Raises SessionError while a text is being
+        generated.
         """
         self._running.require_none()
-        return self.state.align(tokens)
+        return self.state.align(prompt)
 
     def reset(self) -> None:
         """Forgets the conversation; the model stays loaded."""

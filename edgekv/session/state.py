@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from edgekv.kvcache.base import KVCache, rewind
 from edgekv.session.file import copy_used
 from edgekv.session.prompt import Spans, clipped, shifted
 from edgekv.session.sampling import Sampler
+from edgekv.vision.prompt import Embeddings, Prompt
 
 
 class State:
@@ -81,18 +84,29 @@ class State:
         if self._turns_anew(self.n_past, self.n_past + n_more):
             rewind(self.caches, 0)
 
-    def align(self, tokens: Sequence[int]) -> list[int]:
-        """Rewinds to where the conversation and ``tokens`` part; returns those that must be appended to it.
+    def shared(self, prompt: Prompt) -> tuple[int, int]:
+        """Where the conversation and a prompt part: after so many tokens, and so many pieces of the prompt."""
+        at, spans = 0, {span.start: span for span in self.spans}
+        for n, piece in enumerate(prompt):
+            span = spans.get(at)
+            if isinstance(piece, Embeddings):
+                if span is None or not np.array_equal(span.rows, piece.rows):
+                    return at, n
+                at = span.stop
+            elif span is None and at < len(self.tokens) and self.tokens[at] == piece:
+                at += 1
+            else:
+                return at, n
+        return at, len(prompt)
 
-        That is at least the last of ``tokens``, whose logits are needed. Embeddings are never among them.
+    def align(self, prompt: Prompt) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a prompt part; returns what must be appended of the prompt.
+
+        That is at least its last piece, whose logits are needed.
         """
-        same, end = 0, self.spans[0].start if self.spans else len(self.tokens)
-        for held, wanted in zip(self.tokens[:end], tokens[:-1], strict=False):
-            if held != wanted:
-                break
-            same += 1
+        same, n = self.shared(prompt[:-1])
         self.rewind(same)
-        return list(tokens[same:])
+        return list(prompt[n:])
 
     def replace(self, tokens: list[int], spans: Spans) -> None:
         """Other tokens, all of them pending, in place of the present ones."""

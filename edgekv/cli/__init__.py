@@ -14,6 +14,7 @@ from edgekv.cli.evaluate import EVAL
 from edgekv.cli.flags import in_flags
 from edgekv.cli.info import BUDGET, INFO, LIST
 from edgekv.cli.power import POWER
+from edgekv.cli.pull import PULL
 from edgekv.cli.quantize import QUANTIZE
 from edgekv.cli.run import RUN
 from edgekv.cli.serve import SERVE
@@ -24,6 +25,7 @@ COMMANDS = {
     "run": RUN,
     "chat": CHAT,
     "serve": SERVE,
+    "pull": PULL,
     "info": INFO,
     "budget": BUDGET,
     "caches": LIST,

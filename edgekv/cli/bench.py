@@ -65,7 +65,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         bandwidth = Bandwidth()
         timings = bench(decoder, specs, depths, tokens=arguments.tokens, bandwidth=bandwidth, progress=bars.update)
         prefills = bench_prefill(decoder, specs, lengths)
-    shape = f"{arguments.shape}, {model.config.n_layers} layers" if arguments.shape else model.path.name
+    shape = f"{arguments.shape}, {model.config.n_layers} layers" if arguments.shape else model.name
     print(f"{shape}, {form.name} weights, {threads} threads; memory read at {bandwidth.best / 1e9:.1f} GB/s")
     print(table(timings, model.config.n_layers))
     if prefills:
@@ -76,7 +76,7 @@ def _execute(arguments: argparse.Namespace) -> int:
             "prefill": [dataclasses.asdict(prefill) for prefill in prefills],
             "bandwidth": bandwidth.best,
             "settings": {
-                "model": arguments.shape or model.path.name,
+                "model": arguments.shape or model.name,
                 "layers": model.config.n_layers,
                 "weights": form.name,
                 "threads": threads,

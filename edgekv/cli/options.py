@@ -10,6 +10,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from edgekv.checkpoint.hub import locate
+from edgekv.checkpoint.hub_name import hub_name
 from edgekv.kvcache import schemes
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.formats import WEIGHTS
@@ -43,15 +45,25 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "
-        "or demo or scenes, which ship with edgekv (default: demo)",
+        help="a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, a name on "
+        "the Hugging Face Hub (org/name[@revision], org/name:file.gguf), which is downloaded once, or demo or "
+        "scenes, which ship with edgekv (default: demo)",
     )
     parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """--model; without it the demo model."""
-    return arguments.model or "demo"
+    """--model; without it the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
+    path = str(arguments.model or "demo")
+    name = hub_name(path)
+    if name:
+        locate(name, say)
+    return path
+
+
+def say(text: str) -> None:
+    """A line of our own on standard error."""
+    print(f"edgekv: {text}", file=sys.stderr, flush=True)
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:

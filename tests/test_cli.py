@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import golden_cases
 import pytest
@@ -97,6 +98,32 @@ def test_info_and_budget_print_exact_bytes(model: pathlib.Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["cache_bytes"] == 3 * 2 * 50 * 16 * 2 * 2
     assert main(["budget", "--model", str(model)]) == 0
     assert "fits in" in capsys.readouterr().out
+
+
+def budget(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["budget", "--json", *arguments]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--shape", "llama3.1-8b", "--ctx", "32768"]
+    dense = budget(capsys, *shape, "--kv", "dense", "--memory", "8G")
+    assert dense["cache_bytes"] == 32 * 2 * 8 * 128 * 2 * 32768
+    assert not dense["fits"]
+    assert dense["least_machine_bytes"] == 16 << 30
+    auto = budget(capsys, *shape, "--kv", "auto", "--memory", "8G")
+    assert auto["fits"]
+    assert auto["total_bytes"] <= auto["available_bytes"] == 7 << 30
+    assert auto["least_machine_bytes"] == 8 << 30
+    small = budget(capsys, *shape, "--kv", "auto", "--memory", "4G")  # not even the smallest scheme
+    assert not small["fits"]
+    assert small["cache_bytes"] < auto["cache_bytes"]
+    assert main(["budget", *shape, "--kv", "auto", "--memory", "8G"]) == 0
+    assert "fits in 7.0 GiB of 8.0 GiB" in capsys.readouterr().out
+    for arguments in (["--shape", "llama9"], ["--shape", "tiny", "--model", "demo"], ["--memory", "much"]):
+        assert main(["budget", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,6 +189,16 @@ def test_shards_a_revision_and_one_command(tmp_path: pathlib.Path, here: Run) ->
         assert "no revision main" in here(hub, "pull", "Qwen/Qwen3@main").stderr
 
 
+def test_a_budget_downloads_the_config_alone(demo: Repository, here: Run) -> None:
+    with serving(some__demo=demo) as hub:
+        done = here(hub, "budget", "--model", "some/demo", "--ctx", "2048", "--json")
+        assert done.returncode == 0, done.stderr
+        assert set(hub.fetched()) == {"config.json"}
+    local = here(hub, "budget", "--ctx", "2048", "--json")
+    same = ("weights_bytes", "cache_bytes", "total_bytes")
+    assert [json.loads(done.stdout)[name] for name in same] == [json.loads(local.stdout)[name] for name in same]
+
+
 def test_a_gguf_file(tmp_path: pathlib.Path, here: Run) -> None:
     folder = tmp_path / "files"
     (folder / "sub").mkdir(parents=True)

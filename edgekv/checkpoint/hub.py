@@ -73,6 +73,17 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
         raise _explained(hub, name, error) from error
 
 
+def config(name: HubName) -> dict[str, Any]:
+    """The model's config.json, and nothing else, from the cache or the Hub. Raises CheckpointError as `pull`."""
+    hub = _hub()
+    try:
+        return read_config(_Pull(hub, name, None).config())
+    except EdgeKVError:
+        raise
+    except Exception as error:
+        raise _explained(hub, name, error) from error
+
+
 def locate(name: HubName, say: Say | None = None) -> pathlib.Path:
     """The model's copy in the cache; where there is none, or half of one, it is downloaded."""
     return cached(name) or pull(name, say)
@@ -117,6 +128,11 @@ class _Pull:
         with _no_bars(self.hub):  # once all is there, the revision's name points to it
             last = self._download(self.name.file or CONFIG, self.name.revision)
         return last if self.name.file else last.parent
+
+    def config(self) -> pathlib.Path:
+        with _no_bars(self.hub):
+            found = self._path(CONFIG, self.name.revision)
+            return pathlib.Path(found) if found else self._download(CONFIG, self.name.revision)
 
     def _weights(self, sizes: dict[str, int], commit: str) -> list[str]:
         if SINGLE in sizes:
@@ -185,7 +201,7 @@ class _Pull:
         )
         return pathlib.Path(path)
 
-    def _path(self, file: str, commit: str) -> Any:
+    def _path(self, file: str, commit: str | None) -> Any:
         found = self.hub.try_to_load_from_cache(self.name.repository, file, revision=commit)
         return found if isinstance(found, str) else None
 

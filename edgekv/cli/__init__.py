@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from edgekv.cli.bench import BENCH
+from edgekv.cli.budget import BUDGET
+from edgekv.cli.caches import CACHES
 from edgekv.cli.chat import CHAT
 from edgekv.cli.evaluate import EVAL
 from edgekv.cli.flags import in_flags
-from edgekv.cli.info import BUDGET, INFO, LIST
+from edgekv.cli.info import INFO
 from edgekv.cli.power import POWER
 from edgekv.cli.pull import PULL
 from edgekv.cli.quantize import QUANTIZE
@@ -28,7 +30,7 @@ COMMANDS = {
     "pull": PULL,
     "info": INFO,
     "budget": BUDGET,
-    "caches": LIST,
+    "caches": CACHES,
     "quantize": QUANTIZE,
     "eval": EVAL,
     "bench": BENCH,

@@ -12,6 +12,7 @@ from edgekv.cli.bench import BENCH
 from edgekv.cli.budget import BUDGET
 from edgekv.cli.caches import CACHES
 from edgekv.cli.chat import CHAT
+from edgekv.cli.demo import DEMO
 from edgekv.cli.evaluate import EVAL
 from edgekv.cli.flags import in_flags
 from edgekv.cli.info import INFO
@@ -25,6 +26,7 @@ from edgekv.version import __version__
 
 COMMANDS = {
     "run": RUN,
+    "demo": DEMO,
     "chat": CHAT,
     "serve": SERVE,
     "pull": PULL,

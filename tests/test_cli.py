@@ -32,7 +32,17 @@ def stories(shared: pathlib.Path) -> pathlib.Path:
 def test_run_streams_text_and_reports(stories: pathlib.Path, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "report.json"
     done = edgekv(
-        "run", "--model", stories, "--prompt", "Once upon a time", "--max-new-tokens", 30, "--json", report
+        "run",
+        "--model",
+        stories,
+        "--prompt",
+        "Once upon a time",
+        "--max-new-tokens",
+        30,
+        "--json",
+        report,
+        "--greedy",
+        "--verbose",
     )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().startswith(", there was a little girl named Lily")
@@ -60,7 +70,7 @@ def test_prompt_sources(stories: pathlib.Path, tmp_path: pathlib.Path, how: str)
     (tmp_path / "prompt.txt").write_text(text)
     arguments = {"file": ["--prompt-file", tmp_path / "prompt.txt"], "stdin": ["--prompt-file", "-"]}
     given = arguments.get(how, ["--prompt", "-"])
-    done = edgekv("run", "--model", stories, *given, "--max-new-tokens", 8, input=text.encode())
+    done = edgekv("run", "--model", stories, *given, "--max-new-tokens", 8, "--greedy", input=text.encode())
     assert done.stdout.decode().startswith(", there was")
 
 
@@ -144,7 +154,10 @@ def test_quantize_makes_a_store_that_runs_elsewhere(
 ) -> None:
     store = tmp_path / "store"
     assert main(["quantize", "--model", str(stories), "--weights", "int8", "--output", str(store)]) == 0
-    assert main(["run", "--model", str(store), "--prompt", "Once upon a time", "--max-new-tokens", "8"]) == 0
+    assert (
+        main(["run", "--model", str(store), "--prompt", "Once upon a time", "--max-new-tokens", "8", "--greedy"])
+        == 0
+    )
     assert capsys.readouterr().out.splitlines()[-1].startswith(", there was")
     assert main(["info", "--model", str(store)]) == 0
     assert "int8" in capsys.readouterr().out
@@ -209,7 +222,7 @@ def test_without_a_model_the_demo_runs_and_retrieves(kv: str, capsys: pytest.Cap
     prose = "The old man walked along the road to the village, and the rain fell on the fields. "
     question = "\n\nWhat is the pass key? The pass key is"
     prompt = prose * 12 + "The pass key is 48213. Remember it. " + prose * 12 + question
-    assert main(["run", "--prompt", prompt, "--max-new-tokens", "8", "--kv", kv]) == 0
+    assert main(["run", "--prompt", prompt, "--max-new-tokens", "8", "--greedy", "--kv", kv]) == 0
     assert capsys.readouterr().out.split()[0].startswith("48213")
 
 

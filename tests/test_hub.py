@@ -20,7 +20,7 @@ from edgekv.checkpoint.hub_name import HubName, hub_name, name_of, parse_name
 from edgekv.cli import main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-RUN = ["run", "--prompt", "It was", "--max-new-tokens", "4"]
+RUN = ["run", "--prompt", "It was", "--max-new-tokens", "4", "--greedy"]
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from typing import Any
 
 from edgekv.checkpoint.shapes import names
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.bars import Bars
 from edgekv.cli.evaluate import require_matplotlib
-from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, model_path, positive_int
+from edgekv.cli.options import Command, add_source_options, add_weights_option, model_path, positive_int
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec

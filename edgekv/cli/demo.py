@@ -14,7 +14,8 @@ from typing import Any
 
 from edgekv.checkpoint.shipped import shipped
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.options import Bars, Command, positive_int
+from edgekv.cli.bars import Bars
+from edgekv.cli.options import Command, positive_int
 from edgekv.cli.prompt import read_text
 from edgekv.errors import EdgeKVError, PowerError
 from edgekv.kvcache import CacheSpec

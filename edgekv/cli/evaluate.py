@@ -7,9 +7,10 @@ import dataclasses
 import json
 
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.bars import Bars
 from edgekv.cli.eval_input import add_input_options, open_input
 from edgekv.cli.gate import add_gate_options, run_gate
-from edgekv.cli.options import Bars, Command
+from edgekv.cli.options import Command
 from edgekv.errors import EdgeKVError
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes

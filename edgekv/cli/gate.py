@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.bars import Bars
 from edgekv.cli.eval_input import open_input
 from edgekv.cli.flags import in_flags
-from edgekv.cli.options import Bars
 from edgekv.errors import ConfigError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT

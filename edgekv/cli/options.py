@@ -1,4 +1,4 @@
-"""Options that several commands share, and the progress bars."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
-from types import TracebackType
-
-from tqdm import tqdm
 
 from edgekv.checkpoint.hub import locate
 from edgekv.checkpoint.hub_name import hub_name
@@ -146,42 +143,6 @@ def schemes_text() -> str:
         f"{name:<12}{scheme.summary}  [{'; also '.join((scheme.paper, *scheme.aliases))}]"
         for name, scheme in schemes().items()
     )
-
-
-class Bars:
-    """Progress bars on a terminal's standard error, one stage at a time; nothing when it is piped."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-        self._bar: tqdm | None = None
-
-    def __enter__(self) -> Bars:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def update(self, stage: str, done: int, total: int) -> None:
-        """The bar of a stage at ``done`` of ``total``; another stage's bar is closed."""
-        if not sys.stderr.isatty():
-            return
-        if stage != self._stage:
-            self._close()
-            bytes_like = stage in ("quantizing", "converting")
-            unit = "B" if bytes_like else "layer"
-            self._bar = tqdm(total=total, desc=stage, unit=unit, unit_scale=bytes_like, leave=False)
-            self._stage = stage
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._close()
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar, self._stage = None, ""
 
 
 def bytes_text(n: int) -> str:

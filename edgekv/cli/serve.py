@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from edgekv.chat.conversation import MAX_NEW_TOKENS
+from edgekv.cli.bars import Bars
 from edgekv.cli.conversation import add_template_option, load_session, open_template
 from edgekv.cli.metering import add_power_options, energy_source
 from edgekv.cli.options import (
-    Bars,
     Command,
     add_adapter_option,
     add_device_option,

@@ -143,10 +143,20 @@ def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytes
     listed = capsys.readouterr().out
     main(["run", "--kv", "list"])
     assert capsys.readouterr().out == listed
-    assert [line.split()[0] for line in listed.splitlines()] == list(CACHES)
+    table, _, notes = listed.partition("\n\n")
+    assert [line.split()[0] for line in table.splitlines()[1:]] == list(CACHES)
+    assert max(map(len, listed.splitlines())) <= 100
+    assert "recommended: --kv kivi2, " in notes  # of docs/data/gate-demo.json
+    dense = next(line.split() for line in table.splitlines() if line.startswith("dense"))
+    assert dense[1] == "512.0"
+    assert dense[3] == "1.0x"
+    main(["caches", "--wide"])
+    assert "StreamingLLM" in capsys.readouterr().out
     main(["caches", "--json"])
     facts = json.loads(capsys.readouterr().out)
-    assert {"name", "paper", "knobs", "gives_up", "bytes_per_token_per_kv_head"} <= set(facts[0])
+    assert {"name", "paper", "knobs", "gives_up", "bytes_per_token_per_kv_head", "kl", "attention"} <= set(
+        facts[0]
+    )
 
 
 def test_quantize_makes_a_store_that_runs_elsewhere(

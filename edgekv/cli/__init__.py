@@ -12,6 +12,7 @@ from edgekv.cli.bench import BENCH
 from edgekv.cli.budget import BUDGET
 from edgekv.cli.caches import CACHES
 from edgekv.cli.chat import CHAT
+from edgekv.cli.completion import add_completion
 from edgekv.cli.demo import DEMO
 from edgekv.cli.evaluate import EVAL
 from edgekv.cli.flags import in_flags
@@ -52,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(execute=command.execute)
+    add_completion(commands, main_parser)
     return main_parser
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from edgekv.checkpoint.hub import cached, config
 from edgekv.checkpoint.hub_name import hub_name
 from edgekv.checkpoint.shapes import names, read_shape
+from edgekv.cli.caches import wants_list
 from edgekv.cli.flags import in_flags
 from edgekv.cli.options import (
     Command,
@@ -19,7 +20,6 @@ from edgekv.cli.options import (
     load_options,
     model_path,
     positive_int,
-    wants_list,
 )
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kvcache import CacheSpec

@@ -8,6 +8,7 @@ import sys
 from edgekv.chat.conversation import MAX_NEW_TOKENS, Chat
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.cli.bars import Bars
+from edgekv.cli.caches import wants_list
 from edgekv.cli.chat_input import lines
 from edgekv.cli.chat_terminal import Terminal, say
 from edgekv.cli.conversation import (
@@ -24,7 +25,6 @@ from edgekv.cli.options import (
     add_device_option,
     add_model_options,
     load_options,
-    wants_list,
 )
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.machine import format_bytes

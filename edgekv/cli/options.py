@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from edgekv.checkpoint.hub import locate
 from edgekv.checkpoint.hub_name import hub_name
-from edgekv.kvcache import schemes
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
@@ -117,14 +116,6 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def wants_list(arguments: argparse.Namespace) -> bool:
-    """Whether --kv is ``list``, which is then printed instead of everything else."""
-    if arguments.kv != "list":
-        return False
-    print(schemes_text())
-    return True
-
-
 def load_options(arguments: argparse.Namespace) -> LoadOptions:
     """The options that the command has, as the library takes them. Raises an EdgeKVError for a bad value."""
     names = (field.name for field in dataclasses.fields(LoadOptions))
@@ -135,14 +126,6 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
         kv = given["kv"] or DEFAULT
         given["kv"] = f"{kv}{',' if ':' in kv else ':'}tau={arguments.tau}"
     return LoadOptions(**given)
-
-
-def schemes_text() -> str:
-    """One line per scheme: name, what it keeps, where it is from, and what else it may be called."""
-    return "\n".join(
-        f"{name:<12}{scheme.summary}  [{'; also '.join((scheme.paper, *scheme.aliases))}]"
-        for name, scheme in schemes().items()
-    )
 
 
 def bytes_text(n: int) -> str:

@@ -87,6 +87,9 @@ def _print_live(source: Source, seconds: float | None) -> None:
     """A block of lines each second, over the last one where the output is a terminal."""
     source.start()
     begun_s = time.perf_counter()
+    if isinstance(source, Unmetered):  # once: it will not change
+        print("\n".join([*_power_lines(source, begun_s, begun_s), Conditions.now().to_text()]))
+        return
     height = 0
     for elapsed_s in _ticks(seconds):
         now_s = begun_s + elapsed_s

@@ -9,6 +9,7 @@ import sys
 import time
 
 from edgekv.cli.bars import Bars
+from edgekv.cli.caches import wants_list
 from edgekv.cli.conversation import add_session_options, is_saved, open_session, save_session
 from edgekv.cli.flags import in_flags
 from edgekv.cli.interrupt import Terminated, terminable
@@ -20,7 +21,6 @@ from edgekv.cli.options import (
     add_model_options,
     load_options,
     model_path,
-    wants_list,
 )
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params

@@ -33,7 +33,6 @@ from edgekv.linear.formats import (
     specs_bytes,
     store_specs,
 )
-from edgekv.linear.graph import block_graphs
 from edgekv.linear.quantize import dequantize, n_blocks, quantize
 from edgekv.linear.weights import CheckpointWeights, Ids
 from edgekv.machine import format_bytes
@@ -174,6 +173,8 @@ def build(
         partial.mkdir()
         _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress)
         start = os.path.getsize(partial / WEIGHTS_FILE) - specs_bytes(specs)
+        from edgekv.linear.graph import block_graphs  # onnx takes 0.2 s to import, and only a new store needs it
+
         graphs = block_graphs(weights.arch, form, specs, file_offsets(specs, start), WEIGHTS_FILE)
         for name, graph in graphs.items():
             (partial / name).write_bytes(graph)

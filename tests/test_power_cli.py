@@ -128,10 +128,12 @@ def test_without_a_sensor_commands_run_and_the_time_is_told(capfd: pytest.Captur
 def test_record_writes_the_samples_and_passes_the_status_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "log.csv"
+    path, picture = tmp_path / "log.csv", tmp_path / "watts.svg"
     before = time.time()
     command = ["sh", "-c", "echo said; sleep 0.3; exit 7"]
-    assert main(["power", "record", "--csv", str(path), "--idle", "0.1", "--", *command]) == 7
+    files = ["--csv", str(path), "--plot", str(picture)]
+    assert main(["power", "record", *files, "--idle", "0.1", "--", *command]) == 7
+    assert "<svg" in picture.read_text()
     out, err = capfd.readouterr()
     assert out == "said\n"
     assert "energy      command" in err

@@ -9,17 +9,20 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from edgekv.cli.completion import add_completion
 from edgekv.cli.flags import in_flags
 from edgekv.errors import EdgeKVError
 from edgekv.version import __version__
 
 COMMANDS = {
     "run": "edgekv.cli.run.RUN",
+    "demo": "edgekv.cli.demo.DEMO",
     "chat": "edgekv.cli.chat.CHAT",
     "serve": "edgekv.cli.serve.SERVE",
+    "pull": "edgekv.cli.pull.PULL",
     "info": "edgekv.cli.info.INFO",
-    "budget": "edgekv.cli.info.BUDGET",
-    "caches": "edgekv.cli.info.LIST",
+    "budget": "edgekv.cli.budget.BUDGET",
+    "caches": "edgekv.cli.caches.CACHES",
     "quantize": "edgekv.cli.quantize.QUANTIZE",
     "warm": "edgekv.cli.warm.WARM",
     "eval": "edgekv.cli.evaluate.EVAL",
@@ -43,6 +46,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(execute=command.execute)
+    add_completion(commands, main_parser)
     return main_parser
 
 

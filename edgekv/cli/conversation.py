@@ -7,8 +7,9 @@ import pathlib
 import sys
 
 from edgekv.chat.template import ChatTemplate
+from edgekv.cli.bars import Bars
 from edgekv.cli.gate import warn_ungated
-from edgekv.cli.options import Bars, model_path
+from edgekv.cli.options import model_path
 from edgekv.session.context_shift import CONTEXT_SHIFTS
 from edgekv.session.options import LoadOptions
 from edgekv.session.session import Session

@@ -12,17 +12,17 @@ import sys
 from typing import Any
 
 from edgekv.chat.conversation import MAX_NEW_TOKENS
+from edgekv.cli.bars import Bars
+from edgekv.cli.caches import wants_list
 from edgekv.cli.conversation import add_draft_option, add_template_option, load_session, open_template
 from edgekv.cli.metering import add_power_options, energy_source
 from edgekv.cli.options import (
-    Bars,
     Command,
     add_adapter_option,
     add_device_option,
     add_model_options,
     load_options,
     positive_int,
-    wants_list,
 )
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.machine import available_memory_bytes, parse_bytes

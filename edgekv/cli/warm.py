@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from edgekv.cli.bars import Bars
 from edgekv.cli.options import (
-    Bars,
     Command,
     add_source_options,
     add_weights_option,
@@ -16,7 +16,7 @@ from edgekv.cli.options import (
 from edgekv.kvcache import CacheSpec
 from edgekv.session.session import Session
 
-DEFAULT_SCHEMES = "dense,onebit,bitplane"
+DEFAULT_SCHEMES = "dense,planes,onebit,bitplane"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,8 @@ class LoadOptions:
         tokens, so that the budget holds.
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size.
-    kv_budget: bytes that the cache may take; None is no bound (for kv "auto" a quarter of the free memory).
+    kv_budget: bytes that the cache may take; None is no bound (for kv "auto" a quarter of the free memory,
+        or less, so that the weights fit too).
     overflow: what happens when the conversation outgrows ``ctx``: a name of CONTEXT_SHIFTS, "stop" or "slide".
     draft: what guesses the next tokens, so that one pass checks several; the text is what it is without. "none",
         "ngram" (what followed the latest tokens where they stood before), "auto" (ngram on the device cpu), or the

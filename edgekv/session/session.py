@@ -66,8 +66,9 @@ class Session:
     ) -> Session:
         """Opens a model for a new conversation.
 
-        path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, or "demo" or
-        "scenes", which ship with edgekv. options: see `LoadOptions`; its fields may be given by name instead:
+        path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "demo" or
+        "scenes", which ship with edgekv, or a model of the Hub: "org/name", "org/name@revision" or
+        "org/name:file.gguf", downloaded once. options: see `LoadOptions`; its fields may be given by name instead:
         ``Session.load("demo", kv="onebit", ctx=4096)``. progress(stage, done, total) is called while weights are
         quantized. Raises an EdgeKVError: a bad file or option, a context beyond the model, too little memory
         (computed before it is taken).
@@ -174,7 +175,7 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        about = f"{self.model.path.name}, kv {self.plan.kv.short}"
+        about = f"{self.model.name}, kv {self.plan.kv.short}"
         if self._reader is None:
             return f"<edgekv.Session {about}, closed>"
         size = format_bytes(sum(cache.nbytes for cache in self.caches))
@@ -184,7 +185,7 @@ class Session:
     def reader(self) -> Reader:
         """What reads tokens into the state. Raises SessionError when the session is closed."""
         if self._reader is None:
-            raise SessionError(f"this session of {self.model.path.name} is closed: load another, or restore one")
+            raise SessionError(f"this session of {self.model.name} is closed: load another, or restore one")
         return self._reader
 
     @property
@@ -364,9 +365,9 @@ class Session:
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` of the conversation.
 
-        What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a quarter of
-        its exact window, else up to two windows (docs/quality.md). Raises SessionError while a text is being
-        generated.
+        What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
+        quarter of its exact window, else up to two windows (docs/quality.md). Raises SessionError while a text is
+        being generated.
         """
         self._running.require_none()
         self.state.rewind(n_tokens)

@@ -13,9 +13,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, _leave)
     from edgekv.cli import main as run
 
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, before)
-    return run()
+    return run(imported=lambda: signal.signal(signal.SIGINT, before))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -120,7 +120,7 @@ def test_the_command_predicts_for_every_board(
     assert [table.partition(":")[0] for table in tables] == [board.name for board in boards().values()]
     for table in tables:
         rows = [line.split()[:2] for line in table.splitlines()[2:]]
-        assert rows == [["dense:dtype=f16", "300"], ["onebit:sink=4,residual_le", "300"]]
+        assert rows == [["dense:dtype=f16", "300"], ["onebit:k_bits=1,v_bits=2,", "300"]]
     written = json.loads((tmp_path / "out.json").read_text())
     assert (written["shape"], written["weights"], len(written["boards"])) == ("tiny", "int4", len(boards()))
 

@@ -24,6 +24,8 @@ def outcomes(pattern: str) -> list[Facts]:
     for path in sorted(DATA.glob(pattern)):
         content = json.loads(path.read_text())
         found += content if isinstance(content, list) else [content]
+    for result in (result for run in found for result in run.get("results", ())):
+        result["kv"] = full_name(result["kv"])  # of a version with other knobs
     return found
 
 

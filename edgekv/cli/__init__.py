@@ -6,7 +6,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from edgekv.cli.completion import add_completion
@@ -57,10 +57,14 @@ def _drop_output() -> None:
     os.close(descriptor)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
+def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lambda: None) -> int:
+    """Exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C.
+
+    ``imported`` is called when what the command needs is there.
+    """
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
+    imported()
     try:
         status: int = arguments.execute(arguments)
         sys.stdout.flush()

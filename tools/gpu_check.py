@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import cupy  # noqa: E402
 import gpu_decode  # noqa: E402
 import gpu_measure  # noqa: E402
+import gpu_prompt  # noqa: E402
 
 from edgekv.checkpoint.shapes import load_shape  # noqa: E402
 
@@ -168,6 +169,24 @@ def weights(gpu: gpu_measure.Gpu, log: Log) -> None:
     log.table("weights", ("form", "us", "bytes", "GB/s"), rows())
 
 
+def prompts(gpu: gpu_measure.Gpu, log: Log) -> None:
+    """One layer's attention over a whole prompt, and one matrix of 4,096 x 11,008 times it."""
+
+    def rows() -> Iterable[Sequence[object]]:
+        for n in gpu_decode.PROMPTS:
+            seconds, operations = gpu_prompt.attention(gpu, n)
+            yield "attention", f"{n:,}", f"{seconds * 1e6:.0f}", f"{operations / seconds / 1e12:.0f} TFLOP/s"
+            other = attempt(gpu_prompt.torch_attention, n)
+            if other:
+                speed = f"{operations / other / 1e12:.0f} TFLOP/s"
+                yield "PyTorch's scaled_dot_product_attention", f"{n:,}", f"{other * 1e6:.0f}", speed
+            for what, seconds, amount in gpu_prompt.products(gpu, n):
+                unit, size = ("GB/s", 1e9) if "weights" in what else ("TFLOP/s", 1e12)
+                yield what, f"{n:,}", f"{seconds * 1e6:.0f}", f"{amount / seconds / size:,.0f} {unit}"
+
+    log.table("prompts", ("what", "tokens", "us", "speed"), rows())
+
+
 def whole(gpu: gpu_measure.Gpu, log: Log) -> None:
     """Llama 2 7B's shape, random int4 weights, 8,192 tokens in the cache."""
     results = []
@@ -206,6 +225,7 @@ SECTIONS = {
     "weights": weights,
     "attention": attention,
     "torch": torch,
+    "prompts": prompts,
     "whole": whole,
     "profile": profile,
 }

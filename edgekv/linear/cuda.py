@@ -7,12 +7,11 @@ import numpy as np
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
-from edgekv.linear.cuda_weights import LAYERS, DeviceWeights, Matrix
+from edgekv.linear.cuda_half import HalfOps
+from edgekv.linear.cuda_weights import ACTIVATIONS, LAYERS, MOST_BLOCKS, NORM_THREADS, DeviceWeights, Matrix
+from edgekv.models.architecture import Ops
 
 WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS
-MOST_BLOCKS = 65535  # in a grid's second direction
-NORM_THREADS = 512
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 class CudaOps:
@@ -22,11 +21,21 @@ class CudaOps:
         self.weights, self.driver = weights, weights.driver
 
     def linear(self, x: Array, name: str) -> Array:
+        return self._linear(x, name, None)
+
+    def add_linear(self, x: Array, y: Array, name: str) -> Array:
+        return self._linear(y, name, x)
+
+    def _linear(self, x: Array, name: str, onto: Array | None) -> Array:
         w = self.weights.linears[name]
         if len(x) > MATVEC_ROWS:
-            return self._matmul(x, w)
+            y = self._matmul(x, w)
+            return y if onto is None else y + onto
         form = {"bits": w.bits, "block": w.block, "columns": w.columns}
-        return matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias)
+        added = None if onto is None else contiguous(onto)
+        return matvec(
+            self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=added
+        )
 
     def _matmul(self, x: Array, w: Matrix) -> Array:
         y = self.driver.empty((len(x), w.rows), np.float32)
@@ -63,36 +72,36 @@ class CudaOps:
         return y
 
     def activation(self, x: Array, kind: str) -> Array:
-        n, size = x.shape
-        y = self.driver.empty(x.shape, np.float32)
-        stride = x.strides[0] // x.itemsize
-        launch = Launch(LAYERS, "activation", (-(-size // 256), n), 256)
-        self.driver.launch(launch, x, stride, size, ACTIVATIONS[kind], y)
+        return self._activation(x, x.shape[1], kind, 0)
+
+    def gated(self, x: Array, kind: str) -> Array:
+        return self._activation(x, x.shape[1] // 2, kind, 1)
+
+    def _activation(self, x: Array, size: int, kind: str, gated: int) -> Array:
+        y = self.driver.empty((len(x), size), np.float32)
+        launch = Launch(LAYERS, "activation", (-(-size // 256), len(x)), 256)
+        self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y)
         return y
-
-    def halves(self, x: Array) -> tuple[Array, Array]:
-        half = x.shape[1] // 2
-        return x[:, :half], x[:, half:]
-
-    def add(self, a: Array, b: Array) -> Array:
-        return a + b
-
-    def mul(self, a: Array, b: Array) -> Array:
-        return a * b
 
 
 class CudaLinear:
-    """The three blocks of every layer."""
+    """The three blocks of every layer; those of many rows in halves, where the device and the weights have it so."""
 
     def __init__(self, weights: DeviceWeights) -> None:
         self.arch, self._ops = weights.arch, CudaOps(weights)
+        is_packed = any(w.bits < 32 for w in weights.linears.values())
+        self.half = HalfOps(weights) if weights.driver.multiplies_halves and is_packed else None
+        """The operators for many rows; None: as for few."""
         self.weights_bytes = weights.nbytes
 
     def attention_in(self, i: int, x: Array) -> Array:
-        return self.arch.attention_in(self._ops, i, x)
+        return self.arch.attention_in(self._for(x), i, x)
 
     def attention_out(self, i: int, x: Array, attention: Array) -> Array:
-        return self.arch.attention_out(self._ops, i, x, attention)
+        return self.arch.attention_out(self._for(x), i, x, attention)
 
     def head(self, x: Array) -> Array:
-        return self.arch.head(self._ops, x)
+        return self.arch.head(self._for(x), x)
+
+    def _for(self, x: Array) -> Ops:
+        return self._ops if self.half is None or len(x) <= MATVEC_ROWS else self.half

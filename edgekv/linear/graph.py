@@ -62,7 +62,10 @@ class GraphOps:
         inputs = [x, self._weight(f"{name}.codes"), self._weight(f"{name}.scales")]
         attributes = {"K": linear.columns, "N": linear.rows, "bits": form.bits, "block_size": form.block}
         y = self._node("MatMulNBits", inputs, MICROSOFT, accuracy_level=4, **attributes)[0]
-        return self.add(y, bias) if bias else y
+        return self._node("Add", [y, bias])[0] if bias else y
+
+    def add_linear(self, x: str, y: str, name: str) -> str:
+        return self._node("Add", [x, self.linear(y, name)])[0]
 
     def rms_norm(self, x: str, name: str, eps: float) -> str:
         return self._node("SimplifiedLayerNormalization", [x, self._weight(name)], epsilon=eps, axis=-1)[0]
@@ -75,15 +78,9 @@ class GraphOps:
         op, domain, attributes = ACTIVATIONS[kind]
         return self._node(op, [x], domain, **attributes)[0]
 
-    def halves(self, x: str) -> tuple[str, str]:
-        first, second = self._node("Split", [x], outputs=2, axis=-1, num_outputs=2)
-        return first, second
-
-    def add(self, a: str, b: str) -> str:
-        return self._node("Add", [a, b])[0]
-
-    def mul(self, a: str, b: str) -> str:
-        return self._node("Mul", [a, b])[0]
+    def gated(self, x: str, kind: str) -> str:
+        gate, up = self._node("Split", [x], outputs=2, axis=-1, num_outputs=2)
+        return self._node("Mul", [self.activation(gate, kind), up])[0]
 
     def model(self, inputs: Mapping[str, int], result: str, width: int) -> bytes:
         """The recorded graph, serialised: float32 inputs name -> (n, width), one output ``y`` (n, width)."""

@@ -50,6 +50,9 @@ class NumpyOps:
             y += bias
         return y
 
+    def add_linear(self, x: F32, y: F32, name: str) -> F32:
+        return x + self.linear(y, name)
+
     def rms_norm(self, x: F32, name: str, eps: float) -> F32:
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
         normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * self.weights.vector(name)
@@ -65,15 +68,9 @@ class NumpyOps:
     def activation(self, x: F32, kind: str) -> F32:
         return ACTIVATIONS[kind](x)
 
-    def halves(self, x: F32) -> tuple[F32, F32]:
-        first, second = np.split(x, 2, axis=-1)
-        return first, second
-
-    def add(self, a: F32, b: F32) -> F32:
-        return a + b
-
-    def mul(self, a: F32, b: F32) -> F32:
-        return a * b
+    def gated(self, x: F32, kind: str) -> F32:
+        gate, up = np.split(x, 2, axis=-1)
+        return ACTIVATIONS[kind](gate) * up
 
 
 class NumpyLinear:

@@ -110,10 +110,9 @@ class Llama(Architecture):
         return ops.linear(ops.rms_norm(x, f"{i}.norm_in", self.config.norm_eps), f"{i}.qkv")
 
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
-        x = ops.add(x, ops.linear(attention, f"{i}.out"))
+        x = ops.add_linear(x, attention, f"{i}.out")
         h = ops.rms_norm(x, f"{i}.norm_mlp", self.config.norm_eps)
-        gate, up = ops.halves(ops.linear(h, f"{i}.up"))
-        return ops.add(x, ops.linear(ops.mul(ops.activation(gate, self.config.activation), up), f"{i}.down"))
+        return ops.add_linear(x, ops.gated(ops.linear(h, f"{i}.up"), self.config.activation), f"{i}.down")
 
     def head(self, ops: Ops, x: Any) -> Any:
         return ops.linear(ops.rms_norm(x, "norm", self.config.norm_eps), "head")

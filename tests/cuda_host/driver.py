@@ -121,7 +121,8 @@ class HostDriver:
     In every other launch the threads take turns from the last on.
     """
 
-    multiprocessors = 2
+    multiprocessors, memory_bytes = 2, 1 << 20
+    multiplies_halves = has_matrix_tiles = True
 
     def __init__(self) -> None:
         self.backwards = False
@@ -138,6 +139,13 @@ class HostDriver:
 
     def upload(self, host: np.ndarray) -> HostArray:
         return HostArray(np.array(host, order="C"))
+
+    def multiply_halves(self, x: HostArray, w: HostArray, y: HostArray, adds: bool) -> None:
+        assert x.flags.c_contiguous
+        assert w.flags.c_contiguous
+        assert (x.dtype, w.dtype, y.dtype) == (np.float16, np.float16, np.float32)
+        product = x.host.astype(np.float32) @ w.host.astype(np.float32).T
+        y.host[...] = y.host + product if adds else product
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Nothing is recorded here: a replay takes the step again, which must not depend on when."""

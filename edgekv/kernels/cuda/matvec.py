@@ -22,8 +22,12 @@ def matvec(
     columns: int | None = None,
     scales: Array | None = None,
     bias: Array | None = None,
+    onto: Array | None = None,
 ) -> Array:
-    """(n, rows) float32: x, contiguous, n times `columns` numbers, by 32 or 16 bits or codes of 8 or 4."""
+    """(n, rows) float32: x, contiguous, n times `columns` numbers, by 32 or 16 bits or codes of 8 or 4.
+
+    Added to ``onto`` (n, rows), contiguous, where that is given.
+    """
     rows = matrix.shape[0]
     columns = columns or matrix.shape[1]
     n = x.size // columns
@@ -31,8 +35,9 @@ def matvec(
     threads = min(THREADS, -(-columns // 256) * 32)
     launch = Launch(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), threads)
     blocks = 0 if scales is None else scales.shape[1]
-    scales, added = (driver.shift if each is None else each for each in (scales, bias))
-    driver.launch(launch, matrix, scales, added, int(bias is not None), x, rows, columns, blocks, y)
+    scales, *others = (driver.shift if each is None else each for each in (scales, bias, onto))
+    added = others[0], int(bias is not None), others[1], int(onto is not None)
+    driver.launch(launch, matrix, scales, *added, x, rows, columns, blocks, y)
     return y
 
 

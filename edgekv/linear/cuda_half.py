@@ -1,0 +1,87 @@
+"""The operators for many rows on tensor cores: products of halves, summed in float32.
+
+What enters a product is rounded to half precision, the activations by what makes them and the weights a slab of rows
+at a time; what leaves it, the norms and the residual are float32. Numbers beyond a half's range become the
+largest half.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgekv.kernels.cuda.matvec import linear_program
+from edgekv.kernels.cuda.program import Array, Launch
+from edgekv.kernels.memory import contiguous
+from edgekv.linear.cuda_weights import ACTIVATIONS, LAYERS, MOST_BLOCKS, NORM_THREADS, DeviceWeights, Matrix
+
+LEAST_SLAB = 1 << 23  # weights in half precision at a time; more where the card has more memory
+SLAB_SHARE = 2048  # of the card's bytes, a weight each
+
+
+class HalfOps:
+    """Norms and activations give halves, linear layers take them and give float32 (n, channels)."""
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        self.weights, self.driver = weights, weights.driver
+        self._slab = max(LEAST_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
+
+    def linear(self, x: Array, name: str) -> Array:
+        w = self.weights.linears[name]
+        y = self.driver.empty((len(x), w.rows), np.float32)
+        self._multiply(x, w, y, False)
+        return y
+
+    def add_linear(self, x: Array, y: Array, name: str) -> Array:
+        """x, changed."""
+        self._multiply(y, self.weights.linears[name], x, True)
+        return x
+
+    def _multiply(self, x: Array, w: Matrix, y: Array, adds: bool) -> None:
+        x = contiguous(x) if x.dtype == np.float16 else self._rounded(x)
+        step = min(max(1, self._slab // w.columns), MOST_BLOCKS)
+        for a in range(0, w.rows, step):
+            part = slice(a, min(a + step, w.rows))
+            self.driver.multiply_halves(x, self._halves(w, part), y[:, part], adds)
+        if w.bias is not None:
+            y += w.bias
+
+    def _halves(self, w: Matrix, part: slice) -> Array:
+        """Rows of the matrix in half precision."""
+        n = part.stop - part.start
+        out = self.driver.empty((n, w.columns), np.float16)
+        per_thread = 1 if w.columns % 8 else 8
+        grid = -(-w.columns // (256 * per_thread)), n
+        scales = self.driver.shift if w.scales is None else w.scales[part]
+        launch = Launch(linear_program(w.bits, w.block), "widen_to_half", grid, 256)
+        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out)
+        return out
+
+    def _rounded(self, x: Array) -> Array:
+        y = self.driver.empty(x.shape, np.float16)
+        self.driver.launch(Launch(LAYERS, "round_to_half", (-(-x.size // 256),), 256), contiguous(x), x.size, y)
+        return y
+
+    def rms_norm(self, x: Array, name: str, eps: float) -> Array:
+        return self._norm("rms_norm_half", x, (name,), eps)
+
+    def layer_norm(self, x: Array, name: str, eps: float) -> Array:
+        return self._norm("layer_norm_half", x, (f"{name}.weight", f"{name}.bias"), eps)
+
+    def _norm(self, kernel: str, x: Array, names: tuple[str, ...], eps: float) -> Array:
+        y = self.driver.empty(x.shape, np.float16)
+        vectors = [self.weights.vectors[name] for name in names]
+        launch = Launch(LAYERS, kernel, (len(x),), NORM_THREADS)
+        self.driver.launch(launch, contiguous(x), x.shape[1], *vectors, float(eps), y)
+        return y
+
+    def activation(self, x: Array, kind: str) -> Array:
+        return self._activation(x, x.shape[1], kind, 0)
+
+    def gated(self, x: Array, kind: str) -> Array:
+        return self._activation(x, x.shape[1] // 2, kind, 1)
+
+    def _activation(self, x: Array, size: int, kind: str, gated: int) -> Array:
+        y = self.driver.empty((len(x), size), np.float16)
+        launch = Launch(LAYERS, "activation_half", (-(-size // 256), len(x)), 256)
+        self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y)
+        return y

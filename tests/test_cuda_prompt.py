@@ -8,7 +8,7 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
-from cuda_cases import OnDevice, device  # noqa: F401
+from cuda_cases import OnDevice
 
 from edgekv.kernels.cuda.prompt import padded_width
 from edgekv.kernels.cuda.rope import Halves
@@ -50,7 +50,7 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np
     ],
 )
 def test_attention_in_tiles(
-    device: OnDevice,  # noqa: F811
+    device: OnDevice,
     n_heads: int,
     n_kv_heads: int,
     n: int,
@@ -70,7 +70,7 @@ def test_attention_in_tiles(
     np.testing.assert_allclose(to_host(out).astype(np.float32), exact(q, k, v, window), atol=HALF_ERROR, rtol=0)
 
 
-def test_scores_of_any_size(device: OnDevice) -> None:  # noqa: F811
+def test_scores_of_any_size(device: OnDevice) -> None:
     """A softmax that is one token, and one whose largest score comes last."""
     rng = np.random.default_rng(1)
     q = np.full((1, 80, 16), 16, np.float16)
@@ -82,7 +82,7 @@ def test_scores_of_any_size(device: OnDevice) -> None:  # noqa: F811
         np.testing.assert_allclose(to_host(out).astype(np.float32), exact(q, keys, v, None), atol=HALF_ERROR)
 
 
-def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:  # noqa: F811
+def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:
     rng, (n, h, g, d) = np.random.default_rng(0), (5, 4, 2, 12)
     qkv, cos, sin = (
         device.up(rng.standard_normal((n, size), dtype=np.float32)) for size in ((h + 2 * g) * d, d // 2, d // 2)
@@ -106,12 +106,14 @@ def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:  # no
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "int4-32", "f32"])
-def test_linear_layers_in_halves(device: OnDevice, weights: str, tmp_path: pathlib.Path) -> None:  # noqa: F811
+def test_linear_layers_in_halves(
+    device: OnDevice, weights: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slab by slab, with biases, onto a residual; numbers beyond the largest half stay numbers."""
     model = Model.open(golden_cases.write_checkpoint("llama-biases", tmp_path / "model"))
     store = model.store(model.weight_format(weights))
     ops = HalfOps(DeviceWeights(store, device.driver, None))
-    ops._slab = 1000  # several slabs, the last one shorter
+    monkeypatch.setattr(HalfOps, "_slab_rows", lambda *_: 20)  # several slabs, the last one shorter
     rng = np.random.default_rng(0)
     for name in ("0.qkv", "0.out", "0.down"):
         matrix, bias = store.matrix(name), store.bias(name)
@@ -140,7 +142,7 @@ def test_linear_layers_in_halves(device: OnDevice, weights: str, tmp_path: pathl
     ],
 )
 def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
-    device: OnDevice,  # noqa: F811
+    device: OnDevice,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     text: str,

@@ -39,4 +39,8 @@ def products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
     seconds = gpu.seconds(lambda: gpu.driver.launch(launch, codes, scales, columns, columns // 128, half))
     yield "int4 weights to halves", seconds, codes.nbytes + scales.nbytes + half.nbytes
     x, y = gpu.normal(n, columns).astype(np.float16), cupy.empty((n, rows), np.float32)
-    yield "product of halves", gpu.seconds(lambda: gpu.driver.multiply_halves(x, half, y, False)), 2 * n * half.size
+    yield (
+        "product of halves",
+        gpu.seconds(lambda: gpu.driver.multiply_halves(x, half, y, False)),
+        2 * n * half.size,
+    )

@@ -33,9 +33,7 @@ class CudaOps:
             return y if onto is None else y + onto
         form = {"bits": w.bits, "block": w.block, "columns": w.columns}
         added = None if onto is None else contiguous(onto)
-        return matvec(
-            self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=added
-        )
+        return matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=added)
 
     def _matmul(self, x: Array, w: Matrix) -> Array:
         y = self.driver.empty((len(x), w.rows), np.float32)

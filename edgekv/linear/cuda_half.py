@@ -15,6 +15,7 @@ from edgekv.kernels.memory import contiguous
 from edgekv.linear.cuda_weights import ACTIVATIONS, LAYERS, MOST_BLOCKS, NORM_THREADS, DeviceWeights, Matrix
 
 LEAST_SLAB = 1 << 23  # weights in half precision at a time; more where the card has more memory
+TILE_ROWS = 256
 SLAB_SHARE = 2048  # of the card's bytes, a weight each
 
 
@@ -38,12 +39,17 @@ class HalfOps:
 
     def _multiply(self, x: Array, w: Matrix, y: Array, adds: bool) -> None:
         x = contiguous(x) if x.dtype == np.float16 else self._rounded(x)
-        step = min(max(1, self._slab // w.columns), MOST_BLOCKS)
+        step = self._slab_rows(w)
         for a in range(0, w.rows, step):
             part = slice(a, min(a + step, w.rows))
             self.driver.multiply_halves(x, self._halves(w, part), y[:, part], adds)
         if w.bias is not None:
             y += w.bias
+
+    def _slab_rows(self, w: Matrix) -> int:
+        """Slabs of about the same size, of whole tiles of cuBLAS: one of 17,894 rows took 2.5 times one of 11,008."""
+        slabs = -(-w.rows * w.columns // self._slab)
+        return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MOST_BLOCKS // TILE_ROWS * TILE_ROWS)
 
     def _halves(self, w: Matrix, part: slice) -> Array:
         """Rows of the matrix in half precision."""

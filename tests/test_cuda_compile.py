@@ -85,7 +85,7 @@ PROGRAMS = {
     "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
     **{
         name: program((name,))
-        for name in ("add_partial", "inputs", "layers", "merge", "pack", "rope", "softmax", "top_k")
+        for name in ("add_partial", "inputs", "layers", "merge", "move", "pack", "rope", "softmax", "top_k")
     },
     **{
         "encode": ENCODE,

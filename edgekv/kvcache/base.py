@@ -92,6 +92,7 @@ class KVCache(abc.ABC):
     exact_when_short: ClassVar[bool] = False  # no loss beyond f16 rounding for the first 64 tokens
     Knobs: ClassVar[type]  # a dataclass; its `aliases`, where it has them, name fields as they were called before
     sees_queries: ClassVar[bool] = False  # `prefill` needs those of the whole prompt
+    tidies_alike: ClassVar[bool] = True  # `tidy` differs from time to time in counters alone: no array is replaced
     exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
 
     def __init_subclass__(cls) -> None:
@@ -222,15 +223,20 @@ class KVCache(abc.ABC):
         if target is not out:
             out[:] = target
 
-    def steady_tokens(self) -> int:
-        """How many of the next tokens, one after the other, are only appended: nothing is packed or chosen.
+    def tidy_is_due(self) -> bool:
+        """Whether `tidy` would do something, where `is_steady` holds of the token before."""
+        return False
 
-        Their steps differ in nothing but the place of the token, so that one can be replayed for another.
+    def is_steady(self) -> bool:
+        """Whether the next token is only appended and read before `tidy`: nothing is chosen or laid out anew.
+
+        Steps of such tokens differ in nothing but counters, so that one can be replayed for another; and so does
+        what `tidy` does when it is due.
         """
-        return 0
+        return False
 
     def advance(self, n: int) -> None:
-        """Counts n tokens (n < 0: takes them back) within `steady_tokens` that a replayed step appends."""
+        """Counts n tokens (n < 0: takes them back) that are appended, where `is_steady` holds."""
         self.n_seen += n
 
     def truncate(self, n: int) -> int:

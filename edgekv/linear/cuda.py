@@ -83,7 +83,7 @@ class CudaOps:
 
 
 class CudaLinear:
-    """The three blocks of every layer; those of many rows in halves, where the device and the weights have it so."""
+    """The three blocks of every layer; of many rows in halves, where the device and the weights have it so."""
 
     def __init__(self, weights: DeviceWeights) -> None:
         self.arch, self._ops = weights.arch, CudaOps(weights)

@@ -1,7 +1,7 @@
 """The operators for many rows on tensor cores: products of halves, summed in float32.
 
-What enters a product is rounded to half precision, the activations by what makes them and the weights a slab of rows
-at a time; what leaves it, the norms and the residual are float32. Numbers beyond a half's range become the
+What enters a product is rounded to half precision, the activations by what makes them and the weights a slab of
+rows at a time; what leaves it, the norms and the residual are float32. Numbers beyond a half's range become the
 largest half.
 """
 
@@ -47,7 +47,7 @@ class HalfOps:
             y += w.bias
 
     def _slab_rows(self, w: Matrix) -> int:
-        """Slabs of about the same size, of whole tiles of cuBLAS: one of 17,894 rows took 2.5 times one of 11,008."""
+        """Slabs of about the same size, of whole tiles of cuBLAS, which is much slower beside them."""
         slabs = -(-w.rows * w.columns // self._slab)
         return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MOST_BLOCKS // TILE_ROWS * TILE_ROWS)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgekv.kernels.cuda.counter import N_MOVES
 from edgekv.kernels.cuda.program import Launch, Program
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
@@ -126,7 +127,8 @@ class HostDriver:
 
     def __init__(self) -> None:
         self.backwards = False
-        self.shift = self.zeros((1,), np.int32)
+        self.moves = self.zeros((N_MOVES,), np.int32)
+        self.shift, self.still = self.moves[:1], self.moves[-1:]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """Poisoned: every byte is 0xff, NaN in floats."""

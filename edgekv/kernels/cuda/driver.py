@@ -11,6 +11,7 @@ import numpy.typing as npt
 from edgekv.checkpoint.cache_folder import cache_root
 from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import ConfigError
+from edgekv.kernels.cuda.counter import N_MOVES
 from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 
 # Of cuBLAS.
@@ -33,7 +34,8 @@ class CupyDriver:
         self._cuda = int(runtime.runtimeGetVersion())
         self.stream = self.cupy.cuda.Stream()
         self.stream.use()
-        self.shift = self.zeros((1,), np.int32)
+        self.moves = self.zeros((N_MOVES,), np.int32)
+        self.shift, self.still = self.moves[:1], self.moves[-1:]
         self._modules: dict[Program, Any] = {}
         self._kernels: dict[tuple[Program, str], Any] = {}
 

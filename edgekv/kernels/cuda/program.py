@@ -65,8 +65,12 @@ class Driver(Protocol):
     """Whether products of halves are faster than those of float32: on tensor cores, from sm_70 on."""
     has_matrix_tiles: bool
     """Whether prompt_attention.cu compiles: from sm_75 on."""
+    moves: Array
+    """int32: how far the counters of a replayed step have moved since it was recorded, else 0."""
     shift: Array
-    """int32 (1,): added to every position by `edgekv.models.cuda_graph`, else 0."""
+    """Of these the first, by which positions move."""
+    still: Array
+    """Of these the last, which stays 0."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...

@@ -17,10 +17,10 @@ def padded_width(head_dim: int) -> int:
 
 class PromptKernels(Backend):
     def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
-        """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled, all float16.
+        """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled.
 
-        They are those of the last n of ``earlier`` + n tokens, the first of k and v (n_kv_heads, capacity, width). Token
-        t sees max(0, t + 1 - window)..t. Channels from head_dim on are 0.
+        All are float16. The queries are those of the last n of ``earlier`` + n tokens, the first of k and v
+        (n_kv_heads, capacity, width). Token t sees max(0, t + 1 - window)..t. Channels from head_dim on are 0.
         """
         n_heads, n, width = q.shape
         n_kv_heads, capacity, _ = k.shape

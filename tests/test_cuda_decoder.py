@@ -108,7 +108,7 @@ def test_replayed_steps_equal_steps(
     device: OnDevice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels run with the counters of the recorded step and how far they have moved; blocks are packed between."""
+    """Kernels run with the counters of the recorded step and how far they moved; blocks are packed between."""
     if isinstance(device.driver, HostDriver) and (text, window) not in ON_HOST:
         pytest.skip("minutes without a GPU")
     monkeypatch.setitem(golden_cases.CASES, "small", SMALL | {"sliding_window": window})

@@ -32,7 +32,8 @@ def matvec(
     columns = columns or matrix.shape[1]
     n = x.size // columns
     y = driver.empty((n, rows), np.float32)
-    threads = min(THREADS, -(-columns // 256) * 32)
+    per_thread = 128 // bits if bits < 16 else 8
+    threads = min(THREADS, -(-columns // (32 * per_thread)) * 32)
     launch = Launch(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), threads)
     blocks = 0 if scales is None else scales.shape[1]
     scales, *others = (driver.shift if each is None else each for each in (scales, bias, onto))

@@ -20,6 +20,7 @@ from edgekv.kvcache.base import KVCache
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.models.cuda_graph import FEWEST_TOKENS
+from edgekv.quality.evaluate import evaluate
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 from edgekv.session.sampling import Sampler
@@ -178,3 +179,18 @@ def test_greedy_text_equals_the_cpus(name: str, weights: str, prompt: str, reque
         session = Session.load(path, kv="dense", ctx=300, weights=weights, device=where)
         texts.append([step.token for step in session.generate(prompt, max_new_tokens=100)])
     assert texts[1] == texts[0]
+
+
+@pytest.mark.parametrize("text", ["dense", "onebit:residual_length=8"])
+def test_quality_is_the_cpus(text: str, tmp_path: pathlib.Path, device: OnDevice) -> None:
+    """`edgekv eval`: all tokens through the caches, logits compared where they are."""
+    model = Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model"))
+    tokens = np.random.default_rng(0).integers(0, golden_cases.VOCAB, CAPACITY)
+    decoders = (
+        find_device("numpy").decoder(model, model.weight_format("f32"), CAPACITY, 1, None),
+        decoder(model, device),
+    )
+    here, there = (evaluate(each, tokens, CAPACITY, [CacheSpec.parse(text)])[0] for each in decoders)
+    assert there.perplexity == pytest.approx(here.perplexity, rel=1e-3)
+    assert there.kl == pytest.approx(here.kl, abs=1e-3)
+    assert (there.cache_bytes, there.bytes_read_per_token) == (here.cache_bytes, here.bytes_read_per_token)

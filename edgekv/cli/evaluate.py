@@ -11,7 +11,6 @@ from edgekv.cli.eval_input import add_input_options, open_input
 from edgekv.cli.gate import add_gate_options, run_gate
 from edgekv.cli.options import Bars, Command
 from edgekv.errors import EdgeKVError
-from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
 from edgekv.quality.evaluate import Quality, evaluate
 
@@ -28,10 +27,10 @@ def _execute(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    specs = CacheSpec.parse_list(arguments.kv or "all")
     if arguments.plot:
         require_matplotlib()
     measured = open_input(arguments)
+    specs = measured.schemes(arguments.kv)
     with Bars() as bars:
         decoder, ctx = measured.load(arguments.ctx, bars.update)
         results = evaluate(

@@ -22,6 +22,7 @@ from edgekv.types import F32, F64
 
 LOGIT_ROWS = 256  # logits (rows, vocab) alive at once, twice
 FIT_TOKENS = 1024
+REFERENCE = "dense:dtype=f32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def evaluate(
             value=ctx,
             accepted=[f"2 to {len(tokens)}"],
         )
-    reference = CacheSpec.parse("dense:dtype=f32")
+    reference = CacheSpec.parse(REFERENCE)
     exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
     base = _compare(decoder, windows, exact, exact)
     results = []
@@ -144,11 +145,11 @@ def _compare_window(decoder: Decoder, window: npt.NDArray[Any], exact: F32, hidd
     loss, kl, top1 = np.empty(n), np.empty(n), np.empty(n)
     for a in range(0, n, LOGIT_ROWS):
         part = slice(a, min(a + LOGIT_ROWS, n))
-        p = _log_softmax(to_host(decoder.head(exact[part])))
-        q = p if hidden is exact else _log_softmax(to_host(decoder.head(hidden[part])))
-        loss[part] = -np.take_along_axis(q, window[part.start + 1 : part.stop + 1, None], 1)[:, 0]
-        kl[part] = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
-        top1[part] = p.argmax(axis=1) == q.argmax(axis=1)
+        p = _log_softmax(decoder.head(exact[part]))  # where the decoder computes
+        q = p if hidden is exact else _log_softmax(decoder.head(hidden[part]))
+        loss[part] = -to_host(q[np.arange(len(q)), window[part.start + 1 : part.stop + 1]])
+        kl[part] = to_host((np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64))
+        top1[part] = to_host(p.argmax(axis=1)) == to_host(q.argmax(axis=1))
     return loss, kl, top1
 
 

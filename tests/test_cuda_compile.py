@@ -82,10 +82,11 @@ PROGRAMS = {
         for width in (64, 128, 256)
     },
     "sparse_attention": program(("sparse_attention",), ROWS=4, HEAD_DIM=128),
+    "layers": program(("activations", "layers")),
     "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
     **{
         name: program((name,))
-        for name in ("add_partial", "inputs", "layers", "merge", "move", "pack", "rope", "softmax", "top_k")
+        for name in ("add_partial", "inputs", "merge", "move", "pack", "rope", "softmax", "top_k")
     },
     **{
         "encode": ENCODE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec
@@ -14,26 +16,53 @@ from edgekv.models.architecture import Ops
 WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS
 
 
+class Normed(NamedTuple):
+    """x (n, channels) that is to go through a RMS norm: the product with a matrix does that along the way."""
+
+    x: Array
+    weight: Array
+    eps: float
+
+
 class CudaOps:
     """Activations (n, channels), float32."""
 
     def __init__(self, weights: DeviceWeights) -> None:
         self.weights, self.driver = weights, weights.driver
 
-    def linear(self, x: Array, name: str) -> Array:
-        return self._linear(x, name, None)
+    def linear(self, x: Array | Normed, name: str) -> Array:
+        return self._linear(x, name)
 
     def add_linear(self, x: Array, y: Array, name: str) -> Array:
-        return self._linear(y, name, x)
-
-    def _linear(self, x: Array, name: str, onto: Array | None) -> Array:
-        w = self.weights.linears[name]
         if len(x) > MATVEC_ROWS:
-            y = self._matmul(x, w)
-            return y if onto is None else y + onto
-        form = {"bits": w.bits, "block": w.block, "columns": w.columns}
-        added = None if onto is None else contiguous(onto)
-        return matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=added)
+            return x + self._linear(y, name)
+        return self._linear(y, name, onto=contiguous(x))
+
+    def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
+        if isinstance(x, Normed) or len(x) <= MATVEC_ROWS:
+            return self._linear(x, name, gate=ACTIVATIONS[kind])
+        y = self._linear(x, name)
+        return self._activation(y, y.shape[1] // 2, kind, 1)
+
+    def _linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
+        w, norm = self.weights.linears[name], None
+        if isinstance(x, Normed):
+            x, norm = x.x, (x.weight, x.eps)
+        elif len(x) > MATVEC_ROWS:
+            return self._matmul(x, w)
+        return matvec(
+            self.driver,
+            contiguous(x),
+            w.data,
+            bits=w.bits,
+            block=w.block,
+            columns=w.columns,
+            scales=w.scales,
+            bias=w.bias,
+            onto=onto,
+            norm=norm,
+            gate=gate,
+        )
 
     def _matmul(self, x: Array, w: Matrix) -> Array:
         y = self.driver.empty((len(x), w.rows), np.float32)
@@ -56,7 +85,9 @@ class CudaOps:
         self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out)
         return out
 
-    def rms_norm(self, x: Array, name: str, eps: float) -> Array:
+    def rms_norm(self, x: Array, name: str, eps: float) -> Array | Normed:
+        if len(x) <= MATVEC_ROWS:
+            return Normed(x, self.weights.vectors[name], eps)
         return self._norm("rms_norm", x, (name,), eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:
@@ -71,9 +102,6 @@ class CudaOps:
 
     def activation(self, x: Array, kind: str) -> Array:
         return self._activation(x, x.shape[1], kind, 0)
-
-    def gated(self, x: Array, kind: str) -> Array:
-        return self._activation(x, x.shape[1] // 2, kind, 1)
 
     def _activation(self, x: Array, size: int, kind: str, gated: int) -> Array:
         y = self.driver.empty((len(x), size), np.float32)

@@ -83,8 +83,9 @@ class HalfOps:
     def activation(self, x: Array, kind: str) -> Array:
         return self._activation(x, x.shape[1], kind, 0)
 
-    def gated(self, x: Array, kind: str) -> Array:
-        return self._activation(x, x.shape[1] // 2, kind, 1)
+    def gated_linear(self, x: Array, name: str, kind: str) -> Array:
+        y = self.linear(x, name)
+        return self._activation(y, y.shape[1] // 2, kind, 1)
 
     def _activation(self, x: Array, size: int, kind: str, gated: int) -> Array:
         y = self.driver.empty((len(x), size), np.float16)

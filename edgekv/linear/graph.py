@@ -78,8 +78,8 @@ class GraphOps:
         op, domain, attributes = ACTIVATIONS[kind]
         return self._node(op, [x], domain, **attributes)[0]
 
-    def gated(self, x: str, kind: str) -> str:
-        gate, up = self._node("Split", [x], outputs=2, axis=-1, num_outputs=2)
+    def gated_linear(self, x: str, name: str, kind: str) -> str:
+        gate, up = self._node("Split", [self.linear(x, name)], outputs=2, axis=-1, num_outputs=2)
         return self._node("Mul", [self.activation(gate, kind), up])[0]
 
     def model(self, inputs: Mapping[str, int], result: str, width: int) -> bytes:

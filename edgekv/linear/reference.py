@@ -68,8 +68,8 @@ class NumpyOps:
     def activation(self, x: F32, kind: str) -> F32:
         return ACTIVATIONS[kind](x)
 
-    def gated(self, x: F32, kind: str) -> F32:
-        gate, up = np.split(x, 2, axis=-1)
+    def gated_linear(self, x: F32, name: str, kind: str) -> F32:
+        gate, up = np.split(self.linear(x, name), 2, axis=-1)
         return ACTIVATIONS[kind](gate) * up
 
 

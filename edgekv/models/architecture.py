@@ -25,8 +25,8 @@ class Ops(Protocol):
     def rms_norm(self, x: Any, name: str, eps: float) -> Any: ...
     def layer_norm(self, x: Any, name: str, eps: float) -> Any: ...
     def activation(self, x: Any, kind: str) -> Any: ...
-    def gated(self, x: Any, kind: str) -> Any:
-        """The activation of the first half of the channels times the second half."""
+    def gated_linear(self, x: Any, name: str, kind: str) -> Any:
+        """A linear layer: the activation of the first half of its channels times the second half."""
 
 
 @dataclasses.dataclass(frozen=True)

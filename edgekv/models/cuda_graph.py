@@ -9,6 +9,7 @@ recorded anew.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -73,6 +74,10 @@ class Group:
         finally:
             self.first.advance(-1)
 
+    def equals(self) -> Hashable:
+        """Which counters are equal: that may decide what `tidy` does."""
+        return tuple(a == b for a, b in itertools.combinations(self.counts().values(), 2))
+
     @staticmethod
     def of(caches: Sequence[KVCache]) -> list[Group]:
         groups: dict[Hashable, list[KVCache]] = {}
@@ -96,7 +101,7 @@ class Replay:
 
     def _forget(self) -> None:
         self._step: Recording | None = None
-        self._tidies: dict[tuple[int, ...], Recording] = {}
+        self._tidies: dict[Hashable, Recording] = {}
         self._caches: tuple[KVCache, ...] = ()
         self._groups: list[Group] = []
         self._structure: list[Hashable] = []
@@ -204,10 +209,11 @@ class Replay:
 
     def _tidy(self) -> None:
         """What is due after a token: replayed, or recorded and replayed, or done."""
-        due = tuple(i for i, group in enumerate(self._groups) if group.first.tidy_is_due())
-        if not due:
+        groups = [group for group in self._groups if group.first.tidy_is_due()]
+        if not groups:
             return
-        caches = [cache for i in due for cache in self._groups[i].caches]
+        caches = [cache for group in groups for cache in group.caches]
+        due = tuple((self._groups.index(group), group.equals()) for group in groups)
 
         def tidy() -> None:
             for cache in caches:
@@ -219,7 +225,7 @@ class Replay:
             tidy()
             self._forget()  # it may have replaced arrays
 
-    def _record_tidy(self, due: tuple[int, ...], tidy: Callable[[], None]) -> bool:
+    def _record_tidy(self, due: Hashable, tidy: Callable[[], None]) -> bool:
         """Whether it could be, or was."""
         try:
             if due not in self._tidies:

@@ -112,7 +112,7 @@ class Llama(Architecture):
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
         x = ops.add_linear(x, attention, f"{i}.out")
         h = ops.rms_norm(x, f"{i}.norm_mlp", self.config.norm_eps)
-        return ops.add_linear(x, ops.gated(ops.linear(h, f"{i}.up"), self.config.activation), f"{i}.down")
+        return ops.add_linear(x, ops.gated_linear(h, f"{i}.up", self.config.activation), f"{i}.down")
 
     def head(self, ops: Ops, x: Any) -> Any:
         return ops.linear(ops.rms_norm(x, "norm", self.config.norm_eps), "head")

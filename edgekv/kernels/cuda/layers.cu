@@ -45,19 +45,6 @@ layer_norm_half(const float* x, int size, const float* weight, const float* bias
     layer_norm_of(x, size, weight, bias, eps, y);
 }
 
-#define SILU 0
-#define GELU 1
-#define GELU_TANH 2
-#define RELU 3
-
-__device__ __forceinline__ float activate(float x, int kind)
-{
-    if (kind == SILU) return x / (1 + expf(-x));
-    if (kind == GELU) return 0.5f * x * (1 + erff(x * 0.70710678f));
-    if (kind == GELU_TANH) return 0.5f * x * (1 + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-    return fmaxf(x, 0);
-}
-
 // y (n, size) of x (n, size), or `gated` of x (n, 2 * size): the activation of its first half times the second.
 template <class T> __device__ void activation_of(const float* x, int size, int kind, int gated, T* y)
 {

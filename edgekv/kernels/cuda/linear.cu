@@ -46,24 +46,27 @@ struct Few {
     }
 };
 
-// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. Grid (groups of rows, n).
+// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there; x[n, k] times norm[k], and all
+// over the root of the mean square of x[n] plus eps, with a norm. `gate` 0 or more: a row's activation of that number times
+// the row `rows` after it, without onto; y (n, rows). Grid (groups of rows, n).
 extern "C" __global__ void __launch_bounds__(THREADS)
 matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
-       const float* x, int rows, int columns, int blocks, float* y)
+       const float* norm, int has_norm, float eps, int gate, const float* x, int rows, int columns, int blocks, float* y)
 {
-    int first = blockIdx.x * ROWS_AT_ONCE;
+    bool gated = gate >= 0;
+    int outputs = gated ? ROWS_AT_ONCE / 2 : ROWS_AT_ONCE, first = blockIdx.x * outputs, last = gated ? 2 * rows - 1 : rows - 1;
     int padded = QUANTISED ? blocks * BLOCK : columns;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     x += (i64)blockIdx.y * columns;
-    float sum[ROWS_AT_ONCE] = {};
+    float sum[ROWS_AT_ONCE] = {}, square = 0;
 #pragma unroll 2
     for (int k = PER_LOAD * threadIdx.x; k < padded; k += STEP) {
         Few w[ROWS_AT_ONCE];
         float scale[ROWS_AT_ONCE], part[ROWS_AT_ONCE] = {}, total = 0;
 #pragma unroll
         for (int r = 0; r < ROWS_AT_ONCE; ++r) {
-            int row = least(first + r, rows - 1);
+            int row = least(gated ? first + r % 2 + r / 2 * rows : first + r, last);
             w[r].load(weights + row * row_bytes, k, columns, aligned);
             if (QUANTISED) scale[r] = scales[(i64)row * blocks + k / BLOCK];
         }
@@ -76,6 +79,13 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) v[i] = k + from + i < columns ? x[k + from + i] : 0;
+            }
+            if (has_norm) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    square += v[i] * v[i];
+                    v[i] *= k + from + i < columns ? norm[k + from + i] : 0;
+                }
             }
             if (QUANTISED) {
 #pragma unroll
@@ -95,11 +105,17 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
         sum[r] = lane_sum(sum[r]);
         if (threadIdx.x % 32 == 0) sums[r][threadIdx.x / 32] = sum[r];
     }
+    float factor = has_norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
     __syncthreads();
     int row = first + threadIdx.x;
-    if (threadIdx.x >= ROWS_AT_ONCE || row >= rows) return;
-    float total = (has_bias ? bias[row] : 0) + (has_onto ? onto[(i64)blockIdx.y * rows + row] : 0);
+    if (threadIdx.x >= outputs || row >= rows) return;
+    float total = 0, other = 0;
     for (int i = 0; i < (int)blockDim.x / 32; ++i) total += sums[threadIdx.x][i];
+    total = total * factor + (has_bias ? bias[row] : 0) + (has_onto ? onto[(i64)blockIdx.y * rows + row] : 0);
+    if (gated) {
+        for (int i = 0; i < (int)blockDim.x / 32; ++i) other += sums[threadIdx.x + outputs][i];
+        total = activate(total, gate) * (other * factor + (has_bias ? bias[rows + row] : 0));
+    }
     y[(i64)blockIdx.y * rows + row] = total;
 }
 

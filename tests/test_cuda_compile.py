@@ -15,7 +15,7 @@ import pytest
 from edgekv.kernels.cuda import backend
 from edgekv.kernels.cuda.gather import GATHER
 from edgekv.kernels.cuda.huffman import ENCODE as ENCODE_HUFFMAN
-from edgekv.kernels.cuda.matvec import linear_program
+from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.program import FOLDER, Program
 from edgekv.kernels.cuda.retrieval import ENCODE as ENCODE_INDEX
@@ -76,6 +76,13 @@ PROGRAMS = {
     "attend-kivi-one": attend(("columns", "byte_values"), True, KIVI | {"ROWS": 1, "TILES": 2}),
     "scores-fier-one": program(("fier", "scores"), **ROWS | KEYS["fier"] | {"ROWS": 1, "TILES": 2}),
     **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
+    **{
+        f"packed_linear-{bits}-{rows}": program(
+            ("activations", "packed_linear"), WEIGHT_BITS=bits, BLOCK=32, ROWS=rows, MOST_CHUNKS=MOST_CHUNKS[-1]
+        )
+        for bits in (4, 8)
+        for rows in (2, 4)
+    },
     "gather": program(("gather",), ROWS=4, KEY_DIM=128, **dict(GATHER)),
     **{
         f"prompt_attention-{width}": program(("prompt_attention",), WIDTH=width, HEAD_DIM=width)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, packed_matvec, stages
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
 from edgekv.linear.cuda_half import HalfOps
@@ -39,30 +39,27 @@ class CudaOps:
         return self._linear(y, name, onto=contiguous(x))
 
     def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
-        if isinstance(x, Normed) or len(x) <= MATVEC_ROWS:
+        if self._stages(x, name):
             return self._linear(x, name, gate=ACTIVATIONS[kind])
         y = self._linear(x, name)
         return self._activation(y, y.shape[1] // 2, kind, 1)
 
+    def _stages(self, x: Array | Normed, name: str) -> bool:
+        w = self.weights.linears[name]
+        return (isinstance(x, Normed) or len(x) <= MATVEC_ROWS) and stages(w.bits, w.scales, w.block)
+
     def _linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
-        w, norm = self.weights.linears[name], None
-        if isinstance(x, Normed):
-            x, norm = x.x, (x.weight, x.eps)
-        elif len(x) > MATVEC_ROWS:
+        w = self.weights.linears[name]
+        if self._stages(x, name):
+            x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
+            given: dict[str, Any] = {"bias": w.bias, "onto": onto, "norm": norm, "gate": gate}
+            form = {"bits": w.bits, "block": w.block, "columns": w.columns}
+            return packed_matvec(self.driver, contiguous(x), w.data, w.scales, **form, **given)
+        x = self._norm("rms_norm", x.x, [x.weight], x.eps) if isinstance(x, Normed) else x
+        if len(x) > MATVEC_ROWS:
             return self._matmul(x, w)
-        return matvec(
-            self.driver,
-            contiguous(x),
-            w.data,
-            bits=w.bits,
-            block=w.block,
-            columns=w.columns,
-            scales=w.scales,
-            bias=w.bias,
-            onto=onto,
-            norm=norm,
-            gate=gate,
-        )
+        form = {"bits": w.bits, "block": w.block, "columns": w.columns}
+        return matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=onto)
 
     def _matmul(self, x: Array, w: Matrix) -> Array:
         y = self.driver.empty((len(x), w.rows), np.float32)
@@ -88,14 +85,14 @@ class CudaOps:
     def rms_norm(self, x: Array, name: str, eps: float) -> Array | Normed:
         if len(x) <= MATVEC_ROWS:
             return Normed(x, self.weights.vectors[name], eps)
-        return self._norm("rms_norm", x, (name,), eps)
+        return self._norm("rms_norm", x, [self.weights.vectors[name]], eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:
-        return self._norm("layer_norm", x, (f"{name}.weight", f"{name}.bias"), eps)
+        vectors = [self.weights.vectors[f"{name}.{end}"] for end in ("weight", "bias")]
+        return self._norm("layer_norm", x, vectors, eps)
 
-    def _norm(self, kernel: str, x: Array, names: tuple[str, ...], eps: float) -> Array:
+    def _norm(self, kernel: str, x: Array, vectors: list[Array], eps: float) -> Array:
         y = self.driver.empty(x.shape, np.float32)
-        vectors = [self.weights.vectors[name] for name in names]
         launch = Launch(LAYERS, kernel, (len(x),), NORM_THREADS)
         self.driver.launch(launch, x, x.shape[1], *vectors, float(eps), y)
         return y

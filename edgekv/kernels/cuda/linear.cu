@@ -1,31 +1,29 @@
-// Weights (rows, columns) times an activation, and weights widened to float32 for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
+// Weights (rows, columns) times an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
 // 8 or 4 for the block-quantised layout of edgekv.linear.quantize, BLOCK inputs to a float32 scale.
 
 #define ROWS_AT_ONCE 4  // by a block, which reads the activation once for them
+#define STEP (8 * (int)blockDim.x)  // inputs that a block takes at a time
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define QUANTISED (WEIGHT_BITS < 16)
-#define PER_LOAD (QUANTISED ? 128 / WEIGHT_BITS : 8)  // weights of a row that a thread takes at a time
-#define WORDS (PER_LOAD * WEIGHT_BITS / 32)
-#define STEP (PER_LOAD * (int)blockDim.x)  // inputs that a block takes at a time
 
-// The weights from input k of a row on, as they lie in memory.
-struct Few {
-    u32 words[WORDS];
+// The 8 weights from input k of a row on, as they lie in memory.
+struct Eight {
+    u32 words[WEIGHT_BITS / 4];
 
     __device__ void load(const u8* row, int k, int columns, bool aligned)
     {
         if (QUANTISED || (aligned && k < columns)) {
-#pragma unroll
-            for (int i = 0; i < WORDS; i += 4) load_words<4>(row + (i64)k * WEIGHT_BITS / 8 + 4 * i, words + i);
+            load_words<least(4, WEIGHT_BITS / 4)>(row + (i64)k * WEIGHT_BITS / 8, words);
+            if (WEIGHT_BITS == 32) load_words<4>(row + (i64)k * 4 + 16, words + WEIGHT_BITS / 8);
             return;
         }
 #pragma unroll
-        for (int i = 0; i < PER_LOAD; ++i) {
+        for (int i = 0; i < 8; ++i) {
             bool there = k + i < columns;
-            if (WEIGHT_BITS == 32) words[i % WORDS] = there ? ((const u32*)row)[k + i] : 0;
+            if (WEIGHT_BITS == 32) words[i % (WEIGHT_BITS / 4)] = there ? ((const u32*)row)[k + i] : 0;
             if (WEIGHT_BITS == 16) {
                 u32 half = there ? ((const u16*)row)[k + i] : 0;
-                words[i / 2 % WORDS] = i % 2 ? words[i / 2 % WORDS] | half << 16 : half;
+                words[i / 2 % (WEIGHT_BITS / 4)] = i % 2 ? words[i / 2 % (WEIGHT_BITS / 4)] | half << 16 : half;
             }
         }
     }
@@ -33,10 +31,10 @@ struct Few {
     // Numbers: weight i. Codes: a denormal, `lifted` by 2 ** position(i) (see common.cu).
     __device__ float operator[](int i) const
     {
-        if (WEIGHT_BITS == 32) return __uint_as_float(words[i % WORDS]);
-        if (WEIGHT_BITS == 16) return half_to_float((u16)(words[i / 2 % WORDS] >> i % 2 * 16));
+        if (WEIGHT_BITS == 32) return __uint_as_float(words[i % (WEIGHT_BITS / 4)]);
+        if (WEIGHT_BITS == 16) return half_to_float((u16)(words[i / 2 % (WEIGHT_BITS / 4)] >> i % 2 * 16));
         int per_word = 32 / WEIGHT_BITS;
-        u32 word = words[i / per_word % WORDS] >> i % per_word / (per_word / 2) * 16;
+        u32 word = words[i / per_word % (WEIGHT_BITS / 4)] >> i % per_word / (per_word / 2) * 16;
         return __uint_as_float(word & ((1u << WEIGHT_BITS % 16) - 1) << position(i));
     }
 
@@ -46,58 +44,45 @@ struct Few {
     }
 };
 
-// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there; x[n, k] times norm[k], and all
-// over the root of the mean square of x[n] plus eps, with a norm. `gate` 0 or more: a row's activation of that number times
-// the row `rows` after it, without onto; y (n, rows). Grid (groups of rows, n).
+// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. Grid (groups of rows, n).
 extern "C" __global__ void __launch_bounds__(THREADS)
 matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
-       const float* norm, int has_norm, float eps, int gate, const float* x, int rows, int columns, int blocks, float* y)
+       const float* x, int rows, int columns, int blocks, float* y)
 {
-    bool gated = gate >= 0;
-    int outputs = gated ? ROWS_AT_ONCE / 2 : ROWS_AT_ONCE, first = blockIdx.x * outputs, last = gated ? 2 * rows - 1 : rows - 1;
+    int first = blockIdx.x * ROWS_AT_ONCE;
     int padded = QUANTISED ? blocks * BLOCK : columns;
     i64 row_bytes = (i64)padded * WEIGHT_BITS / 8;
     bool aligned = columns % 8 == 0;
     x += (i64)blockIdx.y * columns;
-    float sum[ROWS_AT_ONCE] = {}, square = 0;
-#pragma unroll 2
-    for (int k = PER_LOAD * threadIdx.x; k < padded; k += STEP) {
-        Few w[ROWS_AT_ONCE];
-        float scale[ROWS_AT_ONCE], part[ROWS_AT_ONCE] = {}, total = 0;
+    float sum[ROWS_AT_ONCE] = {};
+#pragma unroll (WEIGHT_BITS == 4 ? 4 : 2)
+    for (int k = 8 * threadIdx.x; k < padded; k += STEP) {
+        Eight w[ROWS_AT_ONCE];
+        float scale[ROWS_AT_ONCE], v[8], total = 0;
 #pragma unroll
         for (int r = 0; r < ROWS_AT_ONCE; ++r) {
-            int row = least(gated ? first + r % 2 + r / 2 * rows : first + r, last);
+            int row = least(first + r, rows - 1);
             w[r].load(weights + row * row_bytes, k, columns, aligned);
             if (QUANTISED) scale[r] = scales[(i64)row * blocks + k / BLOCK];
         }
+        if (aligned && k < columns) {
+            float4 a = *(const float4*)(x + k), b = *(const float4*)(x + k + 4);
+            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        } else {
 #pragma unroll
-        for (int from = 0; from < PER_LOAD; from += 8) {
-            float v[8];
-            if (aligned && k + from < columns) {
-                float4 a = *(const float4*)(x + k + from), b = *(const float4*)(x + k + from + 4);
-                v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-            } else {
+            for (int i = 0; i < 8; ++i) v[i] = k + i < columns ? x[k + i] : 0;
+        }
+        if (QUANTISED) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) v[i] = k + from + i < columns ? x[k + from + i] : 0;
-            }
-            if (has_norm) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    square += v[i] * v[i];
-                    v[i] *= k + from + i < columns ? norm[k + from + i] : 0;
-                }
-            }
-            if (QUANTISED) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i) total += v[i], v[i] *= LIFT / (1 << Few::position(i));
-            }
-#pragma unroll
-            for (int r = 0; r < ROWS_AT_ONCE; ++r)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) part[r] = multiply_add(w[r][from + i], v[i], part[r]);
+            for (int i = 0; i < 8; ++i) total += v[i], v[i] *= LIFT / (1 << Eight::position(i));
         }
 #pragma unroll
-        for (int r = 0; r < ROWS_AT_ONCE; ++r) sum[r] += QUANTISED ? scale[r] * (part[r] * SINK - ZERO * total) : part[r];
+        for (int r = 0; r < ROWS_AT_ONCE; ++r) {
+            float part = 0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) part = multiply_add(w[r][i], v[i], part);
+            sum[r] += QUANTISED ? scale[r] * (part * SINK - ZERO * total) : part;
+        }
     }
     __shared__ float sums[ROWS_AT_ONCE][WARPS];
 #pragma unroll
@@ -105,17 +90,11 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
         sum[r] = lane_sum(sum[r]);
         if (threadIdx.x % 32 == 0) sums[r][threadIdx.x / 32] = sum[r];
     }
-    float factor = has_norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
     __syncthreads();
     int row = first + threadIdx.x;
-    if (threadIdx.x >= outputs || row >= rows) return;
-    float total = 0, other = 0;
+    if (threadIdx.x >= ROWS_AT_ONCE || row >= rows) return;
+    float total = (has_bias ? bias[row] : 0) + (has_onto ? onto[(i64)blockIdx.y * rows + row] : 0);
     for (int i = 0; i < (int)blockDim.x / 32; ++i) total += sums[threadIdx.x][i];
-    total = total * factor + (has_bias ? bias[row] : 0) + (has_onto ? onto[(i64)blockIdx.y * rows + row] : 0);
-    if (gated) {
-        for (int i = 0; i < (int)blockDim.x / 32; ++i) other += sums[threadIdx.x + outputs][i];
-        total = activate(total, gate) * (other * factor + (has_bias ? bias[rows + row] : 0));
-    }
     y[(i64)blockIdx.y * rows + row] = total;
 }
 

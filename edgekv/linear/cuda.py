@@ -53,8 +53,8 @@ class CudaOps:
         if self._stages(x, name):
             x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
             given: dict[str, Any] = {"bias": w.bias, "onto": onto, "norm": norm, "gate": gate}
-            form = {"bits": w.bits, "block": w.block, "columns": w.columns}
-            return packed_matvec(self.driver, contiguous(x), w.data, w.scales, **form, **given)
+            given |= {"bits": w.bits, "block": w.block, "columns": w.columns}
+            return packed_matvec(self.driver, contiguous(x), w.data, w.scales, **given)
         x = self._norm("rms_norm", x.x, [x.weight], x.eps) if isinstance(x, Normed) else x
         if len(x) > MATVEC_ROWS:
             return self._matmul(x, w)

@@ -10,7 +10,7 @@ from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
-PACKED_WARPS, PACKED_BLOCKS = 8, 4  # of packed_linear.cu: warps of a block, blocks that a multiprocessor holds
+PACKED_WARPS, PACKED_BLOCKS = 8, 3  # of packed_linear.cu: warps of a block, blocks that a multiprocessor holds
 MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
 
 

@@ -3,6 +3,7 @@
 // times 16 bytes to a row. A warp takes ROWS rows at a time.
 
 #define BLOCK_WARPS 8
+#define BLOCKS_AT_ONCE 3  // of a multiprocessor: how many registers there are to a thread
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // weights in 16 bytes
 #define QUADS (PER_LOAD / 4)
@@ -29,20 +30,45 @@ __device__ __forceinline__ void load_four(const float* x, int k, int columns, fl
     }
 }
 
+// 16 bytes of each of a warp's rows, a lane each, and what the numbers in there are to be multiplied with.
+struct Piece {
+    u32 words[ROWS][4];
+    float scale[ROWS];
+
+    __device__ __forceinline__ void load(const u8* weights, const float* scales, const int* row, int chunks, int blocks, int c)
+    {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            load_words<4>(weights + ((i64)row[r] * chunks + c) * 16, words[r]);
+            scale[r] = scales[(i64)row[r] * blocks + c * PER_LOAD / BLOCK];
+        }
+    }
+};
+
 // y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. With a norm x[n, k] is times
 // norm[k], over the root of the mean square of x[n] plus eps. `gate` 0 or more: row r's activation of that number times
-// row `rows` + r. Grid (warps' turns, n).
-extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS)
+// row `rows` + r. The next 16 bytes are on their way while a warp works on those before, the first ones while the block
+// puts x into shared memory. Grid (warps' turns, n).
+extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, BLOCKS_AT_ONCE)
 packed_matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
               const float* norm, int has_norm, float eps, int gate, const float* x, int rows, int columns, int blocks, float* y)
 {
     __shared__ float4 staged[QUADS][MOST_CHUNKS + 1];
     __shared__ float totals[MOST_CHUNKS];
     int chunks = blocks * BLOCK / PER_LOAD, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bool gated = gate >= 0;
+    int outputs = gated ? ROWS / 2 : ROWS, last = gated ? 2 * rows - 1 : rows - 1;
+    int first = (blockIdx.x * BLOCK_WARPS + warp) * outputs, step = gridDim.x * BLOCK_WARPS * outputs;
+    int row[ROWS], c = lane;
+    Piece now, next;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) row[r] = least(gated ? first + r % (ROWS / 2) + r / (ROWS / 2) * rows : first + r, last);
+    if (first < rows) now.load(weights, scales, row, chunks, blocks, least(c, chunks - 1));
+
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += has_onto ? (i64)blockIdx.y * rows : 0;
     float square = 0;
-    for (int first = 0; first < chunks * QUADS; first += 32 * BLOCK_WARPS) {
-        int f = first + threadIdx.x;
+    for (int base = 0; base < chunks * QUADS; base += 32 * BLOCK_WARPS) {
+        int f = base + threadIdx.x;
         float v[4] = {}, weight[4];
         if (f < chunks * QUADS) load_four(x, 4 * f, columns, v);
 #pragma unroll
@@ -62,46 +88,47 @@ packed_matvec(const u8* weights, const float* scales, const float* bias, int has
     float factor = has_norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
     __syncthreads();
 
-    bool gated = gate >= 0;
-    int outputs = gated ? ROWS / 2 : ROWS, last = gated ? 2 * rows - 1 : rows - 1;
-    i64 row_bytes = (i64)chunks * 16;
-    for (int first = (blockIdx.x * BLOCK_WARPS + warp) * outputs; first < rows; first += gridDim.x * BLOCK_WARPS * outputs) {
-        float sum[ROWS] = {};
-        int row[ROWS];
+    float sum[ROWS] = {};
+    while (first < rows) {
+        int here = least(c, chunks - 1), then = c + 32, then_first = first;
+        bool there = c < chunks, ends = then - lane >= chunks;
+        int old[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) row[r] = least(gated ? first + r % (ROWS / 2) + r / (ROWS / 2) * rows : first + r, last);
-#pragma unroll 2
-        for (int c = lane; c < chunks; c += 32) {
-            u32 words[ROWS][4];
-            float scale[ROWS], part[ROWS] = {};
+        for (int r = 0; r < ROWS; ++r) old[r] = row[r];
+        if (ends) {
+            then = lane, then_first += step;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+                row[r] = least(gated ? then_first + r % (ROWS / 2) + r / (ROWS / 2) * rows : then_first + r, last);
+        }
+        if (then_first < rows) next.load(weights, scales, row, chunks, blocks, least(then, chunks - 1));
+        float part[ROWS] = {};
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) {
+            float4 v = staged[q][here];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                load_words<4>(weights + row[r] * row_bytes + 16 * c, words[r]);
-                scale[r] = scales[(i64)row[r] * blocks + c * PER_LOAD / BLOCK];
+                part[r] = multiply_add(lifted(now.words[r], 4 * q), v.x, part[r]);
+                part[r] = multiply_add(lifted(now.words[r], 4 * q + 1), v.y, part[r]);
+                part[r] = multiply_add(lifted(now.words[r], 4 * q + 2), v.z, part[r]);
+                part[r] = multiply_add(lifted(now.words[r], 4 * q + 3), v.w, part[r]);
+            }
+        }
+        float total = totals[here];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) sum[r] += there ? now.scale[r] * (part[r] * SINK - ZERO * total) : 0;
+        if (ends) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) sum[r] = lane_sum(sum[r]) * factor + (has_bias ? bias[old[r]] : 0);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                if (lane || r >= outputs || first + r >= rows) continue;
+                float result = gated ? activate(sum[r], gate) * sum[(r + ROWS / 2) % ROWS] : sum[r];
+                y[first + r] = result + (has_onto ? onto[first + r] : 0);
             }
 #pragma unroll
-            for (int q = 0; q < QUADS; ++q) {
-                float4 v = staged[q][c];
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    part[r] = multiply_add(lifted(words[r], 4 * q), v.x, part[r]);
-                    part[r] = multiply_add(lifted(words[r], 4 * q + 1), v.y, part[r]);
-                    part[r] = multiply_add(lifted(words[r], 4 * q + 2), v.z, part[r]);
-                    part[r] = multiply_add(lifted(words[r], 4 * q + 3), v.w, part[r]);
-                }
-            }
-            float total = totals[c];
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) sum[r] += scale[r] * (part[r] * SINK - ZERO * total);
+            for (int r = 0; r < ROWS; ++r) sum[r] = 0;
         }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) sum[r] = lane_sum(sum[r]) * factor + (has_bias ? bias[row[r]] : 0);
-        if (lane) continue;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            if (r >= outputs || first + r >= rows) continue;
-            float result = gated ? activate(sum[r], gate) * sum[(r + ROWS / 2) % ROWS] : sum[r];
-            y[first + r] = result + (has_onto ? onto[first + r] : 0);
-        }
+        now = next, c = then, first = then_first;
     }
 }

@@ -1,12 +1,13 @@
 // Packed weights (rows, columns) times an activation that a block keeps in shared memory, in the order in which lanes read
 // it. WEIGHT_BITS: 8 or 4, in the layout of edgekv.linear.quantize, BLOCK inputs to a float32 scale; at most MOST_CHUNKS
-// times 16 bytes to a row. A warp takes ROWS rows at a time.
+// times 16 bytes to a row. A warp takes ROWS rows, 2 or 4, at a time, and of each row 32 times ACROSS chunks of 16 bytes.
 
 #define BLOCK_WARPS 8
 #define BLOCKS_AT_ONCE 3  // of a multiprocessor: how many registers there are to a thread
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // weights in 16 bytes
 #define QUADS (PER_LOAD / 4)
+#define ACROSS (4 / ROWS)  // enough bytes on their way also where there are few rows
 
 // A code's bits as a denormal are `lifted` by 2 ** position (see common.cu); two codes of a word's halves have the same.
 constexpr __host__ __device__ int position(int i) { return i % (16 / WEIGHT_BITS) * WEIGHT_BITS; }
@@ -30,17 +31,21 @@ __device__ __forceinline__ void load_four(const float* x, int k, int columns, fl
     }
 }
 
-// 16 bytes of each of a warp's rows, a lane each, and what the numbers in there are to be multiplied with.
+// A lane's chunks c, c + 32 .. of each of a warp's rows, and what the numbers in there are to be multiplied with.
 struct Piece {
-    u32 words[ROWS][4];
-    float scale[ROWS];
+    u32 words[ROWS][ACROSS][4];
+    float scale[ROWS][ACROSS];
 
     __device__ __forceinline__ void load(const u8* weights, const float* scales, const int* row, int chunks, int blocks, int c)
     {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            load_words<4>(weights + ((i64)row[r] * chunks + c) * 16, words[r]);
-            scale[r] = scales[(i64)row[r] * blocks + c * PER_LOAD / BLOCK];
+#pragma unroll
+            for (int u = 0; u < ACROSS; ++u) {
+                int at = least(c + 32 * u, chunks - 1);
+                load_words<4>(weights + ((i64)row[r] * chunks + at) * 16, words[r][u]);
+                scale[r][u] = c + 32 * u < chunks ? scales[(i64)row[r] * blocks + at * PER_LOAD / BLOCK] : 0;
+            }
         }
     }
 };
@@ -63,7 +68,7 @@ packed_matvec(const u8* weights, const float* scales, const float* bias, int has
     Piece now, next;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) row[r] = least(gated ? first + r % (ROWS / 2) + r / (ROWS / 2) * rows : first + r, last);
-    if (first < rows) now.load(weights, scales, row, chunks, blocks, least(c, chunks - 1));
+    if (first < rows) now.load(weights, scales, row, chunks, blocks, c);
 
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += has_onto ? (i64)blockIdx.y * rows : 0;
     float square = 0;
@@ -90,8 +95,8 @@ packed_matvec(const u8* weights, const float* scales, const float* bias, int has
 
     float sum[ROWS] = {};
     while (first < rows) {
-        int here = least(c, chunks - 1), then = c + 32, then_first = first;
-        bool there = c < chunks, ends = then - lane >= chunks;
+        int then = c + 32 * ACROSS, then_first = first;
+        bool ends = then - lane >= chunks;
         int old[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) old[r] = row[r];
@@ -101,22 +106,26 @@ packed_matvec(const u8* weights, const float* scales, const float* bias, int has
             for (int r = 0; r < ROWS; ++r)
                 row[r] = least(gated ? then_first + r % (ROWS / 2) + r / (ROWS / 2) * rows : then_first + r, last);
         }
-        if (then_first < rows) next.load(weights, scales, row, chunks, blocks, least(then, chunks - 1));
-        float part[ROWS] = {};
+        if (then_first < rows) next.load(weights, scales, row, chunks, blocks, then);
 #pragma unroll
-        for (int q = 0; q < QUADS; ++q) {
-            float4 v = staged[q][here];
+        for (int u = 0; u < ACROSS; ++u) {
+            int here = least(c + 32 * u, chunks - 1);
+            float part[ROWS] = {};
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                part[r] = multiply_add(lifted(now.words[r], 4 * q), v.x, part[r]);
-                part[r] = multiply_add(lifted(now.words[r], 4 * q + 1), v.y, part[r]);
-                part[r] = multiply_add(lifted(now.words[r], 4 * q + 2), v.z, part[r]);
-                part[r] = multiply_add(lifted(now.words[r], 4 * q + 3), v.w, part[r]);
+            for (int q = 0; q < QUADS; ++q) {
+                float4 v = staged[q][here];
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    part[r] = multiply_add(lifted(now.words[r][u], 4 * q), v.x, part[r]);
+                    part[r] = multiply_add(lifted(now.words[r][u], 4 * q + 1), v.y, part[r]);
+                    part[r] = multiply_add(lifted(now.words[r][u], 4 * q + 2), v.z, part[r]);
+                    part[r] = multiply_add(lifted(now.words[r][u], 4 * q + 3), v.w, part[r]);
+                }
             }
-        }
-        float total = totals[here];
+            float total = totals[here];
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) sum[r] += there ? now.scale[r] * (part[r] * SINK - ZERO * total) : 0;
+            for (int r = 0; r < ROWS; ++r) sum[r] += now.scale[r][u] * (part[r] * SINK - ZERO * total);
+        }
         if (ends) {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) sum[r] = lane_sum(sum[r]) * factor + (has_bias ? bias[old[r]] : 0);

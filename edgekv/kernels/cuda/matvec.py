@@ -10,7 +10,7 @@ from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
-PACKED_WARPS, PACKED_BLOCKS = 8, 3  # of packed_linear.cu: warps of a block, blocks that a multiprocessor holds
+PACKED_WARPS = 16  # of a block of packed_linear.cu, one to a multiprocessor
 MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
 
 
@@ -77,7 +77,7 @@ def packed_matvec(
     most = next(size for size in MOST_CHUNKS if size >= _chunks(bits, scales, block))
     macros = ("WEIGHT_BITS", bits), ("BLOCK", block), ("ROWS", at_once), ("MOST_CHUNKS", most)
     program = Program(("activations", "packed_linear"), macros)
-    grid = min(-(-rows // (at_once * PACKED_WARPS)), PACKED_BLOCKS * driver.multiprocessors)
+    grid = min(-(-rows // (at_once * PACKED_WARPS)), driver.multiprocessors)
     outputs = rows if gate is None else rows // 2
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)

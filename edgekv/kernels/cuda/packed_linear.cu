@@ -2,8 +2,7 @@
 // it. WEIGHT_BITS: 8 or 4, in the layout of edgekv.linear.quantize, BLOCK inputs to a float32 scale; at most MOST_CHUNKS
 // times 16 bytes to a row. A warp takes ROWS rows, 2 or 4, at a time, and of each row 32 times ACROSS chunks of 16 bytes.
 
-#define BLOCK_WARPS 8
-#define BLOCKS_AT_ONCE 3  // of a multiprocessor: how many registers there are to a thread
+#define BLOCK_WARPS 16  // of the one block to a multiprocessor
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // weights in 16 bytes
 #define QUADS (PER_LOAD / 4)
@@ -54,7 +53,7 @@ struct Piece {
 // norm[k], over the root of the mean square of x[n] plus eps. `gate` 0 or more: row r's activation of that number times
 // row `rows` + r. The next 16 bytes are on their way while a warp works on those before, the first ones while the block
 // puts x into shared memory. Grid (warps' turns, n).
-extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, BLOCKS_AT_ONCE)
+extern "C" __global__ void __launch_bounds__(32 * BLOCK_WARPS, 1)
 packed_matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
               const float* norm, int has_norm, float eps, int gate, const float* x, int rows, int columns, int blocks, float* y)
 {

@@ -18,7 +18,6 @@ from edgekv.errors import (
     SessionError,
     TokenizerError,
 )
-from edgekv.version import __version__
 
 if TYPE_CHECKING:
     from edgekv.chat.conversation import Chat as Chat
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from edgekv.session.report import RunReport as RunReport
     from edgekv.session.sampling_params import SamplingParams as SamplingParams
     from edgekv.session.session import Session as Session
+    from edgekv.version import __version__ as __version__
     from edgekv.vision.prompt import Embeddings as Embeddings
 
 __all__ = [
@@ -70,7 +70,7 @@ __all__ = [
     "register",
 ]
 
-numba_cache.prepare(pathlib.Path(__file__).parent / "kernels" / "cpu", os.environ)
+numba_cache.kept = numba_cache.prepare(pathlib.Path(__file__).parent / "kernels" / "cpu", os.environ)
 
 _HOMES = {
     "CACHES": "kvcache.registry",
@@ -89,12 +89,16 @@ _HOMES = {
     "Session": "session.session",
     "Step": "session.generation",
     "Windowed": "kvcache.windowed",
+    "__version__": "version",
     "register": "kvcache.registry",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Public names load on first use: importing edgekv does not start numba or onnxruntime."""
+    """Public names load on first use: importing edgekv starts no numba or onnxruntime, and is soon done.
+
+    What a Ctrl-C interrupts is then `__main__`, which knows what to do.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'edgekv' has no attribute {name!r}")
     return getattr(import_module(f"edgekv.{_HOMES[name]}"), name)

@@ -1,5 +1,6 @@
 """This machine: what it is, how much memory is left for us, its thread pools, and sizes as people write them."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -7,7 +8,7 @@ import pathlib
 import platform
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from importlib import metadata
@@ -99,6 +100,22 @@ def require_memory(parts: Mapping[str, int], available: int) -> None:
             f"needs {format_bytes(needed)} ({listed}) but {format_bytes(available)} is available: "
             "lower `ctx`, or choose a smaller `kv` scheme or weights='int4'"
         )
+
+
+@contextlib.contextmanager
+def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
+    """MemoryBudgetError in place of a MemoryError, NumPy's or CuPy's: it says what was asked for and what is free.
+
+    what: the work in the block, for the message ("reading 3 tokens after 100").
+    """
+    try:
+        yield
+    except MemoryError as error:
+        asked = (str(error).splitlines() or ["an allocation failed"])[0].rstrip(".")
+        raise MemoryBudgetError(
+            f"out of memory while {what}: {asked}; {format_bytes(free_bytes())} is free: lower `ctx`, or choose a "
+            "smaller `kv` scheme or weights='int4'"
+        ) from error
 
 
 def format_bytes(n: int) -> str:

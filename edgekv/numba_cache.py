@@ -10,19 +10,24 @@ from collections.abc import MutableMapping
 VARIABLE = "NUMBA_CACHE_DIR"
 
 
-def prepare(package: pathlib.Path, environment: MutableMapping[str, str]) -> None:
+kept = True  # whether compiled kernels are kept on disk; else each process compiles its own, half a minute of work
+
+
+def prepare(package: pathlib.Path, environment: MutableMapping[str, str]) -> bool:
     """Points Numba to a folder of this user's under the temporary one, if it would find none and fail.
 
-    To be called before Numba is imported.
+    False: there is none either, and kernels can't be kept. To be called before Numba is imported.
     """
-    if VARIABLE in environment or _writable(package):
-        return
     home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if _writable(pathlib.Path(home) / "numba"):
-        return
+    given = environment.get(VARIABLE)
+    if _writable(package) or _writable(pathlib.Path(home) / "numba"):
+        return True
+    if given and _writable(pathlib.Path(given)):
+        return True
     folder = _private_folder()
     if folder is not None:
         environment[VARIABLE] = str(folder)
+    return folder is not None
 
 
 def _writable(folder: pathlib.Path) -> bool:

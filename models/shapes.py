@@ -36,7 +36,7 @@ def tensor_list(config: Config) -> list[Tensor]:
 
     def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1 and name.endswith(".weight"):
-            return Tensor(name, shape, 1.0, 0.0)
+            return Tensor(name, shape, 1.0 - arch.norm_offset, 0.0)
         if NORM_BIAS.search(name):
             return Tensor(name, shape, 0.0, 0.0)
         return Tensor(name, shape, 0.0, residual_std if name.endswith(RESIDUAL) else std)

@@ -48,11 +48,47 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0 + 0.05 * i for i in range(8)],
     "long_factor": [1.5 + 0.4 * i for i in range(8)],
     "original_max_position_embeddings": 32,
+}
+
+V5 = {k: v for k, v in LLAMA.items() if k != "rope_theta"}
+GEMMA3 = V5 | {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 12,
+    "tie_word_embeddings": True,
+}
+GEMMA2 = {k: v for k, v in GEMMA3.items() if k != "rope_theta"} | {"model_type": "gemma2", "num_hidden_layers": 3}
+PHI3 = LLAMA | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": 0}
+PHI_LONG = LONGROPE | {"type": "longrope"}
+SMOLLM3 = LLAMA | {"model_type": "smollm3", "num_key_value_heads": 2, "pad_token_id": 0}
+OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.7,
+}
+GRANITE = LLAMA | {"model_type": "granite", "num_key_value_heads": 2}
+MINISTRAL3 = V5 | {"model_type": "ministral3", "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0}
+BETA = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 12}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 20000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
 }
 
 CASES: dict[str, dict[str, Any]] = {
@@ -70,11 +106,76 @@ CASES: dict[str, dict[str, Any]] = {
     "rope-longrope": LLAMA | {"rope_scaling": LONGROPE},
     "rope-v5-parameters": {k: v for k, v in LLAMA.items() if k != "rope_theta"}
     | {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 20000.0}},
+    "rope-linear-added": LLAMA
+    | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "rope-yarn-added": LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
+    "rope-yarn-null": LLAMA | {"rope_scaling": YARN | {"factor": None}},
+    "llama-partial-rotary": LLAMA | {"partial_rotary_factor": 0.5},
+    "mistral-null": LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None},
     "mistral": LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 12},
     "qwen2": LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1e6},
     "qwen2-sliding": LLAMA
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 10, "max_window_layers": 1},
     "qwen3": LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32},
+    "gemma2": GEMMA2 | {"query_pre_attn_scalar": 1},
+    "gemma2-options": GEMMA2
+    | {
+        "query_pre_attn_scalar": 1,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": None,
+        "attention_bias": True,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    },
+    "gemma3": GEMMA3,
+    "gemma3-options": GEMMA3
+    | {
+        "sliding_window_pattern": 2,
+        "rope_theta": 50000.0,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "final_logit_softcapping": 2.0,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "gemma3-v5-parameters": GEMMA3
+    | {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 30000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+        },
+    },
+    "phi3": PHI3 | {"sliding_window": 20},
+    "phi3-partial": PHI3 | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    "phi3-longrope": PHI3 | {"original_max_position_embeddings": 32, "rope_scaling": PHI_LONG},
+    "phi3-longrope-partial": PHI3
+    | {
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 64,
+        "max_position_embeddings": 256,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 2.0],
+            "long_factor": [2.0, 3.0, 5.0, 9.0],
+        },
+    },
+    "smollm3": SMOLLM3 | {"num_hidden_layers": 5, "tie_word_embeddings": True},
+    "smollm3-options": SMOLLM3
+    | {
+        "no_rope_layers": [0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 10,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "olmo2": OLMO2,
+    "olmo2-biases": OLMO2 | {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+    "granite": GRANITE | MULTIPLIERS | {"tie_word_embeddings": True},
+    "granite-options": GRANITE | {"attention_bias": True, "mlp_bias": True},
+    "ministral3": MINISTRAL3 | {"rope_parameters": GROWING},
+    "ministral3-sliding": MINISTRAL3
+    | {"sliding_window": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0} | BETA},
     "gpt2": GPT2,
     "gpt2-options": GPT2 | {"n_inner": 80, "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True},
 }

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import adapt  # noqa: E402
-from adapt_rounding import Sign, rounded_gauss, rounded_int4, rounded_means, rounded_planes  # noqa: E402
+from adapt_rounding import Sign, rounded_gauss, rounded_int4, rounded_means, rounded_queries  # noqa: E402
 from adapt_schemes import SCHEMES  # noqa: E402
 from adapt_training import Settings, Trainer  # noqa: E402
 
@@ -25,6 +25,7 @@ from edgekv.checkpoint.adapter import Adapter  # noqa: E402
 from edgekv.checkpoint.source import open_source  # noqa: E402
 from edgekv.errors import EdgeKVError  # noqa: E402
 from edgekv.kernels import numpy_kernels  # noqa: E402
+from edgekv.kernels.reference.planes import round_queries  # noqa: E402
 from edgekv.kvcache import CacheSpec  # noqa: E402
 from edgekv.kvcache.base import Workspace  # noqa: E402
 from edgekv.models import architecture  # noqa: E402
@@ -112,7 +113,7 @@ def test_the_student_computes_what_edgekv_computes(case: str, kv: str, scope: st
     ("case", "kv"),
     [
         ("llama31", "onebit:sink=3,residual_length=20,key_scale=0.7"),
-        ("llama-head-dim", "onebit:sink=0,residual_length=0,v_bits=3,planes=8"),
+        ("llama-head-dim", "onebit:sink=0,residual_length=0,v_bits=3"),
         ("qwen3", "onebit:v_bits=1"),
         ("gpt2", "onebit:v_bits=4,seed=5"),
     ],
@@ -143,10 +144,10 @@ def test_four_bit_values_are_the_kernels() -> None:
     np.testing.assert_array_equal(rounded_int4(torch.from_numpy(NORMAL)).numpy(), stored)
 
 
-def test_query_planes_are_the_kernels() -> None:
-    rounded = zeros("float32", D)
-    numpy_kernels().pack_queries(NORMAL, zeros("uint64", 5, 1), zeros("float32"), rounded)
-    np.testing.assert_allclose(rounded_planes(torch.from_numpy(NORMAL), 5).numpy(), rounded, rtol=1e-6)
+def test_rounded_queries_are_the_kernels() -> None:
+    whole, step = round_queries(NORMAL)
+    rounded = rounded_queries(torch.from_numpy(NORMAL)).numpy()
+    np.testing.assert_allclose(rounded, whole * step[..., None], rtol=1e-6)
 
 
 def test_centres_are_the_kernels() -> None:

@@ -17,7 +17,7 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kvcache.base import Layout
-from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, SymmetricKeys, SymmetricValues
@@ -25,7 +25,7 @@ from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.mikv import TokenKeys
 
 F32 = npt.NDArray[np.float32]
-PLANES = {"planes": 5, "lam": 0.9, "seed": 0}
+PLANES = {"lam": 0.9, "seed": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ PROBLEMS = (
     Problem(g=1, r=8, d=64, length=320, n=3),
     Problem(g=1, r=1, d=16, length=64, n=1),
     Problem(g=2, r=3, d=128, length=256, n=2, sliding_window=150),
+    Problem(g=1, r=2, d=256, length=128, n=1),
 )
 
 
@@ -60,10 +61,15 @@ def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
     return keys, Int4(p.g, p.length, p.d)
 
 
-def centred(bits: int) -> Callable[[Problem], tuple[Codec, Codec]]:
+def mixed(p: Problem) -> tuple[Codec, Codec]:
+    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 3 for g in range(p.g)], **PLANES)  # type: ignore[arg-type]
+    return keys, InterleavedValues(p.g, p.length, p.d, bits=2, seed=0)
+
+
+def centred(k_bits: int, v_bits: int) -> Callable[[Problem], tuple[Codec, Codec]]:
     return lambda p: (
-        CentredSigns(p.g, p.length, p.d, **PLANES),  # type: ignore[arg-type]
-        InterleavedValues(p.g, p.length, p.d, bits=bits, seed=0),
+        CentredPlanes(p.g, p.length, p.d, bits=k_bits, **PLANES),  # type: ignore[arg-type]
+        InterleavedValues(p.g, p.length, p.d, bits=v_bits, seed=0),
     )
 
 
@@ -93,15 +99,17 @@ class Rounded(Codec):
 
 
 # The largest error over PROBLEMS, measured, times 1.5: what the fast backend rounds (weights of values in 8 bits,
-# queries of centres in two bytes).
+# of `int4` in 16, queries of centres in two bytes).
 PAIRS: dict[str, tuple[Callable[[Problem], tuple[Codec, Codec]], float]] = {
     "f16": (lambda p: (F16(p.g, p.length, p.d), F16(p.g, p.length, p.d)), 4e-6),
     "f32": (lambda p: (Float32(p.g, p.length, p.d), Float32(p.g, p.length, p.d)), 4e-6),
-    "h1b": (signs_and_int4, 4e-6),
-    "onebit:v_bits=1": (centred(1), 3e-3),
-    "onebit:v_bits=2": (centred(2), 3e-3),
-    "onebit:v_bits=3": (centred(3), 3e-3),
-    "onebit:v_bits=4": (centred(4), 3e-3),
+    "h1b": (signs_and_int4, 2.4e-4),
+    "planes:k_bits=1,v_bits=1": (centred(1, 1), 3e-3),
+    "planes:k_bits=1,v_bits=2": (centred(1, 2), 3e-3),
+    "planes:k_bits=2,v_bits=3": (centred(2, 3), 3e-3),
+    "planes:k_bits=3,v_bits=2": (centred(3, 2), 3e-3),
+    "planes:k_bits=4,v_bits=4": (centred(4, 4), 3e-3),
+    "planes of several bits": (mixed, 3e-3),
     "bitplane": (two_stages, 3e-4),
     "q8": (integers(8), 1e-5),
     "int4": (integers(4), 1e-5),
@@ -190,7 +198,10 @@ def test_segments_of_several_codecs(p: Problem, min_parallel_work: int, monkeypa
     """Tiers: two packed stores, of which one has a second stage, between exact tokens."""
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng, position, segments = np.random.default_rng(0), 0, []
-    for pair in (exact(p, 4, rng), *(packed(p, make(p), rng) for make in (centred(2), two_stages, centred(4)))):
+    for pair in (
+        exact(p, 4, rng),
+        *(packed(p, make(p), rng) for make in (centred(1, 2), two_stages, centred(2, 4))),
+    ):
         stop = pair[0].capacity
         segments.append(Segment(*pair, 0, stop, position))
         position += stop
@@ -230,7 +241,9 @@ def test_counts_of_the_second_stage() -> None:
     for backend in (reference, cpu):
         attended(backend, p, [Segment(keys, values, 0, p.length)], weights=False)
         counts.append(values.counts)
-    np.testing.assert_allclose(counts[1], counts[0])
+    np.testing.assert_allclose(
+        counts[1], counts[0], atol=1 / p.n
+    )  # a token at the threshold may fall the other way
     assert 0 < counts[0][1] < counts[0][0] < p.length
 
 

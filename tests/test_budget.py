@@ -124,7 +124,7 @@ def test_what_stepped_down_is_what_onebit_would_hold() -> None:
     assert n == direct.n_bulk  # type: ignore[attr-defined]
     exact = draw(HEADS, 2900)[2][:, 4 : 4 + n]
     for store, a, b in cache.tiers.parts(0, n):
-        for name in ("signs", "scale", "centres", "centre_step"):
+        for name in ("planes", "scale", "centres", "centre_step"):
             ours, theirs = store.keys.arrays[name], direct.arrays[f"key.{name}"]
             unit, other = store.capacity // ours.shape[1], direct.key_codec.capacity // theirs.shape[1]  # type: ignore[attr-defined]
             stored = ours[:, : (b - a) // unit]

@@ -8,7 +8,7 @@ from cache_cases import BACKENDS, Heads, attention, draw, relative
 from edgekv import CACHES
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace, rewind
+from edgekv.kvcache.base import Geometry, KVCache, Workspace
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim
 TOKENS = 330  # several blocks of 64, and a rest
@@ -110,27 +110,6 @@ def test_bytes_are_the_arrays_bytes_and_the_plan(name: str, heads: Heads) -> Non
     fill(cache, heads, 250)
     assert cache.nbytes == sum(array.nbytes for array in cache.arrays.values())
     assert cache.nbytes <= cache.planned_bytes
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_rewinding_and_computing_again_gives_the_same(name: str) -> None:
-    """`truncate` says how much it kept; fed the rest again, the cache answers as if nothing had happened."""
-    heads = SHAPES["gqa"]
-    q, k, v = draw(heads, 280)
-    straight, rewound = make(name, heads), make(name, heads)
-    for cache in (straight, rewound):
-        cache.attend(q[:, :250], k[:, :250], v[:, :250])
-    rewound.attend(q[:, 250:], k[:, 250:], v[:, 250:])
-    kept = rewind([rewound], 250)
-    assert kept == rewound.n_seen <= 250
-    if kept < 250:
-        rewound.attend(q[:, kept:250], k[:, kept:250], v[:, kept:250])
-    again = [cache.attend(q[:, 250:260], k[:, 250:260], v[:, 250:260]).copy() for cache in (rewound, straight)]
-    assert relative(*again) < 2e-3
-    assert rewind([rewound], 0) == 0
-    fresh = make(name, heads)
-    first = [cache.attend(q[:, :90], k[:, :90], v[:, :90]).copy() for cache in (rewound, fresh)]
-    assert relative(*first) < 2e-3
 
 
 @pytest.mark.parametrize("name", CACHES)

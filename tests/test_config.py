@@ -16,15 +16,16 @@ from edgekv.session.model import Model
 
 LLAMA, GPT2 = golden_cases.LLAMA, golden_cases.GPT2
 LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "image_token_index": 3}
+GEMMA3, PHI3 = golden_cases.GEMMA3, golden_cases.PHI3
+SMOLLM3, GRANITE = golden_cases.SMOLLM3, golden_cases.GRANITE
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = golden_cases.LLAMA3
 LONGROPE = golden_cases.LONGROPE
 
 
 def rope(**changes: Any) -> np.ndarray:
-    found = architecture(LLAMA | changes).config.rope
-    assert found is not None
-    values, factor = frequencies(found, 48)
+    found = architecture(LLAMA | changes).config.ropes
+    values, factor = frequencies(found[0], 48)
     return np.append(values, factor)
 
 
@@ -86,9 +87,18 @@ ODD: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "base", [LLAMA | {"rope_scaling": LLAMA3}, LLAMA | {"rope_scaling": LONGROPE}, GPT2, LLAVA]
-)
+BASES = [
+    LLAMA | {"rope_scaling": LLAMA3},
+    LLAMA | {"rope_scaling": LONGROPE},
+    GPT2,
+    LLAVA,
+    {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 64}},
+    *(golden_cases.CASES[name] for name in ("gemma3-options", "gemma3-v5-parameters", "phi3-longrope-partial")),
+    *(golden_cases.CASES[name] for name in ("smollm3-options", "olmo2", "granite", "ministral3")),
+]
+
+
+@pytest.mark.parametrize("base", BASES)
 def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
     """Accepted or a ConfigError in one line; the numbers that come of what is accepted are finite."""
     fields = [
@@ -102,7 +112,7 @@ def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
     ]
     fields += ["num_key_value_heads", "n_ctx", "architectures", "hidden_act", "rope_theta", "use_sliding_window"]
     cases = [base | {field: value} for field in fields for value in ODD]
-    for part in ("rope_scaling", "text_config"):
+    for part in ("rope_scaling", "rope_parameters", "text_config"):
         inner = base.get(part, {})
         cases += [base | {part: inner | {field: value}} for field in (*inner, "factor", "type") for value in ODD]
     kinds = ("linear", "dynamic", "yarn", "longrope", "llama3", "default")
@@ -117,8 +127,8 @@ def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
         except ConfigError as error:
             messages.append(str(error))
             continue
-        if config.rope is not None:
-            values, factor = frequencies(config.rope, 100)
+        for each in config.ropes:
+            values, factor = frequencies(each, 100)
             assert np.isfinite(values).all()
             assert math.isfinite(factor)
     assert max(map(len, messages)) < 400
@@ -137,6 +147,15 @@ def test_any_field_may_be_anything(base: dict[str, Any]) -> None:
         (LLAMA, {"rope_scaling": 3}, "rope_scaling is 3; accepted: object"),
         (LLAMA, {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "more than low_freq_factor"),
         (LLAMA, {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "1 entries in long_factor"),
+        (SMOLLM3, {"no_rope_layers": [1, 2, 0]}, "no_rope_layers[1] is [1, 2, 0]; accepted: int <= 1"),
+        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 3 layers"),
+        (GEMMA3, {"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "is an encoder"),
+        (GEMMA3, {"rope_parameters": {"full_attention": {"factor": "2"}}}, "factor is '2'"),
+        (PHI3, {"rope_scaling": {"type": "llama3"}}, "'llama3' is not supported in phi3"),
+        (PHI3, {"partial_rotary_factor": 0.01}, "0 channels of a head can't be rotated"),
+        (GRANITE, {"logits_scaling": 0}, "logits_scaling is 0; accepted: float > 1e-06"),
+        ({"model_type": "gemma3"}, {"text_config": {"model_type": "llama"}}, "supported: gemma3_text"),
         (GPT2, {"n_head": 100}, "100 heads leave no head_dim"),
         (GPT2, {"n_layer": 10**400}, "n_layer is 1000"),
         (LLAVA, {"text_config": []}, "text_config is []"),

@@ -16,7 +16,7 @@ from edgekv.kernels.cuda.kinds import KINDS, VALUES
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tiers
 from edgekv.kvcache.base import Geometry, Workspace
-from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, SymmetricKeys, SymmetricValues
@@ -30,14 +30,14 @@ SHAPES = {"mha": (1, 64), "gqa": (3, 80), "many": (12, 64)}  # heads per KV head
 
 
 def planes(g: int, n: int, d: int) -> Pair:
-    keys = PlaneKeys(g, n, d, planes=5, lam=0.9, seed=1)
+    keys = PlaneKeys(g, n, d, lam=0.9, seed=1)
     return keys, PlaneValues(keys, n_rep=1, threshold=0.01)
 
 
-def signs(bits: int) -> Callable[[int, int, int], Pair]:
+def signs(k_bits: int, v_bits: int) -> Callable[[int, int, int], Pair]:
     return lambda g, n, d: (
-        CentredSigns(g, n, d, planes=5, lam=0.9, seed=bits),
-        InterleavedValues(g, n, d, bits=bits, seed=bits),
+        CentredPlanes(g, n, d, bits=k_bits, lam=0.9, seed=v_bits),
+        InterleavedValues(g, n, d, bits=v_bits, seed=v_bits),
     )
 
 
@@ -48,8 +48,10 @@ PAIRS: dict[str, Callable[[int, int, int], Pair]] = {
     "sketches, f16": lambda *shape: (SignSketch(*shape, 128, 0), F16(*shape)),
     "int8": lambda *shape: (SymmetricKeys(*shape, 8), SymmetricValues(*shape, 8)),
     "kivi": lambda g, n, d: (KiviKeys(g, n, d, 2, 32), KiviValues(g, n, d, 2, d)),
-    "signs": signs(2),
-    "signs, 3 bits": signs(3),
+    "signs": signs(1, 2),
+    "2-bit keys, 3-bit values": signs(2, 3),
+    "3-bit keys": signs(3, 1),
+    "4-bit keys": signs(4, 2),
     "planes": planes,
     "huffman": lambda *shape: (HuffmanKeys(*shape, 64, 0.25), HuffmanValues(*shape, 64, 0.25)),
 }
@@ -138,7 +140,7 @@ def test_a_pair_between_exact_tokens(
     both.add("f16", 0, 3, 0)
     both.add(pair, 0, 128, 3)
     both.add("f16", 1, 38, 131)
-    lossy = pair.startswith(("signs", "planes"))
+    lossy = pair.startswith(("signs", "planes")) or "-bit" in pair
     both.check(n, *causal(n, 168, window), with_weights, TOLERANCE if lossy else 1e-5)
 
 
@@ -156,7 +158,13 @@ def test_odd_ranges(device: OnDevice, pair: str) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("shape", ["mha", "gqa"])
 @pytest.mark.parametrize(
-    "pairs", [("signs", "signs, 3 bits"), ("kivi", "sketches", "int8"), ("planes", "signs"), ("planes", "planes")]
+    "pairs",
+    [
+        ("signs", "2-bit keys, 3-bit values"),
+        ("kivi", "sketches", "int8"),
+        ("planes", "signs"),
+        ("planes", "planes"),
+    ],
 )
 def test_mixed_pairs(device: OnDevice, pairs: tuple[str, ...], shape: str, n: int) -> None:
     """Each is rotated back by itself, and second stages share one sum of probabilities."""

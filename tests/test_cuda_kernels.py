@@ -179,20 +179,24 @@ def test_hadamard(device: OnDevice, width: int, d: int) -> None:
     device.check("hadamard_back", normal(rng, 3, 2, width), flips, normal(rng, 3, 2, d), tolerance=0)
 
 
-@pytest.mark.parametrize("planes", [3, 5])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @each_wide_case
-def test_centred_signs(device: OnDevice, case: Case, planes: int) -> None:
-    rng, blocks, n_words = generator(case), case.capacity // 64, case.d // 64
+def test_centred_planes(device: OnDevice, case: Case, bits: int) -> None:
+    rng, blocks = generator(case), case.capacity // 64
     x = normal(rng, case.g, case.capacity, case.d) + 3
     x[:, :64] = 0
     centres = np.zeros((case.g, blocks, 5, case.d // 2), np.uint8), np.zeros((case.g, blocks, 5), np.uint16)
     x, *centres = device.check("encode_centres", x, *centres, 0, tolerance=0)[:3]
-    signs = np.zeros((case.g, blocks, n_words, 64), np.uint64), np.zeros((case.g, case.capacity), np.uint16)
-    signs = device.check("encode_signs", x, *signs, 0)[1:3]
-    arrays = dict(zip(("signs", "scale", "centres", "centre_step"), (*signs, *centres), strict=True))
+    planes = (
+        np.zeros((case.g, blocks, bits, 4, case.d // 8, 16), np.uint8),
+        np.zeros((case.g, case.capacity), np.uint16),
+    )
+    planes = device.check("encode_keys", x, *planes, 0)[1:3]
+    arrays = dict(zip(("planes", "scale", "centres", "centre_step"), (*planes, *centres), strict=True))
+    arrays["planes"] = arrays["planes"].reshape(case.g * bits, blocks, 4, case.d // 8, 16)
     lam, rotation = rng.random(case.g, np.float32), Rotation(case.d, case.d, seed=0)
-    parameters = {"planes": planes, "width": case.d, "lam": lam, "rotation": rotation}
-    check_keys(device, case, "centred_signs", arrays, **parameters)
+    parameters = {"bits": np.full(case.g, bits), "width": case.d, "lam": lam, "rotation": rotation}
+    check_keys(device, case, "centred_planes", arrays, **parameters)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

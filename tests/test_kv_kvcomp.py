@@ -211,8 +211,8 @@ def test_a_rewind_frees_the_pool_for_what_comes() -> None:
     q, k, v = draw(500)
     cache, other = make(), make()
     cache.prefill(q, k, v)
-    assert cache.truncate(140) == 64
-    cache.extend(k[:, 64:], v[:, 64:])
+    assert cache.truncate(140) == 128
+    cache.extend(k[:, 128:], v[:, 128:])
     other.prefill(q, k, v)
     assert cache.keys._end(cache.n_bulk // 64) == other.keys._end(other.n_bulk // 64)
     np.testing.assert_array_equal(

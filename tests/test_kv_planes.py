@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 from cache_cases import F32, F64, attention, make, normal
-from test_kernels_planes import bits_of, code, decoded_centres, half
+from test_kernels_planes import code, decoded_centres, half
 
 from edgekv.errors import CacheError
 from edgekv.kernels.contract.planes import KEY_STEP
+from edgekv.kernels.reference.planes import key_levels, round_queries
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.codec_planes import Rotation
+from edgekv.kvcache.spec import CacheSpec
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]
 
@@ -19,13 +21,11 @@ def matrix(rotation: Rotation, cache: KVCache) -> F64:
     return rotation.forward(identity, cache.kernels)[0].T.astype(float)
 
 
-def signs_and_centres(cache: KVCache) -> tuple[F64, F64]:
-    """lam * f * sign and the centre of each packed key, (n_kv_heads, n_bulk, width)."""
-    words = cache.arrays["key.signs"].transpose(0, 1, 3, 2)
-    g, _, _, n_words = words.shape
-    signs = 2 * bits_of(words.reshape(g, -1, n_words)) - 1
+def levels_and_centres(cache: KVCache) -> tuple[F64, F64]:
+    """lam * f * level and the centre of each packed key, (n_kv_heads, n_bulk, width)."""
+    levels = key_levels(cache.arrays["key.planes"], cache.key_codec.bits).astype(float)
     centres = decoded_centres(cache.arrays["key.centres"], cache.arrays["key.centre_step"])
-    scaled = cache.knobs.key_scale * signs * half(cache.arrays["key.scale"])[..., None]
+    scaled = cache.key_codec.lam[:, None, None] * levels * half(cache.arrays["key.scale"])[..., None]
     return scaled[:, : cache.n_bulk], centres[:, : cache.n_bulk]
 
 
@@ -43,16 +43,23 @@ def last(cache: KVCache, q: F32, k: F32, v: F32) -> F32:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_onebit_attends_to_what_it_stored(shape: tuple[int, int, int], bits: int) -> None:
+@pytest.mark.parametrize(("k_bits", "bits"), [(1, 1), (2, 2), (3, 2), (4, 4)])
+def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, bits: int) -> None:
     n = 300
     q, k, v = normal(shape, n, n)
     q /= np.sqrt(shape[2])
-    cache = make(f"onebit:v_bits={bits},residual_length=64,planes=8", shape, n)
+    cache = make(f"planes:k_bits={k_bits},v_bits={bits},residual_length=64", shape, n)
     got = last(cache, q, k, v)
     assert cache.n_bulk == 192
-    scaled, centres = signs_and_centres(cache)
-    keys = with_exact(k, (scaled + centres) @ matrix(cache.key_codec.rotation, cache), 4)
+    scaled, centres = levels_and_centres(cache)
+    turn = matrix(cache.key_codec.rotation, cache).T
+    exact_keys = k.astype(np.float16).astype(float) @ turn
+    exact_keys[:, 4 : 4 + cache.n_bulk] = centres
+    rest = np.zeros_like(exact_keys)
+    rest[:, 4 : 4 + cache.n_bulk] = scaled
+    rounded, step = round_queries((q[:, -1:] @ turn).astype(np.float32))
+    queries = np.concatenate([q[:, -1:] @ turn, rounded * step[..., None]], axis=2)  # of the centres, of the rest
+    keys = np.concatenate([exact_keys, rest], axis=2)
     rotation = matrix(cache.value_codec.rotation, cache)
     bytes_ = cache.arrays["value.codes"]
     per = 8 // bits
@@ -60,8 +67,8 @@ def test_onebit_attends_to_what_it_stored(shape: tuple[int, int, int], bits: int
     g, blocks, _, d, _ = levels.shape
     levels = levels.transpose(0, 1, 2, 4, 3).reshape(g, blocks * 64, d) - (2**bits - 1) / 2
     values = levels * half(cache.arrays["value.scale"])[..., None] @ rotation
-    expected = attention(q[:, -1:], keys, with_exact(v, values[:, : cache.n_bulk], 4), None)
-    np.testing.assert_allclose(got, expected, atol=0.02 * np.abs(expected).max())  # 8-bit queries and weights
+    expected = attention(queries, keys, with_exact(v, values[:, : cache.n_bulk], 4), None)
+    np.testing.assert_allclose(got, expected, atol=0.01 * np.abs(expected).max())  # 8-bit weights
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -72,11 +79,10 @@ def test_bitplane_reading_all_is_four_bit_attention(shape: tuple[int, int, int])
     cache = make("bitplane:threshold=1e-9", shape, n)
     got = last(cache, q, k, v)
     assert cache.n_bulk == 256
-    _, centres = signs_and_centres(cache)
+    _, centres = levels_and_centres(cache)
     rotation = matrix(cache.key_codec.rotation, cache)
-    words = cache.arrays["key.signs"].transpose(0, 1, 3, 2)
-    words = words.reshape(words.shape[0], -1, words.shape[3])
-    key_code = code(words, *np.moveaxis(cache.arrays["key.fine"], 2, 0))
+    signs = key_levels(cache.arrays["key.planes"], cache.key_codec.bits)
+    key_code = 4 * signs + code(*np.moveaxis(cache.arrays["key.fine"], 2, 0))
     stored = (KEY_STEP * key_code * half(cache.arrays["key.scale"])[..., None])[:, : cache.n_bulk]
     planes = [plane for name in ("value.top", "value.low") for plane in np.moveaxis(cache.arrays[name], 2, 0)]
     values = code(*planes) * half(cache.arrays["value.scale"])[..., None] @ rotation
@@ -91,16 +97,16 @@ def test_bitplane_reading_none_is_the_estimate_times_means() -> None:
     shape, n = (8, 2, 64), 300
     q, k, v = normal(shape, n, n)
     q /= 8
-    cache = make("bitplane:threshold=1,planes=8", shape, n)
+    cache = make("bitplane:threshold=1", shape, n)
     got = last(cache, q, k, v)
-    scaled, centres = signs_and_centres(cache)
+    scaled, centres = levels_and_centres(cache)
     rotation = matrix(cache.key_codec.rotation, cache)
     keys = with_exact(k, (scaled + centres) @ rotation, 4)
     exact = v.astype(np.float16).astype(float)[:, 4:260]
     means = np.repeat(exact.reshape(2, 4, 64, 64).mean(axis=2), 64, axis=1)
     expected = attention(q[:, -1:], keys, with_exact(v, means, 4), None)
     assert np.linalg.norm(got - expected) < 0.1 * np.linalg.norm(expected)  # means in 4 bits
-    assert cache.values.counts.tolist() == [0, 0]
+    assert cache.value_codec.counts.tolist() == [0, 0]
 
 
 def test_a_lower_threshold_is_closer_and_reads_more() -> None:
@@ -161,6 +167,8 @@ def test_more_value_bits_are_closer() -> None:
     [
         ("onebit", 128, 16 + 2 + 66 * 5 / 64 + 32 + 2),
         ("onebit:v_bits=4,residual_length=64", 64, 16 + 2 + 66 * 5 / 64 + 64 + 2),
+        ("planes", 128, 32 + 2 + 66 * 5 / 64 + 32 + 2),
+        ("planes:k_bits=3,v_bits=1", 128, 48 + 2 + 66 * 5 / 64 + 16 + 2),
         ("bitplane", 32, 66 + 66 * 5 / 64 + 66 + 66 / 64),
     ],
 )
@@ -184,9 +192,9 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
         ("onebit:v_bits=5", "v_bits=5': accepted: 1, 2, 3, 4"),
         ("onebit:sink=-1", "sink=-1': accepted: 0 or more"),
         ("onebit:residual_length=-1", "residual_length=-1': accepted: 0 or more"),
-        ("onebit:key_scale=0", "key_scale=0.0': accepted: more than 0"),
-        ("bitplane:planes=2", "planes=2': accepted: 3 to 8"),
-        ("bitplane:threshold=0", "threshold=0.0': accepted: a probability"),
+        ("onebit:key_scale=-1", "key_scale=-1.0': accepted: at least 0"),
+        ("planes:k_bits=0", "k_bits=0': accepted: 1, 2, 3, 4"),
+        ("planes:threshold=0.001", "threshold=0.001': accepted: with k_bits=4 and v_bits=4"),
         ("bitplane:threshold=1.5", "threshold=1.5': accepted: a probability"),
     ],
 )
@@ -194,3 +202,28 @@ def test_knobs_are_checked(kv: str, message: str) -> None:
     with pytest.raises(CacheError, match=message) as error:
         make(kv, (2, 2, 64), 300)
     assert "\n" not in str(error.value)
+
+
+def test_presets_are_planes() -> None:
+    shape, n = (4, 2, 64), 400
+    q, k, v = normal(shape, n, n)
+    for name, same in (
+        ("onebit", "planes:k_bits=1"),
+        ("bitplane", "planes:k_bits=4,v_bits=4,threshold=2.5e-4,residual_length=32"),
+    ):
+        outputs = [last(make(kv, shape, n), q, k, v) for kv in (name, same)]
+        np.testing.assert_array_equal(*outputs)
+
+
+def test_more_key_bits_are_closer() -> None:
+    shape, n = (8, 2, 64), 500
+    q, k, v = normal(shape, n, n)
+    q /= 4
+    exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
+    kvs = [f"planes:k_bits={bits},v_bits=4" for bits in (1, 2, 3, 4)]
+    errors = [np.linalg.norm(last(make(kv, shape, n), q, k, v) - exact) for kv in kvs]
+    assert errors[0] > 1.5 * errors[1] > 2 * errors[2] > 2.5 * errors[3]
+
+
+def test_a_knob_that_does_nothing_any_more_is_accepted() -> None:
+    assert CacheSpec.parse("onebit:planes=6") == CacheSpec.parse("onebit")

@@ -24,17 +24,33 @@ import make_tiny  # noqa: E402
 import shapes  # noqa: E402
 
 PUBLISHED_PARAMETERS = {
+    "gemma2-2b": 2_614_341_888,
+    "gemma3-1b": 999_885_952,
+    "gemma3-270m": 268_098_176,
+    "gemma3-4b": 3_880_263_168,
     "gpt2": 124_439_808,
     "gpt2-large": 774_030_080,
     "gpt2-medium": 354_823_168,
     "gpt2-xl": 1_557_611_200,
+    "granite3.3-2b": 2_533_539_840,
+    "granite3.3-8b": 8_170_864_640,
     "h1b-60m": 67_755_520,  # the paper says 60M; its layers, width, vocabulary and 8k learned positions give this
     "llama2-7b": 6_738_415_616,
     "llama3.1-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
+    "ministral3-3b": 3_429_006_336,
+    "ministral3-8b": 8_489_553_920,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "phi3-mini-4k": 3_821_079_552,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "smollm3-3b": 3_075_098_624,
     "tiny": 2_492_672,
     "tinyllama": 1_100_048_384,
 }

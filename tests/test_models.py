@@ -10,11 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from edgekv import Session
+from edgekv.errors import ImageError
 from edgekv.kvcache.papers.h1b import H1B
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 TOLERANCE = 2e-4
-LENGTH_DEPENDENT = {"rope-dynamic", "rope-longrope"}  # earlier keys keep the rotation of a shorter sequence
+LENGTH_DEPENDENT = {"rope-dynamic"}  # earlier keys keep the rotation of a shorter sequence
+SWITCHING = {"rope-longrope", "phi3-longrope"}  # all keys are computed again beyond 32 tokens
 
 
 @pytest.mark.parametrize("device", ["numpy", "cpu"])
@@ -24,6 +26,17 @@ def test_logits_match_transformers(name: str, device: str, tmp_path: pathlib.Pat
     session = Session.load(folder, kv="dense:dtype=f32", weights="f32", device=device)
     logits = session.logits(golden_cases.tokens(name))
     np.testing.assert_allclose(logits[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(set(golden_cases.CASES) - {"rope-longrope"}))
+def test_greedy_text_is_that_of_transformers(name: str, tmp_path: pathlib.Path) -> None:
+    """Of longrope transformers computes the keys again for phi3 alone."""
+    folder = golden_cases.write_checkpoint(name, tmp_path / "model")
+    session = Session.load(folder, kv="dense:dtype=f32", weights="f32")
+    expected = GOLDEN[f"{name}/greedy"].tolist()
+    prompt = golden_cases.tokens(name)[: golden_cases.N_TOKENS - len(expected)]
+    steps = session.generate(prompt, max_new_tokens=len(expected))
+    assert [step.token for step in steps] == expected
 
 
 @pytest.mark.parametrize("device", ["numpy", "cpu"])
@@ -37,7 +50,22 @@ def test_continuing_in_the_cache_equals_one_prompt(name: str, device: str, tmp_p
     session.reset()
     parts = [session.logits(tokens[:17]), session.logits(tokens[17:41])]
     parts += [session.logits([token]) for token in tokens[41:]]
-    np.testing.assert_allclose(np.concatenate(parts), whole, atol=TOLERANCE, rtol=0)
+    first = 17 if name in SWITCHING else 0  # from the second chunk on a sequence is long
+    np.testing.assert_allclose(np.concatenate(parts)[first:], whole[first:], atol=TOLERANCE, rtol=0)
+
+
+def test_longrope_switches_both_ways(tmp_path: pathlib.Path) -> None:
+    """Where the sequence outgrows the original length, and where a rewind makes it short again."""
+    folder = golden_cases.write_checkpoint("phi3-longrope", tmp_path / "model")
+    session = Session.load(folder, kv="dense:dtype=f32", weights="f32")
+    tokens = golden_cases.tokens("phi3-longrope")
+    short = session.logits(tokens[:32])
+    beyond = [session.logits([token])[0] for token in tokens[32:40]]
+    session.rewind(20)
+    assert session.state.n_past == 0
+    np.testing.assert_allclose(session.logits(tokens[20:32]), short[20:], atol=TOLERANCE, rtol=0)
+    session.reset()
+    np.testing.assert_allclose(session.logits(tokens[:40])[32:], beyond, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama31", "mistral", "gpt2"])
@@ -63,6 +91,22 @@ def test_prefill_in_chunks_is_one_prompt(
     for whole, chunked in zip(*(queries[-layers:] for queries in seen), strict=True):
         assert whole.shape[1] >= len(tokens) - 1
         np.testing.assert_allclose(chunked, whole, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "outer"), [("gemma3-options", "gemma3"), ("ministral3", "mistral3")])
+def test_the_decoder_of_a_model_that_sees(name: str, outer: str, tmp_path: pathlib.Path) -> None:
+    """Text alone is read from it: config.json and tensors as they are published."""
+    text = golden_cases.CASES[name]
+    arrays = {f"language_model.{tensor}": array for tensor, array in golden_cases.tensors(name).items()}
+    arrays["vision_tower.vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
+    arrays["multi_modal_projector.norm.weight"] = np.ones(4, np.float32)
+    config = {"model_type": outer, "image_token_index": 9, "text_config": text, "vision_config": {}}
+    _save(tmp_path, arrays, config)
+    session = Session.load(tmp_path, kv="dense:dtype=f32", weights="f32")
+    logits = session.logits(golden_cases.tokens(name))
+    np.testing.assert_allclose(logits[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
+    with pytest.raises(ImageError, match=f"takes no images, its model_type is {outer}"):
+        list(session.generate([1], images=[tmp_path / "photo.png"]))
 
 
 def test_live_transformers_agree(tmp_path: pathlib.Path) -> None:
@@ -160,3 +204,17 @@ def _save(folder: pathlib.Path, arrays: dict[str, np.ndarray], config: dict) -> 
         {name: np.ascontiguousarray(a, np.float32) for name, a in arrays.items()}, folder / "model.safetensors"
     )
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_mistral_without_a_window_slides_over_4096(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 4,160 tokens' logits are those of transformers 5.23; with no window they differ by 0.5."""
+    config = golden_cases.CASES["mistral"] | {"num_hidden_layers": 1, "max_position_embeddings": 8192}
+    del config["sliding_window"]
+    monkeypatch.setitem(golden_cases.CASES, "mistral-default", config)
+    path = golden_cases.write_checkpoint("mistral-default", tmp_path / "model")
+    session = Session.load(path, kv="dense:dtype=f32", weights="f32", ctx=4200)
+    logits = session.prefill([7 * i % 96 for i in range(4160)])
+    expected = [0.107545525, -0.862241566, -0.572205901, 1.816124082, -2.426096916, -2.695036888]
+    np.testing.assert_allclose(logits[:6], expected, atol=1e-4, rtol=0)

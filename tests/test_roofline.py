@@ -77,7 +77,7 @@ def test_instructions_are_those_of_every_token_and_query_head() -> None:
 
 def test_bitplane_reads_more_of_the_tokens_that_it_chose() -> None:
     cache = roofline_need.filled_cache(CacheSpec.parse("bitplane"), Geometry(4, 2, 64, 1000))
-    cache.values.counts = np.array([20.0, 5.0])  # type: ignore[attr-defined]
+    cache.value_codec.counts = np.array([20.0, 5.0])  # type: ignore[attr-defined]
     tokens = roofline_need.SCHEMES["bitplane"](cache)
     packed = cache.n_bulk  # type: ignore[attr-defined]
     assert 800 < packed < 1000

@@ -458,6 +458,24 @@ def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
     assert pool.nbytes == 2 * each
 
 
+@pytest.mark.parametrize("kv", ["h1b", "sign_keys", "mikv:budget=90", "kvcomp", "kivi2", "onebit"])
+def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
+    """Whatever the pool held: another's prompt that begins alike, an equal one, one with nothing in common."""
+    common, asked = list(range(100, 160)), [7, 8, 9]
+    answers, temperatures = [], []
+    for others in ([*common, *range(300, 400)], [*common, *range(500, 600)], [*common, *asked], [1, 2, 3]):
+        base = loaded.fork(kv=kv)
+        pool = SessionPool(base, base.plan.cache_bytes)
+        for ids in (others, [*common, *asked]):
+            session, new = pool.acquire(ids)
+            answer = [step.token for step in session.generate(new, max_new_tokens=20)]
+            pool.release(session)
+        answers.append(answer)
+        temperatures.append([cache.fitted().get("tau") for cache in session.caches])
+    assert all(answer == answers[0] for answer in answers)
+    assert all(tau == temperatures[0] for tau in temperatures)
+
+
 def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None:
     pool = SessionPool(loaded.fork(), 10 * loaded.plan.cache_bytes)
     shared = list(range(3, 63))

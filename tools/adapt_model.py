@@ -14,7 +14,7 @@ from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.models import architecture
-from edgekv.models.rope import RopeTable
+from edgekv.models.rope_tables import LayerRopes
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries (rows, n_heads, n, head_dim), already scaled, keys, values (rows, n_kv_heads, n, head_dim)) ->
@@ -42,7 +42,8 @@ class Weights:
             source.tensors.require(name, shape)
         half = device != "cpu" and self.stored_dtype(self.arch.tables()["embed"][0]) == torch.bfloat16
         self._linears = {name: self._read_linear(name, half) for name in self.arch.linears()}
-        self._vectors = {name: self._tensor(tensor) for name, (tensor, _) in self.arch.vectors().items()}
+        vectors, offset = self.arch.vectors().items(), self.arch.norm_offset
+        self._vectors = {name: self._tensor(tensor) + offset for name, (tensor, _) in vectors}
         self._tables = {name: self._tensor(tensor) for name, (tensor, _) in self.arch.tables().items()}
 
     def stored_dtype(self, tensor: str) -> torch.dtype:
@@ -58,7 +59,7 @@ class Weights:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(rows, n, hidden) of ids (rows, n)."""
-        x = self._tables["embed"][ids]
+        x = self._tables["embed"][ids] * self.arch.config.embedding_scale
         return x + self._tables["positions"][: ids.shape[1]] if "positions" in self._tables else x
 
     def _read_linear(self, name: str, half: bool) -> tuple[Tensor, Tensor | None]:
@@ -142,14 +143,23 @@ class TorchOps:
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return ACTIVATIONS[kind](x)
 
-    def halves(self, x: Tensor) -> Sequence[Tensor]:
-        return x.chunk(2, dim=-1)
+    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return x.split(list(sizes), dim=-1)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), dim=-1)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         return a * b
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.tanh(x / cap) * cap
 
 
 class Model:
@@ -159,15 +169,15 @@ class Model:
         self.weights, self.attention = weights, attention
         self.arch, self.config = weights.arch, weights.arch.config
         self._ops: Any = TorchOps(weights)
-        self._rope: tuple[Tensor, Tensor] | None = None  # cos and sin of the last length
+        self._rotations: list[tuple[Tensor | None, ...]] = []  # each layer's, of the last length
 
     def states(self, ids: Tensor) -> list[Tensor]:
         """The residual stream (rows, n, hidden) after each layer, for ids (rows, n) from position 0 on."""
         x = self.weights.embed(ids)
-        tables = self._rope_tables(ids)
+        rotations = self._rotations_of(ids)
         states = []
         for i in range(self.config.n_layers):
-            q, k, v = self._heads(i, self.arch.attention_in(self._ops, i, x), tables)
+            q, k, v = self._heads(i, self.arch.attention_in(self._ops, i, x), rotations[i])
             out = self.attention(i, q, k, v)  # (rows, n_heads, n, head_dim)
             x = self.arch.attention_out(self._ops, i, x, out.transpose(1, 2).flatten(2))
             states.append(x)
@@ -178,22 +188,27 @@ class Model:
         logits: Tensor = self.arch.head(self._ops, hidden)
         return logits.float().log_softmax(-1)
 
-    def _rope_tables(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _rotations_of(self, ids: Tensor) -> list[tuple[Tensor | None, ...]]:
         n = ids.shape[1]
-        if self.config.rope and (self._rope is None or len(self._rope[0]) != n):
-            cos, sin = RopeTable(self.config.rope, n).at(0, n)
-            self._rope = torch.from_numpy(cos).to(ids.device), torch.from_numpy(sin).to(ids.device)
-        return self._rope
+        if not self._rotations or len(self._rotations[0][0]) != n:
+            rotations = LayerRopes(self.config.layer_ropes, n).at(0, n)
+            self._rotations = [
+                tuple(None if x is None else torch.from_numpy(x).to(ids.device) for x in rotation)
+                for rotation in rotations
+            ]
+        return self._rotations
 
-    def _heads(self, i: int, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, i: int, qkv: Tensor, rotation: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Float32 queries, keys and values of the fused projection's output: split, normed, rotated, scaled."""
         c = self.config
         heads = qkv.float().unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
         q, k, v = heads.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), dim=1)
         if c.qk_norm:
             q, k = (self._ops.rms_norm(x, f"{i}.{name}", c.norm_eps) for x, name in ((q, "norm_q"), (k, "norm_k")))
-        if tables:
-            q, k = rotate(q, *tables), rotate(k, *tables)
+        cos, sin, query_factors = rotation
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if query_factors is not None:
+            q = q * query_factors
         return q * c.layer_scales[i], k, v
 
 

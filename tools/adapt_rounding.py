@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgekv.kernels.contract.planes import GAUSS_STEP
+from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
 
 LARGEST_F16 = 65504.0
 SIGN_WIDTH = 1.0  # of the bell that stands for a sign's derivative, in standard deviations of the sketch
@@ -57,10 +57,10 @@ def rounded_int4(v: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rounded_planes(q: Tensor, n_planes: int) -> Tensor:
-    """What `kernels.pack_queries` makes of q (..., width)."""
-    top = 2 ** (n_planes - 1)
-    return midpoints(q, q.abs().amax(-1, keepdim=True) / top, top)
+def rounded_queries(q: Tensor) -> Tensor:
+    """What `kernels.reference.planes.round_queries` makes of q (..., width)."""
+    largest = q.abs().unflatten(-1, (-1, 4)).sum(-1).amax(-1, keepdim=True)
+    return midpoints(q, largest / LARGEST_FOUR, 128)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from adapt_rounding import (
     rounded_gauss,
     rounded_int4,
     rounded_means,
-    rounded_planes,
+    rounded_queries,
     straight_through,
 )
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Workspace
 from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.codecs import WORD, SignSketch
+from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32
 
@@ -122,10 +123,10 @@ class BinarySketch(Scheme):
             return Sign.apply(F.normalize(x, dim=-1) @ self.projection.T)
 
 
-class CentredSigns(Scheme):
+class CentredPlanes(Scheme):
     """`onebit`, but for the 8-bit weights in its sums of values.
 
-    With queries (P q, P q in planes), packed keys (centre, lam * f * sign) and exact keys (P k, 0), one product
+    With queries (P q, P q rounded), packed keys (centre, lam * f * sign) and exact keys (P k, 0), one product
     gives the scores of all.
     """
 
@@ -138,7 +139,8 @@ class CentredSigns(Scheme):
         self.value_rotation = rotation_matrix(Rotation(d, d, seed)).to(device)
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
-        return np.full((self.config.n_layers, self.config.n_kv_heads), self.spec.knobs.key_scale, np.float32)
+        lam = self.spec.knobs.key_scale or KEY_SCALES[1]
+        return np.full((self.config.n_layers, self.config.n_kv_heads), lam, np.float32)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # 16 bits would lose what the centres keep
@@ -148,8 +150,8 @@ class CentredSigns(Scheme):
         n, group, sink = q.shape[2], q.shape[1] // k.shape[1], self.spec.knobs.sink
         middle = slice(sink, sink + self._n_packed(n - 1))
         rotated = q @ self.key_rotation.T
-        planes = straight_through(rotated, rounded_planes(rotated, self.spec.knobs.planes))
-        queries = torch.cat([rotated, planes], dim=-1)
+        whole = straight_through(rotated, rounded_queries(rotated))
+        queries = torch.cat([rotated, whole], dim=-1)
         exact_keys = F.pad(k @ self.key_rotation.T, (0, rotated.shape[-1]))
         packed_keys = self._packed_keys(layer, k[:, :, middle])
         packed_values = self._packed_values(v[:, :, middle])
@@ -194,7 +196,7 @@ class CentredSigns(Scheme):
         return straight_through(rotated, rounded_gauss(rotated, self.spec.knobs.v_bits)) @ self.value_rotation
 
 
-SCHEMES: dict[str, type[Scheme]] = {"h1b": BinarySketch, "sign_keys": BinarySketch, "onebit": CentredSigns}
+SCHEMES: dict[str, type[Scheme]] = {"h1b": BinarySketch, "sign_keys": BinarySketch, "onebit": CentredPlanes}
 
 
 def rotation_matrix(rotation: Rotation) -> Tensor:

@@ -47,19 +47,12 @@ class Found:
 
 def measure(name: str, kernel: Kernel) -> Found:
     """Compiles the kernel and counts its inner loop."""
-    module, _, function = kernel.function.partition(".")
-    dispatcher = getattr(importlib.import_module(f"edgekv.kernels.cpu.{module}"), function)
-    before = set(dispatcher.signatures)
-    kernel.call()
-    compiled = set(dispatcher.signatures) - before or before  # one function may serve several kernels
-    if kernel.parts:  # the first argument is a tuple of as many
-        compiled = {signature for signature in compiled | before if len(signature[0]) == kernel.parts}
-    general = {signature for signature in compiled if "Literal" not in str(signature)}
+    function = kernel.function.rpartition(".")[2]
     candidates = [
         (function not in symbol, -loop.work(kernel.work), loop, around)
-        for signature in general or compiled
-        for symbol, code, labels in functions(dispatcher.inspect_asm(signature))
-        if not symbol.startswith(("_ZN7cpython", "cfunc"))
+        for assembly in assemblies(kernel)
+        for symbol, code, labels in functions(assembly)
+        if not symbol.startswith(("_ZN7cpython", "cfunc")) and (not kernel.emitted or symbol == function)
         for loop, around in chains(code, labels)
         if loop.work(kernel.work)
     ]
@@ -84,6 +77,21 @@ def measure(name: str, kernel: Kernel) -> Found:
         scalar_float=sum(i.scalar_float for i in code),
         mnemonics=inner.counts(),
     )
+
+
+def assemblies(kernel: Kernel) -> list[str]:
+    """Of each version that the kernel's call compiles."""
+    if kernel.emitted:
+        return [kernel.emitted()]
+    module, _, function = kernel.function.partition(".")
+    dispatcher = getattr(importlib.import_module(f"edgekv.kernels.cpu.{module}"), function)
+    before = set(dispatcher.signatures)
+    kernel.call()
+    compiled = set(dispatcher.signatures) - before or before  # one function may serve several kernels
+    if kernel.parts:  # the first argument is a tuple of as many
+        compiled = {signature for signature in compiled | before if len(signature[0]) == kernel.parts}
+    general = {signature for signature in compiled if "Literal" not in str(signature)}
+    return [dispatcher.inspect_asm(signature) for signature in general or compiled]
 
 
 def table(found: list[Found]) -> str:

@@ -7,9 +7,11 @@ depends on their types alone.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 
 from edgekv.kernels import numba_kernels
@@ -21,8 +23,9 @@ from edgekv.kernels.cpu.loops import Loop
 class Kernel:
     """One inner loop to be found and counted.
 
-    function: that holds it, module.name under `edgekv.kernels.cpu`. call: compiles it. work: names in WORK, of
-    which the loop has most. needed: so many multiplications, or bits, for one token of 128 channels and one query
+    function: that holds it, module.name under `edgekv.kernels.cpu`, or the name of an emitted one. call: compiles
+    it. emitted: gives the machine code that the emitted function is in. work: names in WORK, of which the loop has
+    most. needed: so many multiplications, or bits, for one token of 128 channels and one query
     row. outer: tokens that one pass of each loop around it does, as far as they are counted.
     """
 
@@ -33,6 +36,7 @@ class Kernel:
     outer: tuple[float, ...] = ()
     rank: int = 0  # among the loops with work, by how much
     parts: int = 0  # codes in a byte, where a function is compiled for several numbers of them
+    emitted: Callable[[], str] | None = None
 
 
 DOT = ("udot.4s", "sdot.4s", "umull.8h", "umull2.8h", "smull.8h", "smull2.8h")
@@ -55,16 +59,27 @@ def f32(*shape: int) -> Any:
     return np.zeros(shape, np.float32)
 
 
-k: Any = numba_kernels()
-one = np.ones(1, np.int64)
-
-
-def softmax() -> None:
-    k.softmax(f32(1, 1, 64), 0 * one, 64 * one)
-
-
 def nothing() -> None:
     """It is compiled already."""
+
+
+def emitted(
+    loop: Loop | None, function: str, work: tuple[str, ...], needed: int, outer: tuple[float, ...] = ()
+) -> Kernel:
+    """The largest loop of a function that `edgekv.kernels.cpu.emit` writes."""
+    assert loop is not None
+    return Kernel(function, nothing, work, needed, emitted=loop.assembly)
+
+
+def weigh_assembly() -> str:
+    """The softmax of a block has no loop of its own: attention's walk calls it."""
+    weigh = importlib.import_module("edgekv.kernels.cpu.softmax").weigh
+    caller = numba.njit("int64(int64, int64, int64, int64, int64)")(lambda *args: weigh(*args))
+    (assembly,) = caller.inspect_asm().values()
+    return str(assembly)
+
+
+k: Any = numba_kernels()
 
 
 def split_rope() -> None:
@@ -74,9 +89,10 @@ def split_rope() -> None:
 
 
 KERNELS = {
-    "scores f16": Kernel("rows._score_row", compiled(rows.F16.score), FLOAT, 128, (1,)),
-    "scores f16, 4 rows": Kernel("rows._score_four_rows", nothing, FLOAT, 128, (4,)),
-    "values f16": Kernel("rows._add_block", compiled(rows.F16.add), FLOAT, 128),
+    "scores f16": emitted(rows.F16.score, "score_rows_1", FLOAT, 128),
+    "scores f16, 4 rows": emitted(rows.F16.score, "score_rows_4", FLOAT, 128),
+    "values f16": emitted(rows.F16.add, "add_rows_1", FLOAT, 128),
+    "values f16, 4 rows": emitted(rows.F16.add, "add_rows_4", FLOAT, 128),
     "scores 8-bit": Kernel("codes.dot_row", compiled(ints.KEYS.score), FLOAT, 128, (16,), parts=1),
     "values 8-bit": Kernel("codes.add_row", compiled(ints.VALUES.add), FLOAT, 128, parts=1),
     "scores 4-bit": Kernel("codes.dot_row", nothing, FLOAT, 128, (16,), parts=2),
@@ -84,13 +100,12 @@ KERNELS = {
     "kivi scores": Kernel("codes.dot_row", compiled(kivi.KEYS.score), FLOAT, 128, (16,), parts=4),
     "kivi values": Kernel("codes.add_row", compiled(kivi.VALUES.add), FLOAT, 128, parts=4),
     "h1b scores": Kernel("signs._score_block", compiled(signs.SKETCH.score), COUNT, 256, (32,)),
-    "h1b values": Kernel("int4._add_row", compiled(int4.INT4.add), FLOAT, 128),
+    "h1b values": emitted(int4.INT4.add, "add_nibbles", DOT, 2 * 128),
     "onebit scores": Kernel("planes._score_block", compiled(planes.CENTRED.score), COUNT, 5 * 128, (32 / 5, 32)),
     "onebit centres": Kernel("centres.centre_scores", nothing, DOT, 20),
-    "onebit values": Kernel(
-        "interleaved_values._add_tile", compiled(interleaved_values.INTERLEAVED.add), DOT, 128, (4,)
-    ),
-    "onebit values, 2 rows": Kernel("interleaved_values._add_two_tiles", nothing, DOT, 128, (8,)),
+    "onebit values": emitted(interleaved_values.INTERLEAVED.add, "add_columns_2_1", DOT, 128),
+    "onebit values, 2 rows": emitted(interleaved_values.INTERLEAVED.add, "add_columns_2_2", DOT, 128),
+    "onebit values, 4 rows": emitted(interleaved_values.INTERLEAVED.add, "add_columns_2_4", DOT, 128),
     "bitplane key unpacked": Kernel("refine.estimate", compiled(gather.PLANE_VALUES.again), SHIFTS, 512),
     "bitplane key": Kernel("refine.estimate", nothing, DOT, 512, (1, 1)),
     "bitplane value, 4 planes": Kernel("refine.add_planes", nothing, TESTS, 512),
@@ -98,6 +113,6 @@ KERNELS = {
     "fier scores": Kernel("fier._score_word", compiled(fier.KEYS.score), TESTS, 128, (16,)),
     "fier key": Kernel("retrieval._score_row", compiled(retrieval.CHOSEN_F16.score), FLOAT, 128, (1,)),
     "fier value": Kernel("retrieval._add_tokens", compiled(retrieval.CHOSEN_F16.add), FLOAT, 128),
-    "softmax": Kernel("softmax._softmax_row", softmax, ("fcvtzs.4s",), 1),
+    "softmax": Kernel("weigh", nothing, ("shl.4s",), 1, emitted=weigh_assembly),
     "rope": Kernel("rope._rotate", split_rope, FLOAT, 256),
 }

@@ -24,7 +24,7 @@ WORK = {
     "cmtst.4s": 4,
     "cmeq.4s": 4,
     "ushl.16b": 16,
-    "fcvtzs.4s": 4,
+    "shl.4s": 4,
 }
 CALLS = {"bl", "blr"}
 ENDS = {"b", "br", "ret"}  # what follows in the text does not follow

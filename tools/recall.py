@@ -22,13 +22,14 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codec_planes import CentredSigns
+from edgekv.kvcache.codec_planes import CentredPlanes
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.dense import Dense
 from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.papers.fier import SignIndex
 from edgekv.kvcache.papers.quest import PageIndex
 from edgekv.kvcache.papers.retrieval import Index
+from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.machine import machine_info
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
@@ -82,7 +83,7 @@ def scorers(shape: Shape, keys: Any, kernels: Kernels) -> dict[str, Scorer]:
     quest = {f"quest p={page}": PageIndex(*shape, page) for page in (8, 16, 32)}
     indexes = {name: by_index(index, keys, kernels) for name, index in (fier | quest).items()}
     knobs = OneBit.Knobs()
-    signs = CentredSigns(*shape, planes=knobs.planes, lam=knobs.key_scale, seed=knobs.seed)
+    signs = CentredPlanes(*shape, bits=1, lam=KEY_SCALES[1], seed=knobs.seed)
     scan = {"onebit, bitplane": by_codec(signs, keys, kernels)}
     return indexes | scan | {"newest tokens": Scorer(1, 0.0, newest_first)}
 

@@ -36,7 +36,7 @@ def _onebit(cache: Any) -> Tokens:
 
 
 def _bitplane(cache: Any) -> Tokens:
-    exact, (chosen, full) = cache.n_seen - cache.n_bulk, cache.values.counts
+    exact, (chosen, full) = cache.n_seen - cache.n_bulk, cache.value_codec.counts
     return {
         "onebit scores": cache.n_bulk,
         "onebit centres": cache.n_bulk,

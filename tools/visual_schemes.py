@@ -12,14 +12,14 @@ from collections.abc import Callable
 import numpy as np
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import Codec, Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.h1b import DEFAULT_TAU
 from edgekv.kvcache.papers.visual import Run, Span, Visual1, VisualKnobs
 from edgekv.types import F32
 
-LAM, PLANES, SEED, SKETCH, P = 0.9, 5, 0, 256, 2.5e-4  # the schemes' defaults
+LAM, SEED, SKETCH, P = 0.9, 0, 256, 2.5e-4  # the schemes' defaults
 Pair = tuple[Codec, Codec]
 
 
@@ -69,15 +69,13 @@ class FlooredLevels(SplitLevels):
 
 def _onebit(bits: int) -> Callable[..., Pair]:
     def pair(*shape: int, group: int) -> Pair:
-        return CentredSigns(*shape, planes=PLANES, lam=LAM, seed=SEED), InterleavedValues(
-            *shape, bits=bits, seed=SEED
-        )
+        return CentredPlanes(*shape, bits=1, lam=LAM, seed=SEED), InterleavedValues(*shape, bits=bits, seed=SEED)
 
     return pair
 
 
 def _bitplane(*shape: int, group: int) -> Pair:
-    keys = PlaneKeys(*shape, planes=PLANES, lam=LAM, seed=SEED)
+    keys = PlaneKeys(*shape, lam=LAM, seed=SEED)
     return keys, PlaneValues(keys, n_rep=group, threshold=P)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.checkpoint.gguf_blocks import FLOATS, SYMMETRIC, dequantize, symmetric_blocks
+from edgekv.checkpoint.gguf_blocks import FLOATS, FORMATS, NEAREST, SYMMETRIC, dequantize, symmetric_blocks
 from edgekv.checkpoint.tensors import DTYPES, TensorFile, TensorInfo
 from edgekv.errors import CheckpointError
 from edgekv.types import Array
@@ -23,6 +23,8 @@ class GgufFile(TensorFile):
 
     index: what `gguf_import.read_index` found. Quantized tensors appear as float32, tables as float16.
     """
+
+    method = "gguf"
 
     def __init__(self, path: pathlib.Path, index: dict[str, Any]) -> None:
         self.path = path
@@ -56,6 +58,12 @@ class GgufFile(TensorFile):
     def quantized(self, name: str) -> str | None:
         kind = self.kind(name)
         return None if kind in FLOATS else kind
+
+    def forms(self, name: str) -> tuple[str | None, str]:
+        kind = self.quantized(name)
+        if kind is None:
+            return None, "f32"
+        return FORMATS.get(kind), FORMATS.get(kind) or NEAREST.get(kind, "int4-32")
 
     def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
         return symmetric_blocks(self._raw(name, lo, hi), self.kind(name))

@@ -32,10 +32,10 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
             accepted=names(),
         )
     config = read_config(path)
-    rope = architecture(config).config.rope
+    ropes = architecture(config).config.ropes
     layers_key = LAYERS.get(config["model_type"], "num_hidden_layers")
     positions_key = POSITIONS.get(config["model_type"], "max_position_embeddings")
-    if n_positions is None and rope is not None and rope.kind == "default":
+    if n_positions is None and ropes and all(rope.kind == "default" for rope in ropes):
         n_positions = max(number(config, positions_key), MIN_ROTARY_POSITIONS)
     config[layers_key] = n_layers or number(config, layers_key)
     config[positions_key] = n_positions or number(config, positions_key)

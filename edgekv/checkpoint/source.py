@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgekv.checkpoint.packed.methods import unpacked
 from edgekv.checkpoint.tensors import TensorFile, TensorSet
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
 
@@ -66,7 +67,7 @@ def open_source(
     return Source(
         path=Path(path),
         folder=folder,
-        tensors=tensors,
+        tensors=unpacked(tensors, values),
         config=values,
         config_path=config_path,
         tokenizer_folder=_find_tokenizer(beside, tokenizer),

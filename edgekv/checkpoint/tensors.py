@@ -6,6 +6,7 @@ Format: https://huggingface.co/docs/safetensors (a length, a JSON header, then t
 import difflib
 import hashlib
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -60,8 +61,10 @@ class TensorFile:
     truncated, or when its header is damaged or lies (overlaps, holes, overflows, offsets past the end).
 
     path: the file; data_start: where the tensors begin, in bytes; nbytes: the size of the file;
-    metadata: the header's `__metadata__`.
+    metadata: the header's `__metadata__`. method: by which its weights are quantized, where they are.
     """
+
+    method = ""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -90,11 +93,7 @@ class TensorFile:
         Raises CheckpointError when the tensor is absent, or its type is not one of `DTYPES`.
         """
         info = self.info(name)
-        if info.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} is {info.dtype}; accepted are {', '.join(DTYPES)}; "
-                "convert the checkpoint"
-            )
+        self.require_type(name)
         try:
             view: npt.NDArray[Any] = np.ndarray(
                 info.shape, DTYPES[info.dtype], buffer=self._map, offset=self._starts[name]
@@ -105,6 +104,14 @@ class TensorFile:
             ) from error
         return view
 
+    def require_type(self, name: str) -> None:
+        """CheckpointError where `array` can't return the tensor's type."""
+        kind = self.info(name).dtype
+        if kind not in DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is {kind}; accepted are {', '.join(DTYPES)}; convert the checkpoint"
+            )
+
     def outputs(self, name: str, lo: int, hi: int, transposed: bool) -> npt.NDArray[Any]:
         """Rows lo..hi (outputs) of a projection that may be stored transposed: (hi - lo, inputs)."""
         stored = self.array(name)
@@ -114,8 +121,20 @@ class TensorFile:
         """The type of a tensor that is stored in quantized blocks; None: as plain numbers."""
         return None
 
+    def forms(self, name: str) -> tuple[str | None, str]:
+        """The weight format that holds the same values (None: there is none), and the one to take by itself."""
+        return None, "f32"
+
+    def bytes_of(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor of any type; of one-byte types in its shape, of others flat."""
+        info = self.info(name)
+        view: npt.NDArray[np.uint8] = np.ndarray(
+            (info.nbytes,), np.uint8, buffer=self._map, offset=self._starts[name]
+        )
+        return view.reshape(info.shape) if math.prod(info.shape) == info.nbytes else view
+
     def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-        """Of a quantized projection's rows: whole numbers (rows, blocks, 32) and their scales (rows, blocks)."""
+        """Of a quantized projection's rows: whole numbers (rows, blocks, block), their scales (rows, blocks)."""
         raise CheckpointError(f"{self.path}: tensor {name!r} is not quantized")
 
     def release(self, name: str) -> None:
@@ -192,6 +211,14 @@ class TensorSet:
         """As TensorFile.quantized."""
         return self._home(name).quantized(name)
 
+    def forms(self, name: str) -> tuple[str | None, str]:
+        """As TensorFile.forms."""
+        return self._home(name).forms(name)
+
+    def bytes_of(self, name: str) -> npt.NDArray[np.uint8]:
+        """As TensorFile.bytes_of."""
+        return self._home(name).bytes_of(name)
+
     def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
         """As TensorFile.blocks."""
         return self._home(name).blocks(name, lo, hi)
@@ -209,8 +236,14 @@ class TensorSet:
     def require(self, name: str, shape: Sequence[int]) -> npt.NDArray[Any]:
         """The view of a tensor that must have this shape.
 
-        Raises CheckpointError naming the tensor when it is absent (with the closest names there are) or when
-        its shape is another one (with both).
+        Raises CheckpointError as `require_shape`, and for a type that can't be read.
+        """
+        self.require_shape(name, shape)
+        return self.array(name)
+
+    def require_shape(self, name: str, shape: Sequence[int]) -> None:
+        """CheckpointError naming the tensor when it is absent (with the closest names there are) or when its shape
+        is another one (with both), or its type none that can be read.
         """
         found = self.info(name).shape
         if found != tuple(shape):
@@ -218,7 +251,7 @@ class TensorSet:
                 f"{self._home(name).path}: tensor {name!r} has shape {found}, but its config asks for "
                 f"{tuple(shape)}; give the config.json that belongs to these weights"
             )
-        return self.array(name)
+        self._home(name).require_type(name)
 
     def _home(self, name: str) -> TensorFile:
         if name not in self._homes:

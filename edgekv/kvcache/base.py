@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from edgekv.errors import CacheError
 from edgekv.kernels import Kernels, aligned
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.memory import Memory, contiguous
+from edgekv.kvcache.soft_cap import attend_capped
 from edgekv.types import F32, Array
 
 Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
@@ -21,7 +22,10 @@ Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """One layer's attention: heads, sizes, how many tokens it must hold, and its sliding window (None: all)."""
+    """One layer's attention: heads, sizes, how many tokens it must hold, and its sliding window (None: all).
+
+    score_cap: the soft bound of its scores (None: none), for schemes that can apply one.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -30,6 +34,7 @@ class Geometry:
     layer: int = 0
     n_layers: int = 1
     sliding_window: int | None = None
+    score_cap: float | None = None
 
     @property
     def n_rep(self) -> int:
@@ -93,6 +98,7 @@ class KVCache(abc.ABC):
     Knobs: ClassVar[type]  # a dataclass; its `aliases`, where it has them, name fields as they were called before
     sees_queries: ClassVar[bool] = False  # `prefill` needs those of the whole prompt
     tidies_alike: ClassVar[bool] = True  # `tidy` differs from time to time in counters alone: no array is replaced
+    caps_scores: ClassVar[bool] = False  # can bound scores softly (`Geometry.score_cap`)
     exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
 
     def __init_subclass__(cls) -> None:
@@ -107,6 +113,15 @@ class KVCache(abc.ABC):
     def exact_on_text(cls, knobs: Any) -> bool:
         """Whether text loses nothing but f16 rounding: then there is nothing to gate."""
         return False
+
+    @classmethod
+    def window_codecs(cls, knobs: Any) -> Callable[[int, int, int], tuple[Any, Any]] | None:
+        """How a sliding layer may keep its window alone: codecs of keys and values by KV heads, tokens, head_dim.
+
+        None: it is kept as other layers are. Such a layer must lose no more than the others do. It is kept so
+        only where that takes fewer bytes.
+        """
+        return None
 
     @classmethod
     def kinds(cls, knobs: Any) -> set[str] | None:
@@ -219,7 +234,12 @@ class KVCache(abc.ABC):
     def _read(self, queries: F32, out: F32) -> None:
         """out (n_heads, n, head_dim) = attention of the latest n tokens."""
         target = out if out.flags.c_contiguous else self.workspace.array("attention.piece", out.shape)
-        self.kernels.attend(contiguous(queries), self.segments(), self.visible(out.shape[1]), target)
+        q, segments, visible = contiguous(queries), self.segments(), self.visible(out.shape[1])
+        cap = self.geometry.score_cap
+        if cap is None:
+            self.kernels.attend(q, segments, visible, target)
+        else:
+            attend_capped(self.kernels, self.workspace.array, q, segments, visible, cap, target)
         if target is not out:
             out[:] = target
 
@@ -239,10 +259,18 @@ class KVCache(abc.ABC):
         """Counts n tokens (n < 0: takes them back) that are appended, where `is_steady` holds."""
         self.n_seen += n
 
-    def truncate(self, n: int) -> int:
+    def restart(self, n: int) -> int:
+        """After how many tokens computing is best taken up again when all but the first ``n`` are forgotten.
+
+        At most n, which is below `n_seen`. Less where the last of them are to be computed once more.
+        """
+        return n
+
+    def truncate(self, n: int, again: int = 0) -> int:
         """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.
 
-        Schemes that can't rewind to the very token keep fewer, and the session computes the rest again.
+        Schemes that can't rewind to the very token keep fewer, and the session computes the rest again. The
+        ``again`` tokens that follow will be those that followed before: what is stored of them may be used.
         """
         self.n_seen = n
         return n
@@ -302,10 +330,13 @@ class KVCache(abc.ABC):
 
 
 def rewind(caches: Sequence[KVCache], n: int) -> int:
-    """Truncates every layer to the same length, ``n`` or the most below it that all can keep; returns it."""
-    n = min([n, *(cache.n_seen for cache in caches)])
+    """Makes every layer forget all but the first ``n`` tokens; returns how many all of them still hold.
+
+    Those from there to the n-th, if any, come again.
+    """
+    start = min([n, *(cache.n_seen if cache.n_seen <= n else cache.restart(n) for cache in caches)])
     while True:
-        kept = min(cache.truncate(n) if cache.n_seen > n else n for cache in caches)
-        if kept == n:
-            return n
-        n = kept
+        kept = min(cache.truncate(start, n - start) for cache in caches)
+        if kept == start:
+            return start
+        start = kept

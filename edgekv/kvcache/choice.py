@@ -9,7 +9,16 @@ from edgekv.kvcache.spec import AttentionShape, CacheSpec
 from edgekv.machine import format_bytes
 
 # Least measured loss first (docs/quality.md); all keep every token, none needs training.
-AUTO = ("dense", "dense:dtype=q8", "kivi2:bits=4", "bitplane", "kivi2", "onebit", "onebit:v_bits=1")
+AUTO = (
+    "dense",
+    "dense:dtype=q8",
+    "planes:k_bits=4,v_bits=4",
+    "planes:k_bits=3,v_bits=3",
+    "planes:k_bits=3",
+    "planes",
+    "planes:v_bits=1",
+    "planes:k_bits=1,v_bits=1",
+)
 DEFAULT, WITHIN_BUDGET = "dense", "steps"  # where no scheme is named: without a budget, and with one
 
 
@@ -42,7 +51,8 @@ def choose(shape: AttentionShape, ctx: int, budget: int) -> tuple[CacheSpec, str
 
     Raises CacheError (field kv_budget) naming the least bytes possible when none fits.
     """
-    sizes = {text: CacheSpec.parse(text).planned_bytes(shape, ctx) for text in AUTO}
+    suited = [text for text in AUTO if CacheSpec.parse(text).suits(shape)]
+    sizes = {text: CacheSpec.parse(text).planned_bytes(shape, ctx) for text in suited}
     fitting = [text for text, size in sizes.items() if size <= budget]
     if not fitting:
         least = min(sizes, key=sizes.__getitem__)
@@ -54,7 +64,7 @@ def choose(shape: AttentionShape, ctx: int, budget: int) -> tuple[CacheSpec, str
             accepted=[f"{sizes[least]} or more"],
         )
     chosen = fitting[0]
-    better = AUTO[: AUTO.index(chosen)]
+    better = suited[: suited.index(chosen)]
     reason = f"kv auto: {chosen} takes {format_bytes(sizes[chosen])} of the budget of {format_bytes(budget)}"
     if better:
         reason += f"; {better[-1]}, the next better, would take {format_bytes(sizes[better[-1]])}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kernels.contract.planes import CENTRES, GAUSS_STEP, KEY_STEP
+from edgekv.kernels.contract.planes import CENTRES, GAUSS_STEP, GROUPS, KEY_STEP
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import WORD, Codec
-from edgekv.types import F32, Array
+from edgekv.types import F32, I64, Array
 
 LARGEST_F16 = np.float32(65504)
 
@@ -55,31 +58,34 @@ class Rotation:
             kernels.hadamard_back(x, self.flips, out)
 
 
-class CentredSigns(Codec):
-    """Centres of 64 and of 16 tokens in 4 bits, and per key one sign per element of what is left, and one scale.
+class CentredPlanes(Codec):
+    """Centres of 64 and of 16 tokens in 4 bits, and planes of a few bits per element of the rest, with one scale.
 
-    r = P k - c, x = sign(r), f = |r|_2 ** 2 / |r|_1: q . k ~ (P q) . c + lam * f * (P q) . x. The second product
-    is made with P q in ``planes`` bit planes, by counting bits. P has ``width`` rows: head_dim rounded up to whole
-    words, every bit of which thus tells something. `lam` (n_kv_heads,) shrinks the estimate: 1 is unbiased.
+    r = P k - c; x is r in the best uniform levels for a Gaussian (for 1 bit sign(r)), f = |r|_2 ** 2 / (r . x):
+    q . k ~ (P q) . c + lam * f * (P q) . x, by tables of signed sums. P has ``width`` rows: head_dim rounded up to
+    a multiple of 64, every bit of which thus tells something. `bits` (n_kv_heads,) are those of each head, 1 to 4,
+    `first_plane` (n_kv_heads,) says where its planes begin; `lam` (n_kv_heads,) shrinks the estimate: 1 is
+    unbiased.
     """
 
-    kind = "centred_signs"
+    kind = "centred_planes"
 
     def __init__(
-        self, n_kv_heads: int, capacity: int, head_dim: int, *, planes: int, lam: float, seed: int
+        self, n_kv_heads: int, capacity: int, head_dim: int, *, bits: int | Sequence[int], lam: float, seed: int
     ) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
-        self.planes, self.width = planes, -(-head_dim // WORD) * WORD
+        self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
+        self.width = -(-head_dim // WORD) * WORD
         self.lam: F32 = np.full(n_kv_heads, lam, np.float32)
         self.rotation = Rotation(head_dim, self.width, seed)
 
     def layout(self) -> Layout:
-        g, capacity, width = self.n_kv_heads, self.capacity, self.width
+        g, blocks, width = self.n_kv_heads, self.capacity // WORD, self.width
         return {
-            "signs": ((g, capacity // WORD, width // WORD, WORD), "uint64"),
-            "scale": ((g, capacity), "uint16"),
-            "centres": ((g, capacity // WORD, CENTRES, width // 2), "uint8"),
-            "centre_step": ((g, capacity // WORD, CENTRES), "uint16"),
+            "planes": ((int(self.bits.sum()), blocks, GROUPS, width // 8, WORD // GROUPS), "uint8"),
+            "scale": ((g, self.capacity), "uint16"),
+            "centres": ((g, blocks, CENTRES, width // 2), "uint8"),
+            "centre_step": ((g, blocks, CENTRES), "uint16"),
         }
 
     @property
@@ -93,23 +99,40 @@ class CentredSigns(Codec):
     @property
     def block_bytes(self) -> int:
         """Bytes of WORD tokens, all heads together."""
-        return self.n_kv_heads * (WORD * (self.width // 8 + 2) + CENTRES * (self.width // 2 + 2))
+        centres = WORD * 2 + CENTRES * (self.width // 2 + 2)
+        return int(self.bits.sum()) * WORD * self.width // 8 + self.n_kv_heads * centres
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         super().bind(arrays, kernels)
-        self.rotation.bind(arrays["signs"])
-        self.lam = np.asarray(self.lam, like=arrays["signs"])
+        self.rotation.bind(arrays["planes"])
+        self.lam = np.asarray(self.lam, like=arrays["planes"])
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
         rotated = self.rotation.forward(x, self.kernels)
         self.kernels.encode_centres(rotated, a["centres"], a["centre_step"], t0)
-        self.kernels.encode_signs(rotated, a["signs"], a["scale"], t0)
+        for heads, planes in runs_of_heads(self.bits, a["planes"]):
+            self.kernels.encode_keys(rotated[heads], planes, a["scale"][heads], t0)
         self._encode_rest(rotated, t0)
 
     def _encode_rest(self, residual: F32, t0: int) -> None:
         """What a finer code keeps of r (n_kv_heads, n, width), which it may overwrite."""
         return
+
+
+def bits_of_heads(bits: int | Sequence[int], n_kv_heads: int) -> tuple[I64, I64]:
+    """Bits of each head, and how many all heads before it have."""
+    each = np.broadcast_to(np.asarray(bits, np.int64), n_kv_heads).copy()
+    return each, np.cumsum(each) - each
+
+
+def runs_of_heads(bits: I64, store: Array) -> Iterator[tuple[slice, Array]]:
+    """Neighbouring heads of as many bits, and their part of store (all bits, blocks, ...): head, block, bit."""
+    first, row = 0, 0
+    for b, run in itertools.groupby(bits.tolist()):
+        n = len(list(run))
+        yield slice(first, first + n), store[row : row + n * b].reshape(n, store.shape[1], b, *store.shape[2:])
+        first, row = first + n, row + n * b
 
 
 class InterleavedValues(Codec):
@@ -142,10 +165,13 @@ class InterleavedValues(Codec):
         self.kernels.encode_interleaved(self.rotation.forward(x, self.kernels), a["codes"], a["scale"], t0)
 
 
-class PlaneKeys(CentredSigns):
-    """`CentredSigns`, and per token the three lower planes of a 4-bit code of r, whose top plane the signs are."""
+class PlaneKeys(CentredPlanes):
+    """`CentredPlanes` of 1 bit, and per token the three lower planes of the 4-bit code of r that it begins."""
 
     kind = "plane_keys"
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, *, lam: float, seed: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim, bits=1, lam=lam, seed=seed)
 
     def layout(self) -> Layout:
         fine = (self.n_kv_heads, self.capacity, 3, self.width // WORD)

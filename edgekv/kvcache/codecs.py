@@ -6,6 +6,7 @@ A scheme is a codec for keys, one for values, and a policy of which tokens lie i
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,6 +82,14 @@ class F16(Codec):
     def move(self, t0: int, t1: int, to: int) -> None:
         """Copies tokens t0..t1 to position ``to``; the ranges may overlap."""
         self.arrays["half"][:, to : to + t1 - t0] = self.arrays["half"][:, t0:t1].copy()
+
+
+WindowCodecs = Callable[[int, int, int], tuple[Codec, Codec]]
+
+
+def f16_codecs(n_kv_heads: int, capacity: int, head_dim: int) -> tuple[Codec, Codec]:
+    """Keys and values in half precision."""
+    return F16(n_kv_heads, capacity, head_dim), F16(n_kv_heads, capacity, head_dim)
 
 
 class Float32(Codec):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.codecs import Codec, Float32, WindowCodecs, f16_codecs
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_ints import SymmetricKeys, SymmetricValues
 
-DTYPES: dict[str, Callable[[int, int, int], tuple[Codec, Codec]]] = {  # of heads, tokens, head_dim
-    "f16": lambda g, n, d: (F16(g, n, d), F16(g, n, d)),
+DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
+    "f16": f16_codecs,
     "f32": lambda g, n, d: (Float32(g, n, d), Float32(g, n, d)),
     "q8": lambda g, n, d: (SymmetricKeys(g, n, d, 8), SymmetricValues(g, n, d, 8)),
 }
@@ -45,11 +44,16 @@ class Dense(KeepAll):
     summary = "keys and values in f16 (or dtype=f32, q8)"
     gives_up = "nothing but memory"
     exact_when_short = True
+    caps_scores = True
     Knobs = DenseKnobs
 
     @classmethod
     def exact_on_text(cls, knobs: DenseKnobs) -> bool:
         return knobs.dtype != "q8"
+
+    @classmethod
+    def window_codecs(cls, knobs: DenseKnobs) -> WindowCodecs:
+        return DTYPES[knobs.dtype]
 
     def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[Codec, Codec]:
         return DTYPES[knobs.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)

@@ -24,6 +24,7 @@ from edgekv.kvcache.papers.snapkv import SnapKV
 from edgekv.kvcache.papers.streaming import Streaming
 from edgekv.kvcache.papers.tova import Tova
 from edgekv.kvcache.papers.visual import Visual1
+from edgekv.kvcache.planes import Planes
 from edgekv.kvcache.steps import Steps
 
 ENTRY_POINTS = "edgekv.schemes"
@@ -44,6 +45,7 @@ CACHES: dict[str, type[KVCache]] = {
     "quest": Quest,
     "visual1": Visual1,
     "kvcomp": KVComp,
+    "planes": Planes,
     "onebit": OneBit,
     "bitplane": BitPlane,
     "steps": Steps,

@@ -8,10 +8,14 @@ from typing import Any, Protocol
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry, KVCache
 from edgekv.kvcache.registry import find_scheme, schemes
+from edgekv.kvcache.rolling import Rolling
 
 
 class AttentionShape(Protocol):
-    """What a cache must know of a model; `ModelConfig` has it. ``layer_windows``: None sees all tokens."""
+    """What a cache must know of a model; `ModelConfig` has it.
+
+    ``layer_windows``: None sees all tokens. ``score_cap``: the soft bound of attention's scores, None without one.
+    """
 
     @property
     def n_layers(self) -> int: ...
@@ -23,6 +27,8 @@ class AttentionShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def layer_windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def score_cap(self) -> float | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +52,8 @@ class CacheSpec:
         for item in filter(None, rest.split(",")):
             knob, equals, value = item.partition("=")
             knob = aliases.get(knob, knob)
+            if equals and knob in getattr(scheme.Knobs, "retired", ()):  # changes nothing any more
+                continue
             if knob not in fields or not equals:
                 raise _no_knob(name, item, fields)
             values[knob] = _convert(name, fields[knob], value)
@@ -106,9 +114,13 @@ class CacheSpec:
         return None if knob is None else int(getattr(self.knobs, knob))
 
     def layers(self, shape: AttentionShape, capacity: int) -> list[KVCache]:
-        """One cache per layer for ``capacity`` tokens, not allocated yet. Raises CacheError for a bad shape."""
+        """One cache per layer for ``capacity`` tokens, not allocated yet.
+
+        Raises CacheError (field kv) for a bad shape, and for a scheme that can't read this model.
+        """
+        self._require_suited(shape)
         return [
-            self.scheme(
+            self._layer(
                 Geometry(
                     n_heads=shape.n_heads,
                     n_kv_heads=shape.n_kv_heads,
@@ -117,11 +129,35 @@ class CacheSpec:
                     layer=i,
                     n_layers=shape.n_layers,
                     sliding_window=shape.layer_windows[i],
+                    score_cap=shape.score_cap,
                 ),
-                self.knobs,
             )
             for i in range(shape.n_layers)
         ]
+
+    def _layer(self, geometry: Geometry) -> KVCache:
+        """One layer's cache; of one that slides its window alone, if the scheme allows that and it takes less."""
+        own = self.scheme(geometry, self.knobs)
+        codecs = self.scheme.window_codecs(self.knobs)
+        if codecs is None or geometry.sliding_window is None:
+            return own
+        rolling = Rolling(geometry, self.knobs, codecs)
+        return rolling if rolling.planned_bytes < own.planned_bytes else own
+
+    def suits(self, shape: AttentionShape) -> bool:
+        """Whether the scheme can read this model."""
+        return shape.score_cap is None or self.scheme.caps_scores
+
+    def _require_suited(self, shape: AttentionShape) -> None:
+        if not self.suits(shape):
+            accepted = [name for name, scheme in schemes().items() if scheme.caps_scores]
+            raise CacheError(
+                f"kv={self.scheme.name!r} can't bound attention's scores, which this model does (by "
+                f"{shape.score_cap:g}); accepted: {', '.join(accepted)}",
+                field="kv",
+                value=self.scheme.name,
+                accepted=accepted,
+            )
 
     def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
         """Bytes of all layers' arrays for ``capacity`` tokens."""

@@ -92,7 +92,7 @@ class Steps(Windowed):
         self.tiers.load_state(fitted)
 
     def readable(self) -> bool:
-        return self.n_bulk <= self.tiers.capacity
+        return self.n_packed <= self.tiers.capacity
 
     def extend(self, keys: F32, values: F32) -> None:
         self._reserve(keys.shape[1])
@@ -113,16 +113,17 @@ class Steps(Windowed):
 
     def _reserve(self, n: int) -> None:
         """One step for n more tokens, so that none is packed finely only to be packed again."""
-        self.tiers.reserve(self.n_bulk, self._packed_then(n))
+        self.tiers.reserve(self.n_packed, self._packed_then(n))
 
     def _packed_then(self, n: int) -> int:
         """Tokens in the tiers after n more."""
-        packed = min(self.n_seen + n - self.sizes.sink - self.sizes.residual_length, self.bulk_capacity)
+        packed = int(min(self.n_seen + n - self.sizes.sink - self.sizes.residual_length, self.bulk_capacity))
         return packed // WORD * WORD
 
-    def truncate(self, n: int) -> int:
-        kept = super().truncate(n)
-        if not self.n_bulk:  # back to the finest
+    def truncate(self, n: int, again: int = 0) -> int:
+        had_packed = self.n_packed > 0
+        kept = super().truncate(n, again)
+        if had_packed and not self.n_packed:  # back to the finest
             self.arrays["key.arena"][:] = 0
             self.tiers.bind(self.arrays["key.arena"], self.kernels)
         return kept

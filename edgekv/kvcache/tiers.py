@@ -19,14 +19,14 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import CACHE_LINE_BYTES
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import Layout, Workspace, layout_bytes
-from edgekv.kvcache.codec_planes import CentredSigns, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, WORD, Codec
 from edgekv.types import F32, Array
 
 CONVERT_TOKENS = 512  # decoded at a time: bounds the float32 copies
 GROWTH, LEAST_GROWTH = 16, 256  # a step makes room for 1/16 more tokens, at least 256
 ALIGNMENT_BYTES = 32 * CACHE_LINE_BYTES  # of at most 32 arrays in the arena
-SEED, PLANES, LAM, THRESHOLD = 0, 5, 0.9, 2.5e-4  # onebit's and bitplane's defaults
+SEED, LAM, THRESHOLD = 0, 0.9, 2.5e-4  # onebit's and bitplane's defaults
 
 
 class Shape(NamedTuple):
@@ -57,14 +57,14 @@ def _dense(shape: Shape, n: int) -> Pair:
 
 
 def _planes(shape: Shape, n: int) -> Pair:
-    keys = PlaneKeys(shape.n_kv_heads, n, shape.head_dim, planes=PLANES, lam=LAM, seed=SEED)
+    keys = PlaneKeys(shape.n_kv_heads, n, shape.head_dim, lam=LAM, seed=SEED)
     return keys, PlaneValues(keys, n_rep=shape.n_rep, threshold=THRESHOLD)
 
 
 def _signs(bits: int) -> Callable[[Shape, int], Pair]:
     def codecs(shape: Shape, n: int) -> Pair:
         size = shape.n_kv_heads, n, shape.head_dim
-        keys = CentredSigns(*size, planes=PLANES, lam=LAM, seed=SEED)
+        keys = CentredPlanes(*size, bits=1, lam=LAM, seed=SEED)
         return keys, InterleavedValues(*size, bits=bits, seed=SEED)
 
     return codecs

@@ -16,6 +16,7 @@ from edgekv.kvcache.codecs import F16, Codec
 from edgekv.types import F32
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies
+LEAST_LEFT = 0.75  # of the exact window after a rewind: with less, it is computed again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,13 @@ class Windowed(KVCache):
     Tokens enter the recent store exactly (f16). Whenever it holds residual_length + block tokens its oldest block
     is packed, so the packed part always holds whole blocks, and between residual_length and residual_length +
     block - 1 of the latest tokens are exact between two calls. The tail of a prompt stays exact too.
+
+    A rewind shortens the recent part, and nothing is computed again, while LEAST_LEFT of residual_length remains.
+    Further back it is made anew: residual_length tokens or more are computed again, and as many before these, so
+    that each sees an exact window, as in decoding. What was packed of them stays as it was packed.
     """
 
+    version = 2
     exact_when_short = True
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
@@ -53,6 +59,7 @@ class Windowed(KVCache):
         }
         self._recent_capacity = recent
         self.n_sink = self.n_bulk = self.n_recent = 0
+        self.n_packed = 0  # tokens from the first packed one on that the packed stores hold, n_bulk or more
 
     @abc.abstractmethod
     def exact_sizes(self, knobs: Any) -> Sizes:
@@ -116,10 +123,11 @@ class Windowed(KVCache):
             (self.value_codec, self._stores["recent_value"], values),
         ):
             rounded = np.concatenate([store.decode(0, self.n_recent), store.round(new)], axis=1)
-            if packed:
-                codec.encode(contiguous(rounded[:, :packed]), self.n_bulk)
+            kept = min(packed, self.n_packed - self.n_bulk)
+            if packed > kept:
+                codec.encode(contiguous(rounded[:, kept:packed]), self.n_bulk + kept)
             store.encode(contiguous(rounded[:, packed:]), 0)
-        self.n_bulk += packed
+        self._count_packed(packed)
         self.n_recent = total - packed
         self.n_seen += keys.shape[1]
 
@@ -166,29 +174,44 @@ class Windowed(KVCache):
         if not self.tidy_is_due():
             return
         block, stores = self.sizes.block, (self._stores["recent_key"], self._stores["recent_value"])
-        keys, values = (store.decode(0, block) for store in stores)
-        self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_bulk)
+        if self.n_packed == self.n_bulk:
+            keys, values = (store.decode(0, block) for store in stores)
+            self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_bulk)
         for store in stores:
             store.move(block, self.n_recent, 0)
-        self.n_bulk += block
         self.n_recent -= block
+        self._count_packed(block)
+
+    def _count_packed(self, n: int) -> None:
+        self.n_bulk += n
+        self.n_packed = max(self.n_packed, self.n_bulk)
 
     def consistent(self) -> bool:
         s, n_exact = self.sizes, self.n_seen - self.n_sink - self.n_bulk
         return (
             super().consistent()
             and self.n_sink == min(self.n_seen, s.sink)
-            and self.n_bulk % s.block == 0
-            and self.n_bulk <= self.bulk_capacity
+            and self.n_bulk % s.block == self.n_packed % s.block == 0
+            and self.n_bulk <= self.n_packed <= self.bulk_capacity
             and self.n_recent == n_exact <= self._recent_capacity
         )
 
-    def truncate(self, n: int) -> int:
-        """Keeps what is packed at that length; tokens exact then and packed by now must be computed again."""
+    def restart(self, n: int) -> int:
+        held = n - min(n, self.sizes.sink)  # packed and recent tokens
+        if not self.n_bulk or held - self.n_bulk >= LEAST_LEFT * self.sizes.residual_length:
+            return n
+        before_windows = self._whole_blocks(held - 2 * self.sizes.residual_length)
+        return self.sizes.sink + before_windows if before_windows else 0
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        """Keeps whole blocks of what is packed."""
         self.n_sink = min(n, self.sizes.sink)
-        surplus = min(n - self.n_sink - self.sizes.residual_length, self.bulk_capacity)
-        packed = max(0, surplus // self.sizes.block * self.sizes.block)
-        self.n_recent = n - self.n_sink - packed if packed == self.n_bulk else 0
-        self.n_bulk = packed
+        held = n - self.n_sink
+        self.n_recent = max(0, held - self.n_bulk)
+        self.n_bulk = min(self.n_bulk, self._whole_blocks(held))
         self.n_seen = self.n_sink + self.n_bulk + self.n_recent
+        self.n_packed = min(self.n_packed, self._whole_blocks(held + again)) if self.n_seen else 0
         return self.n_seen
+
+    def _whole_blocks(self, n: int) -> int:
+        return max(0, n // self.sizes.block * self.sizes.block)

@@ -12,22 +12,23 @@ import numpy as np
 from edgekv.kernels.cuda.matvec import linear_program
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
-from edgekv.linear.cuda_weights import ACTIVATIONS, LAYERS, MOST_BLOCKS, NORM_THREADS, DeviceWeights, Matrix
+from edgekv.linear.cuda_ops import CudaOps, Normed
+from edgekv.linear.cuda_weights import LAYERS, MOST_BLOCKS, DeviceWeights, Matrix
 
 LEAST_SLAB = 1 << 23  # weights in half precision at a time; more where the card has more memory
 TILE_ROWS = 256
 SLAB_SHARE = 2048  # of the card's bytes, a weight each
 
 
-class HalfOps:
-    """Norms and activations give halves, linear layers take them and give float32 (n, channels)."""
+class HalfOps(CudaOps):
+    """What goes into linear layers is halves, what comes out of them float32 (n, channels)."""
 
     def __init__(self, weights: DeviceWeights) -> None:
-        self.weights, self.driver = weights, weights.driver
+        super().__init__(weights)
         self._slab = max(LEAST_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
 
-    def linear(self, x: Array, name: str) -> Array:
-        w = self.weights.linears[name]
+    def linear(self, x: Array | Normed, name: str) -> Array:
+        w, x = self.weights.linears[name], self._plain(x, np.float16)
         y = self.driver.empty((len(x), w.rows), np.float32)
         self._multiply(x, w, y, False)
         return y
@@ -36,6 +37,15 @@ class HalfOps:
         """x, changed."""
         self._multiply(y, self.weights.linears[name], x, True)
         return x
+
+    def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
+        return self._activation(self.linear(x, name), kind, 1, np.float16)
+
+    def layer_norm(self, x: Array, name: str, eps: float) -> Array:
+        return self._layer_norm(x, name, eps, np.float16)
+
+    def activation(self, x: Array, kind: str) -> Array:
+        return self._activation(x, kind, 0, np.float16)
 
     def _multiply(self, x: Array, w: Matrix, y: Array, adds: bool) -> None:
         x = contiguous(x) if x.dtype == np.float16 else self._rounded(x)
@@ -65,30 +75,4 @@ class HalfOps:
     def _rounded(self, x: Array) -> Array:
         y = self.driver.empty(x.shape, np.float16)
         self.driver.launch(Launch(LAYERS, "round_to_half", (-(-x.size // 256),), 256), contiguous(x), x.size, y)
-        return y
-
-    def rms_norm(self, x: Array, name: str, eps: float) -> Array:
-        return self._norm("rms_norm_half", x, (name,), eps)
-
-    def layer_norm(self, x: Array, name: str, eps: float) -> Array:
-        return self._norm("layer_norm_half", x, (f"{name}.weight", f"{name}.bias"), eps)
-
-    def _norm(self, kernel: str, x: Array, names: tuple[str, ...], eps: float) -> Array:
-        y = self.driver.empty(x.shape, np.float16)
-        vectors = [self.weights.vectors[name] for name in names]
-        launch = Launch(LAYERS, kernel, (len(x),), NORM_THREADS)
-        self.driver.launch(launch, contiguous(x), x.shape[1], *vectors, float(eps), y)
-        return y
-
-    def activation(self, x: Array, kind: str) -> Array:
-        return self._activation(x, x.shape[1], kind, 0)
-
-    def gated_linear(self, x: Array, name: str, kind: str) -> Array:
-        y = self.linear(x, name)
-        return self._activation(y, y.shape[1] // 2, kind, 1)
-
-    def _activation(self, x: Array, size: int, kind: str, gated: int) -> Array:
-        y = self.driver.empty((len(x), size), np.float16)
-        launch = Launch(LAYERS, "activation_half", (-(-size // 256), len(x)), 256)
-        self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y)
         return y

@@ -46,9 +46,9 @@ WEIGHTS: dict[str, WeightFormat] = {
 }
 
 
-def mixed_format(linears: Mapping[str, str]) -> WeightFormat:
-    """The format of a file that is quantized already, from each linear layer's."""
-    return MixedFormat("gguf", 0, 0, tuple(linears.items()))
+def mixed_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
+    """The format of a checkpoint that is quantized already, from each linear layer's; name: of its method."""
+    return MixedFormat(name, 0, 0, tuple(linears.items()))
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from onnx import ModelProto, TensorProto, helper
@@ -52,6 +52,10 @@ class GraphOps:
         self.initializers[name] = tensor
         return name
 
+    def _constant(self, name: str, kind: int, values: Sequence[float]) -> str:
+        self.initializers[name] = helper.make_tensor(name, kind, [len(values)], values)
+        return name
+
     def linear(self, x: str, name: str) -> str:
         linear = self.linears[name]
         bias = self._weight(f"{name}.bias") if linear.biases else ""
@@ -79,8 +83,27 @@ class GraphOps:
         return self._node(op, [x], domain, **attributes)[0]
 
     def gated_linear(self, x: str, name: str, kind: str) -> str:
-        gate, up = self._node("Split", [self.linear(x, name)], outputs=2, axis=-1, num_outputs=2)
-        return self._node("Mul", [self.activation(gate, kind), up])[0]
+        gate, up = self.split(self.linear(x, name), (self.linears[name].rows // 2,) * 2)
+        return self.mul(self.activation(gate, kind), up)
+
+    def split(self, x: str, sizes: Sequence[int]) -> list[str]:
+        lengths = self._constant(f"sizes{len(self.nodes)}", TensorProto.INT64, sizes)
+        return self._node("Split", [x, lengths], outputs=len(sizes), axis=-1)
+
+    def join(self, parts: Sequence[str]) -> str:
+        return self._node("Concat", list(parts), axis=-1)[0]
+
+    def add(self, a: str, b: str) -> str:
+        return self._node("Add", [a, b])[0]
+
+    def mul(self, a: str, b: str) -> str:
+        return self._node("Mul", [a, b])[0]
+
+    def scale(self, x: str, factor: float) -> str:
+        return self.mul(x, self._constant(f"factor{len(self.nodes)}", TensorProto.FLOAT, [factor]))
+
+    def soft_cap(self, x: str, cap: float) -> str:
+        return self.scale(self._node("Tanh", [self.scale(x, 1 / cap)])[0], cap)
 
     def model(self, inputs: Mapping[str, int], result: str, width: int) -> bytes:
         """The recorded graph, serialised: float32 inputs name -> (n, width), one output ``y`` (n, width)."""

@@ -10,6 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from edgekv import numba_cache
 from edgekv.types import F32, U8
 
 SHRINK = np.array([1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7], np.float32)  # candidates for the clipped range
@@ -54,7 +55,13 @@ def _codes(w: F32, scale: F32, zero: int, top: int) -> F32:
     return codes
 
 
-@numba.njit(cache=True, parallel=True, nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+@numba.njit(
+    cache=numba_cache.kept,
+    parallel=True,
+    nogil=True,
+    error_model="numpy",
+    fastmath={"reassoc", "nsz", "contract"},
+)
 def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-untyped-def]
     rows, columns = weight.shape
     zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)

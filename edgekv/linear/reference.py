@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -71,6 +71,26 @@ class NumpyOps:
     def gated_linear(self, x: F32, name: str, kind: str) -> F32:
         gate, up = np.split(self.linear(x, name), 2, axis=-1)
         return ACTIVATIONS[kind](gate) * up
+
+    def split(self, x: F32, sizes: Sequence[int]) -> list[F32]:
+        return np.split(x, np.cumsum(sizes)[:-1], axis=-1)
+
+    def join(self, parts: Sequence[F32]) -> F32:
+        return np.concatenate(parts, axis=-1)
+
+    def add(self, a: F32, b: F32) -> F32:
+        return a + b
+
+    def mul(self, a: F32, b: F32) -> F32:
+        return a * b
+
+    def scale(self, x: F32, factor: float) -> F32:
+        scaled: F32 = x * np.float32(factor)
+        return scaled
+
+    def soft_cap(self, x: F32, cap: float) -> F32:
+        capped: F32 = np.tanh(x / np.float32(cap)) * np.float32(cap)
+        return capped
 
 
 class NumpyLinear:

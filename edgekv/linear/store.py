@@ -97,7 +97,7 @@ class Store:
         self.arch = architecture(self.config)
         if linears and linears.keys() != self.arch.linears().keys():
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
-        self.form = mixed_format(linears) if linears else WEIGHTS[name]
+        self.form = mixed_format(name, linears) if linears else WEIGHTS[name]
         self._file = TensorFile(folder / WEIGHTS_FILE)
         self.table_dtypes = {name: self._file.info(name).dtype for name in self.arch.tables()}
         specs = store_specs(self.arch, self.form, self.table_dtypes)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.checkpoint.gguf_blocks import FORMATS, NEAREST
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
-from edgekv.linear.formats import ITEM_BYTES, WeightFormat, mixed_format
-from edgekv.linear.quantize import pack
+from edgekv.linear.formats import ITEM_BYTES, WEIGHTS, WeightFormat, mixed_format
+from edgekv.linear.quantize import n_blocks, pack
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, Part
 from edgekv.types import F32
@@ -37,18 +36,15 @@ class Weights(Protocol):
     def rows(self, table: str, ids: Ids) -> F32: ...
 
 
-WIDTH = ("int4-32", "int8-32", "f32")
+WIDTH = ("int4", "int4-32", "int8", "int8-32", "f32")
 
 
-def _format_for(kinds: Sequence[str | None]) -> str:
-    """The narrowest format that suits all tensors of a linear layer (None: not quantized)."""
-    suited = [FORMATS.get(kind) or NEAREST.get(kind, "int4-32") if kind else "f32" for kind in kinds]
-    return max(suited, key=WIDTH.index)
-
-
-def _keeps(kind: str, form: str) -> bool:
-    """Whether blocks of this type go into the format unchanged: 4-bit ones also with 8 bits."""
-    return kind in FORMATS and form in WIDTH and WIDTH.index(form) >= WIDTH.index(FORMATS[kind])
+def _keeps(exact: str | None, form: WeightFormat) -> bool:
+    """Whether what a format holds goes into another one unchanged: one with more bits, or smaller blocks."""
+    if exact is None or form.bits == 32:
+        return exact is not None
+    own = WEIGHTS[exact]
+    return own.bits <= form.bits and own.block % form.block == 0
 
 
 class CheckpointWeights:
@@ -58,7 +54,7 @@ class CheckpointWeights:
         self.arch, self.source, self._tensors = arch, source, source.tensors
         self._linears = arch.linears()
         for tensor, shape in arch.tensors().items():
-            self._tensors.require(tensor, shape)
+            self._tensors.require_shape(tensor, shape)
         extra = unexpected(arch, self._tensors.names())
         if extra:
             raise ConfigError(
@@ -91,23 +87,41 @@ class CheckpointWeights:
         kinds = self._kinds()
         if not any(kind for part in kinds.values() for kind in part):
             return None
-        return mixed_format({name: _format_for(part) for name, part in kinds.items()})
+        forms = {
+            name: max((self._tensors.forms(part.tensor)[1] for part in linear.parts), key=WIDTH.index)
+            for name, linear in self._linears.items()
+        }
+        return mixed_format(self._tensors.files[0].method, forms)
 
     def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
         """Types of quantized tensors that have other blocks than ``form`` and lose by it."""
-        kinds = self._kinds().items()
-        lost = {kind for name, part in kinds for kind in part if kind and not _keeps(kind, form.of(name).name)}
+        lost = set()
+        for name, linear in self._linears.items():
+            for part in linear.parts:
+                kind = self._tensors.quantized(part.tensor)
+                if kind and not _keeps(self._tensors.forms(part.tensor)[0], form.of(name)):
+                    lost.add(kind)
         return tuple(sorted(lost))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Types of the quantized tensors."""
+        return tuple(sorted({kind for part in self._kinds().values() for kind in part if kind}))
 
     def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
         """Codes and scales of a linear in ``form``, where the file has them already; else None."""
         parts = self._linears[name].parts
-        kinds = [self._tensors.quantized(part.tensor) for part in parts]
-        if not all(kind and _keeps(kind, form.name) for kind in kinds):
+        if form.bits == 32 or not all(_keeps(self._tensors.forms(part.tensor)[0], form) for part in parts):
             return None
-        pairs = [self._tensors.blocks(part.tensor, 0, part.rows) for part in parts]
-        codes, scales = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
-        return pack(codes, form.bits), scales
+        taken: list[tuple[Codes, F32]] = []
+        for part in parts:
+            codes, scales = self._tensors.blocks(part.tensor, 0, part.rows)
+            n = n_blocks(part.columns, form.block)
+            finer = np.repeat(scales, codes.shape[2] // form.block, axis=1)[:, :n]
+            cut = codes.reshape(part.rows, -1, form.block)[:, :n]
+            taken.append((pack(cut, form.bits), finer))
+        packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
+        return packed, scales
 
     def _kinds(self) -> dict[str, list[str | None]]:
         """The quantized types of each linear's tensors."""
@@ -140,7 +154,8 @@ class CheckpointWeights:
             self._tensors.release(part.tensor)
 
     def vector(self, name: str) -> F32:
-        return to_float32(self._tensors.array(self.arch.vectors()[name][0]))
+        stored = to_float32(self._tensors.array(self.arch.vectors()[name][0]))
+        return stored + np.float32(self.arch.norm_offset) if self.arch.norm_offset else stored
 
     def table(self, name: str) -> npt.NDArray[np.generic]:
         """The stored table itself, (rows, hidden), as `table_dtypes` says."""

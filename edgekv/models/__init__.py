@@ -5,9 +5,15 @@ from collections.abc import Container, Iterable
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import Raw
+from edgekv.models.gemma import Gemma2, Gemma3, Gemma3WithVision
 from edgekv.models.gpt2 import GPT2
+from edgekv.models.granite import Granite
 from edgekv.models.llama import Llama
 from edgekv.models.llava import Llava
+from edgekv.models.ministral3 import Ministral3, Mistral3
+from edgekv.models.olmo2 import Olmo2
+from edgekv.models.phi3 import Phi3
+from edgekv.models.smollm3 import SmolLM3
 from edgekv.schema import shown
 
 MODELS: dict[str, type[Architecture]] = {
@@ -16,6 +22,15 @@ MODELS: dict[str, type[Architecture]] = {
     "qwen2": Llama,
     "qwen3": Llama,
     "gpt2": GPT2,
+    "gemma2": Gemma2,
+    "gemma3": Gemma3WithVision,
+    "gemma3_text": Gemma3,
+    "phi3": Phi3,
+    "smollm3": SmolLM3,
+    "olmo2": Olmo2,
+    "granite": Granite,
+    "ministral3": Ministral3,
+    "mistral3": Mistral3,
     "llava": Llava,
 }
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from edgekv.models.config import ModelConfig, Raw
 
 
 class Ops(Protocol):
-    """Operators on (n_tokens, channels) activations; weights are named as in `Architecture`."""
+    """Operators on (n_tokens, channels) activations; weights are named as in `Architecture`.
+
+    `split` cuts the channels into parts of these sizes, `join` puts them side by side again. `soft_cap` is
+    cap * tanh(x / cap).
+    """
 
     def linear(self, x: Any, name: str) -> Any: ...
     def add_linear(self, x: Any, y: Any, name: str) -> Any:
@@ -27,6 +31,13 @@ class Ops(Protocol):
     def activation(self, x: Any, kind: str) -> Any: ...
     def gated_linear(self, x: Any, name: str, kind: str) -> Any:
         """A linear layer: the activation of the first half of its channels times the second half."""
+
+    def split(self, x: Any, sizes: Sequence[int]) -> Sequence[Any]: ...
+    def join(self, parts: Sequence[Any]) -> Any: ...
+    def add(self, a: Any, b: Any) -> Any: ...
+    def mul(self, a: Any, b: Any) -> Any: ...
+    def scale(self, x: Any, factor: float) -> Any: ...
+    def soft_cap(self, x: Any, cap: float) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +90,7 @@ class Architecture(abc.ABC):
     prefixes: tuple[str, ...]  # of the checkpoint's tensor names, the usual one first
     ignored: tuple[str, ...]  # patterns of checkpoint tensors that hold no weights
     probe: str  # a tensor that every checkpoint of the family has, without its prefix
+    norm_offset = 0.0  # is added to norm weights as the checkpoint has them
 
     def __init__(self, config: ModelConfig, prefix: str) -> None:
         self.config, self.prefix = config, prefix
@@ -106,8 +118,17 @@ class Architecture(abc.ABC):
         """Residual x and attention (n, n_heads * head_dim) -> the next layer's x (n, hidden)."""
 
     @abc.abstractmethod
+    def final_norm(self, ops: Ops, x: Any) -> Any:
+        """x (n, hidden) of the last layer -> what the language-model head reads (n, hidden)."""
+
     def head(self, ops: Ops, x: Any) -> Any:
-        """x (n, hidden) -> logits (n, vocab)."""
+        """x (n, hidden) of the last layer -> logits (n, vocab)."""
+        return ops.linear(self.final_norm(ops, x), "head")
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions are rows of a table, which are added to the embeddings."""
+        return "positions" in self.tables()
 
     @property
     def head_tensor(self) -> str:

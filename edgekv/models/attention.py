@@ -10,6 +10,7 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.serial import serial_kernels
 from edgekv.kvcache.base import Workspace
+from edgekv.kvcache.soft_cap import cap_scores
 from edgekv.machine import blas_threads
 from edgekv.types import F32
 
@@ -28,11 +29,12 @@ class ExactAttention:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="edgekv-attention")
         self._scratch = [Workspace() for _ in range(threads)]
 
-    def __call__(self, queries: F32, keys: F32, values: F32, window: int | None) -> None:
+    def __call__(self, queries: F32, keys: F32, values: F32, window: int | None, cap: float | None = None) -> None:
         """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
 
         keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
-        token t sees keys max(0, t + 1 - window)..t. Scratch: per thread one score block of BLOCK_ROWS x m float32.
+        token t sees keys max(0, t + 1 - window)..t. cap: the soft bound of scores (None: none). Scratch: per
+        thread one score block of BLOCK_ROWS x m float32.
         """
         n_heads, n, _ = queries.shape
         n_kv_heads = keys.shape[0]
@@ -40,7 +42,9 @@ class ExactAttention:
         starts = range((n - 1) // rows * rows, -1, -rows)  # the longest blocks first
         blocks = iter([(g, a, min(a + rows, n)) for a in starts for g in range(n_kv_heads)])
         with blas_threads(1):
-            jobs = [self._pool.submit(self._work, w, blocks, queries, keys, values, window) for w in self._scratch]
+            jobs = [
+                self._pool.submit(self._work, w, blocks, queries, keys, values, window, cap) for w in self._scratch
+            ]
             for job in jobs:
                 job.result()
 
@@ -52,15 +56,24 @@ class ExactAttention:
         keys: F32,
         values: F32,
         window: int | None,
+        cap: float | None,
     ) -> None:
         group = queries.shape[0] // keys.shape[0]
         with serial_kernels():
             for g, a, b in blocks:  # a list's iterator: each block goes to one worker
                 heads = slice(g * group, (g + 1) * group)
-                self._block(scratch, queries[heads], keys[g], values[g], a, b, window)
+                self._block(scratch, queries[heads], keys[g], values[g], a, b, window, cap)
 
     def _block(
-        self, scratch: Workspace, queries: F32, keys: F32, values: F32, a: int, b: int, window: int | None
+        self,
+        scratch: Workspace,
+        queries: F32,
+        keys: F32,
+        values: F32,
+        a: int,
+        b: int,
+        window: int | None,
+        cap: float | None,
     ) -> None:
         """Queries a..b of one group (group, n, head_dim) over its keys and values (m, head_dim)."""
         group, n, head_dim = queries.shape
@@ -72,6 +85,8 @@ class ExactAttention:
         q.reshape(group, b - a, head_dim)[:] = queries[:, a:b]
         s = scratch.array("scores", (rows, t1 - first))
         np.matmul(q, keys[first:t1].T, out=s)
+        if cap is not None:
+            cap_scores(s, cap)
         hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, group)
         lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
         self.kernels.softmax(s[None], lo, hi)

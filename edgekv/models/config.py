@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgekv.errors import ConfigError
 from edgekv.models.rope import RopeConfig
+from edgekv.schema import shown
 
 Raw = Mapping[str, Any]
 CONFIG_HINT = "add or correct it, or give a whole config=FILE"
@@ -17,8 +18,11 @@ CONFIG_HINT = "add or correct it, or give a whole config=FILE"
 class ModelConfig:
     """Shape and constants of one decoder.
 
-    ``layer_windows[i]`` is layer i's sliding window in tokens (None: sees everything);
-    ``layer_scales[i]`` multiplies the queries before the dot product (1/sqrt(head_dim) as a rule).
+    ``layer_ropes[i]`` is layer i's rotation (None: queries and keys are not rotated); ``layer_windows[i]`` its
+    sliding window in tokens (None: sees everything); ``layer_scales[i]`` multiplies the queries before the dot
+    product (1/sqrt(head_dim) as a rule). ``embedding_scale`` multiplies the embeddings of tokens,
+    ``residual_scale`` what a block adds to the residual stream, ``logit_scale`` the logits, which ``logit_cap``
+    then bounds softly, as ``score_cap`` does attention's scores before the softmax.
     """
 
     model_type: str
@@ -37,9 +41,27 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    rope: RopeConfig | None
+    layer_ropes: tuple[RopeConfig | None, ...]
     layer_windows: tuple[int | None, ...]
     layer_scales: tuple[float, ...]
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    score_cap: float | None = None
+
+    @property
+    def ropes(self) -> list[RopeConfig]:
+        """The rotations of the layers, each once."""
+        every: list[RopeConfig] = []
+        for rope in self.layer_ropes:
+            if rope is not None and rope not in every:
+                every.append(rope)
+        return every
+
+    def turns_anew(self, before: int, after: int) -> bool:
+        """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``."""
+        return any(rope.turns_anew(before, after) for rope in self.ropes)
 
     @property
     def q_size(self) -> int:
@@ -75,6 +97,19 @@ def head_size(hidden: int, heads: int) -> int:
     if heads > hidden:
         raise ConfigError(f"config.json: {heads} heads leave no head_dim of a width of {hidden}; {CONFIG_HINT}")
     return hidden // heads
+
+
+def sliding_layers(layer_types: Sequence[str], window: int | None, n_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window, of config.json's layer_types. ConfigError for another number or type of layers."""
+    if len(layer_types) != n_layers:
+        raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(
+            f"config.json: layer_types has {shown(unknown[0])}, which is not supported; supported: "
+            "full_attention, sliding_attention"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def check(config: ModelConfig) -> ModelConfig:

@@ -6,6 +6,7 @@ import numpy as np
 
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array
+from edgekv.kvcache.soft_cap import cap_scores
 
 SCORES = 1 << 24  # float32 alive at once
 
@@ -16,10 +17,12 @@ class CudaAttention:
     def __init__(self, kernels: CudaKernels) -> None:
         self.kernels = kernels
 
-    def __call__(self, queries: Array, keys: Array, values: Array, window: int | None) -> None:
+    def __call__(
+        self, queries: Array, keys: Array, values: Array, window: int | None, cap: float | None = None
+    ) -> None:
         """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
 
-        These are of m >= n tokens, the queries of the last n.
+        These are of m >= n tokens, the queries of the last n. cap: the soft bound of scores.
         """
         n_heads, n, head_dim = queries.shape
         earlier = keys.shape[1] - n
@@ -32,6 +35,8 @@ class CudaAttention:
             first = 0 if window is None else max(0, t0 + 1 - window)
             q = queries[:, a:b].copy().reshape(n_kv_heads, n_rep * (b - a), head_dim)
             s = q @ keys[:, first:t1].transpose(0, 2, 1)
+            if cap is not None:
+                cap_scores(s, cap)
             hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, n_rep)
             lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
             self.kernels.softmax(s, lo, hi)

@@ -16,7 +16,7 @@ from edgekv.models.cuda_attention import CudaAttention
 from edgekv.models.cuda_graph import Replay
 from edgekv.models.cuda_prompt import HalfPrompt, chunk_tokens
 from edgekv.models.decoder import Decoder
-from edgekv.models.rope import RopeTable
+from edgekv.models.rope_tables import RopeTable, Rotation
 from edgekv.types import I64
 
 
@@ -25,15 +25,15 @@ class DeviceRope:
 
     def __init__(self, table: RopeTable, capacity: int, driver: Driver) -> None:
         self.table, self.driver = table, driver
-        self.is_fixed = not table.rope.depends_on_length
-        self._all = tuple(map(driver.upload, table.at(0, capacity))) if self.is_fixed else None
+        self.is_fixed = table.is_fixed
+        self._all = self._uploaded(table.at(0, capacity)) if self.is_fixed else None
 
-    def at(self, start: int, n: int) -> tuple[Array, Array]:
-        if self._all is None:
-            cos, sin = self.table.at(start, n)
-            return self.driver.upload(cos), self.driver.upload(sin)
-        cos, sin = self._all
-        return cos[start : start + n], sin[start : start + n]
+    def at(self, start: int, n: int) -> Rotation:
+        return self._all.rows(start, start + n) if self._all else self._uploaded(self.table.at(start, n))
+
+    def _uploaded(self, rotation: Rotation) -> Rotation:
+        (cos, sin, factors), upload = rotation, self.driver.upload
+        return Rotation(upload(cos), upload(sin), None if factors is None else upload(factors))
 
 
 class CudaDecoder(Decoder):
@@ -52,14 +52,18 @@ class CudaDecoder(Decoder):
                 self._half = HalfPrompt(weights.arch, linear.half, kernels, self.workspace, self.chunk)
         self._exact_attention = CudaAttention(kernels)  # type: ignore[assignment]
         self._norms = [tuple(map(driver.upload, pair)) for pair in self._norms]
-        if self._rope is not None:
-            self._rope = DeviceRope(self._rope, capacity, driver)  # type: ignore[assignment]
+        tables = [DeviceRope(table, capacity, driver) for table in self._ropes.tables]
+        self._ropes.tables = tables  # type: ignore[assignment]
         self._replay = Replay(self)
+
+    def free_bytes(self) -> int:
+        return self.driver.free_bytes()
 
     @property
     def can_replay(self) -> bool:
-        """Whether the position is all that differs between two steps."""
-        return self._rope is None or self._rope.is_fixed  # type: ignore[attr-defined]
+        """Whether the position is all that differs between two steps, and where kernels look it up."""
+        grows = any(rope.query_growth for rope in self.config.ropes)
+        return self._ropes.is_fixed and not grows and self.config.score_cap is None
 
     @property
     def n_replayed(self) -> int:
@@ -73,21 +77,19 @@ class CudaDecoder(Decoder):
         rng = np.random.default_rng(0)
         shape = (n, self.config.q_size + 2 * self.config.kv_size)
         qkv = self.driver.upload(rng.standard_normal(shape, dtype=np.float32))
-        cos, sin = self._tables(0, n)
         q, k, v = self._qkv_buffers("prefill", n)
-        norm_q, norm_k = self._norms[-1]
-        self.kernels.split_rope(qkv, cos, sin, q, k, v, 1.0, norm_q, norm_k, self.config.norm_eps)
+        self._split(len(self._norms) - 1, qkv, self._ropes.at(0, n)[-1], q, k, v)
         if n > 1:
             cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
             type(cache).finish_prefill([cache])
         cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
         self._exact_attention(q, k, v, None)
 
-    def _prefill_layer(self, i: int, cache: KVCache, x: Array, cos: Array, sin: Array) -> None:
+    def _prefill_layer(self, i: int, cache: KVCache, x: Array, rotation: Rotation) -> None:
         if self._half is None or len(x) <= MATVEC_ROWS:
-            super()._prefill_layer(i, cache, x, cos, sin)
+            super()._prefill_layer(i, cache, x, rotation)
         else:
-            self._half.layer(i, cache, x, cos, sin, self._norms[i])
+            self._half.layer(i, cache, x, rotation, self._norms[i])
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> Array:
         self.require_process()
@@ -95,8 +97,9 @@ class CudaDecoder(Decoder):
 
     def embed_ids(self, ids: Array, start: int) -> Array:
         """(n, hidden) of ids (n,) int32 on the device."""
-        positions = None if self._rope is not None else "positions"
-        return self.weights.embed("embed", ids, positions, start)  # type: ignore[attr-defined]
+        positions = "positions" if self._learned_positions else None
+        x = self.weights.embed("embed", ids, positions, start)  # type: ignore[attr-defined]
+        return x if self.config.embedding_scale == 1.0 else x * np.float32(self.config.embedding_scale)
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Logits (vocab,) on the device after appending one token, valid until the next step."""

@@ -14,6 +14,7 @@ from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.cuda_half import HalfOps
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
+from edgekv.models.rope_tables import Rotation
 
 CHUNK_SHARE = 64  # of the card's memory: what a chunk's activations may take
 LEAST_CHUNK, MOST_CHUNK = 256, 8192
@@ -37,10 +38,11 @@ class HalfPrompt:
 
     @staticmethod
     def fits(config: ModelConfig, driver: Driver) -> bool:
-        """Whether the device and the heads are such that this can be used."""
-        return driver.has_matrix_tiles and config.head_dim <= MOST_WIDTH
+        """Whether the device has what this takes, and attention is of the plain kind."""
+        grows = any(rope.query_growth for rope in config.ropes)
+        return driver.has_matrix_tiles and config.head_dim <= MOST_WIDTH and config.score_cap is None and not grows
 
-    def layer(self, i: int, cache: KVCache, x: Array, cos: Array, sin: Array, norms: tuple[Any, Any]) -> None:
+    def layer(self, i: int, cache: KVCache, x: Array, rotation: Rotation, norms: tuple[Any, Any]) -> None:
         """Turns x (n, hidden) into layer i's result in place, and fills its cache."""
         n, c, array = len(x), self.arch.config, self.workspace.array
         width, chunk = padded_width(c.head_dim), self.chunk
@@ -55,10 +57,13 @@ class HalfPrompt:
             half_q = array("prefill.half_q", (c.n_heads, b - a, width), np.float16)
             out = array("prefill.half_out", (b - a, c.q_size), np.float16)
             self.kernels.split_rope(
-                *(self.arch.attention_in(self.ops, i, x[part]), cos[part], sin[part]),
+                *(self.arch.attention_in(self.ops, i, x[part]), *rotation.rows(a, b)[:2]),
                 *(None if queries is None else queries[:, part], k[:, part], v[:, part]),
                 *(c.layer_scales[i], *norms, c.norm_eps, Halves(half_q, half_k, half_v, a)),
             )
             self.kernels.attend_prompt(half_q, half_k, half_v, a, c.layer_windows[i], out)
-            self.arch.attention_out(self.ops, i, x[part], out)  # HalfOps adds to x
+            here = x[part]
+            there = self.arch.attention_out(self.ops, i, here, out)
+            if there is not here:  # HalfOps adds in place
+                x[part] = there
         cache.prefill(k[:, :0] if queries is None else queries, k, v)

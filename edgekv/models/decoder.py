@@ -13,8 +13,9 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.weights import Weights
+from edgekv.machine import available_memory_bytes
 from edgekv.models.attention import ExactAttention
-from edgekv.models.rope import RopeTable
+from edgekv.models.rope_tables import LayerRopes, Rotation
 from edgekv.types import F32, I64
 
 CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
@@ -43,7 +44,8 @@ class Decoder:
         self.threads, self._pid = threads, os.getpid()
         self.workspace, self.chunk = Workspace(), CHUNK
         self._exact_attention = ExactAttention(kernels, threads)
-        self._rope = RopeTable(self.config.rope, capacity) if self.config.rope else None
+        self._ropes = LayerRopes(self.config.layer_ropes, capacity)
+        self._learned_positions = weights.arch.learned_positions
         names = ("norm_q", "norm_k") if self.config.qk_norm else ()
         layers = range(self.config.n_layers)
         # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
@@ -58,17 +60,19 @@ class Decoder:
                 "processes with multiprocessing's 'spawn', or fork before anything is loaded"
             )
 
+    def free_bytes(self) -> int:
+        """Memory that is left where it computes."""
+        return available_memory_bytes()
+
     def warm_up(self, caches: Sequence[KVCache]) -> None:
         """Compiles a scheme's kernels, or loads them from Numba's cache, on throw-away random tokens."""
         cache, c = caches[-1], self.config
         n = cache.geometry.capacity
         cache.allocate(self.kernels, Workspace())
         rng = np.random.default_rng(0)
-        cos, sin = self._tables(0, n)
         qkv = rng.standard_normal((n, c.q_size + 2 * c.kv_size)).astype(np.float32)
         q, k, v = self._qkv_buffers("prefill", n)
-        norm_q, norm_k = self._norms[-1]
-        self.kernels.split_rope(qkv, cos, sin, q, k, v, 1.0, norm_q, norm_k, c.norm_eps)
+        self._split(len(self._norms) - 1, qkv, self._ropes.at(0, n)[-1], q, k, v)
         if n > 1:
             cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
             type(cache).finish_prefill([cache])
@@ -80,7 +84,9 @@ class Decoder:
         self.require_process()
         ids = np.asarray(tokens, np.int64)
         x = self.weights.rows("embed", ids)
-        if self._rope is not None:
+        if self.config.embedding_scale != 1.0:
+            x = np.multiply(x, np.float32(self.config.embedding_scale), dtype=np.float32)
+        if not self._learned_positions:
             return x
         positions = self.weights.rows("positions", np.arange(start, start + len(ids)))
         summed: F32 = np.add(x, positions, dtype=np.float32)
@@ -91,7 +97,7 @@ class Decoder:
 
         Like tokens' they are given learned positions, where the model has these.
         """
-        if self._rope is None:
+        if self._learned_positions:
             first = start + at
             rows = rows + to_host(self.weights.rows("positions", np.arange(first, first + len(rows))))
         x[at : at + len(rows)] = np.asarray(rows, like=x)
@@ -108,10 +114,10 @@ class Decoder:
     def forward(self, x: F32, caches: Sequence[KVCache]) -> F32:
         """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
         n, start = len(x), caches[0].n_seen
-        cos, sin = self._tables(start, n)
+        rotations = self._ropes.at(start, n)
         q, k, v = self._qkv_buffers("step", n)
         for i, cache in enumerate(caches):
-            self._project(i, x, cos, sin, q, k, v)
+            self._project(i, x, rotations[i], q, k, v)
             out = cache.attend(q, k, v)  # (n_heads, n, head_dim)
             x = self.linear.attention_out(i, x, self._merge(out))
         return x
@@ -133,19 +139,19 @@ class Decoder:
         """
         n, start = len(x), caches[0].n_seen
         exact = exact and start == 0 and caches[0].exact_prefill
-        cos, sin = self._tables(start, n)
+        rotations = self._ropes.at(start, n)
         for i, cache in enumerate(caches):
             if exact:
-                self._prefill_layer(i, cache, x, cos, sin)
+                self._prefill_layer(i, cache, x, rotations[i])
             else:
-                self._continue_layer(i, cache, x, cos, sin)
+                self._continue_layer(i, cache, x, rotations[i])
             if progress:
                 progress(i + 1, len(caches))
         if exact:
             type(caches[0]).finish_prefill(caches)
         return x
 
-    def _prefill_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:
+    def _prefill_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
         """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
         n, c, array = len(x), self.config, self.workspace.array
         held = n if cache.sees_queries else min(n, self.chunk)
@@ -155,32 +161,26 @@ class Decoder:
         for a in range(0, n, self.chunk):
             b = min(a + self.chunk, n)
             queries = q[:, a % held : a % held + b - a]
-            self._project(i, x[a:b], cos[a:b], sin[a:b], queries, k[:, a:b], v[:, a:b])
+            self._project(i, x[a:b], rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
-            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i])
+            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap)
             x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out))
         cache.prefill(q, k, v)
 
-    def _continue_layer(self, i: int, cache: KVCache, x: F32, cos: F32, sin: F32) -> None:
+    def _continue_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
         """Chunk by chunk, each of which attends in blocks of as many queries as their scores allow."""
         n, c = len(x), self.config
         block = max(1, ATTEND_ROWS // (c.n_heads * (cache.n_seen + n)))
         for a in range(0, n, self.chunk):
             part = slice(a, min(a + self.chunk, n))
             q, k, v = self._qkv_buffers("step", part.stop - part.start)
-            self._project(i, x[part], cos[part], sin[part], q, k, v)
+            self._project(i, x[part], rotation.rows(part.start, part.stop), q, k, v)
             out = self.workspace.array("step.out", q.shape)
             for b in range(0, part.stop - part.start, block):
                 rows = slice(b, b + block)
                 out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows])
             x[part] = self.linear.attention_out(i, x[part], self._merge(out))
-
-    def _tables(self, start: int, n: int) -> tuple[F32, F32]:
-        if self._rope is None:
-            empty = np.empty((n, 0), np.float32)
-            return empty, empty
-        return self._rope.at(start, n)
 
     def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
         c, array = self.config, self.workspace.array
@@ -190,12 +190,17 @@ class Decoder:
             array(f"{name}.v", (c.n_kv_heads, n, c.head_dim)),
         )
 
-    def _project(self, i: int, x: F32, cos: F32, sin: F32, q: F32, k: F32, v: F32) -> None:
+    def _project(self, i: int, x: F32, rotation: Rotation, q: F32, k: F32, v: F32) -> None:
         """Fused projection, head split, q/k norm and rotation of x (n, hidden) into q, k, v."""
-        qkv = self.linear.attention_in(i, x)
+        self._split(i, self.linear.attention_in(i, x), rotation, q, k, v)
+
+    def _split(self, i: int, qkv: F32, rotation: Rotation, q: F32, k: F32, v: F32) -> None:
+        """What follows the projection of layer i."""
+        c, (cos, sin, query_factors) = self.config, rotation
         norm_q, norm_k = self._norms[i]
-        scale = self.config.layer_scales[i]
-        self.kernels.split_rope(qkv, cos, sin, q, k, v, scale, norm_q, norm_k, self.config.norm_eps)
+        self.kernels.split_rope(qkv, cos, sin, q, k, v, c.layer_scales[i], norm_q, norm_k, c.norm_eps)
+        if query_factors is not None:
+            q *= query_factors
 
     def _merge(self, out: F32) -> F32:
         """(n_heads, n, head_dim) -> (n, n_heads * head_dim)."""

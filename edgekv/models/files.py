@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 Layers = Annotated[int, Meta(ge=1, le=1024)]
 Heads = Annotated[int, Meta(ge=1, le=1 << 14)]
@@ -17,6 +17,7 @@ Vocabulary = Annotated[int, Meta(ge=1, le=1 << 24)]
 Positions = Annotated[int, Meta(ge=1, le=1 << 28)]
 Epsilon = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(gt=1e-6, le=1e6)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 Theta = Annotated[float, Meta(gt=1, le=1e15)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -37,6 +38,8 @@ class RopeFile(Struct):
     mscale: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     mscale_all_dim: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     truncate: bool | None = None
+    partial_rotary_factor: Share | None = None
+    llama_4_scaling_beta: Annotated[float, Meta(ge=0, le=1e3)] | None = None
     short_factor: list[Factor] | None = None
     long_factor: list[Factor] | None = None
 
@@ -59,10 +62,79 @@ class LlamaFile(Struct):
     rope_theta: Theta | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    sliding_window: Annotated[int, Meta(ge=1, le=1 << 28)] | None = None
+    sliding_window: Positions | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0, le=1024)] | None = None
     layer_types: list[str] | None = None
+
+
+class GemmaFile(LlamaFile):
+    """What gemma2 and gemma3_text share."""
+
+    head_dim: Width | None = 256
+    tie_word_embeddings: bool | None = True
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: Factor = 256.0
+    sliding_window: Positions | None = 4096
+    sliding_window_pattern: Layers = 6
+    rope_local_base_freq: Theta = 10000.0
+    use_bidirectional_attention: bool | None = None
+
+
+class Gemma2File(GemmaFile):
+    max_position_embeddings: Positions | None = 8192
+    final_logit_softcapping: Factor | None = None
+    attn_logit_softcapping: Factor | None = None
+
+
+class Gemma3File(GemmaFile):
+    final_logit_softcapping: Factor | None = None
+    max_position_embeddings: Positions | None = 131072
+    rope_theta: Theta | None = 1e6
+
+
+class Phi3File(LlamaFile):
+    max_position_embeddings: Positions | None = 4096
+    original_max_position_embeddings: Positions | None = 4096
+    rms_norm_eps: Epsilon | None = 1e-5
+    partial_rotary_factor: Share = 1.0
+
+
+class SmolLM3File(LlamaFile):
+    max_position_embeddings: Positions | None = 32768
+    rope_theta: Theta | None = 2e6
+    tie_word_embeddings: bool | None = True
+    no_rope_layers: list[Annotated[int, Meta(ge=0, le=1)]] | None = None
+    no_rope_layer_interval: Layers = 4
+
+
+class Olmo2File(LlamaFile):
+    rms_norm_eps: Epsilon | None = 1e-5
+
+
+class GraniteFile(LlamaFile):
+    embedding_multiplier: Factor = 1.0
+    residual_multiplier: Factor = 1.0
+    attention_multiplier: Factor = 1.0
+    logits_scaling: Factor = 1.0
+
+
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+class Ministral3File(LlamaFile):
+    head_dim: Width | None = 128
+    max_position_embeddings: Positions | None = 262144
+    rms_norm_eps: Epsilon | None = 1e-5
+    rope_parameters: dict[str, Any] | None = field(default_factory=MINISTRAL_ROPE.copy)
 
 
 class GPT2File(Struct):
@@ -80,7 +152,16 @@ class GPT2File(Struct):
     scale_attn_by_inverse_layer_idx: bool | None = None
 
 
-class LlavaFile(Struct):
+class RopeOfLayers(Struct):
+    """gemma3's rope_parameters: one for each type of layer."""
+
+    full_attention: dict[str, Any] | None = None
+    sliding_attention: dict[str, Any] | None = None
+
+
+class MultimodalFile(Struct):
+    """What a model that sees has beside its text_config."""
+
     text_config: dict[str, Any] | None = None
     image_token_index: Token | None = None
     image_token_id: Token | None = None

@@ -39,7 +39,7 @@ def gpt2_config(raw: Raw) -> ModelConfig:
             out_bias=True,
             mlp_bias=True,
             qk_norm=False,
-            rope=None,
+            layer_ropes=(None,) * layers,
             layer_windows=(None,) * layers,
             layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(layers)),
         )
@@ -90,5 +90,5 @@ class GPT2(Architecture):
         h = ops.linear(ops.layer_norm(x, f"{i}.norm_mlp", self.config.norm_eps), f"{i}.up")
         return ops.add_linear(x, ops.activation(h, self.config.activation), f"{i}.down")
 
-    def head(self, ops: Ops, x: Any) -> Any:
-        return ops.linear(ops.layer_norm(x, "norm", self.config.norm_eps), "head")
+    def final_norm(self, ops: Ops, x: Any) -> Any:
+        return ops.layer_norm(x, "norm", self.config.norm_eps)

@@ -1,50 +1,71 @@
-"""The Llama family: Llama 1 to 3.2, Mistral, Qwen2 (QKV bias), Qwen3 (q/k norm), TinyLlama, SmolLM."""
+"""The Llama family: Llama 1 to 3.2, Mistral, Qwen2 (QKV bias), Qwen3 (q/k norm), TinyLlama, SmolLM.
+
+Other families are made from it: `Llama.norms` says where a layer normalises, the config what it multiplies by.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from edgekv.errors import ConfigError
 from edgekv.models.architecture import Architecture, Linear, Ops, Part
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size, sliding_layers
 from edgekv.models.files import LlamaFile
 from edgekv.models.rope import RopeConfig
 from edgekv.schema import read
 
 MISTRAL_WINDOW = 4096  # where sliding_window is absent; null means none
 OWN_HEAD_DIM = {"qwen3": 128}  # where head_dim is absent
+POSITIONS = 2048  # where max_position_embeddings is absent
+
+
+def decoder_config(model_type: str, file: LlamaFile, head_dim: int | None = None, **own: Any) -> ModelConfig:
+    """ModelConfig of a decoder built as Llama's, with a family's ``head_dim`` where the file has none.
+
+    own: the fields in which the family differs.
+    """
+    layers, heads = file.num_hidden_layers, file.num_attention_heads
+    head_dim = file.head_dim or head_dim or head_size(file.hidden_size, heads)
+    if "layer_ropes" not in own:
+        own["layer_ropes"] = (
+            RopeConfig.from_file(file, head_dim, file.max_position_embeddings or POSITIONS),
+        ) * layers
+    reach = [rope.max_positions for rope in own["layer_ropes"] if rope is not None]
+    fields = {
+        "model_type": model_type,
+        "vocab_size": file.vocab_size,
+        "hidden_size": file.hidden_size,
+        "intermediate_size": file.intermediate_size,
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_kv_heads": file.num_key_value_heads or heads,
+        "head_dim": head_dim,
+        "max_positions": max(reach, default=file.max_position_embeddings or POSITIONS),
+        "norm_eps": 1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
+        "activation": activation(file.hidden_act or "silu"),
+        "tied_embeddings": bool(file.tie_word_embeddings),
+        "qkv_bias": bool(file.attention_bias),
+        "out_bias": bool(file.attention_bias),
+        "mlp_bias": bool(file.mlp_bias),
+        "qk_norm": False,
+        "layer_windows": (None,) * layers,
+        "layer_scales": (head_dim**-0.5,) * layers,
+    }
+    return check(ModelConfig(**{**fields, **own}))
 
 
 def llama_config(raw: Raw) -> ModelConfig:
     """ModelConfig of a Llama-family config.json."""
-    file = read(raw, LlamaFile, "config.json", CONFIG_HINT)
-    model_type, hidden, heads = str(raw["model_type"]), file.hidden_size, file.num_attention_heads
-    layers = file.num_hidden_layers
-    head_dim = file.head_dim or OWN_HEAD_DIM.get(model_type) or head_size(hidden, heads)
+    file, model_type = read(raw, LlamaFile, "config.json", CONFIG_HINT), str(raw["model_type"])
     bias = bool(file.attention_bias)
-    rope = RopeConfig.from_file(file, head_dim, file.max_position_embeddings or 2048)
-    return check(
-        ModelConfig(
-            model_type=model_type,
-            vocab_size=file.vocab_size,
-            hidden_size=hidden,
-            intermediate_size=file.intermediate_size,
-            n_layers=layers,
-            n_heads=heads,
-            n_kv_heads=file.num_key_value_heads or heads,
-            head_dim=head_dim,
-            max_positions=rope.max_positions,
-            norm_eps=1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
-            activation=activation(file.hidden_act or "silu"),
-            tied_embeddings=bool(file.tie_word_embeddings),
-            qkv_bias=bias or model_type == "qwen2",
-            out_bias=bias and model_type != "qwen2",
-            mlp_bias=bool(file.mlp_bias),
-            qk_norm=model_type == "qwen3",
-            rope=rope,
-            layer_windows=windows(raw, file),
-            layer_scales=(head_dim**-0.5,) * layers,
-        )
+    return decoder_config(
+        model_type,
+        file,
+        OWN_HEAD_DIM.get(model_type),
+        qkv_bias=bias or model_type == "qwen2",
+        out_bias=bias and model_type != "qwen2",
+        qk_norm=model_type == "qwen3",
+        layer_windows=windows(raw, file),
     )
 
 
@@ -56,19 +77,24 @@ def windows(raw: Raw, file: LlamaFile) -> tuple[int | None, ...]:
     if window is None or not slides:
         return (None,) * layers
     if file.layer_types is not None:
-        if len(file.layer_types) != layers:
-            raise ConfigError(f"config.json: layer_types has {len(file.layer_types)} entries for {layers} layers")
-        return tuple(window if t == "sliding_attention" else None for t in file.layer_types)
+        return sliding_layers(file.layer_types, window, layers)
     default = 0 if is_mistral else 28
     first = default if is_mistral or file.max_window_layers is None else file.max_window_layers
     return tuple(window if i >= first else None for i in range(layers))
 
 
 class Llama(Architecture):
+    """RMS norms before attention and MLP, rotated queries and keys, a gated MLP."""
+
     prefixes = ("model.", "")
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
     read_config = staticmethod(llama_config)
     probe = "embed_tokens.weight"
+    norms: Mapping[str, str] = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
+    """A layer's norms: before attention (norm_in) and behind it (norm_attention), before the MLP (norm_mlp) and
+    behind it (norm_down), as the checkpoint calls them; there is none where a name is missing."""
+    qkv_parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # of self_attn; one where they are fused
+    up_parts: tuple[str, ...] = ("gate_proj", "up_proj")  # of mlp
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
         c = self.config
@@ -77,6 +103,7 @@ class Llama(Architecture):
     def _linear(
         self, base: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool
     ) -> Linear:
+        rows = rows if len(names) == len(rows) else (sum(rows),)
         parts = tuple(Part(f"{base}{name}.weight", r, columns) for name, r in zip(names, rows, strict=True))
         return Linear(parts, tuple(f"{base}{name}.bias" for name in names) if bias else ())
 
@@ -86,18 +113,15 @@ class Llama(Architecture):
         qkv = (c.q_size, c.kv_size, c.kv_size)
         both = (c.intermediate_size,) * 2
         return {
-            f"{i}.qkv": self._linear(attn, ("q_proj", "k_proj", "v_proj"), qkv, c.hidden_size, c.qkv_bias),
+            f"{i}.qkv": self._linear(attn, self.qkv_parts, qkv, c.hidden_size, c.qkv_bias),
             f"{i}.out": self._linear(attn, ("o_proj",), (c.hidden_size,), c.q_size, c.out_bias),
-            f"{i}.up": self._linear(mlp, ("gate_proj", "up_proj"), both, c.hidden_size, c.mlp_bias),
+            f"{i}.up": self._linear(mlp, self.up_parts, both, c.hidden_size, c.mlp_bias),
             f"{i}.down": self._linear(mlp, ("down_proj",), (c.hidden_size,), c.intermediate_size, c.mlp_bias),
         }
 
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
         c, base = self.config, f"{self.prefix}layers.{i}."
-        vectors = {
-            f"{i}.norm_in": (f"{base}input_layernorm.weight", c.hidden_size),
-            f"{i}.norm_mlp": (f"{base}post_attention_layernorm.weight", c.hidden_size),
-        }
+        vectors = {f"{i}.{name}": (f"{base}{norm}.weight", c.hidden_size) for name, norm in self.norms.items()}
         if c.qk_norm:
             vectors[f"{i}.norm_q"] = (f"{base}self_attn.q_norm.weight", c.head_dim)
             vectors[f"{i}.norm_k"] = (f"{base}self_attn.k_norm.weight", c.head_dim)
@@ -107,12 +131,29 @@ class Llama(Architecture):
         return {"norm": (f"{self.prefix}norm.weight", self.config.hidden_size)}
 
     def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
-        return ops.linear(ops.rms_norm(x, f"{i}.norm_in", self.config.norm_eps), f"{i}.qkv")
+        return ops.linear(self._normed(ops, i, "norm_in", x), f"{i}.qkv")
 
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
-        x = ops.add_linear(x, attention, f"{i}.out")
-        h = ops.rms_norm(x, f"{i}.norm_mlp", self.config.norm_eps)
-        return ops.add_linear(x, ops.gated_linear(h, f"{i}.up", self.config.activation), f"{i}.down")
+        x = self._added(ops, i, "norm_attention", x, attention, "out")
+        h = ops.gated_linear(self._normed(ops, i, "norm_mlp", x), f"{i}.up", self.config.activation)
+        return self._added(ops, i, "norm_down", x, h, "down")
+
+    def _normed(self, ops: Ops, i: int, name: str, x: Any) -> Any:
+        return ops.rms_norm(x, f"{i}.{name}", self.config.norm_eps) if name in self.norms else x
+
+    def _added(self, ops: Ops, i: int, norm: str, x: Any, y: Any, name: str) -> Any:
+        """The residual stream with what a linear layer of y adds to it, normed and scaled where a family does so."""
+        factor = self.config.residual_scale
+        if norm not in self.norms and factor == 1.0:
+            return ops.add_linear(x, y, f"{i}.{name}")
+        block = self._normed(ops, i, norm, ops.linear(y, f"{i}.{name}"))
+        return ops.add(x, block if factor == 1.0 else ops.scale(block, factor))
+
+    def final_norm(self, ops: Ops, x: Any) -> Any:
+        return ops.rms_norm(x, "norm", self.config.norm_eps)
 
     def head(self, ops: Ops, x: Any) -> Any:
-        return ops.linear(ops.rms_norm(x, "norm", self.config.norm_eps), "head")
+        c, logits = self.config, super().head(ops, x)
+        if c.logit_scale != 1.0:
+            logits = ops.scale(logits, c.logit_scale)
+        return logits if c.logit_cap is None else ops.soft_cap(logits, c.logit_cap)

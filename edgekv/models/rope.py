@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +16,14 @@ import numpy.typing as npt
 from edgekv.errors import ConfigError
 from edgekv.models.files import LlamaFile, RopeFile
 from edgekv.schema import read
-from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary settings: ``dim`` rotated channels per head, base ``theta``, scaling ``kind`` and its parameters.
 
-    ``max_positions`` is the longest context that the scaling is meant for.
+    ``max_positions`` is the longest context that the scaling is meant for. Where ``query_growth`` is not 0, the
+    query at position p is multiplied by 1 + query_growth * log(1 + p // original length), as in Llama 4.
     """
 
     dim: int
@@ -31,58 +32,87 @@ class RopeConfig:
     trained_positions: int
     max_positions: int
     params: RopeFile
+    query_growth: float = 0.0
 
     @classmethod
-    def from_file(cls, file: LlamaFile, head_dim: int, positions: int) -> RopeConfig:
+    def from_file(cls, file: LlamaFile, dim: int, positions: int, theta: float = 10000.0) -> RopeConfig:
         """From config.json: ``rope_scaling`` + ``rope_theta`` (transformers 4) or ``rope_parameters`` (5).
 
-        As in transformers, a rope_scaling that was added replaces rope_parameters (but not their theta, where
-        transformers takes 10000), and the Llama family has no partial_rotary_factor. Raises ConfigError for
-        an unknown scaling type, a missing parameter or ones that contradict each other.
+        dim: rotated channels of a head. theta: the family's own, where there is none. As in transformers, a
+        rope_scaling that was added replaces rope_parameters, but not their theta. Raises ConfigError as `read`.
         """
         name = "rope_scaling" if file.rope_scaling or not file.rope_parameters else "rope_parameters"
-        params = read(getattr(file, name) or {}, RopeFile, f"config.json: {name}")
         older = read(file.rope_parameters or {}, RopeFile, "config.json: rope_parameters")
+        theta = older.rope_theta or file.rope_theta or theta
+        return cls.of(
+            getattr(file, name) or {}, name, dim, positions, theta, file.original_max_position_embeddings
+        )
+
+    @classmethod
+    def of(
+        cls,
+        raw: Mapping[str, Any],
+        name: str,
+        dim: int,
+        positions: int,
+        theta: float,
+        original: int | None = None,
+    ) -> RopeConfig:
+        """From the object ``name`` of config.json. theta: where it has none. original: length, before its own.
+
+        Raises ConfigError for an unknown scaling type, a missing parameter or ones that contradict each other.
+        """
+        params = read(raw, RopeFile, f"config.json: {name}")
         kind = params.rope_type or params.type or "default"
         kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
         if kind not in ROPE_TYPES:
             raise ConfigError(
                 f"config.json: {name} type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
-        theta = params.rope_theta or older.rope_theta or file.rope_theta or 10000.0
-        original = file.original_max_position_embeddings or params.original_max_position_embeddings or positions
-        if kind == "yarn" and params.factor is None and "factor" in (getattr(file, name) or {}):
+        original = original or params.original_max_position_embeddings or positions
+        if kind == "yarn" and params.factor is None and "factor" in raw:
             params.factor = positions / original  # null
         for needed in ROPE_TYPES[kind][1]:
             if getattr(params, needed) is None:
                 raise ConfigError(f"config.json: {name} of type {kind!r} needs {needed!r}, a number")
-        if head_dim % 2:
-            raise ConfigError(f"config.json: head_dim {head_dim} can't be rotated; it must be even")
+        if dim % 2 or not dim:
+            raise ConfigError(f"config.json: {dim} channels of a head can't be rotated; the number must be even")
         params.original_max_position_embeddings = original
-        _require_together(name, kind, params, head_dim)
+        _require_together(name, kind, params, dim)
         reach, factor = positions, params.factor or 1.0
         if kind in ("linear", "dynamic"):
             reach = max(1, int(positions * factor))
         elif kind == "yarn":
             reach = max(positions, int(original * factor))
-        return cls(head_dim, theta, kind, positions, reach, params)
+        growth = params.llama_4_scaling_beta or 0.0
+        return cls(dim, params.rope_theta or theta, kind, positions, reach, params, growth)
 
     @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies change with the length of the sequence."""
-        return self.kind in ("dynamic", "longrope")
+    def fixed_up_to(self) -> float:
+        """The length of a sequence beyond which the frequencies are others than before."""
+        limits = {"dynamic": self.trained_positions, "longrope": self.params.original_max_position_embeddings}
+        return limits.get(self.kind) or math.inf
+
+    def turns_anew(self, before: int, after: int) -> bool:
+        """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``.
+
+        So with longrope, whose two sets of frequencies do not go together. With dynamic scaling earlier keys keep
+        the rotation that they had, as in transformers.
+        """
+        is_long = [n > self.fixed_up_to for n in (before, after)]
+        return self.kind == "longrope" and before > 0 and is_long[0] != is_long[1]
 
 
-def _require_together(name: str, kind: str, params: RopeFile, head_dim: int) -> None:
+def _require_together(name: str, kind: str, params: RopeFile, dim: int) -> None:
     """ConfigError where parameters of a type contradict each other."""
     low, high = params.low_freq_factor or 0.0, params.high_freq_factor or 0.0
     if kind == "llama3" and high <= low:
         raise ConfigError(
             f"config.json: {name} has high_freq_factor {high:g}; accepted: more than low_freq_factor, {low:g}"
         )
-    if kind == "dynamic" and head_dim < 4:
+    if kind == "dynamic" and dim < 4:
         raise ConfigError(
-            f"config.json: head_dim {head_dim} is too small for {name} of type 'dynamic'; at least 4"
+            f"config.json: {dim} rotated channels are too few for {name} of type 'dynamic'; at least 4"
         )
     if kind != "longrope":
         return
@@ -90,9 +120,9 @@ def _require_together(name: str, kind: str, params: RopeFile, head_dim: int) -> 
         raise ConfigError(f"config.json: {name} of type 'longrope' can't have an original length of 1 token")
     for side in ("short_factor", "long_factor"):
         n = len(getattr(params, side))
-        if n != head_dim // 2:
+        if n != dim // 2:
             raise ConfigError(
-                f"config.json: {name} has {n} entries in {side}; head_dim {head_dim} needs {head_dim // 2}"
+                f"config.json: {name} has {n} entries in {side}; {dim} rotated channels need {dim // 2}"
             )
 
 
@@ -100,26 +130,6 @@ def frequencies(rope: RopeConfig, seq_len: int) -> tuple[npt.NDArray[np.float64]
     """Inverse frequencies (dim/2,) for a sequence of ``seq_len`` tokens, and the factor on cos and sin."""
     exponents = np.arange(0, rope.dim, 2) / rope.dim
     return ROPE_TYPES[rope.kind][0](rope, exponents, seq_len)
-
-
-class RopeTable:
-    """cos and sin of the positions below ``capacity``; made once, unless they depend on the length."""
-
-    def __init__(self, rope: RopeConfig, capacity: int) -> None:
-        self.rope = rope
-        self._fixed = None if rope.depends_on_length else self._compute(0, capacity, capacity)
-
-    def at(self, start: int, n: int) -> tuple[F32, F32]:
-        """cos, sin (n, dim/2) float32 of positions start..start+n, the last of the sequence so far."""
-        if self._fixed is None:
-            return self._compute(start, n, start + n)
-        cos, sin = self._fixed
-        return cos[start : start + n], sin[start : start + n]
-
-    def _compute(self, start: int, n: int, seq_len: int) -> tuple[F32, F32]:
-        freq, factor = frequencies(self.rope, seq_len)
-        angles = np.arange(start, start + n)[:, None] * freq  # (n, dim/2)
-        return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
 
 
 Result = tuple[npt.NDArray[np.float64], float]

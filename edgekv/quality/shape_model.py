@@ -24,7 +24,7 @@ def shape_model(
     """
     config = load_shape(shape, n_layers, None)
     arch = architecture(config)
-    if arch.config.rope is None and positions > arch.config.max_positions:
+    if arch.learned_positions and positions > arch.config.max_positions:
         config = load_shape(shape, n_layers, positions + SPARE_POSITIONS)
         arch = architecture(config)
     store = random_store(config, weight_format(weights, arch), progress)

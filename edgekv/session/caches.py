@@ -7,6 +7,7 @@ from typing import Any
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.machine import memory_errors
 from edgekv.models.decoder import Decoder
 
 
@@ -21,6 +22,7 @@ def open_caches(
     caches = spec.layers(decoder.config, capacity)
     if adapter and adapter.scheme in (spec.scheme.name, *spec.scheme.aliases):
         adapter.adapt(caches)
-    for cache in caches:
-        cache.allocate(kernels or decoder.kernels, decoder.workspace)
+    with memory_errors("taking the caches' memory", decoder.free_bytes):
+        for cache in caches:
+            cache.allocate(kernels or decoder.kernels, decoder.workspace)
     return caches

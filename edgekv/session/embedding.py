@@ -13,13 +13,6 @@ from edgekv.session.caches import open_caches
 from edgekv.types import F32
 
 
-class _WithoutHead(NumpyOps):
-    """Stops before the projection to the vocabulary: what is left of the head is the final norm."""
-
-    def linear(self, x: F32, name: str) -> F32:
-        return x
-
-
 def embed(decoder: Decoder, ids: list[int]) -> F32:
     """(hidden_size,) of length 1, of token ids that begin a text; nothing is kept.
 
@@ -30,7 +23,7 @@ def embed(decoder: Decoder, ids: list[int]) -> F32:
     with blas_threads(decoder.threads):
         hidden = decoder.prefill(decoder.embed(ids, 0), caches)
     weights = decoder.weights
-    states: F32 = np.asarray(weights.arch.head(_WithoutHead(weights), hidden), np.float32)
+    states: F32 = np.asarray(weights.arch.final_norm(NumpyOps(weights), hidden), np.float32)
     mean = states.mean(axis=0)
     vector: F32 = mean / np.linalg.norm(mean)
     return vector

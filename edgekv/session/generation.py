@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+from edgekv.machine import memory_errors
 from edgekv.session.finish import (
     END_OF_SCHEMA,
     END_OF_TEXT,
@@ -58,6 +59,7 @@ class Text(Protocol):
     def append(self, ids: Sequence[int], spans: Spans, *, progress: LayerProgress | None = None) -> F32: ...
     def next_logits(self) -> F32: ...
     def add(self, token: int) -> None: ...
+    def free_bytes(self) -> int: ...
 
 
 class Generation:
@@ -116,7 +118,8 @@ class Generation:
     def _choose(self, logits: F32) -> tuple[int, bool]:
         """The next token, and whether the constraint is complete with it."""
         constraint = self._constraint
-        token = self._sampler.sample(constraint.allowed(logits) if constraint else logits, self._text.tokens)
+        with memory_errors("choosing a token", self._text.free_bytes):
+            token = self._sampler.sample(constraint.allowed(logits) if constraint else logits, self._text.tokens)
         self._text.add(token)
         return token, constraint is not None and constraint.accept(token)
 

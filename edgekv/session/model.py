@@ -105,6 +105,11 @@ class Model:
         return isinstance(self.weights, Store)
 
     @property
+    def quantized(self) -> tuple[str, ...]:
+        """Types of a checkpoint's quantized weights, as its makers call them: "GPTQ 4-bit", "Q4_0"."""
+        return self.weights.kinds if isinstance(self.weights, CheckpointWeights) else ()
+
+    @property
     def n_parameters(self) -> int:
         """Weights of the model; a tied embedding counts once."""
         tables = sum(rows * columns for _, (rows, columns) in self.arch.tables().values())

@@ -9,7 +9,7 @@ from typing import Any
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.store import Progress
-from edgekv.machine import require_memory
+from edgekv.machine import memory_errors, require_memory
 from edgekv.models.decoder import Decoder
 from edgekv.session.devices import find_device, resolve_device
 from edgekv.session.model import Model
@@ -67,8 +67,9 @@ def open_session(options: LoadOptions, model: Model, *, progress: Progress | Non
     require_memory(plan.parts(), place.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
     form = model.weight_format(plan.weights)
-    decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
-    _warm_up(decoder, plan, progress)
+    with memory_errors("loading", place.free_bytes):
+        decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
+        _warm_up(decoder, plan, progress)
     return Opened(model, plan, decoder, device, tokenizer)
 
 

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from edgekv.errors import ContextError, TokenizerError
-from edgekv.kvcache.base import rewind
-from edgekv.machine import blas_threads
+from edgekv.machine import blas_threads, memory_errors
 from edgekv.models.decoder import Decoder
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.prompt import Spans, clipped, flatten, selected, shifted, visual_ranges
@@ -43,6 +42,10 @@ class Reader:
         """Whether the context has no room for the latest token, and none can be made."""
         return len(self.state.tokens) > self.ctx and not self.context_shift.makes_room
 
+    def free_bytes(self) -> int:
+        """Memory that is left where the decoder computes."""
+        return self.decoder.free_bytes()
+
     def add(self, token: int) -> None:
         """A chosen token, which is pending until `next_logits`."""
         self.state.tokens.append(token)
@@ -50,7 +53,7 @@ class Reader:
     def next_logits(self) -> F32:
         """Logits (vocab,) after the pending tokens, for which room is made if there is none."""
         self._make_room()
-        logits: F32 = self._logits(self.state.pending, 1)[0]
+        logits: F32 = self._logits([], 1)[0]
         return logits
 
     def append(
@@ -63,7 +66,7 @@ class Reader:
         state = self.state
         state.announce(spans)
         try:
-            logits = self._logits([*state.pending, *ids], n_logits, progress)
+            logits = self._logits(ids, n_logits, progress)
             state.tokens.extend(ids)
         finally:
             state.forget_announced()
@@ -128,15 +131,16 @@ class Reader:
             self.state.n_dropped += n - len(kept)
         return kept
 
-    def _logits(self, ids: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
-        """(n_last, vocab) after the last of the ids, which enter the caches."""
+    def _logits(self, more: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:
+        """(n_last, vocab) after the last of the pending tokens and these, which all enter the caches."""
         state, decoder = self.state, self.decoder
-        start = state.n_past
+        state.require_keys(self.n_pending + len(more))
+        ids, start = [*state.pending, *more], state.n_past
         spans = clipped(state.spans, start, start + len(ids))
         if start and len(ids) == 1 and not spans:
-            with self._undone_on_error(start), blas_threads(1):
+            with self._undone_on_error(start, 1), blas_threads(1):
                 return decoder.step(ids[0], state.caches)[None]
-        with self._undone_on_error(start), blas_threads(decoder.threads):
+        with self._undone_on_error(start, len(ids)), blas_threads(decoder.threads):
             x = decoder.embed(ids, start)
             for span in spans:
                 decoder.place(span.rows, x, start, span.start)
@@ -146,13 +150,17 @@ class Reader:
             return decoder.head(hidden[len(ids) - n_last :])
 
     @contextlib.contextmanager
-    def _undone_on_error(self, n_past: int) -> Iterator[None]:
-        """Rewinds all caches to the same length, without marks, when a step is interrupted between layers."""
-        caches = self.state.caches
+    def _undone_on_error(self, n_past: int, n_new: int) -> Iterator[None]:
+        """Rewinds all caches to the same length, without marks, when a step is interrupted between layers.
+
+        MemoryBudgetError in place of a MemoryError.
+        """
+        caches, what = self.state.caches, f"reading {n_new} tokens after {n_past}"
         try:
-            yield
+            with memory_errors(what, self.decoder.free_bytes):
+                yield
         except BaseException:
-            rewind(caches, n_past)
+            self.state.rewind_caches(n_past)
             for cache in caches:
                 cache.mark_images(())
             raise

@@ -49,7 +49,7 @@ class Session:
         self.model, self.plan, self.config = opened.model, opened.plan, opened.model.config
         self.tokenizer: Tokenizer | None = opened.tokenizer
         self._running = Running()
-        state = State(self._new_caches())
+        state = State(self._new_caches(), self.config.turns_anew)
         self._reader: Reader | None = Reader(state, opened.decoder, self.plan.ctx, self.model.placeholder)
         self._new_report()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgekv.kvcache.base import KVCache, rewind
@@ -21,10 +21,11 @@ class State:
     sampler: of the last text.
     n_dropped: tokens that left the conversation when it outgrew the context.
     memo: whatever the session's owner wants to be saved with it, as JSON.
+    turns_anew(n, m): whether the keys of n tokens are others once the conversation has m.
     """
 
-    def __init__(self, caches: list[KVCache]) -> None:
-        self.caches = caches
+    def __init__(self, caches: list[KVCache], turns_anew: Callable[[int, int], bool]) -> None:
+        self.caches, self._turns_anew = caches, turns_anew
         self.tokens: list[int] = []
         self.spans: Spans = []
         self.sampler: Sampler | None = None
@@ -54,10 +55,21 @@ class State:
 
         What a scheme can't keep of them is pending again.
         """
-        if n_tokens < self.n_past:
-            rewind(self.caches, n_tokens)
+        self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
         self.spans = clipped(self.spans, 0, n_tokens)
+
+    def rewind_caches(self, n_tokens: int) -> None:
+        """Forgets keys and values behind the first ``n_tokens``, or all where these would now be others."""
+        before = self.n_past
+        rewind(self.caches, n_tokens)
+        if self._turns_anew(before, self.n_past):
+            rewind(self.caches, 0)
+
+    def require_keys(self, n_more: int) -> None:
+        """Forgets all keys and values where ``n_more`` tokens make them others: all tokens are pending again."""
+        if self._turns_anew(self.n_past, self.n_past + n_more):
+            rewind(self.caches, 0)
 
     def align(self, tokens: Sequence[int]) -> list[int]:
         """Rewinds to where the conversation and ``tokens`` part; returns those that must be appended to it.

@@ -1,10 +1,20 @@
 """What every tokenizer format offers."""
 
 import abc
+import codecs
 from collections.abc import Sequence
 
 from edgekv.errors import TokenizerError
 from edgekv.tokenizer.native import library_errors
+
+EACH_BYTE = "edgekv.each-byte"
+codecs.register_error(EACH_BYTE, lambda error: _replaced(error))
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    """Sentencepiece's way: U+FFFD for every byte of no character; others have one for a cut character."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
 
 
 class Tokenizer(abc.ABC):
@@ -12,13 +22,16 @@ class Tokenizer(abc.ABC):
 
     `vocab_size` is one more than the largest token id; the model's embedding may have more rows than that.
     `bos_id` is the beginning-of-text token, or None. Generation stops at any of `eos_ids`.
-    `drops_first_space` says that encoding puts a space before a text, and that decoding takes it away.
+    `drops_first_space` says that encoding puts a space before a text, and that decoding takes it away;
+    `drops_first_spaces` that it takes all of them away. `utf8_errors` is how bytes that are not UTF-8 are decoded.
     """
 
     vocab_size: int
     bos_id: int | None
     eos_ids: tuple[int, ...]
     drops_first_space: bool
+    drops_first_spaces = False
+    utf8_errors = "replace"
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         """The token ids of `text`; `bos` adds the special tokens that the model's own tokenizer adds.
@@ -40,11 +53,15 @@ class Tokenizer(abc.ABC):
             return self._encode(text, bos)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD, as the format has it."""
         data = b"".join(self.token_bytes(token_id) for token_id in ids)
         if self.drops_first_space:
-            data = data.removeprefix(b" ")
-        return data.decode("utf-8", errors="replace")
+            data = self.without_first_space(data)
+        return data.decode("utf-8", errors=self.utf8_errors)
+
+    def without_first_space(self, data: bytes) -> bytes:
+        """The beginning of a text without what encoding has put, or would not have left, there."""
+        return data.lstrip(b" ") if self.drops_first_spaces else data.removeprefix(b" ")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token in the middle of a text, perhaps only a part of a UTF-8 character.

@@ -19,15 +19,15 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool) -> None:
         self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.utf8_errors)
         self._drop_space = at_start and tokenizer.drops_first_space
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, perhaps none."""
         data = self._tokenizer.token_bytes(token_id)
         if self._drop_space and data:
-            data = data.removeprefix(b" ")
-            self._drop_space = False
+            data = self._tokenizer.without_first_space(data)
+            self._drop_space = self._tokenizer.drops_first_spaces and not data
         return self._utf8.decode(data)
 
     def flush(self) -> str:

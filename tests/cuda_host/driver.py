@@ -116,6 +116,10 @@ def _wrap(x: Any) -> Any:
     return type(x)(map(_wrap, x)) if isinstance(x, (tuple, list)) else x
 
 
+class OutOfMemoryError(MemoryError):
+    """As CuPy's."""
+
+
 class HostDriver:
     """`edgekv.kernels.cuda.program.Driver` on the CPU.
 
@@ -124,6 +128,7 @@ class HostDriver:
 
     multiprocessors, memory_bytes = 2, 1 << 20
     multiplies_halves = has_matrix_tiles = True
+    free = 1 << 40  # bytes that an allocation may have
 
     def __init__(self) -> None:
         self.backwards = False
@@ -132,12 +137,18 @@ class HostDriver:
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """Poisoned: every byte is 0xff, NaN in floats."""
-        x = np.empty(shape, dtype)
+        x = np.empty(self._allowed(shape, dtype), dtype)
         x.reshape(-1).view(np.uint8).fill(0xFF)
         return HostArray(x)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
-        return HostArray(np.zeros(shape, dtype))
+        return HostArray(np.zeros(self._allowed(shape, dtype), dtype))
+
+    def _allowed(self, shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if n_bytes > self.free:
+            raise OutOfMemoryError(f"Out of memory allocating {n_bytes:,} bytes (allocated so far: 0 bytes).")
+        return shape
 
     def upload(self, host: np.ndarray) -> HostArray:
         return HostArray(np.array(host, order="C"))
@@ -148,6 +159,9 @@ class HostDriver:
         assert (x.dtype, w.dtype, y.dtype) == (np.float16, np.float16, np.float32)
         product = x.host.astype(np.float32) @ w.host.astype(np.float32).T
         y.host[...] = y.host + product if adds else product
+
+    def free_bytes(self) -> int:
+        return self.free
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Nothing is recorded here: a replay takes the step again, which must not depend on when."""

@@ -16,6 +16,7 @@ from typing import Any
 import gguf_writer
 import golden_cases
 import numpy as np
+import packed_cases
 import tokenizers
 import vision_cases
 from PIL import Image
@@ -37,7 +38,22 @@ from edgekv.vision.preprocess import Preprocess
 from .mutate import as_json, damaged, mutated
 
 DEMO = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "demo"
-SCHEMES = ("dense", "onebit", "bitplane", "kivi2", "kvcomp")
+SCHEMES = (
+    "dense",
+    "onebit:residual_length=16",
+    "bitplane",
+    "kivi2:residual_length=16",
+    "kvcomp:residual_length=16,block=16",
+    "h1b",
+    "steps:budget=150000,residual_length=16",
+    "mikv:budget=60",
+    "fier",
+    "snapkv:budget=100",
+    "visual1",
+)
+CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
+MORE = [1, 2] * 20
+FAMILIES = ("gemma2", "gemma3-v5-parameters", "phi3-longrope", "smollm3-options", "olmo2", "granite", "ministral3")
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
 
 
@@ -48,6 +64,9 @@ class Material:
         self.llama = golden_cases.write_checkpoint("llama31", folder / "llama31")
         self.gpt2 = golden_cases.write_checkpoint("gpt2", folder / "gpt2")
         self.llava = vision_cases.write_model(folder / "llava")
+        self.families = [golden_cases.write_checkpoint(name, folder / name) for name in FAMILIES]
+        (folder / "packed").mkdir()
+        self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
         self.words = folder / "llava" / "tokenizer.json"
         self.gguf = gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)
         self.byte_pairs = folder / "byte-pairs"
@@ -62,14 +81,24 @@ class Material:
         from edgekv.linear.store import build
 
         build(model.weights, model.weight_format("int8"), self.store, None)  # type: ignore[arg-type]
-        self.loaded = Session.load(self.llama, weights="f32", device="numpy", ctx=64)
+        longer = shutil.copytree(self.llama, folder / "longer")
+        raw = json.loads((longer / "config.json").read_text())
+        (longer / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))
+        self.loaded, self.compiled = (
+            Session.load(longer, weights="f32", device=device, threads=1) for device in ("numpy", "cpu")
+        )
         self.sessions: list[bytes] = []
         for kv in SCHEMES:
             for compress in (False, True):
                 session = self.loaded.fork(kv=kv)
-                list(session.generate(list(range(1, 40)), max_new_tokens=2, temperature=1.0, seed=1))
+                list(
+                    session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=2, temperature=1.0, seed=1)
+                )
                 session.save(folder / "session", compress=compress)
                 self.sessions.append((folder / "session").read_bytes())
+            Session.restore(folder / "session", self.compiled).prefill(
+                MORE
+            )  # kernels are compiled here, not in a case
         self.images = []
         picture_ = Image.fromarray(vision_cases.pixels(20, 30))
         for name in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
@@ -82,7 +111,7 @@ class Material:
 def used(folder: pathlib.Path, **options: Any) -> None:
     """The model is opened, planned, loaded and run for a few tokens, as far as it goes."""
     chosen = {"weights": "f32", "device": "numpy"} | options
-    Plan.make(Model.open(folder), kv="onebit", ctx=None, weights=chosen["weights"])
+    Plan.make(Model.open(folder), kv=chosen.get("kv", "onebit"), ctx=None, weights=chosen["weights"])
     session = Session.load(folder, ctx=16, **chosen)
     session.prefill([1, 2, 3])
 
@@ -97,6 +126,28 @@ def config(m: Material, folder: pathlib.Path, rng: Random) -> None:
         )
     (folder / "config.json").write_bytes(as_json(mutated(raw, rng), rng))
     used(folder)
+
+
+def family(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = rng.choice(m.families)
+    shutil.copy(source / "model.safetensors", folder)
+    (folder / "config.json").write_bytes(
+        as_json(mutated(json.loads((source / "config.json").read_text()), rng), rng)
+    )
+    used(folder, kv="dense")
+
+
+def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Either what config.json says of the packing is damaged, or the header of the tensors."""
+    source = rng.choice(m.packed)
+    raw, tensors = json.loads((source / "config.json").read_text()), (source / "model.safetensors").read_bytes()
+    if rng.random() < 0.5:
+        raw["quantization_config"] = mutated(raw["quantization_config"], rng)
+    else:
+        tensors = damaged(tensors, rng, HEAD)
+    (folder / "config.json").write_bytes(as_json(raw, rng))
+    (folder / "model.safetensors").write_bytes(tensors)
+    used(folder, weights="auto")
 
 
 def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -208,12 +259,15 @@ def session(m: Material, folder: pathlib.Path, rng: Random) -> Session:
         text = as_json(header, rng)
     prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(text), len(text))
     (folder / "session").write_bytes(prefix + text + arrays)
-    return Session.restore(folder / "session", m.loaded)
+    return Session.restore(folder / "session", rng.choice((m.loaded, m.compiled)))
 
 
 def resume(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """A lying session that was accepted goes on."""
-    session(m, folder, rng).prefill([1, 2])
+    restored = session(m, folder, rng)
+    restored.prefill(MORE)
+    restored.rewind(rng.randrange(len(restored.tokens)))
+    restored.prefill([1])
 
 
 def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -310,6 +364,8 @@ KINDS: dict[str, Kind] = {
     each.__name__: each
     for each in (
         config,
+        family,
+        packed,
         safetensors,
         index,
         tokenizer,

@@ -24,7 +24,22 @@ GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
 """Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
 
 KEY_STEP = GAUSS_STEP[4] * 0.797885
-"""Step of a 4-bit key code over the scale of `encode_signs`, which is 1 / sqrt(2 / pi) for that Gaussian."""
+"""Step of a 4-bit key code over the scale of one plane in `encode_keys`: 1 / sqrt(2 / pi) for that Gaussian."""
+
+QUERY_BITS = 7
+"""Of a query's elements, see `edgekv.kernels.reference.planes.round_queries`."""
+
+LARGEST_FOUR = 61
+"""Magnitudes of four neighbouring elements of a query add up to at most as many of its steps, before rounding."""
+
+GROUPS = 4
+"""Runs of 16 bytes that a block's tokens lie in, in `encode_keys`."""
+
+
+def place_of(token: int) -> tuple[int, int]:
+    """Group and byte of a token of a block of 64 in `encode_keys`."""
+    return token % 16 // 4, 4 * (token % 4) + (0, 2, 1, 3)[token // 16]
+
 
 PAIR_STEP = 3.98
 """Spacing of a 4-bit code's two top bits as a code of its own, not shrunk; the code's own step is 1."""
@@ -61,10 +76,16 @@ class PlaneKernels(Protocol):
         step (G, cap / 64, CENTRES): the row's largest magnitude / 8.
         """
 
-    def encode_signs(self, x: F32, signs: U64, scale: U16, t0: int) -> None:
-        """Stores the signs of x (G, n, D) at tokens t0.. of signs (G, cap / 64, W, 64), as `pack_signs` does.
+    def encode_keys(self, x: F32, planes: U8, scale: U16, t0: int) -> None:
+        """Stores x (G, n, D), n and t0 multiples of 64, in B bits: planes (G, cap / 64, B, GROUPS, D / 8, 16).
 
-        scale (G, cap) = |x|_2 ** 2 / |x|_1: sign(x) * scale has the inner product |x|_2 ** 2 with x (RaBitQ).
+        The planes come by successive approximation: the first has the signs of x, the next ones those of what is
+        left when sign * step * 2 ** (B - 2 - p) is taken off for plane p; step = GAUSS_STEP[B] * the token's root
+        mean square. Byte [p, i, c, j] of a block has channels 8 * c.. from its low bit up, of the token that
+        `place_of` puts at (i, j): 16 tokens are looked up at once, and sums come out in order. With
+        level = sum of 2 ** (B - 1 - p) * sign, odd whole numbers, scale (G, cap) = |x| ** 2 / (x . level):
+        level * scale has the inner product |x| ** 2 with x (RaBitQ for B = 1). A codec whose heads have different
+        B keeps their planes one behind the other.
         """
 
     def encode_interleaved(self, x: F32, codes: U8, scale: U16, t0: int) -> None:

@@ -12,7 +12,7 @@ from edgekv.kernels.cpu.interleaved_values import encode_interleaved
 from edgekv.kernels.cpu.ints import encode_sym
 from edgekv.kernels.cpu.kivi import encode_kivi_keys, encode_kivi_values
 from edgekv.kernels.cpu.levels import quantize_channels, quantize_tokens
-from edgekv.kernels.cpu.planes import encode_signs
+from edgekv.kernels.cpu.planes import encode_keys
 from edgekv.kernels.cpu.quest import encode_pages
 from edgekv.kernels.cpu.ranges import scores, sums
 from edgekv.kernels.cpu.retrieval import select_top
@@ -33,12 +33,12 @@ __all__ = [
     "encode_fier",
     "encode_int4",
     "encode_interleaved",
+    "encode_keys",
     "encode_kivi_keys",
     "encode_kivi_values",
     "encode_levels",
     "encode_pages",
     "encode_planes",
-    "encode_signs",
     "encode_sym",
     "evict_lowest",
     "hadamard",

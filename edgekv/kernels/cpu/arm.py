@@ -44,7 +44,7 @@ def has_dot() -> bool:
 
 def add_products(builder: Any, a: Value, b: Value, so_far: Value, sign: str) -> Value:
     """so_far + the products of four bytes to a lane; sign is "u" or "s". Those of b, or of a, are at most 127."""
-    return _by_register(builder, functools.partial(_dot if has_dot() else _pairs, builder, sign), a, b, so_far)
+    return by_register(builder, functools.partial(_dot if has_dot() else _pairs, builder, sign), a, b, so_far)
 
 
 def counts_type(lanes: int) -> Any:
@@ -54,14 +54,14 @@ def counts_type(lanes: int) -> Any:
 
 def add_counts(builder: Any, words: Value, so_far: Value) -> Value:
     """so_far, of `counts_type`, + the 1 bits of words."""
-    return _by_register(builder, functools.partial(_count, builder), words, so_far)
+    return by_register(builder, functools.partial(_count, builder), words, so_far)
 
 
 def total_counts(builder: Any, counts: Value) -> Value:
     """Of `counts_type`, as one int32 per word."""
     if counts.type.element == _I16:
         name = "llvm.aarch64.neon.uaddlp.v4i32.v8i16"
-        counts = _by_register(builder, functools.partial(_call, builder, name, _FOUR), counts)
+        counts = by_register(builder, functools.partial(_call, builder, name, _FOUR), counts)
     even, odd = (
         builder.shuffle_vector(counts, counts, _places(range(first, counts.type.count, 2))) for first in (0, 1)
     )
@@ -91,7 +91,7 @@ def _count(builder: Any, words: Value, so_far: Value) -> Value:
     return builder.add(so_far, _call(builder, "llvm.aarch64.neon.uaddlp.v8i16.v16i8", _EIGHT, ones))
 
 
-def _by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) -> Value:
+def by_register(builder: Any, operation: Callable[..., Value], *vectors: Value) -> Value:
     """The operation on each 128 bits of the vectors."""
     n_registers = vectors[0].type.count * _bits(vectors[0].type.element) // 128
     results = []

@@ -15,13 +15,14 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels import threads
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.cpu.decoded import with_numbers
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, parallel_jit
 from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
 from edgekv.kernels.cpu.plan import make_plan
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.softmax import MINUS_INFINITY, exp_of_negative, fill, raise_peak, weigh
+from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, exp_of_negative, fill, raise_peak, weigh
 from edgekv.types import F32
 
 ZERO, ONE = np.array([0, 1], np.float32)
@@ -77,8 +78,8 @@ def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
         memory = p.memory + item * p.item_bytes
         ends, out = floats(memory), floats(memory + p.out_at)
         for m in range(p.rows):
-            put(ends, 2 * m, MINUS_INFINITY)
-            put(ends, 2 * m + 1, ZERO)
+            put(ends, END * m, MINUS_INFINITY)
+            put(ends, END * m + 1, ZERO)
         fill(out, 0, p.rows * p.head_dim, ZERO)
         unit, end = p.n_units * split // p.splits, p.n_units * (split + 1) // p.splits
         for i in range(len(runs)):
@@ -122,20 +123,23 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
             if partly:
                 _mask(floats(target), p.kept_gap, g, t, n, position, plan, runs, i)
             for m in range(p.rows):
-                shrink = raise_peak(floats(target), m * p.kept_gap, n, ends, 2 * m)
+                shrink = raise_peak(floats(target), m * p.kept_gap, n, ends, END * m)
                 if shrink != ONE:
                     _rescale(m, shrink, memory, plan, runs)
             continue
         call_block(run.score, run.key_store, prepared, p.rows, g, t, n, own, run.block, scratch)
         if partly:
             _mask(s, run.block, g, t, n, position, plan, runs, i)
-        for m in range(p.rows):
-            row = m * run.block
-            if run.kept:
-                _copy(s, row, floats(p.kept), (g * p.rows + m) * p.kept_gap + run.column + t - run.first, n)
-            shrink = weigh(s, row, n, ends, 2 * m)
-            if shrink != ONE:
-                _rescale(m, shrink, memory, plan, runs)
+        for m in range(p.rows if run.kept else 0):
+            column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
+            _copy(s, m * run.block, floats(p.kept), column, n)
+        whole = (n + BLOCK - 1) // BLOCK * BLOCK
+        for m in range(p.rows if n < whole else 0):
+            fill(s, m * run.block + n, m * run.block + whole, MINUS_INFINITY)
+        if weigh(own, run.block, p.rows, whole, memory):
+            for m in range(p.rows):
+                if get(ends, END * m + 2) != ONE:
+                    _rescale(m, get(ends, END * m + 2), memory, plan, runs)
         call_block(run.add, run.value_store, own, run.block, p.rows, g, t, n, sums, scratch)
 
 
@@ -198,7 +202,7 @@ def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
             if runs[i].kept:
                 _exponentiate(g, ends, plan, runs, i)
         for m in range(p.rows):
-            total = get(ends, 2 * m + 1)
+            total = get(ends, END * m + 1)
             factor = ONE / total if total > ZERO else ZERO
             _scale(out, m * p.head_dim, p.head_dim, factor)
             if p.any_kept:
@@ -239,14 +243,14 @@ def _merge(m: int, memory: int, plan: Any) -> None:
     ends, out = floats(memory), floats(memory + p.out_at)
     for split in range(1, p.splits):
         other = memory + split * p.item_bytes
-        theirs, peak = floats(other), get(ends, 2 * m)
-        their_peak = get(theirs, 2 * m)
+        theirs, peak = floats(other), get(ends, END * m)
+        their_peak = get(theirs, END * m)
         top = max(peak, their_peak)
         if top == MINUS_INFINITY:
             continue
         ours, other_factor = exp_of_negative(peak - top), exp_of_negative(their_peak - top)
-        put(ends, 2 * m, top)
-        put(ends, 2 * m + 1, get(ends, 2 * m + 1) * ours + get(theirs, 2 * m + 1) * other_factor)
+        put(ends, END * m, top)
+        put(ends, END * m + 1, get(ends, END * m + 1) * ours + get(theirs, END * m + 1) * other_factor)
         sums = floats(other + p.out_at)
         for d in range(m * p.head_dim, (m + 1) * p.head_dim):
             put(out, d, get(out, d) * ours + get(sums, d) * other_factor)
@@ -259,7 +263,7 @@ def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
     kept, n = floats(p.kept), run.stop - run.first
     for m in range(p.rows):
         start = (g * p.rows + m) * p.kept_gap + run.column
-        peak, total = get(ends, 2 * m), ZERO
+        peak, total = get(ends, END * m), ZERO
         if peak == MINUS_INFINITY:
             fill(kept, start, start + n, ZERO)
             continue
@@ -268,4 +272,4 @@ def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
             put(kept, k, weight)
             total += weight
         if run.again:
-            put(ends, 2 * m + 1, get(ends, 2 * m + 1) + total)
+            put(ends, END * m + 1, get(ends, END * m + 1) + total)

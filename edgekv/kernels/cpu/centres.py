@@ -109,35 +109,43 @@ def centre_scores(
     i: int,
 ) -> None:
     """s[i:][: CENTRES - 1] = the products of a row from `split` with the block's centres."""
-    middle = TWO * MIDDLE * total
-    common = ZERO
-    for c in range(CENTRES):
-        centre = block * CENTRES + c
-        twice = np.float32(2 * _dot_codes(halves, query, codes, centre * width // 2, width))
-        product = as_float(get(step, centre)) * (twice - middle)
-        if c == 0:
-            common = product
-        else:
-            put(s, i + c - 1, HALF * size * (common + product))
+    half, first = width // 2, block * CENTRES * (width // 2)
+    h0 = h1 = h2 = h3 = h4 = l0 = l1 = l2 = l3 = l4 = dot.no_sums()
+    whole = half // VECTOR * VECTOR
+    for d in range(0, whole, VECTOR):
+        q, code = query + d, first + d
+        a, b = dot.load_bytes(halves, q), dot.load_bytes(halves, q + half)
+        c, e = dot.load_bytes(halves, q + width), dot.load_bytes(halves, q + width + half)
+        h0, l0 = _add_codes(dot.load_bytes(codes, code), a, b, c, e, h0, l0)
+        h1, l1 = _add_codes(dot.load_bytes(codes, code + half), a, b, c, e, h1, l1)
+        h2, l2 = _add_codes(dot.load_bytes(codes, code + 2 * half), a, b, c, e, h2, l2)
+        h3, l3 = _add_codes(dot.load_bytes(codes, code + 3 * half), a, b, c, e, h3, l3)
+        h4, l4 = _add_codes(dot.load_bytes(codes, code + 4 * half), a, b, c, e, h4, l4)
+    if whole < half:  # the width is a multiple of 64: half a vector is left
+        q, code = query + whole, first + whole
+        a, b = dot.load_half(halves, q), dot.load_half(halves, q + half)
+        c, e = dot.load_half(halves, q + width), dot.load_half(halves, q + width + half)
+        h0, l0 = _add_codes(dot.load_half(codes, code), a, b, c, e, h0, l0)
+        h1, l1 = _add_codes(dot.load_half(codes, code + half), a, b, c, e, h1, l1)
+        h2, l2 = _add_codes(dot.load_half(codes, code + 2 * half), a, b, c, e, h2, l2)
+        h3, l3 = _add_codes(dot.load_half(codes, code + 3 * half), a, b, c, e, h3, l3)
+        h4, l4 = _add_codes(dot.load_half(codes, code + 4 * half), a, b, c, e, h4, l4)
+    middle, at = MIDDLE * total, block * CENTRES
+    common = as_float(get(step, at)) * (np.float32(dot.total(dot.multiply_add(h0, 256, l0))) - middle)
+    totals = dot.totals(
+        dot.multiply_add(h1, 256, l1),
+        dot.multiply_add(h2, 256, l2),
+        dot.multiply_add(h3, 256, l3),
+        dot.multiply_add(h4, 256, l4),
+    )
+    dot.store_products(s, i, size, totals, middle, step, at + 1, common)
 
 
 @inline_jit
-def _dot_codes(halves: U8, query: int, codes: U8, code: int, width: int) -> Scalar:
-    """Sum of (256 * high + low) * code, int32."""
-    half, high, low = width // 2, dot.no_sums(), dot.no_sums()
-    whole = half // VECTOR * VECTOR
-    for d in range(0, whole, VECTOR):
-        x, i = dot.load_bytes(codes, code + d), query + d
-        lower, upper = dot.codes_of(x, 0, 4), dot.codes_of(x, 4, 4)
-        high = dot.add_signed(lower, dot.load_bytes(halves, i), high)
-        high = dot.add_signed(upper, dot.load_bytes(halves, i + half), high)
-        low = dot.add_signed(lower, dot.load_bytes(halves, i + width), low)
-        low = dot.add_signed(upper, dot.load_bytes(halves, i + width + half), low)
-    if whole < half:  # the width is a multiple of 64: half a vector is left
-        x, i = dot.load_half(codes, code + whole), query + whole
-        lower, upper = dot.codes_of(x, 0, 4), dot.codes_of(x, 4, 4)
-        high = dot.add_signed(lower, dot.load_half(halves, i), high)
-        high = dot.add_signed(upper, dot.load_half(halves, i + half), high)
-        low = dot.add_signed(lower, dot.load_half(halves, i + width), low)
-        low = dot.add_signed(upper, dot.load_half(halves, i + width + half), low)
-    return dot.total(dot.multiply_add(high, 256, low))
+def _add_codes(
+    x: dot.Ints, a: dot.Ints, b: dot.Ints, c: dot.Ints, e: dot.Ints, high: dot.Ints, low: dot.Ints
+) -> tuple[dot.Ints, dot.Ints]:
+    """The codes of x times the high bytes (a of the lower, b of the upper codes) and the low ones (c, e)."""
+    lower, upper = dot.codes_of(x, 0, 4), dot.codes_of(x, 4, 4)
+    high = dot.add_signed(upper, b, dot.add_signed(lower, a, high))
+    return high, dot.add_signed(upper, e, dot.add_signed(lower, c, low))

@@ -29,7 +29,7 @@ KEYS: dict[str, Loops] = {
     "sign_index": fier.KEYS,
     "page_index": quest.KEYS,
     "signs": signs.SKETCH,
-    "centred_signs": planes.CENTRED,
+    "centred_planes": planes.CENTRED,
     "plane_keys": planes.CENTRED,
 }
 

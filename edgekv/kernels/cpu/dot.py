@@ -3,7 +3,8 @@
 Most processors have an instruction for these products of codes of at most 127 with bytes of at most 255.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -12,6 +13,7 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 
 from edgekv.kernels.cpu import arm
+from edgekv.kernels.cpu.half import widen
 from edgekv.kernels.cpu.jit import CPU_FEATURES, intrinsic
 from edgekv.kernels.cpu.scalar import pointer_to
 from edgekv.kernels.cpu.simd import LANES, vector
@@ -20,9 +22,9 @@ Ints = Any  # LANES int32, or 4 * LANES bytes, inside a kernel
 Value = Any  # an llvmlite value
 
 _I8, _I16, _I32 = (ir.IntType(n_bits) for n_bits in (8, 16, 32))
-_INTS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+INTS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 _BITS = ir.VectorType(ir.IntType(1), 4 * LANES)
-_BYTES, _PAIRS = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I16, 2 * LANES)
+_BYTES = ir.VectorType(_I8, 4 * LANES)
 
 
 class _IntsType(types.Type):  # type: ignore[misc]
@@ -30,13 +32,24 @@ class _IntsType(types.Type):  # type: ignore[misc]
         super().__init__(f"int32x{LANES}")
 
 
-ints = _IntsType()
+class _FourType(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__("int32x4")
+
+
+ints, four = _IntsType(), _FourType()
 
 
 @register_model(_IntsType)
 class _IntsModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _INTS)
+        super().__init__(manager, kind, INTS)
+
+
+@register_model(_FourType)
+class _FourModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, ir.VectorType(_I32, 4))
 
 
 @intrinsic
@@ -44,7 +57,7 @@ def load_bytes(context: Any, array: Any, index: Any) -> Any:
     """Bytes index.. of a flat uint8 array."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _load(context, builder, array, args, _INTS)
+        return _load(context, builder, array, args, INTS)
 
     return ints(array, types.intp), build
 
@@ -55,7 +68,7 @@ def load_half(context: Any, array: Any, index: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         half = ir.VectorType(_I32, LANES // 2)
-        zeros, whole = ir.Constant(half, [0] * (LANES // 2)), ir.Constant(_INTS, list(range(LANES)))
+        zeros, whole = ir.Constant(half, [0] * (LANES // 2)), ir.Constant(INTS, list(range(LANES)))
         return builder.shuffle_vector(_load(context, builder, array, args, half), zeros, whole)
 
     return ints(array, types.intp), build
@@ -68,16 +81,16 @@ def load_bits(context: Any, array: Any, index: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = _load(context, builder, array, args, ir.IntType(4 * LANES))
         if LANES == 16:  # AVX-512 has registers for them
-            return builder.bitcast(builder.zext(builder.bitcast(bits, _BITS), _BYTES), _INTS)
+            return builder.bitcast(builder.zext(builder.bitcast(bits, _BITS), _BYTES), INTS)
         few = builder.bitcast(bits, ir.VectorType(_I8, LANES // 2))
         each = ir.Constant(ir.VectorType(_I32, 4 * LANES), [byte // 8 for byte in range(4 * LANES)])
         spread = builder.shuffle_vector(few, few, each)
         if arm.IS_ARM:
             lowest = builder.lshr(spread, ir.Constant(_BYTES, [byte % 8 for byte in range(4 * LANES)]))
-            return builder.bitcast(builder.and_(lowest, ir.Constant(_BYTES, [1] * (4 * LANES))), _INTS)
+            return builder.bitcast(builder.and_(lowest, ir.Constant(_BYTES, [1] * (4 * LANES))), INTS)
         tested = builder.and_(spread, ir.Constant(_BYTES, [1 << byte % 8 for byte in range(4 * LANES)]))
         ones = builder.icmp_unsigned("!=", tested, ir.Constant(_BYTES, [0] * (4 * LANES)))
-        return builder.bitcast(builder.zext(ones, _BYTES), _INTS)
+        return builder.bitcast(builder.zext(ones, _BYTES), INTS)
 
     return ints(array, types.intp), build
 
@@ -87,7 +100,7 @@ def store_bytes(context: Any, array: Any, index: Any, codes: Any) -> Any:
     """Writes 4 * LANES bytes to bytes index.. of a flat uint8 array."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.bitcast(pointer_to(context, builder, array, args), _INTS.as_pointer())
+        pointer = builder.bitcast(pointer_to(context, builder, array, args), INTS.as_pointer())
         builder.store(args[2], pointer, align=1)
         return context.get_dummy_value()
 
@@ -111,7 +124,7 @@ def no_sums(context: Any) -> Any:
     """LANES sums of 0."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_INTS, [0] * LANES)
+        return ir.Constant(INTS, [0] * LANES)
 
     return ints(), build
 
@@ -121,7 +134,7 @@ def add_products(context: Any, word: Any, codes: Any, so_far: Any) -> Any:
     """Adds to each sum the four bytes of the uint32 `word` times its four codes."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _dot(builder, _splat(builder, args[0]), args[1], args[2])
+        return products(builder, _splat(builder, args[0]), args[1], args[2])
 
     return ints(types.uint32, ints, ints), build
 
@@ -158,6 +171,44 @@ def total(context: Any, a: Any) -> Any:
 
 
 @intrinsic
+def totals(context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The sums of all lanes of four vectors."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, b, c, d = args
+        result = _add_pairs(builder, _add_pairs(builder, a, c), _add_pairs(builder, b, d))
+        while result.type.count > 4:
+            half = result.type.count // 2
+            result = builder.add(*(_shuffle(builder, result, result, range(i, i + half)) for i in (0, half)))
+        return result
+
+    return four(ints, ints, ints, ints), build
+
+
+@intrinsic
+def store_products(
+    context: Any, s: Any, i: Any, size: Any, whole: Any, middle: Any, step: Any, at: Any, common: Any
+) -> Any:
+    """s[i + k] = size * (common + step[at + k] * (whole[k] - middle)) for four `totals`; step in float16 bits."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        size, whole, middle, common = (args[2], args[3], args[4], args[7])
+        pointer = builder.bitcast(
+            pointer_to(context, builder, step, args[5:7]), ir.VectorType(_I16, 4).as_pointer()
+        )
+        steps = widen(builder, builder.load(pointer, align=2))
+        size, middle, common = (_four_times(builder, x) for x in (size, middle, common))
+        centred = builder.fsub(builder.sitofp(whole, steps.type), middle)
+        result = builder.fmul(size, builder.fadd(common, builder.fmul(steps, centred)))
+        target = builder.bitcast(pointer_to(context, builder, s, args), result.type.as_pointer())
+        builder.store(result, target, align=4)
+        return context.get_dummy_value()
+
+    f32 = types.float32
+    return types.none(s, types.intp, f32, four, f32, step, types.intp, f32), build
+
+
+@intrinsic
 def sums_as_vector(context: Any, a: Any) -> Any:
     """Sums as float32."""
 
@@ -167,27 +218,51 @@ def sums_as_vector(context: Any, a: Any) -> Any:
     return vector(ints), build
 
 
+def _add_pairs(builder: Any, x: Value, y: Value) -> Value:
+    """Per four lanes: x0 + x2, y0 + y2, x1 + x3, y1 + y3."""
+    lanes = range(0, LANES, 4)
+    first = [lane for i in lanes for lane in (i, i + LANES, i + 1, i + 1 + LANES)]
+    return builder.add(_shuffle(builder, x, y, first), _shuffle(builder, x, y, [lane + 2 for lane in first]))
+
+
+def _four_times(builder: Any, x: Value) -> Value:
+    empty = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
+    return _shuffle(builder, builder.insert_element(empty, x, _I32(0)), empty, [0] * 4)
+
+
+def _shuffle(builder: Any, a: Value, b: Value, lanes: Iterable[int]) -> Value:
+    chosen = list(lanes)
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(chosen)), chosen))
+
+
 def _load(context: Any, builder: Any, kind: Any, args: Any, target: Any) -> Value:
     return builder.load(builder.bitcast(pointer_to(context, builder, kind, args), target.as_pointer()), align=1)
 
 
 def _splat(builder: Any, word: Value) -> Value:
-    empty = ir.Constant(_INTS, ir.Undefined)
+    empty = ir.Constant(INTS, ir.Undefined)
     first = builder.insert_element(empty, word, _I32(0))
-    return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+    return builder.shuffle_vector(first, empty, ir.Constant(INTS, [0] * LANES))
 
 
 def _vnni(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _INTS, so_far, words, codes)
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, so_far, words, codes)
 
 
 def _byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
     pairs, fours = {
+        4: ("llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
         8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
         16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
-    }[LANES]
-    products = _call(builder, pairs, _PAIRS, builder.bitcast(words, _BYTES), builder.bitcast(codes, _BYTES))
-    return builder.add(so_far, _call(builder, fours, _INTS, products, ir.Constant(_PAIRS, [1] * (2 * LANES))))
+    }[words.type.count]
+    int16 = ir.VectorType(_I16, 2 * words.type.count)
+    bytes_ = ir.VectorType(_I8, 4 * words.type.count)
+    twos = _call(builder, pairs, int16, builder.bitcast(words, bytes_), builder.bitcast(codes, bytes_))
+    return builder.add(so_far, _call(builder, fours, so_far.type, twos, ir.Constant(int16, [1] * int16.count)))
+
+
+def _narrow_byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
+    return arm.by_register(builder, functools.partial(_byte_pairs, builder), words, codes, so_far)
 
 
 def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
@@ -195,9 +270,9 @@ def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
 
 
 def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    byte = ir.Constant(_INTS, [255] * LANES)
+    byte = ir.Constant(INTS, [255] * LANES)
     for shift in range(0, 32, 8):
-        by = ir.Constant(_INTS, [shift] * LANES)
+        by = ir.Constant(INTS, [shift] * LANES)
         a, b = (builder.and_(builder.lshr(x, by), byte) for x in (words, codes))
         so_far = builder.add(so_far, builder.mul(a, b))
     return so_far
@@ -208,9 +283,9 @@ def _arm_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Val
 
 
 def _plain_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
-    top = ir.Constant(_INTS, [24] * LANES)
+    top = ir.Constant(INTS, [24] * LANES)
     for shift in range(0, 32, 8):
-        to_top = ir.Constant(_INTS, [24 - shift] * LANES)
+        to_top = ir.Constant(INTS, [24 - shift] * LANES)
         a, b = (builder.ashr(builder.shl(x, to_top), top) for x in (codes, signed))
         so_far = builder.add(so_far, builder.mul(a, b))
     return so_far
@@ -228,8 +303,10 @@ def _choose() -> Callable[..., Value]:
         return _vnni
     if "+avx512bw" in CPU_FEATURES if LANES == 16 else "+avx2" in CPU_FEATURES:
         return _byte_pairs
-    return _plain
+    return _narrow_byte_pairs if "+ssse3" in CPU_FEATURES else _plain
 
 
-_dot = _choose()
-_signed_dot = {_arm: _arm_signed, _plain: _plain_signed}.get(_dot, _dot)  # x86 multiplies unsigned with signed
+products = _choose()
+_signed_dot = {_arm: _arm_signed, _plain: _plain_signed}.get(
+    products, products
+)  # x86 multiplies unsigned with signed

@@ -49,10 +49,10 @@ def _read_again(
 ) -> None:
     """`reference.gather.attend_planes`, then the others as their block's mean."""
     k, v = numbers(key_store), numbers(value_store)
-    n_blocks, width, n_planes = get(k, 4), get(k, 5), get(k, 6)
+    n_blocks, width = get(k, 4), get(k, 5)
     n_heads, capacity = rows // n, n_blocks * BLOCK
     blocks = (t1 + BLOCK - 1) // BLOCK - t0 // BLOCK
-    rotated, rounded, _, _, _, _ = planes_of(prepared, rows, width, n_planes)
+    _, rotated, rounded, _, _ = planes_of(prepared, rows, width)
     keys = chars(get(k, 0)), halves(get(k, 1)), chars(get(v, 5))
     values = chars(get(v, 0)), chars(get(v, 1)), halves(get(v, 2))
     places = _places(scratch, rows, n_heads, width, n_blocks)
@@ -197,7 +197,7 @@ def _at_least(p: F32, start: int, length: int, threshold: Scalar) -> Scalar:
 
 @fast_jit
 def _prefetch(keys: Args, values: Args, stored: int, width: int) -> None:
-    """Asks for what `_correct` and `_add_planes` will read, but for the lower value planes."""
+    """Asks for what `estimate` and `add_planes` will read, but for keys' signs and the lower value planes."""
     (_, _, fine), (top, _, _) = keys, values
     for i in range(0, 3 * width // 8, LINE):
         simd.prefetch(fine, stored * 3 * width // 8 + i)

@@ -7,15 +7,18 @@ from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.block_weights import copy_bytes, copy_floats, copy_halves
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, put_loop
+from edgekv.kernels.cpu.nibbles import HIGH_AT, SIZES_AT, TOGETHER, WEIGHTS_BYTES, add_row, round_weights
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
-LANES = simd.LANES
-TILE = 2 * LANES  # bytes, of two elements each
+# In the loop's scratch, behind a row's weights: copies of what is no whole block, and of tokens' codes.
+P_AT = WEIGHTS_BYTES
+DELTA_AT, ZERO_AT, TAIL_AT = P_AT + 4 * BLOCK, P_AT + 6 * BLOCK, P_AT + 7 * BLOCK
 LINE, BLOCKS_AHEAD = 64, 4
 ZERO, ONE, HIGHEST_CODE, LARGEST_F16 = np.array([0, 1, 15, 65504], np.float32)
 ROUND = np.float32(1.5 * 2**23)  # x + ROUND - ROUND rounds |x| < 2**22 to an integer, halves to even
@@ -29,19 +32,44 @@ def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
 @add_loop
 def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = numbers(store)
-    codes, delta, zero, half = chars(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), get(x, 4)
-    token, weights, target, column = g * get(x, 3) + t, floats(scratch), 0, 0
+    token, half = g * get(x, 3) + t, get(x, 4)
+    codes, delta, zero, weights = get(x, 0) + token * half, get(x, 1) + 2 * token, get(x, 2) + token, scratch
+    whole, tail = n // TOGETHER * TOGETHER, scratch + TAIL_AT
     for j in range(0, BLOCK, LINE // 2):
-        simd.prefetch(delta, token + BLOCKS_AHEAD * BLOCK + j)
-    simd.prefetch(zero, token + BLOCKS_AHEAD * BLOCK)
-    for _ in range(rows // 2):
-        shift0 = _weigh(floats(p), column, n, delta, zero, token, weights, 0)
-        shift1 = _weigh(floats(p), column + gap, n, delta, zero, token, weights, BLOCK)
-        _add_two_rows(weights, 0, n, shift0, shift1, codes, token * half, half, floats(out), target)
-        column, target = column + 2 * gap, target + 4 * half
-    if rows % 2:
-        shift0 = _weigh(floats(p), column, n, delta, zero, token, weights, 0)
-        _add_row(weights, 0, n, shift0, codes, token * half, half, floats(out), target)
+        simd.prefetch(halves(delta), BLOCKS_AHEAD * BLOCK + j)
+    simd.prefetch(chars(zero), BLOCKS_AHEAD * BLOCK)
+    if n < BLOCK:
+        copy_halves(delta, 0, n, scratch + DELTA_AT)
+        copy_bytes(zero, 0, n, scratch + ZERO_AT)
+        delta, zero = scratch + DELTA_AT, scratch + ZERO_AT
+        for i in range((n - whole) * half):
+            put(chars(tail), i, get(chars(codes), whole * half + i))
+    for m in range(rows):
+        row, target = p + 4 * gap * m, out + 8 * half * m
+        if n < BLOCK:
+            copy_floats(row, 0, n, scratch + P_AT)
+            row = scratch + P_AT
+        round_weights(row, delta, zero, weights)
+        shift = get(floats(weights + SIZES_AT), 1)
+        add_row(weights, 0, whole, codes, half, target)
+        if whole < n:
+            put(floats(weights + SIZES_AT), 1, ZERO)  # the zero points are added
+            add_row(weights, whole, TOGETHER, tail, half, target)
+        for d in range(half // 16 * 16, half):
+            _add_byte(weights, n, shift, codes + d, half, floats(target), d)
+
+
+@fast_jit
+def _add_byte(weights: int, n: int, shift: Scalar, codes: int, half: int, out: F32, d: int) -> None:
+    """`add_row` for one byte of each of n tokens."""
+    low = high = 0
+    packed, bytes_, size = chars(codes), chars(weights), get(floats(weights + SIZES_AT), 0)
+    for t in range(n):
+        weight = np.int64(get(bytes_, t)) + 256 * np.int64(get(bytes_, HIGH_AT + t))
+        byte = np.int64(get(packed, t * half))
+        low, high = low + weight * (byte & 15), high + weight * (byte >> 4)
+    put(out, d, get(out, d) + size * np.float32(low) + shift)
+    put(out, half + d, get(out, half + d) + size * np.float32(high) + shift)
 
 
 @put_loop
@@ -60,7 +88,9 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
     return (*(address_of(a[name]) for name in ("codes", "delta", "zero")), codec.capacity, codec.head_dim // 2)
 
 
-INT4 = Loops(_store_numbers, add=_add, put=_put, scratch=lambda codec, rows: 8 * BLOCK)
+INT4 = Loops(
+    _store_numbers, add=_add, put=_put, scratch=lambda codec, rows: TAIL_AT + TOGETHER * codec.head_dim // 2
+)
 
 
 @jit
@@ -118,122 +148,3 @@ def round_up_to_half(x: Scalar) -> Scalar:
     x = minimum(x, LARGEST_F16)
     bits = float_to_half(x)
     return np.uint16(bits + 1) if as_float(bits) < x else bits
-
-
-@fast_jit
-def _weigh(p: F32, column: int, n: int, delta: U16, zero: U8, token: int, weights: F32, w: int) -> Scalar:
-    """weights = p * delta, so that codes need no scale; returns what the zero points add up to."""
-    shift = ZERO
-    for t in range(n):
-        weight = get(p, column + t) * as_float(get(delta, token + t))
-        put(weights, w + t, weight)
-        shift -= weight * np.float32(get(zero, token + t))
-    return shift
-
-
-@fast_jit
-def _add_row(
-    weights: F32, w: int, n: int, shift: Scalar, codes: U8, code: int, half: int, out: F32, target: int
-) -> None:
-    """out[target:][:head_dim] += shift + sum over n tokens of weights[w + t] * their codes."""
-    whole = half // TILE * TILE
-    start = simd.splat(shift)
-    for d in range(0, whole, TILE):
-        i, j, k = target + d, target + half + d, code + d
-        low0, low1 = simd.add(simd.load(out, i), start), simd.add(simd.load(out, i + LANES), start)
-        high0, high1 = simd.add(simd.load(out, j), start), simd.add(simd.load(out, j + LANES), start)
-        for t in range(n):
-            simd.prefetch(codes, k + BLOCK * half)
-            x = simd.broadcast(weights, w + t)
-            low0 = simd.multiply_add(x, simd.load_low_nibbles(codes, k), low0)
-            low1 = simd.multiply_add(x, simd.load_low_nibbles(codes, k + LANES), low1)
-            high0 = simd.multiply_add(x, simd.load_high_nibbles(codes, k), high0)
-            high1 = simd.multiply_add(x, simd.load_high_nibbles(codes, k + LANES), high1)
-            k += half
-        simd.store(out, i, low0)
-        simd.store(out, i + LANES, low1)
-        simd.store(out, j, high0)
-        simd.store(out, j + LANES, high1)
-    _add_rest(weights, w, n, shift, codes, code, half, whole, out, target)
-
-
-@fast_jit
-def _add_two_rows(
-    weights: F32,
-    w: int,
-    n: int,
-    shift0: Scalar,
-    shift1: Scalar,
-    codes: U8,
-    code: int,
-    half: int,
-    out: F32,
-    target: int,
-) -> None:
-    """`_add_row` for two neighbouring rows: each code is unpacked once."""
-    whole = half // TILE * TILE
-    a_start, b_start = simd.splat(shift0), simd.splat(shift1)
-    for d in range(0, whole, TILE):
-        i0, j0, k = target + d, target + half + d, code + d
-        i1, j1 = i0 + 2 * half, j0 + 2 * half
-        a0, a1 = simd.add(simd.load(out, i0), a_start), simd.add(simd.load(out, i0 + LANES), a_start)
-        a2, a3 = simd.add(simd.load(out, j0), a_start), simd.add(simd.load(out, j0 + LANES), a_start)
-        b0, b1 = simd.add(simd.load(out, i1), b_start), simd.add(simd.load(out, i1 + LANES), b_start)
-        b2, b3 = simd.add(simd.load(out, j1), b_start), simd.add(simd.load(out, j1 + LANES), b_start)
-        for t in range(n):
-            simd.prefetch(codes, k + BLOCK * half)
-            a, b = simd.broadcast(weights, w + t), simd.broadcast(weights, w + BLOCK + t)
-            x = simd.load_low_nibbles(codes, k)
-            a0, b0 = simd.multiply_add(a, x, a0), simd.multiply_add(b, x, b0)
-            x = simd.load_low_nibbles(codes, k + LANES)
-            a1, b1 = simd.multiply_add(a, x, a1), simd.multiply_add(b, x, b1)
-            x = simd.load_high_nibbles(codes, k)
-            a2, b2 = simd.multiply_add(a, x, a2), simd.multiply_add(b, x, b2)
-            x = simd.load_high_nibbles(codes, k + LANES)
-            a3, b3 = simd.multiply_add(a, x, a3), simd.multiply_add(b, x, b3)
-            k += half
-        simd.store(out, i0, a0)
-        simd.store(out, i0 + LANES, a1)
-        simd.store(out, j0, a2)
-        simd.store(out, j0 + LANES, a3)
-        simd.store(out, i1, b0)
-        simd.store(out, i1 + LANES, b1)
-        simd.store(out, j1, b2)
-        simd.store(out, j1 + LANES, b3)
-    _add_rest(weights, w, n, shift0, codes, code, half, whole, out, target)
-    _add_rest(weights, w + BLOCK, n, shift1, codes, code, half, whole, out, target + 2 * half)
-
-
-@fast_jit
-def _add_rest(
-    weights: F32,
-    w: int,
-    n: int,
-    shift: Scalar,
-    codes: U8,
-    code: int,
-    half: int,
-    done: int,
-    out: F32,
-    target: int,
-) -> None:
-    """The elements of a row's bytes from the `done`th on, which do not fill a tile."""
-    whole = half // LANES * LANES
-    start = simd.splat(shift)
-    for d in range(done, whole, LANES):
-        low = simd.add(simd.load(out, target + d), start)
-        high = simd.add(simd.load(out, target + half + d), start)
-        for t in range(n):
-            x, k = simd.broadcast(weights, w + t), code + t * half + d
-            low = simd.multiply_add(x, simd.load_low_nibbles(codes, k), low)
-            high = simd.multiply_add(x, simd.load_high_nibbles(codes, k), high)
-        simd.store(out, target + d, low)
-        simd.store(out, target + half + d, high)
-    for d in range(whole, half):
-        first, second = get(out, target + d) + shift, get(out, target + half + d) + shift
-        for t in range(n):
-            byte, weight = get(codes, code + t * half + d), get(weights, w + t)
-            first += weight * np.float32(byte & 15)
-            second += weight * np.float32(byte >> 4)
-        put(out, target + d, first)
-        put(out, target + half + d, second)

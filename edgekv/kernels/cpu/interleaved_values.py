@@ -1,42 +1,39 @@
 """Values in 1 to 4 bits, four tokens side by side, summed with 8-bit weights in integer dot products."""
 
+import functools
 from typing import Any
 
 import numpy as np
-from numba import prange
+from numba import prange, types
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import GAUSS_STEP, LEAST_WEIGHT
-from edgekv.kernels.cpu import dot, simd
-from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.int4 import round_to_even
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.contract.planes import GAUSS_STEP
+from edgekv.kernels.cpu import arm, block_weights, dot, emit
+from edgekv.kernels.cpu.block_weights import ROUND, copy_floats, copy_halves
+from edgekv.kernels.cpu.half import float_to_half
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import (
-    Loops,
-    add_loop,
-    address_of,
-    chars,
-    finish_loop,
-    floats,
-    halves,
-    numbers,
-    words32,
-)
+from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, finish_loop, floats, numbers
 from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
-from edgekv.types import F32, U8, U16, U32
+from edgekv.kernels.cpu.simd import LANES
+from edgekv.types import F32, U8, U16
 
-LANES = simd.LANES
-TILE = 4 * LANES
-VECTOR = 4 * LANES  # bytes
-QUADS = BLOCK // 4
-LINE = 64
-PREFETCHED = TILE * 4 // LINE  # cache lines of a row of a tile
+ROWS = 4  # that share each unpacked code
+# In a loop's scratch: each row's weights in bytes, its (size, shift), and a copy of what is no whole block.
+SIZES_AT = ROWS * BLOCK
+PART_AT = SIZES_AT + 8 * ROWS
+SCRATCH = PART_AT + 6 * BLOCK
 BLOCKS_AHEAD = 4
-ZERO, ONE, TWO, TOP_WEIGHT, LEAST = np.array([0, 1, 2, 255, LEAST_WEIGHT], np.float32)
-Scale = tuple[Scalar, Scalar]
+TOP_WEIGHT = 255
+ROUND_BITS = int(np.float32(ROUND).view(np.int32))
+ZERO, ONE, TWO = np.array([0, 1, 2], np.float32)
 LARGEST_F16 = np.float64(65504)
+ROW_COUNTS = 1, 2, 4
+# By rows, vectors of channels at a time: as many sums as hide a product's latency, and fit the registers.
+COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
+# Bits of a code, in parts that divide a byte: (bits, rows of the store before it).
+PARTS = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 0), (1, 4)), 4: ((4, 0),)}
 
 
 def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
@@ -45,32 +42,150 @@ def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
     run(_encode_blocks, _encode_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
 
 
+@intrinsic
+def _round_weights(context: Any, p: Any, scale: Any, middle: Any, whole: Any, sizes: Any) -> Any:
+    """whole = p * scale of a block's tokens as bytes; to sizes, what they stand for.
+
+    sizes[0]: the size of 1, sizes[1]: what the sum of (code - middle) has beyond that of the codes.
+    """
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, scale, middle, whole, sizes = args
+        weights, size = block_weights.rounded(b, block_weights.scaled(b, p, scale), TOP_WEIGHT)
+        block_weights.store_bytes(b, weights, 0, whole)
+        total = emit.total(b, emit.tree(b, type(b).add, [b.bitcast(x, block_weights.INTS) for x in weights]))
+        total = b.sub(total, emit.I32(BLOCK * ROUND_BITS & 0xFFFFFFFF))
+        shift = b.fmul(b.fmul(size, middle), b.sitofp(total, emit.F32))
+        emit.store(b, size, sizes)
+        emit.store(b, b.fneg(shift), sizes, 4)
+        return context.get_dummy_value()
+
+    return types.none(types.intp, types.intp, types.float32, types.intp, types.intp), build
+
+
+@intrinsic
+def _add_columns(context: Any, bits: Any, rows: Any, whole: Any, codes: Any, head_dim: Any, out: Any) -> Any:
+    """out (rows, head_dim) += size * (weights times the block's codes) + shift, rows at most ROWS.
+
+    Channels behind the last whole vector are left out.
+    """
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        bits, rows, *rest = args
+        end = b.append_basic_block("end")
+        cases = b.switch(b.add(b.mul(bits, emit.I64(8)), rows), end)
+        for n_bits in PARTS:
+            for n_rows in ROW_COUNTS:
+                case = b.append_basic_block("case")
+                cases.add_case(emit.I64(8 * n_bits + n_rows), case)
+                b.position_at_end(case)
+                emit.call_own(
+                    b, f"add_columns_{n_bits}_{n_rows}", functools.partial(_emit_columns, n_bits, n_rows), *rest
+                )
+                b.branch(end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.none(*[types.intp] * 6), build
+
+
+def _emit_columns(bits: int, n_rows: int, b: Any, whole: Any, codes: Any, head_dim: Any, out: Any) -> None:
+    words = [_load_words(b, b.add(whole, emit.I64(r * BLOCK))) for r in range(n_rows)]
+    sizes = [
+        [emit.splat(b, emit.load(b, emit.F32, whole, SIZES_AT + 8 * r + i), LANES) for i in (0, 4)]
+        for r in range(n_rows)
+    ]
+    row_bytes, done = b.mul(head_dim, emit.I64(4)), emit.I64(0)
+    block_bytes = b.mul(row_bytes, emit.I64(2 * bits * BLOCKS_AHEAD))
+    for n_columns in COLUMNS[n_rows]:
+        with emit.loop(b, done, head_dim, n_columns * LANES) as turn:
+            d = turn.i
+            start = b.add(codes, b.mul(d, emit.I64(4)))
+            sums = _sums(b, bits, start, row_bytes, block_bytes, n_rows, n_columns, words)
+            for r in range(n_rows):
+                size, shift = sizes[r]
+                target = b.add(out, b.mul(b.add(b.mul(head_dim, emit.I64(r)), d), emit.I64(4)))
+                for c in range(n_columns):
+                    kind = emit.vector(emit.F32, LANES)
+                    so_far = b.fadd(emit.load(b, kind, target, 4 * LANES * c), shift)
+                    so_far = emit.multiply_add(b, b.sitofp(sums[r][c], kind), size, so_far)
+                    emit.store(b, so_far, target, 4 * LANES * c)
+        if n_columns > 1:
+            done = b.sub(head_dim, b.srem(head_dim, emit.I64(n_columns * LANES)))
+
+
+def _load_words(b: Any, whole: Any) -> Any:
+    """quad -> its four weights in every lane."""
+    if arm.IS_ARM:  # products take a lane of a register
+        four = emit.vector(emit.I32, 4)
+        registers = [emit.load(b, four, whole, 16 * j) for j in range(BLOCK // 16)]
+        return lambda quad: emit.lanes(b, registers[quad // 4], [quad % 4] * LANES)
+    return lambda quad: emit.splat(b, emit.load(b, emit.I32, whole, 4 * quad), LANES)
+
+
+def _sums(
+    b: Any, bits: int, start: Any, row_bytes: Any, ahead: Any, n_rows: int, n_columns: int, words: Any
+) -> Any:
+    """sums[r][c] of the weights of row r times the codes of column c."""
+    zero = emit.constant(dot.INTS, 0)
+    low = [[zero] * n_columns for _ in range(n_rows)]
+    high = [[zero] * n_columns for _ in range(n_rows)]  # of codes that stay where they lie, times 2 ** part
+    for part, first in PARTS[bits]:
+        if first:
+            low = [[b.shl(x, emit.constant(dot.INTS, 1)) for x in row] for row in low]
+        two = part < 4 and not (arm.IS_ARM and n_rows == 4)
+        for q in range(2 * part):
+            address = b.add(start, b.mul(row_bytes, emit.I64(first + q)))
+            emit.prefetch(b, b.add(address, ahead), 4 * LANES * n_columns)
+            packed = [emit.load(b, dot.INTS, address, 4 * LANES * c) for c in range(n_columns)]
+            for field in range(8 // part):
+                above = part if two and field % 2 else 0
+                shift, mask = field * part - above, ((1 << part) - 1 << above) * 0x01010101
+                codes = [
+                    b.and_(
+                        b.lshr(x, emit.constant(dot.INTS, shift)) if shift else x, emit.constant(dot.INTS, mask)
+                    )
+                    for x in packed
+                ]
+                sums = high if above else low
+                for r in range(n_rows):
+                    word = words[r](q + field * 2 * part)
+                    sums[r] = [dot.products(b, word, code, x) for code, x in zip(codes, sums[r], strict=True)]
+    if high[0][0] is zero:
+        return low
+    places = PARTS[bits][-1][0] if len(PARTS[bits]) == 1 else 1
+    return [
+        [b.add(x, b.lshr(y, emit.constant(dot.INTS, places))) for x, y in zip(*pair, strict=True)]
+        for pair in zip(low, high, strict=True)
+    ]
+
+
 @add_loop
 def _add_block(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = numbers(store)
-    codes, scale, bits, head_dim = chars(get(x, 0)), halves(get(x, 1)), get(x, 4), get(x, 5)
-    weights, bytes_, whole = floats(scratch), chars(scratch + 4 * BLOCK), words32(scratch + 4 * BLOCK)
-    block, i = t // BLOCK, t % BLOCK
-    token, code = g * get(x, 2) + block * BLOCK, (g * get(x, 3) + block) * 8 * bits * head_dim
+    bits, head_dim, i = get(x, 4), get(x, 5), t % BLOCK
+    scale = get(x, 1) + 2 * (g * get(x, 2) + t - i)
+    codes = get(x, 0) + (g * get(x, 3) + t // BLOCK) * 8 * bits * head_dim
     middle = np.float32((1 << bits) - 1) / TWO
-    for j in range(0, BLOCK, LINE // 2):
-        simd.prefetch(scale, token + BLOCKS_AHEAD * BLOCK + j)
-    column, target = -i, 0
-    for m in range(0, rows, 2):
-        pair = min(2, rows - m)
-        scale0 = _weigh(floats(p), column, i, i + n, scale, token, middle, weights, 0, bytes_, 0)
-        scale1 = scale0
-        if pair == 2:
-            scale1 = _weigh(floats(p), column + gap, i, i + n, scale, token, middle, weights, 0, bytes_, BLOCK)
-        if bits == 3:
-            rest, (size0, shift0), (size1, shift1) = code + 16 * head_dim, scale0, scale1
-            scale0, scale1 = (TWO * size0, shift0), (TWO * size1, shift1)
-            _add_rows(pair, whole, 0, scale0, scale1, codes, code, 2, floats(out), target, head_dim)
-            scale0, scale1 = (size0, ZERO), (size1, ZERO)
-            _add_rows(pair, whole, 0, scale0, scale1, codes, rest, 1, floats(out), target, head_dim)
-        else:
-            _add_rows(pair, whole, 0, scale0, scale1, codes, code, bits, floats(out), target, head_dim)
-        column, target = column + 2 * gap, target + 2 * head_dim
+    if n < BLOCK:
+        part = scratch + PART_AT + 4 * BLOCK
+        copy_halves(scale + 2 * i, i, n, part)
+        scale = part
+    m = 0
+    while m < rows:
+        together = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
+        for r in range(together):
+            row = p + 4 * gap * (m + r)
+            if n < BLOCK:
+                copy_floats(row, i, n, scratch + PART_AT)
+                row = scratch + PART_AT
+            _round_weights(row, scale, middle, scratch + r * BLOCK, scratch + SIZES_AT + 8 * r)
+        target = out + 4 * m * head_dim
+        _add_columns(bits, together, scratch, codes, head_dim, target)
+        for d in range(head_dim // LANES * LANES, head_dim):
+            for r in range(together):
+                _add_channel(bits, scratch, r, codes + 4 * d, head_dim, floats(target), r * head_dim + d)
+        m += together
 
 
 @finish_loop
@@ -88,9 +203,7 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
     return (address_of(codes), address_of(scale), *sizes, *rotation_numbers(codec.rotation))
 
 
-INTERLEAVED = Loops(
-    _store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: 4 * BLOCK + 8 * QUADS
-)
+INTERLEAVED = Loops(_store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: SCRATCH)
 
 
 @jit
@@ -159,170 +272,18 @@ def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
         _encode_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
-@jit
-def _weigh(
-    p: F32,
-    column: int,
-    i: int,
-    j: int,
-    scale: U16,
-    token: int,
-    middle: Scalar,
-    weights: F32,
-    w: int,
-    whole: U8,
-    byte: int,
-) -> Scale:
-    """whole = p * scale as 8-bit integers for tokens i..j of the block, 0 for the others; what they stand for.
-
-    Returned: the size of 1, and what the sum of (code - middle) has beyond that of the codes.
-    """
-    for t in range(i):
-        put(weights, w + t, ZERO)
-    for t in range(j, BLOCK):
-        put(weights, w + t, ZERO)
-    top = ZERO
-    for t in range(i, j):
-        weight = get(p, column + t) * as_float(get(scale, token + t))
-        put(weights, w + t, weight)
-        top = maximum(top, weight)
-    factor, total = TOP_WEIGHT / maximum(top, LEAST), np.int32(0)
-    for t in range(BLOCK):
-        rounded = np.int32(round_to_even(get(weights, w + t) * factor))
-        put(whole, byte + t, np.uint8(rounded))
-        total = np.int32(total + rounded)
-    size = top / TOP_WEIGHT
-    return size, -size * middle * np.float32(total)
-
-
 @fast_jit
-def _add_rows(
-    n_rows: int,
-    whole: U32,
-    word: int,
-    scale0: Scale,
-    scale1: Scale,
-    codes: U8,
-    start: int,
-    bits: int,
-    out: F32,
-    target: int,
-    head_dim: int,
-) -> None:
-    """out[target:][:head_dim] += size * (weights from `word` on, times the block's codes from `start` on) + shift.
-
-    scale0 is (size, shift) of the row, scale1 that of the next, which is done too, with the next QUADS words, if
-    n_rows is 2.
-    """
-    tiled, vectored = head_dim // TILE * TILE, head_dim // LANES * LANES
-    for d in range(0, tiled, TILE):
-        if n_rows == 1:
-            _add_tile(whole, word, scale0, codes, start + 4 * d, bits, out, target + d, head_dim)
-        else:
-            _add_two_tiles(whole, word, scale0, scale1, codes, start + 4 * d, bits, out, target + d, head_dim)
-    for _ in range(n_rows):
-        for d in range(tiled, vectored, LANES):
-            _add_vector(whole, word, scale0, codes, start + 4 * d, bits, out, target + d, head_dim)
-        for d in range(vectored, head_dim):
-            _add_channel(whole, word, scale0, codes, start + 4 * d, bits, out, target + d, head_dim)
-        word, target, scale0 = word + QUADS, target + head_dim, scale1
-
-
-@fast_jit
-def _add_tile(
-    whole: U32, word: int, scale: Scale, codes: U8, start: int, bits: int, out: F32, target: int, head_dim: int
-) -> None:
-    a0 = a1 = a2 = a3 = dot.no_sums()
-    for row in range(2 * bits):
-        i, quad = start + row * 4 * head_dim, word + row
-        x0, x1 = dot.load_bytes(codes, i), dot.load_bytes(codes, i + VECTOR)
-        x2, x3 = dot.load_bytes(codes, i + 2 * VECTOR), dot.load_bytes(codes, i + 3 * VECTOR)
-        for j in range(PREFETCHED):
-            simd.prefetch(codes, i + BLOCKS_AHEAD * 8 * bits * head_dim + j * LINE)
-        for shift in range(0, 8, bits):
-            four = get(whole, quad)
-            a0 = dot.add_products(four, dot.codes_of(x0, shift, bits), a0)
-            a1 = dot.add_products(four, dot.codes_of(x1, shift, bits), a1)
-            a2 = dot.add_products(four, dot.codes_of(x2, shift, bits), a2)
-            a3 = dot.add_products(four, dot.codes_of(x3, shift, bits), a3)
-            quad += 2 * bits
-    _add(a0, scale, out, target)
-    _add(a1, scale, out, target + LANES)
-    _add(a2, scale, out, target + 2 * LANES)
-    _add(a3, scale, out, target + 3 * LANES)
-
-
-@fast_jit
-def _add_two_tiles(
-    whole: U32,
-    word: int,
-    scale0: Scale,
-    scale1: Scale,
-    codes: U8,
-    start: int,
-    bits: int,
-    out: F32,
-    target: int,
-    head_dim: int,
-) -> None:
-    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = dot.no_sums()
-    for row in range(2 * bits):
-        i, quad = start + row * 4 * head_dim, word + row
-        x0, x1 = dot.load_bytes(codes, i), dot.load_bytes(codes, i + VECTOR)
-        x2, x3 = dot.load_bytes(codes, i + 2 * VECTOR), dot.load_bytes(codes, i + 3 * VECTOR)
-        for shift in range(0, 8, bits):
-            four, other = get(whole, quad), get(whole, quad + QUADS)
-            x = dot.codes_of(x0, shift, bits)
-            a0, b0 = dot.add_products(four, x, a0), dot.add_products(other, x, b0)
-            x = dot.codes_of(x1, shift, bits)
-            a1, b1 = dot.add_products(four, x, a1), dot.add_products(other, x, b1)
-            x = dot.codes_of(x2, shift, bits)
-            a2, b2 = dot.add_products(four, x, a2), dot.add_products(other, x, b2)
-            x = dot.codes_of(x3, shift, bits)
-            a3, b3 = dot.add_products(four, x, a3), dot.add_products(other, x, b3)
-            quad += 2 * bits
-    _add(a0, scale0, out, target)
-    _add(a1, scale0, out, target + LANES)
-    _add(a2, scale0, out, target + 2 * LANES)
-    _add(a3, scale0, out, target + 3 * LANES)
-    target += head_dim
-    _add(b0, scale1, out, target)
-    _add(b1, scale1, out, target + LANES)
-    _add(b2, scale1, out, target + 2 * LANES)
-    _add(b3, scale1, out, target + 3 * LANES)
-
-
-@fast_jit
-def _add_vector(
-    whole: U32, word: int, scale: Scale, codes: U8, start: int, bits: int, out: F32, target: int, head_dim: int
-) -> None:
-    total = dot.no_sums()
-    for row in range(2 * bits):
-        x, quad = dot.load_bytes(codes, start + row * 4 * head_dim), word + row
-        for shift in range(0, 8, bits):
-            total = dot.add_products(get(whole, quad), dot.codes_of(x, shift, bits), total)
-            quad += 2 * bits
-    _add(total, scale, out, target)
-
-
-@fast_jit
-def _add(total: dot.Ints, scale: Scale, out: F32, i: int) -> None:
-    size, shift = scale
-    sums = simd.multiply_add(simd.splat(size), dot.sums_as_vector(total), simd.splat(shift))
-    simd.store(out, i, simd.add(simd.load(out, i), sums))
-
-
-@fast_jit
-def _add_channel(
-    whole: U32, word: int, scale: Scale, codes: U8, start: int, bits: int, out: F32, target: int, head_dim: int
-) -> None:
-    total, mask = np.int32(0), (1 << bits) - 1
-    for row in range(2 * bits):
-        quad = word + row
-        for shift in range(0, 8, bits):
+def _add_channel(bits: int, scratch: int, r: int, codes: int, head_dim: int, out: F32, target: int) -> None:
+    """`_add_columns` for one channel of row r, of any head_dim."""
+    packed, whole, sizes = chars(codes), chars(scratch + r * BLOCK), floats(scratch + SIZES_AT + 8 * r)
+    part, worth = (2, 2) if bits == 3 else (bits, 1)
+    row = total = 0
+    while row < 2 * bits:
+        for q in range(2 * part):
             for i in range(4):
-                weight = get(whole, quad) >> np.uint32(8 * i) & np.uint32(255)
-                code = get(codes, start + row * 4 * head_dim + i) >> shift & mask
-                total = np.int32(total + np.int32(weight) * np.int32(code))
-            quad += 2 * bits
-    put(out, target, get(out, target) + scale[0] * np.float32(total) + scale[1])
+                byte = np.int64(get(packed, (row + q) * 4 * head_dim + i))
+                for field in range(8 // part):
+                    weight = np.int64(get(whole, 4 * (q + field * 2 * part) + i))
+                    total += worth * weight * (byte >> field * part & (1 << part) - 1)
+        row, part, worth = row + 2 * part, 1, 1
+    put(out, target, get(out, target) + get(sizes, 0) * np.float32(total) + get(sizes, 1))

@@ -7,6 +7,8 @@ import numba
 from numba.core import codegen, config
 from numba.extending import intrinsic as _intrinsic
 
+from edgekv import numba_cache
+
 F = TypeVar("F", bound=Callable[..., Any])
 Scalar = Any  # a number inside a kernel
 Args = tuple[Any, ...]
@@ -19,23 +21,29 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 def jit(function: F) -> F:
     """Exact arithmetic, as written: said in so many words, or a function takes on that of its first caller."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=False)(function))
+    return cast(F, numba.njit(cache=numba_cache.kept, nogil=True, error_model="numpy", fastmath=False)(function))
 
 
 def fast_jit(function: F) -> F:
     """Sums in any order."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST)(function))
+    return cast(F, numba.njit(cache=numba_cache.kept, nogil=True, error_model="numpy", fastmath=FAST)(function))
 
 
 def inline_jit(function: F) -> F:
     """`fast_jit`, always inlined: for what runs so often that passing arrays would show."""
-    options = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": FAST, "forceinline": True}
+    options = {
+        "cache": numba_cache.kept,
+        "nogil": True,
+        "error_model": "numpy",
+        "fastmath": FAST,
+        "forceinline": True,
+    }
     return cast(F, numba.njit(**options)(function))
 
 
 def parallel_jit(function: F) -> F:
     """`numba.prange` loops run on all threads. Allocate nothing inside them: it is ten times slower."""
-    return cast(F, numba.njit(cache=True, nogil=True, parallel=True)(function))
+    return cast(F, numba.njit(cache=numba_cache.kept, nogil=True, parallel=True)(function))
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

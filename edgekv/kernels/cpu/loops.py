@@ -53,6 +53,11 @@ class Loop:
         self._compiled = numba.cfunc(signature, **options)(self.function)
         return int(self._compiled.address)
 
+    def assembly(self) -> str:
+        """The machine code, compiled by this process and not loaded from Numba's cache."""
+        assert self.address
+        return str(self._compiled._library.get_asm_str())
+
 
 def prepare_loop(function: Callable[..., None]) -> Loop:
     """Exact arithmetic: what is rounded here is compared bit by bit."""

@@ -14,6 +14,7 @@ from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import CHOSEN, KEYS, VALUES
 from edgekv.kernels.cpu.loops import Loop, Loops, address_of, aligned_size, scratch_memory, store_numbers
+from edgekv.kernels.cpu.softmax import END
 from edgekv.types import F32
 
 PLAN = np.dtype(
@@ -72,7 +73,7 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n
     lo, hi = visible
-    out_at = place = aligned_size(8 * rows)  # behind the largest score and the sum of weights of each row
+    out_at = place = aligned_size(4 * END * rows)  # behind each row's ends
     place += aligned_size(4 * rows * head_dim)
     runs = np.empty(len(segments), RUN)
     alive: list[Any] = [queries, visible]

@@ -1,4 +1,4 @@
-"""Keys as a centre per 16 tokens and one sign per element, scored with queries in bit planes."""
+"""Keys as a centre per 16 tokens and a few bits per element, in planes that are scored by tables of sums."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import CENTRE, CENTRES
-from edgekv.kernels.cpu import simd
+from edgekv.kernels.contract.planes import CENTRE, CENTRES, GAUSS_STEP, LARGEST_FOUR
+from edgekv.kernels.cpu import simd, tables
 from edgekv.kernels.cpu.centres import centre_scores, split
 from edgekv.kernels.cpu.half import float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
     Loops,
@@ -21,62 +21,58 @@ from edgekv.kernels.cpu.loops import (
     numbers,
     prepare_loop,
     score_loop,
-    words,
-    words32,
 )
 from edgekv.kernels.cpu.rotate import rotate_row, rotation_numbers
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
-from edgekv.kernels.cpu.signs import pack_signs
-from edgekv.types import F32, U16, U32, U64
+from edgekv.kernels.cpu.scalar import get, maximum, put
+from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
-TILE = 4 * LANES
-WORD_BITS = 64
 LINE = 64  # bytes
+CHUNK = 128  # channels whose sums fit 16 bits in four planes
 BLOCKS_AHEAD = 4
-ZERO, ONE, HALF, TWO = np.array([0, 1, 0.5, 2], np.float32)
-LARGEST_F16_64 = np.float64(65504)
+NEAR = BLOCK // CENTRE  # centres' scores of a row
+MIDDLE_ENTRY = 64  # added to an entry, so that it is at least 0
+ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
+MOST = np.float32(LARGEST_FOUR)
+LARGEST_F16 = np.float64(65504)
 
 
-def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
-    args = x.reshape(-1, x.shape[2]), scale, x.shape[1], t0
-    run(_scale_items, _scale_parallel, x.shape[0] * x.shape[1], 2 * x.size, args)
-    pack_signs(x, signs, t0)
+def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
+    n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
+    scratch = np.empty((n_items, 2, x.shape[2]), np.float32)
+    run(_encode_blocks, _encode_parallel, n_items, 8 * x.size, (x, planes, scale, t0, GAUSS_STEP[bits], scratch))
 
 
-# What a head's queries become, in this order:
-# P q (rows, width) float32; what its codes stand for, likewise; P q in two bytes (rows, 2, width); the planes
-# (rows, n_planes, width / 64) uint64; step * lam (rows,), then size and sum of the two bytes (rows, 2), float32;
-# room for the codes of a row (width,) uint32.
+# What a head's queries become, in this order: tables (rows, 4 * width) of bytes, see `_put_tables`; P q
+# (rows, width) float32; what it was rounded to, likewise; P q in two bytes (rows, 2, width); the rounding's step
+# (rows,), then size and sum of the two bytes (rows, 2), float32.
 
 
 @jit
-def parts_of(prepared: int, rows: int, width: int, n_planes: int) -> tuple[int, int, int, int, int, int]:
+def parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, int]:
     """Addresses of the parts of prepared queries."""
-    rounded = prepared + 4 * rows * width
+    rotated = prepared + 4 * rows * width
+    rounded = rotated + 4 * rows * width
     split_at = rounded + 4 * rows * width
-    planes = split_at + 2 * rows * width
-    steps = planes + rows * n_planes * width // 8
-    return prepared, rounded, split_at, planes, steps, steps + 12 * rows
+    return prepared, rotated, rounded, split_at, split_at + 2 * rows * width
 
 
 @prepare_loop
 def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     x = numbers(store)
-    width, n_planes, head_dim = get(x, 5), get(x, 6), get(x, 8)
-    lam = get(floats(get(x, 7)), g)
-    rotated, rounded, split_at, planes, steps, codes = parts_of(prepared, rows, width, n_planes)
+    width, head_dim = get(x, 5), get(x, 8)
+    tables_at, rotated, rounded, split_at, steps = parts_of(prepared, rows, width)
     for m in range(rows):
         row = m * width
         rotate_row(
             *(floats(q), m * head_dim, head_dim, floats(get(x, 10)), floats(get(x, 10)), get(x, 9)),
             *(width, floats(rotated), row),
         )
-        plane = m * n_planes * (width // WORD_BITS)
-        step = _round_query(
-            floats(rotated), row, width, n_planes, words(planes), plane, floats(rounded), words32(codes)
-        )
-        put(floats(steps), m, step * lam)
+        step = _round_query(floats(rotated), row, width, floats(rounded))
+        _put_tables(floats(rounded), row, width, chars(tables_at), 4 * row)
+        for d in range(row, row + width):
+            put(floats(rounded), d, get(floats(rounded), d) * step)
+        put(floats(steps), m, step)
         size, total = split(floats(rotated), row, width, chars(split_at), 2 * row)
         put(floats(steps), rows + 2 * m, size)
         put(floats(steps), rows + 2 * m + 1, np.float32(total))
@@ -85,42 +81,57 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
 @score_loop
 def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
     x = numbers(store)
-    signs, scale, centres, centre_step = words(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), halves(get(x, 3))
-    width, n_planes = get(x, 5), get(x, 6)
-    n_words = width // WORD_BITS
-    _, _, split_at, planes, steps, _ = parts_of(prepared, rows, width, n_planes)
-    stored, i = g * get(x, 4) + t // BLOCK, t % BLOCK
-    ahead, block_words, block_bytes = stored + BLOCKS_AHEAD, n_words * BLOCK, CENTRES * width // 2
-    for j in range(0, block_words, LINE // 8):
-        simd.prefetch(signs, ahead * block_words + j)
-    for j in range(0, block_bytes, LINE):
-        simd.prefetch(centres, ahead * block_bytes + j)
-    for j in range(0, BLOCK, LINE // 2):
-        simd.prefetch(scale, ahead * BLOCK + j)
-    simd.prefetch(centre_step, ahead * CENTRES)
+    planes, scale, centres, centre_step = chars(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), halves(get(x, 3))
+    width, bits, lam = get(x, 5), get(numbers(get(x, 6)), g), get(floats(get(x, 7)), g)
+    tables_at, _, _, split_at, steps = parts_of(prepared, rows, width)
+    block, i, n_blocks, block_bytes = t // BLOCK, t % BLOCK, get(x, 4), bits * width * BLOCK // 8
+    code = get(numbers(get(x, 12)), g) * n_blocks * width * BLOCK // 8 + block * block_bytes
+    stored = g * n_blocks + block
+    _prefetch(planes, code + BLOCKS_AHEAD * block_bytes, block_bytes)
+    _prefetch(centres, (stored + BLOCKS_AHEAD) * CENTRES * width // 2, CENTRES * width // 2)
+    simd.prefetch(scale, (stored + BLOCKS_AHEAD) * BLOCK)
+    simd.prefetch(scale, (stored + BLOCKS_AHEAD) * BLOCK + BLOCK // 2)
     near, target = floats(scratch), floats(s)
-    for m in range(rows):
-        size, total = get(floats(steps), rows + 2 * m), get(floats(steps), rows + 2 * m + 1)
-        centre_scores(chars(split_at), 2 * m * width, width, size, total, centres, centre_step, stored, near, 0)
-        factor, word = get(floats(steps), m) * HALF, m * n_planes * n_words
-        into, column = (target, m * gap) if n == BLOCK else (near, CENTRES)
-        _score_block(words(planes), word, n_planes, n_words, factor, signs, scale, stored, near, 0, into, column)
-        if n != BLOCK:
-            for k in range(n):
-                put(target, m * gap + k, get(near, CENTRES + i + k))
+    whole = n == BLOCK
+    for m in range(0, rows, 2):
+        pair = min(2, rows - m)
+        for r in range(pair):
+            size, total = get(floats(steps), rows + 2 * (m + r)), get(floats(steps), rows + 2 * (m + r) + 1)
+            query = 2 * (m + r) * width
+            centre_scores(chars(split_at), query, width, size, total, centres, centre_step, stored, near, NEAR * r)
+        into, column, apart = (target, m * gap, gap) if whole else (near, 2 * NEAR, BLOCK)
+        factor = lam * get(floats(steps), m)
+        where = 4 * m * width, code, bits, width
+        if pair == 1:
+            _scan_row(chars(tables_at), planes, where, into, column, factor, scale, stored * BLOCK, near)
+        else:
+            other = lam * get(floats(steps), m + 1)
+            _scan_two_rows(
+                chars(tables_at), planes, where, into, column, apart, factor, other, scale, stored * BLOCK, near
+            )
+        if not whole:
+            for r in range(pair):
+                for k in range(n):
+                    put(target, (m + r) * gap + k, get(near, 2 * NEAR + r * BLOCK + i + k))
+
+
+@fast_jit
+def _prefetch(x: U8, start: int, n: int) -> None:
+    for i in range(start, start + n, LINE):
+        simd.prefetch(x, i)
 
 
 def _store_numbers(codec: Any) -> tuple[int, ...]:
     a = codec.arrays
     return (
-        *(address_of(a[name]) for name in ("signs", "scale", "centres", "centre_step")),
-        *(a["signs"].shape[1], codec.width, codec.planes, address_of(codec.lam), codec.head_dim),
-        *rotation_numbers(codec.rotation),
+        *(address_of(a[name]) for name in ("planes", "scale", "centres", "centre_step")),
+        *(a["planes"].shape[1], codec.width, address_of(codec.bits), address_of(codec.lam), codec.head_dim),
+        *(*rotation_numbers(codec.rotation), address_of(codec.first_plane)),
     )
 
 
 def _prepared_bytes(codec: Any, rows: int) -> int:
-    size: int = rows * (10 * codec.width + codec.planes * codec.width // 8 + 12) + 4 * codec.width
+    size: int = rows * (14 * codec.width + 12)
     return size
 
 
@@ -129,123 +140,165 @@ CENTRED = Loops(
     prepare=_prepare,
     score=_score,
     prepared=_prepared_bytes,
-    scratch=lambda codec, rows: 4 * (CENTRES + BLOCK),
+    scratch=lambda codec, rows: 4 * 2 * (NEAR + BLOCK),
 )
 
 
+@jit
+def _round_query(q: F32, row: int, width: int, rounded: F32) -> Scalar:
+    """rounded[row:][:width] = `reference.planes.round_queries` of q[row:][:width]; returns the step."""
+    largest = ZERO
+    for d in range(row, row + width, 4):
+        four = abs(get(q, d)) + abs(get(q, d + 1)) + abs(get(q, d + 2)) + abs(get(q, d + 3))
+        largest = maximum(largest, four)
+    step = largest / MOST
+    divisor = ONE if step == ZERO else step
+    for d in range(row, row + width):
+        put(rounded, d, np.float32(np.floor(get(q, d) / divisor)) + HALF)
+    return step
+
+
+@jit
+def _put_tables(rounded: F32, row: int, width: int, entries: U8, target: int) -> None:
+    """Per four elements the 16 sums of + (bit 1) or - (bit 0) each, plus MIDDLE_ENTRY, as `tables` wants them."""
+    for column in range(width // 8):
+        at = target + column // tables.COLUMNS * 2 * tables.VECTOR + column % tables.COLUMNS * 16
+        tables.store_table(rounded, row + 8 * column, entries, at)
+        tables.store_table(rounded, row + 8 * column + 4, entries, at + tables.VECTOR)
+
+
 @fast_jit
-def _scale_items(first: int, last: int, args: Args) -> None:
-    x, scale, n, t0 = args
+def _scan_row(
+    entries: U8, planes: U8, where: Args, s: F32, column: int, factor: Scalar, scale: U16, token: int, near: F32
+) -> None:
+    """s[column:][:64] = near + factor * scale * (a row's sums over all planes of a block)."""
+    row, block, bits, width = where
+    group = 2 * width
+    for chunk in range(0, width, CHUNK):
+        channels = min(CHUNK, width - chunk)
+        a0 = a1 = a2 = a3 = tables.none()
+        for p in range(bits):
+            a0, a1, a2, a3 = tables.twice(a0), tables.twice(a1), tables.twice(a2), tables.twice(a3)
+            code = block + 4 * p * group + 2 * chunk
+            for v in range(0, 2 * channels, tables.VECTOR):
+                t, c = row + 4 * chunk + 2 * v, code + v
+                a0 = tables.add_entries(entries, t, planes, c, a0)
+                a1 = tables.add_entries(entries, t, planes, c + group, a1)
+                a2 = tables.add_entries(entries, t, planes, c + 2 * group, a2)
+                a3 = tables.add_entries(entries, t, planes, c + 3 * group, a3)
+        less = ((1 << bits) - 1) * MIDDLE_ENTRY * (channels // 4)
+        if chunk == 0:
+            tables.store_scores(s, column, (a0, a1, a2, a3), less, factor, scale, token, near, 0)
+        else:
+            tables.add_scores(s, column, (a0, a1, a2, a3), less, factor, scale, token)
+
+
+@fast_jit
+def _scan_two_rows(
+    entries: U8,
+    planes: U8,
+    where: Args,
+    s: F32,
+    column: int,
+    gap: int,
+    factor: Scalar,
+    other_factor: Scalar,
+    scale: U16,
+    token: int,
+    near: F32,
+) -> None:
+    """`_scan_row` of a row and the next, which is stored ``gap`` behind: they share each load of a key."""
+    row, block, bits, width = where
+    group, other = 2 * width, 4 * width
+    for chunk in range(0, width, CHUNK):
+        channels = min(CHUNK, width - chunk)
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = tables.none()
+        for p in range(bits):
+            a0, a1, a2, a3 = tables.twice(a0), tables.twice(a1), tables.twice(a2), tables.twice(a3)
+            b0, b1, b2, b3 = tables.twice(b0), tables.twice(b1), tables.twice(b2), tables.twice(b3)
+            code = block + 4 * p * group + 2 * chunk
+            for v in range(0, 2 * channels, tables.VECTOR):
+                t, c = row + 4 * chunk + 2 * v, code + v
+                a0 = tables.add_entries(entries, t, planes, c, a0)
+                b0 = tables.add_entries(entries, t + other, planes, c, b0)
+                a1 = tables.add_entries(entries, t, planes, c + group, a1)
+                b1 = tables.add_entries(entries, t + other, planes, c + group, b1)
+                a2 = tables.add_entries(entries, t, planes, c + 2 * group, a2)
+                b2 = tables.add_entries(entries, t + other, planes, c + 2 * group, b2)
+                a3 = tables.add_entries(entries, t, planes, c + 3 * group, a3)
+                b3 = tables.add_entries(entries, t + other, planes, c + 3 * group, b3)
+        less = ((1 << bits) - 1) * MIDDLE_ENTRY * (channels // 4)
+        if chunk == 0:
+            tables.store_scores(s, column, (a0, a1, a2, a3), less, factor, scale, token, near, 0)
+            tables.store_scores(s, column + gap, (b0, b1, b2, b3), less, other_factor, scale, token, near, NEAR)
+        else:
+            tables.add_scores(s, column, (a0, a1, a2, a3), less, factor, scale, token)
+            tables.add_scores(s, column + gap, (b0, b1, b2, b3), less, other_factor, scale, token)
+
+
+@jit
+def _encode_blocks(first: int, last: int, args: Args) -> None:
+    x, planes, scale, t0, gauss_step, scratch = args
+    (_, n, width), (_, n_stored, bits, _, _, _) = x.shape, planes.shape
+    capacity, blocks, block_bytes = scale.shape[1], n // BLOCK, bits * width * BLOCK // 8
+    x, planes, scale, scratch = x.reshape(-1), planes.reshape(-1), scale.reshape(-1), scratch.reshape(-1)
     for item in range(first, last):
-        square = magnitude = 0.0
-        for element in x[item]:
-            wide = np.float64(element)
-            square += wide * wide
-            magnitude += abs(wide)
-        ratio = square / magnitude if magnitude > 0 else 0.0
-        scale[item // n, t0 + item % n] = float_to_half(np.float32(min(ratio, LARGEST_F16_64)))
+        g, block = item // blocks, t0 // BLOCK + item % blocks
+        left = 2 * item * width
+        for t in range(BLOCK):
+            row, place = (item * BLOCK + t) * width, (g * n_stored + block) * block_bytes + place_of(t, width)
+            square = _square(x, row, width)
+            size = np.float32(np.sqrt(square / width) * gauss_step) * np.float32(1 << bits) / np.float32(4)
+            for d in range(width):
+                put(scratch, left + d, get(x, row + d))
+                put(scratch, left + width + d, ZERO)
+            for p in range(bits):
+                weight = np.float32(1 << (bits - 1 - p))
+                for d in range(0, width, 8):
+                    put(planes, place + 2 * (p * 4 * width + d), _eight_signs(scratch, left + d))
+                for d in range(left, left + width):
+                    sign = ONE if get(scratch, d) >= ZERO else -ONE
+                    put(scratch, width + d, get(scratch, width + d) + sign * weight)
+                    put(scratch, d, get(scratch, d) - sign * size)
+                size *= HALF
+            along = _along(x, row, scratch, left + width, width)
+            ratio = square / along if along > 0 else 0.0
+            put(scale, g * capacity + block * BLOCK + t, float_to_half(np.float32(min(ratio, LARGEST_F16))))
+
+
+@jit
+def place_of(token: int, width: int) -> int:
+    """First byte of token % 64 in its block's plane; the others follow 16 bytes apart."""
+    quarter = token // 16 % 4
+    return token % 16 // 4 * 2 * width + token % 4 * 4 + (quarter & 1) * 2 + (quarter >> 1)
+
+
+@jit
+def _eight_signs(x: F32, start: int) -> Scalar:
+    bits = np.uint8(0)
+    for i in range(8):
+        bits |= np.uint8(get(x, start + i) >= ZERO) << np.uint8(i)
+    return np.uint8(bits)
+
+
+@fast_jit
+def _square(x: F32, row: int, width: int) -> Scalar:
+    total = 0.0
+    for d in range(row, row + width):
+        wide = np.float64(get(x, d))
+        total += wide * wide
+    return total
+
+
+@fast_jit
+def _along(x: F32, row: int, level: F32, start: int, width: int) -> Scalar:
+    total = 0.0
+    for d in range(width):
+        total += np.float64(get(x, row + d)) * np.float64(get(level, start + d))
+    return total
 
 
 @parallel_jit
-def _scale_parallel(n_parts: int, n_items: int, args: Args) -> None:
+def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
-        _scale_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@jit
-def _round_query(
-    q: F32, row: int, width: int, n_planes: int, planes: U64, target: int, rounded: F32, codes: U32
-) -> Scalar:
-    """q[row:][:width] in codes of n_planes bits: their planes, the sign first, and what they stand for.
-
-    Returns the step of the codes.
-    """
-    half = np.float32(1 << (n_planes - 1))
-    top = half + half - ONE
-    largest = ZERO
-    for d in range(row, row + width):
-        largest = maximum(largest, abs(get(q, d)))
-    size = largest / half
-    divisor = ONE if size == ZERO else size
-    for d in range(width):
-        code = minimum(maximum(np.floor(get(q, row + d) / divisor) + half, ZERO), top)
-        put(codes, d, np.uint32(np.int32(code)))
-        put(rounded, row + d, (code - half + HALF) * size)
-    n_words = width // WORD_BITS
-    for plane in range(n_planes):
-        for w in range(n_words):
-            word = _gather_bits(codes, w * WORD_BITS, n_planes - 1 - plane)
-            put(planes, target + plane * n_words + w, word)
-    return size
-
-
-@jit
-def _gather_bits(codes: Any, start: int, bit: int) -> Scalar:
-    word = np.uint64(0)
-    for i in range(WORD_BITS):
-        word |= np.uint64(get(codes, start + i) >> np.uint32(bit) & np.uint32(1)) << np.uint64(i)
-    return word
-
-
-@fast_jit
-def _score_block(
-    planes: U64,
-    query: int,
-    n_planes: int,
-    n_words: int,
-    factor: Scalar,
-    signs: U64,
-    scale: U16,
-    block: int,
-    bases: F32,
-    base: int,
-    s: F32,
-    row: int,
-) -> None:
-    """s[row:][:64] = bases[base + t // 16] + factor * scale * ((2 ** B - 1) D - 2 * weighted popcount of XOR)."""
-    key, token = block * n_words * BLOCK, block * BLOCK
-    agreeing = np.float32(((1 << n_planes) - 1) * n_words * WORD_BITS)
-    for i in range(0, BLOCK, TILE):
-        a0 = a1 = a2 = a3 = simd.no_counts()
-        word = query
-        for _ in range(n_planes):
-            a0, a1, a2, a3 = _twice(a0), _twice(a1), _twice(a2), _twice(a3)
-            for w in range(n_words):
-                bits, j = get(planes, word), key + w * BLOCK + i
-                a0 = simd.count_differing(bits, signs, j, a0)
-                a1 = simd.count_differing(bits, signs, j + LANES, a1)
-                a2 = simd.count_differing(bits, signs, j + 2 * LANES, a2)
-                a3 = simd.count_differing(bits, signs, j + 3 * LANES, a3)
-                word += 1
-        _store(a0, agreeing, factor, scale, token + i, bases, base, s, row, i)
-        _store(a1, agreeing, factor, scale, token + i + LANES, bases, base, s, row, i + LANES)
-        _store(a2, agreeing, factor, scale, token + i + 2 * LANES, bases, base, s, row, i + 2 * LANES)
-        _store(a3, agreeing, factor, scale, token + i + 3 * LANES, bases, base, s, row, i + 3 * LANES)
-
-
-@fast_jit
-def _store(
-    differing: simd.Vector,
-    agreeing: Scalar,
-    factor: Scalar,
-    scale: U16,
-    token: int,
-    bases: F32,
-    base: int,
-    s: F32,
-    row: int,
-    i: int,
-) -> None:
-    product = simd.multiply_add(simd.splat(-TWO), simd.as_vector(differing), simd.splat(agreeing))
-    width = simd.multiply(simd.splat(factor), simd.load(scale, token))
-    simd.store(s, row + i, simd.multiply_add(width, product, simd.broadcast(bases, base + i // CENTRE)))
-
-
-@intrinsic
-def _twice(context: Any, a: Any) -> Any:
-    """Counts doubled."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.add(args[0], args[0])
-
-    return simd.counts(simd.counts), build
+        _encode_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

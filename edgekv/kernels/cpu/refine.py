@@ -12,13 +12,13 @@ from edgekv.kernels.cpu.centres import split
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit
 from edgekv.kernels.cpu.masks import add_where
+from edgekv.kernels.cpu.planes import place_of
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.kernels.cpu.softmax import exp_of_negative
 from edgekv.types import F32, U8
 
 LANES = simd.LANES
 TILE, VECTOR, STRIP = 4 * LANES, 4 * LANES, LANES // 8  # elements, bytes, bytes of LANES bits
-WORD_BITS = 64
 LINE = 64  # bytes
 PENDING = 256  # tokens found before they are read: their lines are on the way
 ZERO, ONE, TWO, EIGHT = np.array([0, 1, 2, 8], np.float32)
@@ -80,15 +80,16 @@ def estimate(n_found: int, base: int, where: Args, memory: Args, products: Args,
 
 @inline_jit
 def _unpack_key(signs: U8, stored: int, fine: U8, width: int, codes: U8, target: int) -> None:
-    """A key's sign bits as bytes, then its three fine bits as bytes; the signs' words lie BLOCK apart."""
-    line, word = width // 8, 8 * (stored // BLOCK * (width // WORD_BITS) * BLOCK + stored % BLOCK)
+    """A key's sign bits as bytes, then its three fine bits as bytes; what lies behind them is used, too."""
+    line, first, own = width // 8, stored // BLOCK * 8 * width + place_of(stored, width), target + 2 * width
+    for i in range(line):
+        put(codes, own + i, get(signs, first + 16 * i))
     for d in range(0, width, VECTOR):
-        sign = word + d // WORD_BITS * 8 * BLOCK + d % WORD_BITS // 8
         plane = stored * 3 * line + d // 8
         bits = dot.load_bits(fine, plane)
         bits = dot.multiply_add(bits, 2, dot.load_bits(fine, plane + line))
         bits = dot.multiply_add(bits, 2, dot.load_bits(fine, plane + 2 * line))
-        dot.store_bytes(codes, target + d, dot.load_bits(signs, sign))
+        dot.store_bytes(codes, target + d, dot.load_bits(codes, own + d // 8))
         dot.store_bytes(codes, target + width + d, bits)
 
 

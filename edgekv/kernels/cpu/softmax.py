@@ -1,14 +1,19 @@
 """Softmax over a range of columns per row, with an exponential that vectorises (Numba's own is scalar)."""
 
+from typing import Any
+
 import numpy as np
-from numba import prange
+from numba import prange, types
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, parallel_jit
+from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, intrinsic, parallel_jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get, maximum, put
 from edgekv.types import F32, I64
 
+END = 4  # float32 of a row's ends
+WIDE = emit.vector(emit.F32, 16)
 EXP_WORK = 3  # in multiply-adds
 LOWEST = np.float32(-87)  # exp below this is taken as 0
 LOG2_E = np.float32(1.4426950408889634)
@@ -16,6 +21,7 @@ LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # Cody 
 # exp(x) = 1 + x + x^2 * (C2 + x * (C3 + ...)), least relative error over |x| <= ln(2) / 2: 1e-7
 C2, C3, C4, C5 = np.array([0.49999231, 0.16667114, 0.041890144, 0.0083125187], np.float32)
 ZERO, HALF, ONE, MINUS_INFINITY = np.array([0, 0.5, 1, -np.inf], np.float32)
+ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
 
 
@@ -55,20 +61,72 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
         put(s, start + i, get(s, start + i) * scale)
 
 
-@fast_jit
-def weigh(s: F32, row: int, n: int, ends: F32, end: int) -> Scalar:
-    """s[row:][:n] = exp(s - the largest score so far), which ends[end] has; their sum is added to ends[end + 1].
+@intrinsic
+def weigh(context: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
+    """Each row of s, gap elements apart: its first n = exp(they - the largest so far), n a multiple of BLOCK.
 
-    Returns what earlier weights must be multiplied with. Scores of -inf get 0.
+    ends (rows, END): the largest score so far, which is raised, the sum of weights relative to it, to which these
+    are added, and what earlier weights must be multiplied with. Scores of -inf get 0. Whether any row was raised.
     """
-    shrink = raise_peak(s, row, n, ends, end)
-    peak = get(ends, end)
-    if peak == MINUS_INFINITY:
-        fill(s, row, row + n, ZERO)
-        return ONE
-    total = _exponentials(s, row, BLOCK, peak) if n == BLOCK else _exponentials(s, row, n, peak)
-    put(ends, end + 1, get(ends, end + 1) + total)
-    return shrink
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit.call_own(builder, "weigh", _weigh_rows, *args, result=emit.I64)
+
+    return types.intp(*[types.intp] * 5), build
+
+
+def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
+    nothing, offsets = emit.constant(emit.F32, float(MINUS_INFINITY)), range(0, 4 * BLOCK, 4 * WIDE.count)
+    with emit.loop(b, emit.I64(0), rows, 1, [emit.I64(0)]) as row:
+        x = b.add(s, b.mul(row.i, b.mul(gap, emit.I64(4))))
+        end, stop = b.add(ends, b.mul(row.i, emit.I64(4 * END))), b.add(x, b.mul(n, emit.I64(4)))
+        with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, float(MINUS_INFINITY))]) as block:
+            scores = [emit.load(b, WIDE, block.i, offset) for offset in offsets]
+            block.following = [emit.maximum(b, block.values[0], emit.tree(b, emit.maximum, scores))]
+        largest, before = block.values[0], emit.load(b, emit.F32, end)
+        raised = _any_above(b, largest, before)
+        emit.store(b, emit.constant(emit.F32, 1), end, 8)
+        with b.if_then(raised, likely=False):
+            top = emit.largest(b, largest)
+            shrink = _exp_of_negative(b, b.fsub(before, top))
+            emit.store(b, top, end)
+            emit.store(b, b.fmul(emit.load(b, emit.F32, end, 4), shrink), end, 4)
+            emit.store(b, shrink, end, 8)
+        peak = emit.load(b, emit.F32, end)
+        peak = b.select(b.fcmp_ordered("==", peak, nothing), emit.constant(emit.F32, 0), peak)
+        peaks = emit.splat(b, peak, WIDE.count)
+        with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, 0)]) as block:
+            for offset in offsets:
+                weight = _exp_of_negative(b, b.fsub(emit.load(b, WIDE, block.i, offset), peaks))
+                emit.store(b, weight, block.i, offset)
+                block.following = [b.fadd(block.following[0], weight)]
+        emit.store(b, b.fadd(emit.load(b, emit.F32, end, 4), emit.total(b, block.values[0])), end, 4)
+        row.following = [b.or_(row.values[0], b.zext(raised, emit.I64))]
+    return row.values[0]
+
+
+def _any_above(b: Any, x: Any, limit: Any) -> Any:
+    """Whether any lane of x is above the number `limit`."""
+    if emit.REGISTER != 16:
+        return b.fcmp_ordered(">", emit.largest(b, x), limit)
+    above = b.fcmp_ordered(">", x, emit.splat(b, limit, x.type.count))  # AVX-512 has registers for them
+    mask = emit.integer(x.type.count)
+    return b.icmp_unsigned("!=", b.bitcast(above, mask), mask(0))
+
+
+def _exp_of_negative(b: Any, x: Any) -> Any:
+    """`exp_of_negative` of a number, or of each lane of a vector."""
+    kind, whole = x.type, emit.like(x, emit.I32)
+    rounded = emit.multiply_add(b, x, emit.constant(kind, float(LOG2_E)), emit.constant(kind, ROUND))
+    n = emit.subtract(b, rounded, emit.constant(kind, ROUND))
+    f = emit.multiply_add(b, n, emit.constant(kind, -float(LN2_HIGH)), x)
+    f = emit.multiply_add(b, n, emit.constant(kind, -float(LN2_LOW)), f)
+    mantissa = emit.constant(kind, float(C5))
+    for c in (C4, C3, C2, ONE, ONE):
+        mantissa = emit.multiply_add(b, mantissa, f, emit.constant(kind, float(c)))
+    exponent = b.shl(b.bitcast(rounded, whole), emit.constant(whole, int(EXPONENT_SHIFT)))  # ROUND's bits leave
+    result = b.bitcast(b.add(b.bitcast(mantissa, whole), exponent), kind)
+    return b.select(b.fcmp_ordered(">", x, emit.constant(kind, float(LOWEST))), result, emit.constant(kind, 0))
 
 
 @fast_jit
@@ -93,17 +151,6 @@ def _largest(s: F32, row: int, n: int) -> Scalar:
     for i in range(n):
         peak = maximum(peak, get(s, row + i))
     return peak
-
-
-@inline_jit
-def _exponentials(s: F32, row: int, n: int, peak: Scalar) -> Scalar:
-    """s[row:][:n] = exp(s - peak); returns their sum. A whole block's n is known to the compiler."""
-    total = ZERO
-    for i in range(n):
-        weight = exp_of_negative(get(s, row + i) - peak)
-        put(s, row + i, weight)
-        total += weight
-    return total
 
 
 @fast_jit

@@ -1,10 +1,11 @@
-// Keys as signs around centres, with queries in PLANES bit planes. KEY_DIM is a multiple of 64; store:
-// signs, scale, centres, centre_step. A block of 64 tokens has a centre in row 0 and, around it, one per 16 in rows 1 to 4.
+// Keys in KEY_BITS planes around centres, with queries in whole numbers. KEY_DIM is a multiple of 64; store:
+// planes, scale, centres, centre_step. A block of 64 tokens has a centre in row 0 and, around it, one per 16 in rows 1 to 4.
+// A 32-bit word of the planes has 8 channels of four tokens, QUARTER apart: warp i takes group i of each plane, and of
+// its 32 lanes each four take a word of every eighth column.
 
 struct CentredKeys {
     static constexpr bool PREPARES = false;
-    static constexpr int WORDS = KEY_DIM / 64;
-    static constexpr int MINE = divide_up(WORDS, 2);  // two threads share a token
+    static constexpr int COLUMNS = KEY_DIM / 8, MINE = COLUMNS / 8, QUARTER = TILE / 4;
     static constexpr int CENTRES = 1 + WARPS;
     static constexpr int BYTES = KEY_DIM / 2;         // of a centre: byte j has channels j and j + BYTES
     static constexpr int LANE_BYTES = BYTES / 32;     // that a lane takes, side by side
@@ -12,24 +13,24 @@ struct CentredKeys {
 
     struct Shared {
         float centre[TILES][ROWS][WARPS], s[TILES][ROWS][TILE];
-        u64 planes[ROWS][PLANES][WORDS];
+        int whole[ROWS][8][COLUMNS];  // twice the queries' numbers, by channel % 8 and column
     };
     Shared& shared;
-    const u64* signs;
+    const u32* planes;
     const u16 *scale, *centre_step;
     const u8* centres;
-    int end, token, half;
-    u64 raw[TILES][MINE];
+    int end, token;  // the one whose score this thread stores, if it is in the first half of the warp
+    u32 raw[TILES][KEY_BITS][MINE];
     u32 common[TILES][PAIRS], own[TILES][PAIRS];  // codes of the centres of all 64 tokens and of this warp's 16
-    float width[TILES], common_step[TILES], own_step[TILES], query_step[ROWS];
+    float width[TILES], common_step[TILES], own_step[TILES], query_step[ROWS], all[ROWS];
     float q[ROWS][PAIRS][4], middle[ROWS];        // queries times LIFT for the codes of this lane, and what code 0 gives
 
     __device__ CentredKeys(Shared& shared, const Queries& queries, const Store& store, int g, int m0, int end)
-        : shared(shared), signs((const u64*)store.a + (i64)g * (store.capacity / TILE) * WORDS * TILE),
+        : shared(shared), planes((const u32*)store.a + (i64)g * (store.capacity / TILE) * KEY_BITS * COLUMNS * QUARTER),
           scale((const u16*)store.b + (i64)g * store.capacity),
           centre_step((const u16*)store.d + (i64)g * (store.capacity / TILE) * CENTRES),
           centres((const u8*)store.c + (i64)g * (store.capacity / TILE) * CENTRES * BYTES), end(end),
-          token(threadIdx.x / 2), half(threadIdx.x % 2)
+          token(threadIdx.x / 4 % 4 * QUARTER + threadIdx.x / 32 * 4 + threadIdx.x % 4)
     {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
@@ -37,6 +38,9 @@ struct CentredKeys {
             bool there = m0 + m < queries.rows;
             query_step[m] = there ? queries.scale[row] : 0;
             middle[m] = 0;
+            float sum = 0;
+            for (int c = threadIdx.x % 32; there && c < KEY_DIM; c += 32) sum += 0.5f * ((const int*)queries.codes)[row * KEY_DIM + c];
+            all[m] = lane_sum(sum);
 #pragma unroll
             for (int i = 0; i < 4 * PAIRS; ++i) {
                 int byte = i / 2, c = (int)threadIdx.x % 32 * LANE_BYTES + byte + i % 2 * BYTES;
@@ -44,8 +48,8 @@ struct CentredKeys {
                 q[m][i / 4][i % 4] = x * (LIFT / (1 << i % 4 * 4));
                 middle[m] -= 7.5f * x;
             }
-            for (int i = threadIdx.x; i < PLANES * WORDS; i += THREADS)
-                shared.planes[m][i / WORDS][i % WORDS] = there ? ((const u64*)queries.codes)[row * PLANES * WORDS + i] : 0;
+            for (int c = threadIdx.x; c < KEY_DIM; c += THREADS)
+                shared.whole[m][c % 8][c / 8] = there ? ((const int*)queries.codes)[row * KEY_DIM + c] : 0;
         }
         __syncthreads();
     }
@@ -66,12 +70,14 @@ struct CentredKeys {
     __device__ void load(int u, int tile)
     {
         int first = tile * TILE;
-        bool there = first + token < end;
+        bool there = first + token < end && threadIdx.x % 32 < 16;
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) {
-            int word = 2 * i + half;
-            raw[u][i] = there && word < WORDS ? signs[((i64)tile * WORDS + word) * TILE + token] : 0;
-        }
+        for (int p = 0; p < KEY_BITS; ++p)
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) {
+                i64 column = (((i64)tile * KEY_BITS + p) * 4 + threadIdx.x / 32) * COLUMNS + 8 * i + threadIdx.x % 32 / 4;
+                raw[u][p][i] = first < end ? planes[4 * column + threadIdx.x % 4] : 0;
+            }
         width[u] = there ? half_to_float(scale[first + token]) : 0;
         if (first >= end) return;
         i64 row = (i64)tile * CENTRES, mine = row + 1 + threadIdx.x / 32;
@@ -92,23 +98,44 @@ struct CentredKeys {
         return sum * SINK + middle[m];
     }
 
+    // x = 2 * x + the signed sum in a word's lower half, y likewise with the upper.
+    static __device__ __forceinline__ void add_twice(int& x, int& y, u32 sums)
+    {
+        int low = (int)(short)sums;
+        x = 2 * x + low;
+        y = 2 * y + (int)(sums - (u32)low) / 65536;
+    }
+
     __device__ void scores(int u, int tile)
     {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
             float sum = lane_sum(common_step[u] * product(m, common[u]) + own_step[u] * product(m, own[u]));
             if (threadIdx.x % 32 == 0) shared.centre[u][m][threadIdx.x / 32] = sum;
-            int differing = 0;
+            int total[4] = {};  // of tokens QUARTER apart
 #pragma unroll
-            for (int j = 0; j < PLANES; ++j) {
-                differing *= 2;
+            for (int p = 0; p < KEY_BITS; ++p) {
+                u32 even = 0, odd = 0;  // two sums each: of tokens 0 and 1, and of tokens 2 and 3
 #pragma unroll
                 for (int i = 0; i < MINE; ++i)
-                    if (2 * i + half < WORDS) differing += __popcll(raw[u][i] ^ shared.planes[m][j][2 * i + half]);
+#pragma unroll
+                    for (int k = 0; k < 8; ++k) {
+                        u32 x = (u32)shared.whole[m][k][8 * i + threadIdx.x % 32 / 4];
+                        even += (raw[u][p][i] >> k & 0x00010001u) * x;
+                        odd += (raw[u][p][i] >> (k + 8) & 0x00010001u) * x;
+                    }
+                add_twice(total[0], total[1], even);
+                add_twice(total[2], total[3], odd);
             }
-            differing += __shfl_xor_sync(EVERY_LANE, differing, 1);
-            float product = 0.5f * (float)(((1 << PLANES) - 1) * KEY_DIM - 2 * differing);
-            if (half == 0) shared.s[u][m][token] = query_step[m] * width[u] * product;
+            int mine = 0;
+#pragma unroll
+            for (int a = 0; a < 4; ++a) {
+                for (int lane = 4; lane < 32; lane *= 2) total[a] += __shfl_xor_sync(EVERY_LANE, total[a], lane);
+                if (threadIdx.x % 32 / 4 == a) mine = total[a];
+            }
+            // sum of number * sign = sum of (2 * number) * bit - sum of number
+            float product = (float)mine - ((1 << KEY_BITS) - 1) * all[m];
+            if (threadIdx.x % 32 < 16) shared.s[u][m][token] = query_step[m] * width[u] * product;
         }
     }
 

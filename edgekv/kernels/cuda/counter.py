@@ -21,7 +21,7 @@ Terms = tuple[tuple[Hashable, int], ...]
 
 
 class Counter(int):
-    """An int that will be another one. Comparisons and divisions see that of the recording."""
+    """An int that will be another one. Comparisons see that of the recording; divisions can't be recorded."""
 
     terms: Terms
     moves: Moves
@@ -48,6 +48,12 @@ class Counter(int):
 
     def __rsub__(self, other: int) -> Counter:
         return self._with(int(other) - int(self), other, 1, own=-1)
+
+    def __floordiv__(self, other: int) -> int:
+        raise CannotRecord(f"{self.terms} // {other}")
+
+    def __mod__(self, other: int) -> int:
+        raise CannotRecord(f"{self.terms} % {other}")
 
 
 class Moves:

@@ -48,6 +48,11 @@ class CupyDriver:
     def upload(self, host: npt.NDArray[Any]) -> Array:
         return self.cupy.asarray(host)
 
+    def free_bytes(self) -> int:
+        """What the device has free, and what CuPy holds unused."""
+        unused = self.cupy.get_default_memory_pool().free_bytes()
+        return int(self.cupy.cuda.runtime.memGetInfo()[0]) + int(unused)
+
     def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
         program, kernel, grid, block = launch
         function = self._kernels.get((program, kernel))

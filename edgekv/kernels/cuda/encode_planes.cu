@@ -37,32 +37,45 @@ extern "C" __global__ void encode_centres(float* x, int d, u8* codes, u16* step,
         encode_mean(from + (i64)i * CENTRE * d, CENTRE, d, mean, codes + (row + 1 + i) * (d / 2), step + row + 1 + i);
 }
 
-// The scale of sign keys; their signs are `pack_signs`'s. Grid (n, G), a warp each.
-extern "C" __global__ void sign_scale(const float* x, int d, u16* scale, int capacity, int t0)
+// Keys of 64 tokens a block in planes, as in edgekv.kernels.contract.planes. Grid (n, G), a warp each.
+extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* planes, int blocks, u16* scale, int capacity, int t0)
 {
     const float* from = x + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * d;
-    double square = 0, magnitude = 0;
-    for (int c = threadIdx.x; c < d; c += 32) square += (double)from[c] * from[c], magnitude += fabsf(from[c]);
-    square = lane_sum_double(square), magnitude = lane_sum_double(magnitude);
-    if (threadIdx.x == 0)
-        scale[(i64)blockIdx.y * capacity + t0 + blockIdx.x] = half_of(square / (magnitude == 0 ? 1 : magnitude));
+    int t = t0 + blockIdx.x, lane = threadIdx.x, quarter = t % TILE / 16;
+    u8* to = planes + ((i64)blockIdx.y * blocks + t / TILE) * bits * d * 8 + t % 16 / 4 * 2 * d;
+    int place = 4 * (t % 4) + (quarter & 1) * 2 + (quarter >> 1);
+    double square = 0, along = 0;
+    for (int c = lane; c < d; c += 32) square += (double)from[c] * from[c];
+    square = lane_sum_double(square);
+    float step = (float)(sqrt(square / d) * GAUSS_STEP);
+    for (int c = lane; c < d; c += 32) {
+        float left = from[c], size = step * (float)(1 << bits) / 4;
+        int level = 0;
+        for (int p = 0; p < bits; ++p, size /= 2) {
+            u32 word = __ballot_sync(EVERY_LANE, left >= 0);
+            if (lane < 4) to[(i64)p * d * 8 + (c / 8 + lane) * 16 + place] = (u8)(word >> 8 * lane);
+            level = 2 * level + (left >= 0 ? 1 : -1);
+            left -= left >= 0 ? size : -size;
+        }
+        along += (double)from[c] * level;
+    }
+    along = lane_sum_double(along);
+    if (lane == 0) scale[(i64)blockIdx.y * capacity + t] = half_of(square / (along == 0 ? 1 : along));
 }
 
-// Queries (rows, d) as planes (rows, n_planes, d / 64), the sign plane first. Grid (rows), d % 64 == 0.
-extern "C" __global__ void pack_queries(const float* q, int d, int n_planes, u32* planes, float* step, float* rounded)
+// Queries (rows, d) in odd halves of a step: whole is twice that number. Grid (rows).
+extern "C" __global__ void round_queries(const float* q, int d, int* whole, float* step, float* rounded)
 {
     const float* from = q + (i64)blockIdx.x * d;
-    float half = (float)(1 << (n_planes - 1)), largest = 0;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) largest = fmaxf(largest, fabsf(from[c]));
-    float size = block_max(largest) / half, divisor = size == 0 ? 1 : size;
+    float largest = 0;
+    for (int c = 4 * threadIdx.x; c < d; c += 4 * blockDim.x)
+        largest = fmaxf(largest, fabsf(from[c]) + fabsf(from[c + 1]) + fabsf(from[c + 2]) + fabsf(from[c + 3]));
+    float size = block_max(largest) / LARGEST_FOUR, divisor = size == 0 ? 1 : size;
     if (threadIdx.x == 0) step[blockIdx.x] = size;
     for (int c = threadIdx.x; c < d; c += blockDim.x) {
-        int code = (int)fminf(fmaxf(floorf(from[c] / divisor) + half, 0), 2 * half - 1);
-        rounded[(i64)blockIdx.x * d + c] = ((float)code - half + 0.5f) * size;
-        for (int j = 0; j < n_planes; ++j) {
-            u32 word = __ballot_sync(EVERY_LANE, code >> (n_planes - 1 - j) & 1);
-            if (c % 32 == 0) planes[((i64)blockIdx.x * n_planes + j) * (d / 32) + c / 32] = word;
-        }
+        float number = floorf(from[c] / divisor) + 0.5f;
+        whole[(i64)blockIdx.x * d + c] = (int)(2 * number);
+        rounded[(i64)blockIdx.x * d + c] = number * size;
     }
 }
 

@@ -10,7 +10,7 @@ __device__ __forceinline__ float sign_at(const u32* plane, int w) { return plane
 // Grid (splits, G * n). partial (G, splits, rows, KEY_DIM), changes (G, splits, rows), counts (G, n, 2) zeros at first.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attend_planes(const float* p, int group_stride, int row_stride, int t0, int t1, const float* q, const float* rounded,
-              const float* lam, const u32* signs, const u16* scale, const u32* fine, const u32* top, const u32* low,
+              const float* lam, const u8* signs, const u16* scale, const u32* fine, const u32* top, const u32* low,
               const u16* value_scale, int capacity, float threshold, float full, int n, float* partial, float* changes,
               float* tail, u64* counts)
 {
@@ -52,11 +52,11 @@ attend_planes(const float* p, int group_stride, int row_stride, int t0, int t1, 
             for (u32 left = chosen[h]; left; left &= left - 1) {
                 int in_warp = __ffs(left) - 1, i = 32 * h + in_warp;
                 i64 t = (i64)g * capacity + (b0 + b) * TILE + i;
+                const u8* own = signs + t / TILE * 8 * KEY_DIM + i % 16 / 4 * 2 * KEY_DIM + 4 * (i % 4) + (i / 16 & 1) * 2 + i / 32;
                 float product[ROWS] = {}, now[ROWS], largest = 0;
 #pragma unroll
                 for (int w = 0; w < PER_LANE; ++w) {
-                    i64 word = ((t / TILE) * (KEY_DIM / 64) + w / 2) * TILE + i;  // capacity is a multiple of TILE
-                    float sign = signs[2 * word + w % 2] >> lane & 1 ? 1.0f : -1.0f;
+                    float sign = own[(4 * w + lane / 8) * 16] >> lane % 8 & 1 ? 1.0f : -1.0f;
                     const u32* planes = fine + t * 3 * HALVES;
                     float level = 4 * sign + 2 * sign_at(planes, w) + sign_at(planes + HALVES, w) +
                                   0.5f * sign_at(planes + 2 * HALVES, w);

@@ -37,7 +37,7 @@ class GatherKernels(Loops):
         program = Program(("gather",), (("ROWS", rows // n), ("KEY_DIM", width), *GATHER))
         launch = Launch(program, "attend_planes", (splits, n_kv_heads * n), THREADS)
         q = queries.x, queries.rounded, self.constant(keys.lam)
-        stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"], keys.capacity
+        stored = k["planes"], k["scale"], k["fine"], a["top"], a["low"], a["scale"], keys.capacity
         limits = float(values.threshold), float(FULL_VALUES * values.threshold)
         self.driver.launch(launch, p, *strides(p), t0, t1, *q, *stored, *limits, n, partial, changes, tail, counts)
         self.add_partial(partial, inner)

@@ -24,7 +24,7 @@ class Preparing(Protocol):
     def project(self, x: Array, matrix: Array) -> Array: ...
     def rotate(self, rotation: Any, x: Array) -> Array: ...
     def pack_sign_rows(self, x: Array) -> Array: ...
-    def pack_queries(self, q: Array, planes: Array, step: Array, rounded: Array) -> None: ...
+    def round_queries(self, q: Array, whole: Array, step: Array, rounded: Array) -> None: ...
 
 
 class Keys(NamedTuple):
@@ -62,9 +62,18 @@ def _sign_keys(stored: Any) -> Codec:
 
 
 def _centred_keys(stored: Any) -> Codec:
-    a, macros = stored.arrays, (("PLANES", stored.planes),)
-    arrays = a["signs"], a["scale"], a["centres"], a["centre_step"]
-    return Codec("CentredKeys", "centred", arrays, a["scale"].shape[1], stored.width, macros, tiles=4)
+    a, bits = stored.arrays, same_bits(stored.bits, "k_bits")
+    arrays = a["planes"], a["scale"], a["centres"], a["centre_step"]
+    return Codec(
+        "CentredKeys", "centred", arrays, a["scale"].shape[1], stored.width, (("KEY_BITS", bits),), tiles=4 // bits
+    )
+
+
+def same_bits(bits: Any, knob: str) -> int:
+    """Those of all heads."""
+    if bits.min() != bits.max():
+        raise CacheError(f"kv: {knob}={bits.mean():g} with device='cuda': it takes whole numbers", field="kv")
+    return int(bits[0])
 
 
 def _columns(names: tuple[str, ...], scales: str) -> Make:
@@ -158,13 +167,12 @@ def _sketches(kernels: Preparing, stored: Any, q: Array) -> Queries:
     return Queries(codes, codes, kernels.constant(scale))
 
 
-def _planes(kernels: Preparing, stored: Any, q: Array) -> Queries:
-    """Rotated, and in bit planes."""
+def _whole(kernels: Preparing, stored: Any, q: Array) -> Queries:
+    """Rotated, and in whole numbers."""
     x, empty = kernels.rotate(stored.rotation, q), kernels.driver.empty
-    planes = empty((*q.shape[:2], stored.planes, stored.width // 64), np.uint64)
-    step, rounded = empty(q.shape[:2], np.float32), empty(x.shape, np.float32)
-    kernels.pack_queries(x, planes, step, rounded)
-    return Queries(x, planes, step * kernels.constant(stored.lam)[:, None], rounded)
+    whole, step, rounded = empty(x.shape, np.int32), empty(q.shape[:2], np.float32), empty(x.shape, np.float32)
+    kernels.round_queries(x, whole, step, rounded)
+    return Queries(x, whole, step * kernels.constant(stored.lam)[:, None], rounded)
 
 
 def _bounds(kernels: Preparing, stored: Any, q: Array) -> Queries:
@@ -176,8 +184,8 @@ KEYS: dict[str, Keys] = {
     "f16": Keys(F16_KEYS, _as_they_are),
     "f32": Keys(F32_KEYS, _as_they_are),
     "signs": Keys(_sign_keys, _sketches),
-    "centred_signs": Keys(_centred_keys, _planes),
-    "plane_keys": Keys(_centred_keys, _planes),
+    "centred_planes": Keys(_centred_keys, _whole),
+    "plane_keys": Keys(_centred_keys, _whole),
     "symmetric_keys": Keys(_columns(("codes", "scale"), "SCALE_PER_TOKEN"), _as_they_are),
     "kivi_keys": Keys(_columns(("codes", "step", "low"), "STEP_PER_CHANNEL"), _as_they_are),
     "huffman_keys": Keys(_huffman("HuffmanKeys"), _as_they_are),

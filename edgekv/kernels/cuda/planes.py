@@ -1,4 +1,4 @@
-"""Encoders of rotated keys and values, and queries in bit planes."""
+"""Encoders of rotated keys and values, and queries in whole numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from edgekv.kernels.contract.planes import GAUSS_STEP
+from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
 from edgekv.kernels.cuda.codec import MOST_CHANNELS, THREADS, TILE, check_width
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.cuda.signs import SignKernels
@@ -19,16 +19,17 @@ class PlaneKernels(SignKernels):
         launch = Launch(encode_program(), "encode_centres", (n // TILE, n_kv_heads), THREADS)
         self.driver.launch(launch, x, d, codes, step, step.shape[1], t0 // TILE)
 
-    def encode_signs(self, x: Array, signs: Array, scale: Array, t0: int) -> None:
+    def encode_keys(self, x: Array, planes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
-        launch = Launch(encode_program(), "sign_scale", (n, n_kv_heads), 32)
-        self.driver.launch(launch, x, d, scale, scale.shape[1], t0)
-        self.pack_signs(x, signs, t0)
+        bits = planes.shape[2]
+        launch = Launch(encode_program(bits), "encode_keys", (n, n_kv_heads), 32)
+        self.driver.launch(launch, x, d, bits, planes, planes.shape[1], scale, scale.shape[1], t0)
 
-    def pack_queries(self, q: Array, planes: Array, step: Array, rounded: Array) -> None:
-        d = q.shape[2]
-        launch = Launch(encode_program(), "pack_queries", (step.size,), min(THREADS, d))
-        self.driver.launch(launch, q, d, planes.shape[2], planes, step, rounded)
+    def round_queries(self, q: Array, whole: Array, step: Array, rounded: Array) -> None:
+        """q (rows, D) as `edgekv.kernels.reference.planes.round_queries`; whole int32: twice those numbers."""
+        d = q.shape[-1]
+        launch = Launch(encode_program(), "round_queries", (step.size,), min(THREADS, d))
+        self.driver.launch(launch, q, d, whole, step, rounded)
 
     def encode_interleaved(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
@@ -46,6 +47,10 @@ class PlaneKernels(SignKernels):
 
 @functools.cache
 def encode_program(bits: int = 1) -> Program:
-    """encode_planes.cu; ``bits`` of the codes of `encode_interleaved`."""
-    macros = ("MOST_CHANNELS", MOST_CHANNELS), ("GAUSS_STEP", str(GAUSS_STEP[bits]))
+    """encode_planes.cu; ``bits`` of the codes of `encode_keys` and `encode_interleaved`."""
+    macros = (
+        ("MOST_CHANNELS", MOST_CHANNELS),
+        ("GAUSS_STEP", str(GAUSS_STEP[bits])),
+        ("LARGEST_FOUR", LARGEST_FOUR),
+    )
     return Program(("scales", "encode_planes"), macros, exact=True)

@@ -14,7 +14,7 @@ from edgekv.kernels.reference.int4 import encode_int4
 from edgekv.kernels.reference.interleaved_values import encode_interleaved
 from edgekv.kernels.reference.ints import encode_sym
 from edgekv.kernels.reference.kivi import encode_kivi_keys, encode_kivi_values
-from edgekv.kernels.reference.planes import encode_centres, encode_signs
+from edgekv.kernels.reference.planes import encode_centres, encode_keys
 from edgekv.kernels.reference.quest import encode_pages
 from edgekv.kernels.reference.retrieval import select_top
 from edgekv.kernels.reference.rope import split_rope
@@ -34,12 +34,12 @@ __all__ = [
     "encode_fier",
     "encode_int4",
     "encode_interleaved",
+    "encode_keys",
     "encode_kivi_keys",
     "encode_kivi_values",
     "encode_levels",
     "encode_pages",
     "encode_planes",
-    "encode_signs",
     "encode_sym",
     "evict_lowest",
     "hadamard",

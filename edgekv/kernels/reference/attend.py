@@ -17,7 +17,7 @@ from edgekv.kernels.reference.interleaved_values import values_interleaved
 from edgekv.kernels.reference.ints import decode_symmetric, symmetric
 from edgekv.kernels.reference.kivi import kivi_keys, kivi_values
 from edgekv.kernels.reference.mikv import token_keys
-from edgekv.kernels.reference.planes import pack_queries, scores_centred
+from edgekv.kernels.reference.planes import key_levels, round_queries, scores_centred
 from edgekv.kernels.reference.retrieval import scores_f16_at, values_f16_at
 from edgekv.kernels.reference.rotate import rotate, rotate_back
 from edgekv.kernels.reference.rows import scores_f16
@@ -115,19 +115,11 @@ def _sign_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     scores_signs(pack_sign_rows(q @ codec.projection.T), codec.arrays["signs"], t0, t1, scale, s, 0)
 
 
-def _rounded_queries(codec: Any, q: F32) -> tuple[F32, Any, F32, F32]:
-    """Rotated queries (G, M, width), their bit planes and steps, and what the planes stand for."""
-    rotated = rotate(codec.rotation, q)
-    planes = np.empty((*q.shape[:2], codec.planes, codec.width // 64), np.uint64)
-    step, rounded = np.empty(q.shape[:2], np.float32), np.empty_like(rotated)
-    pack_queries(rotated, planes, step, rounded)
-    return rotated, planes, step, rounded
-
-
 def _centred_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
-    a, (rotated, planes, step, _) = codec.arrays, _rounded_queries(codec, q)
-    keys = a["signs"], a["scale"], a["centres"], a["centre_step"]
-    scores_centred(rotated, planes, step * codec.lam[:, None], *keys, t0, t1, s, 0)
+    a = codec.arrays
+    levels = key_levels(a["planes"], codec.bits)
+    stored = levels, a["scale"], codec.lam, a["centres"], a["centre_step"]
+    scores_centred(rotate(codec.rotation, q), *stored, t0, t1, s, 0)
 
 
 def _page_scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
@@ -151,14 +143,16 @@ def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F3
     """Tokens of enough probability by the scan, again with all their bits; the others as their block's mean."""
     keys, values, t0, t1, *_ = segment
     a, k = values.arrays, keys.arrays
-    rotated, _, _, rounded = _rounded_queries(keys, q)
+    rotated = rotate(keys.rotation, q)
+    rounded, step = round_queries(rotated)
     n_kv_heads, rows, _ = rotated.shape
     b0, b1 = t0 // BLOCK, -(-t1 // BLOCK)
     inner, moved = np.zeros_like(rotated), np.empty((n_kv_heads, rows), np.float32)
     tail, counts = np.empty((n_kv_heads, rows, b1 - b0), np.float32), np.empty((n_kv_heads, n, 2), np.int64)
-    stored = k["signs"], k["scale"], k["fine"], a["top"], a["low"], a["scale"]
+    signs = key_levels(k["planes"], keys.bits)
+    stored = signs, k["scale"], k["fine"], a["top"], a["low"], a["scale"]
     attend_planes(
-        *(p, 0, t0, t1, rotated, rounded, keys.lam, *stored),
+        *(p, 0, t0, t1, rotated, rounded * step[..., None], keys.lam, *stored),
         *(values.threshold, n, inner, tail, moved, counts),
     )
     inner += tail @ decode_symmetric(a["means"], a["mean_scale"], b0, b1, inner.shape[2])
@@ -186,7 +180,7 @@ DECODED: dict[str, Callable[[Any, int, int], F32]] = {
 KEYS: dict[str, Callable[[Any, F32, int, int, F32], None]] = {
     **dict.fromkeys(DECODED, _decoded_scores),
     "signs": _sign_scores,
-    "centred_signs": _centred_scores,
+    "centred_planes": _centred_scores,
     "plane_keys": _centred_scores,
     "page_index": _page_scores,
 }

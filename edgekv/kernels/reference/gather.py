@@ -24,7 +24,7 @@ def attend_planes(
     q: F32,
     rounded: F32,
     lam: F32,
-    signs: U64,
+    signs: F32,
     scale: U16,
     fine: U64,
     top: U64,
@@ -45,10 +45,9 @@ def attend_planes(
             old = p[g, rows, s0 : s0 + t1 - t0]  # (R, T)
             chosen = np.flatnonzero((old >= np.float32(threshold)).any(axis=0))
             t = t0 + chosen
-            sign_words = signs[g, t // BLOCK, :, t % BLOCK][:, None]  # (K, 1, W)
             width = scale[g, t].view(np.float16).astype(np.float32)
-            code = _levels(np.concatenate([sign_words, fine[g, t]], axis=1))
-            coarse = lam[g] * (rounded[g, rows] @ _signs(sign_words[:, 0]).T)
+            code = 4 * signs[g, t] + _levels(fine[g, t])
+            coarse = lam[g] * (rounded[g, rows] @ signs[g, t].T)
             correction = width * (np.float32(KEY_STEP) * (q[g, rows] @ code.T) - coarse)  # (R, K)
             new = old.copy()
             new[:, chosen] *= np.exp(np.clip(correction, -LARGEST_CORRECTION, LARGEST_CORRECTION))

@@ -1,14 +1,14 @@
-"""Keys as a centre per 16 tokens and one sign per element, scored with queries in bit planes."""
+"""Keys as a centre per 16 tokens and a few bits per element, in planes."""
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import CENTRE
-from edgekv.kernels.reference.signs import pack_sign_rows, pack_signs
-from edgekv.types import F32, U8, U16, U64
+from edgekv.kernels.contract.planes import CENTRE, GAUSS_STEP, GROUPS, LARGEST_FOUR, place_of
+from edgekv.types import F32, I64, U8, U16
 
 LARGEST_F16 = 65504.0
+ORDER = sorted(range(BLOCK), key=place_of)  # of a block's tokens, as they are stored
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
@@ -33,50 +33,67 @@ def _encode_means(x: F32, codes: U8, step: U16) -> None:
     x -= ((levels - np.float32(7.5)) * width)[..., None, :]
 
 
-def encode_signs(x: F32, signs: U64, scale: U16, t0: int) -> None:
+def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
+    _, n, d = x.shape
+    bits = planes.shape[2]
     square = np.square(x, dtype=np.float64).sum(axis=2)
-    magnitude = np.abs(x).sum(axis=2, dtype=np.float64)
-    scale[:, t0 : t0 + x.shape[1]] = to_half(square / np.where(magnitude == 0, 1, magnitude))
-    pack_signs(x, signs, t0)
+    step = (np.sqrt(square / d) * GAUSS_STEP[bits]).astype(np.float32)
+    left, level = x.copy(), np.zeros(x.shape)
+    rows = slice(t0 // BLOCK, (t0 + n) // BLOCK)
+    for p in range(bits):
+        sign = left >= 0
+        planes[:, rows, p] = _in_groups(np.packbits(sign, axis=2, bitorder="little"))
+        level += np.where(sign, 1, -1) * 2.0 ** (bits - 1 - p)
+        size = (step * np.float32(2.0 ** (bits - 2 - p)))[..., None]
+        left -= np.where(sign, size, -size)
+    along = (x * level).sum(axis=2)
+    scale[:, t0 : t0 + n] = to_half(square / np.where(along == 0, 1, along))
 
 
-def pack_queries(q: F32, planes: U64, step: F32, rounded: F32) -> None:
-    n_planes = planes.shape[2]
-    half = 2.0 ** (n_planes - 1)
-    step[...] = np.abs(q).max(axis=2) / np.float32(half)
-    width = np.where(step == 0, 1, step)[..., None]
-    codes = np.clip(np.floor(q / width) + half, 0, 2 * half - 1).astype(np.int64)
-    rounded[...] = (codes - half + 0.5) * step[..., None]
-    for plane in range(n_planes):
-        bits = codes >> (n_planes - 1 - plane) & 1
-        planes[:, :, plane] = pack_sign_rows(bits.astype(np.float32) - 1)
+def _in_groups(columns: U8) -> U8:
+    """(G, n / 64, GROUPS, D / 8, 16) of the bytes (G, n, D / 8) of tokens."""
+    g, n, width = columns.shape
+    blocks = columns.reshape(g, n // BLOCK, BLOCK, width)[:, :, ORDER]
+    stored: U8 = blocks.reshape(g, n // BLOCK, GROUPS, -1, width).transpose(0, 1, 2, 4, 3)
+    return stored
+
+
+def key_levels(planes: U8, bits: I64) -> F32:
+    """(G, cap, D) of planes (sum of bits, blocks, ...) of heads of `bits` (G,): sum of 2 ** (B - 1 - p) * sign."""
+    blocks, first = planes.shape[1], np.cumsum(bits) - bits
+    heads = (planes[a : a + b].reshape(blocks, b, *planes.shape[2:]) for a, b in zip(first, bits, strict=True))
+    return np.stack([_head_levels(head) for head in heads])
+
+
+def _head_levels(planes: U8) -> F32:
+    """(cap, D) of planes (blocks, B, GROUPS, D / 8, 16)."""
+    blocks, bits, _, width, _ = planes.shape
+    columns = np.empty((blocks, BLOCK, bits, width), np.uint8)
+    columns[:, ORDER] = planes.transpose(0, 2, 4, 1, 3).reshape(blocks, BLOCK, bits, width)
+    signs = np.unpackbits(columns, axis=-1, bitorder="little").astype(np.float32) * 2 - 1
+    weights = 2.0 ** np.arange(bits - 1, -1, -1, dtype=np.float32)
+    levels: F32 = np.einsum("btpd,p->btd", signs, weights)
+    return levels.reshape(blocks * BLOCK, -1)
+
+
+def round_queries(q: F32) -> tuple[F32, F32]:
+    """q (..., D) in odd halves of a step, and that step (...): four neighbours' sums are whole, at most 63."""
+    four = np.abs(q).reshape(*q.shape[:-1], -1, 4)
+    largest = (four[..., 0] + four[..., 1] + four[..., 2] + four[..., 3]).max(axis=-1)
+    step = largest / np.float32(LARGEST_FOUR)
+    whole = np.floor(q / np.where(step == 0, 1, step)[..., None])
+    return whole + np.float32(0.5), step
 
 
 def scores_centred(
-    q: F32,
-    planes: U64,
-    step: F32,
-    signs: U64,
-    scale: U16,
-    centres: U8,
-    centre_step: U16,
-    t0: int,
-    t1: int,
-    s: F32,
-    s0: int,
+    q: F32, levels: F32, scale: U16, lam: F32, centres: U8, centre_step: U16, t0: int, t1: int, s: F32, s0: int
 ) -> None:
-    n_planes, d = planes.shape[2], q.shape[2]
-    tokens = np.arange(t0, t1)
-    words = signs[:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, T, W)
-    widths = scale[:, t0:t1].view(np.float16).astype(np.float32)
-    centre_scores = q @ _centres(centres, centre_step).transpose(0, 2, 1)
-    for m in range(q.shape[1]):
-        differing = np.zeros(words.shape[:2], np.int64)
-        for plane in range(n_planes):
-            differing = 2 * differing + _popcount(words ^ planes[:, m, plane, None])
-        product = ((2**n_planes - 1) * d - 2 * differing).astype(np.float32) / 2
-        columns = centre_scores[:, m, tokens // CENTRE] + step[:, m, None] * widths * product
-        s[:, m, s0 : s0 + t1 - t0] = columns
+    """s[:, :, s0:] = q . centre + lam * scale * (q as `round_queries` has it) . levels, of tokens t0..t1."""
+    rounded, step = round_queries(q)
+    width = scale[:, t0:t1].view(np.float16).astype(np.float32) * lam[:, None]
+    products = rounded @ levels[:, t0:t1].transpose(0, 2, 1)
+    near = q @ _centres(centres, centre_step)[:, np.arange(t0, t1) // CENTRE].transpose(0, 2, 1)
+    s[:, :, s0 : s0 + t1 - t0] = near + step[..., None] * width[:, None] * products
 
 
 def to_half(x: npt.NDArray[np.floating]) -> U16:
@@ -91,10 +108,3 @@ def _centres(codes: U8, step: U16) -> F32:
     means = levels * step.view(np.float16).astype(np.float32)[..., None]  # (G, blocks, CENTRES, D)
     centres: F32 = means[:, :, :1] + means[:, :, 1:]
     return centres.reshape(len(centres), -1, centres.shape[3])
-
-
-def _popcount(words: U64) -> npt.NDArray[np.int64]:
-    """Bits of each row of words (G, T, W)."""
-    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1)
-    counts: npt.NDArray[np.int64] = bits.sum(axis=-1, dtype=np.int64)
-    return counts

@@ -154,7 +154,7 @@ class Evicting(KVCache):
     def consistent(self) -> bool:
         return super().consistent() and self.n_used <= min(self.slots, self.n_seen)
 
-    def truncate(self, n: int) -> int:
+    def truncate(self, n: int, again: int = 0) -> int:
         """Back to the start if the budget is below the context: later tokens had a say in what is held."""
         if n < self.n_seen:
             self.n_used = self.n_seen = 0 if self.evicts else n
@@ -215,8 +215,8 @@ class LowestFirst(Evicting):
         self._rebuild(kept, keys, values)
         a["mass"][:, : self.n_used] = np.take_along_axis(mass, kept, axis=1)
 
-    def truncate(self, n: int) -> int:
-        kept = super().truncate(n)
+    def truncate(self, n: int, again: int = 0) -> int:
+        kept = super().truncate(n, again)
         self.arrays["mass"][:, self.n_used :] = 0
         return kept
 

@@ -83,6 +83,7 @@ class H1B(KeepAll):
     """
 
     name = "h1b"
+    version = 2
     paper = "H1B-KV, eq. 2-5"
     summary = "1-bit Gaussian sketches of keys and queries, 4-bit values"
     sees_queries = True
@@ -94,6 +95,7 @@ class H1B(KeepAll):
         self.sketch.tau = np.full((geometry.n_kv_heads, geometry.n_rep), knobs.tau or DEFAULT_TAU, np.float32)
         self.tau_source = "set by tau=" if knobs.tau else "default, no prompt was long enough to fit it"
         self.tau_scope = ""  # " in layer 0" where the layers differ
+        self.n_fitted = 0  # tokens of the prompt that tau was fitted on
         self._fit_losses: npt.NDArray[np.float64] | None = None
         self._unfitted = self._tau_state()
 
@@ -137,10 +139,15 @@ class H1B(KeepAll):
         self.tau_scope = f" in layer {self.geometry.layer}" if tau.ndim else ""
         self._unfitted = self._tau_state()
 
-    def truncate(self, n: int) -> int:
+    def restart(self, n: int) -> int:
+        """From the start where tau was fitted on tokens that go: no prompt's tau serves another one."""
+        return n if n >= self.n_fitted else 0
+
+    def truncate(self, n: int, again: int = 0) -> int:
         """What was fitted on a conversation goes with it."""
-        kept = super().truncate(n)
+        kept = super().truncate(n, again)
         if not kept:
+            self.n_fitted = 0
             self.tau[:], self.tau_source, self.tau_scope = self._unfitted
             self._fit_losses = None
         return kept
@@ -185,9 +192,13 @@ class H1B(KeepAll):
         best = FIT_TAUS[summed.argmin(axis=1)]
         for i, cache in enumerate(caches):
             cache.tau[:] = best[i % len(best)]
+            cache.n_fitted = cache.n_seen
             cache.tau_source = f"fitted on the prompt's prefill ({cache.n_seen} tokens)"
             cache.tau_scope = "" if fit == "global" else f" in layer {cache.geometry.layer}"
             cache._fit_losses = None
+
+    def consistent(self) -> bool:
+        return super().consistent() and self.n_fitted <= self.n_seen
 
     def fitted(self) -> dict[str, Any]:
         return {

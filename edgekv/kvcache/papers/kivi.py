@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues
 from edgekv.kvcache.windowed import Sizes, Windowed
@@ -58,7 +58,12 @@ class Kivi(Windowed):
     paper = "KIVI; baseline of H1B-KV and KVComp"
     summary = "2-bit keys per channel and 32 tokens, 2-bit values per token, the last 128 tokens exact"
     gives_up = "a bit per key element for the ranges; the values' outlier channels"
+    caps_scores = True
     Knobs = KiviKnobs
+
+    @classmethod
+    def window_codecs(cls, knobs: KiviKnobs) -> WindowCodecs:
+        return f16_codecs
 
     def exact_sizes(self, knobs: KiviKnobs) -> Sizes:
         return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.group)

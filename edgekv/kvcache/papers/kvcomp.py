@@ -98,16 +98,16 @@ class KVComp(Windowed):
         self.values.fit(values)
         self.extend(keys, values)
 
-    def truncate(self, n: int) -> int:
+    def truncate(self, n: int, again: int = 0) -> int:
         """The codebooks of a conversation go with it."""
-        kept = super().truncate(n)
+        kept = super().truncate(n, again)
         if not kept:
             self.keys.forget()
             self.values.forget()
         return kept
 
     def readable(self) -> bool:
-        return self.keys.readable(self.n_bulk) and self.values.readable(self.n_bulk)
+        return self.keys.readable(self.n_packed) and self.values.readable(self.n_packed)
 
     def fitted(self) -> dict[str, Any]:
         return {"keys": self.keys.fitted(), "values": self.values.fitted()}

@@ -188,8 +188,8 @@ class MiKV(LowestFirst):
         room = self.geometry.capacity - self.slots
         return super().consistent() and self.n_low <= min(room, self.n_seen - self.n_used)
 
-    def truncate(self, n: int) -> int:
-        kept = super().truncate(n)
+    def truncate(self, n: int, again: int = 0) -> int:
+        kept = super().truncate(n, again)
         if not kept:
             self.arrays["balance"].fill(1)
         self.n_low = min(self.n_low, kept)

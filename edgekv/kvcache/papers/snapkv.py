@@ -147,7 +147,7 @@ class SnapKV(Evicting):
     def consistent(self) -> bool:
         return super().consistent() and self.n_observed <= min(self.knobs.observe, self.n_seen)
 
-    def truncate(self, n: int) -> int:
-        kept = super().truncate(n)
+    def truncate(self, n: int, again: int = 0) -> int:
+        kept = super().truncate(n, again)
         self.n_observed = min(self.n_observed, kept)
         return kept

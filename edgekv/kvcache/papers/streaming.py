@@ -57,7 +57,7 @@ class Streaming(Evicting):
         self._target.fill(slot)
         self.n_used = max(self.n_used, slot + 1)
 
-    def truncate(self, n: int) -> int:
+    def truncate(self, n: int, again: int = 0) -> int:
         """In place as long as nothing has been dropped; else back to the start."""
         if n < self.n_seen:
             self.n_used = self.n_seen = n if self.n_seen <= self.slots else 0

@@ -262,7 +262,7 @@ class Visual1(KVCache):
             for store in self._stores(run)
         )
 
-    def truncate(self, n: int) -> int:
+    def truncate(self, n: int, again: int = 0) -> int:
         """A span that is not complete is forgotten whole, and so are marks of tokens that are to come."""
         for span in self.spans:
             if span.exact and span.start < n < self.n_seen:

@@ -1,0 +1,68 @@
+"""A block's weights, p * scale, rounded to integers: what products of bytes take, for the sums over values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from edgekv.kernels.contract.attention import BLOCK
+from edgekv.kernels.contract.planes import LEAST_WEIGHT
+from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.half import widen
+from edgekv.kernels.cpu.jit import intrinsic
+
+ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer, halves to even; |x| < 2 ** 22
+LANES = 16
+FLOATS, INTS, HALVES, BYTES = (emit.vector(kind, LANES) for kind in (emit.F32, emit.I32, emit.I16, emit.I8))
+
+
+def _copying(kind: Any, n_bytes: int) -> Callable[..., None]:
+    @intrinsic
+    def copy(context: Any, x: Any, i: Any, n: Any, y: Any) -> Any:
+        """y = n numbers x for the tokens i.. of a block, 0 for its others."""
+
+        def write(b: Any, x: Any, i: Any, n: Any, y: Any) -> None:
+            for offset in range(0, n_bytes * BLOCK, LANES):
+                emit.store(b, emit.constant(BYTES, 0), y, offset)
+            first = b.add(y, b.mul(i, emit.I64(n_bytes)))
+            with emit.loop(b, emit.I64(0), n, 1) as turn:
+                at = b.mul(turn.i, emit.I64(n_bytes))
+                emit.store(b, emit.load(b, kind, b.add(x, at)), b.add(first, at))
+
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            emit.call_own(builder, f"copy_{n_bytes}", write, *args)
+            return context.get_dummy_value()
+
+        return types.none(*[types.intp] * 4), build
+
+    return copy
+
+
+copy_floats, copy_halves, copy_bytes = _copying(emit.F32, 4), _copying(emit.I16, 2), _copying(emit.I8, 1)
+
+
+def scaled(builder: Any, p: Any, scale: Any) -> list[Any]:
+    """p * scale, float16, of a block's tokens."""
+    parts = range(0, BLOCK, LANES)
+    weights = (emit.load(builder, FLOATS, p, 4 * t) for t in parts)
+    scales = (widen(builder, emit.load(builder, HALVES, scale, 2 * t)) for t in parts)
+    return [builder.fmul(weight, width) for weight, width in zip(weights, scales, strict=True)]
+
+
+def rounded(builder: Any, weights: list[Any], highest: int) -> tuple[list[Any], Any]:
+    """weights as integers of at most `highest`, ROUND added as floats, and the size of 1."""
+    top = emit.largest(builder, emit.tree(builder, emit.maximum, weights))
+    factor = builder.fdiv(emit.F32(highest), emit.maximum(builder, top, emit.F32(np.float32(LEAST_WEIGHT))))
+    factors, round_ = emit.splat(builder, factor, LANES), emit.constant(FLOATS, ROUND)
+    shifted = [emit.multiply_add(builder, weight, factors, round_) for weight in weights]
+    return shifted, builder.fmul(top, emit.F32(np.float32(1 / highest)))
+
+
+def store_bytes(builder: Any, shifted: list[Any], byte: int, address: Any) -> None:
+    """Byte `byte` of each of `rounded`'s integers."""
+    for j, x in enumerate(shifted):
+        bits = builder.bitcast(x, INTS)
+        if byte:
+            bits = builder.lshr(bits, emit.constant(INTS, 8 * byte))
+        emit.store(builder, builder.trunc(bits, BYTES), address, LANES * j)

@@ -1,0 +1,184 @@
+"""Inner loops written in LLVM's instructions: what a block of tokens needs, as one `intrinsic`.
+
+A loop of plain Numba passes through type inference and a dozen small functions; emitted by llvmlite's builder it
+compiles in a fraction of the time, unrolls what the kernel says and keeps its sums in registers. Addresses and
+sizes are values of 64 bits, offsets are bytes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from edgekv.kernels.cpu import arm
+from edgekv.kernels.cpu.jit import CPU_FEATURES
+
+Value = Any  # an llvmlite value
+Kind = Any  # an llvmlite type
+I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+_VOID = ir.VoidType()
+REGISTER = 16 if "+avx512f" in CPU_FEATURES else 8 if "+avx" in CPU_FEATURES else 4  # float32 in one register
+FEW_REGISTERS = not (arm.IS_ARM or REGISTER == 16)  # 16 of them, where others have 32
+LINE = 64
+CONTRACT, ANY_ORDER, NOT_NAN = ("contract",), ("reassoc",), ("nnan", "nsz")
+
+
+def integer(n_bits: int) -> Kind:
+    return ir.IntType(n_bits)
+
+
+def vector(kind: Kind, n: int) -> Kind:
+    return ir.VectorType(kind, n)
+
+
+def like(x: Value, element: Kind) -> Kind:
+    """The type `element`, or a vector of as many as x has."""
+    return vector(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
+
+
+def constant(kind: Kind, x: float) -> Value:
+    """x in every lane."""
+    return ir.Constant(kind, [x] * kind.count if isinstance(kind, ir.VectorType) else x)
+
+
+def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
+    return builder.load(_pointer(builder, kind, address, offset), align=1)
+
+
+def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
+    builder.store(x, _pointer(builder, x.type, address, offset), align=1)
+
+
+def prefetch(builder: Any, address: Value, n_bytes: int) -> None:
+    """Asks for the cache lines from an address on, which may be nobody's."""
+    for offset in range(0, n_bytes, LINE):
+        pointer = _pointer(builder, I8, address, offset)
+        kind = ir.FunctionType(_VOID, [pointer.type, I32, I32, I32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        builder.call(function, [pointer, I32(0), I32(3), I32(1)])  # for reading, all levels, data
+
+
+def splat(builder: Any, x: Value, n: int) -> Value:
+    """A vector of n times the number x."""
+    empty = ir.Constant(vector(x.type, n), ir.Undefined)
+    return lanes(builder, builder.insert_element(empty, x, I32(0)), [0] * n)
+
+
+def lanes(builder: Any, x: Value, which: Sequence[int], y: Value | None = None) -> Value:
+    """A vector of the lanes `which` of x, and of y behind it."""
+    other = ir.Constant(x.type, ir.Undefined) if y is None else y
+    return builder.shuffle_vector(x, other, ir.Constant(vector(I32, len(which)), list(which)))
+
+
+def multiply_add(builder: Any, a: Value, b: Value, c: Value) -> Value:
+    """a * b + c, fused where the processor can."""
+    return builder.fadd(builder.fmul(a, b, flags=CONTRACT), c, flags=CONTRACT)
+
+
+def subtract(builder: Any, a: Value, b: Value) -> Value:
+    """a - b, where the order counts: to what has no flag Numba gives those of the function that is compiled."""
+    return builder.fsub(a, b, flags=CONTRACT)
+
+
+def maximum(builder: Any, a: Value, b: Value) -> Value:
+    """Lane by lane, of what is not NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b, flags=NOT_NAN), a, b, flags=NOT_NAN)
+
+
+def tree(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
+    """operation(builder, a, b) over all of xs."""
+    xs = list(xs)
+    while len(xs) > 1:
+        xs = [operation(builder, *xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
+    return xs[0]
+
+
+def largest(builder: Any, x: Value) -> Value:
+    return call(builder, f"llvm.vector.reduce.fmax.v{x.type.count}f32", F32, x, flags=NOT_NAN)
+
+
+def total(builder: Any, x: Value) -> Value:
+    """The sum of a vector's lanes."""
+    if x.type.element == F32:
+        return call(builder, f"llvm.vector.reduce.fadd.v{x.type.count}f32", F32, F32(-0.0), x, flags=ANY_ORDER)
+    return call(builder, f"llvm.vector.reduce.add.v{x.type.count}i32", I32, x)
+
+
+def totals(builder: Any, xs: Sequence[Value]) -> Value:
+    """The sum of each of one, two or four vectors' lanes: a number, or a vector of them."""
+    if len(xs) == 1:
+        return total(builder, xs[0])
+    n_vectors, n = len(xs), xs[0].type.count
+    while len(xs) > 1:
+        xs = [_pair_sums(builder, *xs[i : i + 2]) for i in range(0, len(xs), 2)]
+    parts = [lanes(builder, xs[0], range(i, i + 4)) for i in range(0, n, 4)]
+    sums = tree(builder, type(builder).fadd, parts)
+    if n_vectors == 4:
+        return sums
+    return builder.fadd(lanes(builder, sums, (0, 2)), lanes(builder, sums, (1, 3)))
+
+
+def _pair_sums(builder: Any, x: Value, y: Value) -> Value:
+    """In each 128 bits, the sums of both pairs of x's lanes, then of y's."""
+    n = x.type.count
+    if arm.IS_ARM:
+        return call(builder, "llvm.aarch64.neon.faddp.v4f32", x.type, x, y)
+    first = [i + j for i in range(0, n, 4) for j in (0, 2, n, n + 2)]
+    return builder.fadd(lanes(builder, x, first, y), lanes(builder, x, [i + 1 for i in first], y))
+
+
+def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str] = ()) -> Value:
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [x.type for x in args]), name)
+    return builder.call(function, args, fastmath=flags)
+
+
+class Turn:
+    """One pass of a `loop`: its counter, and values that it has from the pass before and leaves to the next."""
+
+    def __init__(self, i: Value, values: list[Value]) -> None:
+        self.i, self.values, self.following = i, values, values
+
+
+@contextmanager
+def loop(builder: Any, start: Value, stop: Value, step: int, values: Sequence[Value] = ()) -> Iterator[Turn]:
+    """The body runs for start, start + step, ... as long as a whole step fits below stop.
+
+    ``values`` are those before the first pass; after the loop, the turn's values are those after the last.
+    """
+    head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+    before = builder.block
+    builder.branch(head)
+    builder.position_at_end(head)
+    phis = [builder.phi(x.type) for x in (start, *values)]
+    turn = Turn(phis[0], phis[1:])
+    following = builder.add(turn.i, I64(step))
+    builder.cbranch(builder.icmp_signed("<=", following, stop), body, after)
+    builder.position_at_end(body)
+    yield turn
+    for phi, first, then in zip(phis, (start, *values), (following, *turn.following), strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(then, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+
+
+def call_own(
+    builder: Any, name: str, write: Callable[..., Value | None], *args: Value, result: Kind = _VOID
+) -> Value:
+    """Calls a function of its own, filled by write(builder, *args): LLVM moves nothing of it before the call."""
+    kind = ir.FunctionType(result, [x.type for x in args])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    if function.is_declaration:
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block("entry"))
+        returned = write(inside, *function.args)
+        inside.ret_void() if result == _VOID else inside.ret(returned)
+    return builder.call(function, args)
+
+
+def _pointer(builder: Any, kind: Kind, address: Value, offset: int) -> Value:
+    return builder.inttoptr(builder.add(address, I64(offset)) if offset else address, kind.as_pointer())

@@ -1,0 +1,82 @@
+"""cos and sin of the positions, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from edgekv.models.rope import RopeConfig, frequencies
+from edgekv.types import F32
+
+
+class Rotation(NamedTuple):
+    """Of n positions: cos and sin (n, rotated channels / 2), and where queries grow their factors (n, 1)."""
+
+    cos: F32
+    sin: F32
+    query_factors: F32 | None = None
+
+    def rows(self, first: int, stop: int) -> Rotation:
+        """Of the positions first..stop among these."""
+        factors = self.query_factors
+        return Rotation(
+            self.cos[first:stop], self.sin[first:stop], None if factors is None else factors[first:stop]
+        )
+
+
+class RopeTable:
+    """The rotation of the positions below ``capacity``; made once, unless it depends on the length.
+
+    rope None rotates nothing.
+    """
+
+    def __init__(self, rope: RopeConfig | None, capacity: int) -> None:
+        self.rope = rope
+        self.is_fixed = rope is None or capacity <= rope.fixed_up_to
+        self._fixed = self._compute(0, capacity, capacity) if self.is_fixed else None
+
+    def at(self, start: int, n: int) -> Rotation:
+        """Of positions start..start+n, the last of the sequence so far."""
+        return self._fixed.rows(start, start + n) if self._fixed else self._compute(start, n, start + n)
+
+    def _compute(self, start: int, n: int, seq_len: int) -> Rotation:
+        if self.rope is None:
+            empty = np.empty((n, 0), np.float32)
+            return Rotation(empty, empty)
+        freq, factor = frequencies(self.rope, seq_len)
+        positions = np.arange(start, start + n)[:, None]
+        angles = positions * freq  # (n, dim/2)
+        cos, sin = ((f(angles) * factor).astype(np.float32) for f in (np.cos, np.sin))
+        return Rotation(cos, sin, self._query_factors(positions, self.rope))
+
+    @staticmethod
+    def _query_factors(positions: np.ndarray, rope: RopeConfig) -> F32 | None:
+        if not rope.query_growth:
+            return None
+        original = rope.params.original_max_position_embeddings or rope.trained_positions
+        factors: F32 = (1 + rope.query_growth * np.log1p(positions // original)).astype(np.float32)
+        return factors
+
+
+class LayerRopes:
+    """The tables of all layers; layers that rotate alike share one."""
+
+    def __init__(self, layer_ropes: Sequence[RopeConfig | None], capacity: int) -> None:
+        distinct: list[RopeConfig | None] = []
+        for rope in layer_ropes:
+            if rope not in distinct:
+                distinct.append(rope)
+        self.tables = [RopeTable(rope, capacity) for rope in distinct]
+        self._table_of = [distinct.index(rope) for rope in layer_ropes]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a position's rotation is the same however long the sequence becomes."""
+        return all(table.is_fixed for table in self.tables)
+
+    def at(self, start: int, n: int) -> list[Rotation]:
+        """Each layer's rotation of the positions start..start+n, the last of the sequence so far."""
+        rotations = [table.at(start, n) for table in self.tables]
+        return [rotations[k] for k in self._table_of]

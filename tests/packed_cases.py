@@ -1,0 +1,155 @@
+"""Small models in the layouts of published quantized checkpoints, packed by AutoGPTQ's and AutoAWQ's loops."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import golden_cases
+import ml_dtypes
+import numpy as np
+from checkpoint_files import raw_file
+from safetensors.numpy import save_file
+
+from edgekv.models import architecture
+
+F8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def save(
+    folder: pathlib.Path, tensors: dict[str, np.ndarray], config: dict[str, Any] | None = None
+) -> pathlib.Path:
+    """A .safetensors file in which matrices of F8 are FP8, and config.json beside it."""
+    folder.mkdir(exist_ok=True, parents=True)
+    file = folder / "model.safetensors"
+    if any(array.dtype == F8 for array in tensors.values()):
+        entries, data, start = {}, b"", 0
+        for name, array in tensors.items():
+            kind = {"<f4": "F32", "<f8": "F64"}.get(array.dtype.str, "F8_E4M3")
+            entries[name] = {
+                "dtype": kind,
+                "shape": list(array.shape),
+                "data_offsets": [start, start + array.nbytes],
+            }
+            data, start = data + array.tobytes(), start + array.nbytes
+        raw_file(file, entries, data)
+    else:
+        save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, file)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+BASE = golden_cases.LLAMA | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Layout = Callable[[np.ndarray, np.random.Generator], tuple[dict[str, np.ndarray], np.ndarray]]
+
+
+def groups(w: np.ndarray, size: int, symmetric: bool, bits: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers (rows, columns), and zero points and float16 scales (rows, groups), by rounding."""
+    parts, half, top = w.reshape(len(w), -1, size), 1 << (bits - 1), (1 << bits) - 1
+    lo, hi = np.minimum(parts.min(-1), 0), np.maximum(parts.max(-1), 0)
+    scale = (np.abs(parts).max(-1) / (half - 1) if symmetric else (hi - lo) / top).astype(np.float16)
+    zero = np.full(scale.shape, half) if symmetric else np.clip(np.rint(-lo / scale), 1, top).astype(int)
+    codes = np.clip(np.rint(parts / scale[..., None]) + zero[..., None], 0, top).astype(np.uint32)
+    return codes.reshape(w.shape), zero.astype(np.uint32), scale
+
+
+def packed_rows(numbers: np.ndarray, bits: int = 4) -> np.ndarray:
+    """AutoGPTQ's loop: 32 / bits rows to one of words."""
+    n = 32 // bits
+    words = np.zeros((len(numbers) // n, numbers.shape[1]), np.uint32)
+    for i in range(len(numbers)):
+        words[i // n] |= numbers[i] << np.uint32(bits * (i % n))
+    return words.view(np.int32)
+
+
+def packed_columns(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """AutoAWQ's loop: 8 columns to a word in this order, or 4 of 8 bits."""
+    n = len(order)
+    words = np.zeros((len(numbers), numbers.shape[1] // n), np.uint32)
+    for column in range(words.shape[1]):
+        for i, k in enumerate(order):
+            words[:, column] |= numbers[:, n * column + k] << np.uint32(32 // n * i)
+    return words.view(np.int32)
+
+
+def gptq(size: int, symmetric: bool = True, version: int = 1, act_order: bool = False, bits: int = 4) -> Layout:
+    def layout(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        order = rng.permutation(w.shape[1]) if act_order else np.arange(w.shape[1])
+        codes, zero, scale = groups(w[:, order], size, symmetric, bits)
+        values = (codes.astype(int) - np.repeat(zero, size, 1).astype(int)) * np.repeat(scale, size, 1).astype(
+            "f4"
+        )
+        back, group_of = np.argsort(order), np.empty(w.shape[1], np.int32)
+        group_of[order] = np.arange(w.shape[1]) // size
+        tensors = {
+            "qweight": packed_rows(codes[:, back].T, bits),
+            "qzeros": packed_columns(zero.T - np.uint32(version == 1), tuple(range(32 // bits))),
+            "scales": scale.T,
+            "g_idx": group_of,
+        }
+        return tensors, values[:, back].astype(np.float32)
+
+    return layout
+
+
+def awq(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    codes, zero, scale = groups(w, 128, False)
+    values = (codes.astype(int) - np.repeat(zero, 128, 1).astype(int)) * np.repeat(scale, 128, 1).astype("f4")
+    tensors = {
+        "qweight": packed_columns(codes.T, AWQ_ORDER),
+        "qzeros": packed_columns(zero.T, AWQ_ORDER),
+        "scales": scale.T,
+    }
+    return tensors, values.astype(np.float32)
+
+
+def fp8(w: np.ndarray, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """transformers' fine-grained FP8: a factor per block of 128 x 128."""
+    scale = np.zeros((-(-len(w) // 128), -(-w.shape[1] // 128)), np.float32)
+    for i, j in np.ndindex(scale.shape):
+        scale[i, j] = np.abs(w[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]).max() / 448
+    whole = np.repeat(np.repeat(scale, 128, 0), 128, 1)[: len(w), : w.shape[1]]
+    codes = (w / whole).astype(F8)
+    return {"weight": codes, "weight_scale_inv": scale}, codes.astype(np.float32) * whole
+
+
+def of(method: str, **more: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, "bits": 4} | more}
+
+
+MODELS: dict[str, tuple[dict[str, Any], Layout, str, bool]] = {  # config, layout, format of a layer, without loss
+    "gptq-128": (of("gptq", group_size=128), gptq(128), "int4", True),
+    "gptq-32": (of("gptq", group_size=32), gptq(32), "int4-32", True),
+    "gptq-v2-asymmetric": (
+        of("gptq", group_size=64, checkpoint_format="gptq_v2"),
+        gptq(64, symmetric=False, version=2),
+        "int8-32",
+        True,
+    ),
+    "gptq-8": (of("gptq", bits=8, group_size=-1), gptq(128, bits=8), "int8", True),
+    "gptq-act-order": (of("gptq", group_size=32, desc_act=True), gptq(32, act_order=True), "int8-32", False),
+    "awq": (of("awq", version="GEMM"), awq, "int8", True),
+    "fp8": (of("fp8", weight_block_size=[128, 128]), fp8, "int8-32", False),
+}
+
+
+def write(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """A model packed, and the same with the values that it stands for."""
+    config, layout, _, _ = MODELS[name]
+    rng = np.random.default_rng(3)
+    packed: dict[str, np.ndarray] = {}
+    plain: dict[str, np.ndarray] = {}
+    for tensor, shape in architecture(BASE).tensors().items():
+        w = (0.15 * rng.standard_normal(shape)).astype(np.float32) + (len(shape) == 1)
+        if "proj" in tensor:
+            parts, w = layout(w, rng)
+            packed |= {f"{tensor.removesuffix('weight')}{end}": part for end, part in parts.items()}
+            packed[f"{tensor.removesuffix('weight')}input_scale"] = np.ones(1, np.float32)
+        else:
+            packed[tensor] = w
+        plain[tensor] = w
+    return save(folder / "packed", packed, BASE | config), save(folder / "plain", plain, BASE)

@@ -1,0 +1,168 @@
+"""Published quantized checkpoints: what libraries packed, and whole models in GPTQ's, AWQ's and FP8's layouts."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import golden_cases
+import numpy as np
+import pytest
+from packed_cases import BASE, F8, MODELS, save, write
+
+from edgekv import Session
+from edgekv.checkpoint.packed.methods import unpacked
+from edgekv.checkpoint.tensors import TensorFile, TensorSet
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
+from edgekv.linear.weights import CheckpointWeights
+from edgekv.session.model import Model
+
+PACKED = np.load(pathlib.Path(__file__).parent / "golden" / "packed.npz")
+COMPRESSED = {"quantization_config": {"quant_method": "compressed-tensors"}}
+BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+CASES: dict[str, tuple[dict[str, Any], str, str | None]] = {  # config, kind, exact format
+    "w4a16": (COMPRESSED, "compressed-tensors 4-bit", "int4"),
+    "w4a16-asymmetric": (COMPRESSED, "compressed-tensors 4-bit", "int8-32"),
+    "w8a16": (COMPRESSED, "compressed-tensors 8-bit", "int8"),
+    "int8": (COMPRESSED, "compressed-tensors 8-bit", "int8"),
+    "w8a16-float": (COMPRESSED, "FP8", None),
+    "nf4": (BNB, "bitsandbytes nf4", None),
+    "nf4-nested": (BNB, "bitsandbytes nf4", None),
+    "fp4": (BNB, "bitsandbytes fp4", None),
+    "mlx-4": ({"quantization": {"group_size": 64, "bits": 4}}, "MLX 4-bit", None),
+    "mlx-8": ({"quantization": {"bits": 4, "m": {"group_size": 32, "bits": 8}}}, "MLX 8-bit", None),
+}
+
+
+def of_library(name: str, folder: pathlib.Path) -> TensorSet:
+    start = f"{name}/tensors/"
+    tensors = {f"m.{key.removeprefix(start)}": PACKED[key] for key in PACKED.files if key.startswith(start)}
+    if name == "w8a16-float":
+        tensors["m.weight"] = tensors["m.weight"].view(F8)
+    file = save(folder, tensors) / "model.safetensors"
+    return unpacked(TensorSet([TensorFile(file)]), CASES[name][0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unpacks_what_the_library_unpacks(name: str, tmp_path: pathlib.Path) -> None:
+    tensors, expected = of_library(name, tmp_path), PACKED[f"{name}/values"]
+    assert tensors.names() == ["m.weight"]
+    assert tensors.info("m.weight").shape == expected.shape
+    assert tensors.quantized("m.weight") == CASES[name][1]
+    for lo, hi in ((0, len(expected)), (3, 8), (11, 12)):
+        rows = tensors.outputs("m.weight", lo, hi, False)
+        np.testing.assert_allclose(rows, expected[lo:hi], rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(
+        tensors.array("m.weight"), tensors.outputs("m.weight", 0, 12, False).astype("f2")
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_hold_the_same_values(name: str, tmp_path: pathlib.Path) -> None:
+    tensors, exact = of_library(name, tmp_path), CASES[name][2]
+    assert tensors.forms("m.weight") == (exact, exact or "int8-32")
+    if exact is None:
+        with pytest.raises(CheckpointError, match="no blocks"):
+            tensors.blocks("m.weight", 0, 12)
+        return
+    codes, scales = tensors.blocks("m.weight", 0, 12)
+    assert codes.shape[2] == (32 if exact.endswith("-32") else 128)
+    assert np.abs(codes.astype(int)).max() <= (8 if exact.startswith("int4") else 128)
+    values = (codes * scales[..., None]).reshape(12, -1)
+    np.testing.assert_array_equal(values, tensors.outputs("m.weight", 0, 12, False))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_equals_its_values(name: str, tmp_path: pathlib.Path) -> None:
+    folders = write(name, tmp_path)
+    tokens, (_, _, form, lossless) = golden_cases.tokens("llama1"), MODELS[name]
+    logits = [Session.load(f, kv="dense:dtype=f32", weights="f32").logits(tokens) for f in folders]
+    np.testing.assert_allclose(*logits, atol=2e-5, rtol=0)
+    packed, plain = (Model.open(folder) for folder in folders)
+    assert isinstance(packed.weights, CheckpointWeights)
+    own = packed.weight_format("auto")
+    assert own.name == MODELS[name][0]["quantization_config"]["quant_method"]
+    assert {own.of(linear).name for linear in packed.arch.linears()} == {form, "int8-32"}
+    assert own.of("head").name == "int8-32"
+    note = packed.weights_note(own)
+    assert (note is None) == lossless, note
+    store = packed.store(own)
+    assert store.form.name == own.name
+    for linear in packed.arch.linears():
+        expected = plain.weights.matrix(linear)
+        step = 0 if lossless and linear != "head" else np.abs(expected).max() / 127
+        np.testing.assert_allclose(store.matrix(linear), expected, atol=step + 1e-7, rtol=1e-6)
+
+
+def test_int4_blocks_can_be_asked_for_in_8_bits(tmp_path: pathlib.Path) -> None:
+    """Larger formats take the same blocks; a smaller one loses, and says so."""
+    model = Model.open(write("gptq-128", tmp_path)[0])
+    for wanted, loses in (
+        ("int4", False),
+        ("int4-32", False),
+        ("int8", False),
+        ("int8-32", False),
+        ("f32", False),
+    ):
+        assert (model.weights_note(model.weight_format(wanted)) is not None) == loses
+    other = Model.open(write("awq", tmp_path / "other")[0])
+    assert "AWQ 4-bit were quantized a second time" in str(other.weights_note(other.weight_format("int4")))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"quant_method": "hqq"}, "quant_method is 'hqq'; accepted: gptq, awq"),
+        ({"quant_method": []}, "quant_method is []"),
+        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; accepted for awq: gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3; accepted for gptq: 4, 8"),
+        ({"quant_method": "gptq", "bits": "4"}, "bits is '4'; accepted: int"),
+    ],
+)
+def test_methods_that_can_not_be_read(change: dict[str, Any], part: str, tmp_path: pathlib.Path) -> None:
+    folder = write("gptq-128", tmp_path)[0]
+    (folder / "config.json").write_text(json.dumps(BASE | {"quantization_config": change}))
+    with pytest.raises(ConfigError) as error:
+        Model.open(folder)
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name", [*CASES, *MODELS])
+def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
+    """Each part in other shapes and types, or absent: an error in one line, or a matrix."""
+    if name in CASES:
+        start = f"{name}/tensors/"
+        whole = {f"m.{key.removeprefix(start)}": PACKED[key] for key in PACKED.files if key.startswith(start)}
+        config = CASES[name][0]
+        if name == "w8a16-float":
+            whole["m.weight"] = whole["m.weight"].view(F8)
+    else:
+        config, layout, _, _ = MODELS[name]
+        whole = {
+            f"m.{k}": v for k, v in layout(np.ones((16, 128), np.float32), np.random.default_rng(0))[0].items()
+        }
+    messages = []
+    for part, array in whole.items():
+        changes = [
+            None,
+            array[..., :-1],
+            array.reshape(-1)[:0],
+            array.astype(np.float64),
+            array[None],
+            array * 0 + 77,
+        ]
+        for i, change in enumerate(changes):
+            tensors = {k: v for k, v in whole.items() if k != part}
+            if change is not None:
+                tensors[part] = change
+            try:
+                file = save(tmp_path / f"{part}-{i}", tensors) / "model.safetensors"
+                held = unpacked(TensorSet([TensorFile(file)]), config)
+                for tensor in held.names():
+                    if held.quantized(tensor):
+                        held.outputs(tensor, 0, held.info(tensor).shape[0], False)
+            except EdgeKVError as error:
+                messages.append(str(error))
+    assert messages
+    assert not any("\n" in message for message in messages)

@@ -59,14 +59,14 @@ def prefill_seconds(gpu: Gpu, decoder: CudaDecoder, n: int) -> float:
     return min(times[1:])
 
 
-def end_to_end(gpu: Gpu, config: dict[str, Any], schemes: Sequence[str], depth: int) -> Iterator[dict[str, Any]]:
-    """Whole decode steps of a shape with random int4 weights: time and energy per token."""
+def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    """A shape with random int4 weights: prompts, and decode steps of each (scheme, tokens in the cache)."""
     weights = SyntheticWeights(gpu, config, WEIGHTS["int4"])
-    decoder = CudaDecoder(weights, gpu.driver, depth + 1024, 1)
+    decoder = CudaDecoder(weights, gpu.driver, max(depth for _, depth in plan) + 1024, 1)
     for n in PROMPTS:
-        yield {"scheme": f"prompt of {n:,} tokens", "ms": prefill_seconds(gpu, decoder, n) * 1e3}
+        yield {"scheme": "a prompt", "depth": n, "ms": prefill_seconds(gpu, decoder, n) * 1e3}
     c = decoder.config
-    for text in schemes:
+    for text, depth in plan:
         spec = CacheSpec.parse(text)
         caches = spec.layers(decoder.config, depth + 1024)
         for cache in caches:
@@ -74,7 +74,7 @@ def end_to_end(gpu: Gpu, config: dict[str, Any], schemes: Sequence[str], depth: 
             for a in range(0, depth, FILL_TOKENS):
                 shape = c.n_kv_heads, min(FILL_TOKENS, depth - a), c.head_dim
                 cache.extend(gpu.normal(*shape), gpu.normal(*shape))
-        yield {"scheme": text, **_decode(gpu, decoder, caches, weights.token_bytes)}
+        yield {"scheme": text, "depth": depth, **_decode(gpu, decoder, caches, weights.token_bytes)}
         del caches
         cupy.get_default_memory_pool().free_all_blocks()
 

@@ -142,7 +142,7 @@ class Llama(Architecture):
         return ops.rms_norm(x, f"{i}.{name}", self.config.norm_eps) if name in self.norms else x
 
     def _added(self, ops: Ops, i: int, norm: str, x: Any, y: Any, name: str) -> Any:
-        """The residual stream with what a linear layer of y adds to it, normed and scaled where a family does so."""
+        """The residual stream with what a linear layer of y adds, normed and scaled where a family does so."""
         factor = self.config.residual_scale
         if norm not in self.norms and factor == 1.0:
             return ops.add_linear(x, y, f"{i}.{name}")

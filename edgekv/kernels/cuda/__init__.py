@@ -24,6 +24,6 @@ Design. Nothing above the kernels knows where arrays are:
    in tests.
 
 A .cu file is C++14 without headers, for sm_53 (Maxwell) up (prompt_attention.cu: sm_75): no bfloat16; the byte
-dot product of sm_61 has a substitute. It is compiled by NVRTC at first use for the shapes at hand, and cached by CuPy
+dot product of sm_61 has a substitute. It is compiled by NVRTC at first use for the shapes at hand, cached by CuPy
 (CUPY_CACHE_DIR, ~/.cupy/kernel_cache). Importing edgekv never imports CuPy.
 """

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     with Bars() as bars:
         decoder = find_device(args.device).decoder(model, form, args.ctx, threads, bars.update)
     for spec in specs:
-        decoder.warm_up(spec.layers(model.config, min(WARM_UP_TOKENS, args.ctx)))
+        for step in decoder.warm_up(spec.layers(model.config, min(WARM_UP_TOKENS, args.ctx))):
+            step()
     rows = []
     with meter:
         for spec in specs:

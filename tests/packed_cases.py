@@ -127,12 +127,12 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, str, bool]] = {  # config, layou
     "gptq-v2-asymmetric": (
         of("gptq", group_size=64, checkpoint_format="gptq_v2"),
         gptq(64, symmetric=False, version=2),
-        "int8-32",
+        "int4-32-zeros",
         True,
     ),
     "gptq-8": (of("gptq", bits=8, group_size=-1), gptq(128, bits=8), "int8", True),
     "gptq-act-order": (of("gptq", group_size=32, desc_act=True), gptq(32, act_order=True), "int8-32", False),
-    "awq": (of("awq", version="GEMM"), awq, "int8", True),
+    "awq": (of("awq", version="GEMM"), awq, "int4-zeros", True),
     "fp8": (of("fp8", weight_block_size=[128, 128]), fp8, "int8-32", False),
 }
 

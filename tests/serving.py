@@ -21,12 +21,14 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path, *options: object) -> Iterator[Server]:
-    """The demo model on a free port, with a template; ends with the block."""
-    template = folder / "template.jinja"
-    template.write_text(TEMPLATE)
-    command = [sys.executable, "-m", "edgekv", "serve", "--model", str(DEMO), "--port", "0", "--ctx", "1024"]
-    command += ["--chat-template", str(template), *map(str, options)]
+def serving(
+    folder: pathlib.Path, *options: object, template: str = TEMPLATE, model: pathlib.Path = DEMO
+) -> Iterator[Server]:
+    """A model on a free port, with a template; ends with the block."""
+    file = folder / "template.jinja"
+    file.write_text(template)
+    command = [sys.executable, "-m", "edgekv", "serve", "--model", str(model), "--port", "0", "--ctx", "1024"]
+    command += ["--chat-template", str(file), *map(str, options)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = ""

@@ -194,7 +194,7 @@ def test_the_command_line_takes_adapters(
     tau = np.full((config.n_layers, config.n_heads), 0.1, np.float32)
     adapter = str(write(tmp_path / "tau.safetensors", model, {"tau": tau}))
     (tmp_path / "text").write_text("Once upon a time there was a little girl. " * 30)
-    run = ["run", "--model", str(model), "--prompt", "Once upon a time", "--max-new-tokens", "4"]
+    run = ["run", "--greedy", "--model", str(model), "--prompt", "Once upon a time", "--max-new-tokens", "4"]
     assert main([*run, "--kv", "h1b", "--adapter", adapter]) == 0
     assert "(adapter tau.safetensors)" in capsys.readouterr().err
     assert main([*run, "--adapter", adapter]) == 2

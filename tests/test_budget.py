@@ -293,7 +293,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     prose = "The old man walked along the road to the village, and the rain fell on the fields. "
     question = "\n\nWhat is the pass key? The pass key is"
     prompt = prose * 40 + "The pass key is 48213. Remember it. " + prose * 40 + question
-    run = ["run", "--prompt", prompt, "--max-new-tokens", "8", "--ctx", "4096"]
+    run = ["run", "--greedy", "--prompt", prompt, "--max-new-tokens", "8", "--ctx", "4096"]
     assert main([*run, "--kv-budget", "5M"]) == 0
     said = capsys.readouterr()
     assert said.out.split()[0].startswith("48213")

@@ -56,8 +56,8 @@ def test_what_is_meant(kv: str | CacheSpec | None, budget: int | None, meant: st
     assert resolve(kv, CONFIG, CTX, budget, lambda: 0) == (CacheSpec.parse(meant), [])
 
 
-def test_auto_takes_a_quarter_of_the_free_memory() -> None:
-    spec, (reason,) = resolve("auto", CONFIG, CTX, None, lambda: 4 * SIZES[2])
+def test_auto_takes_what_it_is_given() -> None:
+    spec, (reason,) = resolve("auto", CONFIG, CTX, None, lambda: SIZES[2])
     assert spec == CacheSpec.parse(AUTO[2])
     assert AUTO[2] in reason
 

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import golden_cases
 import pytest
@@ -31,7 +32,17 @@ def stories(shared: pathlib.Path) -> pathlib.Path:
 def test_run_streams_text_and_reports(stories: pathlib.Path, tmp_path: pathlib.Path) -> None:
     report = tmp_path / "report.json"
     done = edgekv(
-        "run", "--model", stories, "--prompt", "Once upon a time", "--max-new-tokens", 30, "--json", report
+        "run",
+        "--model",
+        stories,
+        "--prompt",
+        "Once upon a time",
+        "--max-new-tokens",
+        30,
+        "--json",
+        report,
+        "--greedy",
+        "--verbose",
     )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().startswith(", there was a little girl named Lily")
@@ -59,7 +70,7 @@ def test_prompt_sources(stories: pathlib.Path, tmp_path: pathlib.Path, how: str)
     (tmp_path / "prompt.txt").write_text(text)
     arguments = {"file": ["--prompt-file", tmp_path / "prompt.txt"], "stdin": ["--prompt-file", "-"]}
     given = arguments.get(how, ["--prompt", "-"])
-    done = edgekv("run", "--model", stories, *given, "--max-new-tokens", 8, input=text.encode())
+    done = edgekv("run", "--model", stories, *given, "--max-new-tokens", 8, "--greedy", input=text.encode())
     assert done.stdout.decode().startswith(", there was")
 
 
@@ -99,6 +110,32 @@ def test_info_and_budget_print_exact_bytes(model: pathlib.Path, capsys: pytest.C
     assert "fits in" in capsys.readouterr().out
 
 
+def budget(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["budget", "--json", *arguments]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--shape", "llama3.1-8b", "--ctx", "32768"]
+    dense = budget(capsys, *shape, "--kv", "dense", "--memory", "8G")
+    assert dense["cache_bytes"] == 32 * 2 * 8 * 128 * 2 * 32768
+    assert not dense["fits"]
+    assert dense["least_machine_bytes"] == 16 << 30
+    auto = budget(capsys, *shape, "--kv", "auto", "--memory", "8G")
+    assert auto["fits"]
+    assert auto["total_bytes"] <= auto["available_bytes"] == 7 << 30
+    assert auto["least_machine_bytes"] == 8 << 30
+    small = budget(capsys, *shape, "--kv", "auto", "--memory", "4G")  # not even the smallest scheme
+    assert not small["fits"]
+    assert small["cache_bytes"] < auto["cache_bytes"]
+    assert main(["budget", *shape, "--kv", "auto", "--memory", "8G"]) == 0
+    assert "fits in 7.0 GiB of 8.0 GiB" in capsys.readouterr().out
+    for arguments in (["--shape", "llama9"], ["--shape", "tiny", "--model", "demo"], ["--memory", "much"]):
+        assert main(["budget", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     from edgekv import CACHES
 
@@ -106,10 +143,20 @@ def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytes
     listed = capsys.readouterr().out
     main(["run", "--kv", "list"])
     assert capsys.readouterr().out == listed
-    assert [line.split()[0] for line in listed.splitlines()] == list(CACHES)
+    table, _, notes = listed.partition("\n\n")
+    assert [line.split()[0] for line in table.splitlines()[1:]] == list(CACHES)
+    assert max(map(len, listed.splitlines())) <= 100
+    assert "recommended: --kv kivi2, " in notes  # of docs/data/gate-demo.json
+    dense = next(line.split() for line in table.splitlines() if line.startswith("dense"))
+    assert dense[1] == "512.0"
+    assert dense[3] == "1.0x"
+    main(["caches", "--wide"])
+    assert "StreamingLLM" in capsys.readouterr().out
     main(["caches", "--json"])
     facts = json.loads(capsys.readouterr().out)
-    assert {"name", "paper", "knobs", "gives_up", "bytes_per_token_per_kv_head"} <= set(facts[0])
+    assert {"name", "paper", "knobs", "gives_up", "bytes_per_token_per_kv_head", "kl", "attention"} <= set(
+        facts[0]
+    )
 
 
 def test_quantize_makes_a_store_that_runs_elsewhere(
@@ -117,7 +164,10 @@ def test_quantize_makes_a_store_that_runs_elsewhere(
 ) -> None:
     store = tmp_path / "store"
     assert main(["quantize", "--model", str(stories), "--weights", "int8", "--output", str(store)]) == 0
-    assert main(["run", "--model", str(store), "--prompt", "Once upon a time", "--max-new-tokens", "8"]) == 0
+    assert (
+        main(["run", "--model", str(store), "--prompt", "Once upon a time", "--max-new-tokens", "8", "--greedy"])
+        == 0
+    )
     assert capsys.readouterr().out.splitlines()[-1].startswith(", there was")
     assert main(["info", "--model", str(store)]) == 0
     assert "int8" in capsys.readouterr().out
@@ -182,7 +232,7 @@ def test_without_a_model_the_demo_runs_and_retrieves(kv: str, capsys: pytest.Cap
     prose = "The old man walked along the road to the village, and the rain fell on the fields. "
     question = "\n\nWhat is the pass key? The pass key is"
     prompt = prose * 12 + "The pass key is 48213. Remember it. " + prose * 12 + question
-    assert main(["run", "--prompt", prompt, "--max-new-tokens", "8", "--kv", kv]) == 0
+    assert main(["run", "--prompt", prompt, "--max-new-tokens", "8", "--greedy", "--kv", kv]) == 0
     assert capsys.readouterr().out.split()[0].startswith("48213")
 
 

@@ -156,13 +156,16 @@ PARAMS = [
     SamplingParams(
         temperature=1.0, top_k=0, top_p=0.6, min_p=0.02, seed=4, repetition_penalty=1.2, repetition_window=4
     ),
+    SamplingParams(
+        temperature=1.0, seed=5, frequency_penalty=0.7, presence_penalty=-0.4, logit_bias={7: 4, 9: -100}
+    ),
 ]
 
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_tokens_are_chosen_as_on_the_host(device: OnDevice, params: SamplingParams) -> None:
     rng = np.random.default_rng(0)
-    here, there, history = Sampler(params, 300), Sampler(params, 300), list(range(10, 20))
+    here, there, history = Sampler(params, 300, 3), Sampler(params, 300, 3), list(range(10, 20))
     for _ in range(20):
         logits = (rng.standard_normal(300) * 3).astype(np.float32).round(1)  # with ties
         expected = here.sample(logits, history)

@@ -22,7 +22,9 @@ from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 
 CAPACITY = 64
-LOGIT_ERROR = 1e-2  # of the largest logit; 6.5e-3 is the largest measured here, of gemma2, and 3.1e-3 of the others
+LOGIT_ERROR = (
+    1e-2  # of the largest logit; 6.5e-3 is the largest measured here, of gemma2, and 3.1e-3 of the others
+)
 HALF_ERROR = 2e-3  # of attention over values of size 1; 1.1e-3 is the largest measured here
 
 

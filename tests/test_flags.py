@@ -13,6 +13,8 @@ from edgekv.cli import COMMANDS, main, parser
 from edgekv.cli.flags import FLAGS, in_flags
 from edgekv.errors import EdgeKVError, unknown
 
+FOR_PROGRAMS = {"--repetition-window", "--frequency-penalty", "--presence-penalty", "--logit-bias"}
+
 
 @pytest.mark.parametrize(
     ("text", "shown"),
@@ -41,7 +43,7 @@ def test_in_flags(text: str, shown: str) -> None:
 
 
 def test_every_parameter_has_an_option_of_the_command_line() -> None:
-    """Those of a session and of sampling, but one that is for programs alone."""
+    """Those of a session and of sampling, but for those that are for programs alone."""
     options = {
         option
         for command in COMMANDS
@@ -49,7 +51,7 @@ def test_every_parameter_has_an_option_of_the_command_line() -> None:
         for option in action.option_strings
     }
     names = [field.name for kind in (LoadOptions, SamplingParams) for field in dataclasses.fields(kind)]
-    assert {FLAGS[name] for name in names} - options == {"--repetition-window"}
+    assert {FLAGS[name] for name in names} - options == FOR_PROGRAMS
 
 
 def has_docs(node: object) -> bool:

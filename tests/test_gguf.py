@@ -298,7 +298,7 @@ def test_run_info_and_a_store_that_travels(tmp_path: pathlib.Path, capsys: pytes
     path = gguf_writer.write_gguf(ROOT / "models" / "demo", tmp_path / "demo.gguf", "Q8_0")
     assert main(["info", "--model", str(path)]) == 0
     assert "gguf" in capsys.readouterr().out
-    run = ["run", "--prompt", GOLDEN["prompt"], "--max-new-tokens", "20", "--ctx", "256"]
+    run = ["run", "--greedy", "--prompt", GOLDEN["prompt"], "--max-new-tokens", "20", "--ctx", "256"]
     assert main([*run, "--model", str(path)]) == 0
     text = capsys.readouterr().out
     assert main(["quantize", "--model", str(path), "--output", str(tmp_path / "store")]) == 0

@@ -1,107 +1,452 @@
 """The page that `edgekv serve` gives at /, in a real headless Chromium."""
 
+import io
+import json
 import pathlib
 import re
-import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-from serving import Server, serving
+from browsing import HINT, launched
+from PIL import Image
+from serving import ROOT, Server, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CTX = 320
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"needs one of {', '.join(BROWSERS)}")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = launched(playwright)
+        if browser is None:
+            pytest.skip(HINT)
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("page"), "--max-new-tokens", 40, "--power-estimate", 3) as running:
+    options = ["--max-new-tokens", 24, "--power-estimate", 3, "--ctx", CTX, "--kv", "int4"]
+    with serving(tmp_path_factory.mktemp("page"), *options) as running:
         yield running
 
 
 @pytest.fixture
-def page(browser: Any, server: Server) -> Iterator[Any]:
-    page = browser.new_page()
-    page.set_default_timeout(30_000)
+def context(browser: Any) -> Iterator[Any]:
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    context.set_default_timeout(30_000)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context: Any, server: Server) -> Iterator[Any]:
+    page = context.new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(server.url)
+    expect(page.locator("#model")).to_contain_text("demo")
     yield page
-    page.close()
     assert errors == []
 
 
-def test_talk_and_watch(page: Any, server: Server) -> None:
-    page.goto(server.url)
-    expect = sync_api.expect
-    expect(page.locator("#model")).to_contain_text("demo · dense")
-    page.locator("#text").fill("Tell me of the sea.")
+def expect(locator: Any) -> Any:
+    return sync_api.expect(locator)
+
+
+def ask(page: Any, text: str) -> None:
+    """Sends a message and waits for the whole answer."""
+    n = page.locator(".assistant").count()
+    page.locator("#text").fill(text)
     page.locator("#text").press("Enter")
-    expect(page.locator(".user")).to_have_text("Tell me of the sea.")
+    expect(page.locator(".assistant .actions")).to_have_count(n + 1)
     expect(page.locator("#send")).to_be_visible()
-    expect(page.locator(".assistant")).not_to_be_empty()
-    assert len(page.locator(".assistant").inner_text()) > 40
+
+
+def replaced(page: Any, text: str, path: str = "**/v1/chat/completions") -> None:
+    """The server's answer is this text: what a model would have to be brought to say."""
+    chunks: list[Any] = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    lines = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(path, lambda route: route.fulfill(body=lines, content_type="text/event-stream"))
+
+
+def test_talk_and_watch(page: Any) -> None:
+    ask(page, "Tell me of the sea.")
+    expect(page.locator(".user .body")).to_have_text("Tell me of the sea.")
+    expect(page.locator(".assistant .body")).not_to_be_empty()
     expect(page.locator("#speed")).to_have_text(re.compile(r"^\d+\.\d$"))
-    expect(page.locator("#cache")).to_have_text(re.compile(r"^\d+(\.\d)? [KM]iB$"))
+    expect(page.locator("#first")).to_have_text(re.compile(r"^\d+\.\d\d s$"))
+    expect(page.locator("#cache")).to_have_text(re.compile(r"^\d+(\.\d)? [KM]iB \(f16: \d+(\.\d)? [KM]iB\)$"))
     expect(page.locator("#watts")).to_have_text("3.00 (stated)")
+    expect(page.locator("#used")).to_have_text(re.compile(rf"^[1-9]\d* of {CTX}$"))
     page.locator("#text").fill("And then?")
     page.locator("#send").click()
-    expect(page.locator(".assistant")).to_have_count(2)
+    expect(page.locator(".assistant .actions")).to_have_count(2)
+    assert page.locator("#talk").evaluate("talk => talk.scrollTop + talk.clientHeight >= talk.scrollHeight - 60")
+
+
+def test_figures_move_while_it_answers(page: Any) -> None:
+    """The cache grows in front of the reader's eyes."""
+    page.evaluate(
+        """() => { window.seen = new Set();
+        for (const id of ["cache", "status", "used"]) { const watched = document.getElementById(id);
+          new MutationObserver(() => window.seen.add(`${id} ${watched.textContent}`))
+            .observe(watched, {childList: true, characterData: true, subtree: true}); } }"""
+    )
+    ask(page, "word " * 120)
+    seen = page.evaluate("() => [...window.seen]")
+    assert any(re.match(r"status Reading \d+ of \d+ tokens", each) for each in seen)
+    assert sum(each.startswith("cache") for each in seen) >= 2
+    assert sum(each.startswith("used") for each in seen) >= 3
+
+
+def test_conversations_survive_a_reload(page: Any) -> None:
+    ask(page, "The first talk")
+    said = page.locator(".assistant .body").inner_text()
+    page.locator("#new").click()
+    expect(page.locator(".user")).to_have_count(0)
+    ask(page, "The second talk")
+    page.reload()
+    expect(page.locator("#list li")).to_have_count(2)
+    expect(page.locator(".user .body")).to_have_text("The second talk")
+    page.get_by_role("button", name="The first talk", exact=True).click()
+    expect(page.locator(".user .body")).to_have_text("The first talk")
+    assert page.locator(".assistant .body").inner_text() == said
+    expect(page.locator("#list [aria-current=true]")).to_have_text("The first talk")
+
+
+def test_rename_delete_and_export(page: Any) -> None:
+    ask(page, "A talk to be named")
+    page.get_by_role("button", name="Rename A talk to be named").click()
+    page.keyboard.type("Of ships")
+    page.keyboard.press("Enter")
+    expect(page.locator("#list .title")).to_have_text("Of ships")
+    with page.expect_download() as download:
+        page.locator("#export").click()
+    told = json.loads(pathlib.Path(download.value.path()).read_text())
+    assert download.value.suggested_filename == "Of-ships.json"
+    assert [message["role"] for message in told["messages"]] == ["user", "assistant"]
+    remove = page.get_by_role("button", name="Delete Of ships")
+    remove.click()
+    expect(page.locator("#list li")).to_have_count(1)  # asks once more
+    remove.click()
+    expect(page.locator("#list li")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#model")).to_contain_text("demo")
+    expect(page.locator("#list li")).to_have_count(0)
+
+
+MARKDOWN = """# A title
+Some **bold**, *slanted* and `code`, a [link](https://example.org/a).
+
+- one
+- two
+
+1. first
+2. second
+
+> quoted
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+print("<b>hello</b>")
+```
+The end"""
+
+
+def test_markdown(page: Any) -> None:
+    replaced(page, MARKDOWN)
+    ask(page, "Format")
+    body = page.locator(".assistant .body")
+    for selector, text in {
+        "h2": "A title",
+        "strong": "bold",
+        "em": "slanted",
+        "p code": "code",
+        "ul li >> nth=1": "two",
+        "ol li >> nth=0": "first",
+        "blockquote": "quoted",
+        "td >> nth=1": "2",
+        "pre code": 'print("<b>hello</b>")',
+        ".bar span": "python",
+        "p >> nth=-1": "The end",
+    }.items():
+        expect(body.locator(selector)).to_have_text(text)
+    link = body.locator("a")
+    assert (link.get_attribute("href"), link.get_attribute("rel")) == (
+        "https://example.org/a",
+        "noopener noreferrer",
+    )
+    body.get_by_role("button", name="Copy this code").click()
+    assert page.evaluate("() => navigator.clipboard.readText()") == 'print("<b>hello</b>")'
+    page.get_by_role("article", name="The model").get_by_role("button", name="Copy", exact=True).click()
+    assert page.evaluate("() => navigator.clipboard.readText()") == MARKDOWN
+
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)><script>window.hurt = 1</script> [a](javascript:alert(1)) <b>bold</b>\n"
+    "**<svg onload=alert(1)>** `<iframe src=//evil>`\n\n```html\n<script>window.hurt = 1</script>\n```\n"
+    '[x](https://e.example/"onmouseover="alert(1)) <style>*{display:none}</style>'
+)
+
+
+@pytest.mark.parametrize("speaker", ["model", "user"])
+def test_markup_is_only_text(page: Any, speaker: str) -> None:
+    replaced(page, HOSTILE if speaker == "model" else "Fine")
+    ask(page, HOSTILE if speaker == "user" else "Say something evil")
+    where = page.locator(".assistant .body" if speaker == "model" else ".user .body")
+    expect(where).to_contain_text("<img src=x onerror=alert(1)>")
+    talk = page.locator("#talk")
+    assert talk.locator("img, script, svg, iframe, style, b, [onerror], [onload], [onmouseover]").count() == 0
+    assert talk.locator("a").evaluate_all("links => links.map(a => a.protocol)") in ([], ["https:"])
+    assert page.evaluate("() => window.hurt") is None
+    if speaker == "model":
+        expect(where).to_contain_text("[a](javascript:alert(1))")
+        page.reload()
+        expect(page.locator(".assistant .body")).to_contain_text("<img src=x onerror=alert(1)>")
+        assert page.evaluate("() => window.hurt") is None
+
+
+def test_no_script_runs_but_the_pages_own(page: Any, context: Any) -> None:
+    """The policy holds even where an element got in."""
+    blocked = context.new_page()
+    blocked.goto(page.url)
+    blocked.evaluate(
+        """() => { const made = document.createElement("script");
+        made.text = "window.hurt = 1"; document.body.append(made); }"""
+    )
+    blocked.evaluate(
+        "() => { document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.hurt = 1\">'); }"
+    )
+    blocked.wait_for_timeout(100)
+    assert blocked.evaluate("() => window.hurt") is None
+    blocked.close()
+
+
+def test_edit_and_regenerate(page: Any) -> None:
+    ask(page, "The first question")
+    ask(page, "The second question")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".assistant .actions")).to_have_count(2)
+    expect(page.locator(".user")).to_have_count(2)
     expect(page.locator("#send")).to_be_visible()
+    page.locator(".user >> nth=0").get_by_role("button", name="Edit").click()
+    page.get_by_role("textbox", name="Edit the message").fill("A better question")
+    page.keyboard.press("Enter")
+    expect(page.locator(".user .body")).to_have_text("A better question")
+    expect(page.locator(".assistant .actions")).to_have_count(1)
+    expect(page.locator("#send")).to_be_visible()
+    page.locator(".user >> nth=0").get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".user .body")).to_have_text("A better question")
 
 
-def test_stop_keeps_what_was_said(page: Any, tmp_path: pathlib.Path) -> None:
-    with serving(tmp_path, "--max-new-tokens", 900) as server:
-        page.goto(server.url)
-        page.locator("#text").fill("A long story, please.")
-        page.locator("#send").click()
-        sync_api.expect(page.locator(".assistant")).not_to_be_empty()
-        page.locator("#stop").click()
-        sync_api.expect(page.locator("#send")).to_be_visible()
-        said = page.locator(".assistant").inner_text()
-        page.wait_for_timeout(300)
-        assert page.locator(".assistant").inner_text() == said
-        assert page.locator(".error").count() == 0
-        page.goto("about:blank")  # the page asks for figures as long as it is open, the server ends here
-
-
-def test_a_text_with_markup_is_shown_as_text(page: Any, server: Server) -> None:
-    page.goto(server.url)
-    page.locator("#text").fill("<img src=x onerror=alert(1)><b>bold</b>")
+def test_stop_keeps_what_was_said(page: Any) -> None:
+    page.locator("#settings").click()
+    page.locator("#max-tokens").fill("250")
+    page.keyboard.press("Escape")
+    page.locator("#text").fill("A long story, please.")
     page.locator("#send").click()
-    sync_api.expect(page.locator(".user")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
-    assert page.locator("main img, main b").count() == 0
-    sync_api.expect(page.locator("#send")).to_be_visible()
+    expect(page.locator(".assistant .body")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_be_visible()
+    said = page.locator(".assistant .body").inner_text()
+    page.wait_for_timeout(200)
+    assert page.locator(".assistant .body").inner_text() == said
+    assert page.locator(".error").count() == 0
+    page.reload()
+    expect(page.locator(".assistant .body")).to_have_text(re.compile(re.escape(said.strip()[:10])))
 
 
-def test_it_loads_nothing_from_elsewhere(page: Any, server: Server) -> None:
+def test_settings_are_sent_and_kept(page: Any) -> None:
+    page.locator("#settings").click()
+    page.locator("#temperature").fill("0")
+    page.locator("#max-tokens").fill("5")
+    page.locator("#system").fill("Speak as a sailor.")
+    page.locator("#theme").select_option("dark")
+    page.get_by_role("button", name="Done").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        ask(page, "Hello")
+    body = asked.value.post_data_json
+    assert (body["temperature"], body["max_tokens"]) == (0, 5)
+    assert body["messages"][0] == {"role": "system", "content": "Speak as a sailor."}
+    expect(page.locator("#status")).to_have_text("The answer was cut off at its limit")
+    page.reload()
+    assert page.locator("#system").input_value() == "Speak as a sailor."
+    assert page.evaluate("() => getComputedStyle(document.documentElement).colorScheme") == "dark"
+
+
+def test_a_full_context_is_no_dead_end(page: Any) -> None:
+    page.locator("#settings").click()
+    page.locator("#max-tokens").fill("20")
+    page.keyboard.press("Escape")
+    for i in range(3):
+        ask(page, f"{i} " + "word " * 70)
+        if page.locator("#full").is_visible():
+            break
+    expect(page.locator("#full")).to_be_visible()
+    n = page.locator(".user").count()
+    if page.locator(".error").count():
+        page.locator("#slide").click()
+        expect(page.locator(".error")).to_have_count(0)
+    else:
+        page.locator("#slide").click()
+    expect(page.locator(".dropped")).not_to_have_count(0)
+    ask(page, "Still there?")
+    expect(page.locator(".user")).to_have_count(n + 1)
+    expect(page.locator(".error")).to_have_count(0)
+
+
+def test_a_message_longer_than_the_context(context: Any, server: Server) -> None:
+    page = context.new_page()
+    page.goto(server.url)
+    expect(page.locator("#model")).to_contain_text("demo")
+    page.locator("#text").fill("word " * 1000)
+    page.locator("#send").click()
+    expect(page.locator(".error")).to_contain_text("context is 320")
+    expect(page.locator("#fullness")).to_contain_text("alone is longer")
+    expect(page.locator("#slide")).to_be_hidden()
+    page.locator("#fresh").click()
+    expect(page.locator("#full")).to_be_hidden()
+    ask(page, "Short")
+
+
+def test_it_loads_nothing_from_elsewhere(context: Any, server: Server) -> None:
+    page = context.new_page()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(server.url)
-    page.wait_for_timeout(300)
+    expect(page.locator("#model")).to_contain_text("demo")
     assert asked
     assert all(url.startswith((server.url, "data:")) for url in asked)
 
 
-def test_with_a_key(browser: Any, tmp_path: pathlib.Path) -> None:
-    with serving(tmp_path, "--api-key", "k3y", "--max-new-tokens", 5) as server:
+def test_by_keyboard_and_for_screen_readers(page: Any) -> None:
+    """Everything has a name and can be reached; the log says when it is complete."""
+    ask(page, "Tell me of the sea.")
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, textarea, select")]
+        .filter(e => e.checkVisibility() && !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.title))
+        .map(e => e.outerHTML)"""
+    )
+    assert unnamed == []
+    log = page.get_by_role("log", name="Conversation")
+    expect(log).to_have_attribute("aria-busy", "false")
+    expect(page.get_by_role("article", name="The model")).to_have_count(1)
+    page.locator("body").press("Tab")
+    reached = set()
+    for _ in range(30):
+        reached.add(page.evaluate("() => document.activeElement.id || document.activeElement.textContent"))
+        page.keyboard.press("Tab")
+    assert {"new", "export", "settings", "talk", "text", "send", "Copy", "Regenerate", "Edit"} <= reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_can_be_read(browser: Any, server: Server, scheme: str) -> None:
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(server.url)
+    contrast = page.evaluate(
+        """() => { const style = getComputedStyle(document.body);
+        const light = text => { const [r, g, b] = text.match(/[\\d.]+/g).map(Number).map(v => v / 255)
+          .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+          return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+        const [a, b] = [light(style.color), light(style.backgroundColor)];
+        return [b > a, (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; }"""
+    )
+    page.close()
+    assert contrast[0] == (scheme == "light")
+    assert contrast[1] > 7
+
+
+def test_on_a_phone(browser: Any, server: Server) -> None:
+    page = browser.new_page(viewport={"width": 360, "height": 640}, has_touch=True)
+    page.goto(server.url)
+    ask(page, "Tell me of the sea. " + "longword" * 20)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+    expect(page.locator("#side")).to_be_hidden()
+    page.locator("#menu").tap()
+    expect(page.locator("#side")).to_be_visible()
+    expect(page.locator("#menu")).to_have_attribute("aria-expanded", "true")
+    page.locator("#new").tap()
+    expect(page.locator("#side")).to_be_hidden()
+    page.close()
+
+
+def test_a_server_that_goes_away(browser: Any, server: Server) -> None:
+    page = browser.new_page()
+    page.goto(server.url)
+    expect(page.locator("#model")).to_contain_text("demo")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.locator("#text").fill("Hello?")
+    page.locator("#send").click()
+    expect(page.locator(".error")).to_be_visible()
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".assistant .actions")).to_have_count(1)
+    expect(page.locator(".error")).to_have_count(0)
+    page.close()
+
+
+def picture(path: pathlib.Path, side: int) -> pathlib.Path:
+    pixels = np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def test_images(browser: Any, tmp_path: pathlib.Path) -> None:
+    """Chosen, dropped, pasted; a large one is made smaller; removed again."""
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    with serving(tmp_path, "--max-new-tokens", 8, template=template, model=ROOT / "models" / "scenes") as server:
         page = browser.new_page()
         page.goto(server.url)
-        sync_api.expect(page.locator("#key")).to_be_visible()
-        page.locator("#key").fill("k3y")
-        sync_api.expect(page.locator("#model")).to_contain_text("demo")
-        page.locator("#text").fill("Hello")
-        page.locator("#send").click()
-        sync_api.expect(page.locator(".assistant")).not_to_be_empty()
+        expect(page.locator("#attach")).to_be_visible()
+        page.locator("#file").set_input_files(picture(tmp_path / "a.png", 128))
+        expect(page.locator("#attached img")).to_have_count(1)
+        file = io.BytesIO()
+        Image.new("RGB", (1500, 300), "red").save(file, format="PNG")
+        for event, holder in (("drop", "dataTransfer"), ("paste", "clipboardData")):
+            page.evaluate(
+                """([event, holder, bytes]) => { const held = new DataTransfer();
+                held.items.add(new File([new Uint8Array(bytes)], "b.png", {type: "image/png"}));
+                const kind = event === "paste" ? ClipboardEvent : DragEvent;
+                const made = new kind(event, {[holder]: held, bubbles: true, cancelable: true});
+                document.getElementById("text").dispatchEvent(made); }""",
+                [event, holder, list(file.getvalue())],
+            )
+        expect(page.locator("#attached img")).to_have_count(3)
+        page.get_by_role("button", name="Remove image 3").click()
+        expect(page.locator("#attached img")).to_have_count(2)
+        with page.expect_request("**/v1/chat/completions") as asked:
+            ask(page, "Describe the second picture.")
+        parts = asked.value.post_data_json["messages"][0]["content"]
+        assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
+        assert parts[1]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+        expect(page.locator(".user .images img")).to_have_count(2)
+        assert page.locator(".user .images img >> nth=1").evaluate("image => image.naturalWidth") == 1024
+        assert page.locator(".error").count() == 0
+        page.reload()
+        expect(page.locator(".user .images img")).to_have_count(2)
         page.close()
+
+
+def test_with_a_key(browser: Any, tmp_path: pathlib.Path) -> None:
+    with serving(tmp_path, "--api-key", "k3y", "--max-new-tokens", 5, "--ctx", 128) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        expect(page.locator("#key")).to_be_visible()
+        expect(page.locator("#power")).to_be_hidden()
+        page.locator("#key").fill("k3y")
+        expect(page.locator("#model")).to_contain_text("demo")
+        ask(page, "Hello")
+        expect(page.locator("#power")).to_be_hidden()  # nothing measures here
+        page.close()
+        time.sleep(0.1)

@@ -98,7 +98,7 @@ def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixtu
         (["--seconds", "0"], "--seconds 0"),
         (["--meter", "sundial"], "accepted: auto, rpi-pmic"),
         (["--meter", "rapl"], "not here"),
-        (["record", "--", "true"], "no power sensor"),
+        (["record", "--csv", "x.csv", "--", "true"], "no power sensor"),
         (["record"], "no command"),
         (["record", "--csv", "/no/such/folder/x.csv", "--", "true"], "/no/such/folder"),
     ],
@@ -113,14 +113,27 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
 # edgekv power record
 
 
+@pytest.mark.usefixtures("bare")
+def test_without_a_sensor_commands_run_and_the_time_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["power", "record", "--", "sh", "-c", "echo said; exit 3"]) == 3
+    out, err = capfd.readouterr()
+    assert out == "said\n"
+    assert err.startswith("time        0.")
+    assert "energy      n/a: no power sensor" in err
+    assert main(["power"]) == 0  # ends by itself
+    assert capfd.readouterr().out.count("n/a: no power sensor") == 1
+
+
 @pytest.mark.usefixtures("steady")
 def test_record_writes_the_samples_and_passes_the_status_on(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "log.csv"
+    path, picture = tmp_path / "log.csv", tmp_path / "watts.svg"
     before = time.time()
     command = ["sh", "-c", "echo said; sleep 0.3; exit 7"]
-    assert main(["power", "record", "--csv", str(path), "--idle", "0.1", "--", *command]) == 7
+    files = ["--csv", str(path), "--plot", str(picture)]
+    assert main(["power", "record", *files, "--idle", "0.1", "--", *command]) == 7
+    assert "<svg" in picture.read_text()
     out, err = capfd.readouterr()
     assert out == "said\n"
     assert "energy      command" in err

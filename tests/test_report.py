@@ -68,6 +68,7 @@ def test_what_was_not_measured_is_none():
         "images",
         "visual_cache_bytes",
         "text_cache_bytes",
+        "drafts",
     }
     assert {name for name, value in numbers.items() if value is None} == unmeasured
     assert (numbers["prefill_tokens"], numbers["decode_tokens"]) == (0, 0)

@@ -22,9 +22,10 @@ from serving import DEMO, TEMPLATE
 from test_server import post
 
 from edgekv.errors import ConfigError
+from edgekv.server.ask import completion_ask
 from edgekv.server.body import parse_json
 from edgekv.server.limits import SMALL, Bodies, BoundedServer, Limits
-from edgekv.server.protocol import RequestError, parse
+from edgekv.server.protocol import CompletionRequest, RequestError, read
 from edgekv.session.sampling import SamplingParams
 
 N_BAD = 2000
@@ -226,7 +227,7 @@ def test_numbers_beyond_all_bounds_are_refused_in_python_too() -> None:
     with pytest.raises(ConfigError):
         SamplingParams(temperature=10**400)
     with pytest.raises(RequestError):
-        parse({"model": "m", "prompt": "x", "temperature": 10**400}, "completion", "m")
+        completion_ask(read({"model": "m", "prompt": "x", "temperature": 10**400}, CompletionRequest))
 
 
 def test_large_bodies_leave_room_for_small_ones() -> None:
@@ -246,11 +247,8 @@ def test_large_bodies_leave_room_for_small_ones() -> None:
 def test_a_key_needs_its_scheme(header: str, status: int) -> None:
     from starlette.testclient import TestClient
 
-    from edgekv.server.app import Guard
+    from edgekv.server.guard import Guard
     from edgekv.server.metrics import Metrics
 
-    class Engine:
-        metrics = Metrics()
-
-    guard = Guard(hello, Engine(), "secret", None)  # type: ignore[arg-type]
+    guard = Guard(hello, Metrics().requests, "secret", None)
     assert TestClient(guard).get("/v1/models", headers={"Authorization": header}).status_code == status

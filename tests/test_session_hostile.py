@@ -118,6 +118,49 @@ def test_lies_are_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = golden_cases.write_checkpoint("llama1", tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 320}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kv", "counter", "value"),
+    [
+        ("bitplane", "n_seen", 0),
+        ("kivi2", "n_sink", 3),
+        ("kivi2", "n_seen", 100),
+        ("kivi2", "n_bulk", 33),
+        ("kivi2", "n_packed", 0),
+        ("kivi2", "n_packed", 320),
+        ("kvcomp", "n_recent", 194),
+        ("kvcomp", "n_packed", 128),
+        ("steps:budget=1000000", "n_packed", 256),
+        ("h1b", "n_fitted", 300),
+        ("snapkv:budget=100", "n_used", 101),
+    ],
+)
+def test_counters_that_lie(
+    kv: str, counter: str, value: int, long_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """In one layer; and in all of them alike, where they can't be told by the others."""
+    session = Session.load(long_model, kv=kv, weights="f32", device="numpy")
+    session.prefill([i % 90 for i in range(250)])
+    session.save(tmp_path / "file")
+    assert session.caches[0].state().counters[counter] != value
+    layers = len(session.caches)
+    for lying in (1, layers):
+
+        def change(header: Header, lying: int = lying) -> None:
+            for layer in header["content"]["layers"][:lying]:
+                layer["counters"][counter] = value
+
+        with pytest.raises(SessionError):
+            Session.restore(rewritten(tmp_path / "file", tmp_path / "lie", change), long_model, device="numpy")
+
+
 def test_unpacking_makes_no_more_than_is_stated(tmp_path: pathlib.Path) -> None:
     """A file of 12 MB whose codes stand for 100 MB."""
     path = tmp_path / "file"

@@ -13,6 +13,8 @@ from edgekv.session.generation import Step
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
 from edgekv.tokenizer import StreamDecoder, Tokenizer
+from edgekv.vision import require_vision
+from edgekv.vision.prompt import PLACEHOLDER, Embeddings
 
 Progress = Callable[[int, int], None]
 MAX_NEW_TOKENS = 1024
@@ -34,10 +36,17 @@ class Chat:
         messages: list[dict[str, Any]] = self.session.memo.setdefault("messages", [])
         return messages
 
+    def set_system(self, text: str) -> None:
+        """Another system message from the next question on; an empty one is none. The cache is read anew then."""
+        self.messages[:] = [message for message in self.messages if message["role"] != "system"]
+        if text:
+            self.messages.insert(0, {"role": "system", "content": text})
+
     def ask(
         self,
         text: str,
         *,
+        images: Sequence[str] = (),
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
@@ -45,9 +54,17 @@ class Chat:
     ) -> Generator[Step, None, None]:
         """The answer to a message, token by token. What has come when the caller stops is the answer.
 
-        A message without any answer is forgotten. Raises ContextError when it does not fit.
+        images: files that the message shows; where its text has no `<image>` for each, they come before it. The
+        turns from the first image on are computed again at each question. A message without any answer is
+        forgotten. Raises ContextError when it does not fit, ImageError for a model that takes no images.
         """
-        self.messages.append({"role": "user", "content": text})
+        message: dict[str, Any] = {"role": "user", "content": text}
+        if images:
+            require_vision(self.session.model)
+            if PLACEHOLDER not in text:
+                message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
+            message["images"] = list(images)
+        self.messages.append(message)
         return self._answer(max_new_tokens, sampling, stop, progress)
 
     def retry(
@@ -76,6 +93,7 @@ class Chat:
             new = self.session.align(self._fitting())
             steps = self.session.generate(
                 new,
+                images=self._images(new),
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stop=(*self.template.stops, *stop),
@@ -97,6 +115,13 @@ class Chat:
     def _ids(self) -> list[int]:
         shown = [message for message in self.messages if not message.get("dropped")]
         return self._encoder.ids(shown, lambda i: shown[i].get("ids"))
+
+    def _images(self, new: Sequence[int | Embeddings]) -> list[str]:
+        """The files whose places are among the new ids: the latest of those that are shown."""
+        shown = [m for m in self.messages if not m.get("dropped")]
+        files = [str(file) for message in shown for file in message.get("images", ())]
+        places = sum(token == self.session.model.image_token for token in new) if files else 0
+        return files[len(files) - places :]
 
     def _drop_oldest(self) -> bool:
         """Leaves out the oldest question and its answer, unless it is the last one."""

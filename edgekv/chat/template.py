@@ -63,11 +63,24 @@ class ChatTemplate:
         """Whether it is the transcript of `plain`."""
         return self.source == PLAIN
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The text up to where the next answer begins. Raises EdgeKVError where the template refuses messages."""
-        answer = self._answer(
-            {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self._names}
-        )
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it writes tools, which come as the variable `tools`."""
+        return "tools" in self.source
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        names: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text up to where the next answer begins. Raises EdgeKVError where the template refuses messages.
+
+        names: more variables of the template, such as tools.
+        """
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        answer = self._answer({**(names or {}), **given, **self._names})
         if "text" not in answer:
             reason = answer.get("refused", answer.get("invalid"))
             raise EdgeKVError(f"the chat template refuses these messages: {reason}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from edgekv.chat.template import ChatTemplate, Message
 from edgekv.tokenizer import Tokenizer
@@ -22,38 +23,40 @@ class TurnEncoder:
             name: i for name, i in specials.items() if name and tokenizer.encode(name, bos=False) != [i]
         }
 
-    def ids(self, messages: Sequence[Message], known: Known) -> list[int]:
-        """Ids of the conversation up to where the next answer begins.
+    def ids(self, messages: Sequence[Message], known: Known, names: Mapping[str, Any] | None = None) -> list[int]:
+        """Ids of the conversation up to where the next answer begins. names: more variables of the template.
 
         Where the template does more with an answer than to print it (drops its reasoning, say), the whole is
         encoded from its text. Raises EdgeKVError where the template refuses the messages.
         """
         answers = {i: ids for i in range(len(messages)) if (ids := known(i)) is not None}
-        pieces = self._around(messages, list(answers)) if answers else None
+        pieces = self._around(messages, list(answers), names) if answers else None
         if pieces is None:
-            return self._encode(self.template.render(messages), self.template.given_bos)
+            return self._encode(self.template.render(messages, names=names), self.template.given_bos)
         ids = self._encode(pieces[0], self.template.given_bos)
         for answer, piece in zip(answers.values(), pieces[1:], strict=True):
             ids += [*answer, *self._encode(piece, bos=False)]
         return ids
 
-    def _around(self, messages: Sequence[Message], answers: Sequence[int]) -> list[str] | None:
+    def _around(
+        self, messages: Sequence[Message], answers: Sequence[int], names: Mapping[str, Any] | None
+    ) -> list[str] | None:
         """The text before, between and after the answers (indices of messages), or None where it depends on them.
 
         Before an answer stands what was its prompt: templates put other white space there later.
         """
         marked = [{**m, "content": MARK.format(i)} if i in answers else m for i, m in enumerate(messages)]
-        whole = self.template.render(marked)
+        whole = self.template.render(marked, names=names)
         if any(whole.count(MARK.format(i)) != 1 for i in answers):
             return None
         filled = whole
         for i in answers:
             filled = filled.replace(MARK.format(i), messages[i]["content"])
-        if filled.split() != self.template.render(messages).split():
+        if filled.split() != self.template.render(messages, names=names).split():
             return None
         pieces = _split(whole)
         for k, i in enumerate(answers):
-            prompt = _split(self.template.render(marked[:i]))[-1]
+            prompt = _split(self.template.render(marked[:i], names=names))[-1]
             if prompt.split() != pieces[k].split():
                 return None
             pieces[k] = prompt

@@ -23,15 +23,7 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
     Random weights have no trained length, so plain rotary positions are raised to MIN_ROTARY_POSITIONS. Raises
     ConfigError for an unknown shape.
     """
-    path = pathlib.Path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
-    if path is None or not path.is_file():
-        raise ConfigError(
-            f"shape={shape!r}: no such shape; accepted are {', '.join(names())}, or a path that ends in .json",
-            field="shape",
-            value=shape,
-            accepted=names(),
-        )
-    config = read_config(path)
+    config = read_shape(shape)
     ropes = architecture(config).config.ropes
     layers_key = LAYERS.get(config["model_type"], "num_hidden_layers")
     positions_key = POSITIONS.get(config["model_type"], "max_position_embeddings")
@@ -40,6 +32,19 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
     config[layers_key] = n_layers or number(config, layers_key)
     config[positions_key] = n_positions or number(config, positions_key)
     return config
+
+
+def read_shape(shape: str) -> Config:
+    """The config of a named shape, or of a JSON file, as it is. Raises ConfigError for an unknown shape."""
+    path = pathlib.Path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
+    if path is None or not path.is_file():
+        raise ConfigError(
+            f"shape={shape!r}: no such shape; accepted are {', '.join(names())}, or a path that ends in .json",
+            field="shape",
+            value=shape,
+            accepted=names(),
+        )
+    return read_config(path)
 
 
 def names() -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the files of `models/` lie: the shapes, and the models that ship with edgekv, by name."""
+"""Where a model lies: at a path, among those that ship with edgekv (`models/`), or in the Hub's cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import pathlib
 import sys
 
+from edgekv.checkpoint.hub import locate
+from edgekv.checkpoint.hub_name import hub_name
 from edgekv.errors import CheckpointError
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2] / "models"
@@ -24,18 +26,28 @@ def shipped_model(name: str) -> pathlib.Path | None:
 
 
 def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Where a model lies: ``path``, or, where nothing is there, the shipped model of that name.
+    """Where a model lies: ``path``, or, where nothing is there, the shipped model or the Hub's of that name.
 
-    Raises CheckpointError (field model) for what is no path, and where there is nothing.
+    A model of the Hub that is not whole in its cache is downloaded. Raises CheckpointError (field model) for what
+    is no path, where there is nothing, and where a download fails.
     """
-    place = pathlib.Path(path).expanduser() if isinstance(path, (str, os.PathLike)) else None
-    found = place if place is None or place.exists() else shipped_model(os.fspath(path))
+    if not isinstance(path, (str, os.PathLike)):
+        raise _none(path)
+    place = pathlib.Path(path).expanduser()
+    if place.exists():
+        return place
+    name = hub_name(path)
+    found = locate(name) if name else shipped_model(os.fspath(path))
     if found is None:
-        raise CheckpointError(
-            f"model={path!r}: there is none; give a Hugging Face folder, a .safetensors or .gguf file or a store, "
-            "or demo or scenes, which ship with edgekv",
-            field="model",
-            value=path,
-            accepted=["a path", "demo", "scenes"],
-        )
+        raise _none(path)
     return found
+
+
+def _none(path: object) -> CheckpointError:
+    return CheckpointError(
+        f"model={path!r}: there is none; give a Hugging Face folder, a .safetensors or .gguf file, a store, a "
+        "name on the Hub (org/name), or demo or scenes, which ship with edgekv",
+        field="model",
+        value=path,
+        accepted=["a path", "org/name", "demo", "scenes"],
+    )

@@ -137,6 +137,10 @@ class TensorFile:
         """Of a quantized projection's rows: whole numbers (rows, blocks, block), their scales (rows, blocks)."""
         raise CheckpointError(f"{self.path}: tensor {name!r} is not quantized")
 
+    def zero_points(self, name: str, lo: int, hi: int) -> npt.NDArray[np.int8] | None:
+        """What the 4-bit numbers of `blocks` had been taken off: (rows, blocks) in -8..7, None where it is 0."""
+        return None
+
     def release(self, name: str) -> None:
         """Give a tensor's mapped pages back, so that streaming a big file keeps the resident memory small.
 
@@ -222,6 +226,10 @@ class TensorSet:
     def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
         """As TensorFile.blocks."""
         return self._home(name).blocks(name, lo, hi)
+
+    def zero_points(self, name: str, lo: int, hi: int) -> npt.NDArray[np.int8] | None:
+        """As TensorFile.zero_points."""
+        return self._home(name).zero_points(name, lo, hi)
 
     def replaced(self, file: TensorFile, names: Iterable[str]) -> "TensorSet":
         """The same checkpoint with these of its tensors taken from another file."""

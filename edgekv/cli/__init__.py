@@ -7,45 +7,46 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from edgekv.cli.bench import BENCH
-from edgekv.cli.chat import CHAT
-from edgekv.cli.evaluate import EVAL
+from edgekv.cli.completion import add_completion
 from edgekv.cli.flags import in_flags
-from edgekv.cli.info import BUDGET, INFO, LIST
-from edgekv.cli.power import POWER
-from edgekv.cli.quantize import QUANTIZE
-from edgekv.cli.run import RUN
-from edgekv.cli.serve import SERVE
 from edgekv.errors import EdgeKVError
 from edgekv.version import __version__
 
 COMMANDS = {
-    "run": RUN,
-    "chat": CHAT,
-    "serve": SERVE,
-    "info": INFO,
-    "budget": BUDGET,
-    "caches": LIST,
-    "quantize": QUANTIZE,
-    "eval": EVAL,
-    "bench": BENCH,
-    "power": POWER,
+    "run": "edgekv.cli.run.RUN",
+    "demo": "edgekv.cli.demo.DEMO",
+    "chat": "edgekv.cli.chat.CHAT",
+    "serve": "edgekv.cli.serve.SERVE",
+    "pull": "edgekv.cli.pull.PULL",
+    "info": "edgekv.cli.info.INFO",
+    "budget": "edgekv.cli.budget.BUDGET",
+    "caches": "edgekv.cli.caches.CACHES",
+    "quantize": "edgekv.cli.quantize.QUANTIZE",
+    "warm": "edgekv.cli.warm.WARM",
+    "eval": "edgekv.cli.evaluate.EVAL",
+    "bench": "edgekv.cli.bench.BENCH",
+    "power": "edgekv.cli.power.POWER",
 }
+"""Where each `Command` is; the one that is asked for is imported, and no other."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line: a subcommand for each of COMMANDS."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line: a subcommand for each of COMMANDS, or for ``only`` one of them."""
     main_parser = argparse.ArgumentParser(
         prog="edgekv",
         description="Run Llama- and GPT-2-style models with long contexts on small machines.",
     )
     main_parser.add_argument("--version", action="version", version=f"edgekv {__version__}")
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
+    for name in COMMANDS if only is None else (only,):
+        module, attribute = COMMANDS[name].rsplit(".", 1)
+        command = getattr(import_module(module), attribute)
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(execute=command.execute)
+    add_completion(commands, main_parser)
     return main_parser
 
 
@@ -58,7 +59,8 @@ def _drop_output() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
-    arguments = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
     try:
         status: int = arguments.execute(arguments)
         sys.stdout.flush()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Callable
 
 from edgekv.checkpoint.shapes import names
 from edgekv.checkpoint.writer import atomic_write
-from edgekv.cli.evaluate import require_matplotlib
-from edgekv.cli.options import Bars, Command, add_source_options, add_weights_option, model_path, positive_int
+from edgekv.cli.bars import Bars
+from edgekv.cli.options import Command, add_source_options, add_weights_option, model_path, positive_int
+from edgekv.cli.plots import plot_times, require_matplotlib
+from edgekv.cli.tables import fitted
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
@@ -41,7 +43,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
     parser.add_argument("--json", metavar="FILE", help="write the timings as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="milliseconds by part: PNG or SVG (needs matplotlib)")
+    parser.add_argument("--wide", action="store_true", help="every part's column")
+    parser.add_argument("--plot", metavar="FILE", help="milliseconds by part: PNG or SVG (needs edgekv[plot])")
 
 
 def _execute(arguments: argparse.Namespace) -> int:
@@ -65,9 +68,9 @@ def _execute(arguments: argparse.Namespace) -> int:
         bandwidth = Bandwidth()
         timings = bench(decoder, specs, depths, tokens=arguments.tokens, bandwidth=bandwidth, progress=bars.update)
         prefills = bench_prefill(decoder, specs, lengths)
-    shape = f"{arguments.shape}, {model.config.n_layers} layers" if arguments.shape else model.path.name
+    shape = f"{arguments.shape}, {model.config.n_layers} layers" if arguments.shape else model.name
     print(f"{shape}, {form.name} weights, {threads} threads; memory read at {bandwidth.best / 1e9:.1f} GB/s")
-    print(table(timings, model.config.n_layers))
+    print(table(timings, arguments.wide))
     if prefills:
         print(prefill_table(prefills))
     if arguments.json:
@@ -76,7 +79,7 @@ def _execute(arguments: argparse.Namespace) -> int:
             "prefill": [dataclasses.asdict(prefill) for prefill in prefills],
             "bandwidth": bandwidth.best,
             "settings": {
-                "model": arguments.shape or model.path.name,
+                "model": arguments.shape or model.name,
                 "layers": model.config.n_layers,
                 "weights": form.name,
                 "threads": threads,
@@ -85,7 +88,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         }
         atomic_write(arguments.json, (json.dumps(facts, indent=1) + "\n").encode())
     if arguments.plot:
-        plot(timings, arguments.plot)
+        plot_times(timings, arguments.plot)
     return 0
 
 
@@ -112,50 +115,33 @@ def lengths_of(option: str, text: str | None, least: int) -> list[int]:
     return lengths
 
 
-def table(timings: list[Timing], n_layers: int) -> str:
-    """A line per scheme and depth: milliseconds per token by part, and one layer's attention against memory."""
-    columns = ("matmul", "append", "choose", "attend", "rope", "sampling", "python")
-    head = f"{'kv':<26}{'depth':>7}{'ms/tok':>8}{'p95':>8}" + "".join(f"{name:>9}" for name in columns)
-    head += f"{'att/layer':>11}{'read/layer':>12}{'GB/s':>7}{'x floor':>9}"
-    rows = [
-        f"{t.kv[:25]:<26}{t.depth:>7}{t.token_ms:>8.2f}{t.token_ms_p95:>8.2f}"
-        + "".join(f"{t.parts[name]:>9.3f}" for name in columns)
-        + f"{t.attention_ms_layer:>11.3f}{format_bytes(t.bytes_read_layer):>12}"
-        + f"{t.gb_per_s:>7.1f}{t.times_floor:>9.2f}"
-        for t in timings
-    ]
-    return "\n".join([head, *rows])
+def table(timings: list[Timing], wide: bool = False) -> str:
+    """A line per scheme and depth: time per token, a layer's attention against memory; ``wide``: every part."""
+    columns: dict[str, Callable[[Timing], str]] = {
+        "kv": lambda t: CacheSpec.parse(t.kv).short,
+        "depth": lambda t: str(t.depth),
+        "ms/tok": lambda t: f"{t.token_ms:.2f}",
+        "p95": lambda t: f"{t.token_ms_p95:.2f}",
+        "att/layer": lambda t: f"{t.attention_ms_layer:.3f}",
+        "read/layer": lambda t: format_bytes(t.bytes_read_layer),
+        "GB/s": lambda t: f"{t.gb_per_s:.1f}",
+        "x floor": lambda t: f"{t.times_floor:.2f}",
+    }
+    for name in timings[0].parts if wide else ("matmul", "python"):
+        columns[name] = lambda t, name=name: f"{t.parts[name]:.3f}"  # type: ignore[misc]
+    return "\n".join(
+        fitted([list(columns), *([show(t) for show in columns.values()] for t in timings)], wide=wide)
+    )
 
 
 def prefill_table(prefills: list[Prefill]) -> str:
     """A line per scheme and length: tokens per second, and the time against the least that it could be."""
     rows = [
-        f"{p.kv[:25]:<26}{p.tokens:>7} tokens {p.tokens_per_s:>9.1f} tokens/s, "
+        f"{CacheSpec.parse(p.kv).short:<26}{p.tokens:>7} tokens {p.tokens_per_s:>9.1f} tokens/s, "
         f"matmuls {p.matmul_s / p.seconds:.0%}, x {p.times_floor:.2f} of matmuls + attention at half of BLAS"
         for p in prefills
     ]
     return "\n".join(["prefill", *rows])
-
-
-def plot(timings: list[Timing], path: str) -> None:
-    """Stacked bars: milliseconds per token by part, a bar per scheme and depth."""
-    require_matplotlib()
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
-    labels = [f"{t.kv.partition(':')[0]}\n{t.depth}" for t in timings]
-    bottom: Any = [0.0] * len(timings)
-    for part in timings[0].parts:
-        heights = [max(t.parts[part], 0.0) for t in timings]
-        axes.bar(labels, heights, bottom=bottom, label=part)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    axes.set(ylabel="ms per token")
-    axes.legend(fontsize=8)
-    try:
-        figure.savefig(path, dpi=150, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        raise EdgeKVError(f"--plot {path}: {error}; give a writable .png or .svg") from error
-    pyplot.close(figure)
 
 
 BENCH = Command("time decoding at a depth, part by part, on a model or a shape", _arguments, _execute)

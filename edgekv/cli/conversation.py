@@ -7,8 +7,9 @@ import pathlib
 import sys
 
 from edgekv.chat.template import ChatTemplate
+from edgekv.cli.bars import Bars
 from edgekv.cli.gate import warn_ungated
-from edgekv.cli.options import Bars, model_path
+from edgekv.cli.options import model_path
 from edgekv.session.context_shift import CONTEXT_SHIFTS
 from edgekv.session.options import LoadOptions
 from edgekv.session.session import Session
@@ -29,6 +30,17 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--session-compress", action="store_true", help="Huffman-code the session file: smaller, slower"
+    )
+
+
+def add_draft_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """--draft, with a command's own default."""
+    parser.add_argument(
+        "--draft",
+        default=default,
+        metavar="SOURCE",
+        help="guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt "
+        "and text), auto (ngram on a CPU), or a smaller model of the same vocabulary (default %(default)s)",
     )
 
 

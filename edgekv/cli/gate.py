@@ -7,13 +7,14 @@ import dataclasses
 import datetime
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.bars import Bars
 from edgekv.cli.eval_input import open_input
 from edgekv.cli.flags import in_flags
-from edgekv.cli.options import Bars
+from edgekv.cli.tables import fitted
 from edgekv.errors import ConfigError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
@@ -88,7 +89,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
         )
     facts = measured.facts(ctx, arguments.windows, arguments.fit)
     best = recommended(verdicts)
-    print(_report(verdicts, needles, best, len(measured.tokens), facts["settings"]))
+    print(_report(verdicts, needles, best, len(measured.tokens), facts["settings"], arguments.wide))
     if arguments.json:
         content = {
             "verdicts": [{"passed": verdict.passed, **dataclasses.asdict(verdict)} for verdict in verdicts],
@@ -148,10 +149,11 @@ def _report(
     best: Verdict | None,
     n_tokens: int,
     settings: dict[str, Any],
+    wide: bool,
 ) -> str:
     windows, ctx = settings["windows"], settings["ctx"]
     lines = [
-        table(verdicts),
+        table(verdicts, wide),
         f"needles: {needles.note}",
         f"measured on {windows} window{'s' * (windows > 1)} of {ctx} tokens ({settings['text']} has {n_tokens}), "
         f"weights {settings['weights']}; longer contexts were not measured",
@@ -162,21 +164,24 @@ def _report(
     return "\n".join([*lines, f"recommended: --kv {_recommended_kv(best)} ({why})"])
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """A line per scheme."""
-    width = max(len("kv"), *(len(_short(verdict)) for verdict in verdicts)) + 2
-    head = f"{'kv':<{width}}{'KL':>9}{'KL late':>9}{'top1':>7}{'late':>7}{'needles':>9}{'cache':>11}  verdict"
-    return "\n".join([head, *(_row(verdict, width) for verdict in verdicts)])
-
-
-def _row(verdict: Verdict, width: int) -> str:
-    q = verdict.quality
-    needles = "n/a" if verdict.needles is None else "{}/{}".format(*verdict.needles)
-    said = "passed" if verdict.passed else f"failed: {'; '.join(verdict.failures)}"
-    return (
-        f"{_short(verdict):<{width}}{q.kl:>9.4f}{q.kl_second_half:>9.4f}{q.top1:>7.3f}{q.top1_second_half:>7.3f}"
-        f"{needles:>9}{format_bytes(q.cache_bytes):>11}  {said}"
-    )
+def table(verdicts: Sequence[Verdict], wide: bool = False) -> str:
+    """A line per scheme, and one for each that failed, with every limit that it missed."""
+    columns: dict[str, Callable[[Verdict], str]] = {
+        "kv": _short,
+        "KL": lambda v: f"{v.quality.kl:.4f}",
+        "KL late": lambda v: f"{v.quality.kl_second_half:.4f}",
+        "top1": lambda v: f"{v.quality.top1:.3f}",
+        "late": lambda v: f"{v.quality.top1_second_half:.3f}",
+        "needles": lambda v: "n/a" if v.needles is None else "{}/{}".format(*v.needles),
+        "cache": lambda v: format_bytes(v.quality.cache_bytes),
+        "verdict": lambda v: "passed" if v.passed else "failed",
+    }
+    if wide:
+        columns["x dense"] = lambda v: f"{v.quality.perplexity_ratio:.4f}"
+        columns["read/token"] = lambda v: format_bytes(v.quality.bytes_read_per_token)
+    rows = [[show(verdict) for show in columns.values()] for verdict in verdicts]
+    failed = [f"{_short(v)} failed: {'; '.join(v.failures)}" for v in verdicts if not v.passed]
+    return "\n".join([*fitted([list(columns), *rows], wide=wide), *failed])
 
 
 def _count(text: str) -> int:

@@ -44,6 +44,9 @@ def add_meter_options(parser: argparse.ArgumentParser) -> None:
     here: Any = argparse.SUPPRESS
     parser.add_argument("--meter", default=here, metavar="NAME", help=f"auto (default), {', '.join(METERS)}")
     parser.add_argument(
+        "--plot", default=here, metavar="FILE", help="watts over time, at the end: PNG or SVG (needs edgekv[plot])"
+    )
+    parser.add_argument(
         "--hz", type=float, default=here, metavar="N", help="readings per second (default: the meter's most)"
     )
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the progress bars."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
-from types import TracebackType
 
-from tqdm import tqdm
-
-from edgekv.kvcache import schemes
+from edgekv.checkpoint.hub import locate
+from edgekv.checkpoint.hub_name import hub_name
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
@@ -43,15 +41,25 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "
-        "or demo or scenes, which ship with edgekv (default: demo)",
+        help="a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, a name on "
+        "the Hugging Face Hub (org/name[@revision], org/name:file.gguf), which is downloaded once, or demo or "
+        "scenes, which ship with edgekv (default: demo)",
     )
     parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """--model; without it the demo model."""
-    return arguments.model or "demo"
+    """--model; without it the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
+    path = str(arguments.model or "demo")
+    name = hub_name(path)
+    if name:
+        locate(name, say)
+    return path
+
+
+def say(text: str) -> None:
+    """A line of our own on standard error."""
+    print(f"edgekv: {text}", file=sys.stderr, flush=True)
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
@@ -108,14 +116,6 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def wants_list(arguments: argparse.Namespace) -> bool:
-    """Whether --kv is ``list``, which is then printed instead of everything else."""
-    if arguments.kv != "list":
-        return False
-    print(schemes_text())
-    return True
-
-
 def load_options(arguments: argparse.Namespace) -> LoadOptions:
     """The options that the command has, as the library takes them. Raises an EdgeKVError for a bad value."""
     names = (field.name for field in dataclasses.fields(LoadOptions))
@@ -126,50 +126,6 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
         kv = given["kv"] or DEFAULT
         given["kv"] = f"{kv}{',' if ':' in kv else ':'}tau={arguments.tau}"
     return LoadOptions(**given)
-
-
-def schemes_text() -> str:
-    """One line per scheme: name, what it keeps, where it is from, and what else it may be called."""
-    return "\n".join(
-        f"{name:<12}{scheme.summary}  [{'; also '.join((scheme.paper, *scheme.aliases))}]"
-        for name, scheme in schemes().items()
-    )
-
-
-class Bars:
-    """Progress bars on a terminal's standard error, one stage at a time; nothing when it is piped."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-        self._bar: tqdm | None = None
-
-    def __enter__(self) -> Bars:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close()
-
-    def update(self, stage: str, done: int, total: int) -> None:
-        """The bar of a stage at ``done`` of ``total``; another stage's bar is closed."""
-        if not sys.stderr.isatty():
-            return
-        if stage != self._stage:
-            self._close()
-            bytes_like = stage in ("quantizing", "converting")
-            unit = "B" if bytes_like else "layer"
-            self._bar = tqdm(total=total, desc=stage, unit=unit, unit_scale=bytes_like, leave=False)
-            self._stage = stage
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._close()
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar, self._stage = None, ""
 
 
 def bytes_text(n: int) -> str:

@@ -12,10 +12,12 @@ from typing import Any
 
 from edgekv.cli.metering import add_meter_options, open_sampler
 from edgekv.cli.options import Command
+from edgekv.cli.plots import plot_power, require_matplotlib
 from edgekv.cli.power_doctor import add_doctor
 from edgekv.cli.power_record import add_record
 from edgekv.errors import PowerError
 from edgekv.machine import machine_info
+from edgekv.power import Sampler
 from edgekv.power.conditions import Conditions
 from edgekv.power.source import About, Source, Unmetered
 from edgekv.power.trace import Window
@@ -44,11 +46,18 @@ def _execute(arguments: argparse.Namespace) -> int:
     seconds = arguments.seconds
     if seconds is not None and not seconds > 0:
         raise PowerError(f"--seconds {seconds:g}: accepted: more than 0")
+    picture = getattr(arguments, "plot", None)
+    if picture:
+        require_matplotlib()
     source = _open(arguments)
+    if picture and not isinstance(source, Sampler):
+        raise PowerError(f"--plot {picture}: there would be nothing in it; `edgekv power doctor` says why")
     if arguments.json:
         _print_json(source, seconds or JSON_SECONDS)
     else:
         _print_live(source, seconds)
+    if picture and isinstance(source, Sampler):
+        plot_power(source.trace(), picture)
     return 0
 
 
@@ -87,6 +96,9 @@ def _print_live(source: Source, seconds: float | None) -> None:
     """A block of lines each second, over the last one where the output is a terminal."""
     source.start()
     begun_s = time.perf_counter()
+    if isinstance(source, Unmetered):  # once: it will not change
+        print("\n".join([*_power_lines(source, begun_s, begun_s), Conditions.now().to_text()]))
+        return
     height = 0
     for elapsed_s in _ticks(seconds):
         now_s = begun_s + elapsed_s

@@ -17,10 +17,14 @@ import numpy as np
 
 from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.metering import add_meter_options, open_sampler
+from edgekv.cli.plots import plot_power, require_matplotlib
 from edgekv.errors import PowerError
 from edgekv.machine import format_bytes, peak_rss_bytes
-from edgekv.power import EnergyMeter
+from edgekv.power import EnergyMeter, Sampler
+from edgekv.power.source import Unmetered
 from edgekv.power.trace import Trace
+
+PHASE = "command"
 
 
 def add_record(actions: Any, name: str) -> None:
@@ -41,22 +45,42 @@ def _execute(arguments: argparse.Namespace) -> int:
     command = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     if not command:
         raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
-    if arguments.csv:
-        _require_writable(arguments.csv)
-    sampler = open_sampler(arguments)
+    picture = getattr(arguments, "plot", None)
+    if picture:
+        require_matplotlib()
+    for name, path in (("csv", arguments.csv), ("plot", picture)):
+        if path:
+            _require_writable(name, path)
+    sampler = _open(arguments)
     unix_offset_s = time.time() - time.perf_counter()
     with EnergyMeter(sampler, idle_s=arguments.idle) as meter:
         child = _start(command)
-        with meter.phase("command"):
+        with meter.phase(PHASE):
             _wait(child)
     _, wait_status, usage = os.wait4(child.pid, 0)
     child.returncode = code = os.waitstatus_to_exitcode(wait_status)
-    if arguments.csv:
+    if arguments.csv and isinstance(sampler, Sampler):
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
-    rows = meter.report().rows()
+    if picture and isinstance(sampler, Sampler):
+        plot_power(sampler.trace(), picture)
+    report = meter.report()
+    rows = [("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()]
     rows.append(("used", f"{usage.ru_utime + usage.ru_stime:.2f} s of processor time, peak RSS {_peak(usage)}"))
     print("\n".join(f"{topic:<12}{text}" for topic, text in rows), file=sys.stderr)
     return code if code >= 0 else 128 - code  # as shells report a signal
+
+
+def _open(arguments: argparse.Namespace) -> Sampler | Unmetered:
+    """The meter; where there is none, and none was asked for by name, what says why the energy is n/a."""
+    try:
+        return open_sampler(arguments)
+    except PowerError as error:
+        if getattr(arguments, "meter", "auto") != "auto":
+            raise
+        for name in ("csv", "plot"):
+            if path := getattr(arguments, name, None):
+                raise PowerError(f"--{name} {path}: there would be nothing in it: {error}") from None
+        return Unmetered(str(error))
 
 
 def _start(command: list[str]) -> subprocess.Popen[bytes]:
@@ -81,10 +105,10 @@ def _peak(usage: Any) -> str:
     return format_bytes(mark) if mark > ours else f"at most {format_bytes(ours)}"
 
 
-def _require_writable(path: str) -> None:
+def _require_writable(name: str, path: str) -> None:
     folder = pathlib.Path(path).expanduser().absolute().parent
     if not os.access(folder, os.W_OK):
-        raise PowerError(f"--csv {path}: {folder} is no folder that can be written to; give another")
+        raise PowerError(f"--{name} {path}: {folder} is no folder that can be written to; give another")
 
 
 def samples_csv(trace: Trace, unix_offset_s: float) -> str:

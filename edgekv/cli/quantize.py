@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import pathlib
 
+from edgekv.cli.bars import Bars
 from edgekv.cli.options import (
-    Bars,
     Command,
     add_adapter_option,
     add_source_options,

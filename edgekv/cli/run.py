@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import functools
 import sys
+import time
 
-from edgekv.cli.conversation import add_session_options, is_saved, open_session, save_session
+from edgekv.cli.bars import Bars
+from edgekv.cli.caches import wants_list
+from edgekv.cli.conversation import add_draft_option, add_session_options, is_saved, open_session, save_session
 from edgekv.cli.flags import in_flags
 from edgekv.cli.interrupt import Terminated, terminable
 from edgekv.cli.metering import add_power_options, energy_meter
 from edgekv.cli.options import (
-    Bars,
     Command,
     add_adapter_option,
     add_device_option,
     add_model_options,
     load_options,
     model_path,
-    wants_list,
 )
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
+from edgekv.cli.summary import ends_sentence, summary
 from edgekv.errors import ContextError, EdgeKVError
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.session.generation import Step
 from edgekv.session.grammar import Constraint, json_constraint, read_schema
 from edgekv.session.model import Model
 from edgekv.session.plan import DEFAULT_CTX
+from edgekv.session.sampling_defaults import sampling_defaults
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
 from edgekv.tokenizer import load_tokenizer
 from edgekv.vision import Picture, picture, require_vision
+
+LENGTH = 128  # tokens, where no number is asked for
+SPARE = 128  # that the end of a sentence may take beyond them
+CUT = "cut after {} tokens; max_new_tokens=N for another length"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +57,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="an image for a model that sees, in place of the prompt's next <image>, or else before the prompt; "
         "may be given again",
     )
-    add_sampling_options(parser, temperature=0.0, max_new_tokens=128)
+    add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
     parser.add_argument("--json-schema", metavar="FILE", help="answer with JSON of this schema (needs llguidance)")
     add_device_option(parser)
+    add_draft_option(parser, "none")
     parser.add_argument("--json", metavar="FILE", help="write the report with every setting as JSON")
+    parser.add_argument("--verbose", action="store_true", help="report every measurement and setting")
     add_power_options(parser)
 
 
@@ -61,13 +71,15 @@ def _execute(arguments: argparse.Namespace) -> int:
         return 0
     options = load_options(arguments)
     prompt: str | list[int] = read_prompt(arguments) if has_prompt(arguments) or not is_saved(arguments) else []
-    sampling = sampling_params(arguments)
+    sampling_params(arguments)  # a bad value is said before anything is loaded
     schema = read_schema(arguments.json_schema) if arguments.json_schema else None
     images = read_images(arguments)
     if isinstance(prompt, str) and not images:
         require_room(arguments, prompt)
-    bars, meter = Bars(), energy_meter(arguments)
+    bars, meter, begin = Bars(), energy_meter(arguments), time.perf_counter()
     session = open_session(arguments, options, bars)
+    ready_s = time.perf_counter() - begin
+    sampling = sampling_params(arguments, sampling_defaults(session.model))
     constraint = None
     if schema is not None:
         constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
@@ -76,7 +88,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     save_session(arguments, session)
     report = session.report()
     report.energy = meter.report()
-    print(in_flags(report.to_text()), file=sys.stderr)
+    print(in_flags(report.to_text() if arguments.verbose else summary(session, report, ready_s)), file=sys.stderr)
     if arguments.json:
         report.write_json(arguments.json)
     return status
@@ -92,26 +104,32 @@ def _generate(
     bars: Bars,
     meter: EnergyMeter | NoMeter,
 ) -> int:
+    n_prompt = len(session.encode(prompt) if isinstance(prompt, str) else prompt)
+    writer = _Writer(arguments.max_new_tokens, at_sentence=constraint is None)
     try:
         with bars:
             with meter.phase("prefill") as prefill:
+                if n_prompt:
+                    bars.prefill(n_prompt, 0, 1)
                 steps = session.generate(
                     prompt,
                     images=images,
-                    max_new_tokens=arguments.max_new_tokens,
+                    max_new_tokens=writer.most,
                     sampling=session.continued(sampling),
                     stop=arguments.stop,
                     constraint=constraint,
-                    progress=lambda done, total: bars.update("prefill", done, total),
+                    progress=functools.partial(bars.prefill, n_prompt),
                 )
-                for step in itertools.islice(steps, 1):
-                    _print(step)
+                first = next(steps)
             prefill.tokens = session.report().prefill_tokens
-            with meter.phase("decode") as decode:
-                for step in steps:
-                    _print(step)
+            writer.take(first)
+            with meter.phase("decode") as decode, contextlib.closing(steps):
+                while not writer.done and (step := next(steps, None)):
+                    writer.take(step)
                     decode.tokens += 1
         sys.stdout.write("\n")
+        if writer.finish_message:
+            session.report().finish_message = writer.finish_message
     except KeyboardInterrupt as interrupt:
         sys.stdout.write("\n")
         session.report().finish_message = "interrupted"
@@ -119,9 +137,29 @@ def _generate(
     return 0
 
 
-def _print(step: Step) -> None:
-    sys.stdout.write(step.text)
-    sys.stdout.flush()
+class _Writer:
+    """Prints steps, and says when enough is written: at ``asked`` tokens, or where a sentence ends."""
+
+    def __init__(self, asked: int | None, at_sentence: bool) -> None:
+        self.most = asked or LENGTH + SPARE
+        self._at_sentence = at_sentence and not asked
+        self.finish_message: str | None = None
+        self._n, self._tail = 0, ""
+
+    @property
+    def done(self) -> bool:
+        return self.finish_message is not None
+
+    def take(self, step: Step) -> None:
+        """Prints a step's text."""
+        sys.stdout.write(step.text)
+        sys.stdout.flush()
+        self._n += 1
+        self._tail = (self._tail + step.text)[-8:]
+        if step.finish_reason == "length" and self._n == self.most:
+            self.finish_message = CUT.format(self._n)
+        elif self._at_sentence and not step.finish_reason and self._n >= LENGTH and ends_sentence(self._tail):
+            self.finish_message = f"end of a sentence after {self._n} tokens"
 
 
 def has_prompt(arguments: argparse.Namespace) -> bool:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import ipaddress
 import os
+import re
 import socket
 import sys
 from typing import Any
 
 from edgekv.chat.conversation import MAX_NEW_TOKENS
-from edgekv.cli.conversation import add_template_option, load_session, open_template
+from edgekv.cli.bars import Bars
+from edgekv.cli.caches import wants_list
+from edgekv.cli.conversation import add_draft_option, add_template_option, load_session, open_template
 from edgekv.cli.metering import add_power_options, energy_source
 from edgekv.cli.options import (
-    Bars,
     Command,
     add_adapter_option,
     add_device_option,
     add_model_options,
     load_options,
     positive_int,
-    wants_list,
 )
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.machine import available_memory_bytes, parse_bytes
+from edgekv.session.session import Session
 
 LOOPBACK_NAMES = ["localhost", "127.0.0.1", "::1"]
 KEY_VARIABLE = "EDGEKV_API_KEY"
+MAX_REQUEST, MAX_REQUEST_IMAGES = "1M", "16M"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +38,26 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_adapter_option(parser)
     add_template_option(parser)
     add_device_option(parser)
+    add_draft_option(parser, "auto")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default %(default)s)")
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})"
     )
     parser.add_argument("--name", help="the model's name in the API (default: its folder's)")
+    parser.add_argument(
+        "--strict-model",
+        action="store_true",
+        help="refuse requests for a model of another name (default: answer them, with a Warning header)",
+    )
+    parser.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        type=_origin,
+        metavar="ORIGIN",
+        help="a web page elsewhere that may call this server, such as https://example.org; * is any (repeatable)",
+    )
     parser.add_argument(
         "--max-new-tokens",
         type=positive_int,
@@ -51,7 +69,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--queue", type=positive_int, default=32, metavar="N", help="requests that may wait (default %(default)s)"
     )
     parser.add_argument(
-        "--max-request", default="1M", metavar="BYTES", help="of a request's body (default %(default)s)"
+        "--max-request",
+        metavar="BYTES",
+        help=f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)",
     )
     parser.add_argument(
         "--prefix-cache",
@@ -96,10 +116,18 @@ def _execute(arguments: argparse.Namespace) -> int:
         max_new_tokens=arguments.max_new_tokens,
         energy=Energy(source),
     )
-    max_request = parse_bytes(arguments.max_request, "max_request")
-    limits = Limits(max_request, arguments.client_timeout, arguments.max_connections, 64 * max_request)
+    limits = Limits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
+    limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 2 * limits.max_request))
     name = arguments.name or session.model.path.name
-    app = build_app(engine, name, api_key=api_key, hosts=hosts, limits=limits)
+    app = build_app(
+        engine,
+        name,
+        api_key=api_key,
+        hosts=hosts,
+        limits=limits,
+        strict_model=arguments.strict_model,
+        origins=arguments.cors,
+    )
     server = BoundedServer(app, limits)
     _listen(server, arguments, name)
     return 0
@@ -146,6 +174,18 @@ def _pool_bytes(arguments: argparse.Namespace) -> int:
     if not arguments.prefix_cache:
         return available_memory_bytes() // 4
     return parse_bytes(arguments.prefix_cache, "prefix_cache")
+
+
+def _max_request(arguments: argparse.Namespace, session: Session) -> int:
+    usual = MAX_REQUEST if session.model.image_token is None else MAX_REQUEST_IMAGES
+    return parse_bytes(arguments.max_request or usual, "max_request")
+
+
+def _origin(text: str) -> str:
+    """Scheme and host, as browsers write the header Origin."""
+    if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin; accepted: https://example.org, or *")
+    return text.lower()
 
 
 def _require_uvicorn() -> None:

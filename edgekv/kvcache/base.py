@@ -255,8 +255,18 @@ class KVCache(abc.ABC):
         """
         return False
 
+    def tentative_tokens(self) -> int:
+        """How many of the next tokens, appended by one `attend`, can be taken back as if they had never come.
+
+        `advance` with a negative count does that. 0 where a token has a say in what is kept of others.
+        """
+        return 0
+
     def advance(self, n: int) -> None:
-        """Counts n tokens (n < 0: takes them back) that are appended, where `is_steady` holds."""
+        """Counts n tokens that a replayed step appends, where `is_steady` holds; n < 0 takes the latest back.
+
+        What is taken back are tokens within `tentative_tokens`, or counted ones.
+        """
         self.n_seen += n
 
     def restart(self, n: int) -> int:

@@ -9,7 +9,7 @@ from edgekv.kvcache.planes import Planes, PlanesKnobs
 
 @dataclasses.dataclass(frozen=True)
 class BitPlaneKnobs(PlanesKnobs):
-    """`PlanesKnobs` with k_bits=4, v_bits=4, threshold=2.5e-4 and residual_length=32."""
+    """`PlanesKnobs` with k_bits=4, v_bits=4, threshold=2.5e-4, residual_length=32 and key_scale=0.9."""
 
     scheme = "bitplane"
 
@@ -17,6 +17,7 @@ class BitPlaneKnobs(PlanesKnobs):
     v_bits: int = 4
     threshold: float = 2.5e-4
     residual_length: int = 32
+    key_scale: float = 0.9
 
 
 class BitPlane(Planes):

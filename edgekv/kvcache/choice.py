@@ -19,6 +19,7 @@ AUTO = (
     "planes:v_bits=1",
     "planes:k_bits=1,v_bits=1",
 )
+SMALLER = "planes"  # what a report names to who runs a larger one, before any gate
 DEFAULT, WITHIN_BUDGET = "dense", "steps"  # where no scheme is named: without a budget, and with one
 
 
@@ -27,16 +28,16 @@ def resolve(
     shape: AttentionShape,
     ctx: int,
     budget: int | None,
-    free_bytes: Callable[[], int],
+    auto_bytes: Callable[[], int],
 ) -> tuple[CacheSpec, list[str]]:
     """The scheme for ``ctx`` tokens that is meant, and a line on it where it was chosen for the user.
 
     kv: a spec, ``name:knob=value,...``, None (DEFAULT, or with a ``budget`` in bytes WITHIN_BUDGET), or "auto":
-    the best of AUTO within ``budget``, by default a quarter of free_bytes(). Raises CacheError (field kv, or
+    the best of AUTO within ``budget``, by default auto_bytes(). Raises CacheError (field kv, or
     kv_budget) for an unknown name, and for a scheme that takes more than the budget.
     """
     if kv == "auto":
-        spec, reason = choose(shape, ctx, free_bytes() // 4 if budget is None else budget)
+        spec, reason = choose(shape, ctx, auto_bytes() if budget is None else budget)
         return spec, [reason]
     if kv is None:
         kv = DEFAULT if budget is None else WITHIN_BUDGET

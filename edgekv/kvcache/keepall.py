@@ -45,6 +45,9 @@ class KeepAll(KVCache):
     def is_steady(self) -> bool:
         return self.n_seen < self.geometry.capacity
 
+    def tentative_tokens(self) -> int:
+        return self.geometry.capacity - self.n_seen
+
     def extend(self, keys: F32, values: F32) -> None:
         self.require_room(keys.shape[1])
         self.key_codec.encode(keys, self.n_seen)

@@ -9,11 +9,12 @@ from edgekv.kvcache.planes import Planes, PlanesKnobs
 
 @dataclasses.dataclass(frozen=True)
 class OneBitKnobs(PlanesKnobs):
-    """`PlanesKnobs` with k_bits=1."""
+    """`PlanesKnobs` with k_bits=1 and key_scale=0.9."""
 
     scheme = "onebit"
 
     k_bits: int = 1
+    key_scale: float = 0.9
 
 
 class OneBit(Planes):

@@ -64,6 +64,10 @@ class Rolling(KVCache):
         """Of the next token."""
         return self.n_seen if self.n_seen < self.size else self.n_seen % self.size
 
+    def tentative_tokens(self) -> int:
+        """What they take the slots of is behind the window with or without them."""
+        return min(self.geometry.capacity - self.n_seen, self.size - self.window)
+
     def piece(self) -> int:
         """No token that a query of the piece still sees loses its slot, and the piece does not go round."""
         return min(self.size - self.window, self.size - self._slot)

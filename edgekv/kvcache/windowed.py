@@ -160,6 +160,13 @@ class Windowed(KVCache):
         """Once the sink is full."""
         return self.n_sink == self.sizes.sink and self.n_seen < self.geometry.capacity
 
+    def tentative_tokens(self) -> int:
+        """As long as all of them are in the recent part, and none makes it pack a block."""
+        if self.n_sink < self.sizes.sink:
+            return 0
+        before_packing = self.sizes.residual_length + self.sizes.block - 1 - self.n_recent
+        return max(0, min(self.geometry.capacity - self.n_seen, before_packing))
+
     def advance(self, n: int) -> None:
         super().advance(n)
         self.n_recent += n

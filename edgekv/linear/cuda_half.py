@@ -55,6 +55,8 @@ class HalfOps(CudaOps):
             self.driver.multiply_halves(x, self._halves(w, part), y[:, part], adds)
         if w.bias is not None:
             y += w.bias
+        if w.shift is not None:
+            y += self._block_sums(x, w) @ w.shift.T
 
     def _slab_rows(self, w: Matrix) -> int:
         """Slabs of about the same size, of whole tiles of cuBLAS, which is much slower beside them."""

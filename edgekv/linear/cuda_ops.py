@@ -46,7 +46,7 @@ class CudaOps:
 
     def _stages(self, x: Array | Normed, name: str) -> bool:
         w, n = self.weights.linears[name], len(x.x if isinstance(x, Normed) else x)
-        return n <= MATVEC_ROWS and stages(w.bits, w.scales, w.block)
+        return n <= MATVEC_ROWS and w.shift is None and stages(w.bits, w.scales, w.block)
 
     def _linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
         w = self.weights.linears[name]
@@ -57,9 +57,17 @@ class CudaOps:
             return packed_matvec(self.driver, contiguous(x), w.data, w.scales, **given)
         x = self._plain(x)
         if len(x) > MATVEC_ROWS:
-            return self._matmul(x, w)
-        form = {"bits": w.bits, "block": w.block, "columns": w.columns}
-        return matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=onto)
+            y = self._matmul(x, w)
+        else:
+            form = {"bits": w.bits, "block": w.block, "columns": w.columns}
+            y = matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=onto)
+        return y if w.shift is None else y + self._block_sums(x, w) @ w.shift.T
+
+    def _block_sums(self, x: Array, w: Matrix) -> Array:
+        """(n, blocks): the sum of the inputs of each block."""
+        whole = self.driver.zeros((len(x), w.blocks * w.block), np.float32)
+        whole[:, : w.columns] = x
+        return whole.reshape(len(x), w.blocks, w.block).sum(axis=2)
 
     def _matmul(self, x: Array, w: Matrix) -> Array:
         y = self.driver.empty((len(x), w.rows), np.float32)

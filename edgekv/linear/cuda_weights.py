@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
+from edgekv.linear.quantize import unpack_zeros
 from edgekv.linear.store import Progress, Store
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32
@@ -23,7 +24,10 @@ LOADING = "loading to the GPU"
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,)."""
+    """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,).
+
+    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points.
+    """
 
     rows: int
     columns: int
@@ -33,6 +37,14 @@ class Matrix:
     data: Array
     scales: Array | None
     bias: Array | None
+    shift: Array | None = None
+
+
+def _shift(store: Store, name: str) -> F32:
+    """What the zero points of a linear's blocks change: the kernels know one for all."""
+    scales = store.raw(f"{name}.scales")
+    shift: F32 = -unpack_zeros(store.raw(f"{name}.zeros"), scales.shape[1]) * scales
+    return shift
 
 
 class DeviceWeights:
@@ -53,7 +65,8 @@ class DeviceWeights:
             blocks = scales[0].shape[1] if scales else 0
             uploaded = None if bias is None else driver.upload(bias)
             shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
-            self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded)
+            shift = driver.upload(_shift(store, name)) if form.zeros else None
+            self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded, shift)
             if progress:
                 progress(LOADING, done, len(names))
         for name in store.arch.vectors():

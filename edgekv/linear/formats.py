@@ -16,11 +16,15 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none)."""
+    """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
+
+    zeros: whether each block has a zero point of its own, else it is half the range.
+    """
 
     name: str
     bits: int
     block: int
+    zeros: bool = False
 
     def of(self, linear: str) -> WeightFormat:
         """The format of one linear layer."""
@@ -29,12 +33,12 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True)
 class MixedFormat(WeightFormat):
-    """As a quantized file has it: ``linears`` names the format in WEIGHTS of each linear layer."""
+    """As a quantized file has it: ``linears`` names the format in FORMATS of each linear layer."""
 
     linears: tuple[tuple[str, str], ...] = ()
 
     def of(self, linear: str) -> WeightFormat:
-        return WEIGHTS[dict(self.linears)[linear]]
+        return FORMATS[dict(self.linears)[linear]]
 
 
 WEIGHTS: dict[str, WeightFormat] = {
@@ -46,9 +50,16 @@ WEIGHTS: dict[str, WeightFormat] = {
 }
 
 
+FORMATS = WEIGHTS | {
+    "int4-zeros": WeightFormat("int4-zeros", 4, 128, zeros=True),
+    "int4-32-zeros": WeightFormat("int4-32-zeros", 4, 32, zeros=True),
+}
+"""With those that are only taken over from checkpoints, where edgekv itself quantizes without zero points."""
+
+
 def mixed_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
     """The format of a checkpoint that is quantized already, from each linear layer's; name: of its method."""
-    return MixedFormat(name, 0, 0, tuple(linears.items()))
+    return MixedFormat(name, 0, 0, linears=tuple(linears.items()))
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
@@ -77,6 +88,8 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
             blocks = n_blocks(linear.columns, own.block)
             specs[f"{name}.codes"] = ("U8", (linear.rows, blocks, own.block * own.bits // 8))
             specs[f"{name}.scales"] = ("F32", (linear.rows, blocks))
+            if own.zeros:
+                specs[f"{name}.zeros"] = ("U8", (linear.rows, -(-blocks // 2)))
         if linear.biases:
             specs[f"{name}.bias"] = ("F32", (linear.rows,))
     for name, (_, size) in arch.vectors().items():

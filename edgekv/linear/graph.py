@@ -63,7 +63,8 @@ class GraphOps:
         if form.bits == 32:
             inputs = [x, self._weight(f"{name}.weight"), *([bias] if bias else [])]
             return self._node("Gemm", inputs, transB=1)[0]
-        inputs = [x, self._weight(f"{name}.codes"), self._weight(f"{name}.scales")]
+        parts = ("codes", "scales", "zeros") if form.zeros else ("codes", "scales")
+        inputs = [x, *(self._weight(f"{name}.{part}") for part in parts)]
         attributes = {"K": linear.columns, "N": linear.rows, "bits": form.bits, "block_size": form.block}
         y = self._node("MatMulNBits", inputs, MICROSOFT, accuracy_level=4, **attributes)[0]
         return self._node("Add", [y, bias])[0] if bias else y

@@ -115,12 +115,31 @@ def pack(centred: npt.NDArray[np.int8], bits: int) -> U8:
     return codes if bits == 8 else codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
 
 
-def dequantize(codes: U8, scales: F32, bits: int, block: int, columns: int) -> F32:
-    """(r, columns) float32 from codes and scales."""
+def pack_zeros(zeros: npt.NDArray[np.int8]) -> U8:
+    """MatMulNBits' zero points of 4-bit blocks, two to a byte, of (r, blocks) in -8..7."""
+    codes = np.pad(zeros + 8, ((0, 0), (0, zeros.shape[1] % 2))).astype(np.uint8)
+    packed: U8 = codes[:, 0::2] | np.left_shift(codes[:, 1::2], np.uint8(4))
+    return packed
+
+
+def unpack_zeros(packed: U8, blocks: int) -> F32:
+    """(r, blocks) float32 in -8..7, of what `pack_zeros` gives."""
+    zeros: F32 = (
+        np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)[:, :blocks].astype(np.float32)
+    )
+    zeros -= np.float32(8)
+    return zeros
+
+
+def dequantize(codes: U8, scales: F32, bits: int, block: int, columns: int, zeros: U8 | None = None) -> F32:
+    """(r, columns) float32 from codes, scales and packed zero points."""
     rows = codes.shape[0]
     if bits == 4:
         wide = np.empty((*codes.shape[:2], block), np.uint8)
         wide[..., 0::2], wide[..., 1::2] = codes & 15, codes >> 4
         codes = wide
-    values: F32 = (codes.astype(np.float32) - np.float32(1 << (bits - 1))) * scales[..., None]
+    centred = codes.astype(np.float32) - np.float32(1 << (bits - 1))
+    if zeros is not None:
+        centred -= unpack_zeros(zeros, scales.shape[1])[..., None]
+    values: F32 = centred * scales[..., None]
     return values.reshape(rows, -1)[:, :columns]

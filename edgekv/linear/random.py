@@ -33,6 +33,13 @@ class RandomWeights(CheckpointWeights):
     def table_dtypes(self) -> dict[str, str]:
         return dict.fromkeys(self.arch.tables(), "F16")
 
+    @property
+    def own_format(self) -> None:
+        return None
+
+    def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
+        return ()
+
     def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32]:
         specs = store_specs(self.arch, form, self.table_dtypes)
         codes = self._rng.integers(0, 256, specs[f"{name}.codes"][1], np.uint8)

@@ -33,7 +33,6 @@ from edgekv.linear.formats import (
     specs_bytes,
     store_specs,
 )
-from edgekv.linear.graph import block_graphs
 from edgekv.linear.quantize import dequantize, n_blocks, quantize
 from edgekv.linear.weights import CheckpointWeights, Ids
 from edgekv.machine import format_bytes
@@ -73,7 +72,9 @@ class StoreFile(msgspec.Struct):
     weights: str
     identity: str
     config: dict[str, Any]
-    linears: dict[str, Literal["f32", "int8", "int8-32", "int4", "int4-32"]] | None = None  # the keys of WEIGHTS
+    linears: (
+        dict[str, Literal["f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros"]] | None
+    ) = None  # FORMATS
 
 
 class Store:
@@ -123,7 +124,8 @@ class Store:
         if form.bits == 32:
             return to_float32(self._file.array(f"{name}.weight"))
         codes, scales = (self._file.array(f"{name}.{part}") for part in ("codes", "scales"))
-        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns)
+        zeros = self._file.array(f"{name}.zeros") if form.zeros else None
+        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns, zeros)
 
     def bias(self, name: str) -> F32 | None:
         return to_float32(self._file.array(f"{name}.bias")) if self._linears[name].biases else None
@@ -174,6 +176,8 @@ def build(
         partial.mkdir()
         _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress)
         start = os.path.getsize(partial / WEIGHTS_FILE) - specs_bytes(specs)
+        from edgekv.linear.graph import block_graphs  # onnx takes 0.2 s to import, and only a new store needs it
+
         graphs = block_graphs(weights.arch, form, specs, file_offsets(specs, start), WEIGHTS_FILE)
         for name, graph in graphs.items():
             (partial / name).write_bytes(graph)
@@ -225,6 +229,8 @@ def _write_weights(
                 )
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)
+                if own.zeros:
+                    write(f"{name}.zeros", weights.zero_points(name, own))
             bias = weights.bias(name)
             if bias is not None:
                 write(f"{name}.bias", bias)

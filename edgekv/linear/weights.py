@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +11,8 @@ import numpy.typing as npt
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
-from edgekv.linear.formats import ITEM_BYTES, WEIGHTS, WeightFormat, mixed_format
-from edgekv.linear.quantize import n_blocks, pack
+from edgekv.linear.formats import FORMATS, ITEM_BYTES, WeightFormat, mixed_format
+from edgekv.linear.quantize import n_blocks, pack, pack_zeros
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, Part
 from edgekv.types import F32
@@ -36,15 +36,22 @@ class Weights(Protocol):
     def rows(self, table: str, ids: Ids) -> F32: ...
 
 
-WIDTH = ("int4", "int4-32", "int8", "int8-32", "f32")
+WIDTH = ("int4", "int4-zeros", "int4-32", "int4-32-zeros", "int8", "int8-32", "f32")
 
 
 def _keeps(exact: str | None, form: WeightFormat) -> bool:
     """Whether what a format holds goes into another one unchanged: one with more bits, or smaller blocks."""
     if exact is None or form.bits == 32:
         return exact is not None
-    own = WEIGHTS[exact]
-    return own.bits <= form.bits and own.block % form.block == 0
+    own = FORMATS[exact]
+    fits = own.bits < form.bits or (own.bits == form.bits and own.zeros <= form.zeros)
+    return fits and own.block % form.block == 0
+
+
+def _widest(names: Collection[str]) -> str:
+    """The narrowest format that holds what each of these does."""
+    widest = max(names, key=WIDTH.index)
+    return "int4-32-zeros" if widest == "int4-32" and "int4-zeros" in names else widest
 
 
 class CheckpointWeights:
@@ -88,7 +95,7 @@ class CheckpointWeights:
         if not any(kind for part in kinds.values() for kind in part):
             return None
         forms = {
-            name: max((self._tensors.forms(part.tensor)[1] for part in linear.parts), key=WIDTH.index)
+            name: _widest([self._tensors.forms(part.tensor)[1] for part in linear.parts])
             for name, linear in self._linears.items()
         }
         return mixed_format(self._tensors.files[0].method, forms)
@@ -119,9 +126,24 @@ class CheckpointWeights:
             n = n_blocks(part.columns, form.block)
             finer = np.repeat(scales, codes.shape[2] // form.block, axis=1)[:, :n]
             cut = codes.reshape(part.rows, -1, form.block)[:, :n]
+            if form.zeros:
+                cut = cut + self._part_zeros(part, form)[..., None]
             taken.append((pack(cut, form.bits), finer))
         packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
         return packed, scales
+
+    def zero_points(self, name: str, form: WeightFormat) -> Codes:
+        """Packed zero points of a linear that `taken_over` gives in a format with zeros."""
+        return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
+
+    def _part_zeros(self, part: Part, form: WeightFormat) -> npt.NDArray[np.int8]:
+        """(rows, blocks) in -8..7."""
+        n = n_blocks(part.columns, form.block)
+        zeros = self._tensors.zero_points(part.tensor, 0, part.rows)
+        if zeros is None:
+            return np.zeros((part.rows, n), np.int8)
+        own = FORMATS[self._tensors.forms(part.tensor)[1]]
+        return np.repeat(zeros, own.block // form.block, axis=1)[:, :n]
 
     def _kinds(self) -> dict[str, list[str | None]]:
         """The quantized types of each linear's tensors."""

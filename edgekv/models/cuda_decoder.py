@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -70,7 +71,10 @@ class CudaDecoder(Decoder):
         """Steps so far that were replayed from a recording."""
         return self._replay.n_replayed
 
-    def warm_up(self, caches: Sequence[KVCache]) -> None:
+    def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
+        return [functools.partial(self._warm_up, caches)]
+
+    def _warm_up(self, caches: Sequence[KVCache]) -> None:
         """Compiles a scheme's kernels, or loads them from CuPy's cache, on throw-away random tokens."""
         cache, n = caches[-1], caches[-1].geometry.capacity
         cache.allocate(self.kernels, Workspace(self.driver))

@@ -105,11 +105,13 @@ class Replay:
         self._caches: tuple[KVCache, ...] = ()
         self._groups: list[Group] = []
         self._structure: list[Hashable] = []
-        self._last = 0
+        self._next = self._last = 0
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
         """Logits (vocab,) after appending one token, valid until the next step."""
-        if not self._can_play(caches):
+        if self._caches != tuple(caches) or caches[0].n_seen != self._next:
+            self._forget()  # others have changed them, perhaps what they point to
+        if not self._can_play():
             before, tidies = [group.caches for group in self._groups], self._tidies
             self._forget()
             if not self._record(caches):
@@ -120,11 +122,12 @@ class Replay:
         assert self._step is not None
         self._play(self._step, token)
         self.n_replayed += 1
+        self._next = caches[0].n_seen
         self._tidy()
         return self._logits
 
-    def _can_play(self, caches: Sequence[KVCache]) -> bool:
-        if self._step is None or self._caches != tuple(caches) or caches[0].n_seen > self._last:
+    def _can_play(self) -> bool:
+        if self._step is None or self._next > self._last:
             return False
         is_steady = all(group.first.is_steady() for group in self._groups)
         return is_steady and self._structure == self._structures()
@@ -143,7 +146,7 @@ class Replay:
         if not ready or room < FEWEST_TOKENS or not all(cache.is_steady() for cache in caches):
             return False
         self._caches, self._groups = tuple(caches), Group.of(caches)
-        self._structure, self._last = self._structures(), start + RECORDED_TOKENS
+        self._structure, self._next, self._last = self._structures(), start, start + RECORDED_TOKENS
         if any(group.tidies_next() for group in self._groups):
             return False
 

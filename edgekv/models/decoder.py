@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,7 +12,7 @@ import numpy as np
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
-from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.kvcache.base import KVCache, Workspace, rewind
 from edgekv.linear.weights import Weights
 from edgekv.machine import available_memory_bytes
 from edgekv.models.attention import ExactAttention
@@ -20,6 +21,7 @@ from edgekv.types import F32, I64
 
 CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
 ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
+WARM_UP_ROWS = (1, 5, 80)  # tokens at once: decoding, drafts, and more than a packed block
 NONE = np.empty(0, np.float32)
 
 
@@ -64,20 +66,43 @@ class Decoder:
         """Memory that is left where it computes."""
         return available_memory_bytes()
 
-    def warm_up(self, caches: Sequence[KVCache]) -> None:
-        """Compiles a scheme's kernels, or loads them from Numba's cache, on throw-away random tokens."""
+    def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
+        """Steps that compile a scheme's kernels, or load them from Numba's cache, on throw-away random tokens.
+
+        All that a conversation calls: a prompt, one token in an empty cache and in a filled one, a few at once as
+        drafts are, and so many that a block is packed and all threads work.
+        """
         cache, c = caches[-1], self.config
-        n = cache.geometry.capacity
+        n, last = cache.geometry.capacity, len(self._norms) - 1
         cache.allocate(self.kernels, Workspace())
         rng = np.random.default_rng(0)
         qkv = rng.standard_normal((n, c.q_size + 2 * c.kv_size)).astype(np.float32)
-        q, k, v = self._qkv_buffers("prefill", n)
-        self._split(len(self._norms) - 1, qkv, self._ropes.at(0, n)[-1], q, k, v)
-        if n > 1:
-            cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
+        buffers = Workspace()
+        q, k, v = (buffers.array(name, (heads, n, c.head_dim)) for name, heads in self._heads())
+
+        def split() -> None:
+            for m, parts in ((1, self._qkv_buffers("step", 1)), (n, (q, k, v))):
+                self._split(last, qkv[:m], self._ropes.at(0, m)[-1], *parts)
+
+        def attend(n_tokens: int) -> None:
+            a = cache.n_seen
+            b = min(a + n_tokens, n)
+            if a < b:
+                cache.attend(*(contiguous(x[:, a:b]) for x in (q, k, v)))
+
+        def prefill() -> None:
+            rewind([cache], 0)
+            m = max(1, n - sum(WARM_UP_ROWS))
+            cache.prefill(q[:, :m], k[:, :m], v[:, :m])
             type(cache).finish_prefill([cache])
-        cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
-        self._exact_attention(q, k, v, None)
+
+        return [
+            split,
+            functools.partial(attend, 1),
+            prefill,
+            *(functools.partial(attend, rows) for rows in WARM_UP_ROWS),
+            lambda: self._exact_attention(q, k, v, None),
+        ]
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
         """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
@@ -110,6 +135,18 @@ class Decoder:
         """Logits (vocab,) after appending one token."""
         logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
         return logits
+
+    def tentative_tokens(self, caches: Sequence[KVCache]) -> int:
+        """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
+        if not self._ropes.is_fixed:  # tokens that come together are rotated as the last one is
+            return 0
+        return min(cache.tentative_tokens() for cache in caches)
+
+    def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
+        """Logits (n, vocab) after each of a few tokens, all of them appended: `step`, several at once."""
+        if len(tokens) == 1:
+            return self.step(tokens[0], caches)[None]
+        return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
     def forward(self, x: F32, caches: Sequence[KVCache]) -> F32:
         """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
@@ -183,12 +220,13 @@ class Decoder:
             x[part] = self.linear.attention_out(i, x[part], self._merge(out))
 
     def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
-        c, array = self.config, self.workspace.array
-        return (
-            array(f"{name}.q", (c.n_heads, n, c.head_dim)),
-            array(f"{name}.k", (c.n_kv_heads, n, c.head_dim)),
-            array(f"{name}.v", (c.n_kv_heads, n, c.head_dim)),
-        )
+        array, head_dim = self.workspace.array, self.config.head_dim
+        q, k, v = (array(f"{name}.{part}", (heads, n, head_dim)) for part, heads in self._heads())
+        return q, k, v
+
+    def _heads(self) -> tuple[tuple[str, int], ...]:
+        c = self.config
+        return ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
 
     def _project(self, i: int, x: F32, rotation: Rotation, q: F32, k: F32, v: F32) -> None:
         """Fused projection, head split, q/k norm and rotation of x (n, hidden) into q, k, v."""

@@ -54,7 +54,7 @@ class EvalInput:
         """Settings and machine of a measurement over at most ``windows`` windows of ``ctx`` tokens, for JSON."""
         adapter = self.model.adapter
         settings = {
-            "model": self.model.path.name,
+            "model": self.model.name,
             "identity": self.model.identity,
             "adapter": adapter and adapter.path.name,
             "text": self.text_name,

@@ -204,12 +204,16 @@ def score_by_depth(prompts: Sequence[Prompt], right: Sequence[bool]) -> dict[flo
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Ids that ask for one fact, the digits that answer it, and how many tokens they take."""
+    """Ids that ask for one fact, the digits that answer it, and how many tokens they take.
+
+    name: what the digits belong to; None: they are the pass key.
+    """
 
     ids: list[int]
     value: str
     n_answer: int
     depth: float
+    name: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +237,7 @@ def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
             value=fact.value,
             n_answer=len(prose.continuing(" " + fact.value)),
             depth=float(depth),
+            name=fact.name,
         )
         for fact, depth in zip(facts, depths, strict=True)
     )

@@ -19,6 +19,7 @@ from edgekv.quality.needles import Haystack, Prose, Question, make_haystack
 from edgekv.session.caches import open_caches
 from edgekv.session.file import copy_used
 from edgekv.tokenizer import Tokenizer
+from edgekv.types import F32
 
 Progress = Callable[[str, int, int], None]
 
@@ -113,32 +114,44 @@ def answers(
     if not haystack.questions:
         return []
     caches = open_caches(decoder, spec, ctx, adapter)
-    _read(decoder, haystack.ids, caches)
+    read(decoder, haystack.ids, caches)
     right = []
     for question in haystack.questions:
         own = open_caches(decoder, spec, ctx, adapter)
-        _copy(caches, own)
-        right.append(_answers(decoder, tokenizer, question, own))
+        copy_caches(caches, own)
+        right.append(is_right(question, answer(decoder, tokenizer, question, own)))
     return right
 
 
-def _answers(decoder: Decoder, tokenizer: Tokenizer, question: Question, caches: Sequence[KVCache]) -> bool:
-    tokens = [_read(decoder, question.ids, caches)]
+def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, caches: Sequence[KVCache]) -> str:
+    """The likeliest text after a question, as long as the answer; both enter the caches."""
+    tokens = [int(read(decoder, question.ids, caches).argmax())]
     with blas_threads(1):
         while len(tokens) < question.n_answer:
             tokens.append(int(to_host(decoder.step(tokens[-1], caches)).argmax()))
-    text = b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace")
-    return text.lstrip().startswith(question.value)
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace").lstrip()
 
 
-def _read(decoder: Decoder, ids: Sequence[int], caches: Sequence[KVCache]) -> int:
-    """The likeliest token after the ids, which enter the caches."""
+def is_right(question: Question, said: str) -> bool:
+    """Whether an answer is that of the question."""
+    return said.startswith(question.value)
+
+
+def read(
+    decoder: Decoder,
+    ids: Sequence[int],
+    caches: Sequence[KVCache],
+    progress: Callable[[int, int], None] | None = None,
+) -> F32:
+    """(vocab,) logits after the ids, which enter the caches. progress(layer, n_layers)."""
     with blas_threads(decoder.threads):
-        hidden = decoder.prefill(decoder.embed(ids, caches[0].n_seen), caches)
-        return int(to_host(decoder.head(hidden[-1:]))[0].argmax())
+        hidden = decoder.prefill(decoder.embed(ids, caches[0].n_seen), caches, progress)
+        logits: F32 = to_host(decoder.head(hidden[-1:]))[0]
+        return logits
 
 
-def _copy(sources: Sequence[KVCache], targets: Sequence[KVCache]) -> None:
+def copy_caches(sources: Sequence[KVCache], targets: Sequence[KVCache]) -> None:
+    """Makes empty caches of the same scheme and size equal to others."""
     for source, target in zip(sources, targets, strict=True):
         state = source.state()
         for name, array in target.prepare(state.counters, copy.deepcopy(state.fitted)).items():

@@ -1,12 +1,13 @@
-"""A model of random weights in the shape of a known one: to time what has not been downloaded."""
+"""A model of random weights in the shape of a known one: to time, or plan, what has not been downloaded."""
 
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.linear.formats import weight_format
-from edgekv.linear.random import random_store
+from edgekv.linear.random import RandomWeights, random_store
 from edgekv.linear.store import Progress
 from edgekv.models import architecture
 from edgekv.session.model import Model
@@ -29,3 +30,8 @@ def shape_model(
         arch = architecture(config)
     store = random_store(config, weight_format(weights, arch), progress)
     return Model(pathlib.Path(store.folder), config, store.identity, None, store)
+
+
+def unread_model(name: str, config: dict[str, Any]) -> Model:
+    """A model of a config alone, which nothing is drawn or read for: to plan with. Raises as `architecture`."""
+    return Model(pathlib.Path(name), config, "", None, RandomWeights(config))

@@ -10,6 +10,7 @@ import shlex
 from typing import Any
 
 from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.checkpoint.hub_name import name_of
 from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import CheckpointError
 from edgekv.kvcache import CacheSpec
@@ -85,7 +86,8 @@ class Verdicts:
     def command(self) -> str:
         """What gates the model's schemes."""
         adapter = f" --adapter {shlex.quote(str(self.model.adapter.path))}" if self.model.adapter else ""
-        return f"edgekv eval --gate --model {shlex.quote(str(self.model.path))}{adapter} --text YOUR-TEXT"
+        model = shlex.quote(name_of(self.model.path) or str(self.model.path))
+        return f"edgekv eval --gate --model {model}{adapter} --text YOUR-TEXT"
 
     def warn_once(self, spec: CacheSpec) -> str | None:
         """`warning`, unless it was given before and the scheme has not been gated since."""

@@ -1,40 +1,56 @@
-"""The HTTP side: routes, bounds on what a client may send, and streams that notice when it is gone."""
+"""The HTTP side: routes, and answers whole or as a stream that notices when its client is gone."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
-import hmac
-from collections.abc import AsyncIterator
-from importlib import resources
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from edgekv.errors import EdgeKVError
+from edgekv.server.ask import Ask, chat_ask, completion_ask
 from edgekv.server.body import read_json
-from edgekv.server.engine import Done, Engine, Job, Piece
+from edgekv.server.engine import Engine
+from edgekv.server.guard import Guard
+from edgekv.server.jobs import Channel, EmbeddingJob, EncodedPrompt, Vector, jobs_of
 from edgekv.server.limits import Bodies, Limits
-from edgekv.server.protocol import RequestError, parse
-from edgekv.server.shapes import Shape
+from edgekv.server.page import page, page_headers
+from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RequestError, listed, read
+from edgekv.server.responses import ResponsesShape, chat_request
+from edgekv.server.shapes import ChatShape, CompletionShape, Shape
 from edgekv.server.stream import EventStream
 from edgekv.version import __version__
 
-OPEN_PATHS = ("/", "/health")  # need no key
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
 
 
 def build_app(
-    engine: Engine, name: str, *, api_key: str | None, hosts: list[str] | None, limits: Limits
+    engine: Engine,
+    name: str,
+    *,
+    api_key: str | None,
+    hosts: list[str] | None,
+    limits: Limits,
+    strict_model: bool = False,
+    origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """name: the model's, in requests and answers. hosts: names by which it may be called (None: any)."""
+    """name: the model's, in answers. hosts: names by which the server may be called (None: any).
+
+    strict_model: a request for a model of another name is refused, else answered with a warning.
+    origins: of pages elsewhere that may call it from a browser.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -42,34 +58,46 @@ def build_app(
         yield
         await run_in_threadpool(engine.stop)
 
-    server = _Server(engine, name, limits)
+    server = _Server(engine, name, limits, strict_model)
     routes = [
         Route("/", server.page),
         Route("/health", server.health),
         Route("/metrics", server.metrics),
         Route("/stats", server.stats),
+        Route("/props", server.props),
         Route("/v1/models", server.models),
         Route("/v1/models/{model:path}", server.model),
-        Route("/v1/chat/completions", functools.partial(server.complete, kind="chat"), methods=["POST"]),
-        Route("/v1/completions", functools.partial(server.complete, kind="completion"), methods=["POST"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.completion, methods=["POST"]),
+        Route("/v1/responses", server.responses, methods=["POST"]),
+        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
     ]
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
         exception_handlers={RequestError: _as_json, HTTPException: _as_json, EdgeKVError: _as_json},
     )
-    return Guard(app, engine, api_key, hosts)
+    guarded = Guard(app, engine.metrics.requests, api_key, hosts)
+    if not origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["Warning", "Retry-After"],
+    )
 
 
 class _Server:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
-        self._engine, self._name, self._limits = engine, name, limits
+    def __init__(self, engine: Engine, name: str, limits: Limits, strict_model: bool) -> None:
+        self._engine, self._name, self._limits, self._strict_model = engine, name, limits, strict_model
         self._encoders, self._bodies = asyncio.Semaphore(ENCODING), Bodies(limits.max_bodies)
 
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(_page(), headers={"Content-Security-Policy": PAGE_POLICY})
+        return HTMLResponse(page(), headers=page_headers())
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._name, "edgekv": __version__})
@@ -81,6 +109,33 @@ class _Server:
         plan = self._engine.session.plan
         facts = {"model": self._name, "kv": str(plan.kv), "weights": plan.weights, "ctx": plan.ctx}
         return JSONResponse({**facts, **self._engine.metrics.as_json()})
+
+    async def props(self, request: Request) -> Response:
+        """What clients of llama.cpp's server ask for, and what this one has beside."""
+        session, prompts = self._engine.session, self._engine.prompts
+        plan, tokenizer = session.plan, prompts.tokenizer
+        ends = [tokenizer.piece(i) for i in tokenizer.eos_ids]
+        return JSONResponse(
+            {
+                "default_generation_settings": {
+                    "n_ctx": plan.ctx,
+                    "params": {"max_tokens": self._engine.max_new_tokens, "temperature": 1.0, "top_p": 1.0},
+                },
+                "total_slots": 1,
+                "model_alias": self._name,
+                "model": session.model.summary(),
+                "chat_template": prompts.template.source,
+                "chat_template_caps": {"tools": prompts.template.knows_tools},
+                "bos_token": None if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id),
+                "eos_token": ends[0] if ends else None,
+                "modalities": {"vision": session.model.image_token is not None, "audio": False},
+                "build_info": f"edgekv {__version__}",
+                "kv": str(plan.kv),
+                "weights": plan.weights,
+                "ctx": plan.ctx,
+                "max_request": self._limits.max_request,
+            }
+        )
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})
@@ -94,94 +149,130 @@ class _Server:
     def _card(self) -> dict[str, Any]:
         return {"id": self._name, "object": "model", "created": 0, "owned_by": "edgekv"}
 
-    async def complete(self, request: Request, kind: str) -> Response:
-        """An answer, whole or as a stream."""
+    async def chat(self, request: Request) -> Response:
+        def ask(body: Any) -> tuple[str, Ask]:
+            given = read(body, ChatRequest)
+            return given.model, chat_ask(given)
+
+        form, tokenizer = self._engine.prompts.form, self._engine.prompts.tokenizer
+        return await self._answer(request, ask, functools.partial(ChatShape, tokenizer=tokenizer, form=form))
+
+    async def completion(self, request: Request) -> Response:
+        def ask(body: Any) -> tuple[str, Ask]:
+            given = read(body, CompletionRequest)
+            return given.model, completion_ask(given)
+
+        shape = functools.partial(CompletionShape, tokenizer=self._engine.prompts.tokenizer)
+        return await self._answer(request, ask, shape)
+
+    async def responses(self, request: Request) -> Response:
+        def ask(body: Any) -> tuple[str, Ask]:
+            given = chat_request(body)
+            return given.model, chat_ask(given)
+
+        return await self._answer(request, ask, functools.partial(ResponsesShape, form=self._engine.prompts.form))
+
+    async def embeddings(self, request: Request) -> Response:
         with self._bodies.open() as body:
-            ask = parse(await read_json(request, self._limits, body), kind, self._name)
+            given = read(await read_json(request, self._limits, body), EmbeddingRequest)
+            headers = self._named(given.model)
+            size = self._engine.session.config.hidden_size
+            if given.dimensions not in (None, size):
+                message = f"'dimensions' is {given.dimensions}; accepted: {size}, what this model has"
+                raise RequestError(400, message, param="dimensions")
+            texts = listed(given.input, "input")
             async with self._encoders:
-                ids = await run_in_threadpool(self._engine.encode, ask)
-        job, shape = Job(ask, ids), Shape(kind, self._name)
-        self._engine.submit(job)
-        if ask.stream:
-            return EventStream(job, shape, self._limits.client_timeout_s)
-        return await self._whole(request, job, shape)
+                ids = [await run_in_threadpool(self._engine.prompts.ids, text, "input") for text in texts]
+        channel = Channel()
+        self._engine.submit([EmbeddingJob(channel, each, i) for i, each in enumerate(ids)])
+        vectors = await _unless_gone(request, channel, _vectors(channel, len(ids)))
+        if vectors is None:
+            return Response(status_code=499)
+        n_tokens = sum(vector.n_tokens for vector in vectors)
+        data = [
+            {"object": "embedding", "index": vector.index, "embedding": _vector(vector, given.encoding_format)}
+            for vector in vectors
+        ]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        answer = {"object": "list", "data": data, "model": self._name, "usage": usage}
+        return JSONResponse(answer, headers=headers)
 
-    async def _whole(self, request: Request, job: Job, shape: Shape) -> Response:
-        gone = asyncio.create_task(_disconnected(request))
-        collecting = asyncio.create_task(_collected(job))
-        try:
-            await asyncio.wait((gone, collecting), return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                return Response(status_code=499)  # nobody reads it
-            text, done = collecting.result()
-            return JSONResponse(shape.whole(text, done.reason, done.usage))
-        finally:
-            job.cancelled.set()
-            gone.cancel()
-            collecting.cancel()
+    async def _answer(
+        self, request: Request, asked: Callable[[Any], tuple[str, Ask]], shaped: Callable[..., Shape]
+    ) -> Response:
+        """An answer, whole or as a stream."""
+        with contextlib.ExitStack() as held:
+            body = held.enter_context(self._bodies.open())
+            model, ask = asked(await read_json(request, self._limits, body))
+            headers = self._named(model)
+            async with self._encoders:
+                prompts: list[EncodedPrompt] = await run_in_threadpool(self._engine.prompts.encode, ask)
+            if not ask.images:  # they stay in memory until they are answered
+                held.close()
+            channel, shape = Channel(), shaped(self._name, ask, prompts)
+            self._engine.submit(jobs_of(channel, ask, prompts))
+            if ask.stream:
+                return EventStream(channel, shape, self._limits.client_timeout_s, headers, held.pop_all().close)
+            whole = await _unless_gone(request, channel, _whole(channel, shape))
+            return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
+
+    def _named(self, model: str) -> dict[str, str]:
+        """Headers of an answer to a request for a model. Raises RequestError where it must be the true name."""
+        if model == self._name:
+            return {}
+        if self._strict_model:
+            message = f"the model {model[:60]!r} does not exist; this server has {self._name!r}"
+            raise RequestError(404, message, "model_not_found", "model")
+        shown = model[:60].encode("ascii", "replace").decode().translate(_UNQUOTABLE)
+        own = self._name.encode("ascii", "replace").decode().translate(_UNQUOTABLE)
+        return {"Warning": f'299 edgekv "there is no model {shown}: {own} answers"'}
 
 
-async def _collected(job: Job) -> tuple[str, Done]:
-    texts = []
-    while True:
-        event = await job.events.get()
-        if isinstance(event, Piece):
-            texts.append(event.text)
-        elif isinstance(event, Done):
-            return "".join(texts), event
-        else:
+_UNQUOTABLE = dict.fromkeys((*range(32), ord('"'), ord("\\"), 127), "?")
+
+
+async def _unless_gone(request: Request, channel: Channel, work: Any) -> Any:
+    """The result of ``work``, or None, and the jobs ended, where the client goes before."""
+    gone = asyncio.create_task(_disconnected(request))
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait((gone, working), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        channel.cancelled.set()
+        gone.cancel()
+        working.cancel()
+
+
+async def _whole(channel: Channel, shape: Shape) -> dict[str, Any]:
+    while not shape.is_done:
+        event = await channel.events.get()
+        if isinstance(event, EdgeKVError):
             raise event
+        shape.take(event)
+    return shape.whole()
+
+
+async def _vectors(channel: Channel, n: int) -> list[Vector]:
+    vectors: list[Vector] = []
+    while len(vectors) < n:
+        event = await channel.events.get()
+        if isinstance(event, EdgeKVError):
+            raise event
+        assert isinstance(event, Vector)
+        vectors.append(event)
+    return vectors
+
+
+def _vector(vector: Vector, form: str) -> Any:
+    if form == "float":
+        return vector.values
+    return base64.b64encode(np.asarray(vector.values, "<f4").tobytes()).decode()
 
 
 async def _disconnected(request: Request) -> None:
     while not await request.is_disconnected():
         await asyncio.sleep(0.2)
-
-
-class Guard:
-    """In front of everything: the name by which it is called, the key, and the count of answers."""
-
-    def __init__(self, app: ASGIApp, engine: Engine, api_key: str | None, hosts: list[str] | None) -> None:
-        self._app, self._requests, self._hosts = app, engine.metrics.requests, hosts
-        self._key = None if api_key is None else api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                known = scope["path"] if scope["path"] in COUNTED else "other"
-                self._requests.labels(known, message["status"]).inc()
-            await send(message)
-
-        refusal = self._refusal(scope)
-        answer = self._app if refusal is None else JSONResponse(refusal.as_json(), refusal.status)
-        with contextlib.suppress(ClientDisconnect):
-            await answer(scope, receive, counted)
-
-    def _refusal(self, scope: Scope) -> RequestError | None:
-        headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
-        name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-        if self._hosts is not None and name not in self._hosts:  # a page elsewhere whose name was pointed here
-            return RequestError(403, f"this server is not called {name[:60]!r}", "forbidden_host")
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
-            return None
-        return RequestError(401, "give this server's key: Authorization: Bearer KEY", "invalid_api_key")
-
-
-COUNTED = ("/", "/health", "/metrics", "/stats", "/v1/models", "/v1/chat/completions", "/v1/completions")
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-
-
-@functools.cache
-def _page() -> str:
-    return resources.files("edgekv.server").joinpath("page.html").read_text(encoding="utf-8")
 
 
 async def _as_json(request: Request, error: Exception) -> Response:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from edgekv.errors import MemoryBudgetError
 from edgekv.session.session import Session
+from edgekv.vision.prompt import Prompt
 
 WORTH_COPYING = 32  # tokens in common from which on another conversation's cache is copied
 
@@ -17,6 +16,7 @@ class SessionPool:
     """
 
     def __init__(self, base: Session, budget_bytes: int) -> None:
+        self.base = base
         self.capacity = max(1, budget_bytes // max(1, base.plan.cache_bytes))
         self._idle: list[Session] = [base]  # least recently used first
         self._all: list[Session] = [base]
@@ -31,14 +31,14 @@ class SessionPool:
         """Conversations that are kept."""
         return len(self._all)
 
-    def acquire(self, ids: Sequence[int]) -> tuple[Session, list[int]]:
-        """A session rewound to the longest beginning of ``ids`` that is cached, and what it still has to read.
+    def acquire(self, prompt: Prompt) -> tuple[Session, Prompt]:
+        """A session rewound to the longest beginning of a prompt that is cached, and what it still has to read.
 
         One whose conversation goes on is taken itself. One that only begins alike is copied, so that it can go on
         too. Give the session back with `release`.
         """
-        closest = max(reversed(self._idle), key=lambda session: common(session.tokens, ids))
-        shared = common(closest.tokens, ids)
+        closest = max(reversed(self._idle), key=lambda session: session.state.shared(prompt)[0])
+        shared = closest.state.shared(prompt)[0]
         if shared == len(closest.tokens):
             session = closest
         else:
@@ -46,7 +46,7 @@ class SessionPool:
             if session is not closest and shared >= WORTH_COPYING:
                 session.copy_from(closest)
         self._idle.remove(session)
-        return session, session.align(ids)
+        return session, session.align(prompt)
 
     def release(self, session: Session) -> None:
         """Gives a session of `acquire` back; it is then the most recently used one."""
@@ -64,11 +64,3 @@ class SessionPool:
                 self._idle.insert(0, session)
                 return session
         return self._idle[0]
-
-
-def common(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many tokens two conversations begin with alike."""
-    for n, (a, b) in enumerate(zip(held, wanted, strict=False)):
-        if a != b:
-            return n
-    return min(len(held), len(wanted))

@@ -1,20 +1,31 @@
-"""Requests of OpenAI's API, checked field by field.
+"""Requests of OpenAI's API, declared field by field: types and ranges are in the structs, and msgspec checks them.
 
-Source: https://platform.openai.com/docs/api-reference (chat/completions and completions).
+Source: https://platform.openai.com/docs/api-reference (chat, completions, embeddings), and what llama.cpp's server
+adds to it (top_k, min_p, chat_template_kwargs, return_progress, timings_per_token). Null is as good as absent; a
+field that is not declared is refused.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
-from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.sampling_params import SamplingParams
+import msgspec
+from msgspec import Meta, Struct
 
-MAX_MESSAGES, MAX_STOPS = 4096, 16
-MAX_NUMBER = 1 << 63  # beyond, Python's whole numbers don't fit where they go
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+from edgekv.errors import EdgeKVError
+from edgekv.schema import shown
+
+MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16, 128, 128, 20, 16
+LARGEST = (1 << 63) - 1
+T = TypeVar("T", bound=Struct)
+
+Count = Annotated[int, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+Seed = Annotated[int, Meta(ge=-LARGEST, le=LARGEST)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Stop = Annotated[str, Meta(min_length=1)]
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class RequestError(EdgeKVError):
@@ -30,225 +41,225 @@ class RequestError(EdgeKVError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Ask:
-    """A checked request: ``messages`` of a chat, or the ``prompt`` of a completion (text or token ids)."""
-
-    messages: list[dict[str, Any]] | None
-    prompt: str | list[int] | None
-    sampling: SamplingParams
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    schema: dict[str, Any] | None = None
+class _Closed(Struct, forbid_unknown_fields=True):
+    """An object without fields that are not declared."""
 
 
-Check = Callable[[str, Any], Any]
+class TextPart(_Closed, tag_field="type", tag="text"):
+    """A piece of a message."""
+
+    text: str
 
 
-def _refuse(name: str, value: Any, accepted: str) -> RequestError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-    return RequestError(400, f"{name!r} is {shown}; accepted: {accepted}", param=name)
+class ImageUrl(_Closed):
+    """Where an image is; detail is not used."""
+
+    url: str
+    detail: str | None = None
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MAX_NUMBER < value < MAX_NUMBER:
-        raise _refuse(name, value, "a number")
-    return float(value)
+class ImagePart(_Closed, tag_field="type", tag="image_url"):
+    """An image in a message."""
+
+    image_url: ImageUrl
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_NUMBER:
-        raise _refuse(name, value, "a whole number of 0 or more")
-    return value
+class CalledFunction(_Closed):
+    """arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str = "{}"
 
 
-def _positive(name: str, value: Any) -> int:
-    if _count(name, value) == 0:
-        raise _refuse(name, value, "a whole number of 1 or more")
-    return int(value)
+class ToolCall(_Closed):
+    """What an answer asked for, as the client sends it back."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int | None = None
 
 
-def _seed(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -MAX_NUMBER < value < MAX_NUMBER:
-        raise _refuse(name, value, "a whole number of 64 bits")
-    return abs(value)
+class Message(_Closed):
+    """A turn. What OpenAI's own answers have beside role and content may come back, empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | ImagePart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(name, value, "true or false")
-    return value
+class Function(_Closed):
+    """parameters: a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _refuse(name, value, "a text")
-    return value
+class Tool(_Closed):
+    """What the model may call."""
+
+    function: Function
+    type: Literal["function"] = "function"
 
 
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else value
-    if not isinstance(stops, (list, tuple)) or len(stops) > MAX_STOPS:
-        raise _refuse(name, value, f"a text, or a list of at most {MAX_STOPS}")
-    for stop in stops:
-        if not isinstance(stop, str) or not stop:
-            raise _refuse(name, value, "texts that are not empty")
-    return tuple(stops)
+class NamedFunction(_Closed):
+    """Which function must be called."""
+
+    name: str
 
 
-def _include_usage(name: str, value: Any) -> bool:
-    if not isinstance(value, dict) or not value.keys() <= {"include_usage", "include_obfuscation"}:
-        raise _refuse(name, value, '{"include_usage": true}')
-    return _flag(f"{name}.include_usage", value.get("include_usage", False))
+class NamedTool(_Closed):
+    """Which tool must be called."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
 
 
-def _prompt(name: str, value: Any) -> str | list[int]:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
-        value = value[0]
-    if isinstance(value, str) or (isinstance(value, list) and value and all(_is_id(i) for i in value)):
-        return value
-    raise _refuse(name, value, "one text, or the ids of its tokens")
+class JsonSchemaFormat(_Closed):
+    """schema: the JSON schema of the answer."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_NUMBER
+class ResponseFormat(_Closed):
+    """Text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
-def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not 1 <= len(value) <= MAX_MESSAGES:
-        raise _refuse(name, value, f"a list of 1 to {MAX_MESSAGES} messages")
-    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
+class StreamOptions(_Closed):
+    """include_usage: a last chunk with the counts."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-def _message(name: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise _refuse(name, message, '{"role": ..., "content": ...}')
-    unknown = sorted(key for key, v in message.items() if key not in ("role", "content", "name") and v)
-    if unknown:
-        raise RequestError(400, f"{name} has {unknown[0]!r}; accepted: role, content, name", param=name)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise _refuse(f"{name}.role", role, ", ".join(ROLES))
-    return {"role": ROLES[role], "content": _content(f"{name}.content", message.get("content"))}
+class Shared(_Closed, kw_only=True):
+    """The fields that chat and text completions share; the last ones change nothing here."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    timings_per_token: bool = False
+    max_tokens: Count | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Count = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    n: Choices = 1
+    response_format: ResponseFormat | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
 
 
-def _content(name: str, value: Any) -> str:
-    """A text, or a list of text parts."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in value
-    ):
-        return "".join(part["text"] for part in value)
-    raise _refuse(name, value, 'a text, or parts {"type": "text", "text": ...}')
+class ChatRequest(Shared, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] = 0
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
+    verbosity: Any = None
 
 
-def _schema(name: str, value: Any) -> dict[str, Any] | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    schema = value.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
-        raise _refuse(name, value, '{"type": "text"}, "json_object", or "json_schema" with a schema')
-    found: dict[str, Any] = schema["schema"]
-    return found
+class CompletionRequest(Shared, kw_only=True):
+    """POST /v1/completions; a prompt is a text or the ids of its tokens, or a list of such prompts."""
+
+    prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
+    echo: bool = False
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
 
 
-def _only(*accepted: Any) -> Check:
-    """A field that we know and can't do: its neutral values alone."""
+class EmbeddingRequest(_Closed):
+    """POST /v1/embeddings."""
 
-    def check(name: str, value: Any) -> None:
-        if value not in accepted:
-            raise _refuse(name, value, f"{accepted[0]!r} (this server has no more)")
-
-    return check
-
-
-def _ignore(name: str, value: Any) -> None:
-    """A field that changes nothing here."""
+    model: str
+    input: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Positive | None = None
+    user: Any = None
 
 
-COMMON: dict[str, Check] = {
-    "model": _text,
-    "stream": _flag,
-    "stream_options": _include_usage,
-    "max_tokens": _positive,
-    "temperature": _number,
-    "top_p": _number,
-    "top_k": _count,
-    "min_p": _number,
-    "repetition_penalty": _number,
-    "seed": _seed,
-    "stop": _stops,
-    "response_format": _schema,
-    "n": _only(1),
-    "frequency_penalty": _only(0),
-    "presence_penalty": _only(0),
-    "logit_bias": _only({}),
-    "user": _ignore,
-    "metadata": _ignore,
-    "store": _ignore,
-    "service_tier": _ignore,
-    "safety_identifier": _ignore,
-    "prompt_cache_key": _ignore,
-}
-FIELDS: dict[str, dict[str, Check]] = {
-    "chat": COMMON
-    | {
-        "messages": _messages,
-        "max_completion_tokens": _positive,
-        "logprobs": _only(False),
-        "top_logprobs": _only(0),
-        "tools": _only([]),
-        "tool_choice": _only("none", "auto"),
-        "parallel_tool_calls": _ignore,
-        "modalities": _only(["text"]),
-    },
-    "completion": COMMON
-    | {"prompt": _prompt, "echo": _only(False), "suffix": _only(""), "best_of": _only(1), "logprobs": _only(0)},
-}
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}  # OpenAI's: no filter
-
-
-def parse(body: Any, kind: str, served: str) -> Ask:
-    """The request of endpoint ``kind`` (chat or completion) for the model ``served``. Raises RequestError."""
+def read(body: Any, kind: type[T]) -> T:
+    """The request as ``kind``. Raises RequestError (400): the field, its value and what is accepted."""
     if not isinstance(body, dict):
         raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")
-    fields = FIELDS[kind]
-    for name in body:
-        if name not in fields:
-            raise RequestError(
-                400, f"unknown field {name[:60]!r}; accepted: {', '.join(sorted(fields))}", param=name[:60]
-            )
-    values = {name: fields[name](name, value) for name, value in body.items() if value is not None}
-    asked = "messages" if kind == "chat" else "prompt"
-    for name in ("model", asked):
-        if name not in values:
-            raise RequestError(400, f"{name!r} is missing", param=name)
-    if values["model"] != served:
-        raise RequestError(
-            404,
-            f"the model {values['model'][:60]!r} does not exist; this server has {served!r}",
-            "model_not_found",
-        )
+    given = {name: value for name, value in body.items() if value is not None}
     try:
-        sampling = SamplingParams(**DEFAULTS | {name: values[name] for name in SAMPLING if name in values})
-    except ConfigError as error:
-        raise RequestError(400, str(error), param=error.field) from None
-    return Ask(
-        messages=values.get("messages"),
-        prompt=values.get("prompt"),
-        sampling=sampling,
-        max_tokens=values.get("max_completion_tokens", values.get("max_tokens")),
-        stop=values.get("stop", ()),
-        stream=values.get("stream", False),
-        include_usage=values.get("stream_options", False),
-        schema=values.get("response_format"),
-    )
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _told(str(error), given, kind) from None
+
+
+def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
+    """One prompt or several, as a list. Raises RequestError where texts and ids are mixed, or one is empty."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]
+    if len(prompt) > MAX_CHOICES or not all(item != [] and type(item) is type(prompt[0]) for item in prompt):
+        accepted = f"a text, the ids of its tokens, or a list of up to {MAX_CHOICES} such"
+        raise RequestError(400, f"{name!r} is {shown(prompt)}; accepted: {accepted}", param=name)
+    return prompt
+
+
+def _told(reason: str, given: dict[str, Any], kind: type[Struct]) -> RequestError:
+    """msgspec's reason in our words."""
+    reason, _, path = reason.partition(" - at `$")
+    place = path.rstrip("`").lstrip(".")
+    if unknown := re.search(r"contains unknown field `(.*)`", reason):
+        name = f"{place}.{unknown[1]}".lstrip(".")[:60]
+        accepted = _fields_at(kind, place)
+        return RequestError(400, f"unknown field {name!r}{accepted}", param=name)
+    if missing := re.search(r"missing required field `(.*?)`", reason):
+        name = f"{place}.{missing[1]}".lstrip(".")
+        return RequestError(400, f"{name!r} is missing", param=name)
+    accepted = re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", reason).replace("`", "")
+    return RequestError(400, f"{place!r} is {shown(_value(given, place))}; accepted: {accepted}", param=place)
+
+
+def _fields_at(kind: type[Struct], place: str) -> str:
+    return "" if place else f"; accepted: {', '.join(sorted(kind.__struct_fields__))}"
+
+
+def _value(given: Any, place: str) -> Any:
+    """What stands at a path such as messages[0].role; its nearest known parent where the path is no index."""
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", place):
+        if isinstance(given, dict) and key in given:
+            given = given[key]
+        elif isinstance(given, list) and index.isdigit() and int(index) < len(given):
+            given = given[int(index)]
+    return given

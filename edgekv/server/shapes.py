@@ -1,68 +1,289 @@
-"""The JSON of OpenAI's answers, whole and in chunks."""
+"""The JSON of OpenAI's chat and text completions, whole and in chunks."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from edgekv.server.answer import AnswerReader, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.ask import Ask
+from edgekv.server.jobs import Done, EncodedPrompt, Event, Piece, Progress, Usage
+from edgekv.server.protocol import RequestError
+from edgekv.server.tools import ToolFormat
+from edgekv.session.logprobs import TokenLogprob
+from edgekv.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
 
 
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """Tokens of one answer; ``cached`` of the prompt's were not computed again."""
-
-    prompt: int
-    cached: int
-    completion: int
-
-    def as_json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
-class Shape:
-    """The JSON of one answer, whole or in chunks."""
-
-    def __init__(self, kind: str, model: str) -> None:
-        self.is_chat = kind == "chat"
-        prefix, self._object = ("chatcmpl-", "chat.completion") if self.is_chat else ("cmpl-", "text_completion")
-        self._base = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
-
-    def whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
-        """An answer in one piece."""
-        content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return self._answer(self._object, content, reason) | {"usage": usage.as_json()}
-
-    def first(self) -> dict[str, Any] | None:
-        """The chunk that opens a chat's answer."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self.is_chat else None
-
-    def piece(self, text: str) -> dict[str, Any]:
-        """A chunk with more text."""
-        return self._chunk({"delta": {"content": text}} if self.is_chat else {"text": text}, None)
-
-    def last(self, reason: str) -> dict[str, Any]:
-        """The chunk that says why the answer ended."""
-        return self._chunk({"delta": {}} if self.is_chat else {"text": ""}, reason)
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """The chunk with the usage, behind the last one."""
-        return {**self._base, "object": self._chunk_object, "choices": [], "usage": usage.as_json()}
+class Shape(Protocol):
+    """One request's answers as JSON. In a stream: `opening`, `take` for every event, `closing`."""
 
     @property
-    def _chunk_object(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
+    def is_done(self) -> bool:
+        """Whether every answer has come to its end."""
 
-    def _chunk(self, content: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-        return self._answer(self._chunk_object, content, reason)
+    def opening(self) -> list[Json]: ...
+    def take(self, event: Event) -> list[Json]: ...
+    def closing(self) -> list[Json]: ...
+    def failed(self, error: RequestError) -> list[Json]: ...
 
-    def _answer(self, kind: str, content: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-        return {**self._base, "object": kind, "choices": [choice]}
+    def whole(self) -> Json:
+        """The answer in one piece, once all events were taken."""
+
+    def encoded(self, value: Json) -> bytes:
+        """A chunk as a server-sent event."""
+
+    @property
+    def last_line(self) -> bytes: ...
+
+
+def line(value: Json) -> bytes:
+    """JSON as the data of a server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _Completions:
+    """What both have in common; a choice is an answer."""
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    last_line = b"data: [DONE]\n\n"
+
+    def __init__(self, model: str, ask: Ask, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer) -> None:
+        self._ask, self._tokenizer = ask, tokenizer
+        self._base: Json = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
+        self._usage, self._n_open = Usage(), len(prompts) * ask.n
+        self._timings: Json | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._n_open == 0
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def take(self, event: Event) -> list[Json]:
+        if isinstance(event, Progress):
+            return [self._chunk([], prompt_progress=event.values)]
+        if isinstance(event, Piece):
+            return self._piece(event)
+        assert isinstance(event, Done)
+        self._n_open -= 1
+        usage, self._timings = event.usage, event.timings
+        again = event.index % self._ask.n > 0  # its prompt is counted with the first answer
+        self._usage += Usage(completion=usage.completion) if again else usage
+        return self._done(event)
+
+    def closing(self) -> list[Json]:
+        return [self._chunk([], usage=self._usage.as_json())] if self._ask.include_usage else []
+
+    def failed(self, error: RequestError) -> list[Json]:
+        return [error.as_json()]
+
+    def whole(self) -> Json:
+        extra = {"timings": self._timings} if self._timings else {}
+        return {
+            **self._base,
+            "object": self.whole_object,
+            "choices": self._choices(),
+            "usage": self._usage.as_json(),
+            **extra,
+        }
+
+    def encoded(self, value: Json) -> bytes:
+        return line(value)
+
+    def _piece(self, event: Piece) -> list[Json]:
+        raise NotImplementedError
+
+    def _done(self, event: Done) -> list[Json]:
+        raise NotImplementedError
+
+    def _choices(self) -> list[Json]:
+        raise NotImplementedError
+
+    def _chunk(self, choices: list[Json], **extra: Any) -> Json:
+        return {**self._base, "object": self.chunk_object, "choices": choices, **extra}
+
+    def _token(self, token: int) -> str:
+        data = self._tokenizer.token_bytes(token)
+        return data.decode("utf-8", errors="replace") or self._piece_name(token)
+
+    def _piece_name(self, token: int) -> str:
+        return self._tokenizer.piece(token) if token < self._tokenizer.vocab_size else ""
+
+
+class CompletionShape(_Completions):
+    """POST /v1/completions."""
+
+    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, model: str, ask: Ask, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer) -> None:
+        super().__init__(model, ask, prompts, tokenizer)
+        n = self._n_open
+        self._texts: list[str] = [""] * n
+        self._logprobs: list[Json] = [self._empty() for _ in range(n)]
+        self._reasons: list[str | None] = [None] * n
+        self._echoed = [prompt.ids for prompt in prompts]
+
+    def _empty(self) -> Json:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def _piece(self, event: Piece) -> list[Json]:
+        i = event.index
+        found = None if self._ask.n_logprobs is None else self._told(event)
+        self._texts[i] += event.text
+        for name, values in (found or {}).items():
+            self._logprobs[i][name] += values
+        timings = {"timings": event.timings} if event.timings else {}
+        return [self._chunk([self._choice(i, event.text, found, None)], **timings)]
+
+    def _told(self, event: Piece) -> Json:
+        told, offset = self._empty(), len(self._texts[event.index])
+        for n, each in enumerate(event.logprobs):
+            token = self._echoed[event.index // self._ask.n][n] if each is None else each.token
+            text = self._token(token)
+            told["tokens"].append(text)
+            told["token_logprobs"].append(None if each is None else _finite(each.logprob))
+            top = None if each is None else {self._token(t): _finite(p) for t, p in each.top}
+            told["top_logprobs"].append(top)
+            told["text_offset"].append(offset)
+            offset += len(text)
+        return told
+
+    def _done(self, event: Done) -> list[Json]:
+        self._reasons[event.index] = event.reason
+        timings = {"timings": event.timings} if event.timings else {}
+        return [self._chunk([self._choice(event.index, "", None, event.reason)], **timings)]
+
+    def _choices(self) -> list[Json]:
+        logprobs = [None] * len(self._texts) if self._ask.n_logprobs is None else self._logprobs
+        every = enumerate(zip(self._texts, logprobs, self._reasons, strict=True))
+        return [self._choice(i, text, found, reason) for i, (text, found, reason) in every]
+
+    def _choice(self, i: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class ChatShape(_Completions):
+    """POST /v1/chat/completions."""
+
+    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, model: str, ask: Ask, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer, form: ToolFormat
+    ) -> None:
+        super().__init__(model, ask, prompts, tokenizer)
+        self._answers = [ChatAnswer(ask, prompts[0].thinks, form) for _ in range(self._n_open)]
+        self._found: list[list[Json]] = [[] for _ in self._answers]
+        self._n_told = [0] * len(self._answers)
+
+    def opening(self) -> list[Json]:
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk([self._choice(i, role)]) for i in range(len(self._answers))]
+
+    def _piece(self, event: Piece) -> list[Json]:
+        i = event.index
+        self._found[i] += [self._logprob(each) for each in event.logprobs if each is not None]
+        timings = {"timings": event.timings} if event.timings else {}
+        return self._deltas(i, self._answers[i].push(event.text), timings)
+
+    def _done(self, event: Done) -> list[Json]:
+        i, answer = event.index, self._answers[event.index]
+        chunks = self._deltas(i, answer.end(event.reason), {})
+        timings = {"timings": event.timings} if event.timings else {}
+        last = self._choice(i, {}, logprobs=self._untold(i)) | {"finish_reason": answer.reason}
+        return [*chunks, self._chunk([last], **timings)]
+
+    def _deltas(self, i: int, deltas: Sequence[Delta], extra: Json) -> list[Json]:
+        return [
+            self._chunk([self._choice(i, _delta(delta), logprobs=self._untold(i))], **extra) for delta in deltas
+        ]
+
+    def _untold(self, i: int) -> Json | None:
+        """Log probabilities that no chunk has had."""
+        content, self._n_told[i] = self._found[i][self._n_told[i] :], len(self._found[i])
+        return {"content": content, "refusal": None} if content else None
+
+    def _choices(self) -> list[Json]:
+        choices = []
+        for i, answer in enumerate(self._answers):
+            told = None if self._ask.n_logprobs is None else {"content": self._found[i], "refusal": None}
+            choices.append(
+                {"index": i, "message": answer.message(), "logprobs": told, "finish_reason": answer.reason}
+            )
+        return choices
+
+    def _choice(self, i: int, delta: Json, logprobs: Json | None = None) -> Json:
+        return {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprob(self, found: TokenLogprob) -> Json:
+        top = [self._entry(token, logprob) for token, logprob in found.top]
+        return self._entry(found.token, found.logprob) | {"top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        data = self._tokenizer.token_bytes(token)
+        return {"token": self._token(token), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class ChatAnswer:
+    """One answer of a chat as it grows: content, reasoning, tool calls, and why it ended."""
+
+    def __init__(self, ask: Ask, thinks: bool, form: ToolFormat) -> None:
+        self._reader = AnswerReader(thinks=thinks, form=form if ask.tools and ask.tools.callable else None)
+        self.content = self.reasoning = ""
+        self.calls: list[Json] = []
+        self.reason: str | None = None
+
+    def push(self, text: str) -> list[Delta]:
+        """What the next piece of text adds."""
+        return self._kept(self._reader.push(text))
+
+    def end(self, reason: str) -> list[Delta]:
+        """What was held back; ``reason``: why the text ended."""
+        deltas = self._kept(self._reader.end())
+        self.reason = "tool_calls" if self.calls and reason == "stop" else reason
+        return deltas
+
+    def message(self) -> Json:
+        """OpenAI's message, once it has ended."""
+        message: Json = {"role": "assistant", "content": self.content or (None if self.calls else "")}
+        if self.reasoning.strip():
+            message["reasoning_content"] = self.reasoning.strip()
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+    def _kept(self, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            if isinstance(delta, Content):
+                self.content += delta.text
+            elif isinstance(delta, Reasoning):
+                self.reasoning += delta.text
+            elif isinstance(delta, CallBegin):
+                function = {"name": delta.name, "arguments": ""}
+                self.calls.append({"id": delta.id, "type": "function", "function": function})
+            else:
+                self.calls[delta.number]["function"]["arguments"] += delta.text
+        return deltas
+
+
+def _delta(delta: Delta) -> Json:
+    if isinstance(delta, Content):
+        return {"content": delta.text}
+    if isinstance(delta, Reasoning):
+        return {"reasoning_content": delta.text}
+    if isinstance(delta, CallArguments):
+        return {"tool_calls": [{"index": delta.number, "function": {"arguments": delta.text}}]}
+    function = {"name": delta.name, "arguments": ""}
+    return {"tool_calls": [{"index": delta.number, "id": delta.id, "type": "function", "function": function}]}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

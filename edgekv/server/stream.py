@@ -1,16 +1,15 @@
-"""Server-sent events of one answer, to a client that may read slowly or vanish."""
+"""Server-sent events of one request, to a client that may read slowly or vanish."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from edgekv.server.engine import Done, Job, Piece
+from edgekv.errors import EdgeKVError
+from edgekv.server.jobs import Channel
 from edgekv.server.protocol import RequestError
 from edgekv.server.shapes import Shape
 
@@ -19,12 +18,22 @@ HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 
 
 class EventStream(Response):
-    """Ends the job when the client is gone, or takes longer than ``timeout_s`` for what was sent."""
+    """Ends the jobs when the client is gone, or takes longer than ``timeout_s`` for what was sent.
 
-    def __init__(self, job: Job, shape: Shape, timeout_s: float) -> None:
-        super().__init__(headers=HEADERS)
+    on_end: called once nothing more is sent.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        shape: Shape,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
-        self._job, self._shape, self._timeout_s = job, shape, timeout_s
+        self._channel, self._shape, self._timeout_s, self._on_end = channel, shape, timeout_s, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
@@ -32,10 +41,11 @@ class EventStream(Response):
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._job.cancelled.set()
+            self._channel.cancelled.set()
             for task in (sending, gone):
                 task.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
+            self._on_end()
 
     async def _send(self, send: Send) -> None:
         events = self._lines()
@@ -53,31 +63,28 @@ class EventStream(Response):
         )
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        if (opening := self._shape.first()) is not None:
-            yield _line(opening)
-        while True:
+        shape = self._shape
+        for value in shape.opening():
+            yield shape.encoded(value)
+        while not shape.is_done:
             try:
-                event = await asyncio.wait_for(self._job.events.get(), HEARTBEAT_S)
+                event = await asyncio.wait_for(self._channel.events.get(), HEARTBEAT_S)
             except asyncio.TimeoutError:
                 yield b": waiting\n\n"
                 continue
-            if isinstance(event, Piece):
-                yield _line(self._shape.piece(event.text))
-                continue
-            if isinstance(event, Done):
-                yield _line(self._shape.last(event.reason))
-                if self._job.ask.include_usage:
-                    yield _line(self._shape.usage(event.usage))
-            elif isinstance(event, RequestError):
-                yield _line(event.as_json())
-            yield b"data: [DONE]\n\n"
-            return
+            if isinstance(event, EdgeKVError):
+                values = shape.failed(event) if isinstance(event, RequestError) else []
+                break
+            for value in shape.take(event):
+                yield shape.encoded(value)
+        else:
+            values = shape.closing()
+        for value in values:
+            yield shape.encoded(value)
+        if shape.last_line:
+            yield shape.last_line
 
 
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

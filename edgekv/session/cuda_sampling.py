@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,12 @@ from edgekv.kernels.memory import to_host
 from edgekv.session.sampling_params import SamplingParams
 
 
-def choose(logits: Any, params: SamplingParams, random: float, history: Sequence[int]) -> int:
-    """`edgekv.session.sampling.Sampler.sample` for logits (vocab,) on a device, ``random`` in 0..1 its draw.
+def choose(logits: Any, params: SamplingParams, random: float) -> int:
+    """`edgekv.session.sampling.Sampler.sample` for adjusted logits (vocab,) on a device, ``random`` its draw.
 
     The same filters in the same order, sums in another order: a draw that falls within 1e-15 of the border between
     two tokens may choose the other one.
     """
-    logits = _penalised(logits, params, history)
     largest = np.max(logits)
     chosen = np.argmax(logits) if params.temperature == 0 else _drawn(logits, largest, params, random)
     answer = to_host(np.stack([chosen.astype(np.float64), largest.astype(np.float64)]))
@@ -29,16 +27,6 @@ def choose(logits: Any, params: SamplingParams, random: float, history: Sequence
             "check the model file"
         )
     return int(answer[0])
-
-
-def _penalised(logits: Any, params: SamplingParams, history: Sequence[int]) -> Any:
-    if params.repetition_penalty == 1 or len(history) == 0:
-        return logits
-    seen = np.asarray(np.unique(np.asarray(history[-params.repetition_window :], np.int64)), like=logits)
-    logits, values = logits.copy(), logits[seen]
-    penalty = np.float32(params.repetition_penalty)
-    logits[seen] = np.where(values > 0, values / penalty, values * penalty)
-    return logits
 
 
 def _drawn(logits: Any, largest: Any, params: SamplingParams, random: float) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from edgekv import kernels
 from edgekv.errors import ConfigError, unknown
-from edgekv.kernels import Kernels
+from edgekv.kernels import Kernels, compiling
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.onnx import OrtLinear
@@ -31,8 +31,9 @@ class Host(Device):
     def decoder(
         self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
     ) -> Decoder:
+        kernels = self.open_kernels(threads)
         weights, dense = self.open_linear(model, form, threads, progress)
-        return Decoder(weights, dense, self.open_kernels(threads), capacity, threads)
+        return Decoder(weights, dense, kernels, capacity, threads)
 
 
 def _onnxruntime(
@@ -49,6 +50,11 @@ def _numpy(
     return weights, NumpyLinear(weights)
 
 
+def _numba(threads: int) -> Kernels:
+    compiling.prepare()
+    return kernels.numba_kernels(threads)
+
+
 def _cuda() -> Device:
     from edgekv.session.cuda_device import CudaDevice
 
@@ -56,7 +62,7 @@ def _cuda() -> Device:
 
 
 DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": lambda: Host(_onnxruntime, kernels.numba_kernels),  # onnxruntime and Numba
+    "cpu": lambda: Host(_onnxruntime, _numba),  # onnxruntime and Numba
     "numpy": lambda: Host(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
     "cuda": _cuda,  # CuPy
 }

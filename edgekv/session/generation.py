@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from edgekv.machine import memory_errors
+from edgekv.session.drafts import DraftCounts
 from edgekv.session.finish import (
     END_OF_SCHEMA,
     END_OF_TEXT,
@@ -32,7 +33,8 @@ class Step:
 
     token: its id.
     text: what can be printed now; empty while a character or a stop string may go on.
-    latency_s: the seconds that it took, for the first token with the prompt's.
+    latency_s: the seconds that it took, for the first token with the prompt's. Of the tokens of one pass the first
+        has the pass's.
     finish_reason: None, or in the last step why the text ended: "stop" (an end-of-text token, a stop string, the
         end of a schema) or "length" (max_new_tokens, or a full context).
     finish_message: the same for people.
@@ -56,6 +58,10 @@ class Text(Protocol):
     def n_pending(self) -> int: ...
     @property
     def is_full(self) -> bool: ...
+    @property
+    def is_ready(self) -> bool: ...
+    def begin_drafts(self) -> DraftCounts: ...
+    def end_drafts(self) -> None: ...
     def append(self, ids: Sequence[int], spans: Spans, *, progress: LayerProgress | None = None) -> F32: ...
     def next_logits(self) -> F32: ...
     def add(self, token: int) -> None: ...
@@ -83,10 +89,17 @@ class Generation:
 
     def steps(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> Generator[Step, None, None]:
         """The prompt's ids with embeddings in the place of some, and then a step per token."""
+        try:
+            yield from self._steps(ids, spans, progress)
+        finally:
+            self._text.end_drafts()
+
+    def _steps(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> Generator[Step, None, None]:
         report = self._report
         begin = time.perf_counter()
         logits = self._prefill(ids, spans, progress)
         for produced in range(1, self._max_new_tokens + 1):
+            same_pass = self._text.is_ready
             if produced > 1:
                 begin = time.perf_counter()
                 logits = self._text.next_logits()
@@ -95,7 +108,7 @@ class Generation:
             if produced == 1:
                 report.time_to_first_token_s = latency
             else:
-                report.decode_latencies_s.append(latency)
+                report.add_latency(latency, same_pass)
             text, stopped = self._matcher.push(self._decoded(token))
             finish = self._finish(token, stopped, complete, produced == self._max_new_tokens)
             if finish is None:
@@ -111,6 +124,7 @@ class Generation:
         begin = time.perf_counter()
         n_pending = self._text.n_pending  # the last answer's final token
         logits: F32 = self._text.append(ids, spans, progress=progress)[0]
+        self._report.drafts = self._text.begin_drafts()
         self._report.prefill_tokens = n_pending + len(ids)
         self._report.prefill_s = time.perf_counter() - begin
         return logits

@@ -1,4 +1,4 @@
-"""Text that follows a JSON schema, by the llguidance library: tokens that can't come next are ruled out."""
+"""Text that follows a JSON schema or a grammar, by the llguidance library: tokens that can't come next go."""
 
 from __future__ import annotations
 
@@ -30,16 +30,11 @@ class Constraint(Protocol):
         """Takes the chosen token; True when the text is complete and nothing can follow."""
 
 
-class JsonSchema:
-    """`Constraint` of one text. Raises ConfigError for a schema that llguidance can't follow."""
+class Grammar:
+    """`Constraint` of one text to Lark as llguidance reads it. Raises ConfigError for what it can't follow."""
 
-    def __init__(self, schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
-        library = _library()
-        try:
-            grammar = library.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
-        except ValueError as error:
-            raise _refused(error) from None
-        self._matcher = library.LLMatcher(_vocabulary(tokenizer, vocab_size), grammar, log_level=0)
+    def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._matcher = _library().LLMatcher(_vocabulary(tokenizer, vocab_size), grammar, log_level=0)
         self._eos = tokenizer.eos_ids
         self._check()
 
@@ -61,6 +56,17 @@ class JsonSchema:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _refused(self._matcher.get_error())
+
+
+class JsonSchema(Grammar):
+    """`Constraint` of one text to JSON. Raises ConfigError for a schema that llguidance can't follow."""
+
+    def __init__(self, schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
+        try:
+            grammar = _library().LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
+        except ValueError as error:
+            raise _refused(error) from None
+        super().__init__(grammar, tokenizer, vocab_size)
 
 
 def json_constraint(schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> Constraint:

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from edgekv.checkpoint.adapter import Adapter
+from edgekv.checkpoint.hub_name import name_of
 from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
@@ -49,7 +50,8 @@ class Model:
     ) -> Model:
         """Opens a Hugging Face folder, a .safetensors or .gguf file or a store, and checks every tensor's shape.
 
-        path may also name a model that ships with edgekv: demo, scenes. adapter: an adapter.safetensors whose
+        path may also name a model that ships with edgekv (demo, scenes) or one of the Hub (org/name), which is
+        downloaded if it is not in the Hub's cache. adapter: an adapter.safetensors whose
         weights take the place of the checkpoint's. Raises CheckpointError or ConfigError.
         """
         place = find_model(path)
@@ -71,6 +73,11 @@ class Model:
         if change:
             change.require_shape(model.config)
         return model
+
+    @property
+    def name(self) -> str:
+        """For people: the file's or folder's, or the name on the Hub."""
+        return name_of(self.path) or self.path.name
 
     @property
     def arch(self) -> Architecture:
@@ -124,7 +131,7 @@ class Model:
         """What a report says of it: name, size, shapes."""
         names = ("n_layers", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_positions")
         return {
-            "name": self.path.name,
+            "name": self.name,
             "model_type": self.config.model_type,
             "n_parameters": self.n_parameters,
             "identity": self.identity,

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from edgekv.errors import ContextError, TokenizerError
+from edgekv.kernels.compiling import CompileClock
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.store import Progress
 from edgekv.machine import memory_errors, require_memory
@@ -27,7 +28,8 @@ class Opened:
     """What a session runs on.
 
     model: the opened checkpoint. plan: scheme, context and bytes. decoder: with the weights loaded. device: its
-    name in DEVICES. tokenizer: None where the model has none.
+    name in DEVICES. tokenizer: None where the model has none. compile_s: seconds that compiling kernels took; 0
+    where they were compiled before.
     """
 
     model: Model
@@ -35,6 +37,7 @@ class Opened:
     decoder: Decoder
     device: str
     tokenizer: Tokenizer | None
+    compile_s: float = 0.0
 
     def settings(self) -> dict[str, Any]:
         """For the report: every setting by its option's name."""
@@ -69,8 +72,8 @@ def open_session(options: LoadOptions, model: Model, *, progress: Progress | Non
     form = model.weight_format(plan.weights)
     with memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
-        _warm_up(decoder, plan, progress)
-    return Opened(model, plan, decoder, device, tokenizer)
+        compile_s = _warm_up(decoder, plan.kv, plan.ctx, progress)
+    return Opened(model, plan, decoder, device, tokenizer, compile_s)
 
 
 def reopen(saved: SavedState, model: Model, options: LoadOptions, *, progress: Progress | None = None) -> Opened:
@@ -98,7 +101,8 @@ def fork(opened: Opened, kv: str | CacheSpec | None, ctx: int | None) -> Opened:
     place = find_device(opened.device)
     place.require(plan.kv)
     require_memory({"kv cache": plan.cache_bytes}, place.free_bytes())
-    return dataclasses.replace(opened, plan=plan)
+    compile_s = 0.0 if plan.kv == opened.plan.kv else _warm_up(opened.decoder, plan.kv, plan.ctx, None)
+    return dataclasses.replace(opened, plan=plan, compile_s=compile_s)
 
 
 def open_tokenizer(model: Model) -> Tokenizer:
@@ -117,11 +121,19 @@ def all_cores(threads: int | None) -> int:
     return threads or len(os.sched_getaffinity(0))
 
 
-def _warm_up(decoder: Decoder, plan: Plan, progress: Progress | None) -> None:
-    """Compiles the kernels of the scheme, and of those that it comes to use as it fills."""
+def _warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: Progress | None) -> float:
+    """Compiles the kernels of the scheme, and of those that it comes to use as it fills; returns the seconds.
+
+    Before any clock of a text starts. 0 where all were compiled before and are only loaded.
+    """
+    specs = (kv, *map(CacheSpec.parse, kv.scheme.packs_like))
+    n = min(WARM_UP_TOKENS, ctx)
+    steps = [step for spec in specs for step in decoder.warm_up(spec.layers(decoder.config, n))]
+    with CompileClock() as clock:
+        for i, step in enumerate(steps):
+            if progress:
+                progress(WARM_UP, i, len(steps))
+            step()
     if progress:
-        progress(WARM_UP, 0, 1)
-    for spec in (plan.kv, *map(CacheSpec.parse, plan.kv.scheme.packs_like)):
-        decoder.warm_up(spec.layers(decoder.config, min(WARM_UP_TOKENS, plan.ctx)))
-    if progress:
-        progress(WARM_UP, 1, 1)
+        progress(WARM_UP, len(steps), len(steps))
+    return clock.seconds

@@ -22,8 +22,12 @@ class LoadOptions:
         tokens, so that the budget holds.
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size.
-    kv_budget: bytes that the cache may take; None is no bound (for kv "auto" a quarter of the free memory).
+    kv_budget: bytes that the cache may take; None is no bound (for kv "auto" a quarter of the free memory,
+        or less, so that the weights fit too).
     overflow: what happens when the conversation outgrows ``ctx``: a name of CONTEXT_SHIFTS, "stop" or "slide".
+    draft: what guesses the next tokens, so that one pass checks several; the text is what it is without. "none",
+        "ngram" (what followed the latest tokens where they stood before), "auto" (ngram on the device cpu), or the
+        path of a smaller model with the same vocabulary.
     device: "cpu" (onnxruntime and Numba), "cuda" (CuPy), "numpy" (the slow reference), or "auto": cuda where CuPy,
         a GPU and the scheme's kernels are, else cpu.
     threads: cores to use; None is all that this process may use.
@@ -37,6 +41,7 @@ class LoadOptions:
     weights: str = "auto"
     kv_budget: int | None = None
     overflow: str = "stop"
+    draft: Path = "none"
     device: str = "cpu"
     threads: int | None = None
     config: Path | None = None
@@ -54,6 +59,8 @@ class LoadOptions:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise _wrong(ConfigError, name, value, "a name, as text")
+        if not isinstance(self.draft, (str, os.PathLike)):
+            raise _wrong(ConfigError, "draft", self.draft, "none, ngram, auto, or a model's path")
         for name in ("config", "tokenizer", "adapter"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):

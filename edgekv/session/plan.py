@@ -9,6 +9,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
 from edgekv.machine import available_memory_bytes
 from edgekv.models.attention import BLOCK_ROWS
+from edgekv.models.config import ModelConfig
 from edgekv.models.decoder import CHUNK
 from edgekv.session.model import Model
 
@@ -41,11 +42,13 @@ class Plan:
         ctx: int | None = None,
         weights: str = "auto",
         kv_budget: int | None = None,
+        available: int | None = None,
     ) -> Plan:
         """Of options as `LoadOptions` has them.
 
-        Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown names
-        and for a scheme that does not fit the budget.
+        available: bytes of memory that weights, cache and scratch may take, for kv "auto"; None: what this machine
+        has. Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown
+        names and for a scheme that does not fit the budget.
         """
         c = model.config
         if ctx is None:
@@ -57,24 +60,35 @@ class Plan:
                 value=ctx,
                 accepted=[f"1 to {c.max_positions}"],
             )
-        spec, notes = resolve(kv, c, ctx, kv_budget, available_memory_bytes)
         form = model.weight_format(weights)
+        weights_bytes = model.weights_bytes(form)
+
+        def auto_bytes() -> int:
+            free = available_memory_bytes() if available is None else available
+            return max(0, min(free // 4, free - weights_bytes - _scratch_bytes(c, ctx, sees_queries=False)))
+
+        spec, notes = resolve(kv, c, ctx, kv_budget, auto_bytes)
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):
             notes.append(weights_note)
-        held = ctx if caches[0].sees_queries else min(ctx, CHUNK)
-        prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
-        chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size) + c.vocab_size
         return cls(
             ctx=ctx,
             kv=spec,
             weights=form.name,
-            weights_bytes=model.weights_bytes(form),
+            weights_bytes=weights_bytes,
             cache_bytes=sum(cache.planned_bytes for cache in caches),
-            scratch_bytes=4 * (prompt + chunk),
+            scratch_bytes=_scratch_bytes(c, ctx, caches[0].sees_queries),
             notes=tuple(notes),
         )
 
     def parts(self) -> dict[str, int]:
         """Bytes by what they are for."""
         return {"weights": self.weights_bytes, "kv cache": self.cache_bytes, "scratch": self.scratch_bytes}
+
+
+def _scratch_bytes(c: ModelConfig, ctx: int, sees_queries: bool) -> int:
+    """While a prompt of ``ctx`` tokens is read; sees_queries: whether the caches are shown all queries at once."""
+    held = ctx if sees_queries else min(ctx, CHUNK)
+    prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
+    chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size) + c.vocab_size
+    return 4 * (prompt + chunk)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.machine import blas_threads, memory_errors
 from edgekv.models.decoder import Decoder
 from edgekv.session.context_shift import ContextShift, Stop
+from edgekv.session.drafts import MOST, DraftCounts, Drafts
 from edgekv.session.prompt import Spans, clipped, flatten, selected, shifted, visual_ranges
 from edgekv.session.state import State
 from edgekv.types import F32
@@ -26,6 +28,11 @@ class Reader:
     def __init__(self, state: State, decoder: Decoder, ctx: int, placeholder: int) -> None:
         self.state, self.decoder, self.ctx, self._placeholder = state, decoder, ctx, placeholder
         self.context_shift: ContextShift = Stop()
+        self.drafts: Drafts | None = None
+        self.counts = DraftCounts("none")
+        self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
+        self._n_drafted = 0  # in the latest pass
+        self._ready: F32 | None = None  # the logits behind the latest token, which was a draft
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -46,15 +53,63 @@ class Reader:
         """Memory that is left where the decoder computes."""
         return self.decoder.free_bytes()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next logits come from a pass that was made already."""
+        return self._ready is not None
+
+    def begin_drafts(self) -> DraftCounts:
+        """A text begins behind the present tokens; returns the counts of what will be drafted for it."""
+        self.counts = DraftCounts("none")
+        if self.drafts is not None:
+            self.counts = DraftCounts(self.drafts.name)
+            self.drafts.begin(self.state.tokens)
+        return self.counts
+
+    def end_drafts(self) -> None:
+        """Forgets drafts that were not asked for: the text ends."""
+        self.state.take_back()
+        self._ahead.clear()
+        self._ready = None
+
     def add(self, token: int) -> None:
-        """A chosen token, which is pending until `next_logits`."""
-        self.state.tokens.append(token)
+        """A chosen token, which is pending until `next_logits`; the next draft, or the drafts are forgotten."""
+        state = self.state
+        state.tokens.append(token)
+        self._ready = None
+        if self._ahead and self._ahead[0][0] == token and state.n_tentative:
+            self._ready = self._ahead.popleft()[1]
+            self.counts.accepted += 1
+        if self.drafts is not None and self._n_drafted and (self._ready is None or not self._ahead):
+            self.drafts.learn(self._n_drafted, self._n_drafted - len(self._ahead))
+            self._n_drafted = 0
+        if self._ready is None:
+            self.end_drafts()
 
     def next_logits(self) -> F32:
-        """Logits (vocab,) after the pending tokens, for which room is made if there is none."""
+        """Logits (vocab,) after the latest token: of a draft that was right, or of a pass over what is pending.
+
+        A pass makes room if there is none, and takes drafts along.
+        """
+        if self._ready is not None:
+            if self.state.n_tentative:  # else all drafts were taken back meanwhile
+                self.state.n_tentative -= 1
+            return self._ready
         self._make_room()
-        logits: F32 = self._logits([], 1)[0]
-        return logits
+        drafts = self._drafted()
+        first: F32 = (self._steps(drafts) if drafts else self._logits([], 1))[0]
+        self._n_drafted = len(drafts)
+        self.counts.passes += 1
+        self.counts.proposed += len(drafts)
+        return first
+
+    def _drafted(self) -> list[int]:
+        """Guesses at the tokens behind the one that is pending, as many as can be taken back."""
+        state = self.state
+        if self.drafts is None or len(state.pending) != 1:
+            return []
+        room = min(self.ctx - len(state.tokens), self.decoder.tentative_tokens(state.caches) - 1, MOST)
+        return self.drafts.propose(state.tokens, room, state.sampler) if room > 0 else []
 
     def append(
         self, ids: Sequence[int], spans: Spans, *, n_logits: int = 1, progress: LayerProgress | None = None
@@ -92,18 +147,22 @@ class Reader:
 
     def _known(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """A prompt of the model's tokens, as ids and spans."""
-        config = self.decoder.config
-        ids, spans = flatten(prompt, self._placeholder, config.hidden_size)
+        ids, spans = flatten(prompt, self._placeholder, self.decoder.config.hidden_size)
         if not ids and not self.n_pending:
             raise ContextError("the prompt is empty: give at least one token", field="prompt")
-        bad = [token for token in ids if not 0 <= token < config.vocab_size]
+        self.require_known(ids)
+        return ids, spans
+
+    def require_known(self, ids: Sequence[int]) -> None:
+        """Raises TokenizerError where an id is none of the model's."""
+        vocab_size = self.decoder.config.vocab_size
+        bad = [token for token in ids if not 0 <= token < vocab_size]
         if bad:
             raise TokenizerError(
-                f"token id {bad[0]} is outside the model's vocabulary of {config.vocab_size}",
+                f"token id {bad[0]} is outside the model's vocabulary of {vocab_size}",
                 field="prompt",
                 value=bad[0],
             )
-        return ids, spans
 
     def _require_room(self, ids: Sequence[int]) -> None:
         n_held, most = len(self.state.tokens), self.decoder.config.max_positions
@@ -123,6 +182,8 @@ class Reader:
         kept = self._kept(n, self.ctx - self.ctx // 2) if n > self.ctx else None
         if kept is not None:
             state.replace([state.tokens[i] for i in kept], selected(state.spans, kept))
+            if self.drafts is not None:
+                self.drafts.begin(state.tokens)
 
     def _kept(self, n: int, room: int) -> list[int] | None:
         """Positions that stay of a conversation of n tokens; None: no room is made."""
@@ -149,6 +210,16 @@ class Reader:
             hidden = decoder.prefill(x, state.caches, progress)
             return decoder.head(hidden[len(ids) - n_last :])
 
+    def _steps(self, drafts: Sequence[int]) -> F32:
+        """(1 + n, vocab): logits behind the pending token, and behind drafts, which are tentative until `add`."""
+        state = self.state
+        ids = [*state.pending, *drafts]
+        with self._undone_on_error(state.n_past, len(ids)), blas_threads(1):
+            logits = self.decoder.steps(ids, state.caches)
+            state.n_tentative = len(drafts)
+            self._ahead.extend(zip(drafts, logits[1:], strict=True))
+            return logits
+
     @contextlib.contextmanager
     def _undone_on_error(self, n_past: int, n_new: int) -> Iterator[None]:
         """Rewinds all caches to the same length, without marks, when a step is interrupted between layers.
@@ -160,6 +231,8 @@ class Reader:
             with memory_errors(what, self.decoder.free_bytes):
                 yield
         except BaseException:
+            self.state.n_tentative = 0
+            self._ahead.clear()
             self.state.rewind_caches(n_past)
             for cache in caches:
                 cache.mark_images(())

@@ -13,6 +13,7 @@ from edgekv.checkpoint.writer import atomic_write
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
 from edgekv.models.decoder import Decoder
 from edgekv.power.report import EnergyReport
+from edgekv.session.drafts import DraftCounts
 from edgekv.session.finish import FinishReason
 from edgekv.session.state import State
 from edgekv.vision.prompt import ImagesReport
@@ -25,7 +26,9 @@ class RunReport:
     settings: every setting of the run by its option's name, such as kv, weights, ctx, threads, seed.
     model: `name`, `n_parameters`, and the shapes.
     prefill_tokens: of the prompt, without those that the cache had already. prefill_s: the seconds that they took.
-    decode_latencies_s: seconds of each decode step, one entry per token; the session appends.
+    decode_latencies_s: seconds of each decode step, one entry per token; those of one pass share its time alike.
+    drafts: what became of the tokens that were guessed ahead; None before a text.
+    compile_s: seconds that compiling kernels took while the session was opened, in no other figure.
     time_to_first_token_s: seconds from the prompt to the first token's text.
     cache_bytes: of all layers' arrays; weights_bytes: what decoding maps; peak_rss_bytes: of the process so far.
     visual_cache_bytes: the part of `cache_bytes` that holds images, where the scheme keeps them apart.
@@ -55,7 +58,21 @@ class RunReport:
     notes: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     finish_message: str | None = None
+    drafts: DraftCounts | None = None
+    compile_s: float = 0.0
     machine: dict[str, Any] = field(default_factory=machine_info)
+
+    def __post_init__(self) -> None:
+        self._pass_start = 0  # where the latest pass begins in decode_latencies_s
+
+    def add_latency(self, seconds: float, same_pass: bool) -> None:
+        """A token's seconds; ``same_pass``: it came from the same pass as the one before."""
+        latencies = self.decode_latencies_s
+        self._pass_start = self._pass_start if same_pass else len(latencies)
+        latencies.append(seconds)
+        tokens = slice(self._pass_start, None)
+        n = len(latencies) - self._pass_start
+        latencies[tokens] = [math.fsum(latencies[tokens]) / n] * n
 
     @property
     def stop_reason(self) -> str | None:
@@ -121,9 +138,11 @@ class RunReport:
             ("model", f"{self.model.get('name')}, {parameters}"),
             ("settings", ", ".join(settings)),
             *self._images_rows(),
+            *([("compiling", f"{self.compile_s:.1f} s for kernels, once per machine")] if self.compile_s else ()),
             ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
             ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
             ("decode", self._decode_text()),
+            *self._drafts_rows(),
             (
                 "memory",
                 f"cache {_size(self.cache_bytes)}, weights {_size(self.weights_bytes)}, "
@@ -151,6 +170,14 @@ class RunReport:
         seen = self.images
         return [("images", f"{seen.n}, {seen.tokens} tokens, {seen.seconds:.3f} s")] if seen else []
 
+    def _drafts_rows(self) -> list[tuple[str, str]]:
+        drafts = self.drafts
+        if drafts is None or drafts.source == "none":
+            return []
+        accepted = f"{drafts.accepted} of {drafts.proposed} tokens accepted"
+        per_pass = _number(_ratio(len(self.decode_latencies_s), drafts.passes), ".2f", " tokens per pass")
+        return [("drafts", f"{drafts.source}: {accepted}, {per_pass}")]
+
     def _parts_rows(self) -> list[tuple[str, str]]:
         if self.visual_cache_bytes is None:
             return []
@@ -173,6 +200,9 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     report.visual_cache_bytes = sum(visual) if visual else None
     report.weights_bytes = decoder.linear.weights_bytes
     report.bytes_read_per_token = decoder.weights.token_bytes + sum(cache.bytes_read() for cache in caches)
+    n_decoded = len(report.decode_latencies_s)
+    if report.drafts and report.drafts.accepted and n_decoded:
+        report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)
     report.peak_rss_bytes = peak_rss_bytes()
     seen = report.images.notes if report.images else ()
     dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]

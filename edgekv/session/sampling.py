@@ -1,7 +1,9 @@
 """From logits to the next token id, and from a stream of text to the place where a stop string ends it."""
 
 import math
+import operator
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,8 @@ from numpy.typing import NDArray
 
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.session.cuda_sampling import choose
+from edgekv.session.logprobs import TokenLogprob, token_logprob
+from edgekv.session.penalties import adjusted
 from edgekv.session.sampling_params import SamplingParams
 
 
@@ -20,15 +24,26 @@ class Sampler:
     temperature last, so its top-p and min-p see other probabilities; with transformers' order the settings
     published with a model mean what its authors measured.
 
-    `seed` is the seed really used, also where `params.seed` is None.
+    `seed` is the seed really used, also where `params.seed` is None. With `n_logprobs`, 0 or more, `logprobs` has
+    an entry per sampled token: its log probability, and those of so many likeliest tokens. Raises ConfigError for
+    a bias of a token that the vocabulary lacks.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, n_logprobs: int | None = None) -> None:
+        unknown = [token for token in params.logit_bias or () if token >= vocab_size]
+        if unknown:
+            raise ConfigError(
+                f"logit_bias has token {unknown[0]}: the model's ids run from 0 to {vocab_size - 1}",
+                field="logit_bias",
+                value=unknown[0],
+            )
         self.params = params
+        self.logprobs: list[TokenLogprob] = []
+        self._n_logprobs = n_logprobs
+        self._counts: Counter[int] = Counter()  # of sampled tokens, where it matters
         self.vocab_size = vocab_size
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self._rng = np.random.Generator(np.random.PCG64(self.seed))
-        self._logits: NDArray[np.float32] = np.empty(vocab_size, np.float32)
         self._scaled: NDArray[np.float64] = np.empty(vocab_size, np.float64)
 
     def sample(self, logits: NDArray[np.float32], history: Sequence[int] = ()) -> int:
@@ -42,9 +57,19 @@ class Sampler:
                 f"logits have shape {logits.shape}, not {(self.vocab_size,)}: "
                 "the sampler was made for another vocabulary"
             )
-        if not isinstance(logits, np.ndarray):
-            return self._choose_on_device(logits, history)
-        logits = self._penalise(logits, history)
+        changed = adjusted(logits, self.params, history, self._counts)
+        on_host = isinstance(logits, np.ndarray)
+        token = self._choose(changed) if on_host else choose(changed, self.params, self._random())
+        if self.params.counts:
+            self._counts[token] += 1
+        if self._n_logprobs is not None:
+            self.logprobs.append(token_logprob(logits, token, self._n_logprobs))
+        return token
+
+    def _random(self) -> float:
+        return self._rng.random() if self.params.temperature else 0.0
+
+    def _choose(self, logits: NDArray[np.float32]) -> int:
         best = int(np.argmax(logits))  # NaN counts as the largest
         if not math.isfinite(logits[best]):
             raise EdgeKVError(
@@ -58,12 +83,10 @@ class Sampler:
         chosen = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
         return chosen if ids is None else int(ids[chosen])
 
-    def _choose_on_device(self, logits: Any, history: Sequence[int]) -> int:
-        return choose(logits, self.params, self._rng.random() if self.params.temperature else 0.0, history)
-
     def state(self) -> dict[str, Any]:
         """The random generator's state, for JSON; `load_state` continues the same series."""
-        return {"seed": self.seed, "generator": self._rng.bit_generator.state}
+        counts = {"counts": sorted(self._counts.items())} if self._counts else {}
+        return {"seed": self.seed, "generator": self._rng.bit_generator.state, **counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state()`. Raises EdgeKVError where it is not one, and changes nothing then."""
@@ -71,22 +94,15 @@ class Sampler:
         try:
             seed = int(state["seed"])
             generator.state = state["generator"]
+            counts = Counter({operator.index(token): operator.index(n) for token, n in state.get("counts", ())})
+            if any(not 0 <= token < self.vocab_size or n < 0 for token, n in counts.items()):
+                raise ValueError(f"counts {counts!r:.60}")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise EdgeKVError(
                 f"the saved sampler state is damaged ({error!r}): start a new session instead"
             ) from None
-        self.seed = seed
+        self.seed, self._counts = seed, counts
         self._rng = np.random.Generator(generator)
-
-    def _penalise(self, logits: NDArray[np.float32], history: Sequence[int]) -> NDArray[np.float32]:
-        penalty, window = self.params.repetition_penalty, self.params.repetition_window
-        if penalty == 1 or len(history) == 0:
-            return logits
-        seen = np.unique(np.asarray(history[-window:], np.int64))  # a window of 0 takes all
-        np.copyto(self._logits, logits)
-        values = self._logits[seen]
-        self._logits[seen] = np.where(values > 0, values / penalty, values * penalty)
-        return self._logits
 
     def _candidates(
         self, logits: NDArray[np.float32], largest: float

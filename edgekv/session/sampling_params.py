@@ -1,7 +1,8 @@
 """How the next token is chosen: the settings, checked."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from edgekv.errors import ConfigError
 
@@ -17,6 +18,9 @@ class SamplingParams:
     repetition_penalty: divides the positive and multiplies the negative logits of tokens already seen
         (CTRL, arXiv:1909.05858, as in transformers); 1 is off.
     repetition_window: how many of the last tokens of prompt and output count as seen; 0 is all of them.
+    frequency_penalty: subtracted from a token's logit for each time that it was sampled, as OpenAI's; -2 to 2.
+    presence_penalty: subtracted once from the logit of a token that was sampled, as OpenAI's; -2 to 2.
+    logit_bias: token id to what is added to its logit, -100 to 100; in JSON the ids are texts.
     seed: of the random generator; None draws one from the operating system.
 
     Raises ConfigError, whose field is the parameter, where a value is outside its range.
@@ -29,6 +33,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     repetition_window: int = 0
     seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, lambda t: t >= 0, "0 (greedy) or more")
@@ -39,6 +46,39 @@ class SamplingParams:
         _check_count("repetition_window", self.repetition_window, "0 is the whole text")
         if self.seed is not None:
             _check_count("seed", self.seed, "leave it out for a random one")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_number(name, getattr(self, name), lambda p: -2 <= p <= 2, "from -2 to 2; 0 is off")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often a token was sampled."""
+        return bool(self.frequency_penalty or self.presence_penalty)
+
+
+def _biases(given: object) -> dict[int, float]:
+    """Token id to bias, of ids that may be the texts of JSON."""
+    if not isinstance(given, Mapping):
+        raise _bias_error(given)
+    biases = {}
+    for token, bias in given.items():
+        if not re.fullmatch(r"[0-9]{1,9}", str(token)) or isinstance(bias, bool):
+            raise _bias_error({token: bias})
+        if not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            raise _bias_error({token: bias})
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def _bias_error(value: object) -> ConfigError:
+    accepted = "token ids, each with a number from -100 to 100"
+    return ConfigError(
+        f"logit_bias={value!r:.60} is out of range: give {accepted}",
+        field="logit_bias",
+        value=value,
+        accepted=[accepted],
+    )
 
 
 def _check_number(name: str, value: object, accepts: Callable[[float], bool], accepted: str) -> None:

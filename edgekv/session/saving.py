@@ -29,11 +29,12 @@ def save_state(path: str | os.PathLike[str], state: State, model: Model, plan: P
 
     compress: Huffman codes. Raises CheckpointError when the file can't be written.
     """
+    state.take_back()
     layers = [cache.state() for cache in state.caches]
     sampler = state.sampler
     content = {
         "edgekv": __version__,
-        "model": model.path.name,
+        "model": model.name,
         "identity": model.identity,
         "weights": plan.weights,
         "kv": str(plan.kv),
@@ -83,7 +84,7 @@ class SavedState:
         if model.identity != self.identity:
             raise SessionError(
                 f"{self.file.path}: belongs to the model {self.model} with identity {self.identity}, not to "
-                f"{model.path.name} with {model.identity}; give that model (and adapter), or start a new session",
+                f"{model.name} with {model.identity}; give that model (and adapter), or start a new session",
                 field="model",
                 value=model.identity,
                 accepted=[self.identity],

@@ -17,6 +17,8 @@ from edgekv.machine import format_bytes
 from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
 from edgekv.session.context_shift import ContextShift, find_context_shift
+from edgekv.session.draft_model import open_drafts
+from edgekv.session.drafts import Drafts
 from edgekv.session.embedding import embed
 from edgekv.session.generation import Generation
 from edgekv.session.grammar import Constraint
@@ -33,7 +35,7 @@ from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer
 from edgekv.types import F32
 from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
-from edgekv.vision.prompt import ImagesReport, Prompt
+from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt
 
 
 class Session:
@@ -64,8 +66,9 @@ class Session:
     ) -> Session:
         """Opens a model for a new conversation.
 
-        path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, or "demo" or
-        "scenes", which ship with edgekv. options: see `LoadOptions`; its fields may be given by name instead:
+        path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "demo" or
+        "scenes", which ship with edgekv, or a model of the Hub: "org/name", "org/name@revision" or
+        "org/name:file.gguf", downloaded once. options: see `LoadOptions`; its fields may be given by name instead:
         ``Session.load("demo", kv="onebit", ctx=4096)``. progress(stage, done, total) is called while weights are
         quantized. Raises an EdgeKVError: a bad file or option, a context beyond the model, too little memory
         (computed before it is taken).
@@ -74,6 +77,7 @@ class Session:
         shift = find_context_shift(options.overflow)
         session = cls(open_session(options, open_model(path, options), progress=progress))
         session.context_shift = shift
+        session.drafts = open_drafts(options, session._opened, progress)
         return session
 
     @classmethod
@@ -103,6 +107,7 @@ class Session:
         else:
             session = cls(reopen(saved, open_model(model, options), options, progress=progress))
         session.context_shift = shift
+        session.drafts = open_drafts(options, session._opened, progress)
         session._take(saved)
         return session
 
@@ -141,9 +146,10 @@ class Session:
         The two share scratch memory: let one generate a token at a time. Raises ContextError, CacheError, and
         MemoryBudgetError when its cache doesn't fit.
         """
-        shift = self.context_shift
+        shift, drafts = self.context_shift, self.drafts
         session = Session(fork(self._opened, kv, ctx))
         session.context_shift = shift
+        session.drafts = drafts and drafts.fork()
         return session
 
     def copy_from(self, other: Session) -> None:
@@ -169,7 +175,7 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        about = f"{self.model.path.name}, kv {self.plan.kv.short}"
+        about = f"{self.model.name}, kv {self.plan.kv.short}"
         if self._reader is None:
             return f"<edgekv.Session {about}, closed>"
         size = format_bytes(sum(cache.nbytes for cache in self.caches))
@@ -179,7 +185,7 @@ class Session:
     def reader(self) -> Reader:
         """What reads tokens into the state. Raises SessionError when the session is closed."""
         if self._reader is None:
-            raise SessionError(f"this session of {self.model.path.name} is closed: load another, or restore one")
+            raise SessionError(f"this session of {self.model.name} is closed: load another, or restore one")
         return self._reader
 
     @property
@@ -235,6 +241,15 @@ class Session:
     @context_shift.setter
     def context_shift(self, shift: ContextShift) -> None:
         self.reader.context_shift = shift
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """What guesses the next tokens, so that one pass checks several."""
+        return self.reader.drafts
+
+    @drafts.setter
+    def drafts(self, drafts: Drafts | None) -> None:
+        self.reader.drafts = drafts
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; the beginning-of-text token is added only to an empty conversation."""
@@ -334,9 +349,10 @@ class Session:
         """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
 
         Vectors of one model can be compared by their inner product. Raises ContextError for a text longer than the
-        context.
+        context, TokenizerError for ids beyond the vocabulary.
         """
         ids = self.require_tokenizer().encode(text) if isinstance(text, str) else list(text)
+        self.reader.require_known(ids)
         if not 1 <= len(ids) <= self.plan.ctx:
             raise ContextError(
                 f"the text has {len(ids)} tokens; accepted: 1 to ctx={self.plan.ctx}",
@@ -349,20 +365,21 @@ class Session:
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` of the conversation.
 
-        What a scheme can't keep of them is computed again with the next prompt. Raises SessionError while a text
-        is being generated.
+        What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
+        quarter of its exact window, else up to two windows (docs/quality.md). Raises SessionError while a text is
+        being generated.
         """
         self._running.require_none()
         self.state.rewind(n_tokens)
 
-    def align(self, tokens: Sequence[int]) -> list[int]:
-        """Rewinds to where the conversation and ``tokens`` part; returns what `generate` must add to it.
+    def align(self, prompt: Prompt) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a prompt part; returns what `generate` must add to it.
 
-        That is at least the last of ``tokens``, whose logits are needed. Embeddings are never among them. Raises
-        SessionError while a text is being generated.
+        That is at least its last piece, whose logits are needed. Raises SessionError while a text is being
+        generated.
         """
         self._running.require_none()
-        return self.state.align(tokens)
+        return self.state.align(prompt)
 
     def reset(self) -> None:
         """Forgets the conversation; the model stays loaded."""
@@ -379,7 +396,7 @@ class Session:
         return open_caches(opened.decoder, opened.plan.kv, opened.plan.ctx, opened.model.adapter)
 
     def _new_report(self) -> None:
-        self._report = RunReport(self._opened.settings(), self.model.summary())
+        self._report = RunReport(self._opened.settings(), self.model.summary(), compile_s=self._opened.compile_s)
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises TokenizerError where it has none."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from edgekv.kvcache.base import KVCache, rewind
 from edgekv.session.file import copy_used
 from edgekv.session.prompt import Spans, clipped, shifted
 from edgekv.session.sampling import Sampler
+from edgekv.vision.prompt import Embeddings, Prompt
 
 
 class State:
@@ -22,6 +25,7 @@ class State:
     n_dropped: tokens that left the conversation when it outgrew the context.
     memo: whatever the session's owner wants to be saved with it, as JSON.
     turns_anew(n, m): whether the keys of n tokens are others once the conversation has m.
+    n_tentative: tokens in the caches behind those of the conversation: drafts that may be its next ones.
     """
 
     def __init__(self, caches: list[KVCache], turns_anew: Callable[[int, int], bool]) -> None:
@@ -31,16 +35,24 @@ class State:
         self.sampler: Sampler | None = None
         self.n_dropped = 0
         self.memo: dict[str, Any] = {}
+        self.n_tentative = 0
 
     @property
     def n_past(self) -> int:
-        """Tokens in the caches."""
-        return self.caches[0].n_seen
+        """Tokens of the conversation in the caches."""
+        return self.caches[0].n_seen - self.n_tentative
 
     @property
     def pending(self) -> list[int]:
         """The latest tokens, which are not in the caches yet."""
         return self.tokens[self.n_past :]
+
+    def take_back(self) -> None:
+        """Takes what is tentative out of the caches."""
+        if self.n_tentative:
+            for cache in self.caches:
+                cache.advance(-self.n_tentative)
+            self.n_tentative = 0
 
     def announce(self, spans: Spans) -> None:
         """Embeddings that are about to be appended with their placeholders, counted from the end of the tokens."""
@@ -55,6 +67,7 @@ class State:
 
         What a scheme can't keep of them is pending again.
         """
+        self.take_back()
         self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
         self.spans = clipped(self.spans, 0, n_tokens)
@@ -71,26 +84,39 @@ class State:
         if self._turns_anew(self.n_past, self.n_past + n_more):
             rewind(self.caches, 0)
 
-    def align(self, tokens: Sequence[int]) -> list[int]:
-        """Rewinds to where the conversation and ``tokens`` part; returns those that must be appended to it.
+    def shared(self, prompt: Prompt) -> tuple[int, int]:
+        """Where the conversation and a prompt part: after so many tokens, and so many pieces of the prompt."""
+        at, spans = 0, {span.start: span for span in self.spans}
+        for n, piece in enumerate(prompt):
+            span = spans.get(at)
+            if isinstance(piece, Embeddings):
+                if span is None or not np.array_equal(span.rows, piece.rows):
+                    return at, n
+                at = span.stop
+            elif span is None and at < len(self.tokens) and self.tokens[at] == piece:
+                at += 1
+            else:
+                return at, n
+        return at, len(prompt)
 
-        That is at least the last of ``tokens``, whose logits are needed. Embeddings are never among them.
+    def align(self, prompt: Prompt) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a prompt part; returns what must be appended of the prompt.
+
+        That is at least its last piece, whose logits are needed.
         """
-        same, end = 0, self.spans[0].start if self.spans else len(self.tokens)
-        for held, wanted in zip(self.tokens[:end], tokens[:-1], strict=False):
-            if held != wanted:
-                break
-            same += 1
+        same, n = self.shared(prompt[:-1])
         self.rewind(same)
-        return list(tokens[same:])
+        return list(prompt[n:])
 
     def replace(self, tokens: list[int], spans: Spans) -> None:
         """Other tokens, all of them pending, in place of the present ones."""
+        self.take_back()
         rewind(self.caches, 0)
         self.tokens, self.spans = tokens, spans
 
     def copy_from(self, other: State) -> None:
         """Takes over another conversation; its caches must be of the same scheme and size, and these empty."""
+        other.take_back()
         for cache, source in zip(self.caches, other.caches, strict=True):
             state = source.state()
             for name, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():

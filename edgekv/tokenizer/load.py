@@ -46,8 +46,13 @@ def load_tokenizer(
         return open_tokenizer_json(file, declared)
     data = _read(file)
     if TIKTOKEN_LINE.match(data):
-        from edgekv.tokenizer.byte_pairs import TiktokenTokenizer
-
+        try:
+            from edgekv.tokenizer.byte_pairs import TiktokenTokenizer
+        except ImportError:
+            raise TokenizerError(
+                f"{file}: Llama 3's own format needs the tiktoken package: pip install 'edgekv[tiktoken]', or "
+                "take the tokenizer.json that lies beside it on the Hub"
+            ) from None
         return TiktokenTokenizer(file, data, declared)
     from edgekv.tokenizer.sentence_pieces import SentencePieceTokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pathlib
 import warnings
@@ -56,23 +57,32 @@ def require_pillow() -> Any:
 
 
 def _from_file(path: pathlib.Path) -> Picture:
-    pil = require_pillow()
     if not path.is_file():
         raise ImageError(f"{path}: {'is no file' if path.exists() else 'does not exist'}; give an image file")
+    return _opened(path, str(path))
+
+
+def picture_of(data: bytes, name: str) -> Picture:
+    """As `picture`, from the bytes of an image file; ``name``: what messages call it."""
+    return _opened(io.BytesIO(data), name)
+
+
+def _opened(source: pathlib.Path | io.BytesIO, name: str) -> Picture:
+    pil = require_pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's, of big or odd files: what matters is checked here
-            with pil.Image.open(path, formats=FORMATS) as file:
-                return _as_rgb(file, str(path))
+            with pil.Image.open(source, formats=FORMATS) as file:
+                return _as_rgb(file, name)
     except (ImageError, MemoryError):
         raise
     except pil.UnidentifiedImageError:
-        raise ImageError(f"{path}: is no image that can be read; accepted: {', '.join(FORMATS)}") from None
+        raise ImageError(f"{name}: is no image that can be read; accepted: {', '.join(FORMATS)}") from None
     except pil.Image.DecompressionBombError:
-        raise _too_big(path, f"more than {2 * pil.Image.MAX_IMAGE_PIXELS:,}") from None
+        raise _too_big(name, f"more than {2 * pil.Image.MAX_IMAGE_PIXELS:,}") from None
     except Exception as error:  # decoders raise whatever they stumble over
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        raise ImageError(f"{path}: can't be read whole ({reason}); save or copy it again") from error
+        raise ImageError(f"{name}: can't be read whole ({reason}); save or copy it again") from error
 
 
 def _too_big(name: object, pixels: str) -> ImageError:

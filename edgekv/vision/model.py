@@ -21,7 +21,6 @@ from edgekv.vision import encoder
 from edgekv.vision.encoder import Encoder
 from edgekv.vision.images import ImageSource, Picture, picture
 from edgekv.vision.preprocess import FILES, Preprocess
-from edgekv.vision.projector import PREFIXES, Projector, projector_weights
 from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt, check_places, place_images
 
 PROJECTOR = "projector.safetensors"
@@ -48,6 +47,8 @@ class Vision:
     def __init__(self, model: Seeing, threads: int) -> None:
         folder, self.image_token = require_vision(model)
         onnx = folder / encoder.FILE
+        from edgekv.vision.projector import Projector, projector_weights  # onnx with it
+
         weights = projector_weights(_projector_tensors(model, folder), model.config.hidden_size)
         sizes = {"vision encoder": onnx.stat().st_size, "projector": sum(w.nbytes for w in weights.values())}
         require_memory(sizes, available_memory_bytes())
@@ -106,6 +107,8 @@ def copy_vision(model: Seeing, folder: pathlib.Path) -> None:
     for path in (*place.glob(f"{encoder.FILE}*"), _settings(place)):  # with external data of the graph
         shutil.copyfile(path, folder / path.name)
     tensors = _projector_tensors(model, place)
+    from edgekv.vision.projector import PREFIXES, projector_weights
+
     weights = projector_weights(tensors, model.config.hidden_size)
     named = {PREFIXES[0] + name: np.ascontiguousarray(array) for name, array in weights.items()}
     safetensors.numpy.save_file(named, folder / PROJECTOR)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from onnx import TensorProto, helper, numpy_helper
-
 from edgekv.checkpoint.tensors import TensorSet, to_float32
 from edgekv.errors import CheckpointError
-from edgekv.linear.graph import ACTIVATIONS, MICROSOFT, OPSET
 from edgekv.linear.onnx import session_options
 from edgekv.linear.runtime import ort
 from edgekv.models.config import activation
@@ -54,6 +51,10 @@ def _is_needed(name: str, tensors: TensorSet) -> bool:
 
 
 def _graph(weights: dict[str, F32], kind: str) -> bytes:
+    from onnx import TensorProto, helper, numpy_helper  # takes its time to import
+
+    from edgekv.linear.graph import ACTIVATIONS, MICROSOFT, OPSET
+
     op, domain, attributes = ACTIVATIONS[kind]
     inputs = {layer: [n for n in (f"{layer}.weight", f"{layer}.bias") if n in weights] for layer in LAYERS}
     nodes = [

@@ -25,10 +25,15 @@ from safetensors.numpy import save_file
 from edgekv import Session
 from edgekv.chat import renderer
 from edgekv.chat.template import ChatTemplate, find_template
+from edgekv.server.answer import AnswerReader
+from edgekv.server.ask import Ask, chat_ask, completion_ask
 from edgekv.server.body import parse_json
-from edgekv.server.protocol import parse
+from edgekv.server.prompts import Prompts
+from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, listed, read
+from edgekv.server.responses import chat_request
+from edgekv.server.tools import TOOL_FORMATS, tools_grammar
 from edgekv.session.file import MAGIC, PREFIX, VERSION
-from edgekv.session.grammar import JsonSchema
+from edgekv.session.grammar import Grammar, JsonSchema
 from edgekv.session.model import Model
 from edgekv.session.plan import Plan
 from edgekv.tokenizer import Tokenizer, load_tokenizer
@@ -333,7 +338,6 @@ def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 REQUEST: dict[str, Any] = {
     "model": "m",
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
     "temperature": 0.5,
     "top_p": 1,
     "top_k": 3,
@@ -343,20 +347,75 @@ REQUEST: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
     "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
-    "logit_bias": {},
+    "logit_bias": {"5": 1},
+    "presence_penalty": 1,
     "n": 1,
 }
+CHAT: dict[str, Any] = {
+    **REQUEST,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"b": 1}'}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+RESPONSES: dict[str, Any] = {
+    "model": "m",
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+    "max_output_tokens": 3,
+}
+EMBEDDINGS: dict[str, Any] = {"model": "m", "input": ["x", "y"], "encoding_format": "base64", "dimensions": 3}
 
 
 def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    kind, body = "chat", REQUEST
-    if rng.random() < 0.4:
-        kind, body = "completion", {**REQUEST, "prompt": [1, 2]}
-        del body["messages"]
-    ask = parse(parse_json(as_json(mutated(body, rng), rng)), kind, "m")
-    for text in (ask.prompt, *(message["content"] for message in ask.messages or ())):
-        if isinstance(text, str):
-            m.tokenizer.encode(text)
+    kinds: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+        "chat": (CHAT, lambda body: chat_ask(read(body, ChatRequest))),
+        "completion": (
+            {**REQUEST, "prompt": [1, 2], "logprobs": 2, "echo": True},
+            lambda body: completion_ask(read(body, CompletionRequest)),
+        ),
+        "responses": (RESPONSES, lambda body: chat_ask(chat_request(body))),
+        "embeddings": (EMBEDDINGS, lambda body: listed(read(body, EmbeddingRequest).input, "input")),
+    }
+    body, asked = kinds[rng.choice(sorted(kinds))]
+    ask = asked(parse_json(as_json(mutated(body, rng), rng)))
+    if isinstance(ask, Ask):
+        prompts = Prompts(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256)
+        prompts.encode(ask)
+        if ask.tools is not None and ask.tools.callable:
+            Grammar(tools_grammar(ask.tools, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size)
+
+
+def answer(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """An answer of a model gone astray, in pieces of any length."""
+    text = damaged(ANSWER.encode(), rng, len(ANSWER)).decode(errors="replace")
+    reader = AnswerReader(thinks=rng.random() < 0.3, form=rng.choice(list(TOOL_FORMATS.values())))
+    while text:
+        n = rng.randint(1, 9)
+        reader.push(text[:n])
+        text = text[n:]
+    reader.end()
+
+
+ANSWER = """<think>
+Which one?</think>
+
+See: <tool_call>
+{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": null}]}}
+</tool_call>
+[TOOL_CALLS][{"name": "f", "arguments": {}}, {"arguments": {}, "name": "g"}]"""
 
 
 Kind = Callable[[Material, pathlib.Path, Random], object]
@@ -379,6 +438,7 @@ KINDS: dict[str, Kind] = {
         schema,
         store,
         request,
+        answer,
     )
 }
 

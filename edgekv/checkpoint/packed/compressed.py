@@ -31,7 +31,7 @@ class Compressed(Grouped):
         self.kind = f"compressed-tensors {bits}-bit" + (" act-order" if group_of is not None else "")
         endings = (".weight_packed", ".weight_shape", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
         names = parts.beside(module, *endings)
-        super().__init__((rows, columns), names, bits, columns // groups, self._zeros is None, group_of)
+        super().__init__((rows, columns), names, bits, columns // groups, self._zeros, group_of)
 
     def _zero_points(self, parts: Parts, module: str, groups: int) -> Codes | None:
         """(rows, groups) around 0; packed along the rows."""
@@ -51,6 +51,9 @@ class Compressed(Grouped):
             codes -= self._zeros[lo:hi][:, self._columns]
         return codes
 
+    def zero_points(self, lo: int, hi: int) -> Codes:
+        return super().zero_points(lo, hi) if self._zeros is None else self._zeros[lo:hi]
+
     def scales(self, lo: int, hi: int) -> F32:
         return to_float32(np.ascontiguousarray(self._scales[lo:hi]))
 
@@ -66,7 +69,7 @@ class WholeBytes(Grouped):
         self._scales = parts.shaped(f"{module}.weight_scale", (rows, 1), (rows,)).reshape(rows, 1)
         self.kind = "compressed-tensors 8-bit"
         super().__init__(
-            (rows, columns), [f"{module}.weight", f"{module}.weight_scale"], 8, -(-columns // 128) * 128, True
+            (rows, columns), [f"{module}.weight", f"{module}.weight_scale"], 8, -(-columns // 128) * 128, None
         )
 
     def codes(self, lo: int, hi: int) -> Codes:

@@ -33,11 +33,11 @@ class Transposed(Grouped):
         parts.shaped(f"{module}.qzeros", (groups, rows // self._per_word))
         self._scales = parts.shaped(f"{module}.scales", (groups, rows))
         self._zeros = unpack(zeros, bits, order) + np.int16(add)
+        self._half = np.int16(1 << (bits - 1))
         group_of = parts.group_of(f"{module}.g_idx", columns, groups)
-        centred = bool((self._zeros == 1 << (bits - 1)).all())
         self.kind = f"{kind} {bits}-bit" + (" act-order" if group_of is not None else "")
         names = parts.beside(module, ".qweight", ".qzeros", ".scales", ".g_idx")
-        super().__init__((rows, columns), names, bits, columns // groups, centred, group_of)
+        super().__init__((rows, columns), names, bits, columns // groups, self._zeros - self._half, group_of)
 
     def codes(self, lo: int, hi: int) -> Codes:
         if self._order is None:
@@ -49,6 +49,10 @@ class Transposed(Grouped):
             numbers = whole[:, start : start + hi - lo].T
         codes: Codes = numbers - self._zeros[:, lo:hi].T[:, self._columns]
         return codes
+
+    def zero_points(self, lo: int, hi: int) -> Codes:
+        zeros: Codes = (self._zeros[:, lo:hi] - self._half).T
+        return zeros
 
     def scales(self, lo: int, hi: int) -> F32:
         return to_float32(np.ascontiguousarray(self._scales[:, lo:hi].T))

@@ -41,7 +41,8 @@ class Grouped(Packed):
     """Whole numbers times the scale of their group of columns.
 
     bits: of a number as it is stored. group: columns of one scale. group_of: (columns,) of each column its group,
-    where groups are not neighbours (act-order). centred: whether the numbers fit the same bits around 0.
+    where groups are not neighbours (act-order). zeros: the zero points of all groups, less half the range; None if
+    all are 0.
     """
 
     def __init__(
@@ -50,15 +51,17 @@ class Grouped(Packed):
         parts: Sequence[str],
         bits: int,
         group: int,
-        centred: bool,
+        zeros: Codes | None,
         group_of: npt.NDArray[np.int64] | None = None,
     ) -> None:
         super().__init__(shape, parts)
         self._columns = np.arange(shape[1]) // group if group_of is None else group_of
         block = next((size for size in BLOCKS if group % size == 0), None)
+        centred = zeros is None or not zeros.any()
         if block and group_of is None and (bits == 4 or centred):
-            name = "int4" if bits == 4 and centred else "int8"
-            self.exact, self.block = (name if block == 128 else f"{name}-32"), block
+            self.block, size = block, "" if block == 128 else "-32"
+            fits = centred or zeros is None or (zeros.min() >= -8 and zeros.max() <= 7)
+            self.exact = f"int{bits if fits else 8}{size}" + ("" if centred or not fits else "-zeros")
 
     @abc.abstractmethod
     def codes(self, lo: int, hi: int) -> Codes:
@@ -67,6 +70,10 @@ class Grouped(Packed):
     @abc.abstractmethod
     def scales(self, lo: int, hi: int) -> F32:
         """(hi - lo, groups)."""
+
+    def zero_points(self, lo: int, hi: int) -> Codes:
+        """(hi - lo, groups), less half the range."""
+        return np.zeros((hi - lo, 1), np.int16)
 
     def values(self, lo: int, hi: int) -> F32:
         return self.codes(lo, hi) * self.scales(lo, hi)[:, self._columns]
@@ -82,6 +89,11 @@ class Grouped(Packed):
             codes[a - lo : b - lo, :columns] = self.codes(a, b)
         scales = np.ascontiguousarray(self.scales(lo, hi)[:, self._columns[:: self.block]])
         return codes.reshape(hi - lo, n, self.block), scales
+
+    def block_zeros(self, lo: int, hi: int) -> I8:
+        """What `TensorFile.zero_points` gives."""
+        zeros: I8 = self.zero_points(lo, hi)[:, self._columns[:: self.block]].astype(np.int8)
+        return zeros
 
 
 def unpack(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
@@ -146,6 +158,11 @@ class PackedTensors(TensorFile):
         if not isinstance(matrix, Grouped) or matrix.exact is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} has no blocks of a weight format")
         return matrix.blocks(lo, hi)
+
+    def zero_points(self, name: str, lo: int, hi: int) -> I8 | None:
+        matrix = self._packed.get(name)
+        has_own = isinstance(matrix, Grouped) and (matrix.exact or "").endswith("-zeros")
+        return matrix.block_zeros(lo, hi) if has_own and isinstance(matrix, Grouped) else None
 
     def release(self, name: str) -> None:
         for part in self._packed[name].parts if name in self._packed else (name,):

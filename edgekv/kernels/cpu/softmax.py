@@ -14,6 +14,7 @@ from edgekv.types import F32, I64
 
 END = 4  # float32 of a row's ends
 WIDE = emit.vector(emit.F32, 16)
+UNROLLED = BLOCK if emit.REGISTER == 16 else WIDE.count  # exponentials at a time: more would not fit the registers
 EXP_WORK = 3  # in multiply-adds
 LOWEST = np.float32(-87)  # exp below this is taken as 0
 LOG2_E = np.float32(1.4426950408889634)
@@ -95,8 +96,8 @@ def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
         peak = emit.load(b, emit.F32, end)
         peak = b.select(b.fcmp_ordered("==", peak, nothing), emit.constant(emit.F32, 0), peak)
         peaks = emit.splat(b, peak, WIDE.count)
-        with emit.loop(b, x, stop, 4 * BLOCK, [emit.constant(WIDE, 0)]) as block:
-            for offset in offsets:
+        with emit.loop(b, x, stop, 4 * UNROLLED, [emit.constant(WIDE, 0)]) as block:
+            for offset in range(0, 4 * UNROLLED, 4 * WIDE.count):
                 weight = _exp_of_negative(b, b.fsub(emit.load(b, WIDE, block.i, offset), peaks))
                 emit.store(b, weight, block.i, offset)
                 block.following = [b.fadd(block.following[0], weight)]

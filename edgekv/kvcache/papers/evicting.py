@@ -104,6 +104,14 @@ class Evicting(KVCache):
             self.n_seen += b - a
             a = b
 
+    def tentative_tokens(self) -> int:
+        """None within a budget: attention weights that were counted, and tokens that left, do not come back."""
+        return 0 if self.evicts else self.geometry.capacity - self.n_seen
+
+    def advance(self, n: int) -> None:
+        super().advance(n)
+        self.n_used += n
+
     def piece(self) -> int:
         """Whatever is evicted for a token, the one before must have read."""
         return 1

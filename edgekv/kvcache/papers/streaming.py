@@ -57,6 +57,10 @@ class Streaming(Evicting):
         self._target.fill(slot)
         self.n_used = max(self.n_used, slot + 1)
 
+    def tentative_tokens(self) -> int:
+        """Until the ring is full."""
+        return max(0, self.slots - self.n_seen)
+
     def truncate(self, n: int, again: int = 0) -> int:
         """In place as long as nothing has been dropped; else back to the start."""
         if n < self.n_seen:

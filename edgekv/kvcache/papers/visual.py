@@ -213,6 +213,11 @@ class Visual1(KVCache):
             self._append(run, keys[:, part], values[:, part])
             self._pack_if_complete(run)
 
+    def tentative_tokens(self) -> int:
+        """None while an image is to come."""
+        is_text = all(span.stop <= self.n_seen for span in self.spans)
+        return self.geometry.capacity - self.n_seen if is_text else 0
+
     def piece(self) -> int:
         """Up to where a span is packed."""
         return next(

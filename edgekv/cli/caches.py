@@ -1,0 +1,64 @@
+"""`edgekv caches`: the KV schemes, with what was measured of them, and which to take."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from edgekv.cli.options import Command
+from edgekv.cli.tables import fitted
+from edgekv.kvcache import scheme_facts, schemes
+from edgekv.quality.figures import QUALITY, SPEED, figures, recommended
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wide", action="store_true", help="with papers, aliases and what each gives up")
+    parser.add_argument("--json", action="store_true", help="print as JSON, with knobs")
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        measured = {name: dataclasses.asdict(found) for name, found in figures(list(schemes())).items()}
+        print(json.dumps([{**scheme_facts(name), **measured[name]} for name in schemes()], indent=2))
+    else:
+        print(schemes_text(wide=arguments.wide))
+    return 0
+
+
+def wants_list(arguments: argparse.Namespace) -> bool:
+    """Whether --kv is ``list``, which is then printed instead of everything else."""
+    if arguments.kv != "list":
+        return False
+    print(schemes_text())
+    return True
+
+
+def schemes_text(wide: bool = False) -> str:
+    """A line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
+    measured = figures(list(schemes()))
+    rows = []
+    for name, scheme in schemes().items():
+        size, found = scheme_facts(name)["bytes_per_token_per_kv_head"], measured[name]
+        row = [name, _shown(size, ".1f"), _shown(found.kl, ".2g"), _shown(found.attention, ".1f", "x")]
+        row.append(scheme.summary)
+        rows.append([*row, scheme.gives_up, "; also ".join((scheme.paper, *scheme.aliases))] if wide else row)
+    head = ["kv", "bytes", "KL", "speed", "what is kept", *(("gives up", "from") if wide else ())]
+    best = recommended()
+    notes = [
+        "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
+        f"{QUALITY[1]}; speed of attention against dense:",
+        f"{SPEED[1]}; -: not measured",
+    ]
+    if best:
+        notes.append(f"recommended: --kv {best}, the smallest that passes the gate on the demo model; for yours:")
+        notes.append("edgekv eval --gate --model PATH --text YOUR-TEXT")
+    return "\n".join([*fitted([head, *rows], left=(0, 4, 5, 6), wide=wide), "", *notes])
+
+
+def _shown(value: Any, style: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{style}}{unit}"
+
+
+CACHES = Command("list the KV schemes: bytes, measured quality and speed, and which to take", _arguments, _execute)

@@ -1,0 +1,62 @@
+"""Images of messages: data URLs to bytes, bytes to embeddings, which are kept for the conversation's next turn."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from edgekv.errors import ImageError
+from edgekv.server.protocol import RequestError
+from edgekv.session.session import Session
+from edgekv.vision.images import picture_of
+from edgekv.vision.prompt import Embeddings, Prompt, check_places, place_images
+
+KEPT_BYTES = 64 << 20  # of embeddings
+
+
+def decoded(url: str, name: str) -> bytes:
+    """The bytes of a data URL. Raises RequestError: anything else is not fetched."""
+    head, _, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        accepted = "data:image/png;base64,... (nothing is fetched from elsewhere)"
+        raise RequestError(400, f"{name} is {url[:40]!r}; accepted: {accepted}", param=name)
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(400, f"{name} is no base64 ({error}): encode the file again", param=name) from None
+
+
+class Images:
+    """The images of all conversations as the model sees them, the latest ones kept. For one thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._seen: OrderedDict[bytes, Embeddings] = OrderedDict()
+
+    def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
+        """The prompt with the images at its image tokens. ImageError: no image, or a model that sees none."""
+        token = self._session.model.image_token
+        if not files:
+            if token is not None:
+                check_places(ids, token, 0)
+            return ids
+        vision = self._session.vision  # says what is missing
+        if token not in ids:
+            raise ImageError(
+                f"the chat template writes no image token {vision.image_token} for the {len(files)} image(s) of "
+                "these messages: give one that keeps `<image>` with chat_template"
+            )
+        check_places(ids, vision.image_token, len(files))
+        return place_images(ids, vision.image_token, [self._embedded(file) for file in files], 0)
+
+    def _embedded(self, file: bytes) -> Embeddings:
+        key = hashlib.sha256(file).digest()
+        found = self._seen.get(key) or self._session.vision(picture_of(file, "the image"))
+        self._seen[key] = found
+        self._seen.move_to_end(key)
+        while sum(each.rows.nbytes for each in self._seen.values()) > KEPT_BYTES and len(self._seen) > 1:
+            self._seen.popitem(last=False)
+        return found

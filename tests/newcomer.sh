@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What a newcomer does in the first minutes, in a home of its own: a text, a chat, a saved session, a verdict of
+# the gate, a picture. Uses the edgekv on the PATH; with --install, first installs the checkout into a fresh
+# environment (needs a package index).
+#
+#     tests/newcomer.sh [--install]
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+home=$(mktemp -d)
+trap 'rm -rf "$home"' EXIT
+export HOME=$home XDG_CACHE_HOME=${XDG_CACHE_HOME:-$home/.cache} XDG_STATE_HOME=$home/.local/state HF_HUB_OFFLINE=1
+
+if [[ ${1-} == --install ]]; then
+    python3 -m venv "$home/venv"
+    "$home/venv/bin/pip" install -q "$root[chat,plot]"
+    PATH=$home/venv/bin:$PATH
+fi
+cd "$home"
+
+must() { # WHAT TEXT PATTERN
+    grep -qE "$3" <<<"$2" || {
+        printf 'no %s in:\n%s\n' "$1" "$2" >&2
+        exit 1
+    }
+    printf 'ok: %s\n' "$1"
+}
+
+text=$(edgekv run --ctx 1024 --prompt 'It was a dark night when the old man' --seed 1 2>report)
+must 'text' "$text" '[a-z]{3,}'
+must 'report of a few lines' "$(cat report)" '^memory +cache .* would take'
+(($(wc -l <report) <= 6)) || { cat report >&2 && exit 1; }
+
+answer=$(echo 'Who is there?' | edgekv chat --ctx 1024 --kv kivi2 --session talk.kv --max-new-tokens 12 2>said)
+must 'answer' "$answer" '[a-z]{3,}'
+must 'word on what this model is for' "$(cat said)" 'old novels'
+printf '/history\n/exit\n' | edgekv chat --session talk.kv 2>said
+must 'saved session that goes on' "$(cat said)" 'user: Who is there\?'
+
+# The prose that the demo model wrote, wherever the package put it.
+prose=$(python -c 'from edgekv.checkpoint.shipped import shipped; print(shipped("demo/prose.txt"))')
+verdict=$(edgekv eval --gate --model demo --text "$prose" --kv kivi2 --ctx 1024 --needles 4)
+must 'verdict of the gate' "$verdict" '^recommended: --kv kivi2 '
+warned=$(edgekv run --ctx 1024 --kv kivi2 --prompt 'It was' --max-new-tokens 2 2>&1)
+must 'word on the verdict' "${warned//never gated/}" '^stopped'
+[[ $warned != *'never gated'* ]] || { echo "$warned" >&2 && exit 1; }
+
+edgekv eval --model demo --text "$prose" --kv dense,kivi2,onebit --ctx 512 --plot picture.png >table
+must 'table' "$(cat table)" '^kivi2 '
+must 'picture' "$(head -c 8 picture.png | tr -d '\0\r\n\032')" 'PNG'
+echo 'a newcomer arrives'

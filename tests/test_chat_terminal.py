@@ -1,0 +1,170 @@
+"""`edgekv chat` on a real terminal: keys go in through a pty, what people see comes out."""
+
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import golden_cases
+import pexpect
+import pytest
+from PIL import Image
+
+from edgekv import Chat, Session
+from edgekv.chat.template import ChatTemplate
+from edgekv.cli.chat_input import history_file, is_open
+from edgekv.errors import EdgeKVError, ImageError
+
+PASTE = "\x1b[200~{}\x1b[201~"  # what terminals send around what is pasted
+READY = r"\x1b\[\?2004h"  # the editor takes pastes from now on
+SHORT = ["--max-new-tokens", "6", "--greedy", "--ctx", "512"]
+USE = r"\((\d+) tokens? at [\d.]+ tokens/s, the first after [\d.]+ s; context (\d+) of 512\)"
+
+Start = Callable[..., pexpect.spawn]
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a chat and waits until it asks."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
+    running: list[pexpect.spawn] = []
+
+    def chat(*arguments: str) -> pexpect.spawn:
+        command = ["-m", "edgekv", "chat", *SHORT, *arguments]
+        child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=30, dimensions=(40, 100))
+        running.append(child)
+        child.expect(READY)
+        return child
+
+    yield chat
+    for child in running:
+        child.close(force=True)
+
+
+def ask(child: pexpect.spawn, keys: str, answer: str) -> re.Match[str]:
+    """Types, waits for what is to come, and until it asks again."""
+    child.send(keys)
+    child.expect(answer)
+    found: re.Match[str] = child.match
+    child.expect(READY)
+    return found
+
+
+def end(child: pexpect.spawn) -> None:
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+
+
+def messages(path: pathlib.Path) -> list[tuple[str, str]]:
+    session = Session.restore(path, "demo")
+    return [(message["role"], message["content"]) for message in session.memo["messages"]]
+
+
+def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
+    """Banner, a paste of several lines as one message, quotes, settings, use per turn, Ctrl-D."""
+    kept = tmp_path / "talk.kv"
+    child = start("--session", str(kept))
+    assert "demo, 11.8 M parameters, kv dense (2.0 MiB), context 512 tokens; /help lists" in child.before
+    assert "old novels and can't answer; a model that can" in child.before.replace("\r\n", "")
+    child.send(PASTE.format("first line\rsecond line"))
+    child.expect("second line")
+    ask(child, "\r", USE)
+    child.send('"""a\r')
+    ask(child, 'b"""\r', USE)
+    ask(child, "/set temperature 0.5\r", "temperature 0.5, top_k 40")
+    ask(child, "/set temperature -1\r", "out of range")
+    ask(child, "/set max-new-tokens 3\r", "max_new_tokens 3")
+    ask(child, "/system Be brief.\r", "system: Be brief.")
+    ask(child, "third\r", r"\(3 tokens at")
+    ask(child, "/nonsense\r", "/nonsense is unknown; there are: /save")
+    end(child)
+    said = messages(kept)
+    assert said[0] == ("system", "Be brief.")
+    assert [text for role, text in said if role == "user"] == ["first line\nsecond line", "a\nb", "third"]
+
+
+def test_lines_are_remembered_for_this_user_alone(start: Start) -> None:
+    first = start()
+    ask(first, "remember me\r", USE)
+    end(first)
+    assert history_file().stat().st_mode & 0o777 == 0o600
+    second = start()
+    ask(second, "\x1b[A\r", USE)  # the key upwards brings it back
+    ask(second, "/history\r", "user: remember me")
+    second.send("half a line")
+    second.expect("half a line")
+    second.sendcontrol("c")  # abandons it, and nothing else
+    second.expect(READY)
+    ask(second, "/help\r", "/image +FILE")
+    end(second)
+
+
+def test_a_message_with_an_image(tmp_path: pathlib.Path, start: Start) -> None:
+    Image.new("RGB", (128, 128), "red").save(tmp_path / "red.png")
+    child = start("--model", "scenes")
+    assert "describes drawn shapes" in child.before
+    ask(child, f"/image {tmp_path / 'none.png'}\r", "error: ")
+    ask(child, f"/image {tmp_path / 'red.png'}\r", "goes with the next message")
+    found = ask(child, "Describe.\r", USE)
+    assert int(found[2]) > 256  # the image's tokens
+    end(child)
+
+
+def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
+    """What a later turn reads is what a new conversation would, image and all."""
+    Image.new("RGB", (128, 128), "blue").save(tmp_path / "blue.png")
+    session = Session.load("scenes", ctx=1024)
+    template = ChatTemplate.open(session.require_tokenizer(), session.model.tokenizer_path)
+    chat = Chat(session, template)
+    file = str(tmp_path / "blue.png")
+    list(chat.ask("Describe the picture.", images=[file], max_new_tokens=6))
+    list(chat.ask("Again.", max_new_tokens=6))
+    assert len(session.spans) == 1
+    fresh = Chat(session.fork(), template)
+    fresh.messages.extend(json.loads(json.dumps(chat.messages[:2])))
+    list(fresh.ask("Again.", max_new_tokens=6))
+    assert fresh.messages == chat.messages
+    assert fresh.session.tokens == session.tokens
+
+
+def test_a_model_that_takes_no_image(tmp_path: pathlib.Path) -> None:
+    session = Session.load("demo", ctx=256)
+    chat = Chat(session, ChatTemplate.open(session.require_tokenizer(), None))
+    with pytest.raises(ImageError):
+        chat.ask("What is this?", images=["a.png"])
+    assert chat.messages == []
+    chat.set_system("a")
+    chat.set_system("")
+    assert chat.messages == []
+
+
+@pytest.mark.parametrize(
+    ("text", "waits"), [("a", False), ('"""a', True), ('"""a"""', False), ('a """', False), ('"""', True)]
+)
+def test_what_is_still_open(text: str, waits: bool) -> None:
+    assert is_open(text) == waits
+
+
+def test_how_a_model_wants_to_be_sampled(tmp_path: pathlib.Path) -> None:
+    from edgekv.session.model import Model
+    from edgekv.session.sampling_defaults import sampling_defaults
+
+    folder = golden_cases.write_checkpoint("llama31", tmp_path / "model")
+    assert sampling_defaults(Model.open(folder)).temperature == 0.7
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}))
+    params = sampling_defaults(Model.open(folder))
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 20, 0.95, 0.05)
+    file.write_text('{"do_sample": false, "temperature": 0.6}')
+    assert sampling_defaults(Model.open(folder / "model.safetensors")).temperature == 0
+    for text in ('{"temperature": "hot"}', '{"top_p": 2}', "[", '{"temperature": -1}', '{"top_k": -1}'):
+        file.write_text(text)
+        with pytest.raises(EdgeKVError, match=r"generation_config\.json") as error:
+            sampling_defaults(Model.open(folder))
+        assert "\n" not in str(error.value)
+    assert sampling_defaults(Model.open("demo")).repetition_penalty == 1.1

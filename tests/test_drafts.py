@@ -1,0 +1,281 @@
+"""Drafts: a text is the same with guesses as without, whatever is guessed, and nothing of a wrong guess stays."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+import golden_cases
+import numpy as np
+import pytest
+from cache_cases import draw, make
+from helpers import SESSION_KV, raises
+
+from edgekv import CACHES, LoadOptions, SamplingParams, Session
+from edgekv.errors import CheckpointError, ConfigError
+from edgekv.session.draft_model import DraftModel
+from edgekv.session.drafts import MOST, Drafts, Estimate, NGram
+from edgekv.session.opening import open_model, open_session
+from edgekv.session.sampling import Sampler
+
+HEADS = (4, 2, 64)
+CAPACITY = 600
+BUDGETED = {"h2o", "tova", "mikv", "snapkv"}  # attention weights decide there what stays
+SMALL = dict.fromkeys(BUDGETED, "budget=200") | {
+    "streaming": "budget=450",
+    "fier": "k=64",
+    "quest": "k=64",
+    "onebit": "residual_length=64",
+    "steps": "budget=300000",
+}
+
+
+class Scripted(Drafts):
+    """Guesses what a text is known to be, but for every third token."""
+
+    name = "scripted"
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = list(text)
+        self.seen: list[tuple[int, int]] = []
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.start = len(tokens)
+
+    def propose(self, tokens: Sequence[int], most: int, sampler: Sampler | None) -> list[int]:
+        at = len(tokens) - self.start
+        guesses = self.text[at : at + most]
+        return [token ^ 1 if (at + i) % 3 == 2 else token for i, token in enumerate(guesses)]
+
+    def learn(self, n_checked: int, n_right: int) -> None:
+        self.seen.append((n_checked, n_right))
+
+    def fork(self) -> Scripted:
+        return Scripted(self.text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
+    """Right and wrong tokens, the latter taken back: the cache is as if it had seen the right ones alone."""
+    kv = f"{name}:{SMALL[name]}" if name in SMALL else name
+    plain, drafted = (make(kv, HEADS, CAPACITY) for _ in range(2))
+    q, k, v = draw(HEADS, CAPACITY, seed=1)
+    wrong = draw(HEADS, CAPACITY, seed=2)
+    for cache in (plain, drafted):
+        cache.prefill(q[:, :300], k[:, :300], v[:, :300])
+        type(cache).finish_prefill([cache])
+    at, n_wrong = 300, 0
+    while at < CAPACITY - MOST:
+        n_right = 1 + at % 3
+        n = min(1 + MOST, drafted.tentative_tokens())
+        if n > n_right:
+            right = [x[:, at : at + n_right] for x in (q, k, v)]
+            both = zip(right, (x[:, : n - n_right] for x in wrong), strict=True)
+            drafted.attend(*(np.concatenate(pair, axis=1) for pair in both))
+            drafted.advance(n_right - n)
+            n_wrong += n - n_right
+        else:
+            for i in range(at, at + n_right):
+                drafted.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
+        for i in range(at, at + n_right):
+            plain.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
+        at += n_right
+        assert drafted.state().counters == plain.state().counters
+    outs = [c.attend(q[:, at : at + 1], k[:, at : at + 1], v[:, at : at + 1]).copy() for c in (plain, drafted)]
+    np.testing.assert_array_equal(*outs)
+    assert drafted.fitted() == plain.fitted()
+    assert (n_wrong > 0) == (name not in BUDGETED)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
+def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperature: float) -> None:
+    prompt, sampling = golden_cases.tokens("llama31")[:20], SamplingParams(temperature=temperature, seed=5)
+    session = Session.load(model, kv=kv, weights="f32")
+    plain = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
+    state = session.n_past, list(session.tokens), session.sampler.state()
+    session.reset()
+    session.drafts = Scripted(plain)
+    drafted = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
+    assert drafted == plain
+    assert (session.n_past, session.tokens, session.sampler.state()) == state
+    counts = session.report().drafts
+    n_decoded = len(session.report().decode_latencies_s)
+    assert n_decoded == 39
+    assert counts.passes + counts.accepted - n_decoded in (0, 1)  # the last token may be a draft itself
+    if counts.proposed:
+        assert 0 < counts.accepted < counts.proposed
+    assert (counts.proposed > 0) == all(cache.tentative_tokens() > 0 for cache in session.caches)
+
+
+def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> None:
+    """Every text of three tokens, of which the last is drafted, comes as often as its probability says."""
+    session = Session.load(model, weights="f32")
+    prompt, params = [1, 2, 3], {"temperature": 1.5, "top_k": 2, "top_p": 1.0, "min_p": 0.0}
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for text, p in expected.items():
+            session.reset()
+            logits = session.logits([*prompt, *text])[-1].astype(float) / 1.5
+            best = np.argsort(logits)[-2:]
+            weights = np.exp(logits[best] - logits[best].max())
+            longer |= {(*text, int(t)): p * w / weights.sum() for t, w in zip(best, weights, strict=True)}
+        expected = longer
+    likeliest = max(expected, key=expected.__getitem__)
+    session.drafts = Scripted(likeliest)
+    n_runs, seen = 600, dict.fromkeys(expected, 0)
+    n_accepted = 0
+    for seed in range(n_runs):
+        session.reset()
+        steps = session.generate(prompt, max_new_tokens=3, sampling=SamplingParams(seed=seed, **params))
+        seen[tuple(step.token for step in steps)] += 1
+        n_accepted += session.report().drafts.accepted
+    assert n_accepted > n_runs / 10
+    chi2 = sum((seen[text] - n_runs * p) ** 2 / (n_runs * p) for text, p in expected.items())
+    assert chi2 < 29.9  # of 7 degrees of freedom: 1 in 10,000
+
+
+@pytest.mark.parametrize("case", ["rope-dynamic", "mistral", "gpt2"])
+def test_other_models(case: str, tmp_path: pathlib.Path) -> None:
+    """Rotation by length allows no drafts; a sliding window and learned positions do."""
+    session = Session.load(golden_cases.write_checkpoint(case, tmp_path), weights="f32")
+    prompt = golden_cases.tokens(case)[:10]
+    plain = [step.token for step in session.generate(prompt, max_new_tokens=20)]
+    session.reset()
+    session.drafts = Scripted(plain)
+    assert [step.token for step in session.generate(prompt, max_new_tokens=20)] == plain
+    assert (session.report().drafts.accepted > 0) == (case != "rope-dynamic")
+
+
+@pytest.mark.parametrize("overflow", ["stop", "slide"])
+def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
+    session = Session.load(model, weights="f32", ctx=30, overflow=overflow)
+    texts = []
+    for drafts in (None, NGram()):
+        session.reset()
+        session.drafts = drafts
+        texts.append([step.token for step in session.generate([1, 2, 3, 1, 2], max_new_tokens=50)])
+        assert session.n_past <= 30
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == (26 if overflow == "stop" else 50)
+
+
+def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    prompt = golden_cases.tokens("llama31")[:20]
+    session = Session.load(model, weights="f32")
+    plain = [step.token for step in session.generate(prompt, max_new_tokens=12)]
+    session.reset()
+    session.drafts = Scripted(plain)
+    steps = session.generate(prompt, max_new_tokens=12)
+    first = [step.token for step in itertools.islice(steps, 2)]
+    assert session.state.n_tentative > 0
+    session.save(tmp_path / "session")
+    copy = session.fork()
+    copy.copy_from(session)
+    rest = [step.token for step in steps]
+    assert first + rest == plain
+    restored = Session.restore(tmp_path / "session", session)
+    for other in (copy, restored):
+        assert other.tokens == [*prompt, *first]
+        assert [step.token for step in other.generate([], max_new_tokens=10)] == plain[2:]
+    session.reset()
+    left = session.generate(prompt, max_new_tokens=12)
+    assert [step.token for step in itertools.islice(left, 2)] == first
+    left.close()
+    assert (session.n_past, session.state.n_tentative) == (21, 0)
+    assert [step.token for step in session.generate([], max_new_tokens=10)] == plain[2:]
+
+
+def test_tokens_of_a_pass_share_its_time(model: pathlib.Path) -> None:
+    session = Session.load(model, weights="f32")
+    plain = [step.token for step in session.generate([1, 2, 3], max_new_tokens=12)]
+    session.reset()
+    session.drafts = Scripted(plain)
+    steps = list(session.generate([1, 2, 3], max_new_tokens=12))
+    report = session.report()
+    assert sum(report.decode_latencies_s) == pytest.approx(sum(step.latency_s for step in steps[1:]))
+    assert len(set(report.decode_latencies_s)) == report.drafts.passes
+    assert f"scripted: {report.drafts.accepted} of {report.drafts.proposed} tokens" in report.to_text()
+    assert report.as_dict()["drafts"]["accepted"] == report.drafts.accepted
+
+
+def test_a_draft_is_what_followed_the_longest_match() -> None:
+    text = [9, 1, 2, 3, 4, 5, 6, 7, 2, 3, 8, 8, 8, 1, 2, 3]
+    assert NGram().propose(text, 1, None) == [4]  # behind 1 2 3, not behind the later 2 3
+    assert NGram().propose([*text, 9], 1, None) == [1]  # 3 9 is new, but 9 is rare
+    assert NGram().propose([1, 2, 1, 3, 1, 4, 1, 5, 6, 1], 4, None) == []  # and 1 is not
+    assert NGram().propose([5], 4, None) == NGram().propose([], 4, None) == []
+
+
+def test_a_repetition_goes_on() -> None:
+    repeated = [1, 2, 3] * 4
+    assert NGram().propose(repeated, 4, None) == [1, 2, 3, 1][: len(NGram().propose(repeated, 4, None))]
+    drafts = NGram()
+    for _ in range(10):
+        drafts.propose(repeated, 4, None)
+        drafts.learn(4, 4)
+    assert drafts.propose(repeated, 4, None) == [1, 2, 3, 1]
+    drafts.begin([])
+    assert len(drafts.propose(repeated, 4, None)) < 4  # what was learned belongs to the text
+
+
+def test_guesses_that_are_wrong_end_and_are_tried_again() -> None:
+    estimate = Estimate(cost=0.2)
+    tried = [estimate.length(MOST) > 0 for _ in range(6) if estimate.learn(1, 0) is None]
+    assert tried[-1] is False
+    waited = next(i for i in itertools.count() if estimate.length(MOST))
+    assert 5 < waited < 100
+    for _ in range(20):
+        estimate.learn(4, 4)
+    assert estimate.length(MOST) == MOST
+    assert Estimate(cost=5.0).length(MOST) == 0
+
+
+def test_an_unknown_source(model: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match="magic"):
+        Session.load(model, draft="magic")
+    with raises(ConfigError, field="draft"):
+        Session.load(model, draft=4)
+    assert isinstance(Session.load(model, draft="auto").fork().drafts, NGram)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_smaller_model_drafts(model: pathlib.Path, temperature: float) -> None:
+    """Here the model guesses for itself: in float32 it is always right, with sampling too."""
+    prompt, sampling = golden_cases.tokens("llama31")[:20], SamplingParams(temperature=temperature, seed=5)
+    session = Session.load(model, weights="f32")
+    itself = open_session(LoadOptions(weights="f32", kv="dense"), open_model(model, LoadOptions()))
+    first = DraftModel(itself, session.config.vocab_size, cost=0.1)
+    plain = [step.token for step in session.generate(prompt, max_new_tokens=30, sampling=sampling)]
+    for drafts in (first, first.fork()):
+        session.reset()
+        session.drafts = drafts
+        drafted = [step.token for step in session.generate(prompt, max_new_tokens=30, sampling=sampling)]
+        assert drafted == plain
+        counts = session.report().drafts
+        assert counts.source == model.name
+        assert 0 <= counts.proposed - counts.accepted < MOST < counts.accepted  # the text may end within a draft
+
+
+def test_a_draft_model_that_is_no_faster_is_not_asked(model: pathlib.Path) -> None:
+    session = Session.load(model, weights="f32", draft=model)
+    list(session.generate([1, 2, 3], max_new_tokens=10))
+    assert session.report().drafts.proposed == 0
+
+
+def test_a_model_of_another_vocabulary(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    other = golden_cases.CASES["llama31"] | {"vocab_size": 100}
+    golden_cases.CASES["other"] = other
+    try:
+        folder = golden_cases.write_checkpoint("other", tmp_path / "other")
+    finally:
+        del golden_cases.CASES["other"]
+    with raises(ConfigError, field="draft"):
+        Session.load(model, draft=folder)

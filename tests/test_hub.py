@@ -1,0 +1,247 @@
+"""Models by their name on the Hub, against a stand-in for it on the loopback."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import golden_cases
+import numpy as np
+import pytest
+from hub_server import TOKEN, Hub, Repository, serving
+from safetensors.numpy import load_file, save_file
+
+from edgekv.checkpoint.hub_name import HubName, hub_name, name_of, parse_name
+from edgekv.cli import main
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RUN = ["run", "--prompt", "It was", "--max-new-tokens", "4", "--greedy"]
+
+
+@pytest.fixture
+def demo(tmp_path: pathlib.Path) -> Repository:
+    """The demo model with what other repositories hold beside."""
+    folder = tmp_path / "demo"
+    shutil.copytree(ROOT / "models" / "demo", folder)
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "flax_model.msgpack"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"never read")
+    return Repository(folder, revisions=("main", "v1"))
+
+
+@pytest.fixture
+def home(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    return tmp_path / "hf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def here(home: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, with the environment that `process` gives another one."""
+    import huggingface_hub.constants as constants
+
+    def edgekv(hub: Hub, *arguments: str, offline: bool = False) -> Done:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        capsys.readouterr()
+        return Done(main(arguments), *capsys.readouterr())
+
+    return edgekv
+
+
+def process(hub: Hub, home: pathlib.Path, *arguments: str, **more: str) -> Done:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), **more}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", HubName("Qwen/Qwen3-0.6B")),
+        ("Qwen/Qwen3-0.6B@v1.0", HubName("Qwen/Qwen3-0.6B", "v1.0")),
+        ("a/b@refs/pr/1:x/y-Q4_0.gguf", HubName("a/b", "refs/pr/1", "x/y-Q4_0.gguf")),
+        ("a/b:c.gguf", HubName("a/b", None, "c.gguf")),
+        ("demo", None),
+        ("./a/b", None),
+        ("/a/b", None),
+        ("a/b/c", None),
+        ("a/../b", None),
+        ("a/b:c.bin", None),
+        ("a/b@", None),
+        ("a\n/b", None),
+    ],
+)
+def test_names(text: str, name: HubName | None) -> None:
+    assert parse_name(text) == name
+    assert name is None or str(name) == text
+
+
+def test_what_lies_in_a_folder_that_is_here_is_a_path(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("models/typo") == HubName("models/typo")
+    (tmp_path / "models").mkdir()
+    assert hub_name("models/typo") is None
+    assert name_of(tmp_path) is None
+
+
+def test_pull_fetches_what_is_needed_once_and_run_needs_no_hub(
+    demo: Repository, home: pathlib.Path, here: Run
+) -> None:
+    with serving(some__demo=demo) as hub:
+        done = process(hub, home, "-m", "edgekv", "pull", "some/demo")
+        assert done.returncode == 0, done.stderr
+        assert "downloading 22.5 MiB from 127.0.0.1" in done.stderr
+        wanted = {"config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors"}
+        assert set(hub.fetched()) == wanted
+        assert len(hub.fetched()) == 4
+        assert not any("telemetry" in request.path for request in hub.requests)
+        n = len(hub.requests)
+        run = process(hub, home, "-m", "edgekv", *RUN, "--model", "some/demo")
+        assert run.returncode == 0, run.stderr
+        assert "some/demo" in run.stderr
+        assert len(hub.requests) == n  # the copy is whole: nobody is asked
+        assert here(hub, "pull", "some/demo").returncode == 0
+        assert len(hub.fetched()) == 4
+    local = here(hub, *RUN)
+    assert run.stdout == local.stdout
+    assert pathlib.Path(done.stdout.strip()).is_relative_to(home)
+
+
+def test_a_download_goes_on_where_it_was_cut(demo: Repository, home: pathlib.Path, here: Run) -> None:
+    """Each time the process dies; the first 10 MiB, which the library writes at once, are not sent again."""
+    with serving(some__demo=demo) as hub:
+        demo.cut["model.safetensors"] = 15_000_000
+        script = (
+            "import os, huggingface_hub.file_download as d\n"
+            "d.time.sleep = lambda s: os._exit(9)\n"  # what waits to try again is killed
+            "from edgekv.cli import main; main(['pull', 'some/demo'])"
+        )
+        died = process(hub, home, "-c", script)
+        assert died.returncode == 9, died.stderr
+        assert here(hub, *RUN, "--model", "some/demo", offline=True).returncode == 2  # half a copy
+        done = here(hub, "pull", "some/demo")
+        assert done.returncode == 0, done.stderr
+        ranges = [r.headers.get("Range") for r in hub.requests if "/model.safe" in r.path and r.method == "GET"]
+        assert ranges == [None, "bytes=10485760-"]
+        got = pathlib.Path(done.stdout.strip()) / "model.safetensors"
+        assert got.read_bytes() == (demo.folder / "model.safetensors").read_bytes()
+        assert not list(home.rglob("*partial*"))
+
+
+def test_damaged_content_is_not_kept(demo: Repository, home: pathlib.Path, here: Run) -> None:
+    with serving(some__demo=demo) as hub:
+        blobs = home / "hub" / "models--some--demo" / "blobs"
+        blobs.mkdir(parents=True)
+        etag = edgekv_etag(demo, "model.safetensors")
+        (blobs / f"{etag}.edgekv-partial").write_bytes(b"x" * 1000)  # not how the file begins
+        done = here(hub, "pull", "some/demo")
+        assert done.returncode == 2
+        assert "what came is not what was sent" in done.stderr
+        assert done.stderr.count("error") == 1
+        assert here(hub, "pull", "some/demo").returncode == 0
+
+
+def edgekv_etag(repository: Repository, file: str) -> str:
+    return hashlib.sha256((repository.folder / file).read_bytes()).hexdigest()
+
+
+def test_shards_a_revision_and_one_command(tmp_path: pathlib.Path, here: Run) -> None:
+    """`info --model org/name@v1` of a sharded repository: downloaded by the way, and said."""
+    folder = golden_cases.write_checkpoint("qwen3", tmp_path / "qwen")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    homes = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(homes.values()):
+        save_file({name: tensors[name] for name in tensors if homes[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    save_file({"a": np.zeros(3, np.float32)}, folder / "adapter_model.safetensors")
+    with serving(Qwen__Qwen3=Repository(folder, revisions=("v1",))) as hub:
+        done = here(hub, "info", "--model", "Qwen/Qwen3@v1", "--json")
+        assert done.returncode == 0, done.stderr
+        assert "Qwen/Qwen3@v1: downloading" in done.stderr
+        assert json.loads(done.stdout)["model_type"] == "qwen3"
+        assert "adapter_model.safetensors" not in hub.fetched()
+        offline = here(hub, "info", "--model", "Qwen/Qwen3@v1", "--json", offline=True)
+        assert offline.stdout == done.stdout
+        assert "no revision main" in here(hub, "pull", "Qwen/Qwen3@main").stderr
+
+
+def test_a_budget_downloads_the_config_alone(demo: Repository, here: Run) -> None:
+    with serving(some__demo=demo) as hub:
+        done = here(hub, "budget", "--model", "some/demo", "--ctx", "2048", "--json")
+        assert done.returncode == 0, done.stderr
+        assert set(hub.fetched()) == {"config.json"}
+    local = here(hub, "budget", "--ctx", "2048", "--json")
+    same = ("weights_bytes", "cache_bytes", "total_bytes")
+    assert [json.loads(done.stdout)[name] for name in same] == [json.loads(local.stdout)[name] for name in same]
+
+
+def test_a_gguf_file(tmp_path: pathlib.Path, here: Run) -> None:
+    folder = tmp_path / "files"
+    (folder / "sub").mkdir(parents=True)
+    for file in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
+        (folder / file).write_bytes(b"GGUF of " + file.encode())
+    with serving(some__GGUF=Repository(folder)) as hub:
+        done = here(hub, "pull", "some/GGUF:a-Q8_0.gguf")
+        assert done.returncode == 0, done.stderr
+        assert pathlib.Path(done.stdout.strip()).read_bytes() == b"GGUF of a-Q8_0.gguf"
+        assert hub.fetched() == ["a-Q8_0.gguf"]
+        for name in ("some/GGUF", "some/GGUF:b.gguf"):
+            refused = here(hub, "pull", name)
+            assert refused.returncode == 2
+            assert "some/GGUF:a-Q4_0.gguf, some/GGUF:a-Q8_0.gguf" in refused.stderr
+
+
+def test_refusals_are_one_line(
+    demo: Repository, here: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = tmp_path / "gptq"
+    quantized.mkdir()
+    config = json.loads((demo.folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (quantized / "config.json").write_text(json.dumps(config))
+    (quantized / "model.safetensors").write_bytes(b"never fetched")
+    demo.gated = True
+    with serving(some__demo=demo, some__gptq=Repository(quantized)) as hub:
+        for arguments, said in (
+            (["pull", "some/none"], "is not at http://127.0.0.1"),
+            (["pull", "some/demo"], "is gated: accept its terms at"),
+            (["pull", "demo"], "is no name on the Hub"),
+            (["pull", "some/gptq"], "quantization_config says 'gptq', 4 bits, and such weights can't be read"),
+            (["info", "--model", "some/demo"], "is gated"),
+        ):
+            done = here(hub, *arguments)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert said in done.stderr
+            assert done.stderr.count("\n") == 1, done.stderr
+        assert "model.safetensors" not in hub.fetched()
+        offline = here(hub, "info", "--model", "some/demo", offline=True)
+        assert "HF_HUB_OFFLINE is set" in offline.stderr
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert here(hub, "pull", "some/demo").returncode == 0
+    gone = here(dataclasses.replace(hub, endpoint="http://127.0.0.1:9"), "pull", "some/demo")
+    assert gone.returncode == 2
+    assert "can't be downloaded from" in gone.stderr

@@ -1,0 +1,102 @@
+"""Penalties that count, biases, and log probabilities, against the formulas by which they are defined."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers import raises
+
+from edgekv import SamplingParams
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.session.logprobs import token_logprob
+from edgekv.session.sampling import Sampler
+
+VOCAB = 50
+
+
+def logits(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32) * 2
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (0.0, 1.5), (-0.3, -0.4), (2.0, 2.0)])
+def test_penalties_are_openais_formula(frequency: float, presence: float) -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, c counting sampled tokens, not those of the prompt."""
+    params = SamplingParams(0.0, frequency_penalty=frequency, presence_penalty=presence)
+    sampler, counts = Sampler(params, VOCAB), Counter[int]()
+    given = logits(1)
+    before = given.copy()
+    for _ in range(30):
+        c = np.array([counts[j] for j in range(VOCAB)])
+        expected = int(np.argmax(given - c * frequency - (c > 0) * presence))
+        assert sampler.sample(given, [int(np.argmax(given))] * 5) == expected
+        counts[expected] += 1
+    assert (given == before).all()
+    assert (len(counts) > 1) == (presence >= 0)  # a reward repeats the first
+
+
+def test_a_bias_forbids_or_forces_a_token() -> None:
+    best = int(np.argmax(logits(2)))
+    second = int(np.argsort(-logits(2))[1])
+    assert Sampler(SamplingParams(0.0, logit_bias={best: -100}), VOCAB).sample(logits(2)) == second
+    assert Sampler(SamplingParams(1.0, seed=1, logit_bias={"3": 100}), VOCAB).sample(logits(2)) == 3  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "bias", [{"x": 1}, {1: 101}, {1: math.nan}, {-1: 1}, {1: "1"}, {1: True}, [1], {"1" * 12: 1}]
+)
+def test_biases_that_are_refused(bias: object) -> None:
+    with raises(ConfigError, field="logit_bias"):
+        SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
+
+
+def test_a_bias_beyond_the_vocabulary() -> None:
+    with raises(ConfigError, field="logit_bias"):
+        Sampler(SamplingParams(logit_bias={VOCAB: 1}), VOCAB)
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+@pytest.mark.parametrize("value", [2.1, -3, math.nan, "1", True])
+def test_penalties_out_of_range(name: str, value: object) -> None:
+    with raises(ConfigError, field=name):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    """Before temperature, penalties and filters."""
+    sampler = Sampler(SamplingParams(0.5, top_k=3, seed=1, presence_penalty=1.0), VOCAB, n_logprobs=4)
+    given = logits(3)
+    x = given.astype(np.float64)
+    expected = x - np.log(np.exp(x).sum())
+    for i in range(5):
+        token = sampler.sample(given)
+        found = sampler.logprobs[i]
+        assert found.token == token
+        assert found.logprob == pytest.approx(expected[token], abs=1e-12)
+        assert [t for t, _ in found.top] == list(np.argsort(-expected)[:4])
+        assert [p for _, p in found.top] == pytest.approx(list(np.sort(expected)[::-1][:4]), abs=1e-12)
+    assert token_logprob(given, 7, 0).top == ()
+    assert Sampler(SamplingParams(), VOCAB).logprobs == []
+
+
+def test_a_masked_token_has_no_probability() -> None:
+    given = logits(4)
+    given[5:] = -np.inf
+    found = token_logprob(given, 0, VOCAB)
+    assert math.isclose(sum(math.exp(p) for _, p in found.top), 1)
+    assert found.top[-1][1] == -math.inf
+
+
+def test_counts_are_saved_with_the_sampler() -> None:
+    params = SamplingParams(1.0, seed=5, frequency_penalty=1.0)
+    sampler, other = Sampler(params, VOCAB), Sampler(params, VOCAB)
+    for i in range(10):
+        sampler.sample(logits(i))
+    other.load_state(json.loads(json.dumps(sampler.state())))
+    assert [sampler.sample(logits(6)) for _ in range(20)] == [other.sample(logits(6)) for _ in range(20)]
+    for counts in ([[VOCAB, 1]], [[1]], "x", [["a", 1]], [[1, -1]]):
+        with pytest.raises(EdgeKVError):
+            other.load_state({**sampler.state(), "counts": counts})

@@ -1,0 +1,109 @@
+"""Programs that people use with OpenAI's API, unmodified: litellm, LangChain, llm; each where it is installed."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Server, serving
+from test_server_tools import TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("clients"), template=TEMPLATE) as running:
+        yield running
+
+
+def imported(name: str, also: str | None = None) -> Any:
+    """A client's package, whose own deprecations are not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"needs {name}: pip install {also or name}")
+
+
+@pytest.mark.filterwarnings("default")
+def test_langchain(server: Server) -> None:
+    """A chain, a stream, embeddings, and an agent's loop that calls two tools."""
+    langchain = imported("langchain_openai", "langchain-openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    model = langchain.ChatOpenAI(
+        model="demo", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=80, max_retries=0
+    )
+    whole = model.invoke("Tell me of the sea.", max_tokens=8)
+    assert whole.content
+    assert whole.usage_metadata["output_tokens"] == 8
+    pieces = [chunk.content for chunk in model.stream("Tell me of the sea.", max_tokens=8)]
+    assert "".join(pieces) == whole.content
+
+    @tool
+    def weather(city: str, days: int) -> str:
+        """The weather of a city."""
+        return f"{days} days of rain in {city}"
+
+    @tool
+    def clock(hour: int) -> str:
+        """What is done at an hour."""
+        return f"tea at {hour}"
+
+    tools, messages = {"weather": weather, "clock": clock}, [HumanMessage("How is the weather?")]
+    for name in tools:
+        schema_held = model.bind_tools(list(tools.values()), tool_choice=name, strict=True)
+        message = schema_held.invoke(messages, seed=1, temperature=0.5, stop=None)
+        messages.append(message)
+        if not message.tool_calls:  # numbers and texts without bounds: the demo model may never end one
+            assert message.invalid_tool_calls
+            messages.pop()
+            continue
+        for call in message.tool_calls:
+            assert call["name"] == name
+            messages.append(ToolMessage(str(tools[name].invoke(call["args"])), tool_call_id=call["id"]))
+    assert model.invoke(messages, max_tokens=6).content
+
+    embeddings = langchain.OpenAIEmbeddings(
+        model="demo", base_url=f"{server.url}/v1", api_key="none", check_embedding_ctx_length=False
+    )
+    a, b = embeddings.embed_documents(["The sea.", "A ship."])
+    assert len(a) == len(b) > 100
+
+
+@pytest.mark.filterwarnings("default")
+def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet
+    litellm = imported("litellm", "litellm mcp (200 MB)")
+    messages = [{"role": "user", "content": "Tell me of the sea."}]
+    given = {"model": "openai/demo", "api_base": f"{server.url}/v1", "api_key": "none"}
+    whole = litellm.completion(messages=messages, max_tokens=8, temperature=0, **given)
+    assert whole.choices[0].message.content
+    assert whole.usage.completion_tokens == 8
+    stream = litellm.completion(messages=messages, max_tokens=8, temperature=0, stream=True, **given)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
+    zones = {"zone": {"type": "string", "enum": ["UTC", "CET"]}}
+    schema = {"type": "object", "properties": zones, "required": ["zone"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": schema}}]
+    choice = {"type": "function", "function": {"name": "clock"}}
+    called = litellm.completion(messages=messages, tools=tools, tool_choice=choice, **given)
+    (call,) = called.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["zone"] in ("UTC", "CET")
+    vectors = litellm.embedding(input=["The sea."], **given | {"encoding_format": "float"})
+    assert len(vectors.data[0]["embedding"]) > 100
+
+
+def test_llm(server: Server, tmp_path: pathlib.Path) -> None:
+    """Simon Willison's command line."""
+    imported("llm")
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: demo\n  model_name: demo\n  api_base: {server.url}/v1\n"
+    )
+    environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+    command = [sys.executable, "-m", "llm", "-m", "demo", "-o", "max_tokens", "8", "Tell me of the sea."]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

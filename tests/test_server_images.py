@@ -1,0 +1,119 @@
+"""Images in messages, read by the small model of drawn scenes, which says what is in them."""
+
+import base64
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from serving import ROOT, Server, serving
+
+from edgekv import Session
+
+sys.path.insert(0, str(ROOT / "tools"))
+from visual_scenes import draw_scene, render
+
+SCENES = ROOT / "models" / "scenes"
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+def drawn(seed: int) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(render(draw_scene(rng, 3), rng))
+
+
+def url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def turn(text: str, *images: str) -> Any:
+    parts = [{"type": "image_url", "image_url": {"url": each}} for each in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("images"), template=TEMPLATE, model=SCENES) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, *messages: Any, **options: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "scenes", "messages": messages, "max_tokens": 60, "temperature": 0} | options
+    )
+
+
+def told(text: str, seed: int) -> bool:
+    """Whether the text names every thing of the picture by its colour."""
+    things = draw_scene(np.random.default_rng(seed), 3)
+    return all(f"{thing.colour} {thing.kind}" in text for thing in things)
+
+
+def test_a_picture_is_described(client: openai.OpenAI) -> None:
+    """As the session says of the file; another picture is not mistaken for the one in the cache."""
+    session = Session.load(SCENES, ctx=1024)
+    for seed in (1, 2, 1):
+        answer = ask(client, turn("Describe the picture.", url(drawn(seed))))
+        assert told(answer.choices[0].message.content, seed)
+        assert answer.usage.prompt_tokens > 256
+        session.reset()
+        prompt = session.prompt("<image>\nDescribe the picture.\n", [drawn(seed)])
+        assert told("".join(step.text for step in session.generate(prompt, max_new_tokens=60)), seed)
+
+
+def test_the_next_turn_reads_no_picture_again(client: openai.OpenAI) -> None:
+    first = turn("Describe the picture.", url(drawn(3)))
+    answer = {"role": "assistant", "content": ask(client, first).choices[0].message.content}
+    second = ask(client, first, answer, {"role": "user", "content": "How many objects are in the picture?"})
+    assert second.usage.prompt_tokens_details.cached_tokens > 256
+
+
+def test_two_pictures(client: openai.OpenAI) -> None:
+    answer = ask(client, turn("Describe the second picture.", url(drawn(4)), url(drawn(5))))
+    assert answer.usage.prompt_tokens > 512
+    streamed = ask(client, turn("Describe the second picture.", url(drawn(4)), url(drawn(5))), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.choices[0].message.content
+
+
+def test_an_image_of_the_responses_api(client: openai.OpenAI) -> None:
+    parts = [{"type": "input_image", "image_url": url(drawn(1)), "detail": "auto"}]
+    text = {"type": "input_text", "text": "Describe the picture."}
+    items: Any = [{"role": "user", "content": [*parts, text]}]
+    answer = client.responses.create(model="scenes", input=items, temperature=0, max_output_tokens=60)
+    assert (
+        answer.output_text == ask(client, turn("Describe the picture.", url(drawn(1)))).choices[0].message.content
+    )
+
+
+BAD = {
+    "from elsewhere": ("https://example.org/x.png", "nothing is fetched"),
+    "a file": ("file:///etc/passwd", "nothing is fetched"),
+    "no base64": ("data:image/png;base64,@@@", "base64"),
+    "no image": ("data:image/png;base64,AAAA", "no image that can be read"),
+    "empty": ("data:image/png;base64,", "no image that can be read"),
+    "PostScript": ("data:image/png;base64," + base64.b64encode(b"%!PS-Adobe-3.0 EPSF").decode(), "no image"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_image(name: str, client: openai.OpenAI) -> None:
+    given, message = BAD[name]
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(client, turn("Describe the picture.", given))
+
+
+def test_a_picture_of_too_many_pixels(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="pixels"):
+        ask(client, turn("x", url(Image.new("1", (12000, 12000)))))

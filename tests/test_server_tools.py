@@ -1,0 +1,376 @@
+"""Tools: how models write calls, that answers are held to the tools' schemas, and what a client is told of it."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import tokenizers
+from serving import DEMO, Server, serving
+
+from edgekv import Session
+from edgekv.chat.template import ChatTemplate
+from edgekv.errors import ConfigError
+from edgekv.server.answer import AnswerReader, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.ask import Ask, Tools, chat_ask
+from edgekv.server.prompts import Prompts
+from edgekv.server.protocol import ChatRequest, Function, read
+from edgekv.server.tools import TOOL_FORMATS, find_format, tools_grammar
+from edgekv.session.grammar import BARRIER, Grammar
+from edgekv.tokenizer import load_tokenizer
+
+# As Qwen's: tools in the system's turn, calls and their results in marks.
+TEMPLATE = """\
+{%- if tools %}tools: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}
+{%- for message in messages %}{{ message.role + ': ' + message.content }}
+{%- for call in message.tool_calls %}\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": \
+{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}\n{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% if enable_thinking %}<think>\n{% endif %}{% endif %}"""
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"$ref": "#/$defs/City"},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"City": {"type": "string", "enum": ["Paris", 'a "b" }', "Köln"]}},
+        },
+    },
+}
+CLOCK: Any = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"type": "string", "enum": ["UTC", "CET"]}},
+            "required": ["zone"],
+            "additionalProperties": False,
+        },
+    },
+}
+USER: Any = [{"role": "user", "content": "How is the weather?"}]
+
+
+def named(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("tools"), template=TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return Session.load(DEMO, ctx=256)
+
+
+def ask(client: openai.OpenAI, messages: Any = USER, **options: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "demo", "messages": messages, "tools": [WEATHER, CLOCK], "max_tokens": 120} | options
+    )
+
+
+def check(call: Any, name: str) -> None:
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == name
+    if name == "weather":
+        assert arguments["city"] in ("Paris", 'a "b" }', "Köln")
+        assert 1 <= arguments["days"] <= 9
+    else:
+        assert arguments["zone"] in ("UTC", "CET")
+
+
+@pytest.mark.parametrize("name", ["weather", "clock"])
+def test_a_forced_call_follows_its_schema(client: openai.OpenAI, name: str) -> None:
+    for seed in range(3):
+        answer = ask(client, tool_choice=named(name), seed=seed)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        message = answer.choices[0].message
+        assert message.content is None
+        (call,) = message.tool_calls
+        assert call.id
+        check(call, name)
+
+
+def test_any_tool_where_one_is_required(client: openai.OpenAI) -> None:
+    names = set()
+    for seed in range(8):
+        (call,) = ask(client, tool_choice="required", seed=seed).choices[0].message.tool_calls
+        check(call, call.function.name)
+        names.add(call.function.name)
+    assert names == {"weather", "clock"}
+
+
+def test_a_streamed_call(client: openai.OpenAI) -> None:
+    whole = ask(client, tool_choice=named("weather"), seed=1).choices[0].message.tool_calls[0]
+    chunks = list(ask(client, tool_choice=named("weather"), seed=1, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [delta.tool_calls[0] for delta in deltas if delta.tool_calls]
+    assert not any(delta.content for delta in deltas)
+    assert (calls[0].function.name, calls[0].index, bool(calls[0].id)) == ("weather", 0, True)
+    assert all(call.id is None for call in calls[1:])
+    assert len(calls) > 3
+    assert "".join(call.function.arguments for call in calls) == whole.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_call_that_is_cut_off_is_no_call(client: openai.OpenAI) -> None:
+    answer = ask(client, tool_choice=named("weather"), max_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_without_a_call(client: openai.OpenAI) -> None:
+    """The demo model never calls: with "auto" it answers as it does without tools in its grammar."""
+    answer = ask(client, max_tokens=12, temperature=0)
+    assert answer.choices[0].message.tool_calls is None
+    assert len(answer.choices[0].message.content) > 10
+    none = ask(client, max_tokens=12, temperature=0, tool_choice="none")
+    assert none.choices[0].message.content == answer.choices[0].message.content
+
+
+def test_an_agents_loop_with_two_tools(client: openai.OpenAI) -> None:
+    """Calls, results, an answer: the conversation comes back whole, as the client's own objects."""
+    tools = {"weather": lambda city, days: f"{days} days of rain in {city}", "clock": lambda zone: f"12:00 {zone}"}
+    messages: list[Any] = [{"role": "system", "content": "You are a clerk."}, *USER]
+    for name in ("weather", "clock"):
+        message = ask(client, messages, tool_choice=named(name), seed=2).choices[0].message
+        messages.append(message)
+        for call in message.tool_calls:
+            result = tools[call.function.name](**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    final = ask(client, messages, tool_choice="none", max_tokens=10)
+    assert final.choices[0].message.content
+    assert final.usage.prompt_tokens_details.cached_tokens > 100  # what the calls read is not read again
+
+
+def test_responses_call_too(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", **WEATHER["function"], "strict": False}]
+    choice: Any = {"type": "function", "name": "weather"}
+    items: Any = [{"role": "user", "content": "How is the weather?"}]
+    first = client.responses.create(model="demo", input=items, tools=tools, tool_choice=choice)
+    (call,) = first.output
+    assert (call.type, call.status) == ("function_call", "completed")
+    assert json.loads(call.arguments)["days"] in range(1, 10)
+    items += [item.model_dump(exclude_none=True) for item in first.output]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    second = client.responses.create(model="demo", input=items, tools=tools, max_output_tokens=6)
+    assert second.usage.input_tokens > first.usage.input_tokens  # type: ignore[union-attr]
+    with client.responses.stream(model="demo", input="Weather?", tools=tools, tool_choice=choice) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert arguments == final.output[0].arguments  # type: ignore[union-attr]
+
+
+def test_reasoning_is_apart(client: openai.OpenAI) -> None:
+    """The template begins it; the demo model never ends it."""
+    extra = {"chat_template_kwargs": {"enable_thinking": True}}
+    answer = ask(client, tools=openai.omit, max_tokens=12, temperature=0, extra_body=extra)
+    assert answer.choices[0].message.content == ""
+    assert len(answer.choices[0].message.reasoning_content) > 10
+    chunks = list(ask(client, tools=openai.omit, max_tokens=12, temperature=0, extra_body=extra, stream=True))
+    reasoning = "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks)
+    assert reasoning.strip() == answer.choices[0].message.reasoning_content
+    off = ask(client, tools=openai.omit, max_tokens=12, temperature=0, reasoning_effort="none")
+    assert not hasattr(off.choices[0].message, "reasoning_content")
+
+
+CALL = '{"name": "weather", "arguments": {"city": "a \\"b\\" }", "days": 3}}'
+ARGUMENTS = {"city": 'a "b" }', "days": 3}
+TEXTS: dict[
+    str, tuple[str, str, list[Any]]
+] = {  # form, text, what is told: content, reasoning, or (name, arguments)
+    "text": ("hermes", "Hello < there", ["Hello < there"]),
+    "white space stays": ("hermes", "  \nHello ", ["  \nHello "]),
+    "a call": ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", [("weather", ARGUMENTS)]),
+    "text before": ("hermes", f"Well. <tool_call>\n{CALL}\n</tool_call>", ["Well. ", ("weather", ARGUMENTS)]),
+    "two calls": (
+        "hermes",
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>",
+        [("weather", ARGUMENTS)] * 2,
+    ),
+    "text behind": ("hermes", f"<tool_call>{CALL}</tool_call> Done.", [("weather", ARGUMENTS), "Done."]),
+    "another order": (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
+        [("f", {"a": 1})],
+    ),
+    "no JSON": ("hermes", "<tool_call>{x}</tool_call>", ["{x}"]),
+    "cut off": ("hermes", '<tool_call>\n{"na', ['<tool_call>\n{"na']),
+    "reasoning": ("hermes", "<think>\nHm <b>.\n</think>\n\nYes.", [["Hm <b>.\n"], "Yes."]),
+    "reasoning, a call": (
+        "hermes",
+        f"<think>Hm</think>\n<tool_call>{CALL}</tool_call>",
+        [["Hm"], ("weather", ARGUMENTS)],
+    ),
+    "a mark in the middle": ("hermes", "I say <think> often", ["I say <think> often"]),
+    "mistral": ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", [("weather", ARGUMENTS)] * 2),
+    "llama": ("llama3", CALL.replace("arguments", "parameters"), [("weather", ARGUMENTS)]),
+    "llama, text": ("llama3", "The set {1, 2}", ["The set {1, 2}"]),
+    "llama, no call": ("llama3", '{"a": 1}', ['{"a": 1}']),
+}
+
+
+def told(deltas: list[Delta]) -> list[Any]:
+    """Neighbours joined: texts, [reasoning], (name, arguments)."""
+    found: list[Any] = []
+    for delta in deltas:
+        if isinstance(delta, CallBegin):
+            found.append((delta.name, ""))
+        elif isinstance(delta, CallArguments):
+            found[-1] = (found[-1][0], found[-1][1] + delta.text)
+        elif isinstance(delta, Content):
+            found[-1:] = (
+                [found[-1] + delta.text] if found and isinstance(found[-1], str) else [*found[-1:], delta.text]
+            )
+        else:
+            assert isinstance(delta, Reasoning)
+            found[-1:] = (
+                [[found[-1][0] + delta.text]]
+                if found and isinstance(found[-1], list)
+                else [*found[-1:], [delta.text]]
+            )
+    return [(each[0], json.loads(each[1])) if isinstance(each, tuple) else each for each in found]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("length", [1, 2, 7, 1000])
+def test_answers_are_taken_apart(name: str, length: int) -> None:
+    """However the text is cut."""
+    form, text, expected = TEXTS[name]
+    reader = AnswerReader(form=TOOL_FORMATS[form])
+    deltas = [d for i in range(0, len(text), length) for d in reader.push(text[i : i + length])]
+    assert told([*deltas, *reader.end()]) == expected
+
+
+def test_reasoning_that_the_prompt_began() -> None:
+    reader = AnswerReader(thinks=True)
+    assert told([*reader.push("So</thi"), *reader.push("nk>\n\nYes"), *reader.end()]) == [["So"], "Yes"]
+
+
+def accepts(session: Session, grammar: str, text: str) -> bool:
+    """Whether all of the text passes, and it could end here."""
+    tokenizer = session.require_tokenizer()
+    constraint = Grammar(grammar, tokenizer, session.config.vocab_size)
+    before = tokenizer.encode(BARRIER, bos=False)
+    try:
+        for token in tokenizer.encode(BARRIER + text, bos=False)[len(before) :]:
+            constraint.accept(token)
+    except ConfigError:
+        return False
+    return bool(constraint._matcher.is_accepting())
+
+
+def functions() -> tuple[Function, ...]:
+    tools = read({"model": "m", "messages": USER, "tools": [WEATHER, CLOCK]}, ChatRequest).tools
+    return tuple(tool.function for tool in tools or ())
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize(("forced", "several"), [(False, False), (False, True), (True, False), (True, True)])
+def test_grammars(session: Session, form: str, forced: bool, several: bool) -> None:
+    kind = TOOL_FORMATS[form]
+    grammar = tools_grammar(Tools(functions(), functions(), forced, several), kind, {})
+    good = f'{{"name": "weather", "{kind.key}": {{"city":"Paris","days":3}}}}'
+    whole = f"{kind.begin}{kind.opening}{good}{kind.closing}"
+    assert accepts(session, grammar, whole)
+    assert not accepts(session, grammar, whole.replace("Paris", "Rome"))
+    assert not accepts(session, grammar, whole.replace("weather", "whether"))
+    assert accepts(session, grammar, "Hello there.") == (not forced)
+    if kind.begin:
+        assert accepts(session, grammar, f"Let me see. {whole}") == (not forced)
+        twice = whole * 2 if kind.separator is None else whole.replace(good, f"{good}, {good}")
+        assert accepts(session, grammar, twice) == several
+
+
+def test_a_call_or_an_answer_of_a_schema(session: Session) -> None:
+    form = TOOL_FORMATS["hermes"]
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    grammar = tools_grammar(Tools(functions(), functions(), False, False), form, {}, schema)
+    assert accepts(session, grammar, '{"n":3}')
+    assert not accepts(session, grammar, "Hello")
+    assert accepts(session, grammar, '<tool_call>\n{"name": "clock", "arguments": {"zone":"UTC"}}\n</tool_call>')
+
+
+def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
+    """It decodes to nothing, and no text can spell it: the grammar and the answer know it by its id."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["</s>", "[TOOL_CALLS]"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    source = "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[TOOL_CALLS]' if tools }}{{ messages[-1].content }}"
+    prompts = Prompts(ChatTemplate(source, tokenizer), tokenizer, 4096)
+    assert prompts.form is TOOL_FORMATS["mistral"]
+    assert prompts.marks == {257: "[TOOL_CALLS]"}
+    for forced in (False, True):
+        tools = Tools(functions(), functions(), forced, several=True)
+        grammar = Grammar(tools_grammar(tools, prompts.form, prompts.marks), tokenizer, tokenizer.vocab_size)
+        call = '[{"name": "clock", "arguments": {"zone":"UTC"}}]'
+        for token in [257, *tokenizer.encode(call, bos=False)]:
+            assert np.isfinite(grammar.allowed(np.zeros(258, np.float32))[token])
+            grammar.accept(token)
+        assert grammar._matcher.is_accepting()
+
+
+def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> None:
+    tokenizer = session.require_tokenizer()
+    prompts = Prompts(ChatTemplate.plain(tokenizer), tokenizer, 4096)
+    call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
+    request = read({"model": "m", "messages": messages, "tools": [CLOCK]}, ChatRequest)
+    (prompt,) = prompts.encode(chat_ask(request))
+    text = tokenizer.decode(prompt.ids)
+    assert '"name": "clock"' in text.partition("How is the weather?")[0]
+    assert 'Assistant: <tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
+    assert "<tool_response>\nnoon\n</tool_response>" in text
+
+
+def test_what_templates_are_given(session: Session, tmp_path: pathlib.Path) -> None:
+    tokenizer = session.require_tokenizer()
+    prompts = Prompts(ChatTemplate(TEMPLATE, tokenizer), tokenizer, 4096)
+    call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
+    request = read({"model": "m", "messages": messages, "tools": [WEATHER]}, ChatRequest)
+    text = tokenizer.decode(prompts.encode(chat_ask(request))[0].ids)
+    assert text.startswith('tools: {"type": "function", "function": {"name": "weather", "description"')
+    assert '{"name": "clock", "arguments": {"zone": "UTC"}}' in text
+    assert "tool: noon" in text
+
+
+def test_the_formats_of_known_templates() -> None:
+    assert find_format(TEMPLATE) is TOOL_FORMATS["hermes"]
+    assert find_format("{{ '[TOOL_CALLS]' }}") is TOOL_FORMATS["mistral"]
+    assert find_format("""{% if tools %}{{ '"parameters": ' }}{% endif %}""") is TOOL_FORMATS["llama3"]
+
+
+def test_the_seeds_of_several_answers() -> None:
+    request = read({"model": "m", "messages": USER, "n": 2, "seed": 7}, ChatRequest)
+    asked: Ask = chat_ask(request)
+    assert [asked.sampling_of(i).seed for i in range(2)] == [7, 8]

@@ -1,0 +1,75 @@
+"""Kernels are compiled, or loaded, before a text's clock starts, and what that took is told apart."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import golden_cases
+import numba
+import pytest
+
+from edgekv import Session
+from edgekv.cli import main
+from edgekv.kernels.compiling import CompileClock
+from edgekv.session.opening import WARM_UP
+
+AFTER_LOADING = """
+import numba.core.dispatcher as dispatcher
+from edgekv import Session
+session = Session.load("demo", kv="onebit", ctx=1024, draft="ngram")
+met = []
+compile = dispatcher.Dispatcher.compile
+dispatcher.Dispatcher.compile = lambda self, sig: met.append(str(self)) or compile(self, sig)
+for n in (3, 600):
+    session.reset()
+    list(session.generate([1 + i % 50 for i in range(n)], max_new_tokens=80, temperature=1.0))
+print(met)
+"""
+
+
+def test_a_text_needs_no_kernel_that_loading_has_not_met() -> None:
+    """Neither compiled nor loaded from the disk: short prompts and long ones, drafts, blocks that are packed."""
+    run = subprocess.run([sys.executable, "-c", AFTER_LOADING], capture_output=True, text=True)
+    assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
+
+
+def test_the_clock_counts_compilations() -> None:
+    @numba.njit
+    def inner(x: float) -> float:
+        return x + 1
+
+    @numba.njit
+    def outer(x: float) -> float:
+        return inner(x) * 2
+
+    with CompileClock() as clock:
+        outer(1.0)
+    first = clock.seconds
+    assert clock.n >= 2
+    assert first > 0
+    with clock:
+        outer(2.0)
+    assert clock.seconds == first
+
+
+def test_loading_says_what_it_does(tmp_path: pathlib.Path) -> None:
+    seen = []
+    model = golden_cases.write_checkpoint("llama31", tmp_path)
+    session = Session.load(model, progress=lambda stage, done, total: seen.append((stage, done, total)))
+    steps = [(done, total) for stage, done, total in seen if stage == WARM_UP]
+    assert steps == [(i, len(steps) - 1) for i in range(len(steps))]
+    assert len(steps) > 5
+    report = session.report()
+    report.compile_s = 12.34
+    assert "12.3 s for kernels" in report.to_text()
+    assert report.as_dict()["compile_s"] == 12.34
+
+
+def test_warm(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = golden_cases.write_checkpoint("llama31", tmp_path)
+    assert main(["warm", "--model", str(model), "--kv", "dense,onebit:residual_length=32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["dense:", "onebit:residual_length=32:"]
+    assert main(["warm", "--kv", "nosuch"]) == 2

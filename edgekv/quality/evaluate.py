@@ -15,7 +15,7 @@ from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, rewind
-from edgekv.machine import blas_threads
+from edgekv.machine import blas_threads, memory_errors
 from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
 from edgekv.types import F32, F64
@@ -71,35 +71,36 @@ def evaluate(
             value=ctx,
             accepted=[f"2 to {len(tokens)}"],
         )
-    reference = CacheSpec.parse(REFERENCE)
-    exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
-    base = _compare(decoder, windows, exact, exact)
-    results = []
-    for spec in specs:
-        begin = time.perf_counter()
-        hidden = []
-        for window in windows:
-            report = None if progress is None else _stage(progress, spec)
-            x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), adapter, report)
-            hidden.append(x)
-        scores = _compare(decoder, windows, exact, hidden)
-        results.append(
-            Quality(
-                kv=str(spec),
-                tokens=sum(len(window) for window in windows),
-                perplexity=scores["perplexity"],
-                perplexity_ratio=scores["perplexity"] / base["perplexity"],
-                kl=scores["kl"],
-                kl_second_half=scores["kl_second_half"],
-                top1=scores["top1"],
-                top1_second_half=scores["top1_second_half"],
-                cache_bytes=sum(cache.nbytes for cache in caches),
-                bytes_read_per_token=sum(cache.bytes_read() for cache in caches),
-                seconds=time.perf_counter() - begin,
-                notes=tuple(caches[0].notes()),
+    with memory_errors("measuring", decoder.free_bytes):
+        reference = CacheSpec.parse(REFERENCE)
+        exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
+        base = _compare(decoder, windows, exact, exact)
+        results = []
+        for spec in specs:
+            begin = time.perf_counter()
+            hidden = []
+            for window in windows:
+                report = None if progress is None else _stage(progress, spec)
+                x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), adapter, report)
+                hidden.append(x)
+            scores = _compare(decoder, windows, exact, hidden)
+            results.append(
+                Quality(
+                    kv=str(spec),
+                    tokens=sum(len(window) for window in windows),
+                    perplexity=scores["perplexity"],
+                    perplexity_ratio=scores["perplexity"] / base["perplexity"],
+                    kl=scores["kl"],
+                    kl_second_half=scores["kl_second_half"],
+                    top1=scores["top1"],
+                    top1_second_half=scores["top1_second_half"],
+                    cache_bytes=sum(cache.nbytes for cache in caches),
+                    bytes_read_per_token=sum(cache.bytes_read() for cache in caches),
+                    seconds=time.perf_counter() - begin,
+                    notes=tuple(caches[0].notes()),
+                )
             )
-        )
-    return results
+        return results
 
 
 def _stage(progress: Callable[[str, int, int], None], spec: CacheSpec) -> Callable[[int, int], None]:

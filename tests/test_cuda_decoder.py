@@ -219,7 +219,7 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
         pytest.skip("a real GPU's memory is not filled by a test")
     texts = []
     for short_of in (False, True):
-        state = State(open_caches(cuda, "kivi2:residual_length=0"))
+        state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.turns_anew)
         reader = Reader(state, cuda, CAPACITY, 0)
         cuda.workspace = type(cuda.workspace)(cuda.driver)
         reader.append([1, 2, 3], [])

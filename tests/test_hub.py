@@ -114,9 +114,9 @@ def test_pull_fetches_what_is_needed_once_and_run_needs_no_hub(
         done = process(hub, home, "-m", "edgekv", "pull", "some/demo")
         assert done.returncode == 0, done.stderr
         assert "downloading 22.5 MiB from 127.0.0.1" in done.stderr
-        wanted = {"config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors"}
-        assert set(hub.fetched()) == wanted
-        assert len(hub.fetched()) == 4
+        wanted = {"config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json"}
+        assert set(hub.fetched()) == wanted | {"model.safetensors"}
+        assert len(hub.fetched()) == 5
         assert not any("telemetry" in request.path for request in hub.requests)
         n = len(hub.requests)
         run = process(hub, home, "-m", "edgekv", *RUN, "--model", "some/demo")
@@ -124,7 +124,7 @@ def test_pull_fetches_what_is_needed_once_and_run_needs_no_hub(
         assert "some/demo" in run.stderr
         assert len(hub.requests) == n  # the copy is whole: nobody is asked
         assert here(hub, "pull", "some/demo").returncode == 0
-        assert len(hub.fetched()) == 4
+        assert len(hub.fetched()) == 5
     local = here(hub, *RUN)
     assert run.stdout == local.stdout
     assert pathlib.Path(done.stdout.strip()).is_relative_to(home)
@@ -218,19 +218,19 @@ def test_a_gguf_file(tmp_path: pathlib.Path, here: Run) -> None:
 def test_refusals_are_one_line(
     demo: Repository, here: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantized = tmp_path / "gptq"
+    quantized = tmp_path / "hqq"
     quantized.mkdir()
     config = json.loads((demo.folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "hqq", "bits": 4}
     (quantized / "config.json").write_text(json.dumps(config))
     (quantized / "model.safetensors").write_bytes(b"never fetched")
     demo.gated = True
-    with serving(some__demo=demo, some__gptq=Repository(quantized)) as hub:
+    with serving(some__demo=demo, some__hqq=Repository(quantized)) as hub:
         for arguments, said in (
             (["pull", "some/none"], "is not at http://127.0.0.1"),
             (["pull", "some/demo"], "is gated: accept its terms at"),
             (["pull", "demo"], "is no name on the Hub"),
-            (["pull", "some/gptq"], "quantization_config says 'gptq', 4 bits, and such weights can't be read"),
+            (["pull", "some/hqq"], "quant_method is 'hqq'; accepted: gptq, awq"),
             (["info", "--model", "some/demo"], "is gated"),
         ):
             done = here(hub, *arguments)

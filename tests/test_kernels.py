@@ -99,15 +99,6 @@ def test_heads_times_splits_divide_evenly(n_threads: int, monkeypatch: pytest.Mo
         assert launch.token_splits(heads, 1) == 1
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 7])
-def test_token_spans_cover_the_range_once(splits: int) -> None:
-    for t0, t1 in [(0, 1), (0, 64), (3, 64), (63, 65), (5, 500), (64, 640), (100, 100)]:
-        spans = [launch.token_span(t0, t1, splits, i) for i in range(splits)]
-        tokens = [t for start, end in spans for t in range(start, end)]
-        assert tokens == list(range(t0, t1))
-        assert all(start % 64 == 0 for start, end in spans if t0 < start < end)
-
-
 def test_settings_of_libgomp_are_not_left_in_the_environment() -> None:
     threads.configure()
     assert os.environ.get("GOMP_SPINCOUNT") == SPINCOUNT

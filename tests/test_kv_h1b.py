@@ -52,7 +52,7 @@ def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, 
     got = cache.attend(q[:, -9:], k[:, -9:], v[:, -9:])
     values = v.astype(np.float16).astype(float) if cache.knobs.f16_values else four_bits(v)
     expected = binary_attention(q[:, -9:], k, values, cache.sketch.projection, tau.astype(float))
-    np.testing.assert_allclose(got, expected, atol=2e-5)
+    np.testing.assert_allclose(got, expected, atol=1e-4)  # weights of 4-bit values in 16 bits: 6.9e-5 measured
 
 
 @pytest.mark.parametrize("b", [64, 192, 512])

@@ -15,6 +15,7 @@ from packed_cases import BASE, F8, MODELS, save, write
 from edgekv import Session
 from edgekv.checkpoint.packed.methods import unpacked
 from edgekv.checkpoint.tensors import TensorFile, TensorSet
+from edgekv.cli import main
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
@@ -123,6 +124,19 @@ def test_zero_points_on_every_path(name: str, device: OnDevice, tmp_path: pathli
     np.testing.assert_allclose(rows[2], rows[0], atol=2e-4, rtol=0)
     error = np.linalg.norm(rows[1] - rows[0]) / np.linalg.norm(rows[0])
     assert error < 0.06, error  # measured: 0.035 to 0.045, as much without zero points as with them
+
+
+def test_info_names_what_it_sees(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write("awq", tmp_path)[0]
+    assert main(["info", "--model", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["model_type"], facts["quantized"], facts["auto_weights"]) == ("llama", "AWQ 4-bit", "awq")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_moe"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["info", "--model", str(folder)]) == 2
+    assert (
+        "architecture 'qwen3_moe' is not supported; supported model_type values: gemma2" in capsys.readouterr().err
+    )
 
 
 def test_int4_blocks_can_be_asked_for_in_8_bits(tmp_path: pathlib.Path) -> None:

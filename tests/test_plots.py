@@ -93,7 +93,7 @@ def test_tables_fit_and_name_schemes_in_full() -> None:
         lines = narrow.splitlines()
         assert max(map(len, lines)) <= WIDTH
     text = evaluate.table(qualities(), 8192)
-    assert "bitplane:threshold=0.0005 " in text
+    assert "kivi2:bits=4 " in text
     assert "h1b:fit=head " in text
     assert "top1 late" not in text
     assert "top1 late" in evaluate.table(qualities(), 8192, wide=True)

@@ -224,6 +224,12 @@ TEXTS: dict[
     ),
     "a mark in the middle": ("hermes", "I say <think> often", ["I say <think> often"]),
     "mistral": ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]", [("weather", ARGUMENTS)] * 2),
+    "mistral, names": (
+        "mistral-args",
+        f'Well.[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{CALL[33:-1]}[TOOL_CALLS]f[ARGS]{{"a": {{"b": 1}}}}',
+        ["Well.", ("weather", ARGUMENTS), ("f", {"a": {"b": 1}})],
+    ),
+    "mistral, cut off": ("mistral-args", "[TOOL_CALLS]weath", ["[TOOL_CALLS]weath"]),
     "llama": ("llama3", CALL.replace("arguments", "parameters"), [("weather", ARGUMENTS)]),
     "llama, text": ("llama3", "The set {1, 2}", ["The set {1, 2}"]),
     "llama, no call": ("llama3", '{"a": 1}', ['{"a": 1}']),
@@ -292,6 +298,8 @@ def test_grammars(session: Session, form: str, forced: bool, several: bool) -> N
     grammar = tools_grammar(Tools(functions(), functions(), forced, several), kind, {})
     good = f'{{"name": "weather", "{kind.key}": {{"city":"Paris","days":3}}}}'
     whole = f"{kind.begin}{kind.opening}{good}{kind.closing}"
+    if kind.args:
+        whole = f'{kind.begin}weather{kind.args}{{"city":"Paris","days":3}}'
     assert accepts(session, grammar, whole)
     assert not accepts(session, grammar, whole.replace("Paris", "Rome"))
     assert not accepts(session, grammar, whole.replace("weather", "whether"))
@@ -367,6 +375,7 @@ def test_what_templates_are_given(session: Session, tmp_path: pathlib.Path) -> N
 def test_the_formats_of_known_templates() -> None:
     assert find_format(TEMPLATE) is TOOL_FORMATS["hermes"]
     assert find_format("{{ '[TOOL_CALLS]' }}") is TOOL_FORMATS["mistral"]
+    assert find_format("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}") is TOOL_FORMATS["mistral-args"]
     assert find_format("""{% if tools %}{{ '"parameters": ' }}{% endif %}""") is TOOL_FORMATS["llama3"]
 
 

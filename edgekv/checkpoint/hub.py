@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from edgekv.checkpoint.hub_name import HubName
+from edgekv.checkpoint.packed.methods import packing
 from edgekv.checkpoint.source import GGUF, INDEX, SINGLE, TOKENIZER_FILES, read_config
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.machine import format_bytes
@@ -119,7 +120,9 @@ class _Pull:
         else:
             with _no_bars(self.hub):
                 self._get([_required(self.name, CONFIG, sizes)], about.sha)
-                architecture(read_config(self._path(CONFIG, about.sha)))
+                said = read_config(self._path(CONFIG, about.sha))
+                architecture(said)
+                packing(said)
                 self._get([file for file in (*WANTED, INDEX) if file in sizes], about.sha)
             files = self._weights(sizes, about.sha)
         self._announce({file: sizes[file] for file in files}, about.sha)

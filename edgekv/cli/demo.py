@@ -27,7 +27,7 @@ from edgekv.quality.demo import Demo, Trial
 from edgekv.session.session import Session
 
 MODEL, PROSE = "demo", "demo/prose.txt"
-SCHEMES = "kivi2,onebit"
+SCHEMES = "kivi2,planes"
 LABEL, COLUMN = 17, 20  # widths, in characters
 
 
@@ -173,14 +173,15 @@ def _shown(value: Any, form: Callable[[Any], str]) -> str:
 
 def _picture(trials: Sequence[Trial]) -> str:
     """Bars of the caches' bytes."""
-    room = min(shutil.get_terminal_size().columns, 100) - 44
+    width = max(len(trial.kv) for trial in trials) + 2
+    room = max(10, min(shutil.get_terminal_size().columns, 100) - width - 32)
     largest = max(trial.cache_bytes or 0 for trial in trials)
     lines = ["", "the cache of this text"]
     for trial in trials:
         size = trial.cache_bytes or 0
         bar = "█" * max(1, round(room * size / largest))
         saved = "" if size == largest else f", {largest / size:.1f} times smaller"
-        lines.append(f"  {trial.kv[:14]:<15}{bar} {format_bytes(size)}{saved}")
+        lines.append(f"  {trial.kv:<{width}}{bar} {format_bytes(size)}{saved}")
     return "\n".join(lines)
 
 

@@ -6,8 +6,9 @@ import re
 
 from edgekv.errors import EdgeKVError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.choice import AUTO, SMALLER
+from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
+from edgekv.quality.figures import recommended
 from edgekv.quality.verdicts import Verdicts
 from edgekv.session.report import RunReport
 from edgekv.session.session import Session
@@ -52,14 +53,17 @@ def ends_sentence(text: str) -> bool:
 
 
 def smaller_scheme(session: Session) -> tuple[str, int] | None:
-    """The smallest scheme that passed its gate for this model, else SMALLER, and the bytes that it would take.
+    """The smallest scheme that passed its gate for this model, else the demo model's, and the bytes it would take.
 
-    None where that is not much less than the session's cache takes.
+    None where that is not known, or not much less than the session's cache takes.
     """
     verdicts = Verdicts(session.model)
     remembered = {text: verdicts.verdict(CacheSpec.parse(text)) for text in reversed(AUTO)}
     passed = [text for text, verdict in remembered.items() if verdict and not verdict.failures]
-    spec = CacheSpec.parse(passed[0] if passed else SMALLER)
+    name = passed[0] if passed else recommended()
+    if name is None:
+        return None
+    spec = CacheSpec.parse(name)
     try:
         size = spec.planned_bytes(session.config, session.plan.ctx)
     except EdgeKVError:  # a scheme that can't have the model's shape

@@ -48,7 +48,6 @@ def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architectur
             f"config.json: architecture {shown(named)} is not supported; supported model_type values: "
             f"{', '.join(sorted(MODELS))}"
         )
-    _require_plain_weights(raw)
     family = MODELS[model_type]
     prefixes = [p for p in family.prefixes if tensors is None or p + family.probe in tensors]
     if not prefixes:
@@ -57,21 +56,6 @@ def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architectur
             f"it is not the {model_type} model that its config.json describes"
         )
     return family(family.read_config(raw), prefixes[0])
-
-
-def _require_plain_weights(raw: Raw) -> None:
-    """ConfigError for a checkpoint that was quantised for other programs (GPTQ, AWQ, bitsandbytes, FP8)."""
-    how = raw.get("quantization_config") or raw.get("compression_config")
-    if not how:
-        return
-    facts = how if isinstance(how, dict) else {}
-    method, bits = facts.get("quant_method", "an unnamed method"), facts.get("bits", facts.get("w_bit"))
-    width = f", {shown(bits)} bits" if bits else ""
-    raise ConfigError(
-        f"config.json: quantization_config says {shown(method)}{width}, and such weights can't be read; give the "
-        "original checkpoint (weights='int4' quantizes it here) or a GGUF file",
-        field="model",
-    )
 
 
 def unexpected(arch: Architecture, names: Iterable[str]) -> list[str]:

@@ -148,6 +148,21 @@ class Decoder:
             return self.step(tokens[0], caches)[None]
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
+    def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[KVCache]]) -> F32:
+        """Logits (n, vocab): `step` of n conversations, a token each, in one pass of the linear layers."""
+        starts = [caches[0].n_seen for caches in conversations]
+        x = np.concatenate([self.embed((token,), start) for token, start in zip(tokens, starts, strict=True)])
+        rotations = [self._ropes.at(start, 1) for start in starts]
+        q, k, v = self._qkv_buffers("step", 1)
+        merged = self.workspace.array("together", (len(tokens), self.config.q_size))
+        for i in range(self.config.n_layers):
+            qkv = self.linear.attention_in(i, x)
+            for j, caches in enumerate(conversations):
+                self._split(i, qkv[j : j + 1], rotations[j][i], q, k, v)
+                merged[j : j + 1] = self._merge(caches[i].attend(q, k, v))
+            x = self.linear.attention_out(i, x, merged)
+        return self.head(x)
+
     def forward(self, x: F32, caches: Sequence[KVCache]) -> F32:
         """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
         n, start = len(x), caches[0].n_seen

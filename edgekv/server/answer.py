@@ -131,6 +131,8 @@ class AnswerReader:
     def _between(self, last: bool) -> bool:
         """Behind the mark of a call, or between calls: the next brace begins one."""
         assert self._form is not None
+        if self._form.args:
+            return self._named(self._form, last)
         closing = self._form.closing.strip()
         text = self._held.lstrip(" \r\n\t,;[]")
         if closing and text.startswith(closing):
@@ -144,6 +146,23 @@ class AnswerReader:
         if text:
             self._read = self._content
         return bool(text)
+
+    def _named(self, form: ToolFormat, last: bool) -> bool:
+        """A bare name, and a mark behind which its arguments stand."""
+        name, found, after = self._held.partition(form.args)
+        if found:
+            self._call, self._read = _Call(bare=True), self._calling
+            self._call.number = self._begin(name.partition("[CALL_ID]")[0].strip())
+            self._held = after.lstrip()
+            return True
+        if last:
+            self._held, self._read = form.begin + self._held, lambda last: self._all_content()
+        return last
+
+    def _all_content(self) -> bool:
+        self._tell(Content(self._held))
+        self._held = ""
+        return False
 
     def _calling(self, last: bool) -> bool:
         assert self._call is not None
@@ -161,7 +180,7 @@ class AnswerReader:
             return False
         if call.number is None:
             self._whole(call.text)
-        self._call, self._read = None, self._between
+        self._call, self._read = None, self._content if call.bare else self._between
         return True
 
     def _whole(self, text: str) -> None:
@@ -201,8 +220,9 @@ class AnswerReader:
 class _Call:
     """The JSON object of one call as it grows."""
 
-    def __init__(self) -> None:
-        self.text = ""
+    def __init__(self, bare: bool = False) -> None:
+        """bare: the object is the arguments alone."""
+        self.text, self.bare = "", bare
         self.number: int | None = None  # once its name is known
         self.told = 0  # characters of the text of which all is said
         self.depth = 0
@@ -225,7 +245,7 @@ class _Call:
                 self.depth += 1
             elif letter in "}]":
                 self.depth -= 1
-                if self.depth == 1 and self.arguments_end is None:
+                if self.depth == 1 and self.arguments_end is None and not self.bare:
                     self.arguments_end = len(self.text) + i + 1
                 if self.depth == 0:
                     return i + 1

@@ -106,9 +106,7 @@ class Answering:
             n_kept = self._remember(session, made)
             usage = self._count(session.report(), n_held + n_new, joules, watts)
         out.end(n_kept)
-        return Done(
-            job.index, made[-1].finish_reason or "length", usage, timings.latest() if ask.timings else None
-        )
+        return Done(job.index, made[-1].finish_reason or "length", usage, timings.end() if ask.timings else None)
 
     def _constraint(self, ask: Ask, session: Session) -> Constraint | None:
         tokenizer, vocab_size = self._prompts.tokenizer, session.config.vocab_size

@@ -66,6 +66,11 @@ class Timings:
             **self._bytes,
         }
 
+    def end(self) -> dict[str, Any]:
+        """After the last token."""
+        self._due(at_once=True)
+        return self.latest()
+
     def _due(self, at_once: bool) -> bool:
         """Counts the bytes where that was not done a moment ago; whether it was done now."""
         now = time.perf_counter()

@@ -14,7 +14,7 @@ from edgekv.session.grammar import COMPACT
 
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
-    """A call is begin, opening, {"name": ..., KEY: {...}}, closing.
+    """A call is begin, opening, {"name": ..., KEY: {...}}, closing; or, with ``args``: begin, name, args, {...}.
 
     begin: the mark of a call; "": the answer is a call where it begins with a brace. key: of the arguments.
     separator: between calls behind one mark; None: each has its own.
@@ -25,14 +25,16 @@ class ToolFormat:
     key: str
     closing: str
     separator: str | None = None
+    args: str = ""
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>"),  # Hermes, Qwen, SmolLM
     "mistral": ToolFormat("[TOOL_CALLS]", "[", "arguments", "]", separator=", "),
+    "mistral-args": ToolFormat("[TOOL_CALLS]", "", "arguments", "", args="[ARGS]"),  # since Mistral Small 3.2
     "llama3": ToolFormat("", "", "parameters", ""),
 }
-MARKS = (*(form.begin for form in TOOL_FORMATS.values() if form.begin), "<think>", "</think>")
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<think>", "</think>")
 INSTRUCTIONS = """\
 You may call one or more of these functions, given by their JSON schemas:
 {tools}
@@ -43,7 +45,7 @@ To call a function answer with its name and its arguments as JSON, and nothing a
 def find_format(template: str) -> ToolFormat:
     """That of the model whose chat template's source is given."""
     if "[TOOL_CALLS]" in template:
-        return TOOL_FORMATS["mistral"]
+        return TOOL_FORMATS["mistral-args" if "[ARGS]" in template else "mistral"]
     if "tools" in template and '"parameters": ' in template and "<tool_call>" not in template:
         return TOOL_FORMATS["llama3"]
     return TOOL_FORMATS["hermes"]
@@ -65,7 +67,10 @@ def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
 
 
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat) -> list[dict[str, Any]]:
-    """The messages with tools, calls and their results in words, for a template that knows none of these."""
+    """The messages with tools, calls and their results in words, for a template that knows none of these.
+
+    The tools stand in the first question: some templates take no system message.
+    """
     plain: list[dict[str, Any]] = []
     for message in messages:
         content, calls = message["content"], message.get("tool_calls", ())
@@ -79,14 +84,16 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: T
     if tools is not None:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in declared(tools.functions))
         told = INSTRUCTIONS.format(tools=lines, example=_written("NAME", {"ARGUMENT": "VALUE"}, form))
-        if plain[0]["role"] == "system":
-            plain[0] = {"role": "system", "content": f"{plain[0]['content']}\n\n{told}"}
-        else:
-            plain.insert(0, {"role": "system", "content": told})
+        first = next((i for i, message in enumerate(plain) if message["role"] == "user"), None)
+        if first is None:
+            return [*plain, {"role": "user", "content": told}]
+        plain[first] = {"role": "user", "content": f"{told}\n\n{plain[first]['content']}"}
     return plain
 
 
 def _written(name: str, arguments: Any, form: ToolFormat) -> str:
+    if form.args:
+        return f"{form.begin}{name}{form.args}{json.dumps(arguments, ensure_ascii=False)}"
     call = json.dumps({"name": name, form.key: arguments}, ensure_ascii=False)
     return f"{form.begin}{form.opening}{call}{form.closing}"
 
@@ -98,10 +105,12 @@ def tools_grammar(
 
     marks: of special tokens, by id. schema: of the text where there is no call.
     """
-    token = next((f"<[{i}]>" for i, mark in marks.items() if mark == form.begin), None)
+    tokens = {mark: f"<[{i}]>" for i, mark in marks.items()}
+    token = tokens.get(form.begin)
     begin = token or (_quoted(form.begin) if form.begin else "")
     rules = [f"body: {_joined(_quoted(form.opening), _calls(tools, form), _quoted(form.closing))}"]
-    rules += [_function_rule(i, function, form) for i, function in enumerate(tools.callable)]
+    args = tokens.get(form.args) or _quoted(form.args)
+    rules += [_function_rule(i, function, form, args) for i, function in enumerate(tools.callable)]
     if tools.forced or schema is not None:
         more = " call*" if tools.several and form.begin and form.separator is None else ""
         rules += [f"call: {_joined(begin, 'body')}"]
@@ -124,7 +133,10 @@ def _calls(tools: Tools, form: ToolFormat) -> str:
     return one
 
 
-def _function_rule(i: int, function: Function, form: ToolFormat) -> str:
+def _function_rule(i: int, function: Function, form: ToolFormat, args: str) -> str:
+    if form.args:
+        schema = _compact({"type": "object", **(function.parameters or {})})
+        return f"fn_{i}: {_quoted(function.name)} {args} %json {schema}"
     head = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
     return f'fn_{i}: {_quoted(head)} %json {_compact({"type": "object", **(function.parameters or {})})} "}}"'
 

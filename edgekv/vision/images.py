@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no EPS: Pillow would run Ghostscript
 MAX_PIXELS = 64_000_000
+MAX_FILE_BYTES = 256 << 20
 PLAIN_MODES = ("RGB", "L", "1", "P")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
@@ -57,9 +58,17 @@ def require_pillow() -> Any:
 
 
 def _from_file(path: pathlib.Path) -> Picture:
+    require_pillow()
     if not path.is_file():
         raise ImageError(f"{path}: {'is no file' if path.exists() else 'does not exist'}; give an image file")
-    return _opened(path, str(path))
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ImageError(f"{path}: can't be read ({error.strerror})") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ImageError(f"{path}: has more than {MAX_FILE_BYTES >> 20} MiB; make it smaller first")
+    return picture_of(data, str(path))
 
 
 def picture_of(data: bytes, name: str) -> Picture:
@@ -67,7 +76,8 @@ def picture_of(data: bytes, name: str) -> Picture:
     return _opened(io.BytesIO(data), name)
 
 
-def _opened(source: pathlib.Path | io.BytesIO, name: str) -> Picture:
+def _opened(source: io.BytesIO, name: str) -> Picture:
+    """From memory: Pillow reads as many bytes as a chunk says, which a file's reader takes memory for."""
     pil = require_pillow()
     try:
         with warnings.catch_warnings():

@@ -34,21 +34,31 @@ def unpacked(tensors: TensorSet, config: Mapping[str, Any]) -> TensorSet:
 
     Raises ConfigError for a method that can't be read, CheckpointError for tensors that do not fit it.
     """
+    method = packing(config)
+    if method is None:
+        return tensors
+    parts = Parts(tensors)
+    if method == "mlx":
+        ours = config["quantization"]
+        packed = mlx(parts, settings_of(ours, "quantization"), ours)
+    else:
+        packed = METHODS[method](parts, settings_of(config["quantization_config"], "quantization_config"))
+    held = PackedTensors(tensors, packed, method, PLAIN)
+    held.hide(IGNORED)
+    return TensorSet([held])
+
+
+def packing(config: Mapping[str, Any]) -> str | None:
+    """A name of METHODS, or mlx; None: plain weights. Raises ConfigError for a method that can't be read."""
     raw, ours = config.get("quantization_config"), config.get("quantization")
     method = raw.get("quant_method") if isinstance(raw, dict) else None
     if raw is None and ours is None:
-        return tensors
-    parts = Parts(tensors)
+        return None
     if method is None and isinstance(ours, dict):
-        method = "mlx"
-        packed = mlx(parts, settings_of(ours, "quantization"), ours)
-    elif not isinstance(method, str) or method not in METHODS:
+        return "mlx"
+    if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(
             f"config.json: quantization_config: quant_method is {shown(method)}; accepted: {', '.join(METHODS)}, "
             "and mlx's quantization"
         )
-    else:
-        packed = METHODS[method](parts, settings_of(raw, "quantization_config"))
-    held = PackedTensors(tensors, packed, method, PLAIN)
-    held.hide(IGNORED)
-    return TensorSet([held])
+    return method

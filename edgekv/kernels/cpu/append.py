@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
@@ -32,10 +31,7 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
         *(address_of(stores[0]), address_of(stores[1]), put_key.address, put_value.address),
         *(address_of(k), address_of(v), n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
     )
-    if k.size * max(1, n_bytes) < launch.MIN_PARALLEL_WORK or threads.count() == 1:
-        _append_heads(0, n_groups, args)
-    else:
-        threads.run_parallel(_append_parallel, threads.count(), n_groups, args)
+    launch.run(_append_heads, _append_parallel, n_groups, k.size * max(1, n_bytes), args)
 
 
 @jit

@@ -18,7 +18,7 @@ from edgekv.types import F32, U8, U16, U32
 LANES = simd.LANES
 WORD_TOKENS, WORD_BYTES = 32, 4
 HALVES_AHEAD = 2048  # of the levels: two groups of head_dim 128 and three to come
-LINE_WORDS, LINE_HALVES = 16, 32  # to a cache line
+LINE_HALVES = 32  # to a cache line
 ZERO, HALF, TWO = np.array([0, 0.5, 2], np.float32)
 ONE_BIT, NO_BITS = np.uint32(1), np.uint32(0)
 

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu.jit import jit
 
 # Multiply-adds (10 to 50 per nanosecond and core) below which waking threads costs more than it saves.
 MIN_PARALLEL_WORK = 1 << 19
@@ -32,16 +30,6 @@ def token_splits(n_kv_heads: int, work: int) -> int:
     if work < MIN_PARALLEL_WORK:
         return 1
     return threads.count() // gcd(n_kv_heads, threads.count())
-
-
-@jit
-def token_span(t0: int, t1: int, splits: int, split: int) -> tuple[int, int]:
-    """Tokens of one piece of t0..t1: pieces meet at block borders."""
-    base = t0 // BLOCK
-    n_blocks = (t1 + BLOCK - 1) // BLOCK - base
-    first = base + n_blocks * split // splits
-    last = base + n_blocks * (split + 1) // splits
-    return max(t0, first * BLOCK), min(t1, last * BLOCK)
 
 
 def flat(x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,8 +97,7 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
         longest = max(longest, block)
         scratch_bytes = max(scratch_bytes, pair.scratch_bytes)
     work = n_groups * rows * head_dim * n_tokens
-    n_threads = threads.count() if work >= launch.MIN_PARALLEL_WORK else 1
-    splits = n_threads // gcd(n_groups, n_threads)
+    splits = launch.token_splits(n_groups, work)
     scratch_at = place + aligned_size(4 * rows * longest)
     item_bytes = scratch_at + scratch_bytes
     kept_address = 0
@@ -115,7 +113,8 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
         *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes, out_at, place, scratch_at),
         *(kept_address, column, column > 0),
     )
-    return Plan(plan, runs, n_groups * splits, n_groups, n_threads > 1 and n_groups * splits > 1, alive)
+    parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
+    return Plan(plan, runs, n_groups * splits, n_groups, parallel, alive)
 
 
 def _pair_plan(segment: Segment, rows: int) -> PairPlan:

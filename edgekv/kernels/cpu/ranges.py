@@ -38,15 +38,15 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     item_bytes = prepared + aligned_size(loops.scratch(codec, rows))
     store, block = store_numbers(loops, codec), loops.block(codec)
     pieces = -(-t1 // block) - t0 // block
-    parallel = queries.size * (t1 - t0) >= launch.MIN_PARALLEL_WORK and threads.count() > 1
-    splits = min(threads.count(), max(pieces, 1)) if parallel else 1
+    work = queries.size * (t1 - t0)
+    splits = min(threads.count(), max(pieces, 1)) if work >= launch.MIN_PARALLEL_WORK else 1
     args = (
         *(rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
         *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s)),
         *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("ranges.scores", n_groups * splits * item_bytes)),
         *(item_bytes, prepared),
     )
-    _run(_score_items, _score_parallel, n_groups * splits, parallel, args)
+    launch.run(_score_items, _score_parallel, n_groups * splits, work, args)
 
 
 def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
@@ -58,20 +58,12 @@ def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     own = aligned_size(4 * rows * width)
     item_bytes = own + aligned_size(loops.scratch(codec, rows))
     store = store_numbers(loops, codec)
-    parallel = out.size * (t1 - t0) >= launch.MIN_PARALLEL_WORK and threads.count() > 1
     args = (
         *(rows, head_dim, t0, t1, loops.block(codec), address_of(store), address_of(p)),
         *(p.strides[0] // 4, p.strides[1] // 4, loops.add.address, loops.finish.address if loops.finish else 0),
         *(address_of(out), width, scratch_memory("ranges.sums", n_groups * item_bytes), item_bytes, own),
     )
-    _run(_sum_items, _sum_parallel, n_groups, parallel, args)
-
-
-def _run(items: Any, in_parallel: Any, n_items: int, parallel: bool, args: Args) -> None:
-    if parallel and n_items > 1:
-        threads.run_parallel(in_parallel, threads.count(), n_items, args)
-    else:
-        items(0, n_items, args)
+    launch.run(_sum_items, _sum_parallel, n_groups, out.size * (t1 - t0), args)
 
 
 @fast_jit

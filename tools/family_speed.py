@@ -1,0 +1,61 @@
+"""CPU time of a token in each family's shape, beside a Llama of the same sizes, in turns.
+
+usage: python tools/family_speed.py [SHAPE ...]      (default: one of each family)
+
+Random int4 weights, 4 layers, a vocabulary of 32,000, 500 tokens in a dense cache, one thread; the mean of the
+fastest 6 of 30 steps by the thread's own clock, which other processes disturb less than the wall's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from edgekv.checkpoint.shapes import load_shape
+from edgekv.kernels import numba_kernels
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import KVCache
+from edgekv.linear.formats import WEIGHTS
+from edgekv.linear.onnx import OrtLinear
+from edgekv.linear.random import random_store
+from edgekv.machine import blas_threads
+from edgekv.models.decoder import Decoder
+
+SHAPES = ("gemma2-2b", "gemma3-1b", "phi3-mini-4k", "smollm3-3b", "olmo2-1b", "granite3.3-2b", "ministral3-3b")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+MORE_SIZES = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "max_position_embeddings")
+DEPTH, STEPS, FASTEST = 500, 30, 6
+
+
+def opened(config: dict[str, Any]) -> tuple[Decoder, list[KVCache]]:
+    """A decoder of random weights and caches that hold DEPTH tokens."""
+    store = random_store(config, WEIGHTS["int4"])
+    decoder = Decoder(store, OrtLinear(store, 1), numba_kernels(1), DEPTH + STEPS, 1)
+    caches = CacheSpec.parse("dense").layers(decoder.config, DEPTH + STEPS)
+    for cache in caches:
+        cache.allocate(decoder.kernels, decoder.workspace)
+    with blas_threads(1):
+        decoder.prefill(decoder.embed([1] * DEPTH, 0), caches)
+    return decoder, caches
+
+
+def main() -> None:
+    for name in sys.argv[1:] or SHAPES:
+        config = load_shape(name, 4) | {"vocab_size": 32000}
+        llama = {key: config[key] for key in (*SIZES, *MORE_SIZES) if key in config} | {"model_type": "llama"}
+        models, times = [opened(each) for each in (config, llama)], np.empty((2, STEPS))
+        for step in range(STEPS):
+            for k, (decoder, caches) in enumerate(models):
+                with blas_threads(1):
+                    begin = time.thread_time()
+                    decoder.step(1, caches)
+                    times[k, step] = 1e3 * (time.thread_time() - begin)
+        own, plain = np.sort(times, axis=1)[:, :FASTEST].mean(axis=1)
+        print(f"| `{name}` | {own:.1f} ms | {plain:.1f} ms | x{own / plain:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

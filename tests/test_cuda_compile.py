@@ -33,7 +33,7 @@ KEYS = {
     "rows": {"KEYS": "RowKeys<u16>"},
     "signs": {"KEYS": "SignKeys", "KEY_DIM": 256},
     "columns": {"KEYS": "ColumnKeys<4>", "KEY_SCALES": "SCALE_PER_TOKEN", "KEY_BLOCK": 32},
-    "centred": {"KEYS": "CentredKeys", "PLANES": 5},
+    "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1},
     "huffman": {"KEYS": "HuffmanKeys", **HUFFMAN},
     "fier": {"KEYS": "FierKeys", "GROUP": 32},
 }
@@ -80,8 +80,7 @@ PROGRAMS = {
         f"packed_linear-{bits}-{rows}": program(
             ("activations", "packed_linear"), WEIGHT_BITS=bits, BLOCK=32, ROWS=rows, MOST_CHUNKS=MOST_CHUNKS[-1]
         )
-        for bits in (4, 8)
-        for rows in (2, 4)
+        for bits, rows in ((4, 2), (4, 4), (8, 2))
     },
     "gather": program(("gather",), ROWS=4, KEY_DIM=128, **dict(GATHER)),
     **{

@@ -73,7 +73,7 @@ def packed_matvec(
     first. gate: (n, rows / 2), the first half of the rows through the activation of this number, times the second.
     """
     rows, n = codes.shape[0], x.size // columns
-    at_once = 4 if rows >= 8 * PACKED_WARPS * driver.multiprocessors else 2
+    at_once = 4 if bits == 4 and rows >= 8 * PACKED_WARPS * driver.multiprocessors else 2
     most = next(size for size in MOST_CHUNKS if size >= _chunks(bits, scales, block))
     macros = ("WEIGHT_BITS", bits), ("BLOCK", block), ("ROWS", at_once), ("MOST_CHUNKS", most)
     program = Program(("activations", "packed_linear"), macros)

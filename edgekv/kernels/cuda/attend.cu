@@ -127,7 +127,7 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
 // out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights; or one array gets their sum. whole (G,
 // ROWS, 2) gets the maximum and the sum of all weights. Scratch: ends (G, blocks, ROWS, 2),
 // the maximum and the sum of weights that a block found, and sums (G, blocks, ROWS, HEAD_DIM). done (G): zeros, left so.
-#define BLOCKS_AT_ONCE (ROWS == 1 ? 4 : 2)  // of a processor: how many registers there are to a thread
+#define BLOCKS_AT_ONCE (ROWS > 1 ? 2 : __CUDA_ARCH__ < 700 ? 3 : 4)  // of a processor: how many registers there are to a thread
 #define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 attend(const float* q, const void* codes, const float* scale,

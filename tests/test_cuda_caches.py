@@ -92,17 +92,19 @@ def test_attention_of_one_token_is_one_launch(text: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_a_replayed_step_needs_nothing_but_the_position(name: str) -> None:
-    """`steady_tokens` promises that a step changes counters alone; `skip` changes them as appending does."""
+def test_a_steady_step_changes_counters_alone(name: str) -> None:
+    """`advance` changes them as appending does, until `tidy` is due."""
     cache = make(SMALL.get(name, name), "gqa", numpy_kernels(), Workspace())
     cache.attend(*draw("gqa", 70, 0))
-    n = cache.steady_tokens()
-    assert 0 <= n <= CAPACITY - 70
-    before = cache.state().counters
-    for seed in range(min(n, 3)):
-        expected = {k: v + (k in ("n_seen", "n_recent")) for k, v in cache.state().counters.items()}
+    for seed in range(CAPACITY - 70):
+        if not cache.is_steady():
+            continue
+        before = cache.state().counters
+        cache.advance(1)
+        expected, is_due = cache.state().counters, cache.tidy_is_due()
+        cache.advance(-1)
+        assert cache.state().counters == before
         cache.attend(*draw("gqa", 1, seed))
-        assert cache.state().counters == expected
-        assert cache.steady_tokens() == n - seed - 1
-    cache.advance(-min(n, 3))
-    assert cache.state().counters == before
+        assert (cache.state().counters != expected) == is_due
+        assert not cache.tidy_is_due()
+    assert not cache.is_steady()

@@ -25,13 +25,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import cupy  # noqa: E402
 import gpu_decode  # noqa: E402
 import gpu_measure  # noqa: E402
+import gpu_prompt  # noqa: E402
 
 from edgekv.checkpoint.shapes import load_shape  # noqa: E402
 
 DEPTHS = (8192, 32768)
 SCHEMES = ("dense", "h1b", "onebit", "bitplane", "kivi2", "int4", "kvcomp", "fier", "quest")
 LONG = (("dense", 131072), ("h1b", 131072), ("onebit", 131072))  # one layer's worth
-WHOLE = ("dense", "h1b", "onebit", "bitplane", "kivi2", "kvcomp")
+WHOLE = (
+    *((text, 8192) for text in ("dense", "h1b", "onebit", "planes", "bitplane", "kivi2", "kvcomp")),
+    *((text, 32768) for text in ("dense", "h1b", "onebit", "planes")),
+)
 BOARDS = {"Jetson Nano, 25.6 GB/s": 25.6e9, "Orin Nano, 68 GB/s": 68e9, "Orin Nano Super, 102 GB/s": 102e9}
 TEST_SECONDS = 200
 
@@ -168,23 +172,57 @@ def weights(gpu: gpu_measure.Gpu, log: Log) -> None:
     log.table("weights", ("form", "us", "bytes", "GB/s"), rows())
 
 
+def prompts(gpu: gpu_measure.Gpu, log: Log) -> None:
+    """One layer's attention over a whole prompt, and one matrix of 4,096 x 11,008 times it."""
+
+    def rows() -> Iterable[Sequence[object]]:
+        for n in gpu_decode.PROMPTS:
+            seconds, operations = gpu_prompt.attention(gpu, n)
+            yield "attention", f"{n:,}", f"{seconds * 1e6:.0f}", f"{operations / seconds / 1e12:.0f} TFLOP/s"
+            other = attempt(gpu_prompt.torch_attention, n)
+            if other:
+                speed = f"{operations / other / 1e12:.0f} TFLOP/s"
+                yield "PyTorch's scaled_dot_product_attention", f"{n:,}", f"{other * 1e6:.0f}", speed
+            for what, seconds, amount in gpu_prompt.products(gpu, n):
+                unit, size = ("GB/s", 1e9) if "weights" in what else ("TFLOP/s", 1e12)
+                yield what, f"{n:,}", f"{seconds * 1e6:.0f}", f"{amount / seconds / size:,.0f} {unit}"
+
+    log.table("prompts", ("what", "tokens", "us", "speed"), rows())
+
+
 def whole(gpu: gpu_measure.Gpu, log: Log) -> None:
-    """Llama 2 7B's shape, random int4 weights, 8,192 tokens in the cache."""
+    """Llama 2 7B's shape, random int4 weights, some tokens in the cache."""
     results = []
 
     def rows() -> Iterable[Sequence[object]]:
-        for r in gpu_decode.end_to_end(gpu, load_shape("llama2-7b"), WHOLE, 8192):
+        for r in gpu_decode.end_to_end(gpu, load_shape("llama2-7b"), WHOLE):
             results.append(r)
             if "ms" in r:
-                yield r["scheme"], f"{r['ms']:.1f}", *[""] * 6
+                yield r["scheme"], f"{r['depth']:,}", f"{r['ms']:.1f}", *[""] * 6
                 continue
             energy = "" if r["mj_per_token"] is None else f"{r['mj_per_token']:.0f}"
             yield (
-                *(f"`{r['scheme']}`", f"{r['ms_per_token']:.3f}", f"{r['ms_per_token_mean']:.3f}", energy),
+                *(
+                    f"`{r['scheme']}`",
+                    f"{r['depth']:,}",
+                    f"{r['ms_per_token']:.3f}",
+                    f"{r['ms_per_token_mean']:.3f}",
+                    energy,
+                ),
                 *(r["tokens"], r["replayed"], f"{r['bytes']:,}", f"{r['gb_per_s']:,.0f}"),
             )
 
-    head = ("scheme", "ms/token, median", "mean", "mJ/token", "tokens", "replayed", "bytes read", "GB/s")
+    head = (
+        "scheme",
+        "tokens before",
+        "ms/token, median",
+        "mean",
+        "mJ/token",
+        "tokens",
+        "replayed",
+        "bytes read",
+        "GB/s",
+    )
     log.table("whole", head, rows())
     log.facts["whole"] = results
 
@@ -206,6 +244,7 @@ SECTIONS = {
     "weights": weights,
     "attention": attention,
     "torch": torch,
+    "prompts": prompts,
     "whole": whole,
     "profile": profile,
 }

@@ -41,7 +41,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", metavar="PATH", help="a tokenizer file or folder, if not beside the model")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
-    parser.add_argument("--device", default="cpu", help="cpu or numpy")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or numpy")
 
 
 def open_input(arguments: argparse.Namespace) -> EvalInput:

@@ -34,10 +34,10 @@ def _execute(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    specs = CacheSpec.parse_list(arguments.kv or "all")
     if arguments.plot:
         require_matplotlib()
     measured = open_input(arguments)
+    specs = measured.schemes(arguments.kv)
     with Bars() as bars:
         decoder, ctx = measured.load(arguments.ctx, bars.update)
         results = evaluate(

@@ -97,6 +97,7 @@ class KVCache(abc.ABC):
     exact_when_short: ClassVar[bool] = False  # no loss beyond f16 rounding for the first 64 tokens
     Knobs: ClassVar[type]  # a dataclass; its `aliases`, where it has them, name fields as they were called before
     sees_queries: ClassVar[bool] = False  # `prefill` needs those of the whole prompt
+    tidies_alike: ClassVar[bool] = True  # `tidy` differs from time to time in counters alone: no array is replaced
     caps_scores: ClassVar[bool] = False  # can bound scores softly (`Geometry.score_cap`)
     exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
 
@@ -242,12 +243,17 @@ class KVCache(abc.ABC):
         if target is not out:
             out[:] = target
 
-    def steady_tokens(self) -> int:
-        """How many of the next tokens, one after the other, are only appended: nothing is packed or chosen.
+    def tidy_is_due(self) -> bool:
+        """Whether `tidy` would do something, where `is_steady` holds of the token before."""
+        return False
 
-        Their steps differ in nothing but the place of the token, so that one can be replayed for another.
+    def is_steady(self) -> bool:
+        """Whether the next token is only appended and read before `tidy`: nothing is chosen or laid out anew.
+
+        Steps of such tokens differ in nothing but counters, so that one can be replayed for another; and so does
+        what `tidy` does when it is due.
         """
-        return 0
+        return False
 
     def tentative_tokens(self) -> int:
         """How many of the next tokens, appended by one `attend`, can be taken back as if they had never come.
@@ -257,7 +263,7 @@ class KVCache(abc.ABC):
         return 0
 
     def advance(self, n: int) -> None:
-        """Counts n tokens within `steady_tokens`, which a replayed step appends; n < 0 takes the latest back.
+        """Counts n tokens that a replayed step appends, where `is_steady` holds; n < 0 takes the latest back.
 
         What is taken back are tokens within `tentative_tokens`, or counted ones.
         """

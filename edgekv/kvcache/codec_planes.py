@@ -243,11 +243,11 @@ class PlaneValues(Codec):
         rotated = self.keys.rotation.forward(x, self.kernels)
         means = contiguous(rotated.reshape(g, n // WORD, WORD, -1).mean(axis=2))
         self.kernels.encode_sym(means, a["means"], a["mean_scale"], t0 // WORD)
-        square = np.einsum("gnd,gnd->gn", rotated, rotated)
+        square = (rotated * rotated).sum(axis=2)
         step = np.sqrt(square / rotated.shape[2]) * np.float32(GAUSS_STEP[4])
         left = rotated.copy()
         self.kernels.encode_planes(left, 4 * step, a["top"], t0)
         self.kernels.encode_planes(left, step, a["low"], t0)
-        along = square - np.einsum("gnd,gnd->gn", rotated, left)  # |x| ** 2 / (x . levels) is then the scale
+        along = square - (rotated * left).sum(axis=2)  # |x| ** 2 / (x . levels) is then the scale
         scale = step * square / np.where(along > 0, along, 1)
         a["scale"][:, t0 : t0 + n] = np.minimum(scale, LARGEST_F16).astype(np.float16).view(np.uint16)

@@ -42,8 +42,8 @@ class KeepAll(KVCache):
         reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         return reach * (self.key_codec.token_bytes + self.value_codec.token_bytes)
 
-    def steady_tokens(self) -> int:
-        return min(self.geometry.capacity, self.geometry.sliding_window or self.geometry.capacity) - self.n_seen
+    def is_steady(self) -> bool:
+        return self.n_seen < self.geometry.capacity
 
     def tentative_tokens(self) -> int:
         return self.geometry.capacity - self.n_seen

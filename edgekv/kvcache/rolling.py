@@ -55,8 +55,14 @@ class Rolling(KVCache):
         token_bytes: int = self.key_codec.token_bytes + self.value_codec.token_bytes
         return min(self.n_seen, self.window) * token_bytes
 
-    def steady_tokens(self) -> int:
-        return max(0, min(self.geometry.capacity, self.window) - self.n_seen)
+    def is_steady(self) -> bool:
+        """Before the ring is full."""
+        return self.n_seen < min(self.geometry.capacity, self.window)
+
+    @property
+    def _slot(self) -> int:
+        """Of the next token."""
+        return self.n_seen if self.n_seen < self.size else self.n_seen % self.size
 
     def tentative_tokens(self) -> int:
         """What they take the slots of is behind the window with or without them."""
@@ -64,7 +70,7 @@ class Rolling(KVCache):
 
     def piece(self) -> int:
         """No token that a query of the piece still sees loses its slot, and the piece does not go round."""
-        return min(self.size - self.window, self.size - self.n_seen % self.size)
+        return min(self.size - self.window, self.size - self._slot)
 
     def extend(self, keys: F32, values: F32) -> None:
         n = keys.shape[1]
@@ -80,7 +86,7 @@ class Rolling(KVCache):
         self.n_lost = max(self.n_lost, self.n_seen - self.size)
 
     def append(self, keys: F32, values: F32) -> None:
-        self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_seen % self.size)
+        self.kernels.append(self.key_codec, self.value_codec, keys, values, self._slot)
         self.advance(keys.shape[1])
 
     def advance(self, n: int) -> None:
@@ -89,7 +95,7 @@ class Rolling(KVCache):
 
     def segments(self) -> list[Segment]:
         """The older part of the ring, then the newer one."""
-        slot, codecs = self.n_seen % self.size, (self.key_codec, self.value_codec)
+        slot, codecs = self._slot, (self.key_codec, self.value_codec)
         newer = Segment(*codecs, 0, slot, self.n_seen - slot)
         older = Segment(*codecs, slot, self.size, self.n_seen - self.size)
         return [part for part in (older, newer) if part.stop > part.first and part.position >= 0]

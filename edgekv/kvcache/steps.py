@@ -54,6 +54,7 @@ class Steps(Windowed):
     gives_up = "precision of the oldest tokens, as little as the budget allows"
     Knobs = StepsKnobs
     bytes_knob = "budget"
+    tidies_alike = False
     packs_like = ("bitplane", "onebit:v_bits=4", "onebit:v_bits=2")
 
     def exact_sizes(self, knobs: StepsKnobs) -> Sizes:
@@ -101,6 +102,10 @@ class Steps(Windowed):
         self._reserve(keys.shape[1])
         return super().attend(queries, keys, values)
 
+    def is_steady(self) -> bool:
+        """Unless a step is due."""
+        return super().is_steady() and self._packed_then(1) <= self.tiers.capacity
+
     def packed(self) -> list[Segment]:
         """A segment for each store."""
         parts = self.tiers.parts(0, self.n_bulk)
@@ -108,8 +113,12 @@ class Steps(Windowed):
 
     def _reserve(self, n: int) -> None:
         """One step for n more tokens, so that none is packed finely only to be packed again."""
-        packed = min(self.n_seen + n - self.sizes.sink - self.sizes.residual_length, self.bulk_capacity)
-        self.tiers.reserve(self.n_packed, packed // WORD * WORD)
+        self.tiers.reserve(self.n_packed, self._packed_then(n))
+
+    def _packed_then(self, n: int) -> int:
+        """Tokens in the tiers after n more."""
+        packed = int(min(self.n_seen + n - self.sizes.sink - self.sizes.residual_length, self.bulk_capacity))
+        return packed // WORD * WORD
 
     def truncate(self, n: int, again: int = 0) -> int:
         had_packed = self.n_packed > 0

@@ -156,12 +156,9 @@ class Windowed(KVCache):
         self.n_recent += n
         self.n_seen += n
 
-    def steady_tokens(self) -> int:
-        """Up to the one before the next block is packed."""
-        if self.n_sink < self.sizes.sink:
-            return 0
-        reach = min(self.geometry.capacity, self.geometry.sliding_window or self.geometry.capacity)
-        return max(0, min(reach - self.n_seen, self.tentative_tokens()))
+    def is_steady(self) -> bool:
+        """Once the sink is full."""
+        return self.n_sink == self.sizes.sink and self.n_seen < self.geometry.capacity
 
     def tentative_tokens(self) -> int:
         """As long as all of them are in the recent part, and none makes it pack a block."""
@@ -174,17 +171,20 @@ class Windowed(KVCache):
         super().advance(n)
         self.n_recent += n
 
+    def tidy_is_due(self) -> bool:
+        """Whether the recent part is full."""
+        block = self.sizes.block
+        return self.n_recent >= self.sizes.residual_length + block and self.n_bulk + block <= self.bulk_capacity
+
     def tidy(self) -> None:
         """Packs the oldest block of the recent part once that is full."""
-        block = self.sizes.block
-        if self.n_recent < self.sizes.residual_length + block or self.n_bulk + block > self.bulk_capacity:
+        if not self.tidy_is_due():
             return
-        for codec, store in (
-            (self.key_codec, self._stores["recent_key"]),
-            (self.value_codec, self._stores["recent_value"]),
-        ):
-            if self.n_packed == self.n_bulk:
-                codec.encode(store.decode(0, block), self.n_bulk)
+        block, stores = self.sizes.block, (self._stores["recent_key"], self._stores["recent_value"])
+        if self.n_packed == self.n_bulk:
+            keys, values = (store.decode(0, block) for store in stores)
+            self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_bulk)
+        for store in stores:
             store.move(block, self.n_recent, 0)
         self.n_recent -= block
         self._count_packed(block)

@@ -15,7 +15,10 @@ from edgekv.types import F32
 
 Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
-LAYERS = Program(("layers",))
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # of activations.cu
+LAYERS = Program(("activations", "layers"))
+NORM_THREADS = 512
+MOST_BLOCKS = 65535  # in a grid's second direction
 LOADING = "loading to the GPU"
 
 

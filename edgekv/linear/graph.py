@@ -67,7 +67,10 @@ class GraphOps:
         inputs = [x, *(self._weight(f"{name}.{part}") for part in parts)]
         attributes = {"K": linear.columns, "N": linear.rows, "bits": form.bits, "block_size": form.block}
         y = self._node("MatMulNBits", inputs, MICROSOFT, accuracy_level=4, **attributes)[0]
-        return self.add(y, bias) if bias else y
+        return self._node("Add", [y, bias])[0] if bias else y
+
+    def add_linear(self, x: str, y: str, name: str) -> str:
+        return self._node("Add", [x, self.linear(y, name)])[0]
 
     def rms_norm(self, x: str, name: str, eps: float) -> str:
         return self._node("SimplifiedLayerNormalization", [x, self._weight(name)], epsilon=eps, axis=-1)[0]
@@ -79,6 +82,10 @@ class GraphOps:
     def activation(self, x: str, kind: str) -> str:
         op, domain, attributes = ACTIVATIONS[kind]
         return self._node(op, [x], domain, **attributes)[0]
+
+    def gated_linear(self, x: str, name: str, kind: str) -> str:
+        gate, up = self.split(self.linear(x, name), (self.linears[name].rows // 2,) * 2)
+        return self.mul(self.activation(gate, kind), up)
 
     def split(self, x: str, sizes: Sequence[int]) -> list[str]:
         lengths = self._constant(f"sizes{len(self.nodes)}", TensorProto.INT64, sizes)

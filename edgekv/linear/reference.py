@@ -50,6 +50,9 @@ class NumpyOps:
             y += bias
         return y
 
+    def add_linear(self, x: F32, y: F32, name: str) -> F32:
+        return x + self.linear(y, name)
+
     def rms_norm(self, x: F32, name: str, eps: float) -> F32:
         mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
         normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * self.weights.vector(name)
@@ -64,6 +67,10 @@ class NumpyOps:
 
     def activation(self, x: F32, kind: str) -> F32:
         return ACTIVATIONS[kind](x)
+
+    def gated_linear(self, x: F32, name: str, kind: str) -> F32:
+        gate, up = np.split(self.linear(x, name), 2, axis=-1)
+        return ACTIVATIONS[kind](gate) * up
 
     def split(self, x: F32, sizes: Sequence[int]) -> list[F32]:
         return np.split(x, np.cumsum(sizes)[:-1], axis=-1)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.cuda import CudaLinear
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.models.cuda_attention import CudaAttention
 from edgekv.models.cuda_graph import Replay
+from edgekv.models.cuda_prompt import HalfPrompt, chunk_tokens
 from edgekv.models.decoder import Decoder
 from edgekv.models.rope_tables import RopeTable, Rotation
 from edgekv.types import I64
@@ -40,9 +42,15 @@ class CudaDecoder(Decoder):
 
     def __init__(self, weights: DeviceWeights, driver: Driver, capacity: int, threads: int) -> None:
         kernels = CudaKernels(driver)
-        super().__init__(weights, CudaLinear(weights), kernels, capacity, threads)  # type: ignore[arg-type]
+        linear = CudaLinear(weights)
+        super().__init__(weights, linear, kernels, capacity, threads)  # type: ignore[arg-type]
         self.driver = driver
         self.workspace = Workspace(driver)
+        self._half: HalfPrompt | None = None
+        if linear.half is not None:
+            self.chunk = chunk_tokens(self.config, driver)
+            if HalfPrompt.fits(self.config, driver):
+                self._half = HalfPrompt(weights.arch, linear.half, kernels, self.workspace, self.chunk)
         self._exact_attention = CudaAttention(kernels)  # type: ignore[assignment]
         self._norms = [tuple(map(driver.upload, pair)) for pair in self._norms]
         tables = [DeviceRope(table, capacity, driver) for table in self._ropes.tables]
@@ -80,6 +88,12 @@ class CudaDecoder(Decoder):
             type(cache).finish_prefill([cache])
         cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
         self._exact_attention(q, k, v, None)
+
+    def _prefill_layer(self, i: int, cache: KVCache, x: Array, rotation: Rotation) -> None:
+        if self._half is None or len(x) <= MATVEC_ROWS:
+            super()._prefill_layer(i, cache, x, rotation)
+        else:
+            self._half.layer(i, cache, x, rotation, self._norms[i])
 
     def embed(self, tokens: Sequence[int] | I64, start: int) -> Array:
         self.require_process()

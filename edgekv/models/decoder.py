@@ -44,7 +44,7 @@ class Decoder:
         self.config, self.weights, self.kernels = weights.arch.config, weights, kernels
         self.linear: LinearBlocks = linear
         self.threads, self._pid = threads, os.getpid()
-        self.workspace = Workspace()
+        self.workspace, self.chunk = Workspace(), CHUNK
         self._exact_attention = ExactAttention(kernels, threads)
         self._ropes = LayerRopes(self.config.layer_ropes, capacity)
         self._learned_positions = weights.arch.learned_positions
@@ -206,12 +206,12 @@ class Decoder:
     def _prefill_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
         """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
         n, c, array = len(x), self.config, self.workspace.array
-        held = n if cache.sees_queries else min(n, CHUNK)
+        held = n if cache.sees_queries else min(n, self.chunk)
         q = array("prefill.q", (c.n_heads, held, c.head_dim))
         k = array("prefill.k", (c.n_kv_heads, n, c.head_dim))
         v = array("prefill.v", (c.n_kv_heads, n, c.head_dim))
-        for a in range(0, n, CHUNK):
-            b = min(a + CHUNK, n)
+        for a in range(0, n, self.chunk):
+            b = min(a + self.chunk, n)
             queries = q[:, a % held : a % held + b - a]
             self._project(i, x[a:b], rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
@@ -221,13 +221,18 @@ class Decoder:
         cache.prefill(q, k, v)
 
     def _continue_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
-        n = len(x)
-        block = max(1, min(CHUNK, ATTEND_ROWS // (self.config.n_heads * (cache.n_seen + n))))
-        for a in range(0, n, block):
-            part = slice(a, min(a + block, n))
+        """Chunk by chunk, each of which attends in blocks of as many queries as their scores allow."""
+        n, c = len(x), self.config
+        block = max(1, ATTEND_ROWS // (c.n_heads * (cache.n_seen + n)))
+        for a in range(0, n, self.chunk):
+            part = slice(a, min(a + self.chunk, n))
             q, k, v = self._qkv_buffers("step", part.stop - part.start)
             self._project(i, x[part], rotation.rows(part.start, part.stop), q, k, v)
-            x[part] = self.linear.attention_out(i, x[part], self._merge(cache.attend(q, k, v)))
+            out = self.workspace.array("step.out", q.shape)
+            for b in range(0, part.stop - part.start, block):
+                rows = slice(b, b + block)
+                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows])
+            x[part] = self.linear.attention_out(i, x[part], self._merge(out))
 
     def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
         array, head_dim = self.workspace.array, self.config.head_dim

@@ -86,9 +86,9 @@ class GPT2(Architecture):
         return ops.linear(ops.layer_norm(x, f"{i}.norm_in", self.config.norm_eps), f"{i}.qkv")
 
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
-        x = ops.add(x, ops.linear(attention, f"{i}.out"))
+        x = ops.add_linear(x, attention, f"{i}.out")
         h = ops.linear(ops.layer_norm(x, f"{i}.norm_mlp", self.config.norm_eps), f"{i}.up")
-        return ops.add(x, ops.linear(ops.activation(h, self.config.activation), f"{i}.down"))
+        return ops.add_linear(x, ops.activation(h, self.config.activation), f"{i}.down")
 
     def final_norm(self, ops: Ops, x: Any) -> Any:
         return ops.layer_norm(x, "norm", self.config.norm_eps)

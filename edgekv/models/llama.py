@@ -134,21 +134,19 @@ class Llama(Architecture):
         return ops.linear(self._normed(ops, i, "norm_in", x), f"{i}.qkv")
 
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
-        x = self._added(ops, x, self._normed(ops, i, "norm_attention", ops.linear(attention, f"{i}.out")))
-        h = self._mlp(ops, i, self._normed(ops, i, "norm_mlp", x))
-        return self._added(ops, x, self._normed(ops, i, "norm_down", h))
-
-    def _mlp(self, ops: Ops, i: int, x: Any) -> Any:
-        c = self.config
-        gate, up = ops.split(ops.linear(x, f"{i}.up"), (c.intermediate_size,) * 2)
-        return ops.linear(ops.mul(ops.activation(gate, c.activation), up), f"{i}.down")
+        x = self._added(ops, i, "norm_attention", x, attention, "out")
+        h = ops.gated_linear(self._normed(ops, i, "norm_mlp", x), f"{i}.up", self.config.activation)
+        return self._added(ops, i, "norm_down", x, h, "down")
 
     def _normed(self, ops: Ops, i: int, name: str, x: Any) -> Any:
         return ops.rms_norm(x, f"{i}.{name}", self.config.norm_eps) if name in self.norms else x
 
-    def _added(self, ops: Ops, x: Any, block: Any) -> Any:
-        """The residual stream with what a block adds to it."""
+    def _added(self, ops: Ops, i: int, norm: str, x: Any, y: Any, name: str) -> Any:
+        """The residual stream with what a linear layer of y adds, normed and scaled where a family does so."""
         factor = self.config.residual_scale
+        if norm not in self.norms and factor == 1.0:
+            return ops.add_linear(x, y, f"{i}.{name}")
+        block = self._normed(ops, i, norm, ops.linear(y, f"{i}.{name}"))
         return ops.add(x, block if factor == 1.0 else ops.scale(block, factor))
 
     def final_norm(self, ops: Ops, x: Any) -> Any:

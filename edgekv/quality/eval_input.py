@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.store import Progress
 from edgekv.machine import machine_info
 from edgekv.models.decoder import Decoder
+from edgekv.quality.evaluate import REFERENCE
 from edgekv.session.devices import find_device
 from edgekv.session.opening import all_cores, open_model, open_tokenizer
 from edgekv.session.options import LoadOptions, Path
@@ -27,6 +29,19 @@ class EvalInput:
         self.tokenizer = open_tokenizer(self.model)
         self.tokens = self.tokenizer.encode(text)
         self.threads = all_cores(options.threads)
+
+    def schemes(self, text: str | None) -> list[CacheSpec]:
+        """Those of a list as `CacheSpec.parse_list` takes it; of None or ``all`` those that the device runs.
+
+        Raises an EdgeKVError where the device is missing, or does not run one that is named.
+        """
+        device, specs = find_device(self.options.device), CacheSpec.parse_list(text or "all")
+        device.require(CacheSpec.parse(REFERENCE))
+        if text in (None, "all"):
+            return [spec for spec in specs if device.available(spec)]
+        for spec in specs:
+            device.require(spec)
+        return specs
 
     def load(self, ctx: int | None, progress: Progress | None) -> tuple[Decoder, int]:
         """The decoder, and its window: ``ctx`` tokens or the default of a session."""

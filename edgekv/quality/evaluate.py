@@ -15,13 +15,14 @@ from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, rewind
-from edgekv.machine import blas_threads
+from edgekv.machine import blas_threads, memory_errors
 from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
 from edgekv.types import F32, F64
 
 LOGIT_ROWS = 256  # logits (rows, vocab) alive at once, twice
 FIT_TOKENS = 1024
+REFERENCE = "dense:dtype=f32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,35 +71,36 @@ def evaluate(
             value=ctx,
             accepted=[f"2 to {len(tokens)}"],
         )
-    reference = CacheSpec.parse("dense:dtype=f32")
-    exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
-    base = _compare(decoder, windows, exact, exact)
-    results = []
-    for spec in specs:
-        begin = time.perf_counter()
-        hidden = []
-        for window in windows:
-            report = None if progress is None else _stage(progress, spec)
-            x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), adapter, report)
-            hidden.append(x)
-        scores = _compare(decoder, windows, exact, hidden)
-        results.append(
-            Quality(
-                kv=str(spec),
-                tokens=sum(len(window) for window in windows),
-                perplexity=scores["perplexity"],
-                perplexity_ratio=scores["perplexity"] / base["perplexity"],
-                kl=scores["kl"],
-                kl_second_half=scores["kl_second_half"],
-                top1=scores["top1"],
-                top1_second_half=scores["top1_second_half"],
-                cache_bytes=sum(cache.nbytes for cache in caches),
-                bytes_read_per_token=sum(cache.bytes_read() for cache in caches),
-                seconds=time.perf_counter() - begin,
-                notes=tuple(caches[0].notes()),
+    with memory_errors("measuring", decoder.free_bytes):
+        reference = CacheSpec.parse(REFERENCE)
+        exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
+        base = _compare(decoder, windows, exact, exact)
+        results = []
+        for spec in specs:
+            begin = time.perf_counter()
+            hidden = []
+            for window in windows:
+                report = None if progress is None else _stage(progress, spec)
+                x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), adapter, report)
+                hidden.append(x)
+            scores = _compare(decoder, windows, exact, hidden)
+            results.append(
+                Quality(
+                    kv=str(spec),
+                    tokens=sum(len(window) for window in windows),
+                    perplexity=scores["perplexity"],
+                    perplexity_ratio=scores["perplexity"] / base["perplexity"],
+                    kl=scores["kl"],
+                    kl_second_half=scores["kl_second_half"],
+                    top1=scores["top1"],
+                    top1_second_half=scores["top1_second_half"],
+                    cache_bytes=sum(cache.nbytes for cache in caches),
+                    bytes_read_per_token=sum(cache.bytes_read() for cache in caches),
+                    seconds=time.perf_counter() - begin,
+                    notes=tuple(caches[0].notes()),
+                )
             )
-        )
-    return results
+        return results
 
 
 def _stage(progress: Callable[[str, int, int], None], spec: CacheSpec) -> Callable[[int, int], None]:
@@ -144,11 +146,11 @@ def _compare_window(decoder: Decoder, window: npt.NDArray[Any], exact: F32, hidd
     loss, kl, top1 = np.empty(n), np.empty(n), np.empty(n)
     for a in range(0, n, LOGIT_ROWS):
         part = slice(a, min(a + LOGIT_ROWS, n))
-        p = _log_softmax(to_host(decoder.head(exact[part])))
-        q = p if hidden is exact else _log_softmax(to_host(decoder.head(hidden[part])))
-        loss[part] = -np.take_along_axis(q, window[part.start + 1 : part.stop + 1, None], 1)[:, 0]
-        kl[part] = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
-        top1[part] = p.argmax(axis=1) == q.argmax(axis=1)
+        p = _log_softmax(decoder.head(exact[part]))  # where the decoder computes
+        q = p if hidden is exact else _log_softmax(decoder.head(hidden[part]))
+        loss[part] = -to_host(q[np.arange(len(q)), window[part.start + 1 : part.stop + 1]])
+        kl[part] = to_host((np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64))
+        top1[part] = to_host(p.argmax(axis=1)) == to_host(q.argmax(axis=1))
     return loss, kl, top1
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgekv.kernels.cuda.counter import N_MOVES
 from edgekv.kernels.cuda.program import Launch, Program
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
@@ -125,12 +126,14 @@ class HostDriver:
     In every other launch the threads take turns from the last on.
     """
 
-    multiprocessors = 2
+    multiprocessors, memory_bytes = 2, 1 << 20
+    multiplies_halves = has_matrix_tiles = True
     free = 1 << 40  # bytes that an allocation may have
 
     def __init__(self) -> None:
         self.backwards = False
-        self.shift = self.zeros((1,), np.int32)
+        self.moves = self.zeros((N_MOVES,), np.int32)
+        self.shift, self.still = self.moves[:1], self.moves[-1:]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HostArray:
         """Poisoned: every byte is 0xff, NaN in floats."""
@@ -149,6 +152,13 @@ class HostDriver:
 
     def upload(self, host: np.ndarray) -> HostArray:
         return HostArray(np.array(host, order="C"))
+
+    def multiply_halves(self, x: HostArray, w: HostArray, y: HostArray, adds: bool) -> None:
+        assert x.flags.c_contiguous
+        assert w.flags.c_contiguous
+        assert (x.dtype, w.dtype, y.dtype) == (np.float16, np.float16, np.float32)
+        product = x.host.astype(np.float32) @ w.host.astype(np.float32).T
+        y.host[...] = y.host + product if adds else product
 
     def free_bytes(self) -> int:
         return self.free

@@ -197,3 +197,61 @@ inline unsigned dot_bytes(unsigned a, unsigned b, unsigned sum)
     for (int i = 0; i < 32; i += 8) sum += (a >> i & 255) * (b >> i & 255);
     return sum;
 }
+
+inline unsigned short finite_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
+inline unsigned two_halves(float a, float b) { return float_to_half(a) | (unsigned)float_to_half(b) << 16; }
+inline float power_of_two(float x) { return exp2f(x); }
+
+// What the lanes of a warp show each other, until all have looked.
+template <class T> struct Shown {
+    const T* lanes[32];
+    Shown(const T& mine)
+    {
+        fibers::Warp& warp = fibers::warps[fibers::current / 32];
+        int side = warp.round % 2;
+        warp.slots[side][fibers::current % 32] = (unsigned long long)&mine;
+        fibers::meet(warp.arrived, warp.round, warp.live);
+        for (int i = 0; i < 32; ++i) lanes[i] = (const T*)warp.slots[side][i];
+    }
+    ~Shown() { __syncwarp(); }
+};
+inline float low_half(unsigned x) { return half_to_float((unsigned short)x); }
+inline float high_half(unsigned x) { return half_to_float((unsigned short)(x >> 16)); }
+
+// As ptx.cu says.
+struct Factors { unsigned a[4], b[2]; };
+inline void multiply_tile(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    Factors mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    Shown<Factors> all(mine);
+    int lane = fibers::current % 32;
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 16; ++k) {
+            const Factors& left = *all.lanes[lane / 4 * 4 + k % 8 / 2];
+            const Factors& right = *all.lanes[(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2];
+            unsigned x = left.a[i / 2 + k / 8 * 2], y = right.b[k / 8];
+            c[i] += k % 2 ? high_half(x) * high_half(y) : low_half(x) * low_half(y);
+        }
+}
+inline void load_matrices(unsigned (&x)[4], const unsigned short* row)
+{
+    Shown<const unsigned short*> all(row);
+    int lane = fibers::current % 32;
+    for (int m = 0; m < 4; ++m) memcpy(&x[m], *all.lanes[8 * m + lane / 4] + lane % 4 * 2, 4);
+}
+inline void load_matrices_turned(unsigned (&x)[4], const unsigned short* row)
+{
+    Shown<const unsigned short*> all(row);
+    int lane = fibers::current % 32;
+    for (int m = 0; m < 4; ++m) {
+        const unsigned short *first = *all.lanes[8 * m + lane % 4 * 2], *second = *all.lanes[8 * m + lane % 4 * 2 + 1];
+        x[m] = first[lane / 4] | (unsigned)second[lane / 4] << 16;
+    }
+}
+inline void begin_copy(void* to, const void* from, bool there)
+{
+    if (there) memcpy(to, from, 16);
+    else memset(to, 0, 16);
+}
+inline void end_copies() {}
+template <int N> void finish_copies() {}

@@ -15,14 +15,15 @@ Design. Nothing above the kernels knows where arrays are:
    memory (attend.cu). Several pairs, as of `steps`, are a launch each, merged by the sums of their weights.
    Prompts, probabilities that are asked for, chosen tokens and second stages take a buffer of scores, all in
    attend.py.
-4. The decoder is `Decoder` with device weights, rope tables and exact attention (cuBLAS) in their places. One
-   number per token comes back to the host: the chosen token, from `edgekv.session.cuda_sampling`.
-5. A step is recorded once as a CUDA graph and replayed while a cache does nothing but append
-   (`KVCache.steady_tokens`), with positions moved by a number on the device (`edgekv.models.cuda_graph`).
+4. The decoder is `Decoder` with device weights, rope tables and exact attention in their places; prompts go
+   through tensor cores where there are some (`edgekv.models.cuda_prompt`, `edgekv.linear.cuda_half`). One number a
+   token comes back to the host: the chosen token, from `edgekv.session.cuda_sampling`.
+5. A step is recorded once as a CUDA graph and replayed while steps differ in counters alone (`KVCache.is_steady`),
+   which kernels find on the device (`edgekv.kernels.cuda.counter`, `edgekv.models.cuda_graph`).
 6. The device itself is a `Driver` (`edgekv.kernels.cuda.program`): CuPy's here, a CPU that runs the same .cu files
    in tests.
 
-A .cu file is C++14 without headers, for sm_53 (Maxwell) up: no tensor cores, no bfloat16; the byte dot product of
-sm_61 has a substitute. It is compiled by NVRTC at first use for the shapes at hand, and cached by CuPy
+A .cu file is C++14 without headers, for sm_53 (Maxwell) up (prompt_attention.cu: sm_75): no bfloat16; the byte
+dot product of sm_61 has a substitute. It is compiled by NVRTC at first use for the shapes at hand, cached by CuPy
 (CUPY_CACHE_DIR, ~/.cupy/kernel_cache). Importing edgekv never imports CuPy.
 """

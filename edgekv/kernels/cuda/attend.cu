@@ -123,17 +123,20 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
 }
 
 // Blocks 0 .. main_parts share the main store, the next `parts1` a store of exact (float16) tokens, the others a second one.
+// Where a store ends, its position and what is visible move by the numbers at the addresses beside them.
 // out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights; or one array gets their sum. whole (G,
 // ROWS, 2) gets the maximum and the sum of all weights. Scratch: ends (G, blocks, ROWS, 2),
 // the maximum and the sum of weights that a block found, and sums (G, blocks, ROWS, HEAD_DIM). done (G): zeros, left so.
-#define BLOCKS_AT_ONCE (ROWS == 1 ? 4 : 2)  // of a processor: how many registers there are to a thread
+#define BLOCKS_AT_ONCE (ROWS > 1 ? 2 : __CUDA_ARCH__ < 700 ? 3 : 4)  // of a processor: how many registers there are to a thread
 #define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 attend(const float* q, const void* codes, const float* scale,
        const void* ka, const void* kb, const void* kc, const void* kd, const void* va, const void* vb, const void* vc,
-       const void* vd, int capacity, int value_capacity, int t0, int t1, int position, int main_parts,
-       const float* exact_q, const void* key1, const void* value1, int capacity1, int from1, int to1, int position1,
-       const void* key2, const void* value2, int capacity2, int from2, int to2, int position2, int parts1,
+       const void* vd, int capacity, int value_capacity, int t0, int t1, const int* t1_moves, int position,
+       const int* position_moves, int main_parts,
+       const float* exact_q, const void* key1, const void* value1, int capacity1, int from1, int to1, const int* to1_moves,
+       int position1, const int* position1_moves, const void* key2, const void* value2, int capacity2, int from2, int to2,
+       const int* to2_moves, int position2, const int* position2_moves, int parts1,
        int lo, int hi, const int* shift, float* ends, float* sums, u32* done, float* whole, float* out_main, float* out_exact)
 {
     __shared__ float out[ROWS][HEAD_DIM];
@@ -141,11 +144,12 @@ attend(const float* q, const void* codes, const float* scale,
     int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x;
     ends += (i64)g * shares * ROWS * 2;
     sums += (i64)g * shares * ROWS * HEAD_DIM;
+    hi += *shift, lo += lo > 0 ? *shift : 0;
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     if (share < main_parts) {
         Queries queries = {q, codes, scale, ROWS};
         Store keys = {ka, kb, kc, kd, 0, 0, capacity}, values = {va, vb, vc, vd, 0, 0, value_capacity};
-        Span span = {t0, t1, position, lo, hi + *shift};
+        Span span = {t0, t1 + *t1_moves, position + *position_moves, lo, hi};
         attend_share<KEYS, VALUES>(queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
     } else {
 #ifdef EXACT
@@ -153,7 +157,9 @@ attend(const float* q, const void* codes, const float* scale,
         Queries queries = {exact_q, 0, 0, ROWS};
         Store keys = {second ? key2 : key1, 0, 0, 0, 0, 0, second ? capacity2 : capacity1};
         Store values = {second ? value2 : value1, 0, 0, 0, 0, 0, keys.capacity};
-        Span span = {second ? from2 : from1, second ? to2 : to1, second ? position2 : position1, lo, hi + *shift};
+        int to = second ? to2 + *to2_moves : to1 + *to1_moves;
+        int at = second ? position2 + *position2_moves : position1 + *position1_moves;
+        Span span = {second ? from2 : from1, to, at, lo, hi};
         int part = second ? share - main_parts - parts1 : share - main_parts;
         int parts = second ? shares - main_parts - parts1 : parts1;
         attend_share<RowKeys<u16, EXACT_FLIGHT, 1>, RowValues<u16, EXACT_FLIGHT, 1>>(queries, keys, values, span, part, parts, g,

@@ -17,6 +17,7 @@ import numpy as np
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.cuda.backend import MOST_SHARES
 from edgekv.kernels.cuda.codec import MOST_ROWS, THREADS, Codec, Queries, n_rounds, tiles_at_once
+from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
 from edgekv.kernels.cuda.gather import GatherKernels
 from edgekv.kernels.cuda.kinds import KEYS, SECOND_STAGE, VALUES
 from edgekv.kernels.cuda.planes import PlaneKernels
@@ -51,18 +52,21 @@ class Part(NamedTuple):
         return kinds == {"f16"} and self.columns <= MOST_EXACT_TOKENS
 
     @property
+    def most(self) -> int:
+        """Where the tokens end at the latest, while a recording is replayed."""
+        stop = self.segment.stop
+        spare = RECORDED_TOKENS if isinstance(stop, Counter) else 0
+        return min(int(stop) + spare, max(self.keys.capacity, int(stop)))
+
+    @property
     def columns(self) -> int:
         """Of the scores."""
         s = self.segment
-        return s.stop - s.first if s.chosen is None else s.chosen[0].shape[2]
+        return self.most - s.first if s.chosen is None else s.chosen[0].shape[2]
 
 
 class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
-    """The four functions that take codecs of `edgekv.kvcache`."""
-
-    def append(self, keys: Any, values: Any, k: Array, v: Array, t0: int) -> None:
-        keys.encode(k, t0)
-        values.encode(v, t0)
+    """Three functions that take codecs of `edgekv.kvcache`; the fourth is in append.py."""
 
     def attend(
         self,
@@ -124,7 +128,7 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
         keys, values = main.keys, main.values
         assert values is not None
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
-        exact_shares = [n_rounds(part.segment.first, part.segment.stop, 1) for part in exact]
+        exact_shares = [n_rounds(part.segment.first, part.most, 1) for part in exact]
         most = MOST_SHARES - sum(exact_shares)
         shares = min(self.splits(rounds, n_kv_heads, ATTEND_BLOCKS.get(rows, 2)), most)
         n_shares = shares + sum(exact_shares)
@@ -136,7 +140,7 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
             *self.store_arguments(keys, 4),
             *self.store_arguments(values, 4),
         )
-        place = keys.capacity, values.capacity, *_place(main.segment), shares
+        place = keys.capacity, values.capacity, *self._place(main.segment), shares
         seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
         results = ends, sums, self._done(n_kv_heads), end, rotated, out
         launch = Launch(attend_program(keys, values, rows, bool(exact)), "attend", (n_shares, n_kv_heads), THREADS)
@@ -145,13 +149,17 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
             self.rotate_back(values.rotation, rotated, out)
 
     def _exact_arguments(self, parts: list[Part], shares: list[int]) -> list[Any]:
-        nothing = self.driver.shift
+        nothing = self.driver.still
         arguments = [parts[0].queries.x if parts else nothing]
         for part in parts:
             s = part.segment
-            arguments += [s.keys.arrays["half"], s.values.arrays["half"], part.keys.capacity, *_place(s)]
-        missing = MOST_EXACT - len(parts)
-        return [*arguments, *(nothing, nothing, 0, 0, 0, 0) * missing, shares[0] if shares else 0]
+            arguments += [s.keys.arrays["half"], s.values.arrays["half"], part.keys.capacity, *self._place(s)]
+        missing = nothing, nothing, 0, 0, 0, nothing, 0, nothing
+        return [*arguments, *missing * (MOST_EXACT - len(parts)), shares[0] if shares else 0]
+
+    def _place(self, segment: Segment) -> tuple[Any, ...]:
+        """The first token; where they end, and their position, each with how far that moves."""
+        return segment.first, *place(self.driver, segment.stop), *place(self.driver, segment.position)
 
     def _done(self, n_kv_heads: int) -> Array:
         """Zeros, left as zeros by every launch."""
@@ -172,7 +180,7 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
             if chosen is not None:
                 self.scores_at(q, segment.keys.arrays["half"], *chosen, s)
             else:
-                self.launch_scores(part.keys, part.queries, segment.first, segment.stop, s, segment, visible)
+                self.launch_scores(part.keys, part.queries, segment.first, part.most, s, segment, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
         change = None  # of the sum of a row's probabilities, by second stages
@@ -181,16 +189,13 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
             if chosen is not None:
                 self.values_at(p, segment.values.arrays["half"], *chosen, out)
             elif part.values is not None:
-                self.launch_values(part.values, p, segment.first, segment.stop, out)
+                self.launch_values(part.values, p, segment.first, part.most, out)
             else:
+                segment = segment._replace(stop=part.most)
                 moved = self.second_stage(segment, part.queries, p, len(visible[0]), out)
                 change = moved if change is None else change + moved
         if change is not None:
             out /= (1 + change)[..., None]
-
-
-def _place(segment: Segment) -> tuple[int, int, int]:
-    return segment.first, segment.stop, segment.position
 
 
 def attend_program(keys: Codec, values: Codec, rows: int, with_exact: bool) -> Program:

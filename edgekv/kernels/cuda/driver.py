@@ -11,8 +11,12 @@ import numpy.typing as npt
 from edgekv.checkpoint.cache_folder import cache_root
 from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import ConfigError
+from edgekv.kernels.cuda.counter import N_MOVES
 from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 
+# Of cuBLAS.
+AS_IT_IS, TRANSPOSED, SINGLE, HALF, SINGLE_SUMS, TENSOR_CORES = 0, 1, 0, 2, 68, 99
+ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
 
 
@@ -22,10 +26,16 @@ class CupyDriver:
     def __init__(self) -> None:
         self.cupy: Any = require_cupy()
         runtime = self.cupy.cuda.runtime
-        self.multiprocessors = int(runtime.getDeviceProperties(runtime.getDevice())["multiProcessorCount"])
+        properties = runtime.getDeviceProperties(runtime.getDevice())
+        self.multiprocessors = int(properties["multiProcessorCount"])
+        self.memory_bytes = int(properties["totalGlobalMem"])
+        generation = int(properties["major"]), int(properties["minor"])
+        self.multiplies_halves, self.has_matrix_tiles = generation >= (7, 0), generation >= (7, 5)
+        self._cuda = int(runtime.runtimeGetVersion())
         self.stream = self.cupy.cuda.Stream()
         self.stream.use()
-        self.shift = self.zeros((1,), np.int32)
+        self.moves = self.zeros((N_MOVES,), np.int32)
+        self.shift, self.still = self.moves[:1], self.moves[-1:]
         self._modules: dict[Program, Any] = {}
         self._kernels: dict[tuple[Program, str], Any] = {}
 
@@ -63,6 +73,17 @@ class CupyDriver:
                 f"device='cuda': {'+'.join(program.files)}.cu does not compile for this GPU; the compiler's log "
                 f"is in {log}; use device='cpu'"
             ) from None
+
+    def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
+        from cupy_backends.cuda.libs import cublas
+
+        (n, k), rows, stride = x.shape, len(w), y.strides[0] // y.itemsize
+        one, onto = ONE.ctypes.data, (ONE if adds else ZERO).ctypes.data
+        sums = SINGLE_SUMS if self._cuda >= 11000 else SINGLE
+        cublas.gemmEx(  # by columns: y.T = w x.T
+            *(self.cupy.cuda.device.get_cublas_handle(), TRANSPOSED, AS_IT_IS, rows, n, k),
+            *(one, w.data.ptr, HALF, k, x.data.ptr, HALF, k, onto, y.data.ptr, SINGLE, stride, sums, TENSOR_CORES),
+        )
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """A function that does on the device again what ``step`` would do now; ``step`` itself does nothing there.

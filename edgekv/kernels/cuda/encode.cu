@@ -8,6 +8,17 @@ extern "C" __global__ void encode_f16(const float* x, int stride, int d, u16* st
     for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
 }
 
+// The key and the value of one token. Grid (2, G).
+extern "C" __global__ void append_f16(const float* k, int k_stride, const float* v, int v_stride, int d, u16* keys, int capacity,
+                                      u16* values, int value_capacity, int t0, const int* t0_moves)
+{
+    bool is_value = blockIdx.x;
+    const float* from = is_value ? v + (i64)blockIdx.y * v_stride : k + (i64)blockIdx.y * k_stride;
+    i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0 + *t0_moves;
+    u16* to = (is_value ? values : keys) + row * d;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
+}
+
 // Grid (n, G).
 extern "C" __global__ void encode_f32(const float* x, int stride, int d, float* store, int capacity, int t0, const int* shift)
 {

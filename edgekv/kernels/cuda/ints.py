@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import THREADS, per_head
+from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.kinds import require_one_span
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.cuda.rows import ENCODE
@@ -14,7 +15,7 @@ class IntKernels(Backend):
         n_kv_heads, n, d = x.shape
         x, stride = per_head(x)
         launch = Launch(ENCODE, "encode_int4", (n, n_kv_heads), 32)
-        self.driver.launch(launch, x, stride, d, codes, delta, zero, delta.shape[1], t0, self.driver.shift)
+        self.driver.launch(launch, x, stride, d, codes, delta, zero, delta.shape[1], *place(self.driver, t0))
 
     def encode_sym(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
@@ -22,7 +23,7 @@ class IntKernels(Backend):
         x, stride = per_head(x)
         launch = Launch(ENCODE, "encode_sym", (n, n_kv_heads), 32)
         store = codes, blocks, block, scale, scale.shape[1]
-        self.driver.launch(launch, x, stride, d, 8 * n_bytes // d, *store, t0, self.driver.shift)
+        self.driver.launch(launch, x, stride, d, 8 * n_bytes // d, *store, *place(self.driver, t0))
 
     def encode_kivi_keys(self, x: Array, codes: Array, step: Array, low: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape

@@ -1,4 +1,4 @@
-// Weights (rows, columns) times an activation, and weights widened to float32 for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
+// Weights (rows, columns) times an activation, and weights widened for cuBLAS. WEIGHT_BITS: 32 or 16 for numbers;
 // 8 or 4 for the block-quantised layout of edgekv.linear.quantize, BLOCK inputs to a float32 scale.
 
 #define ROWS_AT_ONCE 4  // by a block, which reads the activation once for them
@@ -44,10 +44,10 @@ struct Eight {
     }
 };
 
-// y[n, r] = bias[r] + sum over k of weights[r, k] * x[n, k]. Grid (groups of rows, n).
+// y[n, r] = onto[n, r] + bias[r] + sum over k of weights[r, k] * x[n, k], where they are there. Grid (groups of rows, n).
 extern "C" __global__ void __launch_bounds__(THREADS)
-matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* x, int rows, int columns,
-       int blocks, float* y)
+matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
+       const float* x, int rows, int columns, int blocks, float* y)
 {
     int first = blockIdx.x * ROWS_AT_ONCE;
     int padded = QUANTISED ? blocks * BLOCK : columns;
@@ -93,22 +93,56 @@ matvec(const u8* weights, const float* scales, const float* bias, int has_bias, 
     __syncthreads();
     int row = first + threadIdx.x;
     if (threadIdx.x >= ROWS_AT_ONCE || row >= rows) return;
-    float total = has_bias ? bias[row] : 0;
+    float total = (has_bias ? bias[row] : 0) + (has_onto ? onto[(i64)blockIdx.y * rows + row] : 0);
     for (int i = 0; i < (int)blockDim.x / 32; ++i) total += sums[threadIdx.x][i];
     y[(i64)blockIdx.y * rows + row] = total;
+}
+
+// Weight k of a row in float32.
+__device__ __forceinline__ float widened(const u8* weights, const float* scales, int columns, int blocks, i64 row, int k)
+{
+#if WEIGHT_BITS == 32
+    return ((const float*)weights)[row * columns + k];
+#elif WEIGHT_BITS == 16
+    return half_to_float(((const u16*)weights)[row * columns + k]);
+#else
+    i64 at = row * blocks * BLOCK + k;
+    int code = weights[at * WEIGHT_BITS / 8] >> at * WEIGHT_BITS % 8 & ((1u << WEIGHT_BITS % 16) - 1);
+    return (float)(code - ZERO) * scales[row * blocks + k / BLOCK];
+#endif
 }
 
 // out (rows, columns) from codes and scales. Grid (columns / 256, rows).
 extern "C" __global__ void widen_weights(const u8* weights, const float* scales, int columns, int blocks, float* out)
 {
     int k = blockIdx.x * blockDim.x + threadIdx.x;
-    if (k >= columns) return;
+    if (k < columns) out[(i64)blockIdx.y * columns + k] = widened(weights, scales, columns, blocks, blockIdx.y, k);
+}
+
+// In halves, 8 to a thread, or one if a row of them is not a multiple of 16 bytes. Grid (columns / 8 or 1 / threads, rows).
+extern "C" __global__ void widen_to_half(const u8* weights, const float* scales, int columns, int blocks, u16* out)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
     i64 row = blockIdx.y;
-#if WEIGHT_BITS == 16
-    out[row * columns + k] = half_to_float(((const u16*)weights)[row * columns + k]);
+    out += row * columns;
+    if (columns % 8) {
+        if (i < columns) out[i] = finite_half(widened(weights, scales, columns, blocks, row, i));
+        return;
+    }
+    if (8 * i >= columns) return;
+    uint4 y;
+#if QUANTISED
+    u32 words[WEIGHT_BITS / 4];
+    load_words<WEIGHT_BITS / 4>(weights + (row * blocks * BLOCK + 8 * i) * WEIGHT_BITS / 8, words);
+    float scale = scales[row * blocks + 8 * i / BLOCK], x[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+        x[k] = (float)((int)(words[k * WEIGHT_BITS / 32] >> k * WEIGHT_BITS % 32 & ((1u << WEIGHT_BITS % 16) - 1)) - ZERO) * scale;
 #else
-    i64 at = row * blocks * BLOCK + k;
-    int code = weights[at * WEIGHT_BITS / 8] >> at * WEIGHT_BITS % 8 & ((1u << WEIGHT_BITS % 16) - 1);
-    out[row * columns + k] = (float)(code - ZERO) * scales[row * blocks + k / BLOCK];
+    float x[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) x[k] = widened(weights, scales, columns, blocks, row, 8 * i + k);
 #endif
+    y.x = two_halves(x[0], x[1]), y.y = two_halves(x[2], x[3]), y.z = two_halves(x[4], x[5]), y.w = two_halves(x[6], x[7]);
+    *(uint4*)(out + 8 * i) = y;
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cuda.codec import THREADS, Codec, Queries, n_rounds, rows_at_once, strides, tiles_at_once
+from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.cuda.rotate import RotateKernels
 from edgekv.types import I64
@@ -47,11 +48,12 @@ class Loops(RotateKernels):
         """For scores.cu: where the tokens stand and what the queries see; by default all."""
         shift = self.driver.shift
         if segment is None or visible is None:
-            return shift, 0, 0, 1, 0, shift, 0, SEES_ALL, shift
+            return shift, 0, SEES_ALL, self.driver.still, 0, self.driver.still, 1, 0, shift, 0, SEES_ALL, shift
         positions = segment.positions
         stride = 0 if positions is None else positions.strides[0] // positions.itemsize
-        place = shift if positions is None else positions, stride, segment.position
-        return *place, len(visible[0]), *self.per_token(*visible), shift
+        ends = *place(self.driver, segment.stop), *place(self.driver, segment.position)
+        where = shift if positions is None else positions, stride, *ends
+        return *where, len(visible[0]), *self.per_token(*visible), shift
 
     def launch_values(self, values: Codec, p: Array, t0: int, t1: int, out: Array) -> None:
         """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1, rotated back."""

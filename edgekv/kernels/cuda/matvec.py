@@ -10,6 +10,8 @@ from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
+PACKED_WARPS = 16  # of a block of packed_linear.cu, one to a multiprocessor
+MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
 
 
 def matvec(
@@ -22,8 +24,12 @@ def matvec(
     columns: int | None = None,
     scales: Array | None = None,
     bias: Array | None = None,
+    onto: Array | None = None,
 ) -> Array:
-    """(n, rows) float32: x, contiguous, n times `columns` numbers, by 32 or 16 bits or codes of 8 or 4."""
+    """(n, rows) float32: x, contiguous, n times `columns` numbers, by 32 or 16 bits or codes of 8 or 4.
+
+    Added to ``onto`` (n, rows), contiguous, where that is given.
+    """
     rows = matrix.shape[0]
     columns = columns or matrix.shape[1]
     n = x.size // columns
@@ -31,8 +37,55 @@ def matvec(
     threads = min(THREADS, -(-columns // 256) * 32)
     launch = Launch(linear_program(bits, block), "matvec", (-(-rows // ROWS_PER_BLOCK), n), threads)
     blocks = 0 if scales is None else scales.shape[1]
-    scales, added = (driver.shift if each is None else each for each in (scales, bias))
-    driver.launch(launch, matrix, scales, added, int(bias is not None), x, rows, columns, blocks, y)
+    scales, *others = (driver.shift if each is None else each for each in (scales, bias, onto))
+    added = others[0], int(bias is not None), others[1], int(onto is not None)
+    driver.launch(launch, matrix, scales, *added, x, rows, columns, blocks, y)
+    return y
+
+
+def stages(bits: int, scales: Array | None, block: int) -> bool:
+    """Whether `packed_matvec` takes a matrix: packed, its rows not too long for a block's shared memory."""
+    return bits < 16 and scales is not None and _chunks(bits, scales, block) <= MOST_CHUNKS[-1]
+
+
+def _chunks(bits: int, scales: Array, block: int) -> int:
+    chunks: int = scales.shape[1] * block * bits // 128
+    return chunks
+
+
+def packed_matvec(
+    driver: Driver,
+    x: Array,
+    codes: Array,
+    scales: Array,
+    *,
+    bits: int,
+    block: int,
+    columns: int,
+    bias: Array | None = None,
+    onto: Array | None = None,
+    norm: tuple[Array, float] | None = None,
+    gate: int | None = None,
+) -> Array:
+    """(n, rows) float32 of codes of 8 or 4 bits times x, contiguous, n times ``columns`` numbers.
+
+    onto (n, rows), contiguous: what it is added to. norm: x goes through a RMS norm with these weights and eps
+    first. gate: (n, rows / 2), the first half of the rows through the activation of this number, times the second.
+    """
+    rows, n = codes.shape[0], x.size // columns
+    at_once = 4 if bits == 4 and rows >= 8 * PACKED_WARPS * driver.multiprocessors else 2
+    most = next(size for size in MOST_CHUNKS if size >= _chunks(bits, scales, block))
+    macros = ("WEIGHT_BITS", bits), ("BLOCK", block), ("ROWS", at_once), ("MOST_CHUNKS", most)
+    program = Program(("activations", "packed_linear"), macros)
+    grid = min(-(-rows // (at_once * PACKED_WARPS)), driver.multiprocessors)
+    outputs = rows if gate is None else rows // 2
+    y = driver.empty((n, outputs), np.float32)
+    weight, eps = norm or (None, 0.0)
+    given = ((driver.shift, 0) if each is None else (each, 1) for each in (bias, onto, weight))
+    added = (each for pair in given for each in pair)
+    sizes = outputs, columns, scales.shape[1]
+    launch = Launch(program, "packed_matvec", (grid, n), 32 * PACKED_WARPS)
+    driver.launch(launch, codes, scales, *added, float(eps), -1 if gate is None else gate, x, *sizes, y)
     return y
 
 

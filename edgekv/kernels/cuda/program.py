@@ -59,8 +59,18 @@ class Driver(Protocol):
     """What the kernels need of a device."""
 
     multiprocessors: int
+    memory_bytes: int
+    """Of the device, in use or not."""
+    multiplies_halves: bool
+    """Whether products of halves are faster than those of float32: on tensor cores, from sm_70 on."""
+    has_matrix_tiles: bool
+    """Whether prompt_attention.cu compiles: from sm_75 on."""
+    moves: Array
+    """int32: how far the counters of a replayed step have moved since it was recorded, else 0."""
     shift: Array
-    """int32 (1,): added to every position by `edgekv.models.cuda_graph`, else 0."""
+    """Of these the first, by which positions move."""
+    still: Array
+    """Of these the last, which stays 0."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
@@ -69,6 +79,12 @@ class Driver(Protocol):
 
     def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
         """Runs a kernel; ints arrive as int, floats as float, arrays as pointers."""
+
+    def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
+        """y (n, rows) float32 = x (n, k) float16 times w (rows, k) float16, or y + that; sums in float32.
+
+        x and w are contiguous; y has contiguous rows, maybe part of longer ones.
+        """
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """A function that repeats what ``step`` launches, without Python. Raises CannotRecord."""

@@ -35,3 +35,83 @@ __device__ __forceinline__ u32 dot_bytes(u32 a, u32 b, u32 sum)
     return sum;
 #endif
 }
+
+// For blocks of matrix products on tensor cores, from sm_75 on.
+#if __CUDA_ARCH__ >= 750
+
+// c (16 x 8) += a (16 x 16) times b (16 x 8), in halves with float32 sums. Lane 4 i + j has, of a, rows i and i + 8 of
+// columns 2 j, 2 j + 1, then the same of columns 8 further; of b (by columns) rows 2 j, 2 j + 1 of column i, then 8 further;
+// of c rows i and i + 8 of columns 2 j, 2 j + 1.
+__device__ __forceinline__ void multiply_tile(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1)
+{
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+// Four 8 x 8 matrices of halves from shared memory: lane 8 m + i says where row i of matrix m is, and gets in x[m] the
+// elements 2 j, 2 j + 1 of row i of it, if it is lane 4 i + j. `turned`: of column i.
+__device__ __forceinline__ void load_matrices(u32 (&x)[4], const u16* row)
+{
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_turned(u32 (&x)[4], const u16* row)
+{
+    u32 at = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+
+// 16 bytes into shared memory, zeros if they are not `there`; `finish_copies<N>` waits for all copies before the latest N
+// `end_copies`. Before sm_80 they are done at once.
+__device__ __forceinline__ void begin_copy(void* to, const void* from, bool there)
+{
+#if __CUDA_ARCH__ >= 800
+    u32 at = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
+#else
+    uint4 zeros = {0, 0, 0, 0};
+    *(uint4*)to = there ? *(const uint4*)from : zeros;
+#endif
+}
+
+__device__ __forceinline__ void end_copies()
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int N> __device__ __forceinline__ void finish_copies()
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+#endif
+}
+#endif
+
+// 2 ** x, to about 2 units in the last place.
+__device__ __forceinline__ float power_of_two(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The nearest half, the largest one for what is beyond their range.
+__device__ __forceinline__ u16 finite_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
+
+// Two numbers as halves in a word, the first in its lower bits.
+__device__ __forceinline__ u32 two_halves(float a, float b) { return float_to_half(a) | (u32)float_to_half(b) << 16; }

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import THREADS
 from edgekv.kernels.cuda.program import Array, Launch, Program
+
+
+class Halves(NamedTuple):
+    """Where `split_rope` also puts queries, keys and values in half precision, zeros behind a head's channels.
+
+    q (n_heads, n, width); k, v (n_kv_heads, capacity, width), from token ``first`` on.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    first: int
 
 
 class RopeKernels(Backend):
@@ -13,21 +27,31 @@ class RopeKernels(Backend):
         qkv: Array,
         cos: Array,
         sin: Array,
-        q: Array,
+        q: Array | None,
         k: Array,
         v: Array,
         scale: float,
         q_norm: Array,
         k_norm: Array,
         eps: float,
+        halves: Halves | None = None,
     ) -> None:
-        n_heads, n, head_dim = q.shape
-        n_kv_heads, shift = k.shape[0], self.driver.shift
+        """q None, where there are halves: the queries are wanted as halves only."""
+        n_kv_heads, n, head_dim = k.shape
+        n_heads, shift = qkv.shape[1] // head_dim - 2 * n_kv_heads, self.driver.shift
         tables = (cos, sin) if cos.size else (shift, shift)
         norms = (q_norm, k_norm, 1) if q_norm.size else (shift, shift, 0)
-        outs = [y for x in (q, k, v) for y in (x, x.strides[0] // x.itemsize)]
-        sizes = n_heads, n_kv_heads, head_dim
-        launch = Launch(Program(("rope",)), "split_rope", (n, n_heads + 2 * n_kv_heads), THREADS)
-        self.driver.launch(
-            launch, qkv, *tables, cos.shape[1], shift, *outs, *sizes, float(scale), *norms, float(eps)
-        )
+        outs: list[Any] = [shift, 0] if q is None else _rows(q)
+        arguments = qkv, *tables, cos.shape[1], shift, *outs, *_rows(k), *_rows(v), n_heads, n_kv_heads, head_dim
+        more: tuple[Any, ...] = ()
+        if halves is not None:
+            _, capacity, width = halves.k.shape
+            more = int(q is not None), halves.q, halves.k, halves.v, width, capacity, halves.first
+        kernel = "split_rope_half" if more else "split_rope"
+        launch = Launch(Program(("rope",)), kernel, (n, n_heads + 2 * n_kv_heads), THREADS)
+        self.driver.launch(launch, *arguments, float(scale), *norms, float(eps), *more)
+
+
+def _rows(x: Array) -> list[Any]:
+    """x (heads, n, head_dim) and the elements between its heads."""
+    return [x, x.strides[0] // x.itemsize]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import THREADS, per_head
+from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.memory import contiguous
@@ -23,7 +24,7 @@ class DenseKernels(Backend):
         if n:  # Windowed may have nothing left over
             x, stride = per_head(x)
             launch = Launch(ENCODE, kernel, (n, n_kv_heads), THREADS)
-            self.driver.launch(launch, x, stride, d, store, store.shape[1], t0, self.driver.shift)
+            self.driver.launch(launch, x, stride, d, store, store.shape[1], *place(self.driver, t0))
 
     def project(self, x: Array, matrix: Array) -> Array:
         n_kv_heads, n = x.shape[:2]

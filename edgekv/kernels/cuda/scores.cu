@@ -1,13 +1,14 @@
 // Scores of queries with a range of tokens, for the key codec KEYS.
 
 // s[g, m, t - t0] = score of query m with token t, for t0 <= t < t1; -inf if the query does not see the token, which stands at
-// positions[g, t] (rows `position_stride` apart) or, if that is 0, at position + t - t0. Query m is of token m % n, which sees
-// the positions lo .. hi: of its own, ends (2, n), if `many`. hi moves with the shift.
+// positions[g, t] (rows `position_stride` apart) or, if that is 0, at position + t - t0. From `stop` on there are no tokens. Query m is of token m % n, which sees
+// the positions lo .. hi: of its own, ends (2, n), if `many`. What moves does so by the numbers at the addresses; hi, and lo unless it is 0, by the shift.
 // Grid (shares of the tokens, G, queries / ROWS).
 extern "C" __global__ void __launch_bounds__(THREADS)
 scores(const float* q, const void* codes, const float* scale, int rows, const void* a, const void* b, const void* c,
        const void* d, const void* e, const void* f, int capacity, int t0, int t1, float* s, int group_stride, int row_stride,
-       const int* positions, int position_stride, int position, int n, int many, const int* ends, int lo, int hi,
+       const int* positions, int position_stride, int stop, const int* stop_moves, int position, const int* position_moves,
+       int n, int many, const int* ends, int lo, int hi,
        const int* shift)
 {
     __shared__ KEYS::Shared shared;
@@ -15,7 +16,8 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
     Store store = {a, b, c, d, e, f, capacity};
     int g = blockIdx.y, m0 = blockIdx.z * ROWS, first = t0 / TILE, tiles = divide_up(t1, TILE) - first;
     int tile = first + (i64)tiles * blockIdx.x / gridDim.x, last = first + (i64)tiles * (blockIdx.x + 1) / gridDim.x;
-    int end = least(t1, last * TILE);
+    int end = least(t1, last * TILE), moved = *shift;
+    stop += *stop_moves, position += *position_moves;
     KEYS keys(shared, queries, store, g, m0, end);
 #pragma unroll
     for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
@@ -37,7 +39,8 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
                 int t = (tile + u) * TILE + i;
                 if (t < t0 || t >= end) continue;
                 int at = position_stride ? positions[(i64)g * position_stride + t] : position + t - t0;
-                row[t] = at >= lo && at < hi + *shift ? keys.score(u, m, i) : MINUS_INFINITY;
+                bool sees = t < stop && at >= (lo > 0 ? lo + moved : lo) && at < hi + moved;
+                row[t] = sees ? keys.score(u, m, i) : MINUS_INFINITY;
             }
         }
 #pragma unroll

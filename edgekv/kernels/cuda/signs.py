@@ -6,6 +6,7 @@ import numpy as np
 
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import THREADS, per_head
+from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.memory import contiguous
 
@@ -17,7 +18,7 @@ class SignKernels(Backend):
         n_kv_heads, n, bits = x.shape
         x, stride = per_head(x)
         launch = Launch(PACK, "pack_signs", (n, n_kv_heads), min(THREADS, bits))
-        self.driver.launch(launch, x, stride, bits, codes, codes.shape[1], t0, self.driver.shift)
+        self.driver.launch(launch, x, stride, bits, codes, codes.shape[1], *place(self.driver, t0))
 
     def pack_sign_rows(self, x: Array) -> Array:
         *rows, bits = x.shape

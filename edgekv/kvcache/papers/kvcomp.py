@@ -72,6 +72,7 @@ class KVComp(Windowed):
     summary = "error-bounded levels (K per channel and block, V per token) in Huffman codes built on the prompt"
     gives_up = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
     Knobs = KVCompKnobs
+    tidies_alike = False  # the pools grow
 
     def exact_sizes(self, knobs: KVCompKnobs) -> Sizes:
         return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.block)

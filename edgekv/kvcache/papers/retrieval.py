@@ -100,9 +100,9 @@ class Retrieval(KeepAll):
         token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
         return n_blocks * self._index.block_bytes + n_tokens * token_bytes
 
-    def steady_tokens(self) -> int:
-        """None with an index: which tokens are read depends on how many there are."""
-        return 0 if self._index else super().steady_tokens()
+    def is_steady(self) -> bool:
+        """Not with an index: which tokens are read depends on how many there are."""
+        return self._index is None and super().is_steady()
 
     def extend(self, keys: F32, values: F32) -> None:
         before = self.n_seen

@@ -17,7 +17,12 @@ LAYERS = (
     ("edgekv.vision",),
     ("edgekv.models.cuda_decoder",),
     ("edgekv.models.decoder",),
-    ("edgekv.models.attention", "edgekv.models.cuda_attention", "edgekv.models.cuda_graph"),
+    (
+        "edgekv.models.attention",
+        "edgekv.models.cuda_attention",
+        "edgekv.models.cuda_graph",
+        "edgekv.models.cuda_prompt",
+    ),
     ("edgekv.linear", "edgekv.kvcache"),
     ("edgekv.kernels",),
     ("edgekv.checkpoint",),

@@ -33,13 +33,21 @@ class FakeError(RuntimeError):
     """As CuPy's own."""
 
 
+PROPERTIES = {"multiProcessorCount": 1, "totalGlobalMem": 1 << 30, "major": 8, "minor": 7}
+
+
 def fake_cupy(zeros: Any, nvrtc: Any = lambda: (12, 9)) -> Any:
     """The module as far as a driver touches it before its first launch."""
     runtime = SimpleNamespace(
         CUDARuntimeError=FakeError,
         getDeviceCount=lambda: 1,
         getDevice=lambda: 0,
-        getDeviceProperties=lambda device: {"multiProcessorCount": 1},
+        getDeviceProperties=lambda device: {
+            "multiProcessorCount": 1,
+            "totalGlobalMem": 1 << 30,
+            "major": 8,
+            "minor": 7,
+        },
         runtimeGetVersion=lambda: 12090,
         memGetInfo=lambda: (1 << 30, 4 << 30),
     )

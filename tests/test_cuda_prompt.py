@@ -98,7 +98,7 @@ def test_queries_keys_and_values_also_in_halves(device: OnDevice) -> None:
         both = [device.driver.zeros((heads, n, d), np.float32) for heads in (h, g, g)]
         halves = Halves(half_q, half_k, half_v, 2)
         queries = both[0] if keeps else None
-        device.kernels.split_rope(qkv, cos, sin, queries, *both[1:], 0.5, norm, norm, 1e-5, halves)
+        device.kernels.split_rope_halves(qkv, cos, sin, queries, *both[1:], 0.5, norm, norm, 1e-5, halves)
         for x, y in zip(plain[0 if keeps else 1 :], both[0 if keeps else 1 :], strict=True):
             np.testing.assert_array_equal(to_host(x), to_host(y))
         assert keeps or not to_host(both[0]).any()

@@ -121,7 +121,8 @@ def test_zero_points_on_every_path(name: str, device: OnDevice, tmp_path: pathli
         hidden = each.prefill(each.embed(tokens[:40], 0), caches)
         logits = [to_host(each.head(hidden)), to_host(each.step(tokens[40], caches))[None]]
         rows.append(np.concatenate(logits).copy())
-    np.testing.assert_allclose(rows[2], rows[0], atol=2e-4, rtol=0)
+    rounded = 0.01 * np.abs(rows[0]).max() if cuda.driver.has_matrix_tiles else 2e-4  # a prompt in half precision
+    np.testing.assert_allclose(rows[2], rows[0], atol=rounded, rtol=0)
     error = np.linalg.norm(rows[1] - rows[0]) / np.linalg.norm(rows[0])
     assert error < 0.06, error  # measured: 0.035 to 0.045, as much without zero points as with them
 

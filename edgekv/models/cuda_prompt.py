@@ -56,7 +56,7 @@ class HalfPrompt:
             part = slice(a, b)
             half_q = array("prefill.half_q", (c.n_heads, b - a, width), np.float16)
             out = array("prefill.half_out", (b - a, c.q_size), np.float16)
-            self.kernels.split_rope(
+            self.kernels.split_rope_halves(
                 *(self.arch.attention_in(self.ops, i, x[part]), *rotation.rows(a, b)[:2]),
                 *(None if queries is None else queries[:, part], k[:, part], v[:, part]),
                 *(c.layer_scales[i], *norms, c.norm_eps, Halves(half_q, half_k, half_v, a)),

@@ -14,6 +14,7 @@ struct CentredKeys {
     struct Shared {
         float centre[TILES][ROWS][WARPS], s[TILES][ROWS][TILE];
         int whole[ROWS][8][COLUMNS];  // twice the queries' numbers, by channel % 8 and column
+        float all[ROWS], step[ROWS];  // the sum of the queries' numbers, and what a number of 1 stands for
     };
     Shared& shared;
     const u32* planes;
@@ -22,11 +23,13 @@ struct CentredKeys {
     int end, token;  // the one whose score this thread stores, if it is in the first half of the warp
     u32 raw[TILES][KEY_BITS][MINE];
     u32 common[TILES][PAIRS], own[TILES][PAIRS];  // codes of the centres of all 64 tokens and of this warp's 16
-    float width[TILES], common_step[TILES], own_step[TILES], query_step[ROWS], all[ROWS];
+    float width[TILES], common_step[TILES], own_step[TILES];
     float q[ROWS][PAIRS][4], middle[ROWS];        // queries times LIFT for the codes of this lane, and what code 0 gives
 
     __device__ CentredKeys(Shared& shared, const Queries& queries, const Store& store, int g, int m0, int end)
-        : shared(shared), planes((const u32*)store.a + (i64)g * (store.capacity / TILE) * KEY_BITS * COLUMNS * QUARTER),
+        : shared(shared),
+          planes((const u32*)store.a + (i64)g * (store.capacity / TILE) * KEY_BITS * COLUMNS * QUARTER +
+                 threadIdx.x / 32 * COLUMNS * 4 + threadIdx.x % 32),
           scale((const u16*)store.b + (i64)g * store.capacity),
           centre_step((const u16*)store.d + (i64)g * (store.capacity / TILE) * CENTRES),
           centres((const u8*)store.c + (i64)g * (store.capacity / TILE) * CENTRES * BYTES), end(end),
@@ -36,11 +39,11 @@ struct CentredKeys {
         for (int m = 0; m < ROWS; ++m) {
             i64 row = (i64)g * queries.rows + m0 + m;
             bool there = m0 + m < queries.rows;
-            query_step[m] = there ? queries.scale[row] : 0;
             middle[m] = 0;
             float sum = 0;
             for (int c = threadIdx.x % 32; there && c < KEY_DIM; c += 32) sum += 0.5f * ((const int*)queries.codes)[row * KEY_DIM + c];
-            all[m] = lane_sum(sum);
+            sum = lane_sum(sum);
+            if (threadIdx.x == 0) shared.all[m] = sum, shared.step[m] = there ? queries.scale[row] : 0;
 #pragma unroll
             for (int i = 0; i < 4 * PAIRS; ++i) {
                 int byte = i / 2, c = (int)threadIdx.x % 32 * LANE_BYTES + byte + i % 2 * BYTES;
@@ -75,8 +78,8 @@ struct CentredKeys {
         for (int p = 0; p < KEY_BITS; ++p)
 #pragma unroll
             for (int i = 0; i < MINE; ++i) {
-                i64 column = (((i64)tile * KEY_BITS + p) * 4 + threadIdx.x / 32) * COLUMNS + 8 * i + threadIdx.x % 32 / 4;
-                raw[u][p][i] = first < end ? planes[4 * column + threadIdx.x % 4] : 0;
+                i64 column = ((i64)tile * KEY_BITS + p) * 4 * COLUMNS + 8 * i;
+                raw[u][p][i] = first < end ? planes[4 * column] : 0;
             }
         width[u] = there ? half_to_float(scale[first + token]) : 0;
         if (first >= end) return;
@@ -127,15 +130,15 @@ struct CentredKeys {
                 add_twice(total[0], total[1], even);
                 add_twice(total[2], total[3], odd);
             }
-            int mine = 0;
 #pragma unroll
-            for (int a = 0; a < 4; ++a) {
+            for (int a = 0; a < 4; ++a)
+#pragma unroll
                 for (int lane = 4; lane < 32; lane *= 2) total[a] += __shfl_xor_sync(EVERY_LANE, total[a], lane);
-                if (threadIdx.x % 32 / 4 == a) mine = total[a];
-            }
+            bool odd = threadIdx.x & 4;  // of the four tokens, the one that this lane stores
+            int low = odd ? total[1] : total[0], high = odd ? total[3] : total[2], mine = threadIdx.x & 8 ? high : low;
             // sum of number * sign = sum of (2 * number) * bit - sum of number
-            float product = (float)mine - ((1 << KEY_BITS) - 1) * all[m];
-            if (threadIdx.x % 32 < 16) shared.s[u][m][token] = query_step[m] * width[u] * product;
+            float product = (float)mine - ((1 << KEY_BITS) - 1) * shared.all[m];
+            if (threadIdx.x % 32 < 16) shared.s[u][m][token] = shared.step[m] * width[u] * product;
         }
     }
 

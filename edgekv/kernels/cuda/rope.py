@@ -10,7 +10,7 @@ from edgekv.kernels.cuda.program import Array, Launch, Program
 
 
 class Halves(NamedTuple):
-    """Where `split_rope` also puts queries, keys and values in half precision, zeros behind a head's channels.
+    """Where `split_rope_halves` also puts queries, keys and values in float16, zeros behind a head's channels.
 
     q (n_heads, n, width); k, v (n_kv_heads, capacity, width), from token ``first`` on.
     """
@@ -27,6 +27,21 @@ class RopeKernels(Backend):
         qkv: Array,
         cos: Array,
         sin: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        scale: float,
+        q_norm: Array,
+        k_norm: Array,
+        eps: float,
+    ) -> None:
+        self.split_rope_halves(qkv, cos, sin, q, k, v, scale, q_norm, k_norm, eps, None)
+
+    def split_rope_halves(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
         q: Array | None,
         k: Array,
         v: Array,
@@ -34,9 +49,9 @@ class RopeKernels(Backend):
         q_norm: Array,
         k_norm: Array,
         eps: float,
-        halves: Halves | None = None,
+        halves: Halves | None,
     ) -> None:
-        """q None, where there are halves: the queries are wanted as halves only."""
+        """`split_rope`, and the same in halves. q None: the queries are wanted as halves only."""
         n_kv_heads, n, head_dim = k.shape
         n_heads, shift = qkv.shape[1] // head_dim - 2 * n_kv_heads, self.driver.shift
         tables = (cos, sin) if cos.size else (shift, shift)

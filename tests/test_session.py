@@ -66,6 +66,22 @@ def test_two_sessions_share_nothing(model: pathlib.Path) -> None:
     assert interleaved == alone
 
 
+def test_a_rewind_to_less_than_nothing_is_refused(model: pathlib.Path) -> None:
+    session = Session.load(model, weights="f32", ctx=40)
+    session.prefill([1, 2, 3])
+    with raises(ContextError, field="n_tokens"):
+        session.rewind(-1)
+    assert session.tokens == [1, 2, 3]
+
+
+def test_a_conversation_of_another_plan_is_not_taken_over(model: pathlib.Path) -> None:
+    session, other = (Session.load(model, weights="f32", ctx=ctx) for ctx in (40, 50))
+    other.prefill([1, 2, 3])
+    with pytest.raises(SessionError, match="must be the same"):
+        session.copy_from(other)
+    assert not session.tokens
+
+
 def test_rewind_forgets(model: pathlib.Path) -> None:
     tokens = golden_cases.tokens("llama31")
     session = Session.load(model, kv="dense:dtype=f32")

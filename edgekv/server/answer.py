@@ -66,11 +66,6 @@ class AnswerReader:
         self._first = True  # nothing has been told yet
         self._read: Callable[[bool], bool] = self._reasoning if thinks else self._opening
 
-    @property
-    def n_calls(self) -> int:
-        """Tool calls so far."""
-        return self._n_calls
-
     def push(self, text: str) -> list[Delta]:
         """What more is known with this text."""
         self._held += text

@@ -153,8 +153,14 @@ class Session:
         return session
 
     def copy_from(self, other: Session) -> None:
-        """Takes over the conversation of another session of the same model, scheme and context; both go on."""
+        """Takes over the conversation of another session of the same model, scheme and context; both go on.
+
+        Not how its last text was sampled. Raises SessionError while this one generates, and for another plan.
+        """
         self._running.require_none()
+        mine, theirs = self.plan, other.plan
+        if self.model.path != other.model.path or (mine.kv, mine.ctx) != (theirs.kv, theirs.ctx):
+            raise SessionError(f"{other!r} can't be taken over by {self!r}: model, kv and ctx must be the same")
         self.state.caches = self._new_caches()
         self.state.copy_from(other.state)
 
@@ -367,9 +373,16 @@ class Session:
 
         What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
         quarter of its exact window, else up to two windows (docs/quality.md). Raises SessionError while a text is
-        being generated.
+        being generated, ContextError for a number below 0.
         """
         self._running.require_none()
+        if n_tokens < 0:
+            raise ContextError(
+                f"n_tokens={n_tokens}: that many tokens can't stay; give 0 or more, the number to keep",
+                field="n_tokens",
+                value=n_tokens,
+                accepted=["0 or more"],
+            )
         self.state.rewind(n_tokens)
 
     def align(self, prompt: Prompt) -> list[int | Embeddings]:

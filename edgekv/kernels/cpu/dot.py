@@ -16,13 +16,13 @@ from edgekv.kernels.cpu import arm
 from edgekv.kernels.cpu.half import widen
 from edgekv.kernels.cpu.jit import CPU_FEATURES, intrinsic
 from edgekv.kernels.cpu.scalar import pointer_to
-from edgekv.kernels.cpu.simd import LANES, vector
+from edgekv.kernels.cpu.simd import LANES
 
 Ints = Any  # LANES int32, or 4 * LANES bytes, inside a kernel
 Value = Any  # an llvmlite value
 
 _I8, _I16, _I32 = (ir.IntType(n_bits) for n_bits in (8, 16, 32))
-INTS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
+INTS = ir.VectorType(_I32, LANES)
 _BITS = ir.VectorType(ir.IntType(1), 4 * LANES)
 _BYTES = ir.VectorType(_I8, 4 * LANES)
 
@@ -206,16 +206,6 @@ def store_products(
 
     f32 = types.float32
     return types.none(s, types.intp, f32, four, f32, step, types.intp, f32), build
-
-
-@intrinsic
-def sums_as_vector(context: Any, a: Any) -> Any:
-    """Sums as float32."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sitofp(args[0], _VECTOR)
-
-    return vector(ints), build
 
 
 def _add_pairs(builder: Any, x: Value, y: Value) -> Value:

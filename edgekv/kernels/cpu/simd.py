@@ -53,28 +53,6 @@ def load(context: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
-def load_low_nibbles(context: Any, array: Any, index: Any) -> Any:
-    """The low four bits of bytes index.. of a flat uint8 array, as numbers."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide = builder.zext(_load(context, builder, signature, args, _I8), _INTS)
-        return builder.sitofp(builder.and_(wide, ir.Constant(_INTS, [15] * LANES)), _VECTOR)
-
-    return vector(array, types.intp), build
-
-
-@intrinsic
-def load_high_nibbles(context: Any, array: Any, index: Any) -> Any:
-    """The high four bits of bytes index.. of a flat uint8 array, as numbers."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide = builder.zext(_load(context, builder, signature, args, _I8), _INTS)
-        return builder.sitofp(builder.lshr(wide, ir.Constant(_INTS, [4] * LANES)), _VECTOR)
-
-    return vector(array, types.intp), build
-
-
-@intrinsic
 def load_codes(context: Any, array: Any, index: Any, shift: Any, mask: Any) -> Any:
     """(byte >> shift) & mask of bytes index.. of a flat uint8 array, as numbers."""
 

@@ -19,7 +19,6 @@ AUTO = (
     "planes:v_bits=1",
     "planes:k_bits=1,v_bits=1",
 )
-SMALLER = "planes"  # what a report names to who runs a larger one, before any gate
 DEFAULT, WITHIN_BUDGET = "dense", "steps"  # where no scheme is named: without a budget, and with one
 
 

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from edgekv.errors import CacheError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import bad_knob, require_only
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.types import F32
 
@@ -116,14 +115,7 @@ class Planes(Windowed):
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
         """``lam`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
-        unknown = sorted(parameters.keys() ^ {"lam"})
-        if unknown:
-            raise CacheError(
-                f"{source}: kv={self.name!r} takes lam and nothing else, not {', '.join(unknown)}",
-                field="adapter",
-                value=unknown,
-                accepted=["lam"],
-            )
+        require_only("lam", parameters, self.name, source)
         self.exact_prefill = False
         self.keys.lam[:] = parameters["lam"]
         self.lam_source = source

@@ -26,11 +26,11 @@ GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
 KEY_STEP = GAUSS_STEP[4] * 0.797885
 """Step of a 4-bit key code over the scale of one plane in `encode_keys`: 1 / sqrt(2 / pi) for that Gaussian."""
 
-QUERY_BITS = 7
-"""Of a query's elements, see `edgekv.kernels.reference.planes.round_queries`."""
-
 LARGEST_FOUR = 61
-"""Magnitudes of four neighbouring elements of a query add up to at most as many of its steps, before rounding."""
+"""Magnitudes of four neighbouring elements of a query add up to at most as many of its steps, before rounding.
+
+See `edgekv.kernels.reference.planes.round_queries`.
+"""
 
 GROUPS = 4
 """Runs of 16 bytes that a block's tokens lie in, in `encode_keys`."""

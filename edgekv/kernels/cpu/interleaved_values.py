@@ -219,7 +219,7 @@ def _encode_blocks(first: int, last: int, args: Args) -> None:
         codes[start : start + block_bytes] = 0
         for t in range(BLOCK):
             row = (item * BLOCK + t) * head_dim
-            square = _square(x, row, head_dim)
+            square = square_of(x, row, head_dim)
             step = np.float32(np.sqrt(square / head_dim) * gauss_step)
             along = _encode_token(x, row, head_dim, step, bits, codes, start, t)
             size = square / along if along > 0 else 0.0
@@ -227,7 +227,8 @@ def _encode_blocks(first: int, last: int, args: Args) -> None:
 
 
 @fast_jit
-def _square(x: F32, row: int, head_dim: int) -> Scalar:
+def square_of(x: F32, row: int, head_dim: int) -> Scalar:
+    """The squared length of x[row:][:head_dim], summed in double precision."""
     total = 0.0
     for d in range(row, row + head_dim):
         wide = np.float64(get(x, d))

@@ -10,6 +10,7 @@ from edgekv.kernels.contract.planes import CENTRE, CENTRES, GAUSS_STEP, LARGEST_
 from edgekv.kernels.cpu import simd, tables
 from edgekv.kernels.cpu.centres import centre_scores, split
 from edgekv.kernels.cpu.half import float_to_half
+from edgekv.kernels.cpu.interleaved_values import square_of
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
@@ -247,7 +248,7 @@ def _encode_blocks(first: int, last: int, args: Args) -> None:
         left = 2 * item * width
         for t in range(BLOCK):
             row, place = (item * BLOCK + t) * width, (g * n_stored + block) * block_bytes + place_of(t, width)
-            square = _square(x, row, width)
+            square = square_of(x, row, width)
             size = np.float32(np.sqrt(square / width) * gauss_step) * np.float32(1 << bits) / np.float32(4)
             for d in range(width):
                 put(scratch, left + d, get(x, row + d))
@@ -279,15 +280,6 @@ def _eight_signs(x: F32, start: int) -> Scalar:
     for i in range(8):
         bits |= np.uint8(get(x, start + i) >= ZERO) << np.uint8(i)
     return np.uint8(bits)
-
-
-@fast_jit
-def _square(x: F32, row: int, width: int) -> Scalar:
-    total = 0.0
-    for d in range(row, row + width):
-        wide = np.float64(get(x, d))
-        total += wide * wide
-    return total
 
 
 @fast_jit

@@ -14,7 +14,7 @@ from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codecs import F16, Codec, Int4, SignSketch
 from edgekv.kvcache.keepall import KeepAll
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import bad_knob, require_only
 from edgekv.types import F32
 
 DEFAULT_TAU = 0.05  # the best global value measured without adaptation
@@ -122,14 +122,7 @@ class H1B(KeepAll):
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
         """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the knobs comes first."""
-        unknown = sorted(parameters.keys() ^ {"tau"})
-        if unknown:
-            raise CacheError(
-                f"{source}: kv={self.name!r} takes tau and nothing else, not {', '.join(unknown)}",
-                field="adapter",
-                value=unknown,
-                accepted=["tau"],
-            )
+        require_only("tau", parameters, self.name, source)
         self.exact_prefill = False
         if self.knobs.tau:
             return

@@ -10,6 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ConfigError, MemoryBudgetError
 from edgekv.kernels import threads as kernel_threads
 from edgekv.kernels.cpu.jit import parallel_jit
@@ -18,7 +19,6 @@ from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import available_memory_bytes, blas_threads, require_memory
 from edgekv.models import architecture
-from edgekv.models.decoder import Decoder
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.power.report import EnergyReport
 from edgekv.session.model import Model

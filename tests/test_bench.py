@@ -7,11 +7,11 @@ import pytest
 
 from edgekv.checkpoint.shapes import load_shape, names
 from edgekv.cli import main
+from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.random import random_store
-from edgekv.models.decoder import Decoder
 from edgekv.quality.bench import bench, bench_prefill
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
 from edgekv.session.devices import find_device

@@ -13,13 +13,13 @@ from cuda_host.driver import HostDriver
 
 from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
+from edgekv.decoder.cuda import CudaDecoder
+from edgekv.decoder.cuda_graph import FEWEST_TOKENS
 from edgekv.errors import EdgeKVError, MemoryBudgetError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.models.cuda_decoder import CudaDecoder
-from edgekv.models.cuda_graph import FEWEST_TOKENS
 from edgekv.quality.evaluate import evaluate
 from edgekv.session.devices import find_device
 from edgekv.session.generation import Generation

@@ -16,10 +16,10 @@ from helpers import UNBOUND
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.cli import main
 from edgekv.cli.gate import table
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import CheckpointError, ContextError
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.steps import Steps, StepsKnobs
-from edgekv.models.decoder import Decoder
 from edgekv.quality.evaluate import Quality
 from edgekv.quality.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, judge, needs_gate, recommended
 from edgekv.quality.needles import Prose, make_haystack

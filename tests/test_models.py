@@ -83,7 +83,7 @@ def test_prefill_in_chunks_is_one_prompt(
     monkeypatch.setattr(H1B, "prefill", record)
     for chunk in (256, 7):
         seen.append([])
-        monkeypatch.setattr("edgekv.models.decoder.CHUNK", chunk)
+        monkeypatch.setattr("edgekv.decoder.decoder.CHUNK", chunk)
         logits.append(Session.load(folder, kv="dense:dtype=f32", weights="f32").logits(tokens))
         Session.load(folder, kv="h1b", weights="f32").prefill(tokens)
     np.testing.assert_allclose(logits[1], logits[0], atol=TOLERANCE, rtol=0)

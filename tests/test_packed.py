@@ -16,13 +16,13 @@ from edgekv import Session
 from edgekv.checkpoint.packed.methods import unpacked
 from edgekv.checkpoint.tensors import TensorFile, TensorSet
 from edgekv.cli import main
+from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import FORMATS
 from edgekv.linear.weights import CheckpointWeights
-from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 

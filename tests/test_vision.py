@@ -16,12 +16,12 @@ from helpers import SESSION_KV, raises
 
 from edgekv import Embeddings, Session
 from edgekv.cli import main
+from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.papers.visual import Visual1
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.reference import ACTIVATIONS
-from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.context_shift import Slide
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model

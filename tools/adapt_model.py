@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import to_float32
+from edgekv.decoder.rope_tables import LayerRopes
 from edgekv.errors import ConfigError
 from edgekv.models import architecture
-from edgekv.models.rope_tables import LayerRopes
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries (rows, n_heads, n, head_dim), already scaled, keys, values (rows, n_kv_heads, n, head_dim)) ->

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.shapes import load_shape
+from edgekv.decoder.decoder import Decoder
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
@@ -22,7 +23,6 @@ from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.onnx import OrtLinear
 from edgekv.linear.random import random_store
 from edgekv.machine import blas_threads
-from edgekv.models.decoder import Decoder
 
 SHAPES = ("gemma2-2b", "gemma3-1b", "phi3-mini-4k", "smollm3-3b", "olmo2-1b", "granite3.3-2b", "ministral3-3b")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -10,12 +10,12 @@ import cupy
 import numpy as np
 from gpu_measure import FILL_TOKENS, Gpu
 
+from edgekv.decoder.cuda import CudaDecoder
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.linear.cuda_weights import KINDS, DeviceWeights, Matrix
 from edgekv.linear.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
 from edgekv.models import architecture
-from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
 

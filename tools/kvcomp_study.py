@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.aligned import zeros
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.papers.codec_huffman import HuffmanCodec, HuffmanKeys, HuffmanValues
 from edgekv.machine import machine_info
-from edgekv.models.decoder import Decoder
 from edgekv.quality.evaluate import FIT_TOKENS, Quality, evaluate
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import blas_threads
-from edgekv.models.decoder import Decoder
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
 from edgekv.session.caches import open_caches
 from edgekv.session.sampling import Sampler

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.machine import blas_threads
-from edgekv.models.decoder import Decoder
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.quality.needles import Haystack, Prose, make_haystack
 from edgekv.quality.retrieval import answer, copy_caches, is_right, read

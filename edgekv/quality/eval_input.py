@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.store import Progress
 from edgekv.machine import machine_info
-from edgekv.models.decoder import Decoder
 from edgekv.quality.evaluate import REFERENCE
 from edgekv.session.devices import find_device
 from edgekv.session.opening import all_cores, open_model, open_tokenizer

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.checkpoint.adapter import Adapter
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache, rewind
 from edgekv.machine import blas_threads, memory_errors
-from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
 from edgekv.types import F32, F64
 

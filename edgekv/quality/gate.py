@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgekv.checkpoint.adapter import Adapter
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
-from edgekv.models.decoder import Decoder
 from edgekv.quality.evaluate import FIT_TOKENS, Quality, evaluate
 from edgekv.quality.needles import Prose
 from edgekv.quality.retrieval import NEEDLES, NeedleTest, Progress

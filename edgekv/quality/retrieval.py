@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgekv.checkpoint.adapter import Adapter
+from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import blas_threads
-from edgekv.models.decoder import Decoder
 from edgekv.quality.needles import Haystack, Prose, Question, make_haystack
 from edgekv.session.caches import open_caches
 from edgekv.session.file import copy_used

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.checkpoint.adapter import Adapter
+from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.machine import memory_errors
-from edgekv.models.decoder import Decoder
 
 
 def open_caches(

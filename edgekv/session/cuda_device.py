@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CacheError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.kinds import KINDS
@@ -9,7 +10,6 @@ from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import Progress
-from edgekv.models.cuda_decoder import CudaDecoder
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 

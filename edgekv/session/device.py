@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import abc
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import Progress
 from edgekv.machine import available_memory_bytes
-from edgekv.models.decoder import Decoder
 from edgekv.session.model import Model
 
 

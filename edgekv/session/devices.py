@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from edgekv import kernels
+from edgekv.decoder.decoder import Decoder, LinearBlocks
 from edgekv.errors import ConfigError, unknown
 from edgekv.kernels import Kernels, compiling
 from edgekv.kvcache import CacheSpec
@@ -14,7 +15,6 @@ from edgekv.linear.onnx import OrtLinear
 from edgekv.linear.reference import NumpyLinear
 from edgekv.linear.store import Progress
 from edgekv.linear.weights import Weights
-from edgekv.models.decoder import Decoder, LinearBlocks
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 

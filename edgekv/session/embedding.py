@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.reference import NumpyOps
 from edgekv.machine import blas_threads
-from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
 from edgekv.types import F32
 

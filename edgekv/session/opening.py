@@ -6,12 +6,12 @@ import dataclasses
 import os
 from typing import Any
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.kernels.compiling import CompileClock
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.store import Progress
 from edgekv.machine import memory_errors, require_memory
-from edgekv.models.decoder import Decoder
 from edgekv.session.devices import find_device, resolve_device
 from edgekv.session.model import Model
 from edgekv.session.options import LoadOptions, Path

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from edgekv.decoder.attention import BLOCK_ROWS
+from edgekv.decoder.decoder import CHUNK
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
 from edgekv.machine import available_memory_bytes
-from edgekv.models.attention import BLOCK_ROWS
 from edgekv.models.config import ModelConfig
-from edgekv.models.decoder import CHUNK
 from edgekv.session.model import Model
 
 DEFAULT_CTX = 8192

@@ -6,9 +6,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.machine import blas_threads, memory_errors
-from edgekv.models.decoder import Decoder
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
 from edgekv.session.prompt import Spans, clipped, flatten, selected, shifted, visual_ranges

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.writer import atomic_write
+from edgekv.decoder.decoder import Decoder
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
-from edgekv.models.decoder import Decoder
 from edgekv.power.report import EnergyReport
 from edgekv.session.drafts import DraftCounts
 from edgekv.session.finish import FinishReason

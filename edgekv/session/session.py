@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, EdgeKVError, SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.linear.store import Progress
 from edgekv.machine import format_bytes
-from edgekv.models.decoder import Decoder
 from edgekv.session.caches import open_caches
 from edgekv.session.context_shift import ContextShift, find_context_shift
 from edgekv.session.draft_model import open_drafts

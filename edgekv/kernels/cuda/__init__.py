@@ -15,11 +15,12 @@ Design. Nothing above the kernels knows where arrays are:
    memory (attend.cu). Several pairs, as of `steps`, are a launch each, merged by the sums of their weights.
    Prompts, probabilities that are asked for, chosen tokens and second stages take a buffer of scores, all in
    attend.py.
-4. The decoder is `Decoder` with device weights, rope tables and exact attention in their places; prompts go
-   through tensor cores where there are some (`edgekv.models.cuda_prompt`, `edgekv.linear.cuda_half`). One number a
-   token comes back to the host: the chosen token, from `edgekv.session.cuda_sampling`.
+4. The decoder is `Decoder` with device weights, rope tables and exact attention in their places
+   (`edgekv.decoder.cuda`); prompts go through tensor cores where there are some (`edgekv.decoder.cuda_prompt`,
+   `edgekv.linear.cuda_half`). One number a token comes back to the host: the chosen token, from
+   `edgekv.session.cuda_sampling`.
 5. A step is recorded once as a CUDA graph and replayed while steps differ in counters alone (`KVCache.is_steady`),
-   which kernels find on the device (`edgekv.kernels.cuda.counter`, `edgekv.models.cuda_graph`).
+   which kernels find on the device (`edgekv.kernels.cuda.counter`, `edgekv.decoder.cuda_graph`).
 6. The device itself is a `Driver` (`edgekv.kernels.cuda.program`): CuPy's here, a CPU that runs the same .cu files
    in tests.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.decoder.rope_tables import Rotation
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kernels.cuda.prompt import MOST_WIDTH, padded_width
@@ -14,7 +15,6 @@ from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.cuda_half import HalfOps
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
-from edgekv.models.rope_tables import Rotation
 
 CHUNK_SHARE = 64  # of the card's memory: what a chunk's activations may take
 LEAST_CHUNK, MOST_CHUNK = 256, 8192

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import numpy as np
 
+from edgekv.decoder.attention import ExactAttention
+from edgekv.decoder.rope_tables import LayerRopes, Rotation
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache, Workspace, rewind
 from edgekv.linear.weights import Weights
 from edgekv.machine import available_memory_bytes
-from edgekv.models.attention import ExactAttention
-from edgekv.models.rope_tables import LayerRopes, Rotation
 from edgekv.types import F32, I64
 
 CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations

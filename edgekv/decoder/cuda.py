@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from edgekv.decoder.cuda_attention import CudaAttention
+from edgekv.decoder.cuda_graph import Replay
+from edgekv.decoder.cuda_prompt import HalfPrompt, chunk_tokens
+from edgekv.decoder.decoder import Decoder
+from edgekv.decoder.rope_tables import RopeTable, Rotation
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.cuda import CudaLinear
 from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.models.cuda_attention import CudaAttention
-from edgekv.models.cuda_graph import Replay
-from edgekv.models.cuda_prompt import HalfPrompt, chunk_tokens
-from edgekv.models.decoder import Decoder
-from edgekv.models.rope_tables import RopeTable, Rotation
 from edgekv.types import I64
 
 

@@ -1,0 +1,1 @@
+"""The decoder: a prompt or a token through embedding, layers and head, on the CPU and on CUDA."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.shapes import load_shape
-from edgekv.decoder.decoder import Decoder
+from edgekv.decoder.cpu import CpuDecoder
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
@@ -30,10 +30,10 @@ MORE_SIZES = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "max_pos
 DEPTH, STEPS, FASTEST = 500, 30, 6
 
 
-def opened(config: dict[str, Any]) -> tuple[Decoder, list[KVCache]]:
+def opened(config: dict[str, Any]) -> tuple[CpuDecoder, list[KVCache]]:
     """A decoder of random weights and caches that hold DEPTH tokens."""
     store = random_store(config, WEIGHTS["int4"])
-    decoder = Decoder(store, OrtLinear(store, 1), numba_kernels(1), DEPTH + STEPS, 1)
+    decoder = CpuDecoder(store, OrtLinear(store, 1), numba_kernels(1), DEPTH + STEPS, 1)
     caches = CacheSpec.parse("dense").layers(decoder.config, DEPTH + STEPS)
     for cache in caches:
         cache.allocate(decoder.kernels, decoder.workspace)

@@ -1,9 +1,10 @@
-"""The decoder on the device: weights, caches, attention and logits stay there."""
+"""The decoder on a GPU: weights, caches, attention and logits stay there."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from edgekv.decoder.cuda_attention import CudaAttention
 from edgekv.decoder.cuda_graph import Replay
 from edgekv.decoder.cuda_prompt import HalfPrompt, chunk_tokens
 from edgekv.decoder.decoder import Decoder
-from edgekv.decoder.rope_tables import RopeTable, Rotation
+from edgekv.decoder.rope_tables import Rotation
+from edgekv.kernels import Kernels
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.program import Array, Driver
@@ -21,40 +23,26 @@ from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.types import I64
 
 
-class DeviceRope:
-    """`RopeTable` on the device; all positions at once, where they do not depend on the length."""
-
-    def __init__(self, table: RopeTable, capacity: int, driver: Driver) -> None:
-        self.table, self.driver = table, driver
-        self.is_fixed = table.is_fixed
-        self._all = self._uploaded(table.at(0, capacity)) if self.is_fixed else None
-
-    def at(self, start: int, n: int) -> Rotation:
-        return self._all.rows(start, start + n) if self._all else self._uploaded(self.table.at(start, n))
-
-    def _uploaded(self, rotation: Rotation) -> Rotation:
-        (cos, sin, factors), upload = rotation, self.driver.upload
-        return Rotation(upload(cos), upload(sin), None if factors is None else upload(factors))
-
-
 class CudaDecoder(Decoder):
-    """`Decoder` with everything it computes on in the device's memory."""
+    """`Decoder` on the device: weights, scratch, caches and logits are in its memory."""
 
     def __init__(self, weights: DeviceWeights, driver: Driver, capacity: int, threads: int) -> None:
-        kernels = CudaKernels(driver)
-        linear = CudaLinear(weights)
-        super().__init__(weights, linear, kernels, capacity, threads)  # type: ignore[arg-type]
-        self.driver = driver
-        self.workspace = Workspace(driver)
+        kernels, linear, workspace = CudaKernels(driver), CudaLinear(weights), Workspace(driver)
+        super().__init__(
+            weights,
+            linear,
+            cast(Kernels, kernels),  # those functions of it that the schemes with CUDA kernels call
+            CudaAttention(kernels),
+            capacity=capacity,
+            threads=threads,
+            workspace=workspace,
+            chunk=None if linear.half is None else chunk_tokens(weights.arch.config, driver),
+            upload=driver.upload,
+        )
+        self.driver, self._device_weights, self._device_kernels = driver, weights, kernels
         self._half: HalfPrompt | None = None
-        if linear.half is not None:
-            self.chunk = chunk_tokens(self.config, driver)
-            if HalfPrompt.fits(self.config, driver):
-                self._half = HalfPrompt(weights.arch, linear.half, kernels, self.workspace, self.chunk)
-        self._exact_attention = CudaAttention(kernels)  # type: ignore[assignment]
-        self._norms = [tuple(map(driver.upload, pair)) for pair in self._norms]
-        tables = [DeviceRope(table, capacity, driver) for table in self._ropes.tables]
-        self._ropes.tables = tables  # type: ignore[assignment]
+        if linear.half is not None and HalfPrompt.fits(self.config, driver):
+            self._half = HalfPrompt(weights.arch, linear.half, kernels, workspace, self.chunk)
         self._replay = Replay(self)
 
     def free_bytes(self) -> int:
@@ -89,9 +77,9 @@ class CudaDecoder(Decoder):
         cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
         self._exact_attention(q, k, v, None)
 
-    def _prefill_layer(self, i: int, cache: KVCache, x: Array, rotation: Rotation) -> None:
+    def _prompt_layer(self, i: int, cache: KVCache, x: Array, rotation: Rotation) -> None:
         if self._half is None or len(x) <= MATVEC_ROWS:
-            super()._prefill_layer(i, cache, x, rotation)
+            self._exact_layer(i, cache, x, rotation)
         else:
             self._half.layer(i, cache, x, rotation, self._norms[i])
 
@@ -102,7 +90,7 @@ class CudaDecoder(Decoder):
     def embed_ids(self, ids: Array, start: int) -> Array:
         """(n, hidden) of ids (n,) int32 on the device."""
         positions = "positions" if self._learned_positions else None
-        x = self.weights.embed("embed", ids, positions, start)  # type: ignore[attr-defined]
+        x = self._device_weights.embed("embed", ids, positions, start)
         return x if self.config.embedding_scale == 1.0 else x * np.float32(self.config.embedding_scale)
 
     def step(self, token: int, caches: Sequence[KVCache]) -> Array:
@@ -111,4 +99,4 @@ class CudaDecoder(Decoder):
 
     def buffers(self) -> list[Array]:
         """All scratch that a step uses."""
-        return [*self.workspace.buffers(), *self.kernels.buffers()]  # type: ignore[attr-defined]
+        return [*self.workspace.buffers(), *self._device_kernels.buffers()]

@@ -20,10 +20,7 @@ class CudaAttention:
     def __call__(
         self, queries: Array, keys: Array, values: Array, window: int | None, cap: float | None = None
     ) -> None:
-        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
-
-        These are of m >= n tokens, the queries of the last n. cap: the soft bound of scores.
-        """
+        """See `edgekv.decoder.decoder.PromptAttention`. Scratch: up to SCORES float32 scores."""
         n_heads, n, head_dim = queries.shape
         earlier = keys.shape[1] - n
         n_kv_heads = keys.shape[0]

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
+import abc
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from edgekv.decoder.attention import ExactAttention
 from edgekv.decoder.rope_tables import LayerRopes, Rotation
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
-from edgekv.kvcache.base import KVCache, Workspace, rewind
+from edgekv.kvcache.base import KVCache, Workspace
 from edgekv.linear.weights import Weights
-from edgekv.machine import available_memory_bytes
 from edgekv.types import F32, I64
 
 CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
 ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
-WARM_UP_ROWS = (1, 5, 80)  # tokens at once: decoding, drafts, and more than a packed block
 NONE = np.empty(0, np.float32)
 
 
@@ -35,24 +32,71 @@ class LinearBlocks(Protocol):
     def head(self, x: F32) -> F32: ...
 
 
-class Decoder:
-    """One model's computation. Holds weights and scratch, no conversation: that is in the caches."""
+class PromptAttention(Protocol):
+    """Exact causal attention over a prompt."""
+
+    def __call__(self, queries: F32, keys: F32, values: F32, window: int | None, cap: float | None = None) -> None:
+        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
+
+        keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
+        token t sees keys max(0, t + 1 - window)..t; None: all up to t. cap: the soft bound of scores.
+        """
+
+
+class Decoder(abc.ABC):
+    """One model's computation. Holds weights and scratch, no conversation: that is in the caches.
+
+    Here is the way of tokens through the layers; `CpuDecoder` and `CudaDecoder` say where and with what they are
+    computed. Activations, logits and caches are float32 arrays in the memory of that place.
+
+    capacity: tokens of the longest conversation. chunk: tokens of a prompt whose activations are alive at a time.
+    upload: brings an array of the host to where the kernels compute.
+    """
 
     def __init__(
-        self, weights: Weights, linear: LinearBlocks, kernels: Kernels, capacity: int, threads: int
+        self,
+        weights: Weights,
+        linear: LinearBlocks,
+        kernels: Kernels,
+        attention: PromptAttention,
+        *,
+        capacity: int,
+        threads: int,
+        workspace: Workspace,
+        chunk: int | None = None,
+        upload: Callable[[F32], Any] = lambda array: array,
     ) -> None:
-        self.config, self.weights, self.kernels = weights.arch.config, weights, kernels
-        self.linear: LinearBlocks = linear
+        self.config, self.weights, self.kernels, self.linear = weights.arch.config, weights, kernels, linear
         self.threads, self._pid = threads, os.getpid()
-        self.workspace, self.chunk = Workspace(), CHUNK
-        self._exact_attention = ExactAttention(kernels, threads)
-        self._ropes = LayerRopes(self.config.layer_ropes, capacity)
+        self.workspace, self.chunk = workspace, chunk or CHUNK
+        self._exact_attention = attention
+        self._ropes = LayerRopes(self.config.layer_ropes, capacity, upload)
         self._learned_positions = weights.arch.learned_positions
         names = ("norm_q", "norm_k") if self.config.qk_norm else ()
         layers = range(self.config.n_layers)
         # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
-        vectors = [tuple(weights.vector(f"{i}.{name}").copy() for name in names) for i in layers]
-        self._norms = [pair or (NONE, NONE) for pair in vectors]
+        vectors = [tuple(upload(weights.vector(f"{i}.{name}").copy()) for name in names) for i in layers]
+        self._norms = [pair or (upload(NONE), upload(NONE)) for pair in vectors]
+
+    @abc.abstractmethod
+    def free_bytes(self) -> int:
+        """Memory that is left where it computes."""
+
+    @abc.abstractmethod
+    def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
+        """Calls that compile a scheme's kernels, or load them from disk, on throw-away random tokens."""
+
+    @abc.abstractmethod
+    def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
+        """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
+
+    @abc.abstractmethod
+    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
+        """Logits (vocab,) after appending one token, valid until the next step."""
+
+    @abc.abstractmethod
+    def _prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
+        """Turns x (n, hidden), a prompt, into layer i's result in place; fills its empty cache."""
 
     def require_process(self) -> None:
         """EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for."""
@@ -61,61 +105,6 @@ class Decoder:
                 f"the model was loaded by process {self._pid} and this is {os.getpid()}, forked from it: start "
                 "processes with multiprocessing's 'spawn', or fork before anything is loaded"
             )
-
-    def free_bytes(self) -> int:
-        """Memory that is left where it computes."""
-        return available_memory_bytes()
-
-    def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
-        """Steps that compile a scheme's kernels, or load them from Numba's cache, on throw-away random tokens.
-
-        All that a conversation calls: a prompt, one token in an empty cache and in a filled one, a few at once as
-        drafts are, and so many that a block is packed and all threads work.
-        """
-        cache, c = caches[-1], self.config
-        n, last = cache.geometry.capacity, len(self._norms) - 1
-        cache.allocate(self.kernels, Workspace())
-        rng = np.random.default_rng(0)
-        qkv = rng.standard_normal((n, c.q_size + 2 * c.kv_size)).astype(np.float32)
-        buffers = Workspace()
-        q, k, v = (buffers.array(name, (heads, n, c.head_dim)) for name, heads in self._heads())
-
-        def split() -> None:
-            for m, parts in ((1, self._qkv_buffers("step", 1)), (n, (q, k, v))):
-                self._split(last, qkv[:m], self._ropes.at(0, m)[-1], *parts)
-
-        def attend(n_tokens: int) -> None:
-            a = cache.n_seen
-            b = min(a + n_tokens, n)
-            if a < b:
-                cache.attend(*(contiguous(x[:, a:b]) for x in (q, k, v)))
-
-        def prefill() -> None:
-            rewind([cache], 0)
-            m = max(1, n - sum(WARM_UP_ROWS))
-            cache.prefill(q[:, :m], k[:, :m], v[:, :m])
-            type(cache).finish_prefill([cache])
-
-        return [
-            split,
-            functools.partial(attend, 1),
-            prefill,
-            *(functools.partial(attend, rows) for rows in WARM_UP_ROWS),
-            lambda: self._exact_attention(q, k, v, None),
-        ]
-
-    def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
-        """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
-        self.require_process()
-        ids = np.asarray(tokens, np.int64)
-        x = self.weights.rows("embed", ids)
-        if self.config.embedding_scale != 1.0:
-            x = np.multiply(x, np.float32(self.config.embedding_scale), dtype=np.float32)
-        if not self._learned_positions:
-            return x
-        positions = self.weights.rows("positions", np.arange(start, start + len(ids)))
-        summed: F32 = np.add(x, positions, dtype=np.float32)
-        return summed
 
     def place(self, rows: F32, x: F32, start: int, at: int) -> None:
         """Puts embeddings (m, hidden) into x (n, hidden), which begins at position ``start``, from row ``at`` on.
@@ -130,11 +119,6 @@ class Decoder:
     def head(self, x: F32) -> F32:
         """(n, vocab) float32 logits of hidden states (n, hidden)."""
         return self.linear.head(x)
-
-    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
-        """Logits (vocab,) after appending one token."""
-        logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
-        return logits
 
     def tentative_tokens(self, caches: Sequence[KVCache]) -> int:
         """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
@@ -194,7 +178,7 @@ class Decoder:
         rotations = self._ropes.at(start, n)
         for i, cache in enumerate(caches):
             if exact:
-                self._prefill_layer(i, cache, x, rotations[i])
+                self._prompt_layer(i, cache, x, rotations[i])
             else:
                 self._continue_layer(i, cache, x, rotations[i])
             if progress:
@@ -203,7 +187,7 @@ class Decoder:
             type(caches[0]).finish_prefill(caches)
         return x
 
-    def _prefill_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
+    def _exact_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
         """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
         n, c, array = len(x), self.config, self.workspace.array
         held = n if cache.sees_queries else min(n, self.chunk)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,11 +29,13 @@ class Rotation(NamedTuple):
 class RopeTable:
     """The rotation of the positions below ``capacity``; made once, unless it depends on the length.
 
-    rope None rotates nothing.
+    rope None rotates nothing. upload: brings an array to the memory where it is read.
     """
 
-    def __init__(self, rope: RopeConfig | None, capacity: int) -> None:
-        self.rope = rope
+    def __init__(
+        self, rope: RopeConfig | None, capacity: int, upload: Callable[[F32], Any] = lambda array: array
+    ) -> None:
+        self.rope, self._upload = rope, upload
         self.is_fixed = rope is None or capacity <= rope.fixed_up_to
         self._fixed = self._compute(0, capacity, capacity) if self.is_fixed else None
 
@@ -43,32 +45,36 @@ class RopeTable:
 
     def _compute(self, start: int, n: int, seq_len: int) -> Rotation:
         if self.rope is None:
-            empty = np.empty((n, 0), np.float32)
+            empty = self._upload(np.empty((n, 0), np.float32))
             return Rotation(empty, empty)
         freq, factor = frequencies(self.rope, seq_len)
         positions = np.arange(start, start + n)[:, None]
         angles = positions * freq  # (n, dim/2)
-        cos, sin = ((f(angles) * factor).astype(np.float32) for f in (np.cos, np.sin))
+        cos, sin = (self._upload((f(angles) * factor).astype(np.float32)) for f in (np.cos, np.sin))
         return Rotation(cos, sin, self._query_factors(positions, self.rope))
 
-    @staticmethod
-    def _query_factors(positions: np.ndarray, rope: RopeConfig) -> F32 | None:
+    def _query_factors(self, positions: np.ndarray, rope: RopeConfig) -> F32 | None:
         if not rope.query_growth:
             return None
         original = rope.params.original_max_position_embeddings or rope.trained_positions
-        factors: F32 = (1 + rope.query_growth * np.log1p(positions // original)).astype(np.float32)
+        factors: F32 = self._upload((1 + rope.query_growth * np.log1p(positions // original)).astype(np.float32))
         return factors
 
 
 class LayerRopes:
-    """The tables of all layers; layers that rotate alike share one."""
+    """The tables of all layers; layers that rotate alike share one. upload: as of `RopeTable`."""
 
-    def __init__(self, layer_ropes: Sequence[RopeConfig | None], capacity: int) -> None:
+    def __init__(
+        self,
+        layer_ropes: Sequence[RopeConfig | None],
+        capacity: int,
+        upload: Callable[[F32], Any] = lambda array: array,
+    ) -> None:
         distinct: list[RopeConfig | None] = []
         for rope in layer_ropes:
             if rope not in distinct:
                 distinct.append(rope)
-        self.tables = [RopeTable(rope, capacity) for rope in distinct]
+        self.tables = [RopeTable(rope, capacity, upload) for rope in distinct]
         self._table_of = [distinct.index(rope) for rope in layer_ropes]
 
     @property

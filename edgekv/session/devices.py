@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from edgekv import kernels
+from edgekv.decoder.cpu import CpuDecoder
 from edgekv.decoder.decoder import Decoder, LinearBlocks
 from edgekv.errors import ConfigError, unknown
 from edgekv.kernels import Kernels, compiling
@@ -32,8 +33,8 @@ class Host(Device):
         self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
     ) -> Decoder:
         kernels = self.open_kernels(threads)
-        weights, dense = self.open_linear(model, form, threads, progress)
-        return Decoder(weights, dense, kernels, capacity, threads)
+        weights, linear = self.open_linear(model, form, threads, progress)
+        return CpuDecoder(weights, linear, kernels, capacity, threads)
 
 
 def _onnxruntime(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.decoder.attention import BLOCK_ROWS
-from edgekv.decoder.decoder import CHUNK
+from edgekv.decoder.cpu import scratch_bytes
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
 from edgekv.machine import available_memory_bytes
-from edgekv.models.config import ModelConfig
 from edgekv.session.model import Model
 
 DEFAULT_CTX = 8192
@@ -65,7 +63,7 @@ class Plan:
 
         def auto_bytes() -> int:
             free = available_memory_bytes() if available is None else available
-            return max(0, min(free // 4, free - weights_bytes - _scratch_bytes(c, ctx, sees_queries=False)))
+            return max(0, min(free // 4, free - weights_bytes - scratch_bytes(c, ctx, sees_queries=False)))
 
         spec, notes = resolve(kv, c, ctx, kv_budget, auto_bytes)
         caches = spec.layers(c, ctx)
@@ -77,18 +75,10 @@ class Plan:
             weights=form.name,
             weights_bytes=weights_bytes,
             cache_bytes=sum(cache.planned_bytes for cache in caches),
-            scratch_bytes=_scratch_bytes(c, ctx, caches[0].sees_queries),
+            scratch_bytes=scratch_bytes(c, ctx, sees_queries=caches[0].sees_queries),
             notes=tuple(notes),
         )
 
     def parts(self) -> dict[str, int]:
         """Bytes by what they are for."""
         return {"weights": self.weights_bytes, "kv cache": self.cache_bytes, "scratch": self.scratch_bytes}
-
-
-def _scratch_bytes(c: ModelConfig, ctx: int, sees_queries: bool) -> int:
-    """While a prompt of ``ctx`` tokens is read; sees_queries: whether the caches are shown all queries at once."""
-    held = ctx if sees_queries else min(ctx, CHUNK)
-    prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
-    chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size) + c.vocab_size
-    return 4 * (prompt + chunk)

@@ -17,7 +17,7 @@ from edgekv.types import F32
 BLOCK_ROWS = 512  # query rows per block, all heads of a group together
 
 
-class ExactAttention:
+class CpuAttention:
     """Each worker thread takes blocks of query rows and multiplies them alone.
 
     Workers that share one product wait for each other at its end, thousands of times per prompt; on a busy
@@ -30,12 +30,7 @@ class ExactAttention:
         self._scratch = [Workspace() for _ in range(threads)]
 
     def __call__(self, queries: F32, keys: F32, values: F32, window: int | None, cap: float | None = None) -> None:
-        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
-
-        keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
-        token t sees keys max(0, t + 1 - window)..t. cap: the soft bound of scores (None: none). Scratch: per
-        thread one score block of BLOCK_ROWS x m float32.
-        """
+        """See `edgekv.decoder.decoder.PromptAttention`. Scratch: BLOCK_ROWS x m float32 scores per thread."""
         n_heads, n, _ = queries.shape
         n_kv_heads = keys.shape[0]
         rows = max(1, BLOCK_ROWS // (n_heads // n_kv_heads))

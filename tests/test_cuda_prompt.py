@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cuda_cases import OnDevice
 
+from edgekv.decoder import cuda as cuda_decoder
 from edgekv.decoder.cuda import CudaDecoder
 from edgekv.kernels.cuda.prompt import padded_width
 from edgekv.kernels.cuda.rope import Halves
@@ -17,7 +18,6 @@ from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.cuda_half import HalfOps
 from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.models import cuda_decoder
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from kernel_cases import EITHER_PATH, normal
 
 from edgekv.kernels import cpu, reference
@@ -17,10 +18,11 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kvcache.base import Layout
+from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
-from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
+from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
-from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, SymmetricKeys, SymmetricValues
+from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.mikv import TokenKeys
 

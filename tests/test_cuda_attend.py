@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_cases import OnDevice
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from kernel_cases import normal
 
 from edgekv.kernels import numpy_kernels, reference
@@ -16,10 +17,11 @@ from edgekv.kernels.cuda.kinds import KINDS, VALUES
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tiers
 from edgekv.kvcache.base import Geometry, Workspace
+from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
-from edgekv.kvcache.codecs import F16, Codec, Float32, Int4, SignSketch
+from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
-from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues, SymmetricKeys, SymmetricValues
+from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.steps import Steps, StepsKnobs, exact_bytes
 from edgekv.kvcache.tiers import Shape, least_bytes
 

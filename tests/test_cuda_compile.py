@@ -14,11 +14,11 @@ import pytest
 
 from edgekv.kernels.cuda import backend
 from edgekv.kernels.cuda.gather import GATHER
-from edgekv.kernels.cuda.huffman import ENCODE as ENCODE_HUFFMAN
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
+from edgekv.kernels.cuda.papers.huffman import ENCODE as ENCODE_HUFFMAN
+from edgekv.kernels.cuda.papers.retrieval import ENCODE as ENCODE_INDEX
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.program import FOLDER, Program
-from edgekv.kernels.cuda.retrieval import ENCODE as ENCODE_INDEX
 from edgekv.kernels.cuda.rows import ENCODE
 
 LEAST = {"prompt_attention": 75}  # of what is only launched from a generation on
@@ -31,21 +31,21 @@ ROWS = {"HEAD_DIM": 128, "KEY_DIM": 128, "ROWS": 4, "TILES": 1}
 HUFFMAN = {"CODE_BLOCK": 64, "PLAIN_BITS": 3 * 64 * 128, "TABLE_BITS": 11}
 KEYS = {
     "rows": {"KEYS": "RowKeys<u16>"},
-    "signs": {"KEYS": "SignKeys", "KEY_DIM": 256},
+    "papers/signs": {"KEYS": "SignKeys", "KEY_DIM": 256},
     "columns": {"KEYS": "ColumnKeys<4>", "KEY_SCALES": "SCALE_PER_TOKEN", "KEY_BLOCK": 32},
     "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1},
-    "huffman": {"KEYS": "HuffmanKeys", **HUFFMAN},
-    "fier": {"KEYS": "FierKeys", "GROUP": 32},
+    "papers/huffman": {"KEYS": "HuffmanKeys", **HUFFMAN},
+    "papers/fier": {"KEYS": "FierKeys", "GROUP": 32},
 }
 VALUES = {
     "rows": {"VALUES": "RowValues<float>"},
     "byte_values": {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_ZERO"},
     "interleaved_values": {"VALUES": "InterleavedValues", "VALUE_BITS": 2},
-    "huffman": {"VALUES": "HuffmanValues", **HUFFMAN},
+    "papers/huffman": {"VALUES": "HuffmanValues", **HUFFMAN},
 }
 PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some; tiles at once for a single query
     ("rows", {"VALUES": "RowValues<u16>"}, "rows", False, 1),
-    ("signs", VALUES["byte_values"], "byte_values", False, 4),
+    ("papers/signs", VALUES["byte_values"], "byte_values", False, 4),
     ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "byte_values", False, 1),
     ("centred", VALUES["interleaved_values"], "interleaved_values", True, 4),
 ]
@@ -74,7 +74,7 @@ PROGRAMS = {
     },
     "attend-kivi": attend(("columns", "byte_values"), True, KIVI),
     "attend-kivi-one": attend(("columns", "byte_values"), True, KIVI | {"ROWS": 1, "TILES": 2}),
-    "scores-fier-one": program(("fier", "scores"), **ROWS | KEYS["fier"] | {"ROWS": 1, "TILES": 2}),
+    "scores-fier-one": program(("papers/fier", "scores"), **ROWS | KEYS["papers/fier"] | {"ROWS": 1, "TILES": 2}),
     **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
     **{
         f"packed_linear-{bits}-{rows}": program(
@@ -87,12 +87,12 @@ PROGRAMS = {
         f"prompt_attention-{width}": program(("prompt_attention",), WIDTH=width, HEAD_DIM=width)
         for width in (64, 128, 256)
     },
-    "sparse_attention": program(("sparse_attention",), ROWS=4, HEAD_DIM=128),
+    "papers/sparse_attention": program(("papers/sparse_attention",), ROWS=4, HEAD_DIM=128),
     "layers": program(("activations", "layers")),
     "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
     **{
         name: program((name,))
-        for name in ("add_partial", "inputs", "merge", "move", "pack", "rope", "softmax", "top_k")
+        for name in ("add_partial", "inputs", "merge", "move", "papers/pack", "papers/top_k", "rope", "softmax")
     },
     **{
         "encode": ENCODE,
@@ -154,7 +154,7 @@ def nvrtc() -> Nvrtc:
 
 def test_every_source_file_is_compiled_here() -> None:
     compiled = {name for each in PROGRAMS.values() for name in each.files} | {"common", "ptx"}
-    assert compiled == {path.stem for path in FOLDER.glob("*.cu")}
+    assert compiled == {str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.cu")}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

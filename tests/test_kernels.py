@@ -19,7 +19,8 @@ from edgekv import kernels
 from edgekv.errors import ConfigError
 from edgekv.kernels import aligned, cpu, reference, threads
 from edgekv.kernels.contract import attention as contract
-from edgekv.kernels.cpu import int4, jit, launch, ranges, rope, rows, signs
+from edgekv.kernels.cpu import jit, launch, ranges, rope, rounding, rows
+from edgekv.kernels.cpu.papers import int4, signs
 from edgekv.kernels.cpu.softmax import _softmax_rows
 
 NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
@@ -51,10 +52,10 @@ print(numba.threading_layer(), threads.count(), len(done))
 # A caller that may reorder sums, compiled first: it must not pass that on to what is kept for all callers.
 HURRY = """
 import numba, numpy as np
-from edgekv.kernels.cpu import int4, jit
+from edgekv.kernels.cpu import jit, rounding
 
-hurry = numba.njit(fastmath=jit.FAST)(lambda x: int4.round_to_even(x))
-print(hurry(np.float32(0.6)), int4.round_to_even(np.float32(0.6)))
+hurry = numba.njit(fastmath=jit.FAST)(lambda x: rounding.round_to_even(x))
+print(hurry(np.float32(0.6)), rounding.round_to_even(np.float32(0.6)))
 """
 
 
@@ -183,7 +184,7 @@ def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    rounded = jit.jit(int4.round_to_even.py_func)
+    rounded = jit.jit(rounding.round_to_even.py_func)
 
     @jit.fast_jit
     def calls_it(x: float) -> float:

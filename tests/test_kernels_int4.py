@@ -20,7 +20,7 @@ from kernel_cases import (
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.reference import int4 as plain
+from edgekv.kernels.reference.papers import int4 as plain
 
 CASES = cases(HEAD_DIMS)
 POISON = 0xAB

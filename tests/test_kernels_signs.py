@@ -11,7 +11,7 @@ from kernel_cases import EITHER_PATH, SIGN_BITS, Case, cases, codec, generator, 
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.reference import signs as plain
+from edgekv.kernels.reference.papers import signs as plain
 
 CASES = cases((*SIGN_BITS, 192))
 SMALL = Case(d=128, length=70, g=2, r=3, n=2, t0=60, s0=2)

@@ -11,7 +11,7 @@ import pytest
 from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
-from edgekv.kernels.contract.codes import TABLE_BITS, TABLE_SYMBOLS
+from edgekv.kernels.contract.papers.codes import TABLE_BITS, TABLE_SYMBOLS
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.papers.codebook import Codebook, code_lengths, gaussian_counts
 from edgekv.kvcache.papers.kvcomp import KVComp

@@ -15,8 +15,9 @@ import numba
 import numpy as np
 
 from edgekv.kernels import numba_kernels
-from edgekv.kernels.cpu import fier, gather, int4, interleaved_values, ints, kivi, planes, retrieval, rows, signs
+from edgekv.kernels.cpu import gather, interleaved_values, ints, planes, rows
 from edgekv.kernels.cpu.loops import Loop
+from edgekv.kernels.cpu.papers import fier, int4, kivi, retrieval, signs
 
 
 @dataclasses.dataclass(frozen=True)

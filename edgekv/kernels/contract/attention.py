@@ -15,11 +15,11 @@ else, and trusts its arguments: shapes and ranges are the caller's duty.
 from collections.abc import Sequence
 from typing import Protocol
 
-from edgekv.kernels.contract.codes import CodeKernels
-from edgekv.kernels.contract.evict import EvictKernels
 from edgekv.kernels.contract.ints import IntKernels
+from edgekv.kernels.contract.papers.codes import CodeKernels
+from edgekv.kernels.contract.papers.evict import EvictKernels
+from edgekv.kernels.contract.papers.retrieval import RetrievalKernels
 from edgekv.kernels.contract.planes import PlaneKernels
-from edgekv.kernels.contract.retrieval import RetrievalKernels
 from edgekv.kernels.contract.segment import Codec, Segment, Visible
 from edgekv.types import F32, I64, U8, U16, U64
 

@@ -7,9 +7,9 @@ from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRE, CENTRES
 from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.int4 import round_to_even
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.rounding import round_to_even
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 

@@ -1,22 +1,8 @@
 """Which loops read which kind of codec."""
 
-from edgekv.kernels.cpu import (
-    fier,
-    gather,
-    huffman,
-    int4,
-    interleaved_values,
-    ints,
-    kivi,
-    mikv,
-    planes,
-    quest,
-    retrieval,
-    rows,
-    signs,
-    visual,
-)
+from edgekv.kernels.cpu import gather, interleaved_values, ints, planes, rows
 from edgekv.kernels.cpu.loops import Loops
+from edgekv.kernels.cpu.papers import fier, huffman, int4, kivi, mikv, quest, retrieval, signs, visual
 
 KEYS: dict[str, Loops] = {
     "f16": rows.F16,

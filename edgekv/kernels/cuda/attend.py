@@ -20,9 +20,10 @@ from edgekv.kernels.cuda.codec import MOST_ROWS, THREADS, Codec, Queries, n_roun
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
 from edgekv.kernels.cuda.gather import GatherKernels
 from edgekv.kernels.cuda.kinds import KEYS, SECOND_STAGE, VALUES
+from edgekv.kernels.cuda.papers.retrieval import RetrievalKernels
+from edgekv.kernels.cuda.papers.signs import SignKernels
 from edgekv.kernels.cuda.planes import PlaneKernels
 from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.retrieval import RetrievalKernels
 
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
 MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
@@ -65,7 +66,7 @@ class Part(NamedTuple):
         return self.most - s.first if s.chosen is None else s.chosen[0].shape[2]
 
 
-class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels):
+class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels, SignKernels):
     """Three functions that take codecs of `edgekv.kvcache`; the fourth is in append.py."""
 
     def attend(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from edgekv.kernels.cuda.append import AppendKernels
 from edgekv.kernels.cuda.attend import AttendKernels
-from edgekv.kernels.cuda.huffman import HuffmanKernels
 from edgekv.kernels.cuda.ints import IntKernels
+from edgekv.kernels.cuda.papers.huffman import HuffmanKernels
 from edgekv.kernels.cuda.prompt import PromptKernels
 from edgekv.kernels.cuda.rope import RopeKernels
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from edgekv.errors import CacheError
-from edgekv.kernels.contract.codes import TABLE_BITS
+from edgekv.kernels.contract.papers.codes import TABLE_BITS
 from edgekv.kernels.cuda.codec import Codec, Queries
 from edgekv.kernels.cuda.program import Array, Driver
 
@@ -58,7 +58,7 @@ F32_KEYS, F32_VALUES = _rows("float", "single")
 def _sign_keys(stored: Any) -> Codec:
     signs = stored.arrays["signs"]
     _, blocks, words, tile = signs.shape
-    return Codec("SignKeys", "signs", (signs,), blocks * tile, 64 * words, tiles=4)
+    return Codec("SignKeys", "papers/signs", (signs,), blocks * tile, 64 * words, tiles=4)
 
 
 def _centred_keys(stored: Any) -> Codec:
@@ -139,7 +139,7 @@ def _huffman(name: str) -> Make:
         block = bits.shape[1] // offsets.shape[1]
         macros = ("CODE_BLOCK", block), ("PLAIN_BITS", plain_bits), ("TABLE_BITS", TABLE_BITS)
         arrays = pool, offsets, bits, table, low, step
-        return Codec(name, "huffman", arrays, bits.shape[1], stored.head_dim, macros, joins=False)
+        return Codec(name, "papers/huffman", arrays, bits.shape[1], stored.head_dim, macros, joins=False)
 
     return codec
 
@@ -148,7 +148,9 @@ def _sign_index(stored: Any) -> Codec:
     signs, levels, block = stored.arrays["signs"], stored.arrays["levels"], stored.block
     capacity, macros = levels.shape[1] * block, (("GROUP", block),)
     arrays = signs, levels
-    return Codec("FierKeys", "fier", arrays, capacity, signs.shape[2], macros, joins=False, tiles=2, blocks=16)
+    return Codec(
+        "FierKeys", "papers/fier", arrays, capacity, signs.shape[2], macros, joins=False, tiles=2, blocks=16
+    )
 
 
 def _page_index(stored: Any) -> Codec:

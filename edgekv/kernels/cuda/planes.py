@@ -7,12 +7,12 @@ import functools
 import numpy as np
 
 from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
+from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.codec import MOST_CHANNELS, THREADS, TILE, check_width
 from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.signs import SignKernels
 
 
-class PlaneKernels(SignKernels):
+class PlaneKernels(Backend):
     def encode_centres(self, x: Array, codes: Array, step: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
         check_width(d)

@@ -19,7 +19,7 @@ OPTIONS = ("-std=c++14",)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """``files`` of this folder (without .cu) behind the common ones, compiled with ``macros``.
+    """``files`` of this folder (``papers/huffman``: papers/huffman.cu) behind the common ones, with ``macros``.
 
     exact: products and sums are rounded one by one, as NumPy rounds them; for encoders, equal to the bit.
     """

@@ -9,21 +9,22 @@ import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
-from edgekv.kernels.reference.fier import sign_index
+from edgekv.kernels.reference.bits import pack_sign_rows
 from edgekv.kernels.reference.gather import attend_planes
-from edgekv.kernels.reference.huffman import huffman_keys, huffman_values
-from edgekv.kernels.reference.int4 import values_int4
 from edgekv.kernels.reference.interleaved_values import values_interleaved
 from edgekv.kernels.reference.ints import decode_symmetric, symmetric
-from edgekv.kernels.reference.kivi import kivi_keys, kivi_values
-from edgekv.kernels.reference.mikv import token_keys
+from edgekv.kernels.reference.papers.fier import sign_index
+from edgekv.kernels.reference.papers.huffman import huffman_keys, huffman_values
+from edgekv.kernels.reference.papers.int4 import values_int4
+from edgekv.kernels.reference.papers.kivi import kivi_keys, kivi_values
+from edgekv.kernels.reference.papers.mikv import token_keys
+from edgekv.kernels.reference.papers.retrieval import scores_f16_at, values_f16_at
+from edgekv.kernels.reference.papers.signs import scores_signs
+from edgekv.kernels.reference.papers.visual import levels
 from edgekv.kernels.reference.planes import key_levels, round_queries, scores_centred
-from edgekv.kernels.reference.retrieval import scores_f16_at, values_f16_at
 from edgekv.kernels.reference.rotate import rotate, rotate_back
 from edgekv.kernels.reference.rows import scores_f16
-from edgekv.kernels.reference.signs import pack_sign_rows, scores_signs
 from edgekv.kernels.reference.softmax import softmax
-from edgekv.kernels.reference.visual import levels
 from edgekv.types import F32
 
 

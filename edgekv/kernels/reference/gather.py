@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import FULL_VALUES, KEY_STEP, LARGEST_CORRECTION, PAIR_STEP
-from edgekv.kernels.reference.signs import pack_sign_rows
+from edgekv.kernels.reference.bits import pack_sign_rows
 from edgekv.types import F32, I64, U16, U64
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.reference.int4 import round_up_to_f16
+from edgekv.kernels.reference.rounding import round_up_to_f16
 from edgekv.types import F32, U8, U16
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from edgekv.kernels.contract.codes import TABLE_BITS, TABLE_SYMBOLS
+from edgekv.kernels.contract.papers.codes import TABLE_BITS, TABLE_SYMBOLS
 from edgekv.types import I64, U8, U16, U64
 
 
@@ -15,7 +15,7 @@ class Codebook:
     """A prefix code: each symbol's length (uint8) and word (uint16, first bit lowest), and its decode table.
 
     Every symbol has a word of at most TABLE_BITS bits, so that whatever comes can be coded. The table is as
-    `edgekv.kernels.contract.codes.TABLE_SYMBOLS` says.
+    `edgekv.kernels.contract.papers.codes.TABLE_SYMBOLS` says.
     """
 
     lengths: U8

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kernels.contract.codes import TABLE_BITS
+from edgekv.kernels.contract.papers.codes import TABLE_BITS
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import F16, Codec

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from edgekv.errors import CacheError
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codecs import F16, Codec, Int4, SignSketch
+from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.knobs import bad_knob, require_only
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.types import F32
 
 DEFAULT_TAU = 0.05  # the best global value measured without adaptation

@@ -6,9 +6,9 @@ import dataclasses
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.keepall import KeepAll
-from edgekv.kvcache.papers.codec_ints import SymmetricKeys, SymmetricValues
 
 BITS = 4
 

@@ -9,7 +9,7 @@ from edgekv.errors import CacheError
 from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.knobs import bad_knob
-from edgekv.kvcache.papers.codec_ints import KiviKeys, KiviValues
+from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.windowed import Sizes, Windowed
 
 BITS = (2, 4)

@@ -10,9 +10,10 @@ from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import Geometry, Layout, Workspace
+from edgekv.kvcache.codec_ints import KEY_BLOCK
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.knobs import bad_knob
-from edgekv.kvcache.papers.codec_ints import KEY_BLOCK, KiviValues
+from edgekv.kvcache.papers.codec_kivi import KiviValues
 from edgekv.kvcache.papers.evicting import LowestFirst, check_budget, pick
 from edgekv.kvcache.papers.h2o import check_recent
 from edgekv.types import F32, I64, Array

@@ -8,9 +8,9 @@ must wait for the one before it.
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.codes import TABLE_BITS
-from edgekv.kernels.cpu.bits import load_word, store_word
+from edgekv.kernels.contract.papers.codes import TABLE_BITS
 from edgekv.kernels.cpu.jit import Scalar, jit
+from edgekv.kernels.cpu.papers.bits import load_word, store_word
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import U8, U16, U64
 

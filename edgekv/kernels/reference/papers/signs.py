@@ -3,6 +3,7 @@
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
+from edgekv.kernels.reference.bits import pack_sign_rows
 from edgekv.types import F32, U64
 
 
@@ -10,10 +11,6 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
     tokens = np.arange(t0, t0 + x.shape[1])
     # two index arrays apart from each other bring the token axis to the front
     codes[:, tokens // BLOCK, :, tokens % BLOCK] = pack_sign_rows(x).transpose(1, 0, 2)
-
-
-def pack_sign_rows(x: F32) -> U64:
-    return np.packbits(x >= 0, axis=-1, bitorder="little").view("<u8")
 
 
 def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:

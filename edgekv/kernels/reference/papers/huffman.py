@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.codes import TABLE_BITS, TABLE_SYMBOLS
-from edgekv.kernels.reference.int4 import LARGEST_F16, round_up_to_f16
+from edgekv.kernels.contract.papers.codes import TABLE_BITS, TABLE_SYMBOLS
+from edgekv.kernels.reference.rounding import LARGEST_F16, round_up_to_f16
 from edgekv.types import F32, U8, U16, U32, U64
 
 WORD_BITS = 64

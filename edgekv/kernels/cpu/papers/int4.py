@@ -8,11 +8,12 @@ from numba import prange
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.block_weights import copy_bytes, copy_floats, copy_halves
-from edgekv.kernels.cpu.half import as_float, float_to_half
+from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, put_loop
-from edgekv.kernels.cpu.nibbles import HIGH_AT, SIZES_AT, TOGETHER, WEIGHTS_BYTES, add_row, round_weights
+from edgekv.kernels.cpu.papers.nibbles import HIGH_AT, SIZES_AT, TOGETHER, WEIGHTS_BYTES, add_row, round_weights
+from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
@@ -20,8 +21,7 @@ from edgekv.types import F32, U8, U16
 P_AT = WEIGHTS_BYTES
 DELTA_AT, ZERO_AT, TAIL_AT = P_AT + 4 * BLOCK, P_AT + 6 * BLOCK, P_AT + 7 * BLOCK
 LINE, BLOCKS_AHEAD = 64, 4
-ZERO, ONE, HIGHEST_CODE, LARGEST_F16 = np.array([0, 1, 15, 65504], np.float32)
-ROUND = np.float32(1.5 * 2**23)  # x + ROUND - ROUND rounds |x| < 2**22 to an integer, halves to even
+ZERO, ONE, HIGHEST_CODE = np.array([0, 1, 15], np.float32)
 
 
 def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
@@ -135,16 +135,3 @@ def _encode_row(x: F32, i: int, step: Scalar, offset: Scalar, codes: U8, code: i
 @jit
 def _code(x: Scalar, step: Scalar, offset: Scalar) -> Scalar:
     return np.int32(minimum(maximum(round_to_even(x / step) + offset, ZERO), HIGHEST_CODE))
-
-
-@jit
-def round_to_even(x: Scalar) -> Scalar:
-    return x + ROUND - ROUND
-
-
-@jit
-def round_up_to_half(x: Scalar) -> Scalar:
-    """Bits of the smallest float16 not below x >= 0, or of the largest float16."""
-    x = minimum(x, LARGEST_F16)
-    bits = float_to_half(x)
-    return np.uint16(bits + 1) if as_float(bits) < x else bits

@@ -7,14 +7,14 @@ from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.bits import put_bits, shift_in_bits
-from edgekv.kernels.cpu.byte_rows import ROWS, add_codes, add_constant, score_codes
 from edgekv.kernels.cpu.codes import prepared_bytes, with_totals
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.int4 import round_to_even
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.papers.bits import put_bits, shift_in_bits
+from edgekv.kernels.cpu.papers.byte_rows import ROWS, add_codes, add_constant, score_codes
+from edgekv.kernels.cpu.rounding import round_to_even
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 

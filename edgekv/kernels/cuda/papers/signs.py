@@ -10,7 +10,7 @@ from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.memory import contiguous
 
-PACK = Program(("pack",))
+PACK = Program(("papers/pack",))
 
 
 class SignKernels(Backend):

@@ -7,7 +7,7 @@ from edgekv.kernels.cuda.codec import THREADS, per_head
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.memory import contiguous
 
-ENCODE = Program(("scales", "encode_huffman"), exact=True)
+ENCODE = Program(("scales", "papers/encode_huffman"), exact=True)
 PACK_THREADS = 256
 
 

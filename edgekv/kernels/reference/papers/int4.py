@@ -2,10 +2,9 @@
 
 import numpy as np
 
+from edgekv.kernels.reference.rounding import round_up_to_f16
 from edgekv.kernels.reference.rows import values_f32
 from edgekv.types import F32, U8, U16
-
-LARGEST_F16 = np.float32(65504.0)
 
 
 def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
@@ -28,11 +27,3 @@ def values_int4(p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: i
     step = delta[:, t0:t1].view(np.float16).astype(np.float32)
     values = (levels - zero[:, t0:t1, None]) * step[..., None]
     values_f32(p, s0, values, 0, t1 - t0, out)
-
-
-def round_up_to_f16(x: F32) -> U16:
-    """Bits of the smallest float16 not below x >= 0, or of the largest float16."""
-    x = np.minimum(x, LARGEST_F16)
-    half = x.astype(np.float16)
-    bits: U16 = half.view(np.uint16) + (half.astype(np.float32) < x).astype(np.uint16)
-    return bits

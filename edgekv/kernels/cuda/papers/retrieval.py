@@ -9,14 +9,14 @@ from edgekv.types import I64
 
 SELECT_THREADS = 1024
 SPLIT_TOKENS = 16  # at least, of the chosen ones that a block adds up
-ENCODE = Program(("index",), exact=True)
+ENCODE = Program(("papers/index",), exact=True)
 
 
 class RetrievalKernels(Backend):
     def select_top(self, s: Array, lo: I64, hi: I64, k: int, chosen: Array) -> None:
         n_kv_heads, rows, _ = s.shape
         n = len(lo)
-        launch = Launch(Program(("top_k",)), "select_top", (n, n_kv_heads), SELECT_THREADS)
+        launch = Launch(Program(("papers/top_k",)), "select_top", (n, n_kv_heads), SELECT_THREADS)
         stride = chosen.strides[1 if n > 1 else 0] // chosen.itemsize
         self.driver.launch(launch, s, *strides(s), rows // n, *self.per_token(lo, hi), k, chosen, stride)
 
@@ -55,4 +55,4 @@ class RetrievalKernels(Backend):
 
 
 def _program(rows: int, d: int) -> Program:
-    return Program(("sparse_attention",), (("ROWS", rows), ("HEAD_DIM", d)))
+    return Program(("papers/sparse_attention",), (("ROWS", rows), ("HEAD_DIM", d)))

@@ -6,9 +6,7 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu.byte_rows import ROWS, add_codes, add_constant, score_codes, weigh
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.huffman_decode import OVERRUN, RUN_TOKENS, RUNS, decode, run_gap
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
@@ -23,6 +21,8 @@ from edgekv.kernels.cpu.loops import (
     words,
     words32,
 )
+from edgekv.kernels.cpu.papers.byte_rows import ROWS, add_codes, add_constant, score_codes, weigh
+from edgekv.kernels.cpu.papers.huffman_decode import OVERRUN, RUN_TOKENS, RUNS, decode, run_gap
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32, U8, U16, U32, U64
 

@@ -1,0 +1,1 @@
+"""What the papers' schemes and the baselines need of a backend."""

@@ -1,0 +1,1 @@
+"""CUDA kernels of the papers' schemes and the baselines."""

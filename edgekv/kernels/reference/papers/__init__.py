@@ -1,0 +1,1 @@
+"""The papers' schemes and the baselines, in NumPy."""

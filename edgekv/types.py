@@ -1,5 +1,6 @@
-"""Arrays by what their elements are."""
+"""Arrays by what their elements are, and what long work tells of itself."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,3 +16,8 @@ U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
+
+StageProgress = Callable[[str, int, int], None]
+"""Is called with the stage of the work, what is done of it, and the total."""
+LayerProgress = Callable[[int, int], None]
+"""Is called while a prompt is read, with the layers that are done, and all layers."""

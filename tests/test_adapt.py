@@ -230,11 +230,11 @@ def test_a_session_takes_the_adapter(kv: str, heads: int, tmp_path: pathlib.Path
     path = written(made, kv, tmp_path)
     session = Session.load(tmp_path / "llama31", kv=kv, adapter=path, weights="f32", device="numpy")
     setting = made.scheme.setting
-    codec = session.caches[1].key_codec
+    codec = session.state.caches[1].key_codec
     np.testing.assert_array_equal(getattr(codec, setting).ravel(), made.scheme.value[1].detach().numpy())
     assert made.scheme.value.shape == (3, heads)
-    assert "(adapter adapter.safetensors)" in session.caches[1].notes()[0]
-    assert not session.caches[1].exact_prefill
+    assert "(adapter adapter.safetensors)" in session.state.caches[1].notes()[0]
+    assert not session.state.caches[1].exact_prefill
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

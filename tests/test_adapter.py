@@ -70,9 +70,9 @@ def test_gpt2_takes_the_whole_c_attn(tmp_path: pathlib.Path) -> None:
 
 def test_every_head_of_every_layer_gets_its_tau(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     session = Session.load(base, kv="h1b", adapter=write(tmp_path / "a", base, {"tau": TAU}))
-    np.testing.assert_array_equal([cache.tau.ravel() for cache in session.caches], TAU)
+    np.testing.assert_array_equal([cache.tau.ravel() for cache in session.state.caches], TAU)
     session = Session.load(base, kv="h1b", adapter=write(tmp_path / "b", base, {"tau": TAU[:, 0].copy()}))
-    assert [set(cache.tau.ravel()) for cache in session.caches] == [{tau} for tau in TAU[:, 0]]
+    assert [set(cache.tau.ravel()) for cache in session.state.caches] == [{tau} for tau in TAU[:, 0]]
 
 
 def test_a_prompt_attends_as_the_adapted_model_was_trained_to(base: pathlib.Path, tmp_path: pathlib.Path) -> None:

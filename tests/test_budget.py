@@ -241,9 +241,9 @@ def text(session: Session, prompt: list[int], n: int, sampling: object = SAMPLIN
 def test_a_conversation_up_to_the_last_token(model: pathlib.Path) -> None:
     session = Session.load(model, kv_budget=BUDGET)
     assert session.plan.cache_bytes <= BUDGET
-    buffers = session.caches[0].workspace._buffers
+    buffers = session.state.caches[0].workspace._buffers
     for _ in session.generate(PROMPT, max_new_tokens=5000, sampling=SAMPLING):
-        held = sum(cache.nbytes for cache in session.caches)
+        held = sum(cache.nbytes for cache in session.state.caches)
         assert held + sum(b.nbytes for name, b in buffers.items() if "tiers" in name) <= BUDGET
     assert "context full" in str(session.report().stop_reason)
     (note,) = session.report().notes
@@ -261,7 +261,7 @@ def test_saved_in_the_middle(model: pathlib.Path, tmp_path: pathlib.Path) -> Non
         saved.save(tmp_path / "session")
         restored = Session.restore(tmp_path / "session", straight)
         assert restored.report().notes == saved.report().notes
-        assert first + text(restored, [], 900 - n, restored.sampler) == whole
+        assert first + text(restored, [], 900 - n, restored.state.sampler) == whole
 
 
 def test_a_saved_budget_is_kept_and_held_to(model: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -66,12 +66,12 @@ def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> Non
     talk = chat(session, TEMPLATES[template])
     fed = []
     for question in ("Once upon a time", "Who was there", "And then"):
-        before = session.n_past
+        before = session.state.n_past
         steps = list(talk.ask(question, max_new_tokens=80))
         report = session.report()
         fed.append(report.prefill_tokens)
         assert steps[-1].finish_message in ("end of text", "max_new_tokens")
-        assert session.n_past == before + report.prefill_tokens + len(report.decode_latencies_s)
+        assert session.state.n_past == before + report.prefill_tokens + len(report.decode_latencies_s)
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 3
     fresh, tokens, answer = loaded.fork(kv="dense:dtype=f32"), session.tokens, talk.messages[-1]["ids"]
     question = tokens[: len(tokens) - len(answer)]
@@ -191,7 +191,7 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
     assert again.session.report().prefill_tokens < 40
     talk.clear()
     assert [m["role"] for m in talk.messages] == ["system"]
-    assert session.n_past == 0
+    assert session.state.n_past == 0
 
 
 def test_a_stop_string_is_not_in_the_cache(loaded: Session) -> None:
@@ -348,4 +348,4 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_
     assert b"plain User/Assistant transcript" in errors
     assert b"user: Once upon a time\nassistant: " in errors
     session = Session.restore(tmp_path / "session", shared / "models" / "stories260K")
-    assert len(session.memo["messages"]) == 2
+    assert len(session.state.memo["messages"]) == 2

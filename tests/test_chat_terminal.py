@@ -62,7 +62,7 @@ def end(child: pexpect.spawn) -> None:
 
 def messages(path: pathlib.Path) -> list[tuple[str, str]]:
     session = Session.restore(path, "demo")
-    return [(message["role"], message["content"]) for message in session.memo["messages"]]
+    return [(message["role"], message["content"]) for message in session.state.memo["messages"]]
 
 
 def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
@@ -124,7 +124,7 @@ def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
     file = str(tmp_path / "blue.png")
     list(chat.ask("Describe the picture.", images=[file], max_new_tokens=6))
     list(chat.ask("Again.", max_new_tokens=6))
-    assert len(session.spans) == 1
+    assert len(session.state.spans) == 1
     fresh = Chat(session.fork(), template)
     fresh.messages.extend(json.loads(json.dumps(chat.messages[:2])))
     list(fresh.ask("Again.", max_new_tokens=6))

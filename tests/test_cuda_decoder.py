@@ -24,7 +24,7 @@ from edgekv.quality.evaluate import evaluate
 from edgekv.session.devices import find_device
 from edgekv.session.generation import Generation
 from edgekv.session.model import Model
-from edgekv.session.reader import Reader
+from edgekv.session.model_runner import ModelRunner
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.state import State
@@ -220,21 +220,21 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
     texts = []
     for short_of in (False, True):
         state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.turns_anew)
-        reader = Reader(state, cuda, CAPACITY, 0)
+        runner = ModelRunner(state, cuda, CAPACITY, 0)
         cuda.workspace = type(cuda.workspace)(cuda.driver)
-        reader.append([1, 2, 3], [])
+        runner.append([1, 2, 3], [])
         if short_of:
             cuda.driver.free = 3000
             cuda.workspace = type(cuda.workspace)(cuda.driver)
             with pytest.raises(MemoryBudgetError) as error:
-                reader.append(list(range(30)), [])
+                runner.append(list(range(30)), [])
             cuda.driver.free = type(cuda.driver).free
             said = str(error.value)
             assert "\n" not in said
             assert "out of memory while reading 30 tokens after 3: Out of memory allocating" in said
             assert "2.9 KiB is free" in said
             assert state.n_past == len(state.tokens) == 3
-        texts.append(to_host(reader.append([4, 5], [])).copy())
+        texts.append(to_host(runner.append([4, 5], [])).copy())
     np.testing.assert_array_equal(*texts)
 
 

@@ -99,19 +99,19 @@ def test_a_drafted_text_is_the_plain_one(model: pathlib.Path, kv: str, temperatu
     prompt, sampling = golden_cases.tokens("llama31")[:20], SamplingParams(temperature=temperature, seed=5)
     session = Session.load(model, kv=kv, weights="f32")
     plain = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
-    state = session.n_past, list(session.tokens), session.sampler.state()
+    state = session.state.n_past, list(session.tokens), session.state.sampler.state()
     session.reset()
-    session.drafts = Scripted(plain)
+    session.runner.drafts = Scripted(plain)
     drafted = [step.token for step in session.generate(prompt, max_new_tokens=40, sampling=sampling)]
     assert drafted == plain
-    assert (session.n_past, session.tokens, session.sampler.state()) == state
+    assert (session.state.n_past, session.tokens, session.state.sampler.state()) == state
     counts = session.report().drafts
     n_decoded = len(session.report().decode_latencies_s)
     assert n_decoded == 39
     assert counts.passes + counts.accepted - n_decoded in (0, 1)  # the last token may be a draft itself
     if counts.proposed:
         assert 0 < counts.accepted < counts.proposed
-    assert (counts.proposed > 0) == all(cache.tentative_tokens() > 0 for cache in session.caches)
+    assert (counts.proposed > 0) == all(cache.tentative_tokens() > 0 for cache in session.state.caches)
 
 
 def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> None:
@@ -129,7 +129,7 @@ def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> Non
             longer |= {(*text, int(t)): p * w / weights.sum() for t, w in zip(best, weights, strict=True)}
         expected = longer
     likeliest = max(expected, key=expected.__getitem__)
-    session.drafts = Scripted(likeliest)
+    session.runner.drafts = Scripted(likeliest)
     n_runs, seen = 600, dict.fromkeys(expected, 0)
     n_accepted = 0
     for seed in range(n_runs):
@@ -149,7 +149,7 @@ def test_other_models(case: str, tmp_path: pathlib.Path) -> None:
     prompt = golden_cases.tokens(case)[:10]
     plain = [step.token for step in session.generate(prompt, max_new_tokens=20)]
     session.reset()
-    session.drafts = Scripted(plain)
+    session.runner.drafts = Scripted(plain)
     assert [step.token for step in session.generate(prompt, max_new_tokens=20)] == plain
     assert (session.report().drafts.accepted > 0) == (case != "rope-dynamic")
 
@@ -160,9 +160,9 @@ def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
     texts = []
     for drafts in (None, NGram()):
         session.reset()
-        session.drafts = drafts
+        session.runner.drafts = drafts
         texts.append([step.token for step in session.generate([1, 2, 3, 1, 2], max_new_tokens=50)])
-        assert session.n_past <= 30
+        assert session.state.n_past <= 30
     assert texts[0] == texts[1]
     assert len(texts[0]) == (26 if overflow == "stop" else 50)
 
@@ -172,7 +172,7 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
     session = Session.load(model, weights="f32")
     plain = [step.token for step in session.generate(prompt, max_new_tokens=12)]
     session.reset()
-    session.drafts = Scripted(plain)
+    session.runner.drafts = Scripted(plain)
     steps = session.generate(prompt, max_new_tokens=12)
     first = [step.token for step in itertools.islice(steps, 2)]
     assert session.state.n_tentative > 0
@@ -189,7 +189,7 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
     left = session.generate(prompt, max_new_tokens=12)
     assert [step.token for step in itertools.islice(left, 2)] == first
     left.close()
-    assert (session.n_past, session.state.n_tentative) == (21, 0)
+    assert (session.state.n_past, session.state.n_tentative) == (21, 0)
     assert [step.token for step in session.generate([], max_new_tokens=10)] == plain[2:]
 
 
@@ -197,7 +197,7 @@ def test_tokens_of_a_pass_share_its_time(model: pathlib.Path) -> None:
     session = Session.load(model, weights="f32")
     plain = [step.token for step in session.generate([1, 2, 3], max_new_tokens=12)]
     session.reset()
-    session.drafts = Scripted(plain)
+    session.runner.drafts = Scripted(plain)
     steps = list(session.generate([1, 2, 3], max_new_tokens=12))
     report = session.report()
     assert sum(report.decode_latencies_s) == pytest.approx(sum(step.latency_s for step in steps[1:]))
@@ -256,7 +256,7 @@ def test_a_smaller_model_drafts(model: pathlib.Path, temperature: float) -> None
     plain = [step.token for step in session.generate(prompt, max_new_tokens=30, sampling=sampling)]
     for drafts in (first, first.fork()):
         session.reset()
-        session.drafts = drafts
+        session.runner.drafts = drafts
         drafted = [step.token for step in session.generate(prompt, max_new_tokens=30, sampling=sampling)]
         assert drafted == plain
         counts = session.report().drafts

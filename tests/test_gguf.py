@@ -204,7 +204,7 @@ def test_greedy_text_is_llama_cpps(kind: str, tmp_path: pathlib.Path) -> None:
 def logits_after(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
     """Of the token behind these."""
     session.reset()
-    return session._reader.append(tokens, [])[0]
+    return session.runner.append(tokens, [])[0]
 
 
 TEXTS = ["Hello world", "  two  spaces ", "naïve 🦙 中文\n\ttab", "12345 don't I'LL", "<s> a </s>", ""]

@@ -122,7 +122,7 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
         parts.append(session.logits(tokens[100:]))
         results.append(np.concatenate(parts))
         sizes.append(session.plan.cache_bytes)
-        assert sum(cache.nbytes for cache in session.caches) == sizes[-1]
+        assert sum(cache.nbytes for cache in session.state.caches) == sizes[-1]
     np.testing.assert_allclose(results[0], results[1], atol=2e-4, rtol=0)
     assert architecture(LONG).config.layer_windows == (40, None, 40, None)
     assert sizes[0] == sizes[1] // 2 + sizes[1] // 1024 * ring_tokens(40)

@@ -55,9 +55,9 @@ def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> Non
     after = loaded.fork(kv=kv)
     assert got == first + text(after, kept, 150 - len(first))
     assert session.tokens == after.tokens
-    assert session.n_past < CTX
-    assert session.n_dropped == CTX + 1 - KEPT
-    assert f"overflow: {session.n_dropped} tokens" in " ".join(session.report().notes)
+    assert session.state.n_past < CTX
+    assert session.state.n_dropped == CTX + 1 - KEPT
+    assert f"overflow: {session.state.n_dropped} tokens" in " ".join(session.report().notes)
 
 
 def test_it_goes_on_for_ever(loaded: Session) -> None:
@@ -66,9 +66,9 @@ def test_it_goes_on_for_ever(loaded: Session) -> None:
     assert len(got) == 3 * CTX
     assert len(session.tokens) <= CTX + 1
     assert session.tokens[:SINK] == PROMPT[:SINK]
-    assert len(session.tokens) + session.n_dropped == len(PROMPT) + len(got)
+    assert len(session.tokens) + session.state.n_dropped == len(PROMPT) + len(got)
     session.reset()
-    assert session.n_dropped == 0
+    assert session.state.n_dropped == 0
 
 
 def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
@@ -84,7 +84,7 @@ def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
 
 def test_more_first_tokens_may_stay(loaded: Session) -> None:
     session = loaded.fork()
-    session.context_shift = Slide(sink=50)
+    session.runner.context_shift = Slide(sink=50)
     text(session, PROMPT, 100)
     assert session.tokens[:50] == PROMPT[:50]
 
@@ -95,7 +95,7 @@ def test_saved_after_it_slid(loaded: Session, tmp_path: pathlib.Path) -> None:
     first = text(saved, PROMPT, 120)
     saved.save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", loaded, overflow="slide")
-    assert restored.n_dropped == saved.n_dropped > 0
+    assert restored.state.n_dropped == saved.state.n_dropped > 0
     assert first + text(restored, [], 180) == whole
 
 
@@ -116,7 +116,7 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     greedy = SamplingParams()
     for i in range(12):
         list(talk.ask(f"Question {i}: what is a ship, and who sails it?", max_new_tokens=30, sampling=greedy))
-        assert session.n_past <= 300
+        assert session.state.n_past <= 300
     dropped = [m["content"] for m in talk.messages if m.get("dropped")]
     assert len(talk.messages) == 25
     assert len(dropped) > 8
@@ -125,11 +125,11 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert text.startswith("system: You are a sailor.")
     assert "Question 11" in text
     assert "Question 0" not in text
-    assert session.n_dropped == 0
+    assert session.state.n_dropped == 0
     long = Chat(session.fork(), talk.template)
     answer = list(long.ask("Tell me everything.", max_new_tokens=700, sampling=greedy))
     assert len(answer) == 700
-    assert long.session.n_dropped > 0
+    assert long.session.state.n_dropped > 0
     list(long.ask("And then?", max_new_tokens=5, sampling=greedy))
     assert len(long.messages[1]["ids"]) == 700
 

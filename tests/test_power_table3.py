@@ -11,7 +11,7 @@ import pytest
 
 from edgekv.power import METERS
 from edgekv.session.model import Model
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 
 POWER = pathlib.Path(__file__).resolve().parent.parent / "power"
 sys.path.insert(0, str(POWER))
@@ -111,7 +111,7 @@ def test_a_machine_that_is_too_small_is_offered_fewer_layers(
     model: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Model.open(model)
-    needed = sum(Plan.make(opened, kv="dense", ctx=60, weights="auto").parts().values())
+    needed = sum(SessionPlan.make(opened, kv="dense", ctx=60, weights="auto").parts().values())
     monkeypatch.setattr(measure, "available_memory_bytes", lambda: needed * 3 // 4)
     assert table3.main(arguments(model)) == 2
     assert "this machine has room for --layers 2" in capsys.readouterr().err

@@ -164,13 +164,13 @@ def test_the_next_tokens_are_nearly_as_likely(
         logs = []
         for go_on in (False, True):
             session = loaded.fork(kv=kv)
-            session.reader.append(ids[:300], [])
-            session.reader.append(ids[300:n], [])
+            session.runner.append(ids[:300], [])
+            session.runner.append(ids[300:n], [])
             if go_on:
-                session.reader.append(ids[-back:], [])
+                session.runner.append(ids[-back:], [])
                 session.rewind(n)
-                assert session.reader.n_pending <= most_recomputed
-            logits = session.reader.append(ids[n : n + 32], [], n_logits=32).astype(np.float64)
+                assert session.runner.n_pending <= most_recomputed
+            logits = session.runner.append(ids[n : n + 32], [], n_logits=32).astype(np.float64)
             logs.append(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))
         divergence.append((np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1).mean())
     assert np.mean(divergence) < bound

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.sampling import Sampler, SamplingParams, StopMatcher
+from edgekv.session.sampling import Sampler, SamplingParams, StopMatcher, open_sampler
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7)
 PARAMS = {
@@ -212,3 +212,18 @@ def test_one_stop_string_needs_no_list():
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ConfigError, match="the stop string '' is empty"):
         StopMatcher(["a", ""])
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.5, None), (0.0, None), (None, 3)])
+def test_settings_are_given_once(temperature, seed):
+    with raises(ConfigError, field="sampling"):
+        open_sampler(3, SamplingParams(), temperature, seed)
+    assert open_sampler(3, None, temperature, seed).params == SamplingParams(temperature or 0.0, seed=seed)
+
+
+def test_zero_is_off_as_none_is():
+    given = SamplingParams(top_k=0, repetition_window=0)
+    assert given == SamplingParams(top_k=None)
+    assert given.top_k is given.repetition_window is None
+    assert SamplingParams(**given.as_dict()) == given
+    assert given.as_dict()["top_k"] == 0

@@ -40,10 +40,10 @@ def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> 
     prompt = golden_cases.tokens("llama31")[:20]
     session = Session.load(model, kv=kv)
     first = [step.token for step in session.generate(prompt, max_new_tokens=5)]
-    assert session.n_past == 24  # the fifth answer token is not in the cache yet
+    assert session.state.n_past == 24  # the fifth answer token is not in the cache yet
     second = [step.token for step in session.generate([7, 8], max_new_tokens=5)]
     assert session.tokens == [*prompt, *first, 7, 8, *second]
-    assert session.n_past == 31
+    assert session.state.n_past == 31
 
 
 @pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
@@ -87,7 +87,7 @@ def test_rewind_forgets(model: pathlib.Path) -> None:
     session = Session.load(model, kv="dense:dtype=f32")
     session.logits(tokens[:30])
     session.rewind(20)
-    assert (session.n_past, session.tokens) == (20, tokens[:20])
+    assert (session.state.n_past, session.tokens) == (20, tokens[:20])
     again = session.logits(tokens[20:30])
     session.reset()
     np.testing.assert_allclose(again, session.logits(tokens[:30])[20:], atol=2e-4)
@@ -109,7 +109,7 @@ def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Pa
 def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str) -> None:
     session = Session.load(model, kv=kv, ctx=50)
     list(session.generate([1, 2, 3], max_new_tokens=4))
-    arrays = [array for cache in session.caches for array in cache.arrays.values()]
+    arrays = [array for cache in session.state.caches for array in cache.arrays.values()]
     assert session.report().cache_bytes == sum(array.nbytes for array in arrays) == session.plan.cache_bytes
     assert session.report().cache_bytes > 0
 
@@ -133,7 +133,7 @@ def test_context_fills_during_generation(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=10)
     steps = list(session.generate([1, 2, 3], max_new_tokens=50))
     assert len(steps) == 8  # 3 + 7 fill the cache; the eighth token is sampled from the full cache
-    assert session.n_past == 10
+    assert session.state.n_past == 10
     assert steps[-1].finish_reason == "length"
     assert "context full" in str(steps[-1].finish_message)
 
@@ -147,7 +147,7 @@ def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=5)
     with raises(ContextError, field="ctx", match="6 tokens and 5 of ctx=5"):
         session.generate([1] * 6)
-    assert session.n_past == 0
+    assert session.state.n_past == 0
 
 
 def test_context_beyond_the_models_positions(model: pathlib.Path) -> None:
@@ -182,16 +182,16 @@ def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
 ) -> None:
     session = Session.load(model, kv="dense:dtype=f32")
     before = session.logits([1, 2, 3, 4])
-    real = session.caches[1].attend
+    real = session.state.caches[1].attend
 
     def interrupted(*arrays: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.caches[1], "attend", interrupted)
+    monkeypatch.setattr(session.state.caches[1], "attend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.logits([5])
-    assert [cache.n_seen for cache in session.caches] == [4, 4, 4]
-    monkeypatch.setattr(session.caches[1], "attend", real)
+    assert [cache.n_seen for cache in session.state.caches] == [4, 4, 4]
+    monkeypatch.setattr(session.state.caches[1], "attend", real)
     after = session.logits([5])
     session.reset()
     np.testing.assert_allclose(session.logits([1, 2, 3, 4, 5]), np.concatenate([before, after]), atol=2e-4)
@@ -333,7 +333,7 @@ def test_what_ends_a_text_lets_the_next_begin(model: pathlib.Path, monkeypatch: 
     del dropped
     failing = session.generate([5], max_new_tokens=8)
     with monkeypatch.context() as patch:
-        patch.setattr(session.caches[0], "attend", None)
+        patch.setattr(session.state.caches[0], "attend", None)
         with pytest.raises(TypeError):
             list(failing)
     assert len(list(session.generate([6], max_new_tokens=2))) == 2
@@ -344,7 +344,7 @@ def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> N
         other = session.fork()
         steps = session.generate([1, 2, 3], max_new_tokens=8)
         next(steps)
-        cache = weakref.ref(session.caches[0])
+        cache = weakref.ref(session.state.caches[0])
     gc.collect()
     assert cache() is None
     assert list(steps) == []

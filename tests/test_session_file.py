@@ -59,14 +59,14 @@ def test_restored_text_equals_uninterrupted_text(
 ) -> None:
     straight, saved = loaded.fork(kv=kv), loaded.fork(kv=kv)
     for session in (straight, saved):
-        session.caches[0].mark_images([(100, 900)])
+        session.state.caches[0].mark_images([(100, 900)])
     whole = text(straight, PROMPT, 160)
     first = text(saved, PROMPT, 70)
     size = saved.save(tmp_path / "session", compress=compress)
     assert size == (tmp_path / "session").stat().st_size
     restored = Session.restore(tmp_path / "session", loaded)
     assert restored.report().cache_bytes == saved.report().cache_bytes
-    second = text(restored, [], 90, restored.sampler)
+    second = text(restored, [], 90, restored.state.sampler)
     assert first + second == whole
     assert len(set(whole)) > 30
 
@@ -78,19 +78,19 @@ def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathl
     first = text(saved, PROMPT, 20)
     saved.save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", sliding)
-    assert first + text(restored, [], 40, restored.sampler) == whole
+    assert first + text(restored, [], 40, restored.state.sampler) == whole
 
 
 def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, tmp_path: pathlib.Path) -> None:
     sessions = [loaded.fork(kv="visual1") for _ in range(2)]
     for session in sessions:
-        for cache in session.caches:
+        for cache in session.state.caches:
             cache.mark_images([(10, 60), (1100, 1250)])
     whole = text(sessions[0], PROMPT, 100)
     first = text(sessions[1], PROMPT, 30)  # 20 tokens before the span is packed
     sessions[1].save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", loaded)
-    assert first + text(restored, [], 70, restored.sampler) == whole
+    assert first + text(restored, [], 70, restored.state.sampler) == whole
 
 
 @pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
@@ -110,21 +110,21 @@ def test_restored_after_a_rewind(loaded: Session, kv: str, tmp_path: pathlib.Pat
 
 def test_saved_between_two_steps_with_its_memo(loaded: Session, tmp_path: pathlib.Path) -> None:
     session = loaded.fork(kv="kivi2")
-    session.memo["messages"] = [{"role": "user", "content": "héllo"}]
+    session.state.memo["messages"] = [{"role": "user", "content": "héllo"}]
     steps = session.generate(PROMPT, max_new_tokens=60, sampling=SAMPLING)
     first = [next(steps).token for _ in range(25)]
     session.save(tmp_path / "session")
     rest = [step.token for step in steps]
     restored = Session.restore(tmp_path / "session", loaded)
-    assert restored.memo == session.memo
+    assert restored.state.memo == session.state.memo
     assert restored.tokens == PROMPT + first
-    assert text(restored, [], 35, restored.sampler) == rest
+    assert text(restored, [], 35, restored.state.sampler) == rest
 
 
 def test_an_empty_session(loaded: Session, tmp_path: pathlib.Path) -> None:
     loaded.fork().save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", loaded)
-    assert (restored.n_past, restored.tokens, restored.sampler) == (0, [], None)
+    assert (restored.state.n_past, restored.tokens, restored.state.sampler) == (0, [], None)
     assert text(restored, PROMPT[:50], 20) == text(loaded.fork(), PROMPT[:50], 20)
 
 

@@ -149,8 +149,8 @@ def test_counters_that_lie(
     session = Session.load(long_model, kv=kv, weights="f32", device="numpy")
     session.prefill([i % 90 for i in range(250)])
     session.save(tmp_path / "file")
-    assert session.caches[0].state().counters[counter] != value
-    layers = len(session.caches)
+    assert session.state.caches[0].state().counters[counter] != value
+    layers = len(session.state.caches)
     for lying in (1, layers):
 
         def change(header: Header, lying: int = lying) -> None:

@@ -25,6 +25,6 @@ def test_a_pass_of_several_conversations(case: str, kv: str, tmp_path: pathlib.P
     for session, other in zip(sessions, alone, strict=True):
         other.copy_from(session)
     for token in tokens[:8]:
-        expected = [other.decoder.step(token, other.caches).copy() for other in alone]
-        together = first.decoder.step_together([token] * 3, [session.caches for session in sessions])
+        expected = [other.decoder.step(token, other.state.caches).copy() for other in alone]
+        together = first.decoder.step_together([token] * 3, [session.state.caches for session in sessions])
         np.testing.assert_allclose(together, expected, atol=2e-3)

@@ -77,7 +77,7 @@ def test_the_same_model_in_other_files(newer: bool, apart: bool, tmp_path: pathl
 
 
 def test_rows_are_the_encoder_and_the_projector(base: Session) -> None:
-    vision, weights = base.vision, cases.projector()
+    vision, weights = base.prompt_encoder.vision, cases.projector()
     seen = picture(IMAGES[0])
     values = vision.preprocess(seen)
     weight, bias = cases.patches()
@@ -101,9 +101,9 @@ def test_pieces_prefill_and_logits_agree(base: Session) -> None:
         base.logits(pieces[:cut])
         np.testing.assert_allclose(base.prefill(pieces[cut:]), whole[-1], atol=1e-4)
     assert base.tokens[3 : 3 + N] == [cases.IMAGE_TOKEN] * N
-    assert [(span.start, span.stop) for span in base.spans] == [FIRST, SECOND]
+    assert [(span.start, span.stop) for span in base.state.spans] == [FIRST, SECOND]
     base.reset()
-    assert base.spans == []
+    assert base.state.spans == []
 
 
 def test_without_placeholders_images_come_first(base: Session) -> None:
@@ -130,9 +130,9 @@ def test_every_scheme_takes_images(base: Session, kv: str) -> None:
     session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
     first = tokens(session.generate(pieces, max_new_tokens=6))
-    second = tokens(session.generate([4, base.vision(picture(IMAGES[2])), 8], max_new_tokens=4))
+    second = tokens(session.generate([4, base.prompt_encoder.vision(picture(IMAGES[2])), 8], max_new_tokens=4))
     assert (len(first), len(second)) == (6, 4)
-    assert session.n_past == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
+    assert session.state.n_past == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
     session.reset()
     assert tokens(session.generate(pieces, max_new_tokens=6)) == first
 
@@ -164,7 +164,7 @@ def test_what_a_scheme_could_not_keep_is_computed_from_the_embeddings(base: Sess
     whole = base.logits(pieces)
     base.reset()
     base.prefill(pieces[:-2])
-    for cache in base.caches:
+    for cache in base.state.caches:
         cache.truncate(FIRST[0] + 3)
     np.testing.assert_allclose(base.logits(pieces[-2:]), whole[-2:], atol=1e-4)
     base.reset()
@@ -182,27 +182,29 @@ def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pyte
 
     with pytest.raises(KeyboardInterrupt):
         session.prefill(pieces, progress=stop)
-    assert (session.tokens, session.spans, session.n_past) == ([], [], 0)
+    assert (session.tokens, session.state.spans, session.state.n_past) == ([], [], 0)
     np.testing.assert_array_equal(session.prefill(pieces), expected)
     with pytest.raises(KeyboardInterrupt):
         session.prefill(pieces, progress=stop)
-    assert [(span.start, span.stop) for span in session.spans] == [FIRST, SECOND]
+    assert [(span.start, span.stop) for span in session.state.spans] == [FIRST, SECOND]
     session.prefill([7])  # a token where an image would have been
-    assert [(span.start, span.stop) for span in session.caches[-1].spans] == [FIRST, SECOND]
+    assert [(span.start, span.stop) for span in session.state.caches[-1].spans] == [FIRST, SECOND]
 
 
 def test_images_stand_behind_what_was_said(base: Session) -> None:
     session = base.fork()
     list(session.generate([1, 5, 6], max_new_tokens=1))
     list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1))
-    assert [(span.start, span.stop) for span in session.spans] == [(4 + a, 4 + b) for a, b in (FIRST, SECOND)]
+    assert [(span.start, span.stop) for span in session.state.spans] == [
+        (4 + a, 4 + b) for a, b in (FIRST, SECOND)
+    ]
 
 
 def test_visual1_packs_the_images_alone(base: Session) -> None:
     session = base.fork(kv=VISUAL, ctx=100)
     session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1)
     list(session.generate([5], max_new_tokens=2))
-    cache, g = session.caches[0], session.caches[0].geometry
+    cache, g = session.state.caches[0], session.state.caches[0].geometry
     assert isinstance(cache, Visual1)
     session.reset()
     list(session.generate(TEXT, images=IMAGES[:2], max_new_tokens=3))
@@ -224,7 +226,7 @@ def test_visual1_packs_the_images_alone(base: Session) -> None:
 
 def test_other_modalities_are_not_marked(base: Session) -> None:
     session = base.fork(kv=VISUAL)
-    rows = base.vision(picture(IMAGES[0])).rows
+    rows = base.prompt_encoder.vision(picture(IMAGES[0])).rows
     session.prefill([1, Embeddings(rows, "audio"), 4])
     assert session.report().visual_cache_bytes == 0
 
@@ -235,7 +237,7 @@ def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.
     list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=3))
     session.save(tmp_path / "a.kv", compress=True)
     restored = Session.restore(tmp_path / "a.kv", session)
-    for span, other in zip(session.spans, restored.spans, strict=True):
+    for span, other in zip(session.state.spans, restored.state.spans, strict=True):
         assert (span.start, span.modality) == (other.start, other.modality)
         np.testing.assert_array_equal(span.rows, other.rows)
     for each in (session, restored):
@@ -253,16 +255,16 @@ def test_sliding_keeps_the_latest_rows_of_an_image(base: Session) -> None:
     pieces = base.prompt(TEXT, IMAGES[:2])
     with raises(ContextError, field="ctx"):
         base.fork(ctx=30).generate(pieces)
-    session.context_shift = Slide()
+    session.runner.context_shift = Slide()
     made = tokens(session.generate(pieces, max_new_tokens=12))
     assert len(made) == 12
     rows = np.concatenate([_rows(base, piece) for piece in pieces])
     # 39 tokens and the first two made fit; the third makes room: 4 first tokens and the latest 16 stay
-    (span,) = [span for span in session.spans if span.start >= 4]
+    (span,) = [span for span in session.state.spans if span.start >= 4]
     kept = range(41 - 16, SECOND[1])
     assert (span.start, span.stop) == (4, 4 + len(kept))
     np.testing.assert_array_equal(span.rows, rows[kept.start : kept.stop])
-    np.testing.assert_array_equal(session.spans[0].rows, rows[3:4])
+    np.testing.assert_array_equal(session.state.spans[0].rows, rows[3:4])
 
 
 def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:

@@ -58,7 +58,7 @@ def answer(
     session: Session, prompt: list[int], dictated: list[int] | None, draft: bool
 ) -> tuple[list[int], RunReport]:
     session.reset()
-    session.drafts = NGram() if draft else None
+    session.runner.drafts = NGram() if draft else None
     constraint = None if dictated is None else Dictated(dictated)
     n = 256 if dictated is None else len(dictated)
     tokens = [step.token for step in session.generate(prompt, max_new_tokens=n, constraint=constraint)]
@@ -98,9 +98,9 @@ def parted(session: Session, ids: list[int]) -> None:
     several: list[F32] = []
     at = start
     while at < len(ids):
-        n = max(1, min(1 + MOST, decoder.tentative_tokens(other.caches), len(ids) - at))
-        rows = [decoder.step(token, session.caches).copy() for token in ids[at : at + n]]
-        together = decoder.steps(ids[at : at + n], other.caches)
+        n = max(1, min(1 + MOST, decoder.tentative_tokens(other.state.caches), len(ids) - at))
+        rows = [decoder.step(token, session.state.caches).copy() for token in ids[at : at + n]]
+        together = decoder.steps(ids[at : at + n], other.state.caches)
         if n > 1:
             one += rows
             several += list(together)

@@ -33,7 +33,7 @@ from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.machine import machine_info
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 from edgekv.tokenizer import load_tokenizer
 from edgekv.types import F32
 
@@ -162,7 +162,7 @@ class Probe(Dense):
 
 def run(model: Model, text: str, ctx: int | None) -> tuple[list[dict[str, Any]], int]:
     """The results, and the tokens they were measured on."""
-    plan = Plan.make(model, kv="dense", ctx=ctx, weights="f32")
+    plan = SessionPlan.make(model, kv="dense", ctx=ctx, weights="f32")
     tokens = load_tokenizer(model.tokenizer_path, config=model.raw_config).encode(text)
     n = min(len(tokens), plan.ctx) // (2 * STRIDE) * 2 * STRIDE
     if not n:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from edgekv.chat.template import ChatTemplate
@@ -13,10 +13,10 @@ from edgekv.session.generation import Step
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
 from edgekv.tokenizer import StreamDecoder, Tokenizer
+from edgekv.types import LayerProgress
 from edgekv.vision import require_vision
 from edgekv.vision.prompt import PLACEHOLDER, Embeddings
 
-Progress = Callable[[int, int], None]
 MAX_NEW_TOKENS = 1024
 
 
@@ -33,7 +33,7 @@ class Chat:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The history, oldest first: role, content, of answers the ids of their tokens, and what was dropped."""
-        messages: list[dict[str, Any]] = self.session.memo.setdefault("messages", [])
+        messages: list[dict[str, Any]] = self.session.state.memo.setdefault("messages", [])
         return messages
 
     def set_system(self, text: str) -> None:
@@ -50,7 +50,7 @@ class Chat:
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
-        progress: Progress | None = None,
+        progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
         """The answer to a message, token by token. What has come when the caller stops is the answer.
 
@@ -73,7 +73,7 @@ class Chat:
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
-        progress: Progress | None = None,
+        progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
         """Another answer in place of the last one, from the cache rewound to the question."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
@@ -87,7 +87,11 @@ class Chat:
         self.session.reset()
 
     def _answer(
-        self, max_new_tokens: int, sampling: SamplingParams | None, stop: Sequence[str], progress: Progress | None
+        self,
+        max_new_tokens: int,
+        sampling: SamplingParams | None,
+        stop: Sequence[str],
+        progress: LayerProgress | None,
     ) -> Generator[Step, None, None]:
         try:
             new = self.session.align(self._fitting())
@@ -107,7 +111,7 @@ class Chat:
     def _fitting(self) -> list[int]:
         """Ids of the conversation; where it outgrew the context, and may slide, without its oldest turns."""
         ids, ctx = self._ids(), self.session.plan.ctx
-        if len(ids) >= ctx and self.session.context_shift.makes_room:
+        if len(ids) >= ctx and self.session.runner.context_shift.makes_room:
             while len(ids) > ctx // 2 and self._drop_oldest():
                 ids = self._ids()
         return ids

@@ -28,7 +28,7 @@ from edgekv.machine import available_memory_bytes, format_bytes, parse_bytes
 from edgekv.quality.shape_model import unread_model
 from edgekv.session.model import Model
 from edgekv.session.options import LoadOptions
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 
 GIB = 1 << 30
 MACHINES = tuple(n * GIB for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
@@ -99,11 +99,11 @@ def _model(arguments: argparse.Namespace) -> Model:
     return Model.open(model_path(arguments), config=arguments.config)
 
 
-def _plan(model: Model, options: LoadOptions, available: int) -> Plan:
+def _plan(model: Model, options: LoadOptions, available: int) -> SessionPlan:
     """As asked; where kv auto finds nothing that fits, with the smallest of its schemes, which does not."""
 
-    def plan(kv: str | CacheSpec | None) -> Plan:
-        return Plan.make(
+    def plan(kv: str | CacheSpec | None) -> SessionPlan:
+        return SessionPlan.make(
             model,
             kv=kv,
             ctx=options.ctx,
@@ -133,11 +133,11 @@ def _ours(memory: int) -> int:
     return memory - memory // SYSTEM_SHARE
 
 
-def _total(plan: Plan) -> int:
+def _total(plan: SessionPlan) -> int:
     return sum(plan.parts().values())
 
 
-def _facts(plan: Plan, free: int, least: tuple[int, str] | None) -> dict[str, Any]:
+def _facts(plan: SessionPlan, free: int, least: tuple[int, str] | None) -> dict[str, Any]:
     return {
         "ctx": plan.ctx,
         "kv": str(plan.kv),

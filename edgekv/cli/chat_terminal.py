@@ -112,7 +112,7 @@ class Terminal:
 
     def _n_left_out(self) -> tuple[int, int]:
         """Messages and tokens that no longer fit."""
-        return sum(bool(m.get("dropped")) for m in self.chat.messages), self.chat.session.n_dropped
+        return sum(bool(m.get("dropped")) for m in self.chat.messages), self.chat.session.state.n_dropped
 
     def save(self, rest: str) -> None:
         """/save: the conversation with its cache, to a file."""
@@ -140,11 +140,11 @@ class Terminal:
         """/set: shows the settings, or changes one."""
         if rest:
             self._change(*rest.partition(" ")[::2])
-        settings = {**dataclasses.asdict(self.sampling), LENGTH: self.max_new_tokens}
+        settings = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
         say(", ".join(f"{name} {'drawn' if value is None else value}" for name, value in settings.items()))
 
     def _change(self, name: str, text: str) -> None:
-        fields: dict[str, Any] = dataclasses.asdict(self.sampling)
+        fields: dict[str, Any] = self.sampling.as_dict()
         name = name.replace("-", "_")
         if name not in (*fields, LENGTH):
             raise unknown(EdgeKVError, "/set", name, (*fields, LENGTH))

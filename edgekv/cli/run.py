@@ -25,16 +25,18 @@ from edgekv.cli.options import (
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.cli.summary import ends_sentence, summary
-from edgekv.errors import ContextError, EdgeKVError
+from edgekv.errors import EdgeKVError
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.session.generation import Step
 from edgekv.session.grammar import Constraint, json_constraint, read_schema
 from edgekv.session.model import Model
-from edgekv.session.plan import DEFAULT_CTX
+from edgekv.session.opening import open_tokenizer
+from edgekv.session.plan import default_ctx
+from edgekv.session.prompt import require_room
+from edgekv.session.sampling import continued
 from edgekv.session.sampling_defaults import sampling_defaults
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
-from edgekv.tokenizer import load_tokenizer
 from edgekv.vision import Picture, picture, require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
@@ -75,7 +77,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     schema = read_schema(arguments.json_schema) if arguments.json_schema else None
     images = read_images(arguments)
     if isinstance(prompt, str) and not images:
-        require_room(arguments, prompt)
+        require_fit(arguments, prompt)
     bars, meter, begin = Bars(), energy_meter(arguments), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
@@ -115,7 +117,7 @@ def _generate(
                     prompt,
                     images=images,
                     max_new_tokens=writer.most,
-                    sampling=session.continued(sampling),
+                    sampling=continued(session.state.sampler, sampling),
                     stop=arguments.stop,
                     constraint=constraint,
                     progress=functools.partial(bars.prefill, n_prompt),
@@ -167,22 +169,15 @@ def has_prompt(arguments: argparse.Namespace) -> bool:
     return arguments.prompt is not None or arguments.prompt_file is not None
 
 
-def require_room(arguments: argparse.Namespace, prompt: str) -> None:
+def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
     """ContextError for a prompt that can't fit, before anything large is loaded."""
     if is_saved(arguments) or arguments.overflow != "stop":
         return
     model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
-    ctx = arguments.ctx or min(DEFAULT_CTX, model.config.max_positions)
-    if (
-        model.tokenizer_path is None or len(prompt.encode(errors="replace")) + 2 <= ctx
-    ):  # no token is less than a byte
-        return
-    n_tokens = len(load_tokenizer(model.tokenizer_path, config=model.text_config).encode(prompt))
-    if n_tokens > ctx:
-        raise ContextError(
-            f"the prompt has {n_tokens} tokens and --ctx is {ctx}; shorten it, raise --ctx (this model: up to "
-            f"{model.config.max_positions}), or set --overflow slide"
-        )
+    ctx = arguments.ctx or default_ctx(model.config)
+    longest = len(prompt.encode(errors="replace")) + 2  # no token is less than a byte
+    if longest > ctx and model.tokenizer_path is not None:
+        require_room(len(open_tokenizer(model).encode(prompt)), ctx, model.config.max_positions)
 
 
 def read_images(arguments: argparse.Namespace) -> list[Picture]:

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 from edgekv.linear.quantize import unpack_zeros
-from edgekv.linear.store import Progress, Store
+from edgekv.linear.store import Store
 from edgekv.models.architecture import Architecture
-from edgekv.types import F32
+from edgekv.types import F32, StageProgress
 
 Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
@@ -50,7 +50,7 @@ def _shift(store: Store, name: str) -> F32:
 class DeviceWeights:
     """Everything that decoding reads; `rows` looks embeddings up on the device."""
 
-    def __init__(self, store: Store, driver: Driver, progress: Progress | None) -> None:
+    def __init__(self, store: Store, driver: Driver, progress: StageProgress | None) -> None:
         self.arch: Architecture = store.arch
         self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
         self.driver, self._store = driver, store

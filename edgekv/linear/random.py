@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.linear.formats import WeightFormat, store_specs
-from edgekv.linear.store import Progress, Store, build, default_folder, is_store
+from edgekv.linear.store import Store, build, default_folder, is_store
 from edgekv.linear.weights import CheckpointWeights, Codes
 from edgekv.models import architecture
-from edgekv.types import F32
+from edgekv.types import F32, StageProgress
 
 STD = 0.02  # of the weights, as models are initialised: activations stay in range
 
@@ -69,7 +69,7 @@ class RandomWeights(CheckpointWeights):
         return drawn
 
 
-def random_store(config: dict[str, Any], form: WeightFormat, progress: Progress | None = None) -> Store:
+def random_store(config: dict[str, Any], form: WeightFormat, progress: StageProgress | None = None) -> Store:
     """The shape's store in the cache folder, made at the first call."""
     weights = RandomWeights(config)
     folder = default_folder(weights.source.identity, form)

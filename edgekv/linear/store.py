@@ -38,7 +38,7 @@ from edgekv.linear.weights import CheckpointWeights, Ids
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.schema import read
-from edgekv.types import F32
+from edgekv.types import F32, StageProgress
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
@@ -53,7 +53,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-Progress = Callable[[str, int, int], None]
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -138,7 +137,7 @@ class Store:
         return to_float32(self._file.array(table)[ids])
 
 
-def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: Progress | None) -> Store:
+def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: StageProgress | None) -> Store:
     """The checkpoint's store in the default folder, made first if it isn't there or is unreadable."""
     folder = default_folder(weights.source.identity, form)
     if is_store(folder):
@@ -154,7 +153,7 @@ def build(
     weights: CheckpointWeights,
     form: WeightFormat,
     folder: pathlib.Path,
-    progress: Progress | None,
+    progress: StageProgress | None,
     beside: Callable[[pathlib.Path], None] | None = None,
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
@@ -206,7 +205,7 @@ def _write_weights(
     form: WeightFormat,
     specs: dict[str, tuple[str, tuple[int, ...]]],
     path: pathlib.Path,
-    progress: Progress | None,
+    progress: StageProgress | None,
 ) -> None:
     arch, linears = weights.arch, weights.arch.linears()
     total, done = specs_bytes(specs), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from edgekv.quality.stopwatch import ATTENTION, Stopwatch
 from edgekv.session.caches import open_caches
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
+from edgekv.types import StageProgress
 
 FILL_TOKENS = 512  # synthetic keys and values drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def bench(
     *,
     tokens: int,
     bandwidth: Bandwidth,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
 ) -> list[Timing]:
     """``tokens`` tokens with each scheme at each depth, the schemes and the bandwidth's probe taking turns."""
     results = []

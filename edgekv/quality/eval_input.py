@@ -7,13 +7,13 @@ from typing import Any
 from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
-from edgekv.linear.store import Progress
 from edgekv.machine import machine_info
 from edgekv.quality.evaluate import REFERENCE
 from edgekv.session.devices import find_device
 from edgekv.session.opening import all_cores, open_model, open_tokenizer
 from edgekv.session.options import LoadOptions, Path
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
+from edgekv.types import StageProgress
 
 
 class EvalInput:
@@ -43,9 +43,9 @@ class EvalInput:
             device.require(spec)
         return specs
 
-    def load(self, ctx: int | None, progress: Progress | None) -> tuple[Decoder, int]:
+    def load(self, ctx: int | None, progress: StageProgress | None) -> tuple[Decoder, int]:
         """The decoder, and its window: ``ctx`` tokens or the default of a session."""
-        plan = Plan.make(self.model, kv=DEFAULT, ctx=ctx, weights=self.options.weights)
+        plan = SessionPlan.make(self.model, kv=DEFAULT, ctx=ctx, weights=self.options.weights)
         form = self.model.weight_format(plan.weights)
         decoder = find_device(self.options.device).decoder(self.model, form, plan.ctx, self.threads, progress)
         return decoder, plan.ctx

@@ -14,9 +14,10 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
 from edgekv.quality.evaluate import FIT_TOKENS, Quality, evaluate
 from edgekv.quality.needles import Prose
-from edgekv.quality.retrieval import NEEDLES, NeedleTest, Progress
+from edgekv.quality.retrieval import NEEDLES, NeedleTest
 from edgekv.session.plan import DEFAULT_CTX
 from edgekv.tokenizer import Tokenizer
+from edgekv.types import StageProgress
 
 LEAST_TOKENS = 512  # most schemes keep the latest 128 tokens exact: a shorter text tells nothing
 
@@ -107,7 +108,7 @@ def gate(
     n_needles: int = NEEDLES,
     fit_tokens: int = FIT_TOKENS,
     adapter: Adapter | None = None,
-    progress: Progress | None = None,
+    progress: StageProgress | None = None,
 ) -> tuple[list[Verdict], NeedleTest]:
     """A verdict per scheme over the first ``windows`` of a tokenised text, and the needles hidden anywhere in it.
 

@@ -19,9 +19,7 @@ from edgekv.quality.needles import Haystack, Prose, Question, make_haystack
 from edgekv.session.caches import open_caches
 from edgekv.session.file import copy_used
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import F32
-
-Progress = Callable[[str, int, int], None]
+from edgekv.types import F32, StageProgress
 
 NEEDLES = 20
 PER_HAYSTACK = 10  # needles in one window
@@ -47,7 +45,7 @@ class NeedleTest:
         *,
         n: int = NEEDLES,
         seed: int = 0,
-        progress: Progress | None = None,
+        progress: StageProgress | None = None,
     ) -> NeedleTest:
         """``n`` needles, at most `PER_HAYSTACK` in a window of ``ctx`` tokens, and fewer in a short one."""
         per_haystack = min(PER_HAYSTACK, ctx // SPACING)
@@ -88,7 +86,7 @@ class NeedleTest:
         spec: CacheSpec,
         *,
         adapter: Adapter | None = None,
-        progress: Progress | None = None,
+        progress: StageProgress | None = None,
     ) -> int:
         """How many of the known needles the scheme finds."""
         n = 0

@@ -10,7 +10,7 @@ from edgekv.errors import EdgeKVError
 from edgekv.server.ask import Ask
 from edgekv.server.energy import Energy
 from edgekv.server.images import Images
-from edgekv.server.jobs import Done, EmbeddingJob, Job, Piece, Progress, Usage, Vector
+from edgekv.server.jobs import Done, EmbeddingJob, Job, Piece, PromptProgress, Usage, Vector
 from edgekv.server.metrics import Metrics
 from edgekv.server.pool import SessionPool
 from edgekv.server.prompts import Prompts
@@ -84,7 +84,7 @@ class Answering:
         def progress(layer: int, n_layers: int) -> None:
             job.channel.check()
             if ask.return_progress and (values := timings.prefill(layer, n_layers)) is not None:
-                job.channel.emit(Progress(job.index, values))
+                job.channel.emit(PromptProgress(job.index, values))
 
         steps = session.generate(
             new,

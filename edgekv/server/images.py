@@ -43,7 +43,7 @@ class Images:
             if token is not None:
                 check_places(ids, token, 0)
             return ids
-        vision = self._session.vision  # says what is missing
+        vision = self._session.prompt_encoder.vision  # says what is missing
         if token not in ids:
             raise ImageError(
                 f"the chat template writes no image token {vision.image_token} for the {len(files)} image(s) of "
@@ -54,7 +54,7 @@ class Images:
 
     def _embedded(self, file: bytes) -> Embeddings:
         key = hashlib.sha256(file).digest()
-        found = self._seen.get(key) or self._session.vision(picture_of(file, "the image"))
+        found = self._seen.get(key) or self._session.prompt_encoder.vision(picture_of(file, "the image"))
         self._seen[key] = found
         self._seen.move_to_end(key)
         while sum(each.rows.nbytes for each in self._seen.values()) > KEPT_BYTES and len(self._seen) > 1:

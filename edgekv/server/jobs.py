@@ -50,7 +50,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class PromptProgress:
     """How far the prompt of the answer ``index`` is read."""
 
     index: int
@@ -76,7 +76,7 @@ class Vector:
     n_tokens: int
 
 
-Event = Piece | Progress | Done | Vector | EdgeKVError
+Event = Piece | PromptProgress | Done | Vector | EdgeKVError
 
 
 class Cancelled(Exception):

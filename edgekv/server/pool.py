@@ -24,7 +24,7 @@ class SessionPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        return sum(cache.nbytes for session in self._all for cache in session.caches)
+        return sum(session.state.nbytes for session in self._all)
 
     @property
     def n_sessions(self) -> int:

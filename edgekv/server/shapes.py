@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 from edgekv.server.answer import AnswerReader, CallArguments, CallBegin, Content, Delta, Reasoning
 from edgekv.server.ask import Ask
-from edgekv.server.jobs import Done, EncodedPrompt, Event, Piece, Progress, Usage
+from edgekv.server.jobs import Done, EncodedPrompt, Event, Piece, PromptProgress, Usage
 from edgekv.server.protocol import RequestError
 from edgekv.server.tools import ToolFormat
 from edgekv.session.logprobs import TokenLogprob
@@ -69,7 +69,7 @@ class _Completions:
         return []
 
     def take(self, event: Event) -> list[Json]:
-        if isinstance(event, Progress):
+        if isinstance(event, PromptProgress):
             return [self._chunk([], prompt_progress=event.values)]
         if isinstance(event, Piece):
             return self._piece(event)

@@ -76,7 +76,7 @@ class Timings:
         now = time.perf_counter()
         if not at_once and now - self._counted_s < INTERVAL_S:
             return False
-        caches, self._counted_s = self._session.caches, now
+        caches, self._counted_s = self._session.state.caches, now
         self._bytes = {"kv_cache_bytes": held_bytes(caches), "kv_cache_f16_bytes": f16_bytes(caches)}
         return True
 

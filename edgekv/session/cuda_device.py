@@ -9,9 +9,9 @@ from edgekv.kernels.cuda.kinds import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.store import Progress
 from edgekv.session.device import Device
 from edgekv.session.model import Model
+from edgekv.types import StageProgress
 
 
 def runs(spec: CacheSpec) -> bool:
@@ -48,7 +48,7 @@ class CudaDevice(Device):
         return cupy_driver.free_bytes()
 
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: StageProgress | None
     ) -> CudaDecoder:
         driver = cupy_driver.CupyDriver()
         return CudaDecoder(DeviceWeights(model.store(form, progress), driver, progress), driver, capacity, threads)

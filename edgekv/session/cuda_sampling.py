@@ -35,7 +35,7 @@ def _drawn(logits: Any, largest: Any, params: SamplingParams, random: float) -> 
     scaled = (logits.astype(np.float64) - largest) / params.temperature
     order = np.argsort(-scaled, kind="stable")  # of equals the lower id first
     weights = np.exp(scaled[order])
-    if 0 < params.top_k < n:
+    if params.top_k is not None and params.top_k < n:
         weights[params.top_k :] = 0
     if params.top_p < 1:
         sums = np.cumsum(weights)

@@ -7,9 +7,9 @@ import abc
 from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.store import Progress
 from edgekv.machine import available_memory_bytes
 from edgekv.session.model import Model
+from edgekv.types import StageProgress
 
 
 class Device(abc.ABC):
@@ -29,6 +29,6 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: StageProgress | None
     ) -> Decoder:
         """Loads the weights in this format."""

@@ -14,10 +14,10 @@ from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.onnx import OrtLinear
 from edgekv.linear.reference import NumpyLinear
-from edgekv.linear.store import Progress
 from edgekv.linear.weights import Weights
 from edgekv.session.device import Device
 from edgekv.session.model import Model
+from edgekv.types import StageProgress
 
 AUTO = "auto"
 
@@ -26,11 +26,11 @@ AUTO = "auto"
 class Host(Device):
     """This machine's cores: the linear layers' backend, and the attention kernels."""
 
-    open_linear: Callable[[Model, WeightFormat, int, Progress | None], tuple[Weights, LinearBlocks]]
+    open_linear: Callable[[Model, WeightFormat, int, StageProgress | None], tuple[Weights, LinearBlocks]]
     open_kernels: Callable[[int], Kernels]
 
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: Progress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: StageProgress | None
     ) -> Decoder:
         kernels = self.open_kernels(threads)
         weights, linear = self.open_linear(model, form, threads, progress)
@@ -38,14 +38,14 @@ class Host(Device):
 
 
 def _onnxruntime(
-    model: Model, form: WeightFormat, threads: int, progress: Progress | None
+    model: Model, form: WeightFormat, threads: int, progress: StageProgress | None
 ) -> tuple[Weights, LinearBlocks]:
     store = model.store(form, progress)
     return store, OrtLinear(store, threads)
 
 
 def _numpy(
-    model: Model, form: WeightFormat, threads: int, progress: Progress | None
+    model: Model, form: WeightFormat, threads: int, progress: StageProgress | None
 ) -> tuple[Weights, LinearBlocks]:
     weights = model.weights if form.bits == 32 else model.store(form, progress)
     return weights, NumpyLinear(weights)

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 from edgekv.errors import ConfigError
 from edgekv.kernels.memory import to_host
-from edgekv.linear.store import Progress
 from edgekv.session.caches import open_caches
 from edgekv.session.drafts import ROW_COST, Drafts, Estimate, NGram
-from edgekv.session.opening import Opened, open_model, open_session
+from edgekv.session.model_runner import ModelRunner
+from edgekv.session.opening import LoadedModel, open_model, open_session
 from edgekv.session.options import LoadOptions
-from edgekv.session.reader import Reader
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.state import State
-from edgekv.types import F32
+from edgekv.types import F32, StageProgress
 
 NONE, AUTO = "none", "auto"
 
@@ -29,48 +28,48 @@ class DraftModel(Drafts):
     vocab_size: tokens that both models know. cost: of one of its tokens, in passes of the model it guesses for.
     """
 
-    def __init__(self, opened: Opened, vocab_size: int, cost: float) -> None:
-        self.name = opened.model.path.name
-        self._opened, self._vocab_size, self._cost = opened, vocab_size, cost
-        state = State(open_caches(opened.decoder, opened.plan.kv, opened.plan.ctx), opened.model.config.turns_anew)
-        self._reader = Reader(state, opened.decoder, opened.plan.ctx, opened.model.placeholder)
+    def __init__(self, loaded: LoadedModel, vocab_size: int, cost: float) -> None:
+        self.name = loaded.model.path.name
+        self._loaded, self._vocab_size, self._cost = loaded, vocab_size, cost
+        state = State(open_caches(loaded.decoder, loaded.plan.kv, loaded.plan.ctx), loaded.model.config.turns_anew)
+        self._runner = ModelRunner(state, loaded.decoder, loaded.plan.ctx, loaded.model.placeholder)
         self._n_same = 0  # tokens that both conversations are known to begin with
         self._estimate = Estimate(ROW_COST + cost)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_same = 0
         self._estimate = Estimate(ROW_COST + self._cost)
-        if 0 < len(tokens) <= self._reader.ctx:
+        if 0 < len(tokens) <= self._runner.ctx:
             self._logits(tokens)
 
     def propose(self, tokens: Sequence[int], most: int, sampler: Sampler | None) -> list[int]:
-        reader = self._reader
-        n = self._estimate.length(min(most, reader.ctx - len(tokens)))
+        runner = self._runner
+        n = self._estimate.length(min(most, runner.ctx - len(tokens)))
         if not n:
             return []
         sampler = self._twin(sampler)
         logits = self._logits(tokens)
         guesses: list[int] = []
         while True:
-            guesses.append(sampler.sample(to_host(logits)[: self._vocab_size], reader.tokens))
-            reader.add(guesses[-1])
+            guesses.append(sampler.sample(to_host(logits)[: self._vocab_size], runner.tokens))
+            runner.add(guesses[-1])
             if len(guesses) == n:
                 return guesses
-            logits = reader.next_logits()
+            logits = runner.next_logits()
 
     def learn(self, n_checked: int, n_right: int) -> None:
         self._estimate.learn(n_checked, n_right)
 
     def fork(self) -> DraftModel:
-        return DraftModel(self._opened, self._vocab_size, self._cost)
+        return DraftModel(self._loaded, self._vocab_size, self._cost)
 
     def _logits(self, tokens: Sequence[int]) -> F32:
         """(vocab,) behind the tokens, of which those are read that it has not read yet."""
-        state, same = self._reader.state, self._n_same
+        state, same = self._runner.state, self._n_same
         while same < min(len(state.tokens), len(tokens) - 1) and state.tokens[same] == tokens[same]:
             same += 1
         state.rewind(same)
-        logits: F32 = self._reader.append(tokens[same:], [])[0]
+        logits: F32 = self._runner.append(tokens[same:], [])[0]
         self._n_same = len(tokens)
         return logits
 
@@ -82,38 +81,38 @@ class DraftModel(Drafts):
         return twin
 
 
-def open_drafts(options: LoadOptions, opened: Opened, progress: Progress | None = None) -> Drafts | None:
+def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: StageProgress | None = None) -> Drafts | None:
     """What ``draft`` asks for, for a session that is opened; None: nothing.
 
     Raises ConfigError (field draft) for a model of another vocabulary, and what `Session.load` raises for one that
     can't be loaded.
     """
     name = str(options.draft)
-    if name == NONE or (name == AUTO and opened.device != "cpu"):
+    if name == NONE or (name == AUTO and loaded.device != "cpu"):
         return None
     if name in (NGram.name, AUTO):
         return NGram()
     model = open_model(options.draft, LoadOptions())
-    ctx = min(opened.plan.ctx, model.config.max_positions)
-    small = LoadOptions(kv="dense", ctx=ctx, device=opened.device, threads=options.threads)
+    ctx = min(loaded.plan.ctx, model.config.max_positions)
+    small = LoadOptions(kv="dense", ctx=ctx, device=loaded.device, threads=options.threads)
     draft = open_session(small, model, progress=progress)
-    require_same_vocabulary(opened, draft)
-    cost = draft.decoder.weights.token_bytes / opened.decoder.weights.token_bytes
-    return DraftModel(draft, min(model.config.vocab_size, opened.model.config.vocab_size), cost)
+    require_same_vocabulary(loaded, draft)
+    cost = draft.decoder.weights.token_bytes / loaded.decoder.weights.token_bytes
+    return DraftModel(draft, min(model.config.vocab_size, loaded.model.config.vocab_size), cost)
 
 
-def require_same_vocabulary(opened: Opened, draft: Opened) -> None:
+def require_same_vocabulary(loaded: LoadedModel, draft: LoadedModel) -> None:
     """ConfigError unless a token means the same to both models."""
-    one, other = opened.tokenizer, draft.tokenizer
+    one, other = loaded.tokenizer, draft.tokenizer
     if one is None or other is None:
-        same = opened.model.config.vocab_size == draft.model.config.vocab_size
+        same = loaded.model.config.vocab_size == draft.model.config.vocab_size
     else:
         same = one.vocab_size == other.vocab_size and all(
             one.piece(token) == other.piece(token) for token in range(one.vocab_size)
         )
     if not same:
         raise ConfigError(
-            f"draft={draft.model.path.name!r}: its vocabulary is not that of {opened.model.path.name}; give a "
+            f"draft={draft.model.path.name!r}: its vocabulary is not that of {loaded.model.path.name}; give a "
             f"smaller model of the same family, {NGram.name!r} or {NONE!r}",
             field="draft",
             value=str(draft.model.path),

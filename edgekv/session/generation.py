@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+from edgekv.errors import ContextError
 from edgekv.machine import memory_errors
 from edgekv.session.drafts import DraftCounts
 from edgekv.session.finish import (
@@ -20,11 +21,10 @@ from edgekv.session.finish import (
 )
 from edgekv.session.grammar import Constraint
 from edgekv.session.prompt import Spans
-from edgekv.session.reader import LayerProgress
 from edgekv.session.report import RunReport
 from edgekv.session.sampling import Sampler, StopMatcher
 from edgekv.tokenizer import StreamDecoder, Tokenizer
-from edgekv.types import F32
+from edgekv.types import F32, LayerProgress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Step:
 
 
 class Text(Protocol):
-    """What a generation needs of a conversation; `Reader` is one."""
+    """What a generation needs of a conversation; `ModelRunner` is one."""
 
     ctx: int
 
@@ -69,35 +69,44 @@ class Text(Protocol):
 
 
 class Generation:
-    """What `Session.generate` does, step by step; see there."""
+    """What `Session.generate` does, step by step; see there. Raises ContextError where it may make no token."""
 
     def __init__(
         self,
         text: Text,
         tokenizer: Tokenizer | None,
-        report: RunReport,
         sampler: Sampler,
         max_new_tokens: int,
         stop: Sequence[str],
         constraint: Constraint | None,
     ) -> None:
-        self._text, self._report, self._sampler = text, report, sampler
+        if max_new_tokens < 1:
+            raise ContextError(
+                f"max_new_tokens={max_new_tokens}: give 1 or more; `prefill` reads a prompt without an answer",
+                field="max_new_tokens",
+                value=max_new_tokens,
+                accepted=["1 or more"],
+            )
+        self._text, self._sampler = text, sampler
         self._max_new_tokens, self._constraint = max_new_tokens, constraint
         self._stream = StreamDecoder(tokenizer, at_start=False) if tokenizer else None
         self._eos = tokenizer.eos_ids if tokenizer else ()
         self._matcher = StopMatcher(stop)
 
-    def steps(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> Generator[Step, None, None]:
-        """The prompt's ids with embeddings in the place of some, and then a step per token."""
+    def steps(
+        self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
+    ) -> Generator[Step, None, None]:
+        """The prompt's ids with embeddings in the place of some, and then a step per token; fills the report."""
         try:
-            yield from self._steps(ids, spans, progress)
+            yield from self._steps(ids, spans, report, progress)
         finally:
             self._text.end_drafts()
 
-    def _steps(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> Generator[Step, None, None]:
-        report = self._report
+    def _steps(
+        self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
+    ) -> Generator[Step, None, None]:
         begin = time.perf_counter()
-        logits = self._prefill(ids, spans, progress)
+        logits = self._prefill(ids, spans, report, progress)
         for produced in range(1, self._max_new_tokens + 1):
             same_pass = self._text.is_ready
             if produced > 1:
@@ -120,13 +129,13 @@ class Generation:
             yield Step(token, text, latency, finish.reason, finish.message)
             return
 
-    def _prefill(self, ids: list[int], spans: Spans, progress: LayerProgress | None) -> F32:
+    def _prefill(self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None) -> F32:
         begin = time.perf_counter()
         n_pending = self._text.n_pending  # the last answer's final token
         logits: F32 = self._text.append(ids, spans, progress=progress)[0]
-        self._report.drafts = self._text.begin_drafts()
-        self._report.prefill_tokens = n_pending + len(ids)
-        self._report.prefill_s = time.perf_counter() - begin
+        report.drafts = self._text.begin_drafts()
+        report.prefill_tokens = n_pending + len(ids)
+        report.prefill_s = time.perf_counter() - begin
         return logits
 
     def _choose(self, logits: F32) -> tuple[int, bool]:

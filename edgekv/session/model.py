@@ -13,12 +13,13 @@ from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
 from edgekv.linear.formats import WeightFormat, specs_bytes, store_specs, weight_format
-from edgekv.linear.store import Progress, Store, is_store, open_or_build
+from edgekv.linear.store import Store, is_store, open_or_build
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
 from edgekv.models.llava import image_token
+from edgekv.types import StageProgress
 
 Path = str | os.PathLike[str]
 
@@ -168,7 +169,7 @@ class Model:
         """Bytes of a store in this format: what decoding maps."""
         return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
 
-    def store(self, form: WeightFormat, progress: Progress | None = None) -> Store:
+    def store(self, form: WeightFormat, progress: StageProgress | None = None) -> Store:
         """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder."""
         if isinstance(self.weights, Store):
             return self.weights

@@ -10,21 +10,21 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.kernels.compiling import CompileClock
 from edgekv.kvcache import CacheSpec
-from edgekv.linear.store import Progress
 from edgekv.machine import memory_errors, require_memory
 from edgekv.session.devices import find_device, resolve_device
 from edgekv.session.model import Model
 from edgekv.session.options import LoadOptions, Path
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 from edgekv.session.saving import SavedState
 from edgekv.tokenizer import Tokenizer, load_tokenizer
+from edgekv.types import StageProgress
 
 WARM_UP = "compiling kernels (once per machine)"
 WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """What a session runs on.
 
     model: the opened checkpoint. plan: scheme, context and bytes. decoder: with the weights loaded. device: its
@@ -33,7 +33,7 @@ class Opened:
     """
 
     model: Model
-    plan: Plan
+    plan: SessionPlan
     decoder: Decoder
     device: str
     tokenizer: Tokenizer | None
@@ -56,12 +56,14 @@ def open_model(path: Path, options: LoadOptions) -> Model:
     return Model.open(path, config=options.config, tokenizer=options.tokenizer, adapter=options.adapter)
 
 
-def open_session(options: LoadOptions, model: Model, *, progress: Progress | None = None) -> Opened:
+def open_session(options: LoadOptions, model: Model, *, progress: StageProgress | None = None) -> LoadedModel:
     """Checks the options against model and machine, then loads weights and compiles kernels.
 
     progress(stage, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
     """
-    plan = Plan.make(model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget)
+    plan = SessionPlan.make(
+        model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget
+    )
     if model.adapter:
         model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
     device = resolve_device(options.device, plan.kv)
@@ -73,36 +75,42 @@ def open_session(options: LoadOptions, model: Model, *, progress: Progress | Non
     with memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
         compile_s = _warm_up(decoder, plan.kv, plan.ctx, progress)
-    return Opened(model, plan, decoder, device, tokenizer, compile_s)
+    return LoadedModel(model, plan, decoder, device, tokenizer, compile_s)
 
 
-def reopen(saved: SavedState, model: Model, options: LoadOptions, *, progress: Progress | None = None) -> Opened:
-    """As `open_session`, with scheme, context and weights of a saved session.
+def reopen(
+    saved: SavedState, model: Model | LoadedModel, options: LoadOptions, *, progress: StageProgress | None = None
+) -> LoadedModel:
+    """As `open_session`, with scheme, context and weights of a saved session; or a `fork` of a loaded model.
 
     Raises SessionError where it belongs to another model, or to other weights than the options name.
     """
+    if isinstance(model, LoadedModel):
+        saved.require_model(model.model)
+        saved.require_weights(model.plan.weights)
+        return fork(model, saved.kv, saved.ctx)
     saved.require_model(model)
     saved.require_weights(saved.weights if options.weights == "auto" else options.weights)
     as_saved = dataclasses.replace(options, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
     return open_session(as_saved, model, progress=progress)
 
 
-def fork(opened: Opened, kv: str | CacheSpec | None, ctx: int | None) -> Opened:
+def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> LoadedModel:
     """The same weights for another conversation; None: its scheme, its context. Raises as `Session.fork`."""
-    options = LoadOptions(kv=opened.plan.kv if kv is None else kv, ctx=opened.plan.ctx if ctx is None else ctx)
-    if ctx is not None and ctx > opened.plan.ctx:
+    options = LoadOptions(kv=loaded.plan.kv if kv is None else kv, ctx=loaded.plan.ctx if ctx is None else ctx)
+    if ctx is not None and ctx > loaded.plan.ctx:
         raise ContextError(
-            f"ctx={ctx}: the session that it shares weights with has {opened.plan.ctx}; load it with that many",
+            f"ctx={ctx}: the session that it shares weights with has {loaded.plan.ctx}; load it with that many",
             field="ctx",
             value=ctx,
-            accepted=[f"1 to {opened.plan.ctx}"],
+            accepted=[f"1 to {loaded.plan.ctx}"],
         )
-    plan = Plan.make(opened.model, kv=options.kv, ctx=options.ctx, weights=opened.plan.weights)
-    place = find_device(opened.device)
+    plan = SessionPlan.make(loaded.model, kv=options.kv, ctx=options.ctx, weights=loaded.plan.weights)
+    place = find_device(loaded.device)
     place.require(plan.kv)
     require_memory({"kv cache": plan.cache_bytes}, place.free_bytes())
-    compile_s = 0.0 if plan.kv == opened.plan.kv else _warm_up(opened.decoder, plan.kv, plan.ctx, None)
-    return dataclasses.replace(opened, plan=plan, compile_s=compile_s)
+    compile_s = 0.0 if plan.kv == loaded.plan.kv else _warm_up(loaded.decoder, plan.kv, plan.ctx, None)
+    return dataclasses.replace(loaded, plan=plan, compile_s=compile_s)
 
 
 def open_tokenizer(model: Model) -> Tokenizer:
@@ -121,7 +129,7 @@ def all_cores(threads: int | None) -> int:
     return threads or len(os.sched_getaffinity(0))
 
 
-def _warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: Progress | None) -> float:
+def _warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: StageProgress | None) -> float:
     """Compiles the kernels of the scheme, and of those that it comes to use as it fills; returns the seconds.
 
     Before any clock of a text starts. 0 where all were compiled before and are only loaded.

@@ -20,8 +20,9 @@ def adjusted(logits: Any, params: SamplingParams, history: Sequence[int], chosen
         return logits
     logits = logits.copy()
     if repeats:
-        seen = _on_device(np.unique(np.asarray(history[-params.repetition_window :], np.int64)), logits)
-        values, penalty = logits[seen], np.float32(params.repetition_penalty)  # a window of 0 takes all
+        latest = history if params.repetition_window is None else history[-params.repetition_window :]
+        seen = _on_device(np.unique(np.asarray(latest, np.int64)), logits)
+        values, penalty = logits[seen], np.float32(params.repetition_penalty)
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if counts:
         n = np.fromiter(chosen.values(), np.float32, len(chosen))

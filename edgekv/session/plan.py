@@ -9,13 +9,19 @@ from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
 from edgekv.machine import available_memory_bytes
+from edgekv.models.config import ModelConfig
 from edgekv.session.model import Model
 
 DEFAULT_CTX = 8192
 
 
+def default_ctx(config: ModelConfig) -> int:
+    """Tokens of the context where nobody says."""
+    return min(DEFAULT_CTX, config.max_positions)
+
+
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SessionPlan:
     """What a session will take. Bytes are exact but for ``scratch_bytes``, an upper estimate.
 
     ctx: tokens that it can hold. kv: its scheme. weights: the format's name. weights_bytes: what decoding maps.
@@ -41,7 +47,7 @@ class Plan:
         weights: str = "auto",
         kv_budget: int | None = None,
         available: int | None = None,
-    ) -> Plan:
+    ) -> SessionPlan:
         """Of options as `LoadOptions` has them.
 
         available: bytes of memory that weights, cache and scratch may take, for kv "auto"; None: what this machine
@@ -49,8 +55,7 @@ class Plan:
         names and for a scheme that does not fit the budget.
         """
         c = model.config
-        if ctx is None:
-            ctx = min(DEFAULT_CTX, c.max_positions)
+        ctx = default_ctx(c) if ctx is None else ctx
         if not 1 <= ctx <= c.max_positions:
             raise ContextError(
                 f"ctx={ctx}: this model has {c.max_positions} positions; accepted: 1 to that",

@@ -1,4 +1,4 @@
-"""Stretches of a conversation that are embeddings instead of tokens: what an image became."""
+"""A prompt among the tokens of a conversation: the stretches that are embeddings, and whether it fits."""
 
 from __future__ import annotations
 
@@ -76,3 +76,16 @@ def selected(spans: Sequence[Span], kept: Sequence[int]) -> Spans:
 def visual_ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
     """(first, last + 1) of the images among them."""
     return [(span.start, span.stop) for span in spans if span.modality == VISUAL]
+
+
+def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -> None:
+    """Raises ContextError for a prompt of ``n_tokens`` behind ``n_held`` others, where ``ctx`` are too few."""
+    free = max(ctx - n_held, 0)
+    if n_tokens > free:
+        raise ContextError(
+            f"the prompt has {n_tokens} tokens and {free} of ctx={ctx} are free; shorten it, raise `ctx` (this "
+            f"model: up to {max_positions}), or set overflow='slide'",
+            field="ctx",
+            value=ctx,
+            accepted=[f"{n_held + n_tokens} to {max_positions}"],
+        )

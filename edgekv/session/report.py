@@ -195,7 +195,7 @@ class RunReport:
 def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
     """The report, with the bytes as they are now, and the notes of plan, images and cache."""
     caches = state.caches
-    report.cache_bytes = sum(cache.nbytes for cache in caches)
+    report.cache_bytes = state.nbytes
     visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
     report.visual_cache_bytes = sum(visual) if visual else None
     report.weights_bytes = decoder.linear.weights_bytes

@@ -9,16 +9,16 @@ from collections.abc import Generator
 from edgekv.errors import SessionError
 from edgekv.session.generation import Step
 
-Steps = Generator[Step, None, None]
+StepIterator = Generator[Step, None, None]
 
 
 class Running:
     """The iterator that was given out last, which its caller may exhaust, close or drop."""
 
     def __init__(self) -> None:
-        self._steps: weakref.ref[Steps] | None = None
+        self._steps: weakref.ref[StepIterator] | None = None
 
-    def begin(self, steps: Steps) -> Steps:
+    def begin(self, steps: StepIterator) -> StepIterator:
         """Remembers an iterator; returns it."""
         self._steps = weakref.ref(steps)
         return steps
@@ -34,6 +34,6 @@ class Running:
         if steps is not None:
             steps.close()
 
-    def _current(self) -> Steps | None:
+    def _current(self) -> StepIterator | None:
         steps = self._steps and self._steps()
         return steps if steps and inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED else None

@@ -83,6 +83,10 @@ class Sampler:
         chosen = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
         return chosen if ids is None else int(ids[chosen])
 
+    def settings(self) -> dict[str, Any]:
+        """Every parameter by its name, for reports; seed is the one really used."""
+        return self.params.as_dict() | {"seed": self.seed}
+
     def state(self) -> dict[str, Any]:
         """The random generator's state, for JSON; `load_state` continues the same series."""
         counts = {"counts": sorted(self._counts.items())} if self._counts else {}
@@ -113,7 +117,7 @@ class Sampler:
         with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
             np.divide(scaled, params.temperature, out=scaled)
         ids = None
-        if 0 < params.top_k < self.vocab_size:
+        if params.top_k is not None and params.top_k < self.vocab_size:
             ids = _largest_k(scaled, params.top_k)
             scaled = scaled[ids]
         weights = np.exp(scaled, out=scaled)
@@ -124,6 +128,30 @@ class Sampler:
             kept = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
             ids, weights = kept if ids is None else ids[kept], weights[kept]
         return ids, weights
+
+
+def open_sampler(
+    vocab_size: int, sampling: SamplingParams | Sampler | None, temperature: float | None, seed: int | None
+) -> Sampler:
+    """The sampler that the parameters of `Session.generate` ask for.
+
+    Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``.
+    """
+    if sampling is None:
+        sampling = SamplingParams(temperature=0.0 if temperature is None else temperature, seed=seed)
+    elif temperature is not None or seed is not None:
+        name = "seed" if temperature is None else "temperature"
+        raise ConfigError(
+            f"`sampling` and `{name}` are both given: leave one out, as `sampling` has a {name} of its own",
+            field="sampling",
+            value=sampling,
+        )
+    return sampling if isinstance(sampling, Sampler) else Sampler(sampling, vocab_size)
+
+
+def continued(last: Sampler | None, params: SamplingParams) -> SamplingParams | Sampler:
+    """The last text's sampler if it has these settings: its random numbers go on; else the settings."""
+    return last if last is not None and last.params == params else params
 
 
 def _largest_k(scores: NDArray[np.float64], k: int) -> NDArray[np.int64]:

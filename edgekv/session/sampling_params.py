@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from edgekv.errors import ConfigError
+
+ZERO_IS_NONE = ("top_k", "repetition_window")
 
 
 @dataclass(frozen=True)
@@ -12,26 +15,27 @@ class SamplingParams:
     """How the next token is chosen: greedy unless a temperature is set; the filters' defaults are llama.cpp's.
 
     temperature: divides the logits; 0 takes the most probable token and ignores top_k, top_p and min_p.
-    top_k: keep the k most probable tokens; 0 is off.
+    top_k: keep the k most probable tokens; None keeps all.
     top_p: keep the smallest set of most probable tokens whose probability reaches top_p; 1 is off.
     min_p: keep tokens at least min_p times as probable as the most probable one; 0 is off.
     repetition_penalty: divides the positive and multiplies the negative logits of tokens already seen
         (CTRL, arXiv:1909.05858, as in transformers); 1 is off.
-    repetition_window: how many of the last tokens of prompt and output count as seen; 0 is all of them.
+    repetition_window: how many of the last tokens of prompt and output count as seen; None is all of them.
     frequency_penalty: subtracted from a token's logit for each time that it was sampled, as OpenAI's; -2 to 2.
     presence_penalty: subtracted once from the logit of a token that was sampled, as OpenAI's; -2 to 2.
     logit_bias: token id to what is added to its logit, -100 to 100; in JSON the ids are texts.
     seed: of the random generator; None draws one from the operating system.
 
-    Raises ConfigError, whose field is the parameter, where a value is outside its range.
+    0 for top_k or repetition_window, as llama.cpp has it, is None. Raises ConfigError, whose field is the
+    parameter, where a value is outside its range.
     """
 
     temperature: float = 0.0
-    top_k: int = 40
+    top_k: int | None = 40
     top_p: float = 0.95
     min_p: float = 0.05
     repetition_penalty: float = 1.0
-    repetition_window: int = 0
+    repetition_window: int | None = None
     seed: int | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -42,14 +46,24 @@ class SamplingParams:
         _check_number("top_p", self.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1 (off)")
         _check_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "from 0 (off) to 1")
         _check_number("repetition_penalty", self.repetition_penalty, lambda r: r > 0, "above 0; 1 is off")
-        _check_count("top_k", self.top_k, "0 is off")
-        _check_count("repetition_window", self.repetition_window, "0 is the whole text")
-        if self.seed is not None:
-            _check_count("seed", self.seed, "leave it out for a random one")
+        hints = {
+            "top_k": "None is off",
+            "repetition_window": "None is the whole text",
+            "seed": "None is a random one",
+        }
+        for name, hint in hints.items():
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), hint)
+        for name in ZERO_IS_NONE:
+            object.__setattr__(self, name, getattr(self, name) or None)
         for name in ("frequency_penalty", "presence_penalty"):
             _check_number(name, getattr(self, name), lambda p: -2 <= p <= 2, "from -2 to 2; 0 is off")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every setting by its name, as files and reports have it: 0 where top_k or repetition_window is None."""
+        return asdict(self) | {name: getattr(self, name) or 0 for name in ZERO_IS_NONE}
 
     @property
     def counts(self) -> bool:
@@ -97,6 +111,8 @@ def _check_number(name: str, value: object, accepts: Callable[[float], bool], ac
 
 
 def _check_count(name: str, value: object, hint: str) -> None:
+    if value is None:
+        return
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigError(
             f"{name}={value!r} is out of range: give a whole number of 0 or more ({hint})",

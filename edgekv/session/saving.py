@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +12,11 @@ from edgekv.errors import CacheError, ConfigError, SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.models.config import ModelConfig
 from edgekv.schema import shown
 from edgekv.session.file import SessionFile, write
 from edgekv.session.model import Model
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 from edgekv.session.prompt import Span
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
@@ -24,7 +24,9 @@ from edgekv.session.state import State
 from edgekv.version import __version__
 
 
-def save_state(path: str | os.PathLike[str], state: State, model: Model, plan: Plan, *, compress: bool) -> int:
+def save_state(
+    path: str | os.PathLike[str], state: State, model: Model, plan: SessionPlan, *, compress: bool
+) -> int:
     """Writes a state whole or not at all; returns the file's bytes.
 
     compress: Huffman codes. Raises CheckpointError when the file can't be written.
@@ -42,7 +44,7 @@ def save_state(path: str | os.PathLike[str], state: State, model: Model, plan: P
         "ctx": plan.ctx,
         "tokens": state.tokens,
         "spans": [(span.start, span.stop, span.modality) for span in state.spans],
-        "sampler": sampler and {"params": dataclasses.asdict(sampler.params), "state": sampler.state()},
+        "sampler": sampler and {"params": sampler.params.as_dict(), "state": sampler.state()},
         "memo": state.memo,
         "n_dropped": state.n_dropped,
         "layers": [{"counters": layer.counters, "fitted": layer.fitted} for layer in layers],
@@ -103,6 +105,12 @@ class SavedState:
                 accepted=[self.weights],
             )
 
+    def require_plan(self, model: Model, plan: SessionPlan) -> None:
+        """Raises SessionError unless model, weights, scheme and context are the session's."""
+        self.require_model(model)
+        self.require_weights(plan.weights)
+        self.require_scheme(plan.kv, plan.ctx)
+
     def require_scheme(
         self, kv: str | CacheSpec | None, ctx: int | None = None, kv_budget: int | None = None
     ) -> None:
@@ -128,17 +136,17 @@ class SavedState:
                 accepted=[str(found)],
             )
 
-    def fill(self, state: State, vocab_size: int, hidden_size: int) -> None:
-        """Puts the saved state into one with allocated, empty caches.
+    def fill(self, state: State, config: ModelConfig) -> None:
+        """Puts the saved state into a new one, whose caches are allocated and empty.
 
-        Raises SessionError if it can't fit: the caches must then be made anew, all else is as it was.
+        Raises SessionError if it can't fit; the new one is then of no use.
         """
-        caches, sampler = state.caches, self._opened_sampler(vocab_size)
+        caches, sampler = state.caches, self._opened_sampler(config.vocab_size)
         if len(self._layers) != len(caches):
             raise self._foreign(f"{len(self._layers)} layers, not {len(caches)}")
         layers = enumerate(zip(caches, self._layers, strict=True))
         arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
-        spans = [Span(a, np.zeros((b - a, hidden_size), np.float32), kind) for a, b, kind in self._spans]
+        spans = [Span(a, np.zeros((b - a, config.hidden_size), np.float32), kind) for a, b, kind in self._spans]
         arrays |= {f"span/{i}": span.rows for i, span in enumerate(spans)}
         self.file.require(arrays)
         for name, array in arrays.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.errors import ContextError
 from edgekv.kvcache.base import KVCache, rewind
 from edgekv.session.file import copy_used
 from edgekv.session.prompt import Spans, clipped, shifted
@@ -38,6 +39,11 @@ class State:
         self.n_tentative = 0
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the caches' arrays."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    @property
     def n_past(self) -> int:
         """Tokens of the conversation in the caches."""
         return self.caches[0].n_seen - self.n_tentative
@@ -65,8 +71,15 @@ class State:
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` tokens.
 
-        What a scheme can't keep of them is pending again.
+        What a scheme can't keep of them is pending again. Raises ContextError for a number below 0.
         """
+        if n_tokens < 0:
+            raise ContextError(
+                f"n_tokens={n_tokens}: that many tokens can't stay; give 0 or more, the number to keep",
+                field="n_tokens",
+                value=n_tokens,
+                accepted=["0 or more"],
+            )
         self.take_back()
         self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
@@ -114,8 +127,9 @@ class State:
         rewind(self.caches, 0)
         self.tokens, self.spans = tokens, spans
 
-    def copy_from(self, other: State) -> None:
-        """Takes over another conversation; its caches must be of the same scheme and size, and these empty."""
+    def copy_from(self, other: State, caches: list[KVCache]) -> None:
+        """Takes over another conversation into ``caches``, which are empty and of its scheme and size."""
+        self.caches = caches
         other.take_back()
         for cache, source in zip(self.caches, other.caches, strict=True):
             state = source.state()

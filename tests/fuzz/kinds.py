@@ -35,7 +35,7 @@ from edgekv.server.tools import TOOL_FORMATS, tools_grammar
 from edgekv.session.file import MAGIC, PREFIX, VERSION
 from edgekv.session.grammar import Grammar, JsonSchema
 from edgekv.session.model import Model
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 from edgekv.vision import picture
 from edgekv.vision.preprocess import Preprocess
@@ -116,7 +116,7 @@ class Material:
 def used(folder: pathlib.Path, **options: Any) -> None:
     """The model is opened, planned, loaded and run for a few tokens, as far as it goes."""
     chosen = {"weights": "f32", "device": "numpy"} | options
-    Plan.make(Model.open(folder), kv=chosen.get("kv", "onebit"), ctx=None, weights=chosen["weights"])
+    SessionPlan.make(Model.open(folder), kv=chosen.get("kv", "onebit"), ctx=None, weights=chosen["weights"])
     session = Session.load(folder, ctx=16, **chosen)
     session.prefill([1, 2, 3])
 

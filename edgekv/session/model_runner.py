@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.machine import blas_threads, memory_errors
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
-from edgekv.session.prompt import Spans, clipped, flatten, selected, shifted, visual_ranges
+from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, shifted, visual_ranges
 from edgekv.session.state import State
-from edgekv.types import F32
+from edgekv.types import F32, LayerProgress
 from edgekv.vision.prompt import Prompt
 
-LayerProgress = Callable[[int, int], None]  # layers done, of all layers
 
+class ModelRunner:
+    """Runs a decoder over the tokens of a state, of which there can be ``ctx``.
 
-class Reader:
-    """Reads tokens with a decoder into a state of at most ``ctx`` tokens.
-
-    placeholder: the token that counts for a position that holds an embedding.
+    placeholder: the token that counts for a position that holds an embedding. context_shift: what happens when
+    the tokens are more than ``ctx``; None is `Stop`. drafts: what guesses the next tokens, so that one pass checks
+    several; None: nothing.
     """
 
-    def __init__(self, state: State, decoder: Decoder, ctx: int, placeholder: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        decoder: Decoder,
+        ctx: int,
+        placeholder: int,
+        context_shift: ContextShift | None = None,
+        drafts: Drafts | None = None,
+    ) -> None:
         self.state, self.decoder, self.ctx, self._placeholder = state, decoder, ctx, placeholder
-        self.context_shift: ContextShift = Stop()
-        self.drafts: Drafts | None = None
+        self.context_shift, self.drafts = context_shift or Stop(), drafts
         self.counts = DraftCounts("none")
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
         self._n_drafted = 0  # in the latest pass
@@ -130,7 +137,7 @@ class Reader:
     def flat(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """A prompt as ids and the spans among them. Raises ContextError, TokenizerError where it can't be read."""
         ids, spans = self._known(prompt)
-        self._require_room(ids)
+        require_room(len(ids), self.ctx, self.decoder.config.max_positions, n_held=len(self.state.tokens))
         return ids, spans
 
     def fitted(self, prompt: Prompt) -> tuple[list[int], Spans]:
@@ -142,7 +149,7 @@ class Reader:
             whole, every = [*state.tokens, *ids], [*state.spans, *shifted(spans, len(state.tokens))]
             state.rewind(0)
             ids, spans = [whole[i] for i in kept], selected(every, kept)
-        self._require_room(ids)
+        require_room(len(ids), self.ctx, self.decoder.config.max_positions, n_held=len(self.state.tokens))
         return ids, spans
 
     def _known(self, prompt: Prompt) -> tuple[list[int], Spans]:
@@ -162,18 +169,6 @@ class Reader:
                 f"token id {bad[0]} is outside the model's vocabulary of {vocab_size}",
                 field="prompt",
                 value=bad[0],
-            )
-
-    def _require_room(self, ids: Sequence[int]) -> None:
-        n_held, most = len(self.state.tokens), self.decoder.config.max_positions
-        room = self.ctx - n_held
-        if len(ids) > room:
-            raise ContextError(
-                f"the prompt has {len(ids)} tokens and {max(room, 0)} of ctx={self.ctx} are free; shorten it, "
-                f"raise `ctx` (this model: up to {most}), or set overflow='slide'",
-                field="ctx",
-                value=self.ctx,
-                accepted=[f"{n_held + len(ids)} to {most}"],
             )
 
     def _make_room(self) -> None:

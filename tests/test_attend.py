@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from kernel_cases import EITHER_PATH, normal
 
 from edgekv.kernels import cpu, reference
@@ -21,6 +20,7 @@ from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.papers.codec_visual import LevelSpan

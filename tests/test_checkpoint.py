@@ -14,7 +14,8 @@ import pytest
 from checkpoint_files import entry, one_line, raw_file, sample
 from safetensors.numpy import save_file
 
-from edgekv.checkpoint.tensors import DTYPES, TensorFile, TensorSet, to_float32
+from edgekv.checkpoint.tensor_set import TensorSet
+from edgekv.checkpoint.tensors import DTYPES, TensorFile, to_float32
 from edgekv.checkpoint.writer import TensorWriter
 from edgekv.errors import CheckpointError
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_cases import OnDevice
-from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from kernel_cases import normal
 
 from edgekv.kernels import numpy_kernels, reference
@@ -20,6 +19,7 @@ from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.steps import Steps, StepsKnobs, exact_bytes

@@ -14,7 +14,8 @@ from packed_cases import BASE, F8, MODELS, save, write
 
 from edgekv import Session
 from edgekv.checkpoint.packed.methods import unpacked
-from edgekv.checkpoint.tensors import TensorFile, TensorSet
+from edgekv.checkpoint.tensor_set import TensorSet
+from edgekv.checkpoint.tensors import TensorFile
 from edgekv.cli import main
 from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError

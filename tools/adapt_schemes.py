@@ -19,7 +19,6 @@ from adapt_rounding import (
     rounded_queries,
     straight_through,
 )
-from edgekv.kvcache.papers.codec_h1b import SignSketch
 from torch import Tensor, nn
 
 from edgekv.kernels import numpy_kernels
@@ -28,6 +27,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Workspace
 from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.codecs import WORD
+from edgekv.kvcache.papers.codec_h1b import SignSketch
 from edgekv.kvcache.planes import KEY_SCALES
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32

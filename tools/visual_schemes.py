@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.h1b import DEFAULT_TAU
 from edgekv.kvcache.papers.visual import Run, Span, Visual1, VisualKnobs

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -14,13 +13,14 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from edgekv.checkpoint.hub_errors import CONFIG, no_weights, required_file, transfer_error
 from edgekv.checkpoint.hub_name import HubName
 from edgekv.checkpoint.packed.methods import packing
-from edgekv.checkpoint.source import GGUF, INDEX, SINGLE, TOKENIZER_FILES, read_config
+from edgekv.checkpoint.source import INDEX, SINGLE, TOKENIZER_FILES, read_config
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
@@ -28,7 +28,6 @@ from edgekv.version import __version__
 
 Say = Callable[[str], None]
 
-CONFIG = "config.json"
 HASH_BYTES = 1 << 20
 WANTED = (
     CONFIG,
@@ -67,22 +66,22 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     """
     hub = _hub()
     try:
-        return _Pull(hub, name, say).run()
+        return _Download(hub, name, say).run()
     except EdgeKVError:
         raise
     except Exception as error:  # huggingface_hub's own, those of the HTTP library that it uses, the disk's
-        raise _explained(hub, name, error) from error
+        raise transfer_error(hub, name, error) from error
 
 
 def config(name: HubName) -> dict[str, Any]:
     """The model's config.json, and nothing else, from the cache or the Hub. Raises CheckpointError as `pull`."""
     hub = _hub()
     try:
-        return read_config(_Pull(hub, name, None).config())
+        return read_config(_Download(hub, name, None).config())
     except EdgeKVError:
         raise
     except Exception as error:
-        raise _explained(hub, name, error) from error
+        raise transfer_error(hub, name, error) from error
 
 
 def locate(name: HubName, say: Say | None = None) -> pathlib.Path:
@@ -103,7 +102,7 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-class _Pull:
+class _Download:
     """One download."""
 
     def __init__(self, hub: Any, name: HubName, say: Say | None) -> None:
@@ -116,10 +115,10 @@ class _Pull:
         )
         sizes = {file.rfilename: file.size or 0 for file in about.siblings}
         if self.name.file:
-            files = [_required(self.name, self.name.file, sizes)]
+            files = [required_file(self.name, self.name.file, sizes)]
         else:
             with _no_bars(self.hub):
-                self._get([_required(self.name, CONFIG, sizes)], about.sha)
+                self._get([required_file(self.name, CONFIG, sizes)], about.sha)
                 said = read_config(self._path(CONFIG, about.sha))
                 architecture(said)
                 packing(said)
@@ -144,8 +143,8 @@ class _Pull:
         if not shards:
             shards = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
             if len(shards) != 1:
-                raise _no_weights(self.name, sizes)
-        return [_required(self.name, file, sizes) for file in shards]
+                raise no_weights(self.name, sizes)
+        return [required_file(self.name, file, sizes) for file in shards]
 
     def _announce(self, sizes: dict[str, int], commit: str) -> None:
         missing = {file: size for file, size in sizes.items() if self._path(file, commit) is None}
@@ -209,20 +208,17 @@ class _Pull:
         return found if isinstance(found, str) else None
 
 
-class _no_bars:
+@contextlib.contextmanager
+def _no_bars(hub: Any) -> Iterator[None]:
     """Inside the block the Hub shows no progress bars: small files need none."""
-
-    def __init__(self, hub: Any) -> None:
-        self.utils = hub.utils
-        self.shown = not hub.utils.are_progress_bars_disabled()
-
-    def __enter__(self) -> None:
-        if self.shown:
-            self.utils.disable_progress_bars()
-
-    def __exit__(self, *error: object) -> None:
-        if self.shown:
-            self.utils.enable_progress_bars()
+    shown = not hub.utils.are_progress_bars_disabled()
+    if shown:
+        hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            hub.utils.enable_progress_bars()
 
 
 def _require_content(partial: pathlib.Path, etag: str) -> None:
@@ -253,56 +249,3 @@ def _has_weights(folder: pathlib.Path) -> bool:
         except EdgeKVError:
             return False
     return any(folder.glob("*.safetensors"))
-
-
-def _required(name: HubName, file: str, sizes: dict[str, int]) -> str:
-    if file in sizes:
-        return file
-    if file == CONFIG:
-        raise _no_weights(name, sizes)
-    raise CheckpointError(
-        f"model={str(name)!r}: the repository has no file {file}; {_offered(name, sizes)}",
-        field="model",
-        value=str(name),
-        accepted=_gguf(name, sizes),
-    )
-
-
-def _no_weights(name: HubName, sizes: dict[str, int]) -> CheckpointError:
-    return CheckpointError(
-        f"model={str(name)!r}: the repository has no {CONFIG} with safetensors weights; {_offered(name, sizes)}",
-        field="model",
-        value=str(name),
-        accepted=_gguf(name, sizes),
-    )
-
-
-def _gguf(name: HubName, sizes: dict[str, int]) -> list[str]:
-    return [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
-
-
-def _offered(name: HubName, sizes: dict[str, int]) -> str:
-    names = _gguf(name, sizes)
-    if not names:
-        return "only safetensors and GGUF files can be read: look for a repository that has them"
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"give one of its GGUF files: {', '.join(names[:8])}{more}"
-
-
-def _explained(hub: Any, name: HubName, error: Exception) -> CheckpointError:
-    """A failure of the transfer in one line, with what to do."""
-    errors, endpoint = hub.errors, hub.constants.ENDPOINT
-    if isinstance(error, errors.GatedRepoError):
-        said = f"is gated: accept its terms at {endpoint}/{name.repository}, then set HF_TOKEN"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        said = f"is not at {endpoint}, or it is private: check the name, or set HF_TOKEN"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        said = f"has no revision {name.revision}: give a branch, a tag or a whole commit id"
-    elif isinstance(error, errors.OfflineModeIsEnabled):
-        said = f"is not whole in {hub.constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it to download"
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        said = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
-    else:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        said = f"can't be downloaded from {endpoint} ({reason}); try again: it goes on where it stopped"
-    return CheckpointError(f"model={str(name)!r}: {said}", field="model", value=str(name))

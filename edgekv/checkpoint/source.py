@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from edgekv.checkpoint.packed.methods import unpacked
-from edgekv.checkpoint.tensors import TensorFile, TensorSet
+from edgekv.checkpoint.tensor_set import TensorSet
+from edgekv.checkpoint.tensors import TensorFile
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
 
 SINGLE = "model.safetensors"

@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class TensorFile:
     def info(self, name: str) -> TensorInfo:
         """Type, shape and bytes of one tensor, of any type. Raises CheckpointError when it is absent."""
         if name not in self._infos:
-            raise _missing(name, self._infos, self.path)
+            raise missing_tensor(name, self._infos, self.path)
         return self._infos[name]
 
     def array(self, name: str) -> npt.NDArray[Any]:
@@ -169,105 +169,6 @@ class TensorFile:
         return digest.digest()
 
 
-class TensorSet:
-    """The tensors of one checkpoint, from one file or from several shards, as one mapping.
-
-    Raises CheckpointError when two files hold a tensor of the same name.
-    """
-
-    def __init__(self, files: Iterable[TensorFile]) -> None:
-        self.files: Sequence[TensorFile] = tuple(files)
-        self._homes: dict[str, TensorFile] = {}
-        for file in self.files:
-            for name in file.names():
-                if name in self._homes:
-                    raise CheckpointError(
-                        f"{file.path}: tensor {name!r} is in {self._homes[name].path.name} too; "
-                        "download the checkpoint again"
-                    )
-                self._homes[name] = file
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._homes
-
-    @property
-    def nbytes_total(self) -> int:
-        """Bytes of all the tensors' data."""
-        return sum(file.nbytes - file.data_start for file in self.files)
-
-    def names(self) -> list[str]:
-        """The names of all tensors, file by file, in the order of their data."""
-        return list(self._homes)
-
-    def info(self, name: str) -> TensorInfo:
-        """As TensorFile.info."""
-        return self._home(name).info(name)
-
-    def array(self, name: str) -> npt.NDArray[Any]:
-        """As TensorFile.array."""
-        return self._home(name).array(name)
-
-    def outputs(self, name: str, lo: int, hi: int, transposed: bool) -> npt.NDArray[Any]:
-        """As TensorFile.outputs."""
-        return self._home(name).outputs(name, lo, hi, transposed)
-
-    def quantized(self, name: str) -> str | None:
-        """As TensorFile.quantized."""
-        return self._home(name).quantized(name)
-
-    def forms(self, name: str) -> tuple[str | None, str]:
-        """As TensorFile.forms."""
-        return self._home(name).forms(name)
-
-    def bytes_of(self, name: str) -> npt.NDArray[np.uint8]:
-        """As TensorFile.bytes_of."""
-        return self._home(name).bytes_of(name)
-
-    def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-        """As TensorFile.blocks."""
-        return self._home(name).blocks(name, lo, hi)
-
-    def zero_points(self, name: str, lo: int, hi: int) -> npt.NDArray[np.int8] | None:
-        """As TensorFile.zero_points."""
-        return self._home(name).zero_points(name, lo, hi)
-
-    def replaced(self, file: TensorFile, names: Iterable[str]) -> "TensorSet":
-        """The same checkpoint with these of its tensors taken from another file."""
-        changed = TensorSet(self.files)
-        changed._homes = {**self._homes, **dict.fromkeys(names, file)}
-        return changed
-
-    def release(self, name: str) -> None:
-        """As TensorFile.release."""
-        self._home(name).release(name)
-
-    def require(self, name: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-        """The view of a tensor that must have this shape.
-
-        Raises CheckpointError as `require_shape`, and for a type that can't be read.
-        """
-        self.require_shape(name, shape)
-        return self.array(name)
-
-    def require_shape(self, name: str, shape: Sequence[int]) -> None:
-        """CheckpointError naming the tensor when it is absent (with the closest names there are) or when its shape
-        is another one (with both), or its type none that can be read.
-        """
-        found = self.info(name).shape
-        if found != tuple(shape):
-            raise CheckpointError(
-                f"{self._home(name).path}: tensor {name!r} has shape {found}, but its config asks for "
-                f"{tuple(shape)}; give the config.json that belongs to these weights"
-            )
-        self._home(name).require_type(name)
-
-    def _home(self, name: str) -> TensorFile:
-        if name not in self._homes:
-            where = self.files[0].path if len(self.files) == 1 else f"{len(self.files)} shards"
-            raise _missing(name, self._homes, where)
-        return self._homes[name]
-
-
 def to_float32(array: npt.NDArray[Any], out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
     """A float32 copy of F64, F32, F16 or BF16 weights of any shape, in `out` (same shape) where it is given.
 
@@ -314,7 +215,8 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: cannot be read ({reason}); give a readable .safetensors file or its folder")
 
 
-def _missing(name: str, names: Iterable[str], where: Path | str) -> CheckpointError:
+def missing_tensor(name: str, names: Iterable[str], where: Path | str) -> CheckpointError:
+    """The error for a tensor that is not among ``names`` of ``where``, with the closest ones."""
     close = difflib.get_close_matches(name, names, n=3)
     hint = f"; close names there: {', '.join(map(repr, close))}" if close else ""
     return CheckpointError(

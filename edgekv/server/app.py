@@ -28,7 +28,8 @@ from edgekv.server.jobs import Channel, EmbeddingJob, EncodedPrompt, Vector, job
 from edgekv.server.limits import Bodies, Limits
 from edgekv.server.page import page, page_headers
 from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RequestError, listed, read
-from edgekv.server.responses import ResponsesShape, chat_request
+from edgekv.server.responses import ResponsesShape
+from edgekv.server.responses_request import chat_request
 from edgekv.server.shapes import ChatShape, CompletionShape, Shape
 from edgekv.server.stream import EventStream
 from edgekv.version import __version__

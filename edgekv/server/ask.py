@@ -18,7 +18,7 @@ from edgekv.server.protocol import (
     NamedTool,
     RequestError,
     ResponseFormat,
-    Shared,
+    SharedFields,
     listed,
 )
 from edgekv.session.sampling_params import SamplingParams
@@ -121,7 +121,7 @@ def completion_ask(request: CompletionRequest) -> Ask:
     )
 
 
-def _shared(request: Shared) -> Ask:
+def _shared(request: SharedFields) -> Ask:
     given = {name: getattr(request, name) for name in SAMPLING}
     try:
         sampling = SamplingParams(

@@ -41,37 +41,37 @@ class RequestError(EdgeKVError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Closed(Struct, forbid_unknown_fields=True):
+class StrictStruct(Struct, forbid_unknown_fields=True):
     """An object without fields that are not declared."""
 
 
-class TextPart(_Closed, tag_field="type", tag="text"):
+class TextPart(StrictStruct, tag_field="type", tag="text"):
     """A piece of a message."""
 
     text: str
 
 
-class ImageUrl(_Closed):
+class ImageUrl(StrictStruct):
     """Where an image is; detail is not used."""
 
     url: str
     detail: str | None = None
 
 
-class ImagePart(_Closed, tag_field="type", tag="image_url"):
+class ImagePart(StrictStruct, tag_field="type", tag="image_url"):
     """An image in a message."""
 
     image_url: ImageUrl
 
 
-class CalledFunction(_Closed):
+class CalledFunction(StrictStruct):
     """arguments: JSON, as the model wrote it."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(_Closed):
+class ToolCall(StrictStruct):
     """What an answer asked for, as the client sends it back."""
 
     function: CalledFunction
@@ -80,7 +80,7 @@ class ToolCall(_Closed):
     index: int | None = None
 
 
-class Message(_Closed):
+class Message(StrictStruct):
     """A turn. What OpenAI's own answers have beside role and content may come back, empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -95,7 +95,7 @@ class Message(_Closed):
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
-class Function(_Closed):
+class Function(StrictStruct):
     """parameters: a JSON schema."""
 
     name: FunctionName
@@ -104,27 +104,27 @@ class Function(_Closed):
     strict: bool | None = None
 
 
-class Tool(_Closed):
+class Tool(StrictStruct):
     """What the model may call."""
 
     function: Function
     type: Literal["function"] = "function"
 
 
-class NamedFunction(_Closed):
+class NamedFunction(StrictStruct):
     """Which function must be called."""
 
     name: str
 
 
-class NamedTool(_Closed):
+class NamedTool(StrictStruct):
     """Which tool must be called."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
-class JsonSchemaFormat(_Closed):
+class JsonSchemaFormat(StrictStruct):
     """schema: the JSON schema of the answer."""
 
     schema: dict[str, Any]
@@ -133,22 +133,34 @@ class JsonSchemaFormat(_Closed):
     strict: bool | None = None
 
 
-class ResponseFormat(_Closed):
+class ResponseFormat(StrictStruct):
     """Text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StreamOptions(_Closed):
+class StreamOptions(StrictStruct):
     """include_usage: a last chunk with the counts."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Shared(_Closed, kw_only=True):
-    """The fields that chat and text completions share; the last ones change nothing here."""
+class IgnoredFields(StrictStruct, kw_only=True):
+    """Fields of OpenAI's API that change nothing here, with any value."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class SharedFields(IgnoredFields, kw_only=True):
+    """The fields that chat and text completions share."""
 
     model: str
     stream: bool = False
@@ -168,16 +180,9 @@ class Shared(_Closed, kw_only=True):
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     n: Choices = 1
     response_format: ResponseFormat | None = None
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
 
 
-class ChatRequest(Shared, kw_only=True):
+class ChatRequest(SharedFields, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -193,7 +198,7 @@ class ChatRequest(Shared, kw_only=True):
     verbosity: Any = None
 
 
-class CompletionRequest(Shared, kw_only=True):
+class CompletionRequest(SharedFields, kw_only=True):
     """POST /v1/completions; a prompt is a text or the ids of its tokens, or a list of such prompts."""
 
     prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
@@ -203,7 +208,7 @@ class CompletionRequest(Shared, kw_only=True):
     suffix: Literal[""] = ""
 
 
-class EmbeddingRequest(_Closed):
+class EmbeddingRequest(StrictStruct):
     """POST /v1/embeddings."""
 
     model: str

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import safetensors.numpy
 
-from edgekv.checkpoint.tensors import TensorFile, TensorSet
+from edgekv.checkpoint.tensor_set import TensorSet
+from edgekv.checkpoint.tensors import TensorFile
 from edgekv.errors import ImageError
 from edgekv.linear.store import Store
 from edgekv.linear.weights import CheckpointWeights

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.checkpoint.tensors import TensorSet, to_float32
+from edgekv.checkpoint.tensor_set import TensorSet
+from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import CheckpointError
 from edgekv.linear.onnx import session_options
 from edgekv.linear.runtime import ort

@@ -30,7 +30,7 @@ from edgekv.server.ask import Ask, chat_ask, completion_ask
 from edgekv.server.body import parse_json
 from edgekv.server.prompts import Prompts
 from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, listed, read
-from edgekv.server.responses import chat_request
+from edgekv.server.responses_request import chat_request
 from edgekv.server.tools import TOOL_FORMATS, tools_grammar
 from edgekv.session.file import MAGIC, PREFIX, VERSION
 from edgekv.session.grammar import Grammar, JsonSchema

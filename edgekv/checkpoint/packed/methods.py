@@ -13,7 +13,7 @@ from edgekv.checkpoint.packed.gptq import awq, gptq
 from edgekv.checkpoint.packed.mlx import mlx
 from edgekv.checkpoint.packed.parts import Parts, Quantization, settings_of
 from edgekv.checkpoint.packed.tensors import Packed, PackedTensors
-from edgekv.checkpoint.tensors import TensorSet
+from edgekv.checkpoint.tensor_set import TensorSet
 from edgekv.errors import ConfigError
 from edgekv.schema import shown
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from edgekv.checkpoint.packed.tensors import Words
-from edgekv.checkpoint.tensors import TensorSet
+from edgekv.checkpoint.tensor_set import TensorSet
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.schema import read
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.checkpoint.tensors import TensorFile, TensorInfo, TensorSet
+from edgekv.checkpoint.tensor_set import TensorSet
+from edgekv.checkpoint.tensors import TensorFile, TensorInfo
 from edgekv.errors import CheckpointError
 from edgekv.types import F32, I8
 

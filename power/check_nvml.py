@@ -15,7 +15,7 @@ import time
 
 from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import EdgeKVError
-from edgekv.power import EnergyMeter, Sampler, find_meter
+from edgekv.power import EnergyMeter, PowerSampler, find_meter
 
 PROMPT, VOCAB = 512, 32000
 
@@ -58,7 +58,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         sensor, notes = find_meter("nvml")
-        meter = EnergyMeter(Sampler(sensor, notes=notes))
+        meter = EnergyMeter(PowerSampler(sensor, notes=notes))
         gpu = decode(meter, args.layers, args.seconds)
         report = meter.report()
         print("\n".join(f"{topic:<12}{text}" for topic, text in [("gpu", gpu), *report.rows()]))

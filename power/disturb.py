@@ -18,7 +18,7 @@ from typing import Any
 
 from edgekv.cli.options import add_source_options, model_path, positive_int
 from edgekv.errors import EdgeKVError
-from edgekv.power import Sampler
+from edgekv.power import PowerSampler
 from edgekv.power.ina3221 import Ina3221
 from edgekv.session.session import Session
 
@@ -51,7 +51,7 @@ class Nothing:
 
 class Thread(Nothing):
     def __enter__(self) -> "Thread":
-        self.sampler = Sampler(Ina3221.probe(self.root))
+        self.sampler = PowerSampler(Ina3221.probe(self.root))
         self.sampler.start()
         return self
 

@@ -15,7 +15,7 @@ from helpers import SESSION_KV, raises
 from edgekv import CACHES, LoadOptions, SamplingParams, Session
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.session.draft_model import DraftModel
-from edgekv.session.drafts import MOST, Drafts, Estimate, NGram
+from edgekv.session.drafts import MOST, DraftLength, Drafts, NGram
 from edgekv.session.opening import open_model, open_session
 from edgekv.session.sampling import Sampler
 
@@ -227,7 +227,7 @@ def test_a_repetition_goes_on() -> None:
 
 
 def test_guesses_that_are_wrong_end_and_are_tried_again() -> None:
-    estimate = Estimate(cost=0.2)
+    estimate = DraftLength(cost=0.2)
     tried = [estimate.length(MOST) > 0 for _ in range(6) if estimate.learn(1, 0) is None]
     assert tried[-1] is False
     waited = next(i for i in itertools.count() if estimate.length(MOST))
@@ -235,7 +235,7 @@ def test_guesses_that_are_wrong_end_and_are_tried_again() -> None:
     for _ in range(20):
         estimate.learn(4, 4)
     assert estimate.length(MOST) == MOST
-    assert Estimate(cost=5.0).length(MOST) == 0
+    assert DraftLength(cost=5.0).length(MOST) == 0
 
 
 def test_an_unknown_source(model: pathlib.Path) -> None:

@@ -21,7 +21,16 @@ from edgekv.errors import CheckpointError, ContextError
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.steps import Steps, StepsKnobs
 from edgekv.quality.evaluate import Quality
-from edgekv.quality.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, judge, needs_gate, recommended
+from edgekv.quality.gate import (
+    DEFAULT_SCHEMES,
+    GateLimits,
+    Verdict,
+    default_ctx,
+    gate,
+    judge,
+    needs_gate,
+    recommended,
+)
 from edgekv.quality.needles import Prose, make_haystack
 from edgekv.quality.retrieval import NeedleTest, answers
 from edgekv.quality.verdicts import Verdicts
@@ -101,15 +110,15 @@ MISSED = {
 @pytest.mark.parametrize("case", MISSED)
 def test_a_verdict_names_every_limit_that_was_missed(case: str) -> None:
     changes, needles, failures = MISSED[case]
-    verdict = judge(dataclasses.replace(QUALITY, **changes), needles, Limits())
+    verdict = judge(dataclasses.replace(QUALITY, **changes), needles, GateLimits())
     assert verdict.failures == failures
     assert verdict.passed == (not failures)
 
 
 def test_limits_are_the_users() -> None:
-    assert not judge(QUALITY, None, Limits(max_kl=0.001)).passed
-    assert judge(dataclasses.replace(QUALITY, kl=0.4), None, Limits(max_kl=0.5)).passed
-    assert judge(QUALITY, (10, 20), Limits(min_needles=0.5)).passed
+    assert not judge(QUALITY, None, GateLimits(max_kl=0.001)).passed
+    assert judge(dataclasses.replace(QUALITY, kl=0.4), None, GateLimits(max_kl=0.5)).passed
+    assert judge(QUALITY, (10, 20), GateLimits(min_needles=0.5)).passed
 
 
 def test_the_smallest_cache_that_passed_is_recommended() -> None:
@@ -221,7 +230,7 @@ def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format": 0}', b"\xff"])
 def test_a_damaged_memory_counts_as_none(content: bytes, tmp_path: pathlib.Path) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
-    gated.remember(spec, judge(QUALITY, None, Limits()), {})
+    gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
     (file,) = gated.folder.iterdir()
     file.write_bytes(content)
     assert gated.verdict(spec) is None
@@ -231,7 +240,7 @@ def test_a_new_version_of_a_scheme_must_be_gated_again(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec.parse("onebit")
-    gated.remember(spec, judge(QUALITY, None, Limits()), {})
+    gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
     assert gated.warning(spec) is None
     monkeypatch.setattr(spec.scheme, "version", spec.scheme.version + 1)
     assert "was never gated" in gated.warning(spec)
@@ -262,7 +271,7 @@ def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
     assert gated.warning(spec).endswith("--kv bitplane,onebit:v_bits=4,onebit")
     for part in map(CacheSpec.parse, Steps.packs_like):
-        gated.remember(part, judge(QUALITY, None, Limits()), {})
+        gated.remember(part, judge(QUALITY, None, GateLimits()), {})
     assert gated.warning(spec) is None
 
 
@@ -271,7 +280,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path / "gates"), CacheSpec.parse("onebit")
     assert all("never gated" in gated.warn_once(spec) for _ in range(2))
     with pytest.raises(CheckpointError, match="set XDG_CACHE_HOME"):
-        gated.remember(spec, judge(QUALITY, None, Limits()), {})
+        gated.remember(spec, judge(QUALITY, None, GateLimits()), {})
 
 
 def test_on_the_command_line(
@@ -349,7 +358,7 @@ def test_the_pages_verdicts_are_those_of_the_data(name: str) -> None:
     verdicts = []
     for stored in data(name)["verdicts"]:
         quality = Quality(**stored["quality"] | {"notes": ()})
-        verdicts.append(judge(quality, tuple(stored["needles"]), Limits(**data(name)["limits"])))
+        verdicts.append(judge(quality, tuple(stored["needles"]), GateLimits(**data(name)["limits"])))
         assert list(verdicts[-1].failures) == stored["failures"]
     assert f"<!-- {name}.json -->\n```\n{table(verdicts)}\n" in PAGE.read_text()
     assert CacheSpec.parse(recommended(verdicts).kv).short == data(name)["recommended"]

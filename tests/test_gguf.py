@@ -23,7 +23,7 @@ from edgekv.checkpoint.gguf_file import GgufFile
 from edgekv.checkpoint.gguf_import import imported
 from edgekv.cli import main
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
-from edgekv.linear.store import Store
+from edgekv.linear.store import WeightStore
 from edgekv.session.model import Model
 from edgekv.tokenizer import load_tokenizer
 
@@ -179,7 +179,7 @@ def test_each_linear_layer_has_its_own_format(tmp_path: pathlib.Path) -> None:
     form = model.weight_format("auto")
     assert (form.of("0.qkv").name, form.of("head").name) == ("int4-32", "int8-32")
     assert model.weights_note(form) is None
-    again = Store(model.store(form).folder)  # the manifest remembers
+    again = WeightStore(model.store(form).folder)  # the manifest remembers
     assert again.form == form
     np.testing.assert_array_equal(again.matrix("head"), model.weights.matrix("head"))
     assert model.weights_note(model.weight_format("int4")) is not None

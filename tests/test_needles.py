@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from edgekv.quality.needles import DEPTHS, Prompt, Prose, make_haystack, make_prompt
+from edgekv.quality.needles import DEPTHS, NeedlePrompt, Prose, make_haystack, make_prompt
 from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -135,7 +135,7 @@ def test_a_text_too_short_is_refused(prose: Prose, rng) -> None:
 
 
 def test_score_by_depth_counts_each_depth_apart() -> None:
-    prompts = [Prompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
+    prompts = [NeedlePrompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
     assert needles.score_by_depth(prompts, [True, False, True, True]) == {0.05: 0.5, 0.95: 1.0}
 
 

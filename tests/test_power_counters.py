@@ -6,7 +6,7 @@ import pathlib
 import power_trees as trees
 import pytest
 
-from edgekv.power.base import Absent, Counter, Refused
+from edgekv.power.base import Absent, EnergyCounter, Refused
 from edgekv.power.boards import power_file
 from edgekv.power.nvml import Nvml
 from edgekv.power.rapl import Rapl
@@ -62,7 +62,7 @@ def test_an_unreadable_counter_names_the_rule(tmp_path: pathlib.Path) -> None:
 
 def test_a_counter_that_jumps_loses_samples_and_not_joules() -> None:
     now = [0.0]
-    counter = Counter(range_j=1000.0, most_w=100.0, clock=lambda: now[0])
+    counter = EnergyCounter(range_j=1000.0, most_w=100.0, clock=lambda: now[0])
 
     def advance(raw: float) -> float:
         now[0] += 1.0
@@ -80,7 +80,7 @@ def test_a_counter_that_jumps_loses_samples_and_not_joules() -> None:
 
 def test_a_counter_that_was_restarted_stays_unknown() -> None:
     now = [0.0]
-    counter = Counter(range_j=1000.0, most_w=10.0, clock=lambda: now[0])
+    counter = EnergyCounter(range_j=1000.0, most_w=10.0, clock=lambda: now[0])
     counter.advance(900.0)
     for second in range(1, 200):  # from the 51st on, 10 W could have wrapped around to here
         now[0] = float(second)

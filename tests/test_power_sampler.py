@@ -10,7 +10,7 @@ import power_trees as trees
 import pytest
 
 from edgekv.errors import PowerError
-from edgekv.power import Sampler, sampler
+from edgekv.power import PowerSampler, sampler
 from edgekv.power.base import Reading
 from edgekv.power.trace import Window
 
@@ -23,9 +23,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def sample(read: Callable[[], float], seconds: float, **options: float) -> tuple[Window, Sampler, float, float]:
+def sample(
+    read: Callable[[], float], seconds: float, **options: float
+) -> tuple[Window, PowerSampler, float, float]:
     """The window, the sampler and the moments between which it was sampled."""
-    meter = Sampler(trees.Signal(read), **options)
+    meter = PowerSampler(trees.Signal(read), **options)
     meter.start()
     start = time.perf_counter()
     time.sleep(seconds)
@@ -90,7 +92,7 @@ def test_a_sensor_that_vanishes_in_mid_run() -> None:
             raise OSError(errno.ENODEV, "No such device")
         return 4.0
 
-    meter = Sampler(trees.Signal(read))
+    meter = PowerSampler(trees.Signal(read))
     meter.start()
     start = time.perf_counter()
     until(lambda: len(meter.trace().times_s) > 5)
@@ -121,7 +123,7 @@ def test_a_sensor_that_never_answers_again_does_not_hold_the_run(monkeypatch: py
             release.wait(60)
         return 4.0
 
-    meter = Sampler(trees.Signal(read))
+    meter = PowerSampler(trees.Signal(read))
     meter.start()
     start = time.perf_counter()
     assert hanging.wait(60)
@@ -141,7 +143,7 @@ def test_a_sensor_that_never_answers_at_all(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sampler, "STOP_S", 0.05)
     monkeypatch.setattr(sampler, "FIRST_SAMPLE_S", 0.05)
     release = threading.Event()
-    meter = Sampler(trees.Signal(lambda: float(release.wait(60))))
+    meter = PowerSampler(trees.Signal(lambda: float(release.wait(60))))
     meter.start()
     meter.stop()
     with pytest.raises(PowerError, match="0 samples"):
@@ -152,7 +154,7 @@ def test_a_sensor_that_never_answers_at_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_late_answer_belongs_to_no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "LATE_S", -1.0)
-    meter = Sampler(trees.Signal(lambda: 4.0))
+    meter = PowerSampler(trees.Signal(lambda: 4.0))
     meter.start()
     meter.stop()
     assert meter.about().losses.keys() == {"took longer than -1.0 s"}
@@ -171,7 +173,7 @@ def test_costly_readings_become_rare() -> None:
 def test_a_rate_beyond_the_meter_is_refused() -> None:
     for hz in (0.0, -1.0, 101.0, float("nan")):
         with pytest.raises(PowerError, match="at most 100 times per second"):
-            Sampler(trees.Signal(lambda: 4.0), hz=hz)
+            PowerSampler(trees.Signal(lambda: 4.0), hz=hz)
 
 
 def test_a_side_rail_without_an_answer_is_left_out_of_that_sample() -> None:
@@ -179,7 +181,7 @@ def test_a_side_rail_without_an_answer_is_left_out_of_that_sample() -> None:
     meter.total = ("total",)
     answers = iter([{"total": 4.0, "side": 1.0}, {"total": 4.0}] * 10_000)
     meter.read = lambda: Reading(power_w=next(answers))  # type: ignore[method-assign]
-    sampling = Sampler(meter)
+    sampling = PowerSampler(meter)
     sampling.start()
     start = time.perf_counter()
     until(lambda: len(sampling.trace().times_s) > 5)
@@ -198,7 +200,7 @@ def test_the_edges_of_a_phase_are_read_at_once(monkeypatch: pytest.MonkeyPatch) 
             return Reading(power_w={"total": 4.0}, energy_j={"total": 4.0 * time.perf_counter()})
 
     monkeypatch.setattr(sampler, "MARK_S", 60.0)
-    meter = Sampler(Costly(lambda: 4.0), hz=0.01)
+    meter = PowerSampler(Costly(lambda: 4.0), hz=0.01)
     meter.start()
     spans = []
     for _ in range(3):
@@ -220,7 +222,7 @@ def test_a_mark_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sampler, "MARK_S", 0.05)
     monkeypatch.setattr(sampler, "FIRST_SAMPLE_S", 0.05)
     release = threading.Event()
-    meter = Sampler(trees.Signal(lambda: float(release.wait(60))))
+    meter = PowerSampler(trees.Signal(lambda: float(release.wait(60))))
     meter.start()
     meter.mark()
     meter.stop()

@@ -25,11 +25,11 @@ from serving import DEMO, Server, serving
 
 from edgekv import SamplingParams, Session
 from edgekv.cli import main
-from edgekv.server.ask import Ask, chat_ask
+from edgekv.server.checked_request import CheckedRequest, check_chat
 from edgekv.server.jobs import Channel, EncodedPrompt, Piece
 from edgekv.server.pool import SessionPool
 from edgekv.server.protocol import ChatRequest, RequestError, read
-from edgekv.server.shapes import CompletionShape
+from edgekv.server.response_builders import CompletionBuilder
 from edgekv.server.stream import EventStream
 
 PROMPT = "It was a dark night when the old man"
@@ -361,8 +361,8 @@ def test_a_stream_ends_with_its_reader(what: str, loaded: Session) -> None:
 
     async def run() -> tuple[bool, int]:
         channel, sent = Channel(), 0
-        ask, prompts = Ask(SamplingParams()), [EncodedPrompt([1])]
-        shape = CompletionShape("m", ask, prompts, loaded.require_tokenizer())
+        request, prompts = CheckedRequest(SamplingParams()), [EncodedPrompt([1])]
+        answers = CompletionBuilder("m", request, prompts, loaded.require_tokenizer())
 
         async def send(message: Any) -> None:
             nonlocal sent
@@ -376,7 +376,7 @@ def test_a_stream_ends_with_its_reader(what: str, loaded: Session) -> None:
 
         for i in range(9):
             channel.emit(Piece(0, str(i)))
-        await asyncio.wait_for(EventStream(channel, shape, 0.2)({}, receive, send), 30)
+        await asyncio.wait_for(EventStream(channel, answers, 0.2)({}, receive, send), 30)
         return channel.cancelled.is_set(), sent
 
     cancelled, sent = asyncio.run(run())
@@ -547,9 +547,9 @@ def test_every_accepted_field_of_a_request() -> None:
         "response_format": {"type": "json_object"},
         "stream_options": {"include_usage": True},
     }
-    ask = chat_ask(read(body, ChatRequest))
+    ask = check_chat(read(body, ChatRequest))
     assert ask.messages == [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
     assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.seed) == (1.0, 0.5, 3)
     assert (ask.stop, ask.include_usage, ask.schema) == (("x",), True, {"type": "object"})
     with pytest.raises(RequestError, match="unknown field 'stream_options"):
-        chat_ask(read(body | {"stream_options": {"x": 1}}, ChatRequest))
+        check_chat(read(body | {"stream_options": {"x": 1}}, ChatRequest))

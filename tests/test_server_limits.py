@@ -22,9 +22,9 @@ from serving import DEMO, TEMPLATE
 from test_server import post
 
 from edgekv.errors import ConfigError
-from edgekv.server.ask import completion_ask
 from edgekv.server.body import parse_json
-from edgekv.server.limits import SMALL, Bodies, BoundedServer, Limits
+from edgekv.server.checked_request import check_completion
+from edgekv.server.limits import SMALL, Bodies, BoundedServer, ServerLimits
 from edgekv.server.protocol import CompletionRequest, RequestError, read
 from edgekv.session.sampling import SamplingParams
 
@@ -166,7 +166,7 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 def test_answers_do_not_wait_for_acknowledgements() -> None:
     """TCP_NODELAY, which asyncio leaves unset: 44 ms became 0.13 per request of a connection that is kept."""
-    running = BoundedServer(hello, Limits())
+    running = BoundedServer(hello, ServerLimits())
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=running.run, args=([listener],))
     thread.start()
@@ -227,7 +227,7 @@ def test_numbers_beyond_all_bounds_are_refused_in_python_too() -> None:
     with pytest.raises(ConfigError):
         SamplingParams(temperature=10**400)
     with pytest.raises(RequestError):
-        completion_ask(read({"model": "m", "prompt": "x", "temperature": 10**400}, CompletionRequest))
+        check_completion(read({"model": "m", "prompt": "x", "temperature": 10**400}, CompletionRequest))
 
 
 def test_large_bodies_leave_room_for_small_ones() -> None:

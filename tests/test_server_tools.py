@@ -14,10 +14,10 @@ from serving import DEMO, Server, serving
 from edgekv import Session
 from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ConfigError
-from edgekv.server.answer import AnswerReader, CallArguments, CallBegin, Content, Delta, Reasoning
-from edgekv.server.ask import Ask, Tools, chat_ask
-from edgekv.server.prompts import Prompts
+from edgekv.server.answer_parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.checked_request import CheckedRequest, Tools, check_chat
 from edgekv.server.protocol import ChatRequest, Function, read
+from edgekv.server.request_encoder import RequestEncoder
 from edgekv.server.tools import TOOL_FORMATS, find_format, tools_grammar
 from edgekv.session.grammar import BARRIER, Grammar
 from edgekv.tokenizer import load_tokenizer
@@ -208,7 +208,7 @@ TEXTS: dict[
         f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>",
         [("weather", ARGUMENTS)] * 2,
     ),
-    "text behind": ("hermes", f"<tool_call>{CALL}</tool_call> Done.", [("weather", ARGUMENTS), "Done."]),
+    "text behind": ("hermes", f"<tool_call>{CALL}</tool_call> AnswerEnd.", [("weather", ARGUMENTS), "Done."]),
     "another order": (
         "hermes",
         '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
@@ -263,13 +263,13 @@ def told(deltas: list[Delta]) -> list[Any]:
 def test_answers_are_taken_apart(name: str, length: int) -> None:
     """However the text is cut."""
     form, text, expected = TEXTS[name]
-    reader = AnswerReader(form=TOOL_FORMATS[form])
+    reader = AnswerParser(form=TOOL_FORMATS[form])
     deltas = [d for i in range(0, len(text), length) for d in reader.push(text[i : i + length])]
     assert told([*deltas, *reader.end()]) == expected
 
 
 def test_reasoning_that_the_prompt_began() -> None:
-    reader = AnswerReader(thinks=True)
+    reader = AnswerParser(thinks=True)
     assert told([*reader.push("So</thi"), *reader.push("nk>\n\nYes"), *reader.end()]) == [["So"], "Yes"]
 
 
@@ -330,7 +330,7 @@ def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = load_tokenizer(tmp_path)
     source = "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[TOOL_CALLS]' if tools }}{{ messages[-1].content }}"
-    prompts = Prompts(ChatTemplate(source, tokenizer), tokenizer, 4096)
+    prompts = RequestEncoder(ChatTemplate(source, tokenizer), tokenizer, 4096)
     assert prompts.form is TOOL_FORMATS["mistral"]
     assert prompts.marks == {257: "[TOOL_CALLS]"}
     for forced in (False, True):
@@ -345,7 +345,7 @@ def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
 
 def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> None:
     tokenizer = session.require_tokenizer()
-    prompts = Prompts(ChatTemplate.plain(tokenizer), tokenizer, 4096)
+    prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096)
     call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [
         *USER,
@@ -353,7 +353,7 @@ def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> Non
         {"role": "tool", "tool_call_id": "c", "content": "noon"},
     ]
     request = read({"model": "m", "messages": messages, "tools": [CLOCK]}, ChatRequest)
-    (prompt,) = prompts.encode(chat_ask(request))
+    (prompt,) = prompts.encode(check_chat(request))
     text = tokenizer.decode(prompt.ids)
     assert '"name": "clock"' in text.partition("How is the weather?")[0]
     assert 'Assistant: <tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
@@ -362,11 +362,11 @@ def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> Non
 
 def test_what_templates_are_given(session: Session, tmp_path: pathlib.Path) -> None:
     tokenizer = session.require_tokenizer()
-    prompts = Prompts(ChatTemplate(TEMPLATE, tokenizer), tokenizer, 4096)
+    prompts = RequestEncoder(ChatTemplate(TEMPLATE, tokenizer), tokenizer, 4096)
     call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
     request = read({"model": "m", "messages": messages, "tools": [WEATHER]}, ChatRequest)
-    text = tokenizer.decode(prompts.encode(chat_ask(request))[0].ids)
+    text = tokenizer.decode(prompts.encode(check_chat(request))[0].ids)
     assert text.startswith('tools: {"type": "function", "function": {"name": "weather", "description"')
     assert '{"name": "clock", "arguments": {"zone": "UTC"}}' in text
     assert "tool: noon" in text
@@ -381,5 +381,5 @@ def test_the_formats_of_known_templates() -> None:
 
 def test_the_seeds_of_several_answers() -> None:
     request = read({"model": "m", "messages": USER, "n": 2, "seed": 7}, ChatRequest)
-    asked: Ask = chat_ask(request)
+    asked: CheckedRequest = check_chat(request)
     assert [asked.sampling_of(i).seed for i in range(2)] == [7, 8]

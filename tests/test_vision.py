@@ -25,7 +25,7 @@ from edgekv.linear.reference import ACTIVATIONS
 from edgekv.session.context_shift import Slide
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
-from edgekv.session.prompt import Span, clipped, selected
+from edgekv.session.prompt import EmbeddingSpan, clipped, selected
 from edgekv.vision import picture
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
@@ -277,7 +277,7 @@ def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:
 
 
 def test_clipped_and_selected() -> None:
-    span = Span(3, np.arange(10, dtype=np.float32)[:, None], "visual")
+    span = EmbeddingSpan(3, np.arange(10, dtype=np.float32)[:, None], "visual")
     (part,) = clipped([span], 5, 9)
     assert (part.start, part.rows[:, 0].tolist()) == (0, [2, 3, 4, 5])
     assert clipped([span], 0, 3) == clipped([span], 13, 20) == []

@@ -21,7 +21,7 @@ from edgekv.errors import EdgeKVError, PowerError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import format_bytes, machine_info
-from edgekv.power import EnergyMeter, Sampler, find_meter
+from edgekv.power import EnergyMeter, PowerSampler, find_meter
 from edgekv.power.phases import NoMeter
 from edgekv.quality.demo import Demo, Trial
 from edgekv.session.session import Session
@@ -94,7 +94,7 @@ def _meter() -> EnergyMeter | NoMeter:
     """Where something can be measured, that; the demonstration is none of energy alone."""
     try:
         meter, notes = find_meter("auto")
-        return EnergyMeter(Sampler(meter, notes=notes), idle_s=0)
+        return EnergyMeter(PowerSampler(meter, notes=notes), idle_s=0)
     except PowerError:
         return NoMeter()
 

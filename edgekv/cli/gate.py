@@ -19,7 +19,7 @@ from edgekv.errors import ConfigError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import format_bytes
-from edgekv.quality.gate import DEFAULT_SCHEMES, Limits, Verdict, default_ctx, gate, needs_gate, recommended
+from edgekv.quality.gate import DEFAULT_SCHEMES, GateLimits, Verdict, default_ctx, gate, needs_gate, recommended
 from edgekv.quality.retrieval import NEEDLES, NeedleTest
 from edgekv.quality.verdicts import Verdicts
 from edgekv.session.model import Model
@@ -27,7 +27,7 @@ from edgekv.session.model import Model
 
 def add_gate_options(parser: argparse.ArgumentParser) -> None:
     """--gate and its limits."""
-    limits = Limits()
+    limits = GateLimits()
     group = parser.add_argument_group(
         "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
     )
@@ -70,7 +70,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
         raise ConfigError("--plot does not go with --gate; leave one of them out")
     specs = _specs(arguments.kv)
     measured = open_input(arguments)
-    limits = Limits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
+    limits = GateLimits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
     ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:
         decoder, ctx = measured.load(ctx, bars.update)
@@ -125,7 +125,11 @@ def _specs(kv: str | None) -> list[CacheSpec]:
 
 
 def _remember(
-    model: Model, specs: Sequence[CacheSpec], verdicts: Sequence[Verdict], limits: Limits, facts: dict[str, Any]
+    model: Model,
+    specs: Sequence[CacheSpec],
+    verdicts: Sequence[Verdict],
+    limits: GateLimits,
+    facts: dict[str, Any],
 ) -> None:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = {name: facts["machine"][name] for name in ("cpu", "versions")}

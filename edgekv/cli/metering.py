@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from edgekv.errors import PowerError
-from edgekv.power import METERS, EnergyMeter, Sampler, find_meter
+from edgekv.power import METERS, EnergyMeter, PowerSampler, find_meter
 from edgekv.power.csv_log import CsvLog
 from edgekv.power.phases import IDLE_S, NoMeter
-from edgekv.power.source import Estimate, Source, Unmetered
+from edgekv.power.source import Estimate, PowerSource, Unmetered
 
 GPU_DEVICES = {"cuda": "gpu"}  # of --device
 
@@ -51,10 +51,10 @@ def add_meter_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_sampler(arguments: argparse.Namespace) -> Sampler:
+def open_sampler(arguments: argparse.Namespace) -> PowerSampler:
     """The meter of --meter, ready to start. Raises PowerError where nothing can be read."""
     meter, notes = find_meter(getattr(arguments, "meter", "auto"))
-    return Sampler(meter, hz=getattr(arguments, "hz", None), notes=notes)
+    return PowerSampler(meter, hz=getattr(arguments, "hz", None), notes=notes)
 
 
 def energy_meter(arguments: argparse.Namespace) -> EnergyMeter | NoMeter:
@@ -66,7 +66,7 @@ def energy_meter(arguments: argparse.Namespace) -> EnergyMeter | NoMeter:
     return EnergyMeter(source, idle_s=arguments.power_idle) if source else NoMeter()
 
 
-def energy_source(arguments: argparse.Namespace) -> Source | None:
+def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
     """The source that the options ask for, None where they ask for none."""
     if arguments.power_csv is not None:
         return CsvLog(arguments.power_csv)
@@ -80,4 +80,4 @@ def energy_source(arguments: argparse.Namespace) -> Source | None:
         meter, notes = find_meter(arguments.power, device=GPU_DEVICES.get(arguments.device, "cpu"))
     except PowerError as error:
         return Unmetered(f"{error}; `edgekv power doctor` says more")
-    return Sampler(meter, notes=notes)
+    return PowerSampler(meter, notes=notes)

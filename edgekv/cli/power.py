@@ -17,9 +17,9 @@ from edgekv.cli.power_doctor import add_doctor
 from edgekv.cli.power_record import add_record
 from edgekv.errors import PowerError
 from edgekv.machine import machine_info
-from edgekv.power import Sampler
+from edgekv.power import PowerSampler
 from edgekv.power.conditions import Conditions
-from edgekv.power.source import About, Source, Unmetered
+from edgekv.power.source import About, PowerSource, Unmetered
 from edgekv.power.trace import Window
 
 ACTIONS = {"record": add_record, "doctor": add_doctor}
@@ -50,18 +50,18 @@ def _execute(arguments: argparse.Namespace) -> int:
     if picture:
         require_matplotlib()
     source = _open(arguments)
-    if picture and not isinstance(source, Sampler):
+    if picture and not isinstance(source, PowerSampler):
         raise PowerError(f"--plot {picture}: there would be nothing in it; `edgekv power doctor` says why")
     if arguments.json:
         _print_json(source, seconds or JSON_SECONDS)
     else:
         _print_live(source, seconds)
-    if picture and isinstance(source, Sampler):
+    if picture and isinstance(source, PowerSampler):
         plot_power(source.trace(), picture)
     return 0
 
 
-def _open(arguments: argparse.Namespace) -> Source:
+def _open(arguments: argparse.Namespace) -> PowerSource:
     """The sampler, or what says why there is none: temperature and clocks are shown all the same."""
     try:
         return open_sampler(arguments)
@@ -71,7 +71,7 @@ def _open(arguments: argparse.Namespace) -> Source:
         return Unmetered(str(error))
 
 
-def _print_json(source: Source, seconds: float) -> None:
+def _print_json(source: PowerSource, seconds: float) -> None:
     source.start()
     begun_s, before = time.perf_counter(), Conditions.now()
     _wait(seconds)
@@ -92,7 +92,7 @@ def _print_json(source: Source, seconds: float) -> None:
     print(json.dumps(facts, indent=2))
 
 
-def _print_live(source: Source, seconds: float | None) -> None:
+def _print_live(source: PowerSource, seconds: float | None) -> None:
     """A block of lines each second, over the last one where the output is a terminal."""
     source.start()
     begun_s = time.perf_counter()
@@ -130,7 +130,7 @@ def _wait(seconds: float) -> bool:
     return True
 
 
-def _power_lines(source: Source, start_s: float, end_s: float) -> list[str]:
+def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]:
     about = source.about()
     try:
         window = source.window(start_s, end_s)

@@ -20,7 +20,7 @@ from edgekv.cli.metering import add_meter_options, open_sampler
 from edgekv.cli.plots import plot_power, require_matplotlib
 from edgekv.errors import PowerError
 from edgekv.machine import format_bytes, peak_rss_bytes
-from edgekv.power import EnergyMeter, Sampler
+from edgekv.power import EnergyMeter, PowerSampler
 from edgekv.power.source import Unmetered
 from edgekv.power.trace import Trace
 
@@ -59,9 +59,9 @@ def _execute(arguments: argparse.Namespace) -> int:
             _wait(child)
     _, wait_status, usage = os.wait4(child.pid, 0)
     child.returncode = code = os.waitstatus_to_exitcode(wait_status)
-    if arguments.csv and isinstance(sampler, Sampler):
+    if arguments.csv and isinstance(sampler, PowerSampler):
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
-    if picture and isinstance(sampler, Sampler):
+    if picture and isinstance(sampler, PowerSampler):
         plot_power(sampler.trace(), picture)
     report = meter.report()
     rows = [("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()]
@@ -70,7 +70,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     return code if code >= 0 else 128 - code  # as shells report a signal
 
 
-def _open(arguments: argparse.Namespace) -> Sampler | Unmetered:
+def _open(arguments: argparse.Namespace) -> PowerSampler | Unmetered:
     """The meter; where there is none, and none was asked for by name, what says why the energy is n/a."""
     try:
         return open_sampler(arguments)

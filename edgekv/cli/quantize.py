@@ -15,7 +15,7 @@ from edgekv.cli.options import (
     model_path,
 )
 from edgekv.errors import CheckpointError
-from edgekv.linear.store import Store, build
+from edgekv.linear.store import WeightStore, build
 from edgekv.session.model import Model
 from edgekv.vision import copy_vision
 
@@ -39,15 +39,15 @@ def _execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _build_at(model: Model, arguments: argparse.Namespace, bars: Bars) -> Store:
+def _build_at(model: Model, arguments: argparse.Namespace, bars: Bars) -> WeightStore:
     folder = pathlib.Path(arguments.output).expanduser()
-    if isinstance(model.weights, Store):
+    if isinstance(model.weights, WeightStore):
         raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
     if folder.exists():
         raise CheckpointError(f"--output {folder} exists; give a new folder or remove it")
     form = model.weight_format(arguments.weights)
     build(model.weights, form, folder, bars.update, lambda store: copy_vision(model, store))
-    return Store(folder)
+    return WeightStore(folder)
 
 
 QUANTIZE = Command(

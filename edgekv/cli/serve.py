@@ -104,9 +104,9 @@ def _execute(arguments: argparse.Namespace) -> int:
     source = energy_source(arguments)
     session = load_session(arguments, options, Bars())
     from edgekv.server.app import build_app
-    from edgekv.server.energy import Energy
+    from edgekv.server.energy import ServerEnergy
     from edgekv.server.engine import Engine
-    from edgekv.server.limits import BoundedServer, Limits
+    from edgekv.server.limits import BoundedServer, ServerLimits
 
     engine = Engine(
         session,
@@ -114,9 +114,9 @@ def _execute(arguments: argparse.Namespace) -> int:
         queue_limit=arguments.queue,
         pool_bytes=_pool_bytes(arguments),
         max_new_tokens=arguments.max_new_tokens,
-        energy=Energy(source),
+        energy=ServerEnergy(source),
     )
-    limits = Limits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
+    limits = ServerLimits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
     limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 2 * limits.max_request))
     name = arguments.name or session.model.path.name
     app = build_app(

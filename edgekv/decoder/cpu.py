@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.decoder.cpu_attention import BLOCK_ROWS, CpuAttention
 from edgekv.decoder.decoder import CHUNK, Decoder, LinearBlocks
-from edgekv.decoder.rope_tables import Rotation
+from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import KVCache, Workspace, rewind
@@ -51,7 +51,7 @@ class CpuDecoder(Decoder):
         logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
         return logits
 
-    def _prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
+    def _prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
         self._exact_layer(i, cache, x, rotation)
 
     def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:

@@ -12,7 +12,7 @@ from edgekv.decoder.cuda_attention import CudaAttention
 from edgekv.decoder.cuda_graph import Replay
 from edgekv.decoder.cuda_prompt import HalfPrompt, chunk_tokens
 from edgekv.decoder.decoder import Decoder
-from edgekv.decoder.rope_tables import Rotation
+from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels import Kernels
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
@@ -77,7 +77,7 @@ class CudaDecoder(Decoder):
         cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
         self._exact_attention(q, k, v, None)
 
-    def _prompt_layer(self, i: int, cache: KVCache, x: Array, rotation: Rotation) -> None:
+    def _prompt_layer(self, i: int, cache: KVCache, x: Array, rotation: RopeRotation) -> None:
         if self._half is None or len(x) <= MATVEC_ROWS:
             self._exact_layer(i, cache, x, rotation)
         else:

@@ -48,7 +48,7 @@ class Recording(NamedTuple):
     held: list[Array]
 
 
-class Group:
+class CacheGroup:
     """Caches that have the same counters at every step: those of one scheme with the same knobs and sizes."""
 
     def __init__(self, caches: list[KVCache]) -> None:
@@ -79,13 +79,13 @@ class Group:
         return tuple(a == b for a, b in itertools.combinations(self.counts().values(), 2))
 
     @staticmethod
-    def of(caches: Sequence[KVCache]) -> list[Group]:
+    def of(caches: Sequence[KVCache]) -> list[CacheGroup]:
         groups: dict[Hashable, list[KVCache]] = {}
         for cache in caches:
             size = cache.geometry.capacity, cache.geometry.sliding_window
             key = type(cache), repr(cache.knobs), size, tuple(cache.state().counters.items())
             groups.setdefault(key, []).append(cache)
-        return [Group(members) for members in groups.values()]
+        return [CacheGroup(members) for members in groups.values()]
 
 
 class Replay:
@@ -103,7 +103,7 @@ class Replay:
         self._step: Recording | None = None
         self._tidies: dict[Hashable, Recording] = {}
         self._caches: tuple[KVCache, ...] = ()
-        self._groups: list[Group] = []
+        self._groups: list[CacheGroup] = []
         self._structure: list[Hashable] = []
         self._next = self._last = 0
 
@@ -145,7 +145,7 @@ class Replay:
         room = caches[0].geometry.capacity - start
         if not ready or room < FEWEST_TOKENS or not all(cache.is_steady() for cache in caches):
             return False
-        self._caches, self._groups = tuple(caches), Group.of(caches)
+        self._caches, self._groups = tuple(caches), CacheGroup.of(caches)
         self._structure, self._next, self._last = self._structures(), start, start + RECORDED_TOKENS
         if any(group.tidies_next() for group in self._groups):
             return False

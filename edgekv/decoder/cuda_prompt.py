@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.decoder.rope_tables import Rotation
+from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kernels.cuda.prompt import MOST_WIDTH, padded_width
@@ -42,7 +42,7 @@ class HalfPrompt:
         grows = any(rope.query_growth for rope in config.ropes)
         return driver.has_matrix_tiles and config.head_dim <= MOST_WIDTH and config.score_cap is None and not grows
 
-    def layer(self, i: int, cache: KVCache, x: Array, rotation: Rotation, norms: tuple[Any, Any]) -> None:
+    def layer(self, i: int, cache: KVCache, x: Array, rotation: RopeRotation, norms: tuple[Any, Any]) -> None:
         """Turns x (n, hidden) into layer i's result in place, and fills its cache."""
         n, c, array = len(x), self.arch.config, self.workspace.array
         width, chunk = padded_width(c.head_dim), self.chunk

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgekv.decoder.rope_tables import LayerRopes, Rotation
+from edgekv.decoder.rope_tables import LayerRopes, RopeRotation
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
@@ -95,7 +95,7 @@ class Decoder(abc.ABC):
         """Logits (vocab,) after appending one token, valid until the next step."""
 
     @abc.abstractmethod
-    def _prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
+    def _prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
         """Turns x (n, hidden), a prompt, into layer i's result in place; fills its empty cache."""
 
     def require_process(self) -> None:
@@ -187,7 +187,7 @@ class Decoder(abc.ABC):
             type(caches[0]).finish_prefill(caches)
         return x
 
-    def _exact_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
+    def _exact_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
         """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
         n, c, array = len(x), self.config, self.workspace.array
         held = n if cache.sees_queries else min(n, self.chunk)
@@ -204,7 +204,7 @@ class Decoder(abc.ABC):
             x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out))
         cache.prefill(q, k, v)
 
-    def _continue_layer(self, i: int, cache: KVCache, x: F32, rotation: Rotation) -> None:
+    def _continue_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
         """Chunk by chunk, each of which attends in blocks of as many queries as their scores allow."""
         n, c = len(x), self.config
         block = max(1, ATTEND_ROWS // (c.n_heads * (cache.n_seen + n)))
@@ -227,11 +227,11 @@ class Decoder(abc.ABC):
         c = self.config
         return ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
 
-    def _project(self, i: int, x: F32, rotation: Rotation, q: F32, k: F32, v: F32) -> None:
+    def _project(self, i: int, x: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
         """Fused projection, head split, q/k norm and rotation of x (n, hidden) into q, k, v."""
         self._split(i, self.linear.attention_in(i, x), rotation, q, k, v)
 
-    def _split(self, i: int, qkv: F32, rotation: Rotation, q: F32, k: F32, v: F32) -> None:
+    def _split(self, i: int, qkv: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
         """What follows the projection of layer i."""
         c, (cos, sin, query_factors) = self.config, rotation
         norm_q, norm_k = self._norms[i]

@@ -11,17 +11,17 @@ from edgekv.models.rope import RopeConfig, frequencies
 from edgekv.types import F32
 
 
-class Rotation(NamedTuple):
+class RopeRotation(NamedTuple):
     """Of n positions: cos and sin (n, rotated channels / 2), and where queries grow their factors (n, 1)."""
 
     cos: F32
     sin: F32
     query_factors: F32 | None = None
 
-    def rows(self, first: int, stop: int) -> Rotation:
+    def rows(self, first: int, stop: int) -> RopeRotation:
         """Of the positions first..stop among these."""
         factors = self.query_factors
-        return Rotation(
+        return RopeRotation(
             self.cos[first:stop], self.sin[first:stop], None if factors is None else factors[first:stop]
         )
 
@@ -39,19 +39,19 @@ class RopeTable:
         self.is_fixed = rope is None or capacity <= rope.fixed_up_to
         self._fixed = self._compute(0, capacity, capacity) if self.is_fixed else None
 
-    def at(self, start: int, n: int) -> Rotation:
+    def at(self, start: int, n: int) -> RopeRotation:
         """Of positions start..start+n, the last of the sequence so far."""
         return self._fixed.rows(start, start + n) if self._fixed else self._compute(start, n, start + n)
 
-    def _compute(self, start: int, n: int, seq_len: int) -> Rotation:
+    def _compute(self, start: int, n: int, seq_len: int) -> RopeRotation:
         if self.rope is None:
             empty = self._upload(np.empty((n, 0), np.float32))
-            return Rotation(empty, empty)
+            return RopeRotation(empty, empty)
         freq, factor = frequencies(self.rope, seq_len)
         positions = np.arange(start, start + n)[:, None]
         angles = positions * freq  # (n, dim/2)
         cos, sin = (self._upload((f(angles) * factor).astype(np.float32)) for f in (np.cos, np.sin))
-        return Rotation(cos, sin, self._query_factors(positions, self.rope))
+        return RopeRotation(cos, sin, self._query_factors(positions, self.rope))
 
     def _query_factors(self, positions: np.ndarray, rope: RopeConfig) -> F32 | None:
         if not rope.query_growth:
@@ -82,7 +82,7 @@ class LayerRopes:
         """Whether a position's rotation is the same however long the sequence becomes."""
         return all(table.is_fixed for table in self.tables)
 
-    def at(self, start: int, n: int) -> list[Rotation]:
+    def at(self, start: int, n: int) -> list[RopeRotation]:
         """Each layer's rotation of the positions start..start+n, the last of the sequence so far."""
         rotations = [table.at(start, n) for table in self.tables]
         return [rotations[k] for k in self._table_of]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 from edgekv.linear.quantize import unpack_zeros
-from edgekv.linear.store import Store
+from edgekv.linear.store import WeightStore
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, StageProgress
 
@@ -40,7 +40,7 @@ class Matrix:
     shift: Array | None = None
 
 
-def _shift(store: Store, name: str) -> F32:
+def _shift(store: WeightStore, name: str) -> F32:
     """What the zero points of a linear's blocks change: the kernels know one for all."""
     scales = store.raw(f"{name}.scales")
     shift: F32 = -unpack_zeros(store.raw(f"{name}.zeros"), scales.shape[1]) * scales
@@ -50,7 +50,7 @@ def _shift(store: Store, name: str) -> F32:
 class DeviceWeights:
     """Everything that decoding reads; `rows` looks embeddings up on the device."""
 
-    def __init__(self, store: Store, driver: Driver, progress: StageProgress | None) -> None:
+    def __init__(self, store: WeightStore, driver: Driver, progress: StageProgress | None) -> None:
         self.arch: Architecture = store.arch
         self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
         self.driver, self._store = driver, store

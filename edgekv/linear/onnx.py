@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.runtime import ort
-from edgekv.linear.store import Store
+from edgekv.linear.store import WeightStore
 from edgekv.machine import return_large_blocks
 from edgekv.types import F32
 
@@ -26,7 +26,7 @@ def session_options(threads: int) -> ort.SessionOptions:
     return options
 
 
-class Block:
+class OnnxBlock:
     """One graph of the store. CheckpointError where it can't be opened, or does something else."""
 
     def __init__(self, path: pathlib.Path, threads: int, width: int) -> None:
@@ -59,7 +59,7 @@ class Block:
 class OrtLinear:
     """The three blocks of every layer, run by onnxruntime with ``threads`` threads."""
 
-    def __init__(self, store: Store, threads: int) -> None:
+    def __init__(self, store: WeightStore, threads: int) -> None:
         return_large_blocks()
         c = store.arch.config
         widths: dict[str, int] = {}
@@ -67,7 +67,9 @@ class OrtLinear:
             widths |= {f"{i}.in.onnx": c.q_size + 2 * c.kv_size, f"{i}.out.onnx": c.hidden_size}
         widths["head.onnx"] = c.vocab_size
         with ThreadPoolExecutor(max(threads, 1)) as pool:
-            blocks = list(pool.map(lambda item: Block(store.folder / item[0], threads, item[1]), widths.items()))
+            blocks = list(
+                pool.map(lambda item: OnnxBlock(store.folder / item[0], threads, item[1]), widths.items())
+            )
         self._in, self._out, self._head = blocks[0:-1:2], blocks[1:-1:2], blocks[-1]
         self.weights_bytes = store.nbytes
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.linear.formats import WeightFormat, store_specs
-from edgekv.linear.store import Store, build, default_folder, is_store
+from edgekv.linear.store import WeightStore, build, default_folder, is_store
 from edgekv.linear.weights import CheckpointWeights, Codes
 from edgekv.models import architecture
 from edgekv.types import F32, StageProgress
@@ -69,10 +69,10 @@ class RandomWeights(CheckpointWeights):
         return drawn
 
 
-def random_store(config: dict[str, Any], form: WeightFormat, progress: StageProgress | None = None) -> Store:
+def random_store(config: dict[str, Any], form: WeightFormat, progress: StageProgress | None = None) -> WeightStore:
     """The shape's store in the cache folder, made at the first call."""
     weights = RandomWeights(config)
     folder = default_folder(weights.source.identity, form)
     if not is_store(folder):
         build(weights, form, folder, progress)
-    return Store(folder)
+    return WeightStore(folder)

@@ -76,7 +76,7 @@ class StoreFile(msgspec.Struct):
     ) = None  # FORMATS
 
 
-class Store:
+class WeightStore:
     """An opened store: weights by name, dequantized on request; `OrtLinear` maps the same file."""
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -137,16 +137,16 @@ class Store:
         return to_float32(self._file.array(table)[ids])
 
 
-def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: StageProgress | None) -> Store:
+def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: StageProgress | None) -> WeightStore:
     """The checkpoint's store in the default folder, made first if it isn't there or is unreadable."""
     folder = default_folder(weights.source.identity, form)
     if is_store(folder):
         try:
-            return Store(folder)
+            return WeightStore(folder)
         except EdgeKVError:
             shutil.rmtree(folder, ignore_errors=True)
     build(weights, form, folder, progress)
-    return Store(folder)
+    return WeightStore(folder)
 
 
 def build(

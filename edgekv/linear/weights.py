@@ -14,7 +14,7 @@ from edgekv.errors import ConfigError
 from edgekv.linear.formats import FORMATS, ITEM_BYTES, WeightFormat, mixed_format
 from edgekv.linear.quantize import n_blocks, pack, pack_zeros
 from edgekv.models import unexpected
-from edgekv.models.architecture import Architecture, Part
+from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32
 
 Codes = npt.NDArray[np.uint8]
@@ -136,7 +136,7 @@ class CheckpointWeights:
         """Packed zero points of a linear that `taken_over` gives in a format with zeros."""
         return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
 
-    def _part_zeros(self, part: Part, form: WeightFormat) -> npt.NDArray[np.int8]:
+    def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
         """(rows, blocks) in -8..7."""
         n = n_blocks(part.columns, form.block)
         zeros = self._tensors.zero_points(part.tensor, 0, part.rows)
@@ -152,7 +152,7 @@ class CheckpointWeights:
             for name, linear in self._linears.items()
         }
 
-    def _part_rows(self, part: Part, lo: int, hi: int) -> F32:
+    def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
         return to_float32(self._tensors.outputs(part.tensor, lo, hi, part.conv1d))
 
     def blocks(self, name: str, max_elements: int) -> Iterator[F32]:

@@ -41,7 +41,7 @@ class Ops(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class WeightPart:
     """One tensor of the checkpoint: ``rows`` outputs x ``columns`` inputs, stored transposed by Conv1D."""
 
     tensor: str
@@ -58,7 +58,7 @@ class Part:
 class Linear:
     """A fused projection: the parts stacked along the outputs, with the biases stacked likewise."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     biases: tuple[str, ...] = ()
 
     @property
@@ -141,7 +141,7 @@ class Architecture(abc.ABC):
         for i in range(self.config.n_layers):
             every.update(self.layer_linears(i))
         tensor = self.tables()["embed"][0] if self.config.tied_embeddings else self.head_tensor
-        every["head"] = Linear((Part(tensor, self.config.vocab_size, self.config.hidden_size),))
+        every["head"] = Linear((WeightPart(tensor, self.config.vocab_size, self.config.hidden_size),))
         return every
 
     def vectors(self) -> dict[str, tuple[str, int]]:

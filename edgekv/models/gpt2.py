@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.errors import ConfigError
-from edgekv.models.architecture import Architecture, Linear, Ops, Part
+from edgekv.models.architecture import Architecture, Linear, Ops, WeightPart
 from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size
 from edgekv.models.files import GPT2File
 from edgekv.schema import read
@@ -68,7 +68,9 @@ class GPT2(Architecture):
             f"{i}.down": ("mlp.c_proj", c.hidden_size, c.intermediate_size),
         }
         return {
-            name: Linear((Part(f"{base}{tensor}.weight", rows, columns, conv1d=True),), (f"{base}{tensor}.bias",))
+            name: Linear(
+                (WeightPart(f"{base}{tensor}.weight", rows, columns, conv1d=True),), (f"{base}{tensor}.bias",)
+            )
             for name, (tensor, rows, columns) in shapes.items()
         }
 

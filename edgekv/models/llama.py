@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgekv.models.architecture import Architecture, Linear, Ops, Part
+from edgekv.models.architecture import Architecture, Linear, Ops, WeightPart
 from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size, sliding_layers
 from edgekv.models.files import LlamaFile
 from edgekv.models.rope import RopeConfig
@@ -104,7 +104,7 @@ class Llama(Architecture):
         self, base: str, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool
     ) -> Linear:
         rows = rows if len(names) == len(rows) else (sum(rows),)
-        parts = tuple(Part(f"{base}{name}.weight", r, columns) for name, r in zip(names, rows, strict=True))
+        parts = tuple(WeightPart(f"{base}{name}.weight", r, columns) for name, r in zip(names, rows, strict=True))
         return Linear(parts, tuple(f"{base}{name}.bias" for name in names) if bias else ())
 
     def layer_linears(self, i: int) -> dict[str, Linear]:

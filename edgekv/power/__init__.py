@@ -16,9 +16,11 @@ from edgekv.power.nvml import Nvml
 from edgekv.power.phases import EnergyMeter
 from edgekv.power.rapl import Rapl
 from edgekv.power.rpi import RpiPmic
-from edgekv.power.sampler import Sampler
+from edgekv.power.sampler import PowerSampler
 
-__all__ = ["METERS", "EnergyMeter", "Finding", "Sampler", "find_meter", "survey"]
+__all__ = ["METERS", "EnergyMeter", "Finding", "PowerSampler", "Sampler", "find_meter", "survey"]
+
+Sampler = PowerSampler  # its older name
 
 METERS: dict[str, type[PowerMeter]] = {
     "rpi-pmic": RpiPmic,

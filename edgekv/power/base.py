@@ -146,7 +146,7 @@ def reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class Counter:
+class EnergyCounter:
     """Joules since the first reading, from an energy counter that wraps around at ``range_j``.
 
     A step that would need more than ``most_w`` is garbage and raises ValueError: the next good value continues

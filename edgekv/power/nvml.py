@@ -10,7 +10,7 @@ from typing import Any
 from edgekv.power.base import (
     Absent,
     Clock,
-    Counter,
+    EnergyCounter,
     PowerMeter,
     Reading,
     Refused,
@@ -59,7 +59,7 @@ class Nvml(PowerMeter):
         except library.NVMLError as error:
             raise Absent(f"NVML finds no usable GPU ({error})") from None
         self.rails = self.total = tuple(self._handles)
-        self._counters = {rail: Counter(clock=clock) for rail in self.rails}
+        self._counters = {rail: EnergyCounter(clock=clock) for rail in self.rails}
         self._watts = self._working(self._instant_watts) or self._working(self._average_watts)
         self._joules = self._working(self._raw_joules)
         if not self._handles or not (self._watts or self._joules):

@@ -11,7 +11,7 @@ from edgekv.errors import PowerError
 from edgekv.power import conditions
 from edgekv.power.base import Clock, Root, Throttle
 from edgekv.power.report import EnergyReport, Idle, PhaseEnergy
-from edgekv.power.source import Source
+from edgekv.power.source import PowerSource
 
 IDLE_S = 5.0
 
@@ -48,7 +48,7 @@ class NoMeter:
 class EnergyMeter:
     """Energy by phase from any source:
 
-        with EnergyMeter(Sampler(find_meter()[0])) as meter:
+        with EnergyMeter(PowerSampler(find_meter()[0])) as meter:
             with meter.phase("prefill", tokens=512):
                 ...
             with meter.phase("decode") as phase:
@@ -59,7 +59,7 @@ class EnergyMeter:
     """
 
     def __init__(
-        self, source: Source, *, idle_s: float = IDLE_S, root: Root = "/", clock: Clock = time.perf_counter
+        self, source: PowerSource, *, idle_s: float = IDLE_S, root: Root = "/", clock: Clock = time.perf_counter
     ) -> None:
         if not 0 <= idle_s <= 3600:
             raise PowerError(f"idle time {idle_s} s: accepted: 0 (none) to 3600")

@@ -14,7 +14,7 @@ import time
 from edgekv.power.base import (
     Absent,
     Clock,
-    Counter,
+    EnergyCounter,
     PowerMeter,
     Reading,
     Refused,
@@ -32,7 +32,7 @@ REMEDY = "energy_uj belongs to root; install the udev rule that `edgekv power do
 @dataclasses.dataclass
 class Zone:
     file: NumberFile
-    counter: Counter
+    counter: EnergyCounter
 
     def joules(self) -> float:
         return self.counter.advance(self.file() * 1e-6)
@@ -61,7 +61,7 @@ class Rapl(PowerMeter):
         for zone in every:
             parent = zone.name.rpartition(":")[0]
             rail = f"{names[parent]}/{names[zone.name]}" if parent in names else names[zone.name]
-            zones[rail] = Zone(NumberFile(zone / "energy_uj"), Counter(_range_j(zone), clock=clock))
+            zones[rail] = Zone(NumberFile(zone / "energy_uj"), EnergyCounter(_range_j(zone), clock=clock))
         if not zones:
             raise Absent("no RAPL counters")
         meter = cls(zones)

@@ -29,7 +29,7 @@ STOP_S = 3.0
 MARK_S = 0.2  # how long the edge of a phase waits for its sample
 
 
-class Sampler:
+class PowerSampler:
     """Samples of ``meter`` between `start` and `stop`; lost ones are counted by reason.
 
     hz: readings per second (default: the meter's most). ``clock`` and ``cpu_clock`` are monotonic seconds. Raises

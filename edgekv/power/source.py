@@ -29,7 +29,7 @@ class About:
     notes: tuple[str, ...] = ()
 
 
-class Source(Protocol):
+class PowerSource(Protocol):
     """Started before what it meters and stopped after it; times are those of `time.perf_counter`."""
 
     has_idle: bool  # whether waiting before the run shows what the machine draws at rest

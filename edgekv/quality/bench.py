@@ -56,7 +56,7 @@ class TimedLinear:
         self.head = watch.timed("matmul", dense.head)
 
 
-class Runner:
+class SchemeTimer:
     """One scheme's caches, filled to a depth, and its timings."""
 
     def __init__(
@@ -151,7 +151,7 @@ def bench(
         for depth in depths:
             rounds = -(-tokens // ROUND_TOKENS)
             room = (2 * rounds + 1) * ROUND_TOKENS
-            runners = [Runner(decoder, dense, kernels, spec, depth, room) for spec in specs]
+            runners = [SchemeTimer(decoder, dense, kernels, spec, depth, room) for spec in specs]
             for i, runner in enumerate(runners):
                 if progress:
                     progress(f"filling caches to {depth} tokens", i, len(runners))

@@ -23,7 +23,7 @@ LEAST_TOKENS = 512  # most schemes keep the latest 128 tokens exact: a shorter t
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class GateLimits:
     """What a scheme must hold against dense: docs/gate.md has the reasons for the defaults.
 
     ``max_kl``: nats, over all positions and over the later half of each window. ``min_top1``: the share of
@@ -78,7 +78,7 @@ def default_ctx(n_tokens: int, max_positions: int) -> int:
     return min(DEFAULT_CTX, max_positions, n_tokens)
 
 
-def judge(quality: Quality, needles: tuple[int, int] | None, limits: Limits) -> Verdict:
+def judge(quality: Quality, needles: tuple[int, int] | None, limits: GateLimits) -> Verdict:
     """A verdict by all the limits."""
     kl, top1 = max(quality.kl, quality.kl_second_half), min(quality.top1, quality.top1_second_half)
     failures = []
@@ -104,7 +104,7 @@ def gate(
     ctx: int,
     *,
     windows: int = 1,
-    limits: Limits | None = None,
+    limits: GateLimits | None = None,
     n_needles: int = NEEDLES,
     fit_tokens: int = FIT_TOKENS,
     adapter: Adapter | None = None,
@@ -131,5 +131,5 @@ def gate(
         if needle_test.applies:
             found = needle_test.score(decoder, tokenizer, spec, adapter=adapter, progress=progress)
             needles = found, needle_test.n_known
-        verdicts.append(judge(quality, needles, limits or Limits()))
+        verdicts.append(judge(quality, needles, limits or GateLimits()))
     return verdicts, needle_test

@@ -165,7 +165,7 @@ def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class NeedlePrompt:
     """A test: ids that end in a question, and the ids of the digits that answer it."""
 
     ids: list[int]
@@ -173,7 +173,7 @@ class Prompt:
     depth: float
 
 
-def make_prompt(rng: Rng, prose: Prose, task: str, length: int, depth: float) -> Prompt:
+def make_prompt(rng: Rng, prose: Prose, task: str, length: int, depth: float) -> NeedlePrompt:
     """Prompt and answer take ``length`` tokens together; the fact asked for is at ``depth`` (0 to 1).
 
     Other facts, which must not be confused with it, are anywhere.
@@ -185,16 +185,16 @@ def make_prompt(rng: Rng, prose: Prose, task: str, length: int, depth: float) ->
     answer = prose.continuing(" " + facts[0].value)
     pieces.append((1.0, prose.continuing("\n\n" + facts[0].question) + answer))
     ids = prose.weave(rng, pieces, length)[0].tolist()
-    return Prompt(ids[: -len(answer)], answer, depth)
+    return NeedlePrompt(ids[: -len(answer)], answer, depth)
 
 
-def make_prompts(prose: Prose, task: str, length: int, n: int = 100, seed: int = 0) -> list[Prompt]:
+def make_prompts(prose: Prose, task: str, length: int, n: int = 100, seed: int = 0) -> list[NeedlePrompt]:
     """``n`` fresh prompts, spread evenly over the ten depths."""
     rng = np.random.default_rng([seed, length, list(TASKS).index(task)])
     return [make_prompt(rng, prose, task, length, DEPTHS[i % len(DEPTHS)]) for i in range(n)]
 
 
-def score_by_depth(prompts: Sequence[Prompt], right: Sequence[bool]) -> dict[float, float]:
+def score_by_depth(prompts: Sequence[NeedlePrompt], right: Sequence[bool]) -> dict[float, float]:
     """The share of right answers at each depth."""
     by_depth: dict[float, list[bool]] = {}
     for prompt, is_right in zip(prompts, right, strict=True):

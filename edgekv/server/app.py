@@ -20,17 +20,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from edgekv.errors import EdgeKVError
-from edgekv.server.ask import Ask, chat_ask, completion_ask
 from edgekv.server.body import read_json
+from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
 from edgekv.server.engine import Engine
 from edgekv.server.guard import Guard
-from edgekv.server.jobs import Channel, EmbeddingJob, EncodedPrompt, Vector, jobs_of
-from edgekv.server.limits import Bodies, Limits
+from edgekv.server.jobs import Channel, EmbeddingJob, EmbeddingVector, EncodedPrompt, jobs_of
+from edgekv.server.limits import Bodies, ServerLimits
 from edgekv.server.page import page, page_headers
 from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RequestError, listed, read
-from edgekv.server.responses import ResponsesShape
+from edgekv.server.response_builders import ChatBuilder, CompletionBuilder, ResponseBuilder
+from edgekv.server.responses import ResponsesBuilder
 from edgekv.server.responses_request import chat_request
-from edgekv.server.shapes import ChatShape, CompletionShape, Shape
 from edgekv.server.stream import EventStream
 from edgekv.version import __version__
 
@@ -43,7 +43,7 @@ def build_app(
     *,
     api_key: str | None,
     hosts: list[str] | None,
-    limits: Limits,
+    limits: ServerLimits,
     strict_model: bool = False,
     origins: Sequence[str] = (),
 ) -> ASGIApp:
@@ -93,7 +93,7 @@ def build_app(
 class _Server:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits, strict_model: bool) -> None:
+    def __init__(self, engine: Engine, name: str, limits: ServerLimits, strict_model: bool) -> None:
         self._engine, self._name, self._limits, self._strict_model = engine, name, limits, strict_model
         self._encoders, self._bodies = asyncio.Semaphore(ENCODING), Bodies(limits.max_bodies)
 
@@ -151,27 +151,29 @@ class _Server:
         return {"id": self._name, "object": "model", "created": 0, "owned_by": "edgekv"}
 
     async def chat(self, request: Request) -> Response:
-        def ask(body: Any) -> tuple[str, Ask]:
+        def check(body: Any) -> tuple[str, CheckedRequest]:
             given = read(body, ChatRequest)
-            return given.model, chat_ask(given)
+            return given.model, check_chat(given)
 
         form, tokenizer = self._engine.prompts.form, self._engine.prompts.tokenizer
-        return await self._answer(request, ask, functools.partial(ChatShape, tokenizer=tokenizer, form=form))
+        return await self._answer(request, check, functools.partial(ChatBuilder, tokenizer=tokenizer, form=form))
 
     async def completion(self, request: Request) -> Response:
-        def ask(body: Any) -> tuple[str, Ask]:
+        def check(body: Any) -> tuple[str, CheckedRequest]:
             given = read(body, CompletionRequest)
-            return given.model, completion_ask(given)
+            return given.model, check_completion(given)
 
-        shape = functools.partial(CompletionShape, tokenizer=self._engine.prompts.tokenizer)
-        return await self._answer(request, ask, shape)
+        builder = functools.partial(CompletionBuilder, tokenizer=self._engine.prompts.tokenizer)
+        return await self._answer(request, check, builder)
 
     async def responses(self, request: Request) -> Response:
-        def ask(body: Any) -> tuple[str, Ask]:
+        def check(body: Any) -> tuple[str, CheckedRequest]:
             given = chat_request(body)
-            return given.model, chat_ask(given)
+            return given.model, check_chat(given)
 
-        return await self._answer(request, ask, functools.partial(ResponsesShape, form=self._engine.prompts.form))
+        return await self._answer(
+            request, check, functools.partial(ResponsesBuilder, form=self._engine.prompts.form)
+        )
 
     async def embeddings(self, request: Request) -> Response:
         with self._bodies.open() as body:
@@ -199,22 +201,25 @@ class _Server:
         return JSONResponse(answer, headers=headers)
 
     async def _answer(
-        self, request: Request, asked: Callable[[Any], tuple[str, Ask]], shaped: Callable[..., Shape]
+        self,
+        request: Request,
+        check: Callable[[Any], tuple[str, CheckedRequest]],
+        builder: Callable[..., ResponseBuilder],
     ) -> Response:
         """An answer, whole or as a stream."""
         with contextlib.ExitStack() as held:
             body = held.enter_context(self._bodies.open())
-            model, ask = asked(await read_json(request, self._limits, body))
+            model, checked = check(await read_json(request, self._limits, body))
             headers = self._named(model)
             async with self._encoders:
-                prompts: list[EncodedPrompt] = await run_in_threadpool(self._engine.prompts.encode, ask)
-            if not ask.images:  # they stay in memory until they are answered
+                prompts: list[EncodedPrompt] = await run_in_threadpool(self._engine.prompts.encode, checked)
+            if not checked.images:  # they stay in memory until they are answered
                 held.close()
-            channel, shape = Channel(), shaped(self._name, ask, prompts)
-            self._engine.submit(jobs_of(channel, ask, prompts))
-            if ask.stream:
-                return EventStream(channel, shape, self._limits.client_timeout_s, headers, held.pop_all().close)
-            whole = await _unless_gone(request, channel, _whole(channel, shape))
+            channel, answers = Channel(), builder(self._name, checked, prompts)
+            self._engine.submit(jobs_of(channel, checked, prompts))
+            if checked.stream:
+                return EventStream(channel, answers, self._limits.client_timeout_s, headers, held.pop_all().close)
+            whole = await _unless_gone(request, channel, _whole(channel, answers))
             return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
 
     def _named(self, model: str) -> dict[str, str]:
@@ -245,27 +250,27 @@ async def _unless_gone(request: Request, channel: Channel, work: Any) -> Any:
         working.cancel()
 
 
-async def _whole(channel: Channel, shape: Shape) -> dict[str, Any]:
-    while not shape.is_done:
+async def _whole(channel: Channel, answers: ResponseBuilder) -> dict[str, Any]:
+    while not answers.is_done:
         event = await channel.events.get()
         if isinstance(event, EdgeKVError):
             raise event
-        shape.take(event)
-    return shape.whole()
+        answers.take(event)
+    return answers.whole()
 
 
-async def _vectors(channel: Channel, n: int) -> list[Vector]:
-    vectors: list[Vector] = []
+async def _vectors(channel: Channel, n: int) -> list[EmbeddingVector]:
+    vectors: list[EmbeddingVector] = []
     while len(vectors) < n:
         event = await channel.events.get()
         if isinstance(event, EdgeKVError):
             raise event
-        assert isinstance(event, Vector)
+        assert isinstance(event, EmbeddingVector)
         vectors.append(event)
     return vectors
 
 
-def _vector(vector: Vector, form: str) -> Any:
+def _vector(vector: EmbeddingVector, form: str) -> Any:
     if form == "float":
         return vector.values
     return base64.b64encode(np.asarray(vector.values, "<f4").tobytes()).decode()

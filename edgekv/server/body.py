@@ -8,13 +8,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from edgekv.server.limits import Body, Limits
+from edgekv.server.limits import Body, ServerLimits
 from edgekv.server.protocol import RequestError
 
 DRAINED = 8  # times the limit are read and dropped: a client that is cut off while it sends reads no answer
 
 
-async def read_json(request: Request, limits: Limits, body: Body) -> Any:
+async def read_json(request: Request, limits: ServerLimits, body: Body) -> Any:
     """Raises RequestError: another type, too large, too slow, or no JSON."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise RequestError(

@@ -6,28 +6,28 @@ import time
 from collections.abc import Callable
 
 from edgekv.errors import PowerError
-from edgekv.power.sampler import Sampler
-from edgekv.power.source import Source
+from edgekv.power.sampler import PowerSampler
+from edgekv.power.source import PowerSource
 
 
-class Energy:
+class ServerEnergy:
     """Meters one answer at a time with a source of its own: samples of a day would not stay in memory."""
 
-    def __init__(self, source: Source | None) -> None:
+    def __init__(self, source: PowerSource | None) -> None:
         self.estimated = source is not None and source.about().estimate
-        self._open: Callable[[], Source | None] = lambda: source
-        if isinstance(source, Sampler):
-            self._open = lambda: Sampler(source.meter, notes=source.notes)
+        self._open: Callable[[], PowerSource | None] = lambda: source
+        if isinstance(source, PowerSampler):
+            self._open = lambda: PowerSampler(source.meter, notes=source.notes)
 
-    def begin(self) -> Metered:
+    def begin(self) -> AnswerMeter:
         """Starts to meter an answer."""
-        return Metered(self._open())
+        return AnswerMeter(self._open())
 
 
-class Metered:
+class AnswerMeter:
     """From its making to `end`."""
 
-    def __init__(self, source: Source | None) -> None:
+    def __init__(self, source: PowerSource | None) -> None:
         self._source = source
         if source:
             source.start()

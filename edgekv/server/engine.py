@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ContextError, EdgeKVError
-from edgekv.server.answering import Answering
-from edgekv.server.energy import Energy
-from edgekv.server.jobs import Cancelled, Done, EmbeddingJob, Job, Vector
+from edgekv.server.energy import ServerEnergy
+from edgekv.server.jobs import AnswerEnd, Cancelled, EmbeddingJob, EmbeddingVector, Job
 from edgekv.server.metrics import Metrics
 from edgekv.server.pool import SessionPool
-from edgekv.server.prompts import Prompts
 from edgekv.server.protocol import RequestError
+from edgekv.server.request_encoder import RequestEncoder
+from edgekv.server.responder import Responder
 from edgekv.session.session import Session
 
 LOG = logging.getLogger("edgekv.server")
@@ -36,12 +36,12 @@ class Engine:
         queue_limit: int,
         pool_bytes: int,
         max_new_tokens: int,
-        energy: Energy,
+        energy: ServerEnergy,
     ) -> None:
         self.session, self.max_new_tokens = session, max_new_tokens
         self.metrics, self.pool = Metrics(), SessionPool(session, pool_bytes)
-        self.prompts = Prompts(template, session.require_tokenizer(), session.plan.ctx)
-        self._answering = Answering(self.pool, self.prompts, self.metrics, energy, max_new_tokens)
+        self.prompts = RequestEncoder(template, session.require_tokenizer(), session.plan.ctx)
+        self._answering = Responder(self.pool, self.prompts, self.metrics, energy, max_new_tokens)
         self._queue_limit = queue_limit
         self._waiting: deque[Job | EmbeddingJob] = deque()
         self._active: Job | EmbeddingJob | None = None
@@ -91,7 +91,7 @@ class Engine:
             if isinstance(end, EdgeKVError):
                 job.channel.cancelled.set()  # the request's other answers
 
-    def _ended(self, job: Job | EmbeddingJob) -> Done | Vector | RequestError | None:
+    def _ended(self, job: Job | EmbeddingJob) -> AnswerEnd | EmbeddingVector | RequestError | None:
         """Makes the answer; returns its last event, None where nobody waits for it."""
         try:
             return self._answering.embed(job) if isinstance(job, EmbeddingJob) else self._answering.answer(job)

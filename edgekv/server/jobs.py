@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgekv.errors import EdgeKVError
-from edgekv.server.ask import Ask
+from edgekv.server.checked_request import CheckedRequest
 from edgekv.session.finish import FinishReason
 from edgekv.session.logprobs import TokenLogprob
 
@@ -58,7 +58,7 @@ class PromptProgress:
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class AnswerEnd:
     """The end of the answer ``index``: OpenAI's finish reason."""
 
     index: int
@@ -68,7 +68,7 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True)
-class Vector:
+class EmbeddingVector:
     """The text ``index`` as a vector."""
 
     index: int
@@ -76,7 +76,7 @@ class Vector:
     n_tokens: int
 
 
-Event = Piece | PromptProgress | Done | Vector | EdgeKVError
+Event = Piece | PromptProgress | AnswerEnd | EmbeddingVector | EdgeKVError
 
 
 class Cancelled(Exception):
@@ -121,7 +121,7 @@ class Job:
     """One answer of a request: the ``choice``-th to its prompt, the ``index``-th of all."""
 
     channel: Channel
-    ask: Ask
+    request: CheckedRequest
     prompt: EncodedPrompt
     index: int = 0
     choice: int = 0
@@ -136,10 +136,10 @@ class EmbeddingJob:
     index: int = 0
 
 
-def jobs_of(channel: Channel, ask: Ask, prompts: Sequence[EncodedPrompt]) -> list[Job]:
+def jobs_of(channel: Channel, request: CheckedRequest, prompts: Sequence[EncodedPrompt]) -> list[Job]:
     """n answers to each prompt, in OpenAI's order."""
     return [
-        Job(channel, ask, prompt, i * ask.n + choice, choice)
+        Job(channel, request, prompt, i * request.n + choice, choice)
         for i, prompt in enumerate(prompts)
-        for choice in range(ask.n)
+        for choice in range(request.n)
     ]

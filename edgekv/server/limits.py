@@ -26,7 +26,7 @@ GRACE_S = 2.0  # for the answer that says a request came too slowly, and for a c
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """A request's bytes, the seconds that its sending may take in all, open connections, bytes of all bodies."""
 
     max_request: int = 1 << 20
@@ -174,7 +174,7 @@ class BoundedServer(uvicorn.Server):
     """uvicorn, which accepts one connection at a time: asyncio's own loop takes thousands before it looks at one,
     and writes a traceback for each that finds no file descriptor."""
 
-    def __init__(self, app: Any, limits: Limits) -> None:
+    def __init__(self, app: Any, limits: ServerLimits) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = (
             limits.max_connections if soft == resource.RLIM_INFINITY else min(limits.max_connections, soft // 2)

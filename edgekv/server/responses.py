@@ -11,21 +11,23 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from edgekv.server.answer import CallArguments, CallBegin, Content, Delta, Reasoning
-from edgekv.server.ask import Ask
-from edgekv.server.jobs import Done, EncodedPrompt, Event, Piece, Usage
+from edgekv.server.answer_parser import CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.checked_request import CheckedRequest
+from edgekv.server.jobs import AnswerEnd, EncodedPrompt, Event, Piece, Usage
 from edgekv.server.protocol import RequestError
-from edgekv.server.shapes import ChatAnswer, Json
+from edgekv.server.response_builders import ChatAnswer, Json
 from edgekv.server.tools import ToolFormat
 
 
-class ResponsesShape:
+class ResponsesBuilder:
     """The answer: items of the kinds reasoning, message, function_call, and the events that build them."""
 
     last_line = b""
 
-    def __init__(self, model: str, ask: Ask, prompts: Sequence[EncodedPrompt], form: ToolFormat) -> None:
-        self._answer = ChatAnswer(ask, prompts[0].thinks, form)
+    def __init__(
+        self, model: str, request: CheckedRequest, prompts: Sequence[EncodedPrompt], form: ToolFormat
+    ) -> None:
+        self._answer = ChatAnswer(request, prompts[0].thinks, form)
         self._base: Json = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -35,10 +37,10 @@ class ResponsesShape:
             "incomplete_details": None,
             "instructions": None,
             "metadata": {},
-            "parallel_tool_calls": bool(ask.tools and ask.tools.several),
-            "temperature": ask.sampling.temperature,
-            "top_p": ask.sampling.top_p,
-            "tool_choice": "required" if ask.tools and ask.tools.forced else "auto",
+            "parallel_tool_calls": bool(request.tools and request.tools.several),
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "tool_choice": "required" if request.tools and request.tools.forced else "auto",
             "tools": [],
             "store": False,
         }
@@ -57,7 +59,7 @@ class ResponsesShape:
     def take(self, event: Event) -> list[Json]:
         if isinstance(event, Piece):
             return self._told(self._answer.push(event.text))
-        if isinstance(event, Done):
+        if isinstance(event, AnswerEnd):
             self._usage, self.is_done = event.usage, True
             events = self._told(self._answer.end(event.reason))
             return events + self._close()

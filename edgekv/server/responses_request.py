@@ -19,7 +19,7 @@ from edgekv.server.protocol import (
     StrictStruct,
     read,
 )
-from edgekv.server.shapes import Json
+from edgekv.server.response_builders import Json
 
 TEXTS, IMAGE = ("input_text", "output_text", "text"), "input_image"
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from edgekv.errors import EdgeKVError
 from edgekv.server.jobs import Channel
 from edgekv.server.protocol import RequestError
-from edgekv.server.shapes import Shape
+from edgekv.server.response_builders import ResponseBuilder
 
 HEARTBEAT_S = 10.0  # a comment while nothing comes, so that proxies and clients keep waiting
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
@@ -26,14 +26,14 @@ class EventStream(Response):
     def __init__(
         self,
         channel: Channel,
-        shape: Shape,
+        answers: ResponseBuilder,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
-        self._channel, self._shape, self._timeout_s, self._on_end = channel, shape, timeout_s, on_end
+        self._channel, self._answers, self._timeout_s, self._on_end = channel, answers, timeout_s, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
@@ -63,26 +63,26 @@ class EventStream(Response):
         )
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        shape = self._shape
-        for value in shape.opening():
-            yield shape.encoded(value)
-        while not shape.is_done:
+        answers = self._answers
+        for value in answers.opening():
+            yield answers.encoded(value)
+        while not answers.is_done:
             try:
                 event = await asyncio.wait_for(self._channel.events.get(), HEARTBEAT_S)
             except asyncio.TimeoutError:
                 yield b": waiting\n\n"
                 continue
             if isinstance(event, EdgeKVError):
-                values = shape.failed(event) if isinstance(event, RequestError) else []
+                values = answers.failed(event) if isinstance(event, RequestError) else []
                 break
-            for value in shape.take(event):
-                yield shape.encoded(value)
+            for value in answers.take(event):
+                yield answers.encoded(value)
         else:
-            values = shape.closing()
+            values = answers.closing()
         for value in values:
-            yield shape.encoded(value)
-        if shape.last_line:
-            yield shape.last_line
+            yield answers.encoded(value)
+        if answers.last_line:
+            yield answers.last_line
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgekv.server.ask import Tools
+from edgekv.server.checked_request import Tools
 from edgekv.server.protocol import Function
 from edgekv.session.grammar import COMPACT
 

@@ -23,7 +23,7 @@ AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
-class Host(Device):
+class HostDevice(Device):
     """This machine's cores: the linear layers' backend, and the attention kernels."""
 
     open_linear: Callable[[Model, WeightFormat, int, StageProgress | None], tuple[Weights, LinearBlocks]]
@@ -63,8 +63,8 @@ def _cuda() -> Device:
 
 
 DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": lambda: Host(_onnxruntime, _numba),  # onnxruntime and Numba
-    "numpy": lambda: Host(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
+    "cpu": lambda: HostDevice(_onnxruntime, _numba),  # onnxruntime and Numba
+    "numpy": lambda: HostDevice(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
     "cuda": _cuda,  # CuPy
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from edgekv.errors import ConfigError
 from edgekv.kernels.memory import to_host
 from edgekv.session.caches import open_caches
-from edgekv.session.drafts import ROW_COST, Drafts, Estimate, NGram
+from edgekv.session.drafts import ROW_COST, DraftLength, Drafts, NGram
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import LoadedModel, open_model, open_session
 from edgekv.session.options import LoadOptions
@@ -34,11 +34,11 @@ class DraftModel(Drafts):
         state = State(open_caches(loaded.decoder, loaded.plan.kv, loaded.plan.ctx), loaded.model.config.turns_anew)
         self._runner = ModelRunner(state, loaded.decoder, loaded.plan.ctx, loaded.model.placeholder)
         self._n_same = 0  # tokens that both conversations are known to begin with
-        self._estimate = Estimate(ROW_COST + cost)
+        self._estimate = DraftLength(ROW_COST + cost)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_same = 0
-        self._estimate = Estimate(ROW_COST + self._cost)
+        self._estimate = DraftLength(ROW_COST + self._cost)
         if 0 < len(tokens) <= self._runner.ctx:
             self._logits(tokens)
 

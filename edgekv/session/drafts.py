@@ -31,7 +31,7 @@ class DraftCounts:
     accepted: int = 0
 
 
-class Estimate:
+class DraftLength:
     """A running share of right guesses, and how many of them it is worth to check.
 
     It counts and reads no clock, so that the same text has the same passes on every run.
@@ -107,7 +107,7 @@ class NGram(Drafts):
     def begin(self, tokens: Sequence[int]) -> None:
         self._latest: dict[int, int] = {}  # token -> the latest place behind it
         self._earlier: list[int] = []  # place -> the one before it behind the same token, or 0
-        self._estimates = {length: Estimate(ROW_COST) for length in (1, 2, 3, 4, LONGEST_MATCH)}
+        self._estimates = {length: DraftLength(ROW_COST) for length in (1, 2, 3, 4, LONGEST_MATCH)}
         self._estimate = self._estimates[1]
         self._index(tokens)
 

@@ -37,7 +37,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Coding:
+class ByteCoding:
     """How the stored bytes of an array of ``itemsize`` become bytes of the file, and back."""
 
     pack: Callable[[bytes, int], bytes]
@@ -72,13 +72,13 @@ def _plain(data: bytes | memoryview, itemsize: int, nbytes: int) -> bytes | memo
     return data
 
 
-CODINGS: dict[str, Coding] = {
-    "plain": Coding(lambda data, itemsize: data, _plain),
-    "huffman": Coding(_huffman_pack, _huffman_unpack),
+CODINGS: dict[str, ByteCoding] = {
+    "plain": ByteCoding(lambda data, itemsize: data, _plain),
+    "huffman": ByteCoding(_huffman_pack, _huffman_unpack),
 }
 
 
-class Blob(msgspec.Struct):
+class ArrayEntry(msgspec.Struct):
     """An array in the header: what it is, the runs of its bytes that are stored, and their place in the file."""
 
     name: str
@@ -102,10 +102,10 @@ class Blob(msgspec.Struct):
             end = b
 
 
-class Header(msgspec.Struct):
+class SessionHeader(msgspec.Struct):
     content: dict[str, Any]
     coding: str
-    blobs: list[Blob]
+    blobs: list[ArrayEntry]
 
 
 def write(
@@ -231,10 +231,10 @@ class SessionFile:
             raise self._error("is damaged: its header does not match its checksum")
         return int(size)
 
-    def _header(self, data: bytes) -> Header:
+    def _header(self, data: bytes) -> SessionHeader:
         try:
             raw = json.loads(data)
-            header = read(raw if isinstance(raw, dict) else {}, Header, "the header", "write it again")
+            header = read(raw if isinstance(raw, dict) else {}, SessionHeader, "the header", "write it again")
         except (ValueError, RecursionError, ConfigError) as error:
             raise self._error(f"is damaged: its header is no session's ({shown(str(error))})") from None
         if header.coding not in CODINGS or len({blob.name for blob in header.blobs}) < len(header.blobs):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Sequence
-from typing import Protocol
 
 from edgekv.errors import ContextError
 from edgekv.machine import memory_errors
-from edgekv.session.drafts import DraftCounts
 from edgekv.session.finish import (
     END_OF_SCHEMA,
     END_OF_TEXT,
@@ -20,6 +18,7 @@ from edgekv.session.finish import (
     context_full,
 )
 from edgekv.session.grammar import Constraint
+from edgekv.session.model_runner import ModelRunner
 from edgekv.session.prompt import Spans
 from edgekv.session.report import RunReport
 from edgekv.session.sampling import Sampler, StopMatcher
@@ -47,33 +46,12 @@ class Step:
     finish_message: str | None = None
 
 
-class Text(Protocol):
-    """What a generation needs of a conversation; `ModelRunner` is one."""
-
-    ctx: int
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def n_pending(self) -> int: ...
-    @property
-    def is_full(self) -> bool: ...
-    @property
-    def is_ready(self) -> bool: ...
-    def begin_drafts(self) -> DraftCounts: ...
-    def end_drafts(self) -> None: ...
-    def append(self, ids: Sequence[int], spans: Spans, *, progress: LayerProgress | None = None) -> F32: ...
-    def next_logits(self) -> F32: ...
-    def add(self, token: int) -> None: ...
-    def free_bytes(self) -> int: ...
-
-
 class Generation:
     """What `Session.generate` does, step by step; see there. Raises ContextError where it may make no token."""
 
     def __init__(
         self,
-        text: Text,
+        runner: ModelRunner,
         tokenizer: Tokenizer | None,
         sampler: Sampler,
         max_new_tokens: int,
@@ -87,7 +65,7 @@ class Generation:
                 value=max_new_tokens,
                 accepted=["1 or more"],
             )
-        self._text, self._sampler = text, sampler
+        self._runner, self._sampler = runner, sampler
         self._max_new_tokens, self._constraint = max_new_tokens, constraint
         self._stream = StreamDecoder(tokenizer, at_start=False) if tokenizer else None
         self._eos = tokenizer.eos_ids if tokenizer else ()
@@ -100,7 +78,7 @@ class Generation:
         try:
             yield from self._steps(ids, spans, report, progress)
         finally:
-            self._text.end_drafts()
+            self._runner.end_drafts()
 
     def _steps(
         self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
@@ -108,10 +86,10 @@ class Generation:
         begin = time.perf_counter()
         logits = self._prefill(ids, spans, report, progress)
         for produced in range(1, self._max_new_tokens + 1):
-            same_pass = self._text.is_ready
+            same_pass = self._runner.is_ready
             if produced > 1:
                 begin = time.perf_counter()
-                logits = self._text.next_logits()
+                logits = self._runner.next_logits()
             token, complete = self._choose(logits)
             latency = time.perf_counter() - begin
             if produced == 1:
@@ -131,9 +109,9 @@ class Generation:
 
     def _prefill(self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None) -> F32:
         begin = time.perf_counter()
-        n_pending = self._text.n_pending  # the last answer's final token
-        logits: F32 = self._text.append(ids, spans, progress=progress)[0]
-        report.drafts = self._text.begin_drafts()
+        n_pending = self._runner.n_pending  # the last answer's final token
+        logits: F32 = self._runner.append(ids, spans, progress=progress)[0]
+        report.drafts = self._runner.begin_drafts()
         report.prefill_tokens = n_pending + len(ids)
         report.prefill_s = time.perf_counter() - begin
         return logits
@@ -141,9 +119,9 @@ class Generation:
     def _choose(self, logits: F32) -> tuple[int, bool]:
         """The next token, and whether the constraint is complete with it."""
         constraint = self._constraint
-        with memory_errors("choosing a token", self._text.free_bytes):
-            token = self._sampler.sample(constraint.allowed(logits) if constraint else logits, self._text.tokens)
-        self._text.add(token)
+        with memory_errors("choosing a token", self._runner.free_bytes):
+            token = self._sampler.sample(constraint.allowed(logits) if constraint else logits, self._runner.tokens)
+        self._runner.add(token)
         return token, constraint is not None and constraint.accept(token)
 
     def _decoded(self, token: int) -> str:
@@ -163,6 +141,6 @@ class Generation:
             return END_OF_SCHEMA
         if last:
             return MAX_NEW_TOKENS
-        if self._text.is_full:
-            return context_full(self._text.ctx)
+        if self._runner.is_full:
+            return context_full(self._runner.ctx)
         return None

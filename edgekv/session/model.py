@@ -13,7 +13,7 @@ from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
 from edgekv.linear.formats import WeightFormat, specs_bytes, store_specs, weight_format
-from edgekv.linear.store import Store, is_store, open_or_build
+from edgekv.linear.store import WeightStore, is_store, open_or_build
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
@@ -37,7 +37,7 @@ class Model:
     raw_config: dict[str, Any]
     identity: str
     tokenizer_path: pathlib.Path | None
-    weights: CheckpointWeights | Store
+    weights: CheckpointWeights | WeightStore
     adapter: Adapter | None = None
 
     @classmethod
@@ -59,7 +59,7 @@ class Model:
         given = pathlib.Path(tokenizer).expanduser() if tokenizer else None
         change = None if adapter is None else Adapter.open(adapter)
         if is_store(place):
-            store = Store(place)
+            store = WeightStore(place)
             if change:
                 change.require_store(store.identity, place)
             beside = place if holds_tokenizer(place) else None
@@ -110,7 +110,7 @@ class Model:
     @property
     def is_store(self) -> bool:
         """Whether it was opened as a weight store."""
-        return isinstance(self.weights, Store)
+        return isinstance(self.weights, WeightStore)
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -169,8 +169,8 @@ class Model:
         """Bytes of a store in this format: what decoding maps."""
         return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
 
-    def store(self, form: WeightFormat, progress: StageProgress | None = None) -> Store:
+    def store(self, form: WeightFormat, progress: StageProgress | None = None) -> WeightStore:
         """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder."""
-        if isinstance(self.weights, Store):
+        if isinstance(self.weights, WeightStore):
             return self.weights
         return open_or_build(self.weights, form, progress)

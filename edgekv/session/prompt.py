@@ -13,7 +13,7 @@ from edgekv.vision.prompt import VISUAL, Embeddings, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class EmbeddingSpan:
     """Embeddings from position ``start`` on."""
 
     start: int
@@ -26,7 +26,7 @@ class Span:
         return self.start + len(self.rows)
 
 
-Spans = list[Span]
+Spans = list[EmbeddingSpan]
 
 
 def flatten(prompt: Prompt, placeholder: int, hidden_size: int) -> tuple[list[int], Spans]:
@@ -40,40 +40,40 @@ def flatten(prompt: Prompt, placeholder: int, hidden_size: int) -> tuple[list[in
                 raise ContextError(
                     f"embeddings of shape {rows.shape}: this model takes (n, {hidden_size}), n of 1 or more"
                 )
-            spans.append(Span(len(ids), rows, piece.modality))
+            spans.append(EmbeddingSpan(len(ids), rows, piece.modality))
             ids += [placeholder] * len(rows)
         else:
             ids.append(int(piece))
     return ids, spans
 
 
-def shifted(spans: Sequence[Span], by: int) -> Spans:
+def shifted(spans: Sequence[EmbeddingSpan], by: int) -> Spans:
     """The spans of a prompt, which begins at position ``by``."""
     return [dataclasses.replace(span, start=span.start + by) for span in spans]
 
 
-def clipped(spans: Sequence[Span], start: int, stop: int) -> Spans:
+def clipped(spans: Sequence[EmbeddingSpan], start: int, stop: int) -> Spans:
     """What lies in positions start..stop, counted from ``start``."""
     parts = []
     for span in spans:
         a, b = max(start, span.start), min(stop, span.stop)
         if a < b:
-            parts.append(Span(a - start, span.rows[a - span.start : b - span.start], span.modality))
+            parts.append(EmbeddingSpan(a - start, span.rows[a - span.start : b - span.start], span.modality))
     return parts
 
 
-def selected(spans: Sequence[Span], kept: Sequence[int]) -> Spans:
+def selected(spans: Sequence[EmbeddingSpan], kept: Sequence[int]) -> Spans:
     """The spans of a conversation of which only the positions ``kept``, in order, are left."""
     places = np.asarray(kept)
     parts = []
     for span in spans:
         within = np.flatnonzero((places >= span.start) & (places < span.stop))
         if len(within):
-            parts.append(Span(int(within[0]), span.rows[places[within] - span.start], span.modality))
+            parts.append(EmbeddingSpan(int(within[0]), span.rows[places[within] - span.start], span.modality))
     return parts
 
 
-def visual_ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
+def visual_ranges(spans: Sequence[EmbeddingSpan]) -> list[tuple[int, int]]:
     """(first, last + 1) of the images among them."""
     return [(span.start, span.stop) for span in spans if span.modality == VISUAL]
 

@@ -17,7 +17,7 @@ from edgekv.schema import shown
 from edgekv.session.file import SessionFile, write
 from edgekv.session.model import Model
 from edgekv.session.plan import SessionPlan
-from edgekv.session.prompt import Span
+from edgekv.session.prompt import EmbeddingSpan
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.state import State
@@ -146,7 +146,9 @@ class SavedState:
             raise self._foreign(f"{len(self._layers)} layers, not {len(caches)}")
         layers = enumerate(zip(caches, self._layers, strict=True))
         arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
-        spans = [Span(a, np.zeros((b - a, config.hidden_size), np.float32), kind) for a, b, kind in self._spans]
+        spans = [
+            EmbeddingSpan(a, np.zeros((b - a, config.hidden_size), np.float32), kind) for a, b, kind in self._spans
+        ]
         arrays |= {f"span/{i}": span.rows for i, span in enumerate(spans)}
         self.file.require(arrays)
         for name, array in arrays.items():

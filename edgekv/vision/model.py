@@ -14,7 +14,7 @@ import safetensors.numpy
 from edgekv.checkpoint.tensor_set import TensorSet
 from edgekv.checkpoint.tensors import TensorFile
 from edgekv.errors import ImageError
-from edgekv.linear.store import Store
+from edgekv.linear.store import WeightStore
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import available_memory_bytes, require_memory
 from edgekv.models.config import ModelConfig
@@ -39,7 +39,7 @@ class Seeing(Protocol):
     @property
     def image_token(self) -> int | None: ...
     @property
-    def weights(self) -> CheckpointWeights | Store: ...
+    def weights(self) -> CheckpointWeights | WeightStore: ...
 
 
 class Vision:
@@ -123,6 +123,6 @@ def _projector_tensors(model: Seeing, folder: pathlib.Path) -> TensorSet:
     """From a file of its own, or among the checkpoint's tensors."""
     if (folder / PROJECTOR).is_file():
         return TensorSet([TensorFile(folder / PROJECTOR)])
-    if isinstance(model.weights, Store):
+    if isinstance(model.weights, WeightStore):
         raise ImageError(f"{folder}: a store without {PROJECTOR} can't read images; quantize it again")
     return model.weights.source.tensors

@@ -25,11 +25,11 @@ from safetensors.numpy import save_file
 from edgekv import Session
 from edgekv.chat import renderer
 from edgekv.chat.template import ChatTemplate, find_template
-from edgekv.server.answer import AnswerReader
-from edgekv.server.ask import Ask, chat_ask, completion_ask
+from edgekv.server.answer_parser import AnswerParser
 from edgekv.server.body import parse_json
-from edgekv.server.prompts import Prompts
+from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
 from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, listed, read
+from edgekv.server.request_encoder import RequestEncoder
 from edgekv.server.responses_request import chat_request
 from edgekv.server.tools import TOOL_FORMATS, tools_grammar
 from edgekv.session.file import MAGIC, PREFIX, VERSION
@@ -381,18 +381,18 @@ EMBEDDINGS: dict[str, Any] = {"model": "m", "input": ["x", "y"], "encoding_forma
 
 def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
     kinds: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-        "chat": (CHAT, lambda body: chat_ask(read(body, ChatRequest))),
+        "chat": (CHAT, lambda body: check_chat(read(body, ChatRequest))),
         "completion": (
             {**REQUEST, "prompt": [1, 2], "logprobs": 2, "echo": True},
-            lambda body: completion_ask(read(body, CompletionRequest)),
+            lambda body: check_completion(read(body, CompletionRequest)),
         ),
-        "responses": (RESPONSES, lambda body: chat_ask(chat_request(body))),
+        "responses": (RESPONSES, lambda body: check_chat(chat_request(body))),
         "embeddings": (EMBEDDINGS, lambda body: listed(read(body, EmbeddingRequest).input, "input")),
     }
     body, asked = kinds[rng.choice(sorted(kinds))]
     ask = asked(parse_json(as_json(mutated(body, rng), rng)))
-    if isinstance(ask, Ask):
-        prompts = Prompts(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256)
+    if isinstance(ask, CheckedRequest):
+        prompts = RequestEncoder(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256)
         prompts.encode(ask)
         if ask.tools is not None and ask.tools.callable:
             Grammar(tools_grammar(ask.tools, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size)
@@ -401,7 +401,7 @@ def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
 def answer(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """An answer of a model gone astray, in pieces of any length."""
     text = damaged(ANSWER.encode(), rng, len(ANSWER)).decode(errors="replace")
-    reader = AnswerReader(thinks=rng.random() < 0.3, form=rng.choice(list(TOOL_FORMATS.values())))
+    reader = AnswerParser(thinks=rng.random() < 0.3, form=rng.choice(list(TOOL_FORMATS.values())))
     while text:
         n = rng.randint(1, 9)
         reader.push(text[:n])

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from edgekv.chat.conversation import answer_ids
 from edgekv.errors import EdgeKVError
-from edgekv.server.ask import Ask
-from edgekv.server.energy import Energy
+from edgekv.server.checked_request import CheckedRequest
+from edgekv.server.energy import ServerEnergy
 from edgekv.server.images import Images
-from edgekv.server.jobs import Done, EmbeddingJob, Job, Piece, PromptProgress, Usage, Vector
+from edgekv.server.jobs import AnswerEnd, EmbeddingJob, EmbeddingVector, Job, Piece, PromptProgress, Usage
 from edgekv.server.metrics import Metrics
 from edgekv.server.pool import SessionPool
-from edgekv.server.prompts import Prompts
 from edgekv.server.protocol import RequestError
+from edgekv.server.request_encoder import RequestEncoder
 from edgekv.server.timings import Timings
 from edgekv.server.tools import tools_grammar
 from edgekv.session.generation import Step
@@ -28,37 +28,42 @@ from edgekv.vision.prompt import Prompt
 LOGITS_AT_ONCE = 64  # tokens of an echoed prompt whose logits are in memory
 
 
-class Answering:
+class Responder:
     """Answers with the sessions of a pool. max_new_tokens: of an answer whose request sets no limit."""
 
     def __init__(
-        self, pool: SessionPool, prompts: Prompts, metrics: Metrics, energy: Energy, max_new_tokens: int
+        self,
+        pool: SessionPool,
+        prompts: RequestEncoder,
+        metrics: Metrics,
+        energy: ServerEnergy,
+        max_new_tokens: int,
     ) -> None:
         self._pool, self._prompts, self._metrics, self._energy = pool, prompts, metrics, energy
         self._max_new_tokens, self._images = max_new_tokens, Images(pool.base)
 
-    def answer(self, job: Job) -> Done:
+    def answer(self, job: Job) -> AnswerEnd:
         """Emits the text; returns the end. Raises Cancelled, and an EdgeKVError where it can't be made."""
         prompt = self._images.placed(job.prompt.ids, job.prompt.images)
         session, new = self._pool.acquire(prompt)
         try:
-            if job.ask.echo:
+            if job.request.echo:
                 new = self._echo(job, session, prompt, new)
-                if job.ask.max_tokens == 0:
-                    return Done(job.index, "length", Usage(len(job.prompt.ids)))
+                if job.request.max_tokens == 0:
+                    return AnswerEnd(job.index, "length", Usage(len(job.prompt.ids)))
             return self._generate(job, session, new)
         finally:
             self._pool.release(session)
 
-    def embed(self, job: EmbeddingJob) -> Vector:
+    def embed(self, job: EmbeddingJob) -> EmbeddingVector:
         """The text as a vector."""
         values = self._pool.base.embed(job.ids)
         self._metrics.prompt_tokens.inc(len(job.ids))
-        return Vector(job.index, values.tolist(), len(job.ids))
+        return EmbeddingVector(job.index, values.tolist(), len(job.ids))
 
     def _echo(self, job: Job, session: Session, prompt: Prompt, new: Prompt) -> Prompt:
         """Emits the prompt; with the log probabilities of its tokens, for which all of it is read again."""
-        ids, n_top = job.prompt.ids, job.ask.n_logprobs
+        ids, n_top = job.prompt.ids, job.request.n_logprobs
         if n_top is None:
             job.channel.emit(Piece(job.index, job.prompt.text))
             return new
@@ -72,26 +77,26 @@ class Answering:
         job.channel.emit(Piece(job.index, job.prompt.text, found))
         return session.align(prompt)
 
-    def _generate(self, job: Job, session: Session, new: Prompt) -> Done:
-        ask, metered = job.ask, None
+    def _generate(self, job: Job, session: Session, new: Prompt) -> AnswerEnd:
+        request, metered = job.request, None
         made: list[Step] = []
-        sampler = Sampler(ask.sampling_of(job.choice), session.config.vocab_size, ask.n_logprobs)
+        sampler = Sampler(request.sampling_of(job.choice), session.config.vocab_size, request.n_logprobs)
         n_held = len(session.tokens)
         n_new = sum(1 if isinstance(piece, int) else len(piece.rows) for piece in new)
-        timings = Timings(session, n_held, n_new, watched=ask.timings or ask.return_progress)
+        timings = Timings(session, n_held, n_new, watched=request.timings or request.return_progress)
         out = _Output(job, sampler, self._prompts, timings)
 
         def progress(layer: int, n_layers: int) -> None:
             job.channel.check()
-            if ask.return_progress and (values := timings.prefill(layer, n_layers)) is not None:
+            if request.return_progress and (values := timings.prefill(layer, n_layers)) is not None:
                 job.channel.emit(PromptProgress(job.index, values))
 
         steps = session.generate(
             new,
-            max_new_tokens=min(ask.max_tokens or self._max_new_tokens, session.plan.ctx),
+            max_new_tokens=min(request.max_tokens or self._max_new_tokens, session.plan.ctx),
             sampling=sampler,
-            stop=(*self._prompts.template.stops, *ask.stop) if ask.messages is not None else ask.stop,
-            constraint=self._constraint(ask, session),
+            stop=(*self._prompts.template.stops, *request.stop) if request.messages is not None else request.stop,
+            constraint=self._constraint(request, session),
             progress=progress,
         )
         try:
@@ -106,17 +111,19 @@ class Answering:
             n_kept = self._remember(session, made)
             usage = self._count(session.report(), n_held + n_new, joules, watts)
         out.end(n_kept)
-        return Done(job.index, made[-1].finish_reason or "length", usage, timings.end() if ask.timings else None)
+        return AnswerEnd(
+            job.index, made[-1].finish_reason or "length", usage, timings.end() if request.timings else None
+        )
 
-    def _constraint(self, ask: Ask, session: Session) -> Constraint | None:
+    def _constraint(self, request: CheckedRequest, session: Session) -> Constraint | None:
         tokenizer, vocab_size = self._prompts.tokenizer, session.config.vocab_size
-        if ask.tools is not None and ask.tools.callable:
-            grammar = tools_grammar(ask.tools, self._prompts.form, self._prompts.marks, ask.schema)
+        if request.tools is not None and request.tools.callable:
+            grammar = tools_grammar(request.tools, self._prompts.form, self._prompts.marks, request.schema)
             try:
                 return Grammar(grammar, tokenizer, vocab_size)
             except EdgeKVError as error:
                 raise RequestError(400, f"the tools' arguments: {error}", param="tools") from None
-        return None if ask.schema is None else json_constraint(ask.schema, tokenizer, vocab_size)
+        return None if request.schema is None else json_constraint(request.schema, tokenizer, vocab_size)
 
     def _remember(self, session: Session, made: Sequence[Step]) -> int:
         """Keeps the answer's own tokens; returns how many belong to its text."""
@@ -148,14 +155,16 @@ class Answering:
 class _Output:
     """Steps to pieces: marks that decode to nothing, and log probabilities that wait for their text."""
 
-    def __init__(self, job: Job, sampler: Sampler, prompts: Prompts, timings: Timings) -> None:
+    def __init__(self, job: Job, sampler: Sampler, prompts: RequestEncoder, timings: Timings) -> None:
         self._job, self._sampler, self._prompts, self._timings = job, sampler, prompts, timings
         self._n_made = self._n_told = 0
 
     def step(self, step: Step) -> None:
         self._n_made += 1
         timings = self._timings.token()
-        text = step.text + (self._prompts.marks.get(step.token, "") if self._job.ask.messages is not None else "")
+        text = step.text + (
+            self._prompts.marks.get(step.token, "") if self._job.request.messages is not None else ""
+        )
         if text:
             self._emit(text, self._n_made, timings)
 
@@ -168,5 +177,5 @@ class _Output:
         eos = self._prompts.tokenizer.eos_ids
         found = [each for each in self._sampler.logprobs[self._n_told : upto] if each.token not in eos]
         self._n_told = upto
-        told = timings if self._job.ask.timings else None
+        told = timings if self._job.request.timings else None
         self._job.channel.emit(Piece(self._job.index, text, found, told))

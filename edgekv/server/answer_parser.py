@@ -52,7 +52,7 @@ class CallArguments:
 Delta = Content | Reasoning | CallBegin | CallArguments
 
 
-class AnswerReader:
+class AnswerParser:
     """Takes text in pieces of any length; gives what can be told of it so far.
 
     thinks: the text begins within reasoning. form: how calls are written; None: there are none.

@@ -50,7 +50,7 @@ class Tools:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class CheckedRequest:
     """A checked request: ``messages`` of a chat, as templates know them, or ``prompts`` (texts or token ids).
 
     n: answers per prompt. max_tokens: None: the server's own. n_logprobs: None: none; else how many of the
@@ -81,7 +81,7 @@ class Ask:
         return self.sampling if seed is None else dataclasses.replace(self.sampling, seed=seed + choice)
 
 
-def chat_ask(request: ChatRequest) -> Ask:
+def check_chat(request: ChatRequest) -> CheckedRequest:
     """Raises RequestError."""
     names = dict(request.chat_template_kwargs or {})
     if fixed := [name for name in names if name in FIXED_NAMES]:
@@ -107,7 +107,7 @@ def chat_ask(request: ChatRequest) -> Ask:
     )
 
 
-def completion_ask(request: CompletionRequest) -> Ask:
+def check_completion(request: CompletionRequest) -> CheckedRequest:
     """Raises RequestError."""
     prompts = tuple(listed(request.prompt, "prompt"))
     if len(prompts) * request.n > MAX_CHOICES:
@@ -121,7 +121,7 @@ def completion_ask(request: CompletionRequest) -> Ask:
     )
 
 
-def _shared(request: SharedFields) -> Ask:
+def _shared(request: SharedFields) -> CheckedRequest:
     given = {name: getattr(request, name) for name in SAMPLING}
     try:
         sampling = SamplingParams(
@@ -132,7 +132,7 @@ def _shared(request: SharedFields) -> Ask:
     except ConfigError as error:
         raise RequestError(400, str(error), param=error.field) from None
     stop = request.stop or ()
-    return Ask(
+    return CheckedRequest(
         sampling,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stream=request.stream,

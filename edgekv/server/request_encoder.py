@@ -9,8 +9,8 @@ from typing import Any
 
 from edgekv.chat.template import ChatTemplate
 from edgekv.chat.turns import TurnEncoder
-from edgekv.server.answer import THINK
-from edgekv.server.ask import Ask
+from edgekv.server.answer_parser import THINK
+from edgekv.server.checked_request import CheckedRequest
 from edgekv.server.images import decoded
 from edgekv.server.jobs import EncodedPrompt
 from edgekv.server.protocol import RequestError
@@ -21,7 +21,7 @@ REMEMBERED_ANSWERS = 512
 LOOKED_BACK = 8  # tokens of a prompt's end, among which the beginning of the reasoning is looked for
 
 
-class Prompts:
+class RequestEncoder:
     """Encodes for one model. From any thread.
 
     form: how the model writes tool calls. marks: texts by token id, of the special tokens among tools.MARKS, which
@@ -36,13 +36,13 @@ class Prompts:
         self._answers: OrderedDict[str, list[int]] = OrderedDict()  # text -> its tokens as generated
         self._lock = threading.Lock()
 
-    def encode(self, ask: Ask) -> list[EncodedPrompt]:
+    def encode(self, request: CheckedRequest) -> list[EncodedPrompt]:
         """The prompts' tokens. Raises RequestError where one does not fit, or is empty."""
-        if ask.messages is not None:
-            return [self._chat(ask, ask.messages)]
+        if request.messages is not None:
+            return [self._chat(request, request.messages)]
         return [
-            EncodedPrompt(self.ids(prompt, "prompt"), self._text(prompt) if ask.echo else "")
-            for prompt in ask.prompts
+            EncodedPrompt(self.ids(prompt, "prompt"), self._text(prompt) if request.echo else "")
+            for prompt in request.prompts
         ]
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
@@ -58,15 +58,15 @@ class Prompts:
             while len(self._answers) > REMEMBERED_ANSWERS:
                 self._answers.popitem(last=False)
 
-    def _chat(self, ask: Ask, messages: list[dict[str, Any]]) -> EncodedPrompt:
-        names = dict(ask.template_names)
+    def _chat(self, request: CheckedRequest, messages: list[dict[str, Any]]) -> EncodedPrompt:
+        names = dict(request.template_names)
         if self.template.knows_tools:
-            names |= {"tools": declared(ask.tools.functions) if ask.tools else None}
+            names |= {"tools": declared(request.tools.functions) if request.tools else None}
         else:
-            messages = spelled_out(messages, ask.tools, self.form)
+            messages = spelled_out(messages, request.tools, self.form)
         ids = self._checked(self._turns.ids(messages, lambda i: self._known(messages[i]), names), "messages")
-        images = tuple(decoded(url, "image_url") for url in ask.images)
-        thinks = self._ends_in_thought(ids) and not (ask.tools and ask.tools.forced)
+        images = tuple(decoded(url, "image_url") for url in request.images)
+        thinks = self._ends_in_thought(ids) and not (request.tools and request.tools.forced)
         return EncodedPrompt(ids, thinks=thinks, images=images)
 
     def _known(self, message: dict[str, Any]) -> list[int] | None:

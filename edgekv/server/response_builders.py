@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-from edgekv.server.answer import AnswerReader, CallArguments, CallBegin, Content, Delta, Reasoning
-from edgekv.server.ask import Ask
-from edgekv.server.jobs import Done, EncodedPrompt, Event, Piece, PromptProgress, Usage
+from edgekv.server.answer_parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.checked_request import CheckedRequest
+from edgekv.server.jobs import AnswerEnd, EncodedPrompt, Event, Piece, PromptProgress, Usage
 from edgekv.server.protocol import RequestError
 from edgekv.server.tools import ToolFormat
 from edgekv.session.logprobs import TokenLogprob
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
 
 
-class Shape(Protocol):
+class ResponseBuilder(Protocol):
     """One request's answers as JSON. In a stream: `opening`, `take` for every event, `closing`."""
 
     @property
@@ -47,7 +47,7 @@ def line(value: Json) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-class _Completions:
+class _CompletionsBuilder:
     """What both have in common; a choice is an answer."""
 
     prefix: ClassVar[str]
@@ -55,10 +55,12 @@ class _Completions:
     chunk_object: ClassVar[str]
     last_line = b"data: [DONE]\n\n"
 
-    def __init__(self, model: str, ask: Ask, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer) -> None:
-        self._ask, self._tokenizer = ask, tokenizer
+    def __init__(
+        self, model: str, request: CheckedRequest, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer
+    ) -> None:
+        self._request, self._tokenizer = request, tokenizer
         self._base: Json = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model}
-        self._usage, self._n_open = Usage(), len(prompts) * ask.n
+        self._usage, self._n_open = Usage(), len(prompts) * request.n
         self._timings: Json | None = None
 
     @property
@@ -73,15 +75,15 @@ class _Completions:
             return [self._chunk([], prompt_progress=event.values)]
         if isinstance(event, Piece):
             return self._piece(event)
-        assert isinstance(event, Done)
+        assert isinstance(event, AnswerEnd)
         self._n_open -= 1
         usage, self._timings = event.usage, event.timings
-        again = event.index % self._ask.n > 0  # its prompt is counted with the first answer
+        again = event.index % self._request.n > 0  # its prompt is counted with the first answer
         self._usage += Usage(completion=usage.completion) if again else usage
         return self._done(event)
 
     def closing(self) -> list[Json]:
-        return [self._chunk([], usage=self._usage.as_json())] if self._ask.include_usage else []
+        return [self._chunk([], usage=self._usage.as_json())] if self._request.include_usage else []
 
     def failed(self, error: RequestError) -> list[Json]:
         return [error.as_json()]
@@ -102,7 +104,7 @@ class _Completions:
     def _piece(self, event: Piece) -> list[Json]:
         raise NotImplementedError
 
-    def _done(self, event: Done) -> list[Json]:
+    def _done(self, event: AnswerEnd) -> list[Json]:
         raise NotImplementedError
 
     def _choices(self) -> list[Json]:
@@ -119,13 +121,15 @@ class _Completions:
         return self._tokenizer.piece(token) if token < self._tokenizer.vocab_size else ""
 
 
-class CompletionShape(_Completions):
+class CompletionBuilder(_CompletionsBuilder):
     """POST /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, model: str, ask: Ask, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer) -> None:
-        super().__init__(model, ask, prompts, tokenizer)
+    def __init__(
+        self, model: str, request: CheckedRequest, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer
+    ) -> None:
+        super().__init__(model, request, prompts, tokenizer)
         n = self._n_open
         self._texts: list[str] = [""] * n
         self._logprobs: list[Json] = [self._empty() for _ in range(n)]
@@ -137,7 +141,7 @@ class CompletionShape(_Completions):
 
     def _piece(self, event: Piece) -> list[Json]:
         i = event.index
-        found = None if self._ask.n_logprobs is None else self._told(event)
+        found = None if self._request.n_logprobs is None else self._told(event)
         self._texts[i] += event.text
         for name, values in (found or {}).items():
             self._logprobs[i][name] += values
@@ -147,7 +151,7 @@ class CompletionShape(_Completions):
     def _told(self, event: Piece) -> Json:
         told, offset = self._empty(), len(self._texts[event.index])
         for n, each in enumerate(event.logprobs):
-            token = self._echoed[event.index // self._ask.n][n] if each is None else each.token
+            token = self._echoed[event.index // self._request.n][n] if each is None else each.token
             text = self._token(token)
             told["tokens"].append(text)
             told["token_logprobs"].append(None if each is None else _finite(each.logprob))
@@ -157,13 +161,13 @@ class CompletionShape(_Completions):
             offset += len(text)
         return told
 
-    def _done(self, event: Done) -> list[Json]:
+    def _done(self, event: AnswerEnd) -> list[Json]:
         self._reasons[event.index] = event.reason
         timings = {"timings": event.timings} if event.timings else {}
         return [self._chunk([self._choice(event.index, "", None, event.reason)], **timings)]
 
     def _choices(self) -> list[Json]:
-        logprobs = [None] * len(self._texts) if self._ask.n_logprobs is None else self._logprobs
+        logprobs = [None] * len(self._texts) if self._request.n_logprobs is None else self._logprobs
         every = enumerate(zip(self._texts, logprobs, self._reasons, strict=True))
         return [self._choice(i, text, found, reason) for i, (text, found, reason) in every]
 
@@ -171,16 +175,21 @@ class CompletionShape(_Completions):
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-class ChatShape(_Completions):
+class ChatBuilder(_CompletionsBuilder):
     """POST /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, ask: Ask, prompts: Sequence[EncodedPrompt], tokenizer: Tokenizer, form: ToolFormat
+        self,
+        model: str,
+        request: CheckedRequest,
+        prompts: Sequence[EncodedPrompt],
+        tokenizer: Tokenizer,
+        form: ToolFormat,
     ) -> None:
-        super().__init__(model, ask, prompts, tokenizer)
-        self._answers = [ChatAnswer(ask, prompts[0].thinks, form) for _ in range(self._n_open)]
+        super().__init__(model, request, prompts, tokenizer)
+        self._answers = [ChatAnswer(request, prompts[0].thinks, form) for _ in range(self._n_open)]
         self._found: list[list[Json]] = [[] for _ in self._answers]
         self._n_told = [0] * len(self._answers)
 
@@ -194,7 +203,7 @@ class ChatShape(_Completions):
         timings = {"timings": event.timings} if event.timings else {}
         return self._deltas(i, self._answers[i].push(event.text), timings)
 
-    def _done(self, event: Done) -> list[Json]:
+    def _done(self, event: AnswerEnd) -> list[Json]:
         i, answer = event.index, self._answers[event.index]
         chunks = self._deltas(i, answer.end(event.reason), {})
         timings = {"timings": event.timings} if event.timings else {}
@@ -214,7 +223,7 @@ class ChatShape(_Completions):
     def _choices(self) -> list[Json]:
         choices = []
         for i, answer in enumerate(self._answers):
-            told = None if self._ask.n_logprobs is None else {"content": self._found[i], "refusal": None}
+            told = None if self._request.n_logprobs is None else {"content": self._found[i], "refusal": None}
             choices.append(
                 {"index": i, "message": answer.message(), "logprobs": told, "finish_reason": answer.reason}
             )
@@ -235,8 +244,8 @@ class ChatShape(_Completions):
 class ChatAnswer:
     """One answer of a chat as it grows: content, reasoning, tool calls, and why it ended."""
 
-    def __init__(self, ask: Ask, thinks: bool, form: ToolFormat) -> None:
-        self._reader = AnswerReader(thinks=thinks, form=form if ask.tools and ask.tools.callable else None)
+    def __init__(self, request: CheckedRequest, thinks: bool, form: ToolFormat) -> None:
+        self._reader = AnswerParser(thinks=thinks, form=form if request.tools and request.tools.callable else None)
         self.content = self.reasoning = ""
         self.calls: list[Json] = []
         self.reason: str | None = None

@@ -7,6 +7,7 @@ from types import FrameType
 
 
 def main() -> int:
+    """The command line; returns the exit status."""
     _open_standard_streams()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:

@@ -17,6 +17,7 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> Any:
+        """The statements within the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -52,4 +53,5 @@ def answer(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def reason(error: Exception) -> str:
+    """An exception's message in one line of at most 300 letters, or its type."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -51,6 +51,7 @@ class Renderer:
         return answer
 
     def close(self) -> None:
+        """Ends the process; the next template starts another."""
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return

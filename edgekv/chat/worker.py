@@ -26,6 +26,7 @@ def read_message(stream: BinaryIO) -> bytes | None:
 
 
 def main() -> None:
+    """Answers requests from standard input on standard output until that ends, with bounds on memory and time."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from edgekv.chat.environment import answer

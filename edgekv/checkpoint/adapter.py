@@ -31,7 +31,8 @@ onebit: the scale of the scores that it estimates, of KV heads."""
 class Adaptable(Protocol):
     """A layer's KV cache."""
 
-    def adapt(self, parameters: Mapping[str, F32], source: str) -> None: ...
+    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+        """Takes the layer's trained parameters, by name; source: what the adapter is called in notes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Adapter:
 
     @property
     def path(self) -> Path:
+        """The file that it was read from."""
         return self.file.path
 
     @property

@@ -46,6 +46,7 @@ class Tensor:
 
     @property
     def n_elements(self) -> int:
+        """Numbers in the tensor."""
         return math.prod(self.shape)
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgekv.decoder.cpu_attention import BLOCK_ROWS, CpuAttention
-from edgekv.decoder.decoder import CHUNK, Decoder, LinearBlocks
+from edgekv.decoder.decoder import CHUNK, Decoder
 from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import KVCache, Workspace, rewind
+from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.weights import Weights
 from edgekv.machine import available_memory_bytes
 from edgekv.models.config import ModelConfig

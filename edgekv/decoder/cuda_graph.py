@@ -30,12 +30,23 @@ class StepDecoder(Protocol):
     driver: Driver
 
     @property
-    def can_replay(self) -> bool: ...
-    def embed(self, tokens: Sequence[int], start: int) -> Array: ...
-    def embed_ids(self, ids: Array, start: int) -> Array: ...
-    def forward(self, x: Array, caches: Sequence[KVCache]) -> Array: ...
-    def head(self, x: Array) -> Array: ...
-    def buffers(self) -> list[Array]: ...
+    def can_replay(self) -> bool:
+        """Whether the position is all that differs between two steps."""
+
+    def embed(self, tokens: Sequence[int], start: int) -> Array:
+        """(n, hidden) of tokens at positions start.."""
+
+    def embed_ids(self, ids: Array, start: int) -> Array:
+        """(n, hidden) of ids (n,) int32 on the device."""
+
+    def forward(self, x: Array, caches: Sequence[KVCache]) -> Array:
+        """Hidden states (n, hidden) of x, whose keys and values go into the caches."""
+
+    def head(self, x: Array) -> Array:
+        """Logits (n, vocab) of hidden states (n, hidden)."""
+
+    def buffers(self) -> list[Array]:
+        """All scratch that a step uses."""
 
 
 class Recording(NamedTuple):
@@ -55,6 +66,7 @@ class CacheGroup:
         self.caches, self.first = caches, caches[0]
 
     def counts(self) -> dict[str, int]:
+        """The caches' counters, by name."""
         return self.first.state().counters
 
     def structure(self) -> Hashable:
@@ -80,6 +92,7 @@ class CacheGroup:
 
     @staticmethod
     def of(caches: Sequence[KVCache]) -> list[CacheGroup]:
+        """The groups of the caches."""
         groups: dict[Hashable, list[KVCache]] = {}
         for cache in caches:
             size = cache.geometry.capacity, cache.geometry.sliding_window

@@ -14,22 +14,13 @@ from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.weights import Weights
 from edgekv.types import F32, I64
 
 CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
 ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
 NONE = np.empty(0, np.float32)
-
-
-class LinearBlocks(Protocol):
-    """A backend of the blocks of `Architecture`; activations are float32 (n, channels)."""
-
-    weights_bytes: int
-
-    def attention_in(self, i: int, x: F32) -> F32: ...
-    def attention_out(self, i: int, x: F32, attention: F32) -> F32: ...
-    def head(self, x: F32) -> F32: ...
 
 
 class PromptAttention(Protocol):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.program import Array
+from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.cuda_half import HalfOps
 from edgekv.linear.cuda_ops import CudaOps
 from edgekv.linear.cuda_weights import DeviceWeights
 
 
-class CudaLinear:
+class CudaLinear(LinearBlocks):
     """The three blocks of every layer; of many rows in halves, where the device and the weights have it so."""
 
     def __init__(self, weights: DeviceWeights) -> None:

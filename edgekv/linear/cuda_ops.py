@@ -13,6 +13,7 @@ from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, pack
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
 from edgekv.linear.cuda_weights import ACTIVATIONS, LAYERS, MOST_BLOCKS, NORM_THREADS, DeviceWeights, Matrix
+from edgekv.models.architecture import Ops
 
 WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS
 
@@ -25,7 +26,7 @@ class Normed(NamedTuple):
     eps: float
 
 
-class CudaOps:
+class CudaOps(Ops):
     """Activations (n, channels), float32."""
 
     def __init__(self, weights: DeviceWeights) -> None:

@@ -77,12 +77,15 @@ class DeviceWeights:
             self.tables[name] = driver.upload(np.ascontiguousarray(bits)), KINDS[store.table_dtypes[name]]
 
     def matrix(self, name: str) -> F32:
+        """(rows, columns) float32 of the host, dequantized."""
         return self._store.matrix(name)
 
     def bias(self, name: str) -> F32 | None:
+        """(rows,) float32 of the host; None: the linear has none."""
         return self._store.bias(name)
 
     def vector(self, name: str) -> F32:
+        """(size,) float32 of the host."""
         return self._store.vector(name)
 
     def rows(self, table: str, ids: Ids) -> Array:

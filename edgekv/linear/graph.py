@@ -9,7 +9,7 @@ from typing import Any
 from onnx import ModelProto, TensorProto, helper
 
 from edgekv.linear.formats import ITEM_BYTES, Specs, WeightFormat
-from edgekv.models.architecture import Architecture
+from edgekv.models.architecture import Architecture, Ops
 
 OPSET, MICROSOFT = 18, "com.microsoft"
 ONNX_TYPES = {"F32": TensorProto.FLOAT, "U8": TensorProto.UINT8}
@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-class GraphOps:
+class GraphOps(Ops):
     """Operators that append nodes; activations are value names.
 
     ``offsets`` maps each tensor of ``specs`` to its byte position in the file ``location``.

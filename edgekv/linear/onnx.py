@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from edgekv.errors import CheckpointError
+from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.runtime import ort
 from edgekv.linear.store import WeightStore
 from edgekv.machine import return_large_blocks
@@ -56,7 +57,7 @@ class OnnxBlock:
         )
 
 
-class OrtLinear:
+class OrtLinear(LinearBlocks):
     """The three blocks of every layer, run by onnxruntime with ``threads`` threads."""
 
     def __init__(self, store: WeightStore, threads: int) -> None:

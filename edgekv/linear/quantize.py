@@ -17,6 +17,7 @@ SHRINK = np.array([1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7], np.float32)  # candida
 
 
 def n_blocks(columns: int, block: int) -> int:
+    """Blocks of ``block`` inputs that ``columns`` take."""
     return -(-columns // block)
 
 

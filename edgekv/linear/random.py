@@ -52,12 +52,14 @@ class RandomWeights(CheckpointWeights):
         return self._normal(linear.rows, linear.columns)
 
     def bias(self, name: str) -> F32 | None:
+        """(rows,) zeros; None: the linear has none."""
         return np.zeros(self._linears[name].rows, np.float32) if self._linears[name].biases else None
 
     def release(self, name: str) -> None:
         return
 
     def vector(self, name: str) -> F32:
+        """(size,) ones."""
         return np.ones(self.arch.vectors()[name][1], np.float32)
 
     def table(self, name: str) -> npt.NDArray[np.generic]:

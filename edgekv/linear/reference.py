@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.weights import Weights
+from edgekv.models.architecture import Ops
 from edgekv.types import F32
 
 
@@ -34,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 }
 
 
-class NumpyOps:
+class NumpyOps(Ops):
     """Operators that compute at once; float32 in, float32 out."""
 
     def __init__(self, weights: Weights) -> None:
@@ -93,7 +95,7 @@ class NumpyOps:
         return capped
 
 
-class NumpyLinear:
+class NumpyLinear(LinearBlocks):
     """The three blocks of every layer, computed with NumPy."""
 
     def __init__(self, weights: Weights) -> None:

@@ -56,6 +56,7 @@ TOKENIZER_FILES = (
 
 
 def is_store(path: pathlib.Path) -> bool:
+    """Whether the folder is a weight store."""
     return (path / "store.json").is_file()
 
 
@@ -127,9 +128,11 @@ class WeightStore:
         return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns, zeros)
 
     def bias(self, name: str) -> F32 | None:
+        """(rows,) float32; None: the linear has none."""
         return to_float32(self._file.array(f"{name}.bias")) if self._linears[name].biases else None
 
     def vector(self, name: str) -> F32:
+        """(size,) float32."""
         return to_float32(self._file.array(name))
 
     def rows(self, table: str, ids: Ids) -> F32:

@@ -27,13 +27,24 @@ class Weights(Protocol):
     arch: Architecture
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of all that the model uses."""
+
     @property
-    def token_bytes(self) -> int: ...
-    def matrix(self, name: str) -> F32: ...
-    def bias(self, name: str) -> F32 | None: ...
-    def vector(self, name: str) -> F32: ...
-    def rows(self, table: str, ids: Ids) -> F32: ...
+    def token_bytes(self) -> int:
+        """Bytes that one decode step reads."""
+
+    def matrix(self, name: str) -> F32:
+        """(rows, columns) float32: a linear's weight."""
+
+    def bias(self, name: str) -> F32 | None:
+        """(rows,) float32; None: the linear has none."""
+
+    def vector(self, name: str) -> F32:
+        """(size,) float32: a norm."""
+
+    def rows(self, table: str, ids: Ids) -> F32:
+        """(n, hidden) float32: rows ``ids`` of the table ``embed`` or ``positions``."""
 
 
 WIDTH = ("int4", "int4-zeros", "int4-32", "int4-32-zeros", "int8", "int8-32", "f32")
@@ -167,6 +178,7 @@ class CheckpointWeights:
         return np.concatenate([self._part_rows(p, 0, p.rows) for p in self._linears[name].parts])
 
     def bias(self, name: str) -> F32 | None:
+        """(rows,) float32; None: the linear has none."""
         biases = self._linears[name].biases
         return np.concatenate([to_float32(self._tensors.array(b)) for b in biases]) if biases else None
 
@@ -176,6 +188,7 @@ class CheckpointWeights:
             self._tensors.release(part.tensor)
 
     def vector(self, name: str) -> F32:
+        """(size,) float32: a norm, with what its family adds."""
         stored = to_float32(self._tensors.array(self.arch.vectors()[name][0]))
         return stored + np.float32(self.arch.norm_offset) if self.arch.norm_offset else stored
 

@@ -22,22 +22,41 @@ class Ops(Protocol):
     cap * tanh(x / cap).
     """
 
-    def linear(self, x: Any, name: str) -> Any: ...
+    def linear(self, x: Any, name: str) -> Any:
+        """x (n, columns) through a linear layer: (n, rows)."""
+
     def add_linear(self, x: Any, y: Any, name: str) -> Any:
         """x plus the linear layer of y; may be x itself, changed."""
 
-    def rms_norm(self, x: Any, name: str, eps: float) -> Any: ...
-    def layer_norm(self, x: Any, name: str, eps: float) -> Any: ...
-    def activation(self, x: Any, kind: str) -> Any: ...
+    def rms_norm(self, x: Any, name: str, eps: float) -> Any:
+        """x / sqrt(mean(x^2) + eps) times the vector ``name``."""
+
+    def layer_norm(self, x: Any, name: str, eps: float) -> Any:
+        """(x - mean) / sqrt(variance + eps) times ``name.weight`` plus ``name.bias``."""
+
+    def activation(self, x: Any, kind: str) -> Any:
+        """kind: silu, gelu, gelu_tanh or relu."""
+
     def gated_linear(self, x: Any, name: str, kind: str) -> Any:
         """A linear layer: the activation of the first half of its channels times the second half."""
 
-    def split(self, x: Any, sizes: Sequence[int]) -> Sequence[Any]: ...
-    def join(self, parts: Sequence[Any]) -> Any: ...
-    def add(self, a: Any, b: Any) -> Any: ...
-    def mul(self, a: Any, b: Any) -> Any: ...
-    def scale(self, x: Any, factor: float) -> Any: ...
-    def soft_cap(self, x: Any, cap: float) -> Any: ...
+    def split(self, x: Any, sizes: Sequence[int]) -> Sequence[Any]:
+        """x cut along the channels."""
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """The parts side by side."""
+
+    def add(self, a: Any, b: Any) -> Any:
+        """a + b."""
+
+    def mul(self, a: Any, b: Any) -> Any:
+        """a * b, element by element."""
+
+    def scale(self, x: Any, factor: float) -> Any:
+        """x * factor."""
+
+    def soft_cap(self, x: Any, cap: float) -> Any:
+        """cap * tanh(x / cap)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +70,7 @@ class WeightPart:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """As the checkpoint stores it."""
         return (self.columns, self.rows) if self.conv1d else (self.rows, self.columns)
 
 
@@ -63,14 +83,17 @@ class Linear:
 
     @property
     def rows(self) -> int:
+        """Outputs."""
         return sum(part.rows for part in self.parts)
 
     @property
     def columns(self) -> int:
+        """Inputs."""
         return self.parts[0].columns
 
     @property
     def n_elements(self) -> int:
+        """Weights, biases apart."""
         return self.rows * self.columns
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -100,14 +123,16 @@ class Architecture(abc.ABC):
         """Row tables looked up by id: name -> (tensor, shape)."""
 
     @abc.abstractmethod
-    def layer_linears(self, i: int) -> dict[str, Linear]: ...
+    def layer_linears(self, i: int) -> dict[str, Linear]:
+        """The projections of layer i by name."""
 
     @abc.abstractmethod
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
         """Norm weights and the like: name -> (tensor, size)."""
 
     @abc.abstractmethod
-    def final_vectors(self) -> dict[str, tuple[str, int]]: ...
+    def final_vectors(self) -> dict[str, tuple[str, int]]:
+        """Norm weights behind the last layer: name -> (tensor, size)."""
 
     @abc.abstractmethod
     def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
@@ -145,6 +170,7 @@ class Architecture(abc.ABC):
         return every
 
     def vectors(self) -> dict[str, tuple[str, int]]:
+        """Norm weights of all layers and the last: name -> (tensor, size)."""
         every: dict[str, tuple[str, int]] = {}
         for i in range(self.config.n_layers):
             every.update(self.layer_vectors(i))
@@ -161,4 +187,5 @@ class Architecture(abc.ABC):
         return shapes | self.linears()["head"].tensors()
 
     def ignores(self, tensor: str) -> bool:
+        """Whether a tensor of the checkpoint holds no weights."""
         return any(re.search(pattern, tensor) for pattern in self.ignored)

@@ -65,10 +65,12 @@ class ModelConfig:
 
     @property
     def q_size(self) -> int:
+        """Channels of all queries."""
         return self.n_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Channels of all keys, or of all values."""
         return self.n_kv_heads * self.head_dim
 
 

@@ -45,6 +45,8 @@ class RopeFile(Struct):
 
 
 class LlamaFile(Struct):
+    """llama, mistral, qwen2 and qwen3; what most families have."""
+
     hidden_size: Width
     intermediate_size: Width
     num_hidden_layers: Layers
@@ -82,18 +84,24 @@ class GemmaFile(LlamaFile):
 
 
 class Gemma2File(GemmaFile):
+    """gemma2."""
+
     max_position_embeddings: Positions | None = 8192
     final_logit_softcapping: Factor | None = None
     attn_logit_softcapping: Factor | None = None
 
 
 class Gemma3File(GemmaFile):
+    """gemma3_text."""
+
     final_logit_softcapping: Factor | None = None
     max_position_embeddings: Positions | None = 131072
     rope_theta: Theta | None = 1e6
 
 
 class Phi3File(LlamaFile):
+    """phi3."""
+
     max_position_embeddings: Positions | None = 4096
     original_max_position_embeddings: Positions | None = 4096
     rms_norm_eps: Epsilon | None = 1e-5
@@ -101,6 +109,8 @@ class Phi3File(LlamaFile):
 
 
 class SmolLM3File(LlamaFile):
+    """smollm3; no_rope_layers: 1 for each layer that rotates."""
+
     max_position_embeddings: Positions | None = 32768
     rope_theta: Theta | None = 2e6
     tie_word_embeddings: bool | None = True
@@ -109,10 +119,14 @@ class SmolLM3File(LlamaFile):
 
 
 class Olmo2File(LlamaFile):
+    """olmo2."""
+
     rms_norm_eps: Epsilon | None = 1e-5
 
 
 class GraniteFile(LlamaFile):
+    """granite; factors on embeddings, residual stream and scores, and a divisor of logits."""
+
     embedding_multiplier: Factor = 1.0
     residual_multiplier: Factor = 1.0
     attention_multiplier: Factor = 1.0
@@ -131,6 +145,8 @@ MINISTRAL_ROPE = {
 
 
 class Ministral3File(LlamaFile):
+    """ministral3."""
+
     head_dim: Width | None = 128
     max_position_embeddings: Positions | None = 262144
     rms_norm_eps: Epsilon | None = 1e-5
@@ -138,6 +154,8 @@ class Ministral3File(LlamaFile):
 
 
 class GPT2File(Struct):
+    """gpt2."""
+
     n_embd: Width
     n_head: Heads
     n_layer: Layers

@@ -100,12 +100,16 @@ def gemma3_text_of(raw: Raw) -> ModelConfig:
 
 
 class Gemma2(Llama):
+    """Attention that slides in every other layer; scores and logits have soft bounds."""
+
     read_config = staticmethod(gemma2_config)
     norms = NORMS
     norm_offset = 1.0
 
 
 class Gemma3(Llama):
+    """Five layers that slide for each that sees everything, with a rotation of their own."""
+
     read_config = staticmethod(gemma3_config)
     norms = NORMS
     norm_offset = 1.0

@@ -47,6 +47,8 @@ def gpt2_config(raw: Raw) -> ModelConfig:
 
 
 class GPT2(Architecture):
+    """Learned positions, layer norms with biases, fused projections stored transposed."""
+
     prefixes = ("transformer.", "")
     ignored = (r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$")
     read_config = staticmethod(gpt2_config)

@@ -22,4 +22,6 @@ def granite_config(raw: Raw) -> ModelConfig:
 
 
 class Granite(Llama):
+    """Llama; the multipliers are data of its config."""
+
     read_config = staticmethod(granite_config)

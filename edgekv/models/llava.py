@@ -38,4 +38,6 @@ def image_token(raw: Raw) -> int | None:
 
 
 class Llava(Multimodal):
+    """The decoder beside the vision tower."""
+
     read_config = staticmethod(llava_config)

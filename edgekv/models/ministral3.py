@@ -29,6 +29,8 @@ def mistral3_config(raw: Raw) -> ModelConfig:
 
 
 class Ministral3(Llama):
+    """Llama whose queries grow with their positions."""
+
     read_config = staticmethod(ministral3_config)
 
 

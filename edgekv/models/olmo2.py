@@ -19,6 +19,8 @@ def olmo2_config(raw: Raw) -> ModelConfig:
 
 
 class Olmo2(Llama):
+    """Llama with its norms in other places."""
+
     read_config = staticmethod(olmo2_config)
     norms = NORMS
 

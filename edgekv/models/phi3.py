@@ -49,6 +49,8 @@ def _rope(file: Phi3File, head_dim: int) -> RopeConfig:
 
 
 class Phi3(Llama):
+    """Llama with fused projections; a share of the channels is rotated."""
+
     read_config = staticmethod(phi3_config)
     qkv_parts = ("qkv_proj",)
     up_parts = ("gate_up_proj",)

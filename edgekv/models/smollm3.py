@@ -37,4 +37,6 @@ def _rotating_layers(file: SmolLM3File) -> list[bool]:
 
 
 class SmolLM3(Llama):
+    """Llama; which layers rotate is data of its config."""
+
     read_config = staticmethod(smollm3_config)

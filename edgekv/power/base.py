@@ -57,6 +57,7 @@ class Correction:
         return f"{self.name} = {self.slope} x sum + {self.offset_w} W ({self.source})"
 
     def joules(self, joules: float, seconds: float) -> float:
+        """Corrected joules of a sum over so many seconds."""
         return self.slope * joules + self.offset_w * seconds
 
 

@@ -43,6 +43,7 @@ class Board:
     lower_bounds: list[dict[str, Any]]
 
     def to_text(self) -> str:
+        """For people, in a line."""
         measured = f", {self.measured_gb_s:g} measured" if self.measured_gb_s else ""
         parts = [f"{self.cores} x {self.cpu} at {self.clock_mhz} MHz, {self.peak_gb_s:g} GB/s peak{measured}"]
         return "; ".join([*parts, self.note] if self.note else parts)

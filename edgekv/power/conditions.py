@@ -107,6 +107,7 @@ class Conditions:
         return dataclasses.asdict(self) | {"throttle": limits}
 
     def to_text(self) -> str:
+        """For people, in a line."""
         known = [
             f"{self.temperature_c:.1f} C" if self.temperature_c is not None else "temperature n/a",
             f"{self.clock_mhz:.0f} MHz" if self.clock_mhz is not None else "clock n/a",
@@ -118,6 +119,7 @@ class Conditions:
 
 
 def throttle_text(limits: tuple[str, ...] | None) -> str:
+    """For people; empty where nothing was limited."""
     if limits is None:
         return "throttling n/a (nothing here reports it)"
     return f"throttling: {', '.join(limits)}" if limits else "no throttling"

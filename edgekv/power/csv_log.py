@@ -15,7 +15,7 @@ import numpy as np
 
 from edgekv.errors import PowerError
 from edgekv.power.base import Clock, Throttle
-from edgekv.power.source import About
+from edgekv.power.source import About, PowerSource
 from edgekv.power.trace import Trace, Window
 
 TIME_NAMES = ("time", "timestamp", "datetime", "date", "unix", "timeunixs", "times", "epoch")
@@ -25,7 +25,7 @@ UNIX_UNITS = {1e17: 1e-9, 1e14: 1e-6, 1e11: 1e-3, 1e8: 1.0}  # least number -> s
 STEP_S = 0.05  # the wall clock was set during the run if it moved by more against the monotonic one
 
 
-class CsvLog:
+class CsvLog(PowerSource):
     """A log that another program writes during the run; it is read when the run has ended.
 
     Raises PowerError if the file can't be used as it is now.

@@ -25,6 +25,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
+        """How long it ran in all."""
         return sum(end - start for start, end in self.spans)
 
 
@@ -39,9 +40,11 @@ class NoMeter:
 
     @contextlib.contextmanager
     def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
+        """Counts nothing."""
         yield Phase()
 
     def report(self) -> None:
+        """None: nothing was measured."""
         return
 
 

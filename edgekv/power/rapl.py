@@ -31,10 +31,13 @@ REMEDY = "energy_uj belongs to root; install the udev rule that `edgekv power do
 
 @dataclasses.dataclass
 class Zone:
+    """One zone of powercap: its file energy_uj, and the counter that follows its overflows."""
+
     file: NumberFile
     counter: EnergyCounter
 
     def joules(self) -> float:
+        """Joules since the first call."""
         return self.counter.advance(self.file() * 1e-6)
 
 

@@ -86,6 +86,7 @@ class PhaseEnergy:
         )
 
     def to_text(self, name: str, correction: Correction | None) -> str:
+        """For people, in a line."""
         if self.joules is None:
             return f"{name} n/a: {self.reason}"
         if self.tokens:

@@ -17,7 +17,7 @@ import numpy as np
 
 from edgekv.errors import PowerError
 from edgekv.power.base import Clock, PowerMeter, Reading, Throttle, reason
-from edgekv.power.source import About
+from edgekv.power.source import About, PowerSource
 from edgekv.power.trace import Trace, Window
 
 CPU_SHARE = 0.006  # of one core: readings that cost more are made less often
@@ -29,7 +29,7 @@ STOP_S = 3.0
 MARK_S = 0.2  # how long the edge of a phase waits for its sample
 
 
-class PowerSampler:
+class PowerSampler(PowerSource):
     """Samples of ``meter`` between `start` and `stop`; lost ones are counted by reason.
 
     hz: readings per second (default: the meter's most). ``clock`` and ``cpu_clock`` are monotonic seconds. Raises

@@ -34,8 +34,11 @@ class PowerSource(Protocol):
 
     has_idle: bool  # whether waiting before the run shows what the machine draws at rest
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
+    def start(self) -> None:
+        """What is metered begins."""
+
+    def stop(self) -> None:
+        """It has ended."""
 
     def mark(self) -> None:
         """Called where a phase begins or ends: a sensor is read here."""
@@ -43,11 +46,14 @@ class PowerSource(Protocol):
     def window(self, start_s: float, end_s: float) -> Window:
         """After `stop`. Raises PowerError saying why nothing is known."""
 
-    def about(self) -> About: ...
-    def throttle(self) -> Throttle | None: ...
+    def about(self) -> About:
+        """What it measures with."""
+
+    def throttle(self) -> Throttle | None:
+        """Limits on the clocks that are in force; None: not known."""
 
 
-class Unmetered:
+class Unmetered(PowerSource):
     """No meter: everything is n/a, for a reason."""
 
     has_idle = False

@@ -29,6 +29,7 @@ class NumberFile:
             raise
 
     def close(self) -> None:
+        """Closes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -77,12 +77,14 @@ class Connections:
         self._awaited: dict[BoundedProtocol, None] = {}  # the oldest first
 
     def opened(self, connection: BoundedProtocol) -> None:
+        """Counts a connection; the limit is kept."""
         self.n_open += 1
         self._awaited[connection] = None
         if self.n_open > self.limit:
             self.make_room()
 
     def closed(self, connection: BoundedProtocol) -> None:
+        """It is gone."""
         self.n_open -= 1
         self._awaited.pop(connection, None)
 
@@ -113,6 +115,7 @@ class BoundedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """asyncio: counts it and starts the deadline of its first request."""
         # asyncio sets it only for sockets that were made with proto=IPPROTO_TCP. Without, an answer's last packet
         # waits 40 ms for the client's acknowledgement.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,31 +124,37 @@ class BoundedProtocol(H11Protocol):
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio: forgets it."""
         self._all.closed(self)
         self._stop_deadline()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """asyncio: the deadline begins with the first bytes of a request and ends with its last."""
         super().data_received(data)
         self._update(first_bytes=True)
 
     def on_response_complete(self) -> None:
+        """uvicorn: the next request is awaited."""
         super().on_response_complete()
         self._update(first_bytes=False)
 
     def pause_writing(self) -> None:
+        """asyncio: the client reads too slowly; it has the timeout to go on."""
         super().pause_writing()
         if self._unread is None:
             self._unread = self.loop.call_later(self._all.timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """asyncio: the client has read."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
 
     def timeout_keep_alive_handler(self) -> None:
+        """uvicorn: no further request came."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(GRACE_S, self.transport.abort)  # close() alone waits for the client to read
 
@@ -197,10 +206,12 @@ class BoundedServer(uvicorn.Server):
             logging.getLogger(name).addFilter(Sparing())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn: accepts connections by itself."""
         await super().startup(sockets=[])
         self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or ()]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn: accepts no more."""
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
@@ -237,6 +248,7 @@ class Sparing(logging.Filter):
         self._latest: dict[object, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is logged."""
         kind, now = (record.module, record.lineno), time.monotonic()
         if now - self._latest.get(kind, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
             return False

@@ -27,10 +27,17 @@ class ResponseBuilder(Protocol):
     def is_done(self) -> bool:
         """Whether every answer has come to its end."""
 
-    def opening(self) -> list[Json]: ...
-    def take(self, event: Event) -> list[Json]: ...
-    def closing(self) -> list[Json]: ...
-    def failed(self, error: RequestError) -> list[Json]: ...
+    def opening(self) -> list[Json]:
+        """The first chunks of a stream."""
+
+    def take(self, event: Event) -> list[Json]:
+        """The chunks that an event of the engine makes."""
+
+    def closing(self) -> list[Json]:
+        """The last chunks."""
+
+    def failed(self, error: RequestError) -> list[Json]:
+        """The chunks that end a stream with an error."""
 
     def whole(self) -> Json:
         """The answer in one piece, once all events were taken."""
@@ -39,7 +46,8 @@ class ResponseBuilder(Protocol):
         """A chunk as a server-sent event."""
 
     @property
-    def last_line(self) -> bytes: ...
+    def last_line(self) -> bytes:
+        """Bytes behind the last chunk; may be empty."""
 
 
 def line(value: Json) -> bytes:
@@ -47,7 +55,7 @@ def line(value: Json) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-class _CompletionsBuilder:
+class _CompletionsBuilder(ResponseBuilder):
     """What both have in common; a choice is an answer."""
 
     prefix: ClassVar[str]

@@ -15,11 +15,11 @@ from edgekv.server.answer_parser import CallArguments, CallBegin, Content, Delta
 from edgekv.server.checked_request import CheckedRequest
 from edgekv.server.jobs import AnswerEnd, EncodedPrompt, Event, Piece, Usage
 from edgekv.server.protocol import RequestError
-from edgekv.server.response_builders import ChatAnswer, Json
+from edgekv.server.response_builders import ChatAnswer, Json, ResponseBuilder
 from edgekv.server.tools import ToolFormat
 
 
-class ResponsesBuilder:
+class ResponsesBuilder(ResponseBuilder):
     """The answer: items of the kinds reasoning, message, function_call, and the events that build them."""
 
     last_line = b""
@@ -47,7 +47,11 @@ class ResponsesBuilder:
         self._items: list[Json] = []
         self._n_events = 0
         self._usage = Usage()
-        self.is_done = False
+        self._is_done = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_done
 
     def opening(self) -> list[Json]:
         response = self._response("in_progress")
@@ -60,7 +64,7 @@ class ResponsesBuilder:
         if isinstance(event, Piece):
             return self._told(self._answer.push(event.text))
         if isinstance(event, AnswerEnd):
-            self._usage, self.is_done = event.usage, True
+            self._usage, self._is_done = event.usage, True
             events = self._told(self._answer.end(event.reason))
             return events + self._close()
         return []

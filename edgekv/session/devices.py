@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from edgekv import kernels
 from edgekv.decoder.cpu import CpuDecoder
-from edgekv.decoder.decoder import Decoder, LinearBlocks
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ConfigError, unknown
 from edgekv.kernels import Kernels, compiling
 from edgekv.kvcache import CacheSpec
+from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.onnx import OrtLinear
 from edgekv.linear.reference import NumpyLinear

@@ -103,6 +103,8 @@ class ArrayEntry(msgspec.Struct):
 
 
 class SessionHeader(msgspec.Struct):
+    """The header's JSON."""
+
     content: dict[str, Any]
     coding: str
     blobs: list[ArrayEntry]
@@ -182,6 +184,7 @@ class SessionFile:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the file."""
         return len(self._data)
 
     def require(self, arrays: Mapping[str, Array]) -> None:

@@ -30,7 +30,7 @@ class Constraint(Protocol):
         """Takes the chosen token; True when the text is complete and nothing can follow."""
 
 
-class Grammar:
+class Grammar(Constraint):
     """`Constraint` of one text to Lark as llguidance reads it. Raises ConfigError for what it can't follow."""
 
     def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -24,6 +24,7 @@ class ByteLevelPieces:
     drops_first_space: ClassVar[bool] = False
 
     def to_bytes(self, piece: str) -> bytes:
+        """The bytes that a piece stands for; of one in other letters its UTF-8."""
         try:
             return bytes(BYTE_ALPHABET[letter] for letter in piece)
         except KeyError:
@@ -39,6 +40,7 @@ class SpacedPieces:
     drops_first_space: bool
 
     def to_bytes(self, piece: str) -> bytes:
+        """The bytes that a piece stands for."""
         byte = BYTE_PIECE.fullmatch(piece) if self.byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else piece.replace(self.space, " ").encode()
 

@@ -31,15 +31,24 @@ class Seeing(Protocol):
     """What is needed of an opened model; ``image_token`` stands for an image in a prompt, None: it sees none."""
 
     @property
-    def path(self) -> pathlib.Path: ...
+    def path(self) -> pathlib.Path:
+        """The folder or file that was opened."""
+
     @property
-    def raw_config(self) -> dict[str, Any]: ...
+    def raw_config(self) -> dict[str, Any]:
+        """Its config.json."""
+
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """The decoder's shape."""
+
     @property
-    def image_token(self) -> int | None: ...
+    def image_token(self) -> int | None:
+        """The token that stands for an image."""
+
     @property
-    def weights(self) -> CheckpointWeights | WeightStore: ...
+    def weights(self) -> CheckpointWeights | WeightStore:
+        """The checkpoint, or its weight store."""
 
 
 class Vision:

@@ -62,6 +62,7 @@ class Parts:
         return array
 
     def wrong(self, name: str, accepted: str) -> CheckpointError:
+        """The error for a tensor of another type or shape than ``accepted`` says."""
         info = self.tensors.info(name)
         return CheckpointError(
             f"{self.tensors.files[0].path}: tensor {name!r} is {info.dtype} {info.shape}, expected {accepted}: "
@@ -83,6 +84,7 @@ class Parts:
 
 
 def settings_of(raw: Any, where: str) -> Quantization:
+    """The fields of a quantization_config that are read. Raises CheckpointError or ConfigError as `read`."""
     return read(raw, Quantization, f"config.json: {where}", HINT)
 
 

@@ -1,0 +1,28 @@
+"""What a backend of the linear layers computes: the three blocks of an `Architecture`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from edgekv.types import F32
+
+
+class LinearBlocks(Protocol):
+    """Activations are float32 (n, channels), on the host or on the backend's device.
+
+    weights_bytes: of all weights that it reads.
+    """
+
+    weights_bytes: int
+
+    def attention_in(self, i: int, x: F32) -> F32:
+        """x (n, hidden) before layer i -> fused queries, keys, values (n, (n_heads + 2 n_kv_heads) * head_dim)."""
+
+    def attention_out(self, i: int, x: F32, attention: F32) -> F32:
+        """Residual x and attention (n, n_heads * head_dim) of layer i -> the next layer's x (n, hidden).
+
+        x may be changed.
+        """
+
+    def head(self, x: F32) -> F32:
+        """x (n, hidden) of the last layer -> logits (n, vocab)."""

@@ -78,11 +78,6 @@ def blas_threads(n: int) -> AbstractContextManager[object]:
     return limit
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
-
-
 def peak_rss_bytes() -> int:
     """The largest resident memory this process has had."""
     # ru_maxrss comes second: Linux lets a child inherit it from a larger parent.

@@ -7,12 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from edgekv.quality.needles import DEPTHS, NeedlePrompt, Prose, make_haystack, make_prompt
+from edgekv.quality.needles import Prose, make_haystack
 from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import needle_tasks  # noqa: E402
 import needles  # noqa: E402
 
 SENTENCES = (
@@ -102,10 +103,10 @@ def test_training_sees_every_wording(rng) -> None:
     assert len(seen) == 2 * 3 * 3
 
 
-@pytest.mark.parametrize("task", needles.TASKS)
+@pytest.mark.parametrize("task", needle_tasks.TASKS)
 @pytest.mark.parametrize("depth", [0.05, 0.5, 0.95])
 def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: Prose, rng) -> None:
-    prompt = make_prompt(rng, prose, task, 1024, depth)
+    prompt = needle_tasks.make_prompt(rng, prose, task, 1024, depth)
     text, answer = text_of(prose, prompt.ids), text_of(prose, prompt.answer).strip()
     assert len(prompt.ids) + len(prompt.answer) == 1024
     assert text.count(answer) == 1
@@ -116,17 +117,17 @@ def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: 
 
 
 def test_four_codes_differ_and_any_of_them_is_asked_for(prose: Prose) -> None:
-    prompts = needles.make_prompts(prose, "four-codes", 512, n=40)
+    prompts = needle_tasks.make_prompts(prose, "four-codes", 512, n=40)
     questions = {text_of(prose, prompt.ids).rsplit("\n", 1)[-1] for prompt in prompts}
     assert len(questions) == 4
     assert all(text_of(prose, prompt.ids).count(" door is ") == 4 for prompt in prompts)
 
 
 def test_prompts_repeat_with_their_seed_only(prose: Prose) -> None:
-    first, again, other = (needles.make_prompts(prose, "pass-key", 256, n=10, seed=s) for s in (0, 0, 1))
+    first, again, other = (needle_tasks.make_prompts(prose, "pass-key", 256, n=10, seed=s) for s in (0, 0, 1))
     assert first == again
     assert [p.answer for p in first] != [p.answer for p in other]
-    assert [p.depth for p in first] == list(DEPTHS)
+    assert [p.depth for p in first] == list(needle_tasks.DEPTHS)
 
 
 def test_a_text_too_short_is_refused(prose: Prose, rng) -> None:
@@ -135,8 +136,8 @@ def test_a_text_too_short_is_refused(prose: Prose, rng) -> None:
 
 
 def test_score_by_depth_counts_each_depth_apart() -> None:
-    prompts = [NeedlePrompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
-    assert needles.score_by_depth(prompts, [True, False, True, True]) == {0.05: 0.5, 0.95: 1.0}
+    prompts = [needle_tasks.NeedlePrompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
+    assert needle_tasks.score_by_depth(prompts, [True, False, True, True]) == {0.05: 0.5, 0.95: 1.0}
 
 
 TOKENIZERS = ("tokenizers/llama2", "tokenizers/llama2_hf", "models/gpt2-60m", "models/stories260K")

@@ -11,26 +11,25 @@ prints the share of fresh prompts whose answer is right, by depth. The wordings 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import lzma
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from needle_tasks import TASKS, make_prompts, score_by_depth
 from tqdm import tqdm
 
 from edgekv import Session
 from edgekv.quality.needles import (
     COLOURS,
-    TASKS,
     THINGS,
     Fact,
     Prose,
     Rng,
     draw_names,
     draw_value,
-    make_prompts,
-    score_by_depth,
 )
 
 Ids = npt.NDArray[np.uint16]
@@ -50,7 +49,12 @@ def training_facts(rng: Rng, n: int) -> list[Fact]:
     facts = [Fact(draw_value(rng), name) for name in names]
     if rng.random() < 0.6:
         facts[0] = Fact(draw_value(rng))
-    return [fact.reworded(rng) for fact in facts]
+    return [reworded(fact, rng) for fact in facts]
+
+
+def reworded(fact: Fact, rng: Rng) -> Fact:
+    """The same fact in wordings drawn at random."""
+    return dataclasses.replace(fact, statement_wording=int(rng.integers(3)), question_wording=int(rng.integers(3)))
 
 
 def woven(rng: Rng, prose: Prose, pieces: Sequence[tuple[float, Piece]], length: int) -> Row:

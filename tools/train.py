@@ -22,6 +22,7 @@ import shutil
 import time
 from collections.abc import Iterator
 
+import needle_tasks
 import needles
 import numpy as np
 import sentencepiece
@@ -261,15 +262,15 @@ def evaluate(folder: pathlib.Path, data: pathlib.Path, length: int, n: int = 100
     for name in "train", "heldout":
         record[f"{name}_ppl"] = perplexity(model, load_prose(data, name), length, n_rows=n)
     heldout = load_prose(data, "heldout")
-    for task in needles.TASKS:
-        prompts = needles.make_prompts(heldout, task, length, n)
+    for task in needle_tasks.TASKS:
+        prompts = needle_tasks.make_prompts(heldout, task, length, n)
         right = []
         for prompt in prompts:
             ids, size = torch.tensor([prompt.ids + prompt.answer], device=DEVICE), len(prompt.answer)
             hidden = model.model(ids[:, :-1]).last_hidden_state[0, -size:]
             right.append(bool(token_losses(hidden, model.lm_head.weight, ids[0, -size:])[1].all()))
         record[task] = sum(right) / len(right)
-        record[f"{task} by depth"] = needles.score_by_depth(prompts, right)
+        record[f"{task} by depth"] = needle_tasks.score_by_depth(prompts, right)
     return record
 
 

@@ -128,10 +128,14 @@ def table(timings: list[Timing], wide: bool = False) -> str:
         "x floor": lambda t: f"{t.times_floor:.2f}",
     }
     for name in timings[0].parts if wide else ("matmul", "python"):
-        columns[name] = lambda t, name=name: f"{t.parts[name]:.3f}"  # type: ignore[misc]
+        columns[name] = _part(name)
     return "\n".join(
         fitted([list(columns), *([show(t) for show in columns.values()] for t in timings)], wide=wide)
     )
+
+
+def _part(name: str) -> Callable[[Timing], str]:
+    return lambda t: f"{t.parts[name]:.3f}"
 
 
 def prefill_table(prefills: list[Prefill]) -> str:

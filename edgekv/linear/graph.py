@@ -120,7 +120,8 @@ class GraphOps(Ops):
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
         proto: ModelProto = helper.make_model(graph, opset_imports=opsets)
         proto.ir_version = 9
-        return proto.SerializeToString()  # type: ignore[no-any-return]
+        data: bytes = proto.SerializeToString()
+        return data
 
 
 def block_graphs(

@@ -12,6 +12,7 @@ import numpy as np
 from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
+from edgekv.linear.blocks import LinearBlocks
 from edgekv.machine import blas_threads
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
 from edgekv.session.caches import open_caches
@@ -47,25 +48,25 @@ class Timing:
 
 
 class TimedLinear:
-    """The linear layers, their time counted as matmul."""
+    """`LinearBlocks`, their time counted as matmul."""
 
-    def __init__(self, dense: Any, watch: Stopwatch) -> None:
-        self.weights_bytes = dense.weights_bytes
-        self.attention_in = watch.timed("matmul", dense.attention_in)
-        self.attention_out = watch.timed("matmul", dense.attention_out)
-        self.head = watch.timed("matmul", dense.head)
+    def __init__(self, linear: LinearBlocks, watch: Stopwatch) -> None:
+        self.weights_bytes = linear.weights_bytes
+        self.attention_in = watch.timed("matmul", linear.attention_in)
+        self.attention_out = watch.timed("matmul", linear.attention_out)
+        self.head = watch.timed("matmul", linear.head)
 
 
 class SchemeTimer:
     """One scheme's caches, filled to a depth, and its timings."""
 
     def __init__(
-        self, decoder: Decoder, dense: Any, kernels: Any, spec: CacheSpec, depth: int, tokens: int
+        self, decoder: Decoder, linear: LinearBlocks, kernels: Any, spec: CacheSpec, depth: int, tokens: int
     ) -> None:
         self.decoder, self.spec, self.depth = decoder, spec, depth
         self.coarse, self.fine = Stopwatch(), Stopwatch()
         self.coarse.on = True
-        self.linear = TimedLinear(dense, self.coarse)
+        self.linear = TimedLinear(linear, self.coarse)
         self.kernels = self.fine.kernels(kernels)
         self.caches = open_caches(decoder, spec, depth + tokens, kernels=self.kernels)
         for cache in self.caches:
@@ -146,12 +147,12 @@ def bench(
 ) -> list[Timing]:
     """``tokens`` tokens with each scheme at each depth, the schemes and the bandwidth's probe taking turns."""
     results = []
-    dense, kernels = decoder.linear, decoder.kernels
+    linear, kernels = decoder.linear, decoder.kernels
     with blas_threads(1):
         for depth in depths:
             rounds = -(-tokens // ROUND_TOKENS)
             room = (2 * rounds + 1) * ROUND_TOKENS
-            runners = [SchemeTimer(decoder, dense, kernels, spec, depth, room) for spec in specs]
+            runners = [SchemeTimer(decoder, linear, kernels, spec, depth, room) for spec in specs]
             for i, runner in enumerate(runners):
                 if progress:
                     progress(f"filling caches to {depth} tokens", i, len(runners))
@@ -167,7 +168,7 @@ def bench(
                     runner.decode(ROUND_TOKENS, fine=False)
                     runner.decode(ROUND_TOKENS, fine=True)
             results += [runner.timing(bandwidth.best) for runner in runners]
-    decoder.linear, decoder.kernels = dense, kernels
+    decoder.linear, decoder.kernels = linear, kernels
     return results
 
 
@@ -190,7 +191,7 @@ class Prefill:
 
 def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequence[int]) -> list[Prefill]:
     """The better of two prompts for each length and scheme."""
-    results, dense, c = [], decoder.linear, decoder.config
+    results, linear, c = [], decoder.linear, decoder.config
     ids = np.random.default_rng(0).integers(0, c.vocab_size, max(lengths, default=0))
     flops = blas_flops(decoder.threads) if lengths else 0.0
     for n in lengths:
@@ -200,7 +201,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
             for _ in range(2):
                 watch = Stopwatch()
                 watch.on = True
-                decoder.linear = TimedLinear(dense, watch)
+                decoder.linear = TimedLinear(linear, watch)
                 caches = open_caches(decoder, spec, n)
                 x = decoder.embed(ids[:n], 0)
                 begin = time.perf_counter()
@@ -213,7 +214,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
                     best = Prefill(str(spec), n, seconds, n / seconds, matmul, flops, seconds / floor)
             assert best is not None
             results.append(best)
-    decoder.linear = dense
+    decoder.linear = linear
     return results
 
 

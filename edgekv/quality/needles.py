@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from edgekv.types import I64
 Ids = npt.NDArray[Any]
 Rng = np.random.Generator
 
-DEPTHS = tuple((i + 0.5) / 10 for i in range(10))
 COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
 THINGS = ("door", "gate", "house", "chest", "room", "box", "book", "boat")
 SPARSE = 100  # tokens from one place for a fact to the next, above which other places are taken
@@ -64,12 +63,6 @@ class Fact:
         wordings = CODE_QUESTIONS if self.name else KEY_QUESTIONS
         return wordings[self.question_wording].format(name=self.name)
 
-    def reworded(self, rng: Rng) -> Fact:
-        """The same fact in wordings drawn at random."""
-        return dataclasses.replace(
-            self, statement_wording=int(rng.integers(3)), question_wording=int(rng.integers(3))
-        )
-
 
 def draw_value(rng: Rng) -> str:
     """Five digits."""
@@ -79,19 +72,6 @@ def draw_value(rng: Rng) -> str:
 def draw_names(rng: Rng, n: int) -> list[str]:
     """Different coloured things, at most 64."""
     return [f"{COLOURS[i % 8]} {THINGS[i // 8]}" for i in rng.choice(64, size=n, replace=False)]
-
-
-def pass_key(rng: Rng) -> list[Fact]:
-    """One 5-digit pass key."""
-    return [Fact(draw_value(rng))]
-
-
-def four_codes(rng: Rng) -> list[Fact]:
-    """The 5-digit codes of four doors in random order; the first is the one to ask for."""
-    return [Fact(draw_value(rng), f"{colour} door") for colour in rng.permutation(COLOURS[:4])]
-
-
-TASKS: dict[str, Callable[[Rng], list[Fact]]] = {"pass-key": pass_key, "four-codes": four_codes}
 
 
 class Prose:
@@ -162,44 +142,6 @@ def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
         if found.sum() * SPARSE >= len(tokens):
             return np.flatnonzero(found) + 1
     return np.arange(1, max(len(tokens), 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class NeedlePrompt:
-    """A test: ids that end in a question, and the ids of the digits that answer it."""
-
-    ids: list[int]
-    answer: list[int]
-    depth: float
-
-
-def make_prompt(rng: Rng, prose: Prose, task: str, length: int, depth: float) -> NeedlePrompt:
-    """Prompt and answer take ``length`` tokens together; the fact asked for is at ``depth`` (0 to 1).
-
-    Other facts, which must not be confused with it, are anywhere.
-    """
-    facts = TASKS[task](rng)
-    pieces: list[tuple[float, list[int]]] = []
-    for i, fact in enumerate(facts):
-        pieces.append((depth if i == 0 else rng.random(), prose.continuing(" " + fact.statement)))
-    answer = prose.continuing(" " + facts[0].value)
-    pieces.append((1.0, prose.continuing("\n\n" + facts[0].question) + answer))
-    ids = prose.weave(rng, pieces, length)[0].tolist()
-    return NeedlePrompt(ids[: -len(answer)], answer, depth)
-
-
-def make_prompts(prose: Prose, task: str, length: int, n: int = 100, seed: int = 0) -> list[NeedlePrompt]:
-    """``n`` fresh prompts, spread evenly over the ten depths."""
-    rng = np.random.default_rng([seed, length, list(TASKS).index(task)])
-    return [make_prompt(rng, prose, task, length, DEPTHS[i % len(DEPTHS)]) for i in range(n)]
-
-
-def score_by_depth(prompts: Sequence[NeedlePrompt], right: Sequence[bool]) -> dict[float, float]:
-    """The share of right answers at each depth."""
-    by_depth: dict[float, list[bool]] = {}
-    for prompt, is_right in zip(prompts, right, strict=True):
-        by_depth.setdefault(prompt.depth, []).append(bool(is_right))
-    return {depth: sum(answers) / len(answers) for depth, answers in sorted(by_depth.items())}
 
 
 @dataclasses.dataclass(frozen=True)

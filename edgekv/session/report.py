@@ -114,7 +114,7 @@ class RunReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Every field and every derived number, ready for JSON."""
-        return _json_ready(  # type: ignore[no-any-return]
+        ready: dict[str, Any] = _json_ready(
             asdict(self)
             | {
                 "stop_reason": self.stop_reason,
@@ -127,6 +127,7 @@ class RunReport:
                 "achieved_gb_per_s": self.achieved_gb_per_s,
             }
         )
+        return ready
 
     def to_text(self) -> str:
         """The report for people: a line per topic and a line per note, without a final newline."""

@@ -75,4 +75,5 @@ def _graph(weights: dict[str, F32], kind: str) -> bytes:
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
     proto = helper.make_model(graph, opset_imports=opsets)
     proto.ir_version = 9
-    return proto.SerializeToString()  # type: ignore[no-any-return]
+    data: bytes = proto.SerializeToString()
+    return data

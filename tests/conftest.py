@@ -3,9 +3,15 @@
 import os
 import pathlib
 import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from cuda_cases import device  # noqa: F401
+from serving import Server
+
+if TYPE_CHECKING:
+    import openai
 
 # In a shell's background job Ctrl-C is ignored, and would be by the programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,3 +35,12 @@ def shared() -> pathlib.Path:
 def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantised stores made by a test go to a temporary folder, shared by the whole run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> "Iterator[openai.OpenAI]":
+    """OpenAI's own client of a module's ``server``."""
+    import openai  # takes a second
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

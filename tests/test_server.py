@@ -53,12 +53,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def get(server: Server, path: str) -> Any:
     with urllib.request.urlopen(server.url + path, timeout=60) as answer:
         return json.loads(answer.read())

@@ -43,12 +43,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, *messages: Any, **options: Any) -> Any:
     return client.chat.completions.create(
         **{"model": "scenes", "messages": messages, "max_tokens": 60, "temperature": 0} | options

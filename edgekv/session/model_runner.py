@@ -75,7 +75,7 @@ class ModelRunner:
 
     def end_drafts(self) -> None:
         """Forgets drafts that were not asked for: the text ends."""
-        self.state.take_back()
+        self.state.drop_tentative()
         self._ahead.clear()
         self._ready = None
 
@@ -126,22 +126,22 @@ class ModelRunner:
         spans: embeddings in place of some of them, counted from the first.
         """
         state = self.state
-        state.announce(spans)
+        state.add_coming_spans(spans)
         try:
             logits = self._logits(ids, n_logits, progress)
             state.tokens.extend(ids)
         finally:
-            state.forget_announced()
+            state.drop_coming_spans()
         return logits
 
-    def flat(self, prompt: Prompt) -> tuple[list[int], Spans]:
+    def flatten_prompt(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """A prompt as ids and the spans among them. Raises ContextError, TokenizerError where it can't be read."""
         ids, spans = self._known(prompt)
         require_room(len(ids), self.ctx, self.decoder.config.max_positions, n_held=len(self.state.tokens))
         return ids, spans
 
-    def fitted(self, prompt: Prompt) -> tuple[list[int], Spans]:
-        """As `flat`; if the prompt is too long, what the context shift leaves of it and of all before it."""
+    def fit_prompt(self, prompt: Prompt) -> tuple[list[int], Spans]:
+        """As `flatten_prompt`; where the prompt is too long, what the context shift leaves of it and the rest."""
         ids, spans = self._known(prompt)
         state, n = self.state, len(self.state.tokens) + len(ids)
         kept = self._kept(n, self.ctx - self.ctx // 4) if n > self.ctx else None

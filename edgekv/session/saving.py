@@ -31,7 +31,7 @@ def save_state(
 
     compress: Huffman codes. Raises CheckpointError when the file can't be written.
     """
-    state.take_back()
+    state.drop_tentative()
     layers = [cache.state() for cache in state.caches]
     sampler = state.sampler
     content = {

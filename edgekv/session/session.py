@@ -206,7 +206,7 @@ class Session:
     ) -> F32:
         """(vocab,) float32: logits after a prompt, which is appended to the conversation. See `prompt`."""
         self._running.require_none()
-        ids, spans = self.runner.fitted(self.prompt(prompt, images))
+        ids, spans = self.runner.fit_prompt(self.prompt(prompt, images))
         return to_host(self.runner.append(ids, spans, progress=progress)[0])
 
     def generate(
@@ -239,7 +239,7 @@ class Session:
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed)
         generation = Generation(self.runner, self.tokenizer, sampler, max_new_tokens, stop, constraint)
         pieces, images_report = self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)
-        ids, spans = self.runner.fitted(pieces)
+        ids, spans = self.runner.fit_prompt(pieces)
         self.state.sampler = sampler
         self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         return self._running.begin(generation.steps(ids, spans, self._report, progress))
@@ -247,7 +247,7 @@ class Session:
     def logits(self, prompt: Prompt) -> F32:
         """(n, vocab) float32: logits after each token id or row of embeddings, all of which are appended."""
         self._running.require_none()
-        ids, spans = self.runner.flat(prompt)
+        ids, spans = self.runner.flatten_prompt(prompt)
         return to_host(self.runner.append(ids, spans, n_logits=len(ids)))
 
     def embed(self, text: str | Sequence[int]) -> F32:

@@ -53,18 +53,18 @@ class State:
         """The latest tokens, which are not in the caches yet."""
         return self.tokens[self.n_past :]
 
-    def take_back(self) -> None:
+    def drop_tentative(self) -> None:
         """Takes what is tentative out of the caches."""
         if self.n_tentative:
             for cache in self.caches:
                 cache.advance(-self.n_tentative)
             self.n_tentative = 0
 
-    def announce(self, spans: Spans) -> None:
+    def add_coming_spans(self, spans: Spans) -> None:
         """Embeddings that are about to be appended with their placeholders, counted from the end of the tokens."""
         self.spans += shifted(spans, len(self.tokens))
 
-    def forget_announced(self) -> None:
+    def drop_coming_spans(self) -> None:
         """Drops the embeddings behind the last token: what was to be appended has not been."""
         self.spans = clipped(self.spans, 0, len(self.tokens))
 
@@ -80,7 +80,7 @@ class State:
                 value=n_tokens,
                 accepted=["0 or more"],
             )
-        self.take_back()
+        self.drop_tentative()
         self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
         self.spans = clipped(self.spans, 0, n_tokens)
@@ -123,14 +123,14 @@ class State:
 
     def replace(self, tokens: list[int], spans: Spans) -> None:
         """Other tokens, all of them pending, in place of the present ones."""
-        self.take_back()
+        self.drop_tentative()
         rewind(self.caches, 0)
         self.tokens, self.spans = tokens, spans
 
     def copy_from(self, other: State, caches: list[KVCache]) -> None:
         """Takes over another conversation into ``caches``, which are empty and of its scheme and size."""
         self.caches = caches
-        other.take_back()
+        other.drop_tentative()
         for cache, source in zip(self.caches, other.caches, strict=True):
             state = source.state()
             for name, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():

@@ -8,7 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-from edgekv.server.answer_parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.answer_parser import Delta
+from edgekv.server.chat_answer import ChatAnswer, Json, delta_json
 from edgekv.server.checked_request import CheckedRequest
 from edgekv.server.jobs import AnswerEnd, EncodedPrompt, Event, Piece, PromptProgress, Usage
 from edgekv.server.protocol import RequestError
@@ -16,7 +17,6 @@ from edgekv.server.tools import ToolFormat
 from edgekv.session.logprobs import TokenLogprob
 from edgekv.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
 
 
@@ -220,7 +220,8 @@ class ChatBuilder(_CompletionsBuilder):
 
     def _deltas(self, i: int, deltas: Sequence[Delta], extra: Json) -> list[Json]:
         return [
-            self._chunk([self._choice(i, _delta(delta), logprobs=self._untold(i))], **extra) for delta in deltas
+            self._chunk([self._choice(i, delta_json(delta), logprobs=self._untold(i))], **extra)
+            for delta in deltas
         ]
 
     def _untold(self, i: int) -> Json | None:
@@ -247,59 +248,6 @@ class ChatBuilder(_CompletionsBuilder):
     def _entry(self, token: int, logprob: float) -> Json:
         data = self._tokenizer.token_bytes(token)
         return {"token": self._token(token), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-class ChatAnswer:
-    """One answer of a chat as it grows: content, reasoning, tool calls, and why it ended."""
-
-    def __init__(self, request: CheckedRequest, thinks: bool, form: ToolFormat) -> None:
-        self._reader = AnswerParser(thinks=thinks, form=form if request.tools and request.tools.callable else None)
-        self.content = self.reasoning = ""
-        self.calls: list[Json] = []
-        self.reason: str | None = None
-
-    def push(self, text: str) -> list[Delta]:
-        """What the next piece of text adds."""
-        return self._kept(self._reader.push(text))
-
-    def end(self, reason: str) -> list[Delta]:
-        """What was held back; ``reason``: why the text ended."""
-        deltas = self._kept(self._reader.end())
-        self.reason = "tool_calls" if self.calls and reason == "stop" else reason
-        return deltas
-
-    def message(self) -> Json:
-        """OpenAI's message, once it has ended."""
-        message: Json = {"role": "assistant", "content": self.content or (None if self.calls else "")}
-        if self.reasoning.strip():
-            message["reasoning_content"] = self.reasoning.strip()
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message
-
-    def _kept(self, deltas: list[Delta]) -> list[Delta]:
-        for delta in deltas:
-            if isinstance(delta, Content):
-                self.content += delta.text
-            elif isinstance(delta, Reasoning):
-                self.reasoning += delta.text
-            elif isinstance(delta, CallBegin):
-                function = {"name": delta.name, "arguments": ""}
-                self.calls.append({"id": delta.id, "type": "function", "function": function})
-            else:
-                self.calls[delta.number]["function"]["arguments"] += delta.text
-        return deltas
-
-
-def _delta(delta: Delta) -> Json:
-    if isinstance(delta, Content):
-        return {"content": delta.text}
-    if isinstance(delta, Reasoning):
-        return {"reasoning_content": delta.text}
-    if isinstance(delta, CallArguments):
-        return {"tool_calls": [{"index": delta.number, "function": {"arguments": delta.text}}]}
-    function = {"name": delta.name, "arguments": ""}
-    return {"tool_calls": [{"index": delta.number, "id": delta.id, "type": "function", "function": function}]}
 
 
 def _finite(logprob: float) -> float:

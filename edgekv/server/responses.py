@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgekv.server.answer_parser import CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.chat_answer import ChatAnswer, Json
 from edgekv.server.checked_request import CheckedRequest
 from edgekv.server.jobs import AnswerEnd, EncodedPrompt, Event, Piece, Usage
 from edgekv.server.protocol import RequestError
-from edgekv.server.response_builders import ChatAnswer, Json, ResponseBuilder
+from edgekv.server.response_builders import ResponseBuilder
 from edgekv.server.tools import ToolFormat
 
 

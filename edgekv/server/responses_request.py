@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from edgekv.server.chat_answer import Json
 from edgekv.server.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -19,7 +20,6 @@ from edgekv.server.protocol import (
     StrictStruct,
     read,
 )
-from edgekv.server.response_builders import Json
 
 TEXTS, IMAGE = ("input_text", "output_text", "text"), "input_image"
 

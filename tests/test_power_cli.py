@@ -47,9 +47,9 @@ def bare(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No sensor at all, whatever this machine has."""
 
     def probe(root: object = "/") -> None:
-        from edgekv.power.base import Absent
+        from edgekv.power.base import MeterAbsent
 
-        raise Absent("not here")
+        raise MeterAbsent("not here")
 
     for name, kind in METERS.items():
         monkeypatch.setitem(METERS, name, type(kind.__name__, (kind,), {"probe": staticmethod(probe)}))

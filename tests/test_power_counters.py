@@ -6,7 +6,7 @@ import pathlib
 import power_trees as trees
 import pytest
 
-from edgekv.power.base import Absent, EnergyCounter, Refused
+from edgekv.power.base import EnergyCounter, MeterAbsent, MeterRefused
 from edgekv.power.boards import power_file
 from edgekv.power.nvml import Nvml
 from edgekv.power.rapl import Rapl
@@ -53,7 +53,7 @@ def test_an_unreadable_counter_names_the_rule(tmp_path: pathlib.Path) -> None:
         path.symlink_to("/proc/self/mem")
     else:
         path.chmod(0)
-    with pytest.raises(Refused, match="udev rule"):
+    with pytest.raises(MeterRefused, match="udev rule"):
         Rapl.probe(root)
     rule = power_file("99-edgekv-power.rules")
     assert rule is not None
@@ -122,9 +122,9 @@ def test_nvml_falls_back(refuses: tuple[str, ...], power: float | None, energy: 
 
 
 def test_nvml_that_initialises_and_then_refuses() -> None:
-    with pytest.raises(Refused, match="neither energy nor power"):
+    with pytest.raises(MeterRefused, match="neither energy nor power"):
         Nvml(trees.FakeNvml(refuses=("instant", "usage", "energy")))
-    with pytest.raises(Absent, match="no usable GPU"):
+    with pytest.raises(MeterAbsent, match="no usable GPU"):
         Nvml(trees.FakeNvml(refuses=("init",)))
 
 

@@ -6,7 +6,7 @@ import power_trees as trees
 import pytest
 
 from edgekv.power import find_meter
-from edgekv.power.base import Absent, Refused
+from edgekv.power.base import MeterAbsent, MeterRefused
 from edgekv.power.boards import boards, find_board
 from edgekv.power.ina238 import Ina238
 from edgekv.power.ina3221 import Ina3221, Ina3221Iio
@@ -79,7 +79,7 @@ def test_boards_without_a_sensor(model: str, tmp_path: pathlib.Path) -> None:
     board = find_board(root)
     assert board is not None
     assert board.meters == []
-    with pytest.raises(Absent, match="--power-csv"):
+    with pytest.raises(MeterAbsent, match="--power-csv"):
         find_meter(root=root)
 
 
@@ -122,7 +122,7 @@ def test_a_total_rail_that_fails_is_refused_or_loses_the_sample(tmp_path: pathli
     (root / BASE / "in1_input").write_text("5000\n")
     assert trees.total_w(meter) == pytest.approx(6)
     eio(root / BASE / "in1_input")
-    with pytest.raises(Refused, match="input/output error"):
+    with pytest.raises(MeterRefused, match="input/output error"):
         Ina3221.probe(root)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from edgekv.errors import PowerError
 from edgekv.power import METERS, find_meter, survey
-from edgekv.power.base import Absent, Refused
+from edgekv.power.base import MeterAbsent, MeterRefused
 from edgekv.power.battery import Battery
 from edgekv.power.boards import boards, find_board
 from edgekv.power.nvml import Nvml
@@ -36,13 +36,13 @@ def test_a_battery_on_the_charger_measures_nothing(tmp_path: pathlib.Path) -> No
     (root / "sys/class/power_supply/BAT0/status").write_text("Charging\n")
     with pytest.raises(ValueError, match="Charging"):
         meter.read()
-    with pytest.raises(Refused, match="unplug"):
+    with pytest.raises(MeterRefused, match="unplug"):
         Battery.probe(root)
 
 
 def test_a_mouse_is_no_battery(tmp_path: pathlib.Path) -> None:
     tree = trees.battery(power_now=1) | {"sys/class/power_supply/BAT0/scope": "Device\n"}
-    with pytest.raises(Absent):
+    with pytest.raises(MeterAbsent):
         Battery.probe(trees.write_tree(tmp_path, tree))
 
 
@@ -60,7 +60,7 @@ def test_a_machine_without_sensors(tmp_path: pathlib.Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "pynvml", None)
     findings = survey(tmp_path)
     assert [finding.name for finding in findings] == list(METERS)
-    assert all(isinstance(finding.problem, Absent) for finding in findings)
+    assert all(isinstance(finding.problem, MeterAbsent) for finding in findings)
     with pytest.raises(PowerError, match="accepted: auto, rpi-pmic"):
         find_meter("sundial")
 
@@ -86,7 +86,7 @@ def test_nvidia_without_the_package_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     trees.write_tree(tmp_path, {"proc/driver/nvidia/version": "NVRM version\n"})
-    with pytest.raises(Refused, match=r"pip install 'edgekv\[nvml\]'"):
+    with pytest.raises(MeterRefused, match=r"pip install 'edgekv\[nvml\]'"):
         Nvml.probe(tmp_path)
 
 

@@ -12,7 +12,7 @@ from edgekv.errors import PowerError
 from edgekv.power.base import Correction, Throttle
 from edgekv.power.csv_log import CsvLog
 from edgekv.power.phases import EnergyMeter, NoMeter
-from edgekv.power.source import About, Estimate, Unmetered
+from edgekv.power.source import Estimate, MeterInfo, Unmetered
 from edgekv.power.trace import Trace, Window
 
 WALL = Correction("at the wall", 1.2, 0.5, "a fit")
@@ -38,8 +38,8 @@ class Recorded:
     def window(self, start_s: float, end_s: float) -> Window:
         return self.trace.window(start_s, end_s)
 
-    def about(self) -> About:
-        return About("ina238", "the board", rails=("VIN",), total=("VIN",), correction=WALL, cpu_share=0.004)
+    def about(self) -> MeterInfo:
+        return MeterInfo("ina238", "the board", rails=("VIN",), total=("VIN",), correction=WALL, cpu_share=0.004)
 
     def throttle(self) -> Throttle | None:
         return Throttle()

@@ -7,7 +7,7 @@ import power_trees as trees
 import pytest
 
 from edgekv.errors import PowerError
-from edgekv.power.base import Absent, Refused
+from edgekv.power.base import MeterAbsent, MeterRefused
 from edgekv.power.rpi import RpiPmic, parse_rails
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -67,11 +67,11 @@ def test_pi_5_a_rail_that_goes_missing_loses_the_sample(pi: pathlib.Path) -> Non
 @pytest.mark.parametrize(
     ("script", "kind", "message"),
     [
-        ("""echo 'error=1 error_msg="Command not registered"'""", Absent, "only the Pi 5"),
-        ("echo 'VCHI initialization failed' >&2; exit 255", Refused, "usermod -aG video"),
-        ('echo "Can\'t open device file: /dev/vcio"; exit 255', Refused, "usermod -aG video"),
-        ("exit 3", Refused, "exit status 3"),
-        ("echo nothing useful", Refused, "no line of pmic_read_adc"),
+        ("""echo 'error=1 error_msg="Command not registered"'""", MeterAbsent, "only the Pi 5"),
+        ("echo 'VCHI initialization failed' >&2; exit 255", MeterRefused, "usermod -aG video"),
+        ('echo "Can\'t open device file: /dev/vcio"; exit 255', MeterRefused, "usermod -aG video"),
+        ("exit 3", MeterRefused, "exit status 3"),
+        ("echo nothing useful", MeterRefused, "no line of pmic_read_adc"),
     ],
 )
 def test_vcgencmd_that_fails(script: str, kind: type[PowerError], message: str, pi: pathlib.Path) -> None:

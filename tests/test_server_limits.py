@@ -24,7 +24,7 @@ from test_server import post
 from edgekv.errors import ConfigError
 from edgekv.server.body import parse_json
 from edgekv.server.checked_request import check_completion
-from edgekv.server.limits import SMALL, Bodies, BoundedServer, ServerLimits
+from edgekv.server.limits import SMALL, BodyMemory, BoundedServer, ServerLimits
 from edgekv.server.protocol import CompletionRequest, RequestError, read
 from edgekv.session.sampling import SamplingParams
 
@@ -231,7 +231,7 @@ def test_numbers_beyond_all_bounds_are_refused_in_python_too() -> None:
 
 
 def test_large_bodies_leave_room_for_small_ones() -> None:
-    bodies = Bodies(1 << 20)
+    bodies = BodyMemory(1 << 20)
     with bodies.open() as first, bodies.open() as second:
         first.grow(SMALL + (1 << 20))
         second.grow(SMALL)

@@ -28,7 +28,7 @@ SETTINGS = {"tau": "n_heads", "lam": "n_kv_heads"}
 onebit: the scale of the scores that it estimates, of KV heads."""
 
 
-class Adaptable(Protocol):
+class AdaptableCache(Protocol):
     """A layer's KV cache."""
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
@@ -140,7 +140,7 @@ class Adapter:
             shapes = ", ".join(map(str, accepted))
             raise ConfigError(f"{self.path}: {self.setting} has shape {self.value.shape}; accepted: {shapes}")
 
-    def adapt(self, caches: Sequence[Adaptable]) -> None:
+    def adapt(self, caches: Sequence[AdaptableCache]) -> None:
         """Gives each layer's cache its value: () if all layers share it, else the layer's own (1,) or (heads,)."""
         for layer, cache in enumerate(caches):
             value = self.value if self.value.ndim == 0 else self.value[layer].reshape(-1)

@@ -19,7 +19,7 @@ from edgekv.errors import PowerError
 from edgekv.machine import machine_info
 from edgekv.power import PowerSampler
 from edgekv.power.conditions import Conditions
-from edgekv.power.source import About, PowerSource, Unmetered
+from edgekv.power.source import MeterInfo, PowerSource, Unmetered
 from edgekv.power.trace import Window
 
 ACTIONS = {"record": add_record, "doctor": add_doctor}
@@ -139,7 +139,7 @@ def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]
     return _window_lines(about, window)
 
 
-def _window_lines(about: About, window: Window) -> list[str]:
+def _window_lines(about: MeterInfo, window: Window) -> list[str]:
     head = f"{about.meter}  {window.average_w:.2f} W"
     if about.correction:
         head += f", {about.correction.joules(window.joules, window.seconds) / window.seconds:.2f} W at the wall"

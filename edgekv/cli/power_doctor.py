@@ -8,8 +8,8 @@ import os
 from typing import Any
 
 from edgekv.machine import machine_info
-from edgekv.power import Finding, survey
-from edgekv.power.base import Refused, Root
+from edgekv.power import SurveyedMeter, survey
+from edgekv.power.base import MeterRefused, Root
 from edgekv.power.boards import find_board, power_file
 from edgekv.power.conditions import throttle
 
@@ -30,12 +30,12 @@ def _execute(arguments: argparse.Namespace) -> int:
     return 0 if any(finding.meter for finding in findings) else 1
 
 
-def diagnosis(findings: list[Finding], root: Root = "/") -> list[tuple[str, str]]:
+def diagnosis(findings: list[SurveyedMeter], root: Root = "/") -> list[tuple[str, str]]:
     """(topic, text): the board, every kind of sensor, permissions, and what --power would use."""
     rows = [("board", _board_text(root)), *((finding.name, _finding_text(finding)) for finding in findings)]
     rows.append(("throttling", "is reported here" if throttle(root) else "nothing here reports it"))
     rows.append(("group", _group_text()))
-    if any(isinstance(finding.problem, Refused) for finding in findings):
+    if any(isinstance(finding.problem, MeterRefused) for finding in findings):
         rows += [("permission", line) for line in _rule_lines()]
     rows.append(("verdict", _verdict([finding.name for finding in findings if finding.meter])))
     return rows
@@ -46,9 +46,9 @@ def _board_text(root: Root) -> str:
     return f"{name}: {board.to_text()}" if board else f"{name or 'not a known board'}: no profile"
 
 
-def _finding_text(finding: Finding) -> str:
+def _finding_text(finding: SurveyedMeter) -> str:
     if finding.meter is None:
-        return f"{'-- ' if not isinstance(finding.problem, Refused) else '!! '}{finding.problem}"
+        return f"{'-- ' if not isinstance(finding.problem, MeterRefused) else '!! '}{finding.problem}"
     meter = finding.meter
     try:
         reading = meter.read()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from edgekv.errors import PowerError
-from edgekv.power.base import Absent, PowerMeter, Refused, Root
+from edgekv.power.base import MeterAbsent, MeterRefused, PowerMeter, Root
 from edgekv.power.battery import Battery
 from edgekv.power.ina238 import Ina238
 from edgekv.power.ina3221 import Ina3221, Ina3221Iio
@@ -18,7 +18,7 @@ from edgekv.power.rapl import Rapl
 from edgekv.power.rpi import RpiPmic
 from edgekv.power.sampler import PowerSampler
 
-__all__ = ["METERS", "EnergyMeter", "Finding", "PowerSampler", "Sampler", "find_meter", "survey"]
+__all__ = ["METERS", "EnergyMeter", "PowerSampler", "Sampler", "SurveyedMeter", "find_meter", "survey"]
 
 Sampler = PowerSampler  # its older name
 
@@ -35,7 +35,7 @@ NOTHING = "no power sensor that edgekv knows is here (an external meter's log: `
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class SurveyedMeter:
     """One kind of sensor on this machine: the meter, or why there is none."""
 
     name: str
@@ -43,14 +43,14 @@ class Finding:
     problem: PowerError | None = None
 
 
-def survey(root: Root = "/") -> list[Finding]:
+def survey(root: Root = "/") -> list[SurveyedMeter]:
     """Every entry of METERS, tried."""
     findings = []
     for name, kind in METERS.items():
         try:
-            findings.append(Finding(name, meter=kind.probe(root)))
+            findings.append(SurveyedMeter(name, meter=kind.probe(root)))
         except PowerError as problem:  # noqa: PERF203
-            findings.append(Finding(name, problem=problem))
+            findings.append(SurveyedMeter(name, problem=problem))
     return findings
 
 
@@ -65,11 +65,11 @@ def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) 
         return METERS[name].probe(root), []
     notes = []
     for finding in survey(root):
-        if isinstance(finding.problem, Refused):
+        if isinstance(finding.problem, MeterRefused):
             notes.append(str(finding.problem))
         if finding.meter is None:
             continue
         if device in finding.meter.sees or device is None:
             return finding.meter, notes
         notes.append(f"{finding.name} is here but sees no work on the {device}")
-    raise Absent("; ".join(notes) or NOTHING)
+    raise MeterAbsent("; ".join(notes) or NOTHING)

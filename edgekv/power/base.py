@@ -20,11 +20,11 @@ LEAST_RAIL_W, MOST_RAIL_W = -10.0, 10_000.0  # an idle shunt may read a little b
 READ_ATTEMPTS = 3  # a sensor that answers EIO now and then is still a sensor
 
 
-class Absent(PowerError):
+class MeterAbsent(PowerError):
     """This kind of sensor is not on this machine."""
 
 
-class Refused(PowerError):
+class MeterRefused(PowerError):
     """The sensor is here and can't be read; the message says why and what to do."""
 
 
@@ -96,7 +96,7 @@ class PowerMeter(abc.ABC):
     def probe(cls, root: Root = "/") -> PowerMeter:
         """The machine's sensor, after one reading of it. ``root`` is the folder that holds `sys`.
 
-        Raises Absent, or Refused where it is there and does not answer.
+        Raises MeterAbsent, or MeterRefused where it is there and does not answer.
         """
 
     @abc.abstractmethod
@@ -122,14 +122,14 @@ def read_rails(sources: Mapping[str, Callable[[], float]], total: Iterable[str])
 
 
 def try_reading(meter: PowerMeter, remedy: str) -> None:
-    """Raises Refused if none of a few readings of the meter succeeds."""
+    """Raises MeterRefused if none of a few readings of the meter succeeds."""
     problems: list[Exception] = []
     while len(problems) < READ_ATTEMPTS:
         problem = _reading_problem(meter)
         if problem is None:
             return
         problems.append(problem)
-    raise Refused(f"{meter.name} is here but can't be read ({reason(problems[-1])}): {remedy}")
+    raise MeterRefused(f"{meter.name} is here but can't be read ({reason(problems[-1])}): {remedy}")
 
 
 def _reading_problem(meter: PowerMeter) -> Exception | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 
-from edgekv.power.base import Absent, PowerMeter, Reading, Refused, Root, read_rails, try_reading
+from edgekv.power.base import MeterAbsent, MeterRefused, PowerMeter, Reading, Root, read_rails, try_reading
 from edgekv.power.sysfs import NumberFile, folders, read_word
 
 REMEDY = "unplug the charger: only a discharging battery shows what the machine draws"
@@ -31,11 +31,13 @@ class Battery(PowerMeter):
             s for s in supplies if read_word(s / "type") == "Battery" and read_word(s / "scope") != "Device"
         ]
         if not batteries:
-            raise Absent("no battery")
+            raise MeterAbsent("no battery")
         for battery in batteries:
             status = read_word(battery / "status")
             if status != "Discharging":
-                raise Refused(f"battery {battery.name} is {(status or 'in an unknown state').lower()}: {REMEDY}")
+                raise MeterRefused(
+                    f"battery {battery.name} is {(status or 'in an unknown state').lower()}: {REMEDY}"
+                )
         meter = cls(batteries)
         try_reading(meter, "its driver reports neither power_now nor current_now and voltage_now")
         return meter

@@ -15,7 +15,7 @@ import numpy as np
 
 from edgekv.errors import PowerError
 from edgekv.power.base import Clock, Throttle
-from edgekv.power.source import About, PowerSource
+from edgekv.power.source import MeterInfo, PowerSource
 from edgekv.power.trace import Trace, Window
 
 TIME_NAMES = ("time", "timestamp", "datetime", "date", "unix", "timeunixs", "times", "epoch")
@@ -81,9 +81,9 @@ class CsvLog(PowerSource):
             ran = f"{_clock_time(start_s + self._offset_s)} to {_clock_time(end_s + self._offset_s)}"
             raise PowerError(f"{self._path} covers {covered}, this ran {ran} (UTC)") from error
 
-    def about(self) -> About:
+    def about(self) -> MeterInfo:
         trace, covers = self._trace, f"what the external meter measures ({self._path.name})"
-        return About(
+        return MeterInfo(
             "csv", covers, rails=trace.rails, total=trace.total, losses=dict(trace.losses), notes=self._notes
         )
 

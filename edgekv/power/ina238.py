@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 
-from edgekv.power.base import Absent, PowerMeter, Reading, Root, read_rails, try_reading
+from edgekv.power.base import MeterAbsent, PowerMeter, Reading, Root, read_rails, try_reading
 from edgekv.power.sysfs import NumberFile, folders, read_word
 
 INPUT = "VIN"
@@ -30,7 +30,7 @@ class Ina238(PowerMeter):
     def probe(cls, root: Root = "/") -> Ina238:
         devices = [d for d in folders(root, "sys/class/hwmon/hwmon*") if read_word(d / "name") == "ina238"]
         if not devices:
-            raise Absent("no Jetson Thor INA238")
+            raise MeterAbsent("no Jetson Thor INA238")
         meter = cls({_rail(device, len(devices) == 1): device for device in devices})
         try_reading(meter, f"look at {devices[0]} as root")
         return meter

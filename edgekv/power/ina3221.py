@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from edgekv.power.base import Absent, PowerMeter, Reading, Root, read_rails, try_reading
+from edgekv.power.base import MeterAbsent, PowerMeter, Reading, Root, read_rails, try_reading
 from edgekv.power.sysfs import NumberFile, folders, read_word
 
 WHOLE = ("VDD_IN", "POM_5V_IN")  # the module's input: everything else is inside
@@ -47,7 +47,7 @@ class Ina3221(PowerMeter):
             for rail, watts in cls.channels(folder):
                 sources[rail if rail not in sources else f"{rail}@{folder}"] = watts
         if not sources:
-            raise Absent(f"no {cls.summary}")
+            raise MeterAbsent(f"no {cls.summary}")
         meter = cls(sources)
         try_reading(meter, f"look at {folder} as root")
         return meter

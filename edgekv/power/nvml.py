@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from edgekv.power.base import (
-    Absent,
     Clock,
     EnergyCounter,
+    MeterAbsent,
+    MeterRefused,
     PowerMeter,
     Reading,
-    Refused,
     Root,
     Throttle,
     try_reading,
@@ -48,7 +48,7 @@ class Nvml(PowerMeter):
     tick_s = 0.1  # measured on an H200
 
     def __init__(self, library: Any, clock: Clock = time.perf_counter) -> None:
-        """Raises Refused where no GPU reports energy or power. ``library``: the module `pynvml`."""
+        """Raises MeterRefused where no GPU reports energy or power. ``library``: the module `pynvml`."""
         self._library, self._clock = library, clock
         self._energy_due_s = clock()
         self._handles: dict[str, Any] = {}
@@ -57,13 +57,15 @@ class Nvml(PowerMeter):
             count = library.nvmlDeviceGetCount()
             self._handles = {f"gpu{i}": library.nvmlDeviceGetHandleByIndex(i) for i in range(count)}
         except library.NVMLError as error:
-            raise Absent(f"NVML finds no usable GPU ({error})") from None
+            raise MeterAbsent(f"NVML finds no usable GPU ({error})") from None
         self.rails = self.total = tuple(self._handles)
         self._counters = {rail: EnergyCounter(clock=clock) for rail in self.rails}
         self._watts = self._working(self._instant_watts) or self._working(self._average_watts)
         self._joules = self._working(self._raw_joules)
         if not self._handles or not (self._watts or self._joules):
-            raise Refused("nvml: the driver reports neither energy nor power for this GPU (as on every Jetson)")
+            raise MeterRefused(
+                "nvml: the driver reports neither energy nor power for this GPU (as on every Jetson)"
+            )
 
     @classmethod
     def probe(cls, root: Root = "/") -> Nvml:
@@ -71,8 +73,10 @@ class Nvml(PowerMeter):
             import pynvml  # the module of nvidia-ml-py
         except ImportError:
             if pathlib.Path(root, "proc/driver/nvidia/version").exists():
-                raise Refused("nvml: reading the GPU needs nvidia-ml-py: pip install 'edgekv[nvml]'") from None
-            raise Absent("no NVIDIA driver") from None
+                raise MeterRefused(
+                    "nvml: reading the GPU needs nvidia-ml-py: pip install 'edgekv[nvml]'"
+                ) from None
+            raise MeterAbsent("no NVIDIA driver") from None
         meter = cls(pynvml)
         try_reading(meter, "see what `nvidia-smi` says")
         return meter

@@ -12,12 +12,12 @@ import re
 import time
 
 from edgekv.power.base import (
-    Absent,
     Clock,
     EnergyCounter,
+    MeterAbsent,
+    MeterRefused,
     PowerMeter,
     Reading,
-    Refused,
     Root,
     read_rails,
     reason,
@@ -66,7 +66,7 @@ class Rapl(PowerMeter):
             rail = f"{names[parent]}/{names[zone.name]}" if parent in names else names[zone.name]
             zones[rail] = Zone(NumberFile(zone / "energy_uj"), EnergyCounter(_range_j(zone), clock=clock))
         if not zones:
-            raise Absent("no RAPL counters")
+            raise MeterAbsent("no RAPL counters")
         meter = cls(zones)
         try_reading(meter, REMEDY)
         return meter
@@ -81,4 +81,4 @@ def _range_j(zone: pathlib.Path) -> float:
     except FileNotFoundError:
         return math.inf
     except (OSError, ValueError) as error:
-        raise Refused(f"rapl: {zone}/max_energy_range_uj can't be read ({reason(error)}): {REMEDY}") from None
+        raise MeterRefused(f"rapl: {zone}/max_energy_range_uj can't be read ({reason(error)}): {REMEDY}") from None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from edgekv.power.base import Correction
 from edgekv.power.conditions import throttle_text
-from edgekv.power.source import About
+from edgekv.power.source import MeterInfo
 from edgekv.power.trace import Window
 
 
@@ -110,7 +110,7 @@ class PhaseEnergy:
 class EnergyReport:
     """Energy of a run by phase, and everything a reader needs to judge it."""
 
-    about: About
+    about: MeterInfo
     idle: Idle | None
     phases: Mapping[str, PhaseEnergy]
     throttling: tuple[str, ...] | None

@@ -7,11 +7,11 @@ import shutil
 import subprocess
 
 from edgekv.power.base import (
-    Absent,
     Correction,
+    MeterAbsent,
+    MeterRefused,
     PowerMeter,
     Reading,
-    Refused,
     Root,
     Throttle,
     try_reading,
@@ -48,14 +48,16 @@ class RpiPmic(PowerMeter):
     def probe(cls, root: Root = "/") -> RpiPmic:
         vcgencmd = shutil.which("vcgencmd")
         if vcgencmd is None:
-            raise Absent("no vcgencmd on the PATH: not a Raspberry Pi, or its tools are not installed")
+            raise MeterAbsent("no vcgencmd on the PATH: not a Raspberry Pi, or its tools are not installed")
         try:
             meter = cls(vcgencmd)
         except (OSError, ValueError) as error:
             if "not registered" in str(error):
-                raise Absent("this Raspberry Pi's firmware can't measure its rails: only the Pi 5 does") from None
+                raise MeterAbsent(
+                    "this Raspberry Pi's firmware can't measure its rails: only the Pi 5 does"
+                ) from None
             remedy = REMEDY if PERMISSION.search(str(error)) else "try `vcgencmd pmic_read_adc` by hand"
-            raise Refused(f"rpi-pmic: vcgencmd fails ({error}): {remedy}") from None
+            raise MeterRefused(f"rpi-pmic: vcgencmd fails ({error}): {remedy}") from None
         try_reading(meter, REMEDY)
         return meter
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from edgekv.errors import PowerError
 from edgekv.power.base import Clock, PowerMeter, Reading, Throttle, reason
-from edgekv.power.source import About, PowerSource
+from edgekv.power.source import MeterInfo, PowerSource
 from edgekv.power.trace import Trace, Window
 
 CPU_SHARE = 0.006  # of one core: readings that cost more are made less often
@@ -82,9 +82,9 @@ class PowerSampler(PowerSource):
     def window(self, start_s: float, end_s: float) -> Window:
         return self.trace().window(start_s, end_s)
 
-    def about(self) -> About:
+    def about(self) -> MeterInfo:
         meter = self.meter
-        return About(
+        return MeterInfo(
             meter=meter.name,
             covers=meter.covers,
             rails=meter.rails,

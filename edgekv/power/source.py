@@ -11,7 +11,7 @@ from edgekv.power.trace import Window
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
+class MeterInfo:
     """What a reader of the figures must know of their source.
 
     meter: None where nothing can be measured. total: the rails that were added up. cpu_share: processor time of
@@ -46,7 +46,7 @@ class PowerSource(Protocol):
     def window(self, start_s: float, end_s: float) -> Window:
         """After `stop`. Raises PowerError saying why nothing is known."""
 
-    def about(self) -> About:
+    def about(self) -> MeterInfo:
         """What it measures with."""
 
     def throttle(self) -> Throttle | None:
@@ -73,8 +73,8 @@ class Unmetered(PowerSource):
     def window(self, start_s: float, end_s: float) -> Window:
         raise PowerError(self._why)
 
-    def about(self) -> About:
-        return About(meter=None)
+    def about(self) -> MeterInfo:
+        return MeterInfo(meter=None)
 
     def throttle(self) -> Throttle | None:
         return None
@@ -92,5 +92,5 @@ class Estimate(Unmetered):
         seconds = end_s - start_s
         return Window(seconds=seconds, joules=self._watts * seconds, error_j=None, average_w=self._watts)
 
-    def about(self) -> About:
-        return About(meter="estimate", covers=f"a stated {self._watts:g} W, not measured", estimate=True)
+    def about(self) -> MeterInfo:
+        return MeterInfo(meter="estimate", covers=f"a stated {self._watts:g} W, not measured", estimate=True)

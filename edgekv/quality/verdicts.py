@@ -21,7 +21,7 @@ FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Remembered:
+class StoredVerdict:
     """A scheme's last verdict: ``failures`` and ``measured`` as `Verdicts.remember` was given them."""
 
     failures: tuple[str, ...]
@@ -56,13 +56,13 @@ class Verdicts:
             ) from None
         atomic_write(self._file(spec, "json"), (json.dumps(facts, indent=1) + "\n").encode())
 
-    def verdict(self, spec: CacheSpec) -> Remembered | None:
+    def verdict(self, spec: CacheSpec) -> StoredVerdict | None:
         """The last one on this very scheme with its knobs."""
         try:
             facts = json.loads(self._file(spec, "json").read_bytes())
             if (facts["format"], facts["scheme_version"]) != (FORMAT, spec.scheme.version):
                 return None
-            return Remembered(tuple(map(str, facts["failures"])), dict(facts["measured"]))
+            return StoredVerdict(tuple(map(str, facts["failures"])), dict(facts["measured"]))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

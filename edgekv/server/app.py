@@ -25,7 +25,7 @@ from edgekv.server.checked_request import CheckedRequest, check_chat, check_comp
 from edgekv.server.engine import Engine
 from edgekv.server.guard import Guard
 from edgekv.server.jobs import Channel, EmbeddingJob, EmbeddingVector, EncodedPrompt, jobs_of
-from edgekv.server.limits import Bodies, ServerLimits
+from edgekv.server.limits import BodyMemory, ServerLimits
 from edgekv.server.page import page, page_headers
 from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RequestError, listed, read
 from edgekv.server.response_builders import ChatBuilder, CompletionBuilder, ResponseBuilder
@@ -95,7 +95,7 @@ class _Server:
 
     def __init__(self, engine: Engine, name: str, limits: ServerLimits, strict_model: bool) -> None:
         self._engine, self._name, self._limits, self._strict_model = engine, name, limits, strict_model
-        self._encoders, self._bodies = asyncio.Semaphore(ENCODING), Bodies(limits.max_bodies)
+        self._encoders, self._bodies = asyncio.Semaphore(ENCODING), BodyMemory(limits.max_bodies)
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(page(), headers=page_headers())

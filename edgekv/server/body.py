@@ -8,13 +8,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from edgekv.server.limits import Body, ServerLimits
+from edgekv.server.limits import BodyShare, ServerLimits
 from edgekv.server.protocol import RequestError
 
 DRAINED = 8  # times the limit are read and dropped: a client that is cut off while it sends reads no answer
 
 
-async def read_json(request: Request, limits: ServerLimits, body: Body) -> Any:
+async def read_json(request: Request, limits: ServerLimits, body: BodyShare) -> Any:
     """Raises RequestError: another type, too large, too slow, or no JSON."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise RequestError(
@@ -28,7 +28,7 @@ async def read_json(request: Request, limits: ServerLimits, body: Body) -> Any:
     return parse_json(data)
 
 
-async def _bytes(request: Request, limit: int, body: Body) -> bytearray:
+async def _bytes(request: Request, limit: int, body: BodyShare) -> bytearray:
     data, received = bytearray(), 0
     async for piece in request.stream():
         received += len(piece)

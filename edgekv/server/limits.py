@@ -35,26 +35,26 @@ class ServerLimits:
     max_bodies: int = 64 << 20
 
 
-class Bodies:
+class BodyMemory:
     """Bytes of requests in memory. The first SMALL of each are free, so that large ones shut no small one out."""
 
     def __init__(self, max_bytes: int) -> None:
         self.free = max_bytes
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Body]:
+    def open(self) -> Iterator[BodyShare]:
         """A request's, given back at the end of the block."""
-        body = Body(self)
+        body = BodyShare(self)
         try:
             yield body
         finally:
             self.free += body.taken
 
 
-class Body:
+class BodyShare:
     """What one request has taken."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: BodyMemory) -> None:
         self._bodies, self.taken = bodies, 0
 
     def grow(self, nbytes: int) -> None:
@@ -203,7 +203,7 @@ class BoundedServer(uvicorn.Server):
             )
         )
         for name in LOGS:
-            logging.getLogger(name).addFilter(Sparing())
+            logging.getLogger(name).addFilter(LogLimit())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn: accepts connections by itself."""
@@ -240,7 +240,7 @@ class BoundedServer(uvicorn.Server):
                 client.close()
 
 
-class Sparing(logging.Filter):
+class LogLimit(logging.Filter):
     """Lets a line of each kind through once in LOG_INTERVAL_S: no client can fill the disk with the log."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt, check_places,
 PROJECTOR = "projector.safetensors"
 
 
-class Seeing(Protocol):
+class VisionModel(Protocol):
     """What is needed of an opened model; ``image_token`` stands for an image in a prompt, None: it sees none."""
 
     @property
@@ -54,7 +54,7 @@ class Seeing(Protocol):
 class Vision:
     """Images to embeddings of one model. Raises an EdgeKVError when a part is missing or does not fit."""
 
-    def __init__(self, model: Seeing, threads: int) -> None:
+    def __init__(self, model: VisionModel, threads: int) -> None:
         folder, self.image_token = require_vision(model)
         onnx = folder / encoder.FILE
         from edgekv.vision.projector import Projector, projector_weights  # onnx with it
@@ -88,7 +88,7 @@ class Vision:
         return Embeddings(self.projector(self.encoder(self.preprocess(picture))))
 
 
-def require_vision(model: Seeing) -> tuple[pathlib.Path, int]:
+def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
     """The folder with the model's vision parts, and its image token. ImageError when it takes no images."""
     if model.image_token is None:
         raise ImageError(
@@ -109,7 +109,7 @@ def _settings(folder: pathlib.Path) -> pathlib.Path:
     return next((path for path in paths if path.is_file()), paths[0])
 
 
-def copy_vision(model: Seeing, folder: pathlib.Path) -> None:
+def copy_vision(model: VisionModel, folder: pathlib.Path) -> None:
     """Puts what a model sees with into the folder of its weight store; nothing where it can't see."""
     place = _beside(model)
     if model.image_token is None or not (place / encoder.FILE).is_file():
@@ -124,11 +124,11 @@ def copy_vision(model: Seeing, folder: pathlib.Path) -> None:
     safetensors.numpy.save_file(named, folder / PROJECTOR)
 
 
-def _beside(model: Seeing) -> pathlib.Path:
+def _beside(model: VisionModel) -> pathlib.Path:
     return model.path if model.path.is_dir() else model.path.parent
 
 
-def _projector_tensors(model: Seeing, folder: pathlib.Path) -> TensorSet:
+def _projector_tensors(model: VisionModel, folder: pathlib.Path) -> TensorSet:
     """From a file of its own, or among the checkpoint's tensors."""
     if (folder / PROJECTOR).is_file():
         return TensorSet([TensorFile(folder / PROJECTOR)])

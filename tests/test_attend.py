@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from kernel_cases import EITHER_PATH, normal
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.codecs import KEYS, VALUES
+from edgekv.kernels.kinds import KINDS
 from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.papers.codec_visual import LevelSpan
@@ -126,7 +126,7 @@ PAIRS: dict[str, tuple[Callable[[Problem], tuple[Codec, Codec]], float]] = {
 
 def test_every_kind_is_tried() -> None:
     tried = {codec.kind for make, _ in PAIRS.values() for codec in make(PROBLEMS[0])}
-    assert tried == {*KEYS, *VALUES, "decoded"} - {"sign_index", "page_index"}  # which no segment has
+    assert tried == KINDS.keys() - {"sign_index", "page_index"}  # which no segment has
 
 
 def filled(codec: Codec, x: F32) -> Any:

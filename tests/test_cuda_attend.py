@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_cases import OnDevice
-from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from kernel_cases import normal
 
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kernels.cuda.kinds import KINDS, VALUES
+from edgekv.kernels.cuda.loops import KINDS, loops_of
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tiers
 from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.steps import Steps, StepsKnobs, exact_bytes
@@ -241,7 +241,7 @@ def test_scores_and_sums_of_codecs(device: OnDevice) -> None:
         reference.scores(here.keys, q, 64, 64 + n, s)
         device.kernels.scores(there.keys, device.up(q), 64, 64 + n, up)
         np.testing.assert_allclose(to_host(up), s, atol=2e-5 * np.abs(s).max(), rtol=0)
-        if here.values.kind in VALUES:
+        if loops_of(here.values.kind).second_stage is None:
             p, out = both.rng.random(s.shape, np.float32), q.copy()
             found = device.up(out)
             reference.sums(here.values, p, 64, 64 + n, out)

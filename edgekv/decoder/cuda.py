@@ -43,7 +43,7 @@ class CudaDecoder(Decoder):
     def __init__(self, weights: DeviceWeights, driver: Driver, capacity: int, threads: int) -> None:
         kernels = CudaKernels(driver)
         linear = CudaLinear(weights)
-        super().__init__(weights, linear, kernels, capacity, threads)  # type: ignore[arg-type]
+        super().__init__(weights, linear, kernels, capacity, threads)
         self.driver = driver
         self.workspace = Workspace(driver)
         self._half: HalfPrompt | None = None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import importlib
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_host.driver import HostDriver
-from kernel_cases import assert_close
+from kernel_cases import assert_close, own
 
 from edgekv.errors import ConfigError
 from edgekv.kernels import reference
 from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.kinds import KINDS
 from edgekv.kernels.memory import to_host
 
 DEVICES = ["host", "gpu"]
@@ -43,15 +46,19 @@ class OnDevice:
     def up(self, x: np.ndarray) -> Any:
         return self.driver.upload(x.copy())
 
-    def check(self, name: str, *arguments: Any, tolerance: float = 2e-6) -> list[Any]:
+    def check(self, name: str, *arguments: Any, tolerance: float = 2e-6, kind: str | None = None) -> list[Any]:
         """Calls a kernel here and in the oracle, on copies, and compares every argument and the result afterwards.
 
         int64 arguments are ranges and counts, which stay on the host. Floats may differ by `tolerance` of their
-        largest, all else must be equal. Returns the oracle's arguments.
+        largest, all else must be equal. kind: the kernel is one of its file. Returns the oracle's arguments.
         """
         expected = [x.copy() if isinstance(x, np.ndarray) else x for x in arguments]
         actual = [self.up(x) if isinstance(x, np.ndarray) and x.dtype != np.int64 else x for x in arguments]
-        results = getattr(reference, name)(*expected), getattr(self.kernels, name)(*actual)
+        oracle, kernel = getattr(own(reference, kind) if kind else reference, name), None
+        if kind:
+            file = importlib.import_module(f"edgekv.kernels.cuda.{KINDS[kind]}")
+            kernel = functools.partial(getattr(file, name), self.kernels)
+        results = oracle(*expected), (kernel or getattr(self.kernels, name))(*actual)
         for i, (a, b) in enumerate(zip([*expected, results[0]], [*actual, results[1]], strict=True)):
             if not isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
                 continue

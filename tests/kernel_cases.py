@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import types
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from edgekv.kernels import reference
+from edgekv.kernels.kinds import KINDS
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.papers.retrieval import Index
 
@@ -65,7 +67,12 @@ def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **para
     """A codec as kernels see it, over given arrays; shape is (n_kv_heads, capacity, head_dim)."""
     n_kv_heads, capacity, head_dim = shape
     sizes = {"n_kv_heads": n_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    return types.SimpleNamespace(kind=kind, arrays=arrays, handle=None, **sizes, **parameters)
+    return types.SimpleNamespace(kind=kind, arrays=arrays, backend_state=None, **sizes, **parameters)
+
+
+def own(backend: Any, kind: str) -> Any:
+    """A backend's file for a kind of codec."""
+    return importlib.import_module(f"{backend.__name__}.{KINDS[kind]}")
 
 
 def generator(case: Case) -> np.random.Generator:

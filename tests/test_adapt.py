@@ -25,6 +25,8 @@ from edgekv.checkpoint.adapter import Adapter  # noqa: E402
 from edgekv.checkpoint.source import open_source  # noqa: E402
 from edgekv.errors import EdgeKVError  # noqa: E402
 from edgekv.kernels import numpy_kernels  # noqa: E402
+from edgekv.kernels.reference.interleaved_values import values_interleaved  # noqa: E402
+from edgekv.kernels.reference.papers.int4 import encode_int4, values_int4  # noqa: E402
 from edgekv.kernels.reference.planes import round_queries  # noqa: E402
 from edgekv.kvcache import CacheSpec  # noqa: E402
 from edgekv.kvcache.base import Workspace  # noqa: E402
@@ -138,9 +140,9 @@ def test_onebit_attends_as_the_cache_does(case: str, kv: str) -> None:
 
 def test_four_bit_values_are_the_kernels() -> None:
     codes, delta, zero = zeros("uint8", D // 2), zeros("uint16"), zeros("uint8")
-    numpy_kernels().encode_int4(NORMAL, codes, delta, zero, 0)
+    encode_int4(NORMAL, codes, delta, zero, 0)
     stored = zeros("float32", D)
-    numpy_kernels().values_int4(EACH, 0, codes, delta, zero, 0, T, stored)
+    values_int4(EACH, 0, codes, delta, zero, 0, T, stored)
     np.testing.assert_array_equal(rounded_int4(torch.from_numpy(NORMAL)).numpy(), stored)
 
 
@@ -162,7 +164,7 @@ def test_centres_are_the_kernels() -> None:
 def test_rotated_values_are_the_kernels() -> None:
     codes, scale, stored = np.zeros((G, T // 64, 4, D, 4), np.uint8), zeros("uint16"), zeros("float32", D)
     numpy_kernels().encode_interleaved(NORMAL, codes, scale, 0)
-    numpy_kernels().values_interleaved(EACH, 0, codes, scale, 0, T, stored)
+    values_interleaved(EACH, 0, codes, scale, 0, T, stored)
     np.testing.assert_allclose(rounded_gauss(torch.from_numpy(NORMAL), 2).numpy(), stored, rtol=1e-5)
 
 

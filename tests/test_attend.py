@@ -15,7 +15,7 @@ from edgekv.kernels import cpu, reference
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.codecs import KEYS, VALUES
+from edgekv.kernels.kinds import KINDS
 from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
@@ -126,7 +126,7 @@ PAIRS: dict[str, tuple[Callable[[Problem], tuple[Codec, Codec]], float]] = {
 
 def test_every_kind_is_tried() -> None:
     tried = {codec.kind for make, _ in PAIRS.values() for codec in make(PROBLEMS[0])}
-    assert tried == {*KEYS, *VALUES, "decoded"} - {"sign_index", "page_index"}  # which no segment has
+    assert tried == KINDS.keys() - {"sign_index", "page_index"}  # which no segment has
 
 
 def filled(codec: Codec, x: F32) -> Any:

@@ -12,7 +12,7 @@ from kernel_cases import normal
 
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kernels.cuda.kinds import KINDS, VALUES
+from edgekv.kernels.cuda.loops import KINDS, loops_of
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tiers
 from edgekv.kvcache.base import Geometry, Workspace
@@ -241,7 +241,7 @@ def test_scores_and_sums_of_codecs(device: OnDevice) -> None:
         reference.scores(here.keys, q, 64, 64 + n, s)
         device.kernels.scores(there.keys, device.up(q), 64, 64 + n, up)
         np.testing.assert_allclose(to_host(up), s, atol=2e-5 * np.abs(s).max(), rtol=0)
-        if here.values.kind in VALUES:
+        if loops_of(here.values.kind).second_stage is None:
             p, out = both.rng.random(s.shape, np.float32), q.copy()
             found = device.up(out)
             reference.sums(here.values, p, 64, 64 + n, out)

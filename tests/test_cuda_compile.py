@@ -15,8 +15,7 @@ import pytest
 from edgekv.kernels.cuda import backend
 from edgekv.kernels.cuda.gather import GATHER
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
-from edgekv.kernels.cuda.papers.huffman import ENCODE as ENCODE_HUFFMAN
-from edgekv.kernels.cuda.papers.retrieval import ENCODE as ENCODE_INDEX
+from edgekv.kernels.cuda.papers import fier, huffman, int4, kivi, quest, signs
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.program import FOLDER, Program
 from edgekv.kernels.cuda.rows import ENCODE
@@ -87,17 +86,16 @@ PROGRAMS = {
         f"prompt_attention-{width}": program(("prompt_attention",), WIDTH=width, HEAD_DIM=width)
         for width in (64, 128, 256)
     },
-    "papers/sparse_attention": program(("papers/sparse_attention",), ROWS=4, HEAD_DIM=128),
+    "sparse_attention": program(("sparse_attention",), ROWS=4, HEAD_DIM=128),
     "layers": program(("activations", "layers")),
     "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
     **{
         name: program((name,))
-        for name in ("add_partial", "inputs", "merge", "move", "papers/pack", "papers/top_k", "rope", "softmax")
+        for name in ("add_partial", "inputs", "merge", "move", "papers/top_k", "rope", "softmax")
     },
     **{
         "encode": ENCODE,
-        "encode-huffman": ENCODE_HUFFMAN,
-        "encode-index": ENCODE_INDEX,
+        **{module.__name__: module.ENCODE for module in (fier, huffman, int4, kivi, quest, signs)},
         "encode-planes": encode_program(2),
     },
 }

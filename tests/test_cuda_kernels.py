@@ -71,7 +71,12 @@ def test_every_kernel_has_the_signature_of_the_specification() -> None:
 def test_numbers(device: OnDevice, case: Case) -> None:
     x, shape = normal(generator(case), case.g, case.length, case.d), (case.g, case.capacity, case.d)
     half = device.check("encode_f16", x, np.zeros(shape, np.uint16), case.t0)[1]
-    single = device.check("encode_f32", x, np.zeros(shape, np.float32), case.t0)[1]
+    single = np.zeros(shape, np.float32)
+    rows = codec("f32", shape, {"single": single})
+    there = device.twin(rows)
+    reference.encode(rows, x, case.t0)
+    device.kernels.encode(there, device.up(x), case.t0)
+    np.testing.assert_array_equal(to_host(there.arrays["single"]), single)
     for kind, arrays in (("f16", {"half": half}), ("f32", {"single": single})):
         check_keys(device, case, kind, arrays)
         check_values(device, case, kind, arrays)
@@ -85,7 +90,7 @@ def test_narrow_and_wide_heads(device: OnDevice, d: int) -> None:
     check_values(device, case, "f16", half)
     tokens = case.g, case.capacity
     arrays = np.zeros((*tokens, d // 2), np.uint8), np.zeros(tokens, np.uint16), np.zeros(tokens, np.uint8)
-    store = device.check("encode_int4", awkward(case), *arrays, case.t0)[1:4]
+    store = device.check("encode_int4", awkward(case), *arrays, case.t0, kind="int4")[1:4]
     check_values(device, case, "int4", dict(zip(("codes", "delta", "zero"), store, strict=True)))
 
 
@@ -127,10 +132,10 @@ def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:
     x = normal(rng, case.g, case.length, bits)
     x[0, 0, :3] = 0.0, -0.0, 1e-45
     codes = device.check(
-        "pack_signs", x, np.zeros((case.g, case.capacity // 64, bits // 64, 64), np.uint64), case.t0
+        "pack_signs", x, np.zeros((case.g, case.capacity // 64, bits // 64, 64), np.uint64), case.t0, kind="signs"
     )[1]
     q = normal(rng, case.g, rows, bits)
-    device.check("pack_sign_rows", q)
+    device.check("pack_sign_rows", q, kind="signs")
     tau, projection = rng.random((case.g, rows), np.float32) + 1, normal(rng, bits, case.d)
     check_keys(device, case, "signs", {"signs": codes}, bits=bits, tau=tau, projection=projection)
     device.check("project", normal(rng, case.g, rows, 24), normal(rng, bits, 24))
@@ -140,7 +145,7 @@ def test_sign_sketches(device: OnDevice, bits: int, rows: int) -> None:
 def test_affine_values(device: OnDevice, case: Case) -> None:
     tokens = case.g, case.capacity
     arrays = np.zeros((*tokens, case.d // 2), np.uint8), np.zeros(tokens, np.uint16), np.zeros(tokens, np.uint8)
-    store = device.check("encode_int4", awkward(case), *arrays, case.t0)[1:4]
+    store = device.check("encode_int4", awkward(case), *arrays, case.t0, kind="int4")[1:4]
     check_values(device, case, "int4", dict(zip(("codes", "delta", "zero"), store, strict=True)))
 
 
@@ -162,12 +167,14 @@ def test_kivi_integers(device: OnDevice, case: Case, bits: int, block: int) -> N
     x[:, :block, 0] = 1.5  # a channel that is the same everywhere
     groups = case.g, capacity // block
     ends = [np.zeros((*groups, case.d), np.uint16) for _ in range(2)]
-    keys = device.check("encode_kivi_keys", x, np.zeros((*groups, n_bytes, block), np.uint8), *ends, 0)[1:4]
+    keys = device.check(
+        "encode_kivi_keys", x, np.zeros((*groups, n_bytes, block), np.uint8), *ends, 0, kind="kivi_keys"
+    )[1:4]
     names = "codes", "step", "low"
     check_keys(device, case, "kivi_keys", dict(zip(names, keys, strict=True)), group=block)
     ends = [np.zeros((case.g, 1, capacity), np.uint16) for _ in range(2)]
     codes = np.zeros((case.g, capacity, n_bytes), np.uint8)
-    values = device.check("encode_kivi_values", awkward(case), codes, *ends, case.t0)[1:4]
+    values = device.check("encode_kivi_values", awkward(case), codes, *ends, case.t0, kind="kivi_values")[1:4]
     check_values(device, case, "kivi_values", dict(zip(names, values, strict=True)), spans=1)
 
 

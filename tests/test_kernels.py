@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 import pytest
-from kernel_cases import codec, normal
+from kernel_cases import codec, normal, own
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
@@ -158,8 +158,8 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         )
         sketches = np.zeros((2, 2, 1, 64), np.uint64)
         cpu.encode_f16(x, store, 0)
-        cpu.encode_int4(x, codes, delta, zero, 0)
-        cpu.pack_signs(normal(rng, 2, n, b), sketches, 0)
+        own(cpu, "int4").encode_int4(x, codes, delta, zero, 0)
+        own(cpu, "signs").pack_signs(normal(rng, 2, n, b), sketches, 0)
         keys = codec("f16", store.shape, {"half": store})
         cpu.scores(keys, q, 0, n, s)
         cpu.softmax(s, np.zeros(n_rows, np.int64), np.full(n_rows, n))

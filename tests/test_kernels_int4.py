@@ -15,6 +15,7 @@ from kernel_cases import (
     generator,
     inside,
     normal,
+    own,
     poisoned_scores,
 )
 
@@ -64,7 +65,7 @@ def awkward_rows(d: int) -> npt.NDArray[np.float32]:
 def test_numpy_encodes_as_the_equation_says() -> None:
     x = awkward_rows(24)
     codes, delta, zero = store = empty_store(1, 14, 24)
-    reference.encode_int4(x, *store, 1)
+    own(reference, "int4").encode_int4(x, *store, 1)
     for t, row in enumerate(x[0], start=1):
         step = float(delta.view(np.float16)[0, t])
         lo, hi = min(row.min(), np.float32(0)), max(row.max(), np.float32(0))
@@ -86,7 +87,7 @@ def test_numpy_encodes_as_the_equation_says() -> None:
 def test_error_is_half_a_step_or_one_at_the_ends(backend: object) -> None:
     x = normal(np.random.default_rng(0), 3, 500, 64) + 0.5
     store = empty_store(3, 500, 64)
-    backend.encode_int4(x, *store, 0)  # type: ignore[attr-defined]
+    own(backend, "int4").encode_int4(x, *store, 0)  # type: ignore[attr-defined]
     codes, delta, _ = store
     in_steps = np.abs(decode(store) - x) / delta.view(np.float16)[..., None]
     levels = np.concatenate([codes & 15, codes >> 4], axis=2)
@@ -98,7 +99,7 @@ def test_error_is_half_a_step_or_one_at_the_ends(backend: object) -> None:
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 def test_zeros_decode_to_zeros(backend: object) -> None:
     store = empty_store(1, 1, 16)
-    backend.encode_int4(np.zeros((1, 1, 16), np.float32), *store, 0)  # type: ignore[attr-defined]
+    own(backend, "int4").encode_int4(np.zeros((1, 1, 16), np.float32), *store, 0)  # type: ignore[attr-defined]
     assert store[1][0, 0] == 0
     assert not decode(store).any()
 
@@ -110,8 +111,8 @@ def test_numba_encodes_the_same_bits(d: int, min_parallel_work: int, monkeypatch
     random = normal(np.random.default_rng(d), 2, 400, d) * 3
     for x in (random, awkward_rows(d)):
         stores = [empty_store(len(x), 409, d) for _ in range(2)]
-        reference.encode_int4(x, *stores[0], 7)
-        cpu.encode_int4(x, *stores[1], 7)
+        own(reference, "int4").encode_int4(x, *stores[0], 7)
+        own(cpu, "int4").encode_int4(x, *stores[1], 7)
         for actual, expected in zip(stores[1], stores[0], strict=True):
             np.testing.assert_array_equal(actual, expected)
 
@@ -119,7 +120,7 @@ def test_numba_encodes_the_same_bits(d: int, min_parallel_work: int, monkeypatch
 def test_numpy_values_are_added_with_their_weights() -> None:
     rng = np.random.default_rng(0)
     store = empty_store(2, 90, 12)
-    reference.encode_int4(normal(rng, 2, 70, 12), *store, 3)
+    own(reference, "int4").encode_int4(normal(rng, 2, 70, 12), *store, 3)
     p, out = rng.random((2, 5, 74), np.float32), normal(rng, 2, 5, 12)
     expected = out + np.einsum("gmt,gtd->gmd", p[:, :, 2:72], decode(store)[:, 3:73])
     plain.values_int4(p, 2, *store, 3, 73, out)
@@ -132,7 +133,7 @@ def test_numba_adds_the_same_values(case: Case, min_parallel_work: int, monkeypa
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng = generator(case)
     store = empty_store(case.g, case.capacity, case.d)
-    reference.encode_int4(normal(rng, case.g, case.length, case.d), *store, case.t0)
+    own(reference, "int4").encode_int4(normal(rng, case.g, case.length, case.d), *store, case.t0)
     p = poisoned_scores(case, contiguous=case.g == 1)
     p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
     out = normal(rng, case.g, case.m, case.d)

@@ -12,6 +12,7 @@ from kernel_cases import (
     generator,
     inside,
     normal,
+    own,
     poisoned_scores,
 )
 
@@ -215,8 +216,8 @@ def test_kivi_codes_are_as_specified(bits: int) -> None:
     """Keys per channel of 32 tokens, and values per token of six channels: the same rule along other axes."""
     x, top, d = awkward_rows(12), 2**bits - 1, 12
     keys, values = kivi_keys(1, 3, d, bits, 32), kivi_values(1, 40, d, bits, 2)
-    reference.encode_kivi_keys(x, *keys, 32)
-    reference.encode_kivi_values(x, *values, 3)
+    own(reference, "kivi_keys").encode_kivi_keys(x, *keys, 32)
+    own(reference, "kivi_values").encode_kivi_values(x, *values, 3)
     key_codes, value_codes = unpacked(in_order(keys[0]), bits)[0, 32:64], unpacked(values[0], bits)[0, 3:35]
     for channel in range(d):
         ends = widened(keys[1])[0, 1, channel], widened(keys[2])[0, 1, channel]
@@ -254,11 +255,11 @@ def test_numba_encodes_kivi_codes_to_the_same_bits(
         random = normal(np.random.default_rng(d), 2, 128, d) * 3
         for x in (random, np.tile(awkward_rows(d), (1, 2, 1))):
             stores = [kivi_keys(len(x), 6, d, bits, group) for _ in range(2)]
-            reference.encode_kivi_keys(x, *stores[0], group)
-            cpu.encode_kivi_keys(x, *stores[1], group)
+            own(reference, "kivi_keys").encode_kivi_keys(x, *stores[0], group)
+            own(cpu, "kivi_keys").encode_kivi_keys(x, *stores[1], group)
             tokens = [kivi_values(len(x), 150, d, bits, spans) for _ in range(2)]
-            reference.encode_kivi_values(x, *tokens[0], 9)
-            cpu.encode_kivi_values(x, *tokens[1], 9)
+            own(reference, "kivi_values").encode_kivi_values(x, *tokens[0], 9)
+            own(cpu, "kivi_values").encode_kivi_values(x, *tokens[1], 9)
             for actual, expected in zip((*stores[1], *tokens[1]), (*stores[0], *tokens[0]), strict=True):
                 np.testing.assert_array_equal(actual, expected)
 
@@ -268,8 +269,8 @@ def test_kivi_scores_and_sums_are_those_of_the_decoded_tokens(bits: int) -> None
     rng, d = np.random.default_rng(0), 24
     x, q, p = normal(rng, 2, 64, d), normal(rng, 2, 5, d), rng.random((2, 5, 64), np.float32)
     keys, values = kivi_keys(2, 3, d, bits, 32), kivi_values(2, 70, d, bits, 3)
-    reference.encode_kivi_keys(x, *keys, 0)
-    reference.encode_kivi_values(x, *values, 3)
+    own(reference, "kivi_keys").encode_kivi_keys(x, *keys, 0)
+    own(reference, "kivi_values").encode_kivi_values(x, *values, 3)
     step, low = (np.repeat(widened(end), 32, axis=1)[:, 5:60] for end in keys[1:])
     decoded = unpacked(in_order(keys[0]), bits)[:, 5:60] * step + low
     s = np.full((2, 5, 57), np.nan, np.float32)
@@ -296,8 +297,8 @@ def test_numba_computes_the_same_on_kivi_codes(
         kivi_keys(case.g, groups + 1, case.d, bits, group),
         kivi_values(case.g, case.capacity, case.d, bits, spans),
     )
-    reference.encode_kivi_keys(x, *keys, 0)
-    reference.encode_kivi_values(x[:, : case.length], *values, case.t0)
+    own(reference, "kivi_keys").encode_kivi_keys(x, *keys, 0)
+    own(reference, "kivi_values").encode_kivi_values(x[:, : case.length], *values, case.t0)
     s, expected = poisoned_scores(case, case.g == 1), poisoned_scores(case, True)
     for backend, scores in ((reference, expected), (cpu, s)):
         backend.scores(kivi_keys_codec(keys), q, case.t0, case.t1, scores[:, :, inside(case)])
@@ -319,9 +320,9 @@ def test_keys_in_long_groups_go_with_any_values(
     rng, d = np.random.default_rng(n), 24
     x, q = normal(rng, 2, 384, d), normal(rng, 6, n, d)
     keys, rows, spans = kivi_keys(2, 3, d, 2, 128), sym_store(2, 384, d, 8, VALUES), kivi_values(2, 384, d, 4, 3)
-    reference.encode_kivi_keys(x, *keys, 0)
+    own(reference, "kivi_keys").encode_kivi_keys(x, *keys, 0)
     reference.encode_sym(x, *rows, 0)
-    reference.encode_kivi_values(x, *spans, 0)
+    own(reference, "kivi_values").encode_kivi_values(x, *spans, 0)
     visible = np.zeros(n, np.int64), np.arange(300 - n, 300) + 1
     for values in (sym_codec(rows, d), kivi_values_codec(spans, d)):
         results = []

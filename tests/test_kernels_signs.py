@@ -7,10 +7,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, SIGN_BITS, Case, cases, codec, generator, inside, normal, poisoned_scores
+from kernel_cases import (
+    EITHER_PATH,
+    SIGN_BITS,
+    Case,
+    cases,
+    codec,
+    generator,
+    inside,
+    normal,
+    own,
+    poisoned_scores,
+)
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.reference.bits import pack_sign_rows
 from edgekv.kernels.reference.papers import signs as plain
 
 CASES = cases((*SIGN_BITS, 192))
@@ -29,24 +41,24 @@ def test_numpy_packs_one_bit_per_sign() -> None:
     x = normal(rng, 2, 70, 128)
     x[0, 0, :3] = 0.0, -0.0, np.nan
     codes = np.full((2, 3, 2, 64), POISON)
-    reference.pack_signs(x, codes, 60)
+    own(reference, "signs").pack_signs(x, codes, 60)
     expected = np.full_like(codes, POISON)
     for g, i, w in np.ndindex(2, 70, 2):
         word = sum(1 << j for j in range(64) if x[g, i, 64 * w + j] >= 0)
         expected[g, (60 + i) // 64, w, (60 + i) % 64] = word
     np.testing.assert_array_equal(codes, expected)
     assert int(codes[0, 0, 0, 60]) & 7 == 0b011  # -0 counts as positive, NaN does not
-    np.testing.assert_array_equal(reference.pack_sign_rows(x)[1, 69], codes[1, 2, :, 1])
+    np.testing.assert_array_equal(pack_sign_rows(x)[1, 69], codes[1, 2, :, 1])
 
 
 def test_numpy_scores_are_products_of_signs() -> None:
     case, rng = SMALL, generator(SMALL)
     q, keys = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.length, case.d)
     codes = np.full((case.g, case.capacity // 64, case.d // 64, 64), POISON)
-    reference.pack_signs(keys, codes, case.t0)
+    own(reference, "signs").pack_signs(keys, codes, case.t0)
     s = poisoned_scores(case, contiguous=True)
     scale = scales(case)
-    plain.scores_signs(reference.pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
+    plain.scores_signs(pack_sign_rows(q), codes, case.t0, case.t1, scale, s, case.s0)
     expected = np.full(s.shape, np.nan)
     for g, m, t in np.ndindex(case.g, case.m, case.length):
         expected[g, m, case.s0 + t] = scale[g, m] * (np.sign(q[g, m]) * np.sign(keys[g, t])).sum()
@@ -61,11 +73,10 @@ def test_numba_equals_numpy_exactly(case: Case, min_parallel_work: int, monkeypa
     keys, q = normal(rng, case.g, case.length, case.d), normal(rng, case.g, case.m, case.d)
     keys.reshape(-1)[:3] = 0.0, -0.0, np.nan
     codes = np.full((2, case.g, case.capacity // 64, case.d // 64, 64), POISON)
-    reference.pack_signs(keys, codes[0], case.t0)
-    cpu.pack_signs(keys, codes[1], case.t0)
+    own(reference, "signs").pack_signs(keys, codes[0], case.t0)
+    own(cpu, "signs").pack_signs(keys, codes[1], case.t0)
     np.testing.assert_array_equal(codes[1], codes[0])
-    words = reference.pack_sign_rows(q)
-    np.testing.assert_array_equal(cpu.pack_sign_rows(q), words)
+    words = pack_sign_rows(q)
 
     tau = np.linspace(0.01, 0.5, case.g * case.m, dtype=np.float32).reshape(case.g, case.m)
     keys = sketch(codes[0], tau, np.eye(case.d, dtype=np.float32))
@@ -89,7 +100,7 @@ def sketch(
 def test_equal_and_opposite_sketches_reach_the_bounds(backend: object) -> None:
     x = normal(np.random.default_rng(0), 1, 1, 512)
     codes = np.zeros((1, 1, 8, 64), np.uint64)
-    reference.pack_signs(np.concatenate([x, -x], axis=1), codes, 0)
+    own(reference, "signs").pack_signs(np.concatenate([x, -x], axis=1), codes, 0)
     s = np.zeros((1, 1, 2), np.float32)
     keys = sketch(codes, np.full((1, 1), 1 / 512, np.float32), np.eye(512, dtype=np.float32))
     backend.scores(keys, x, 0, 2, s)  # type: ignore[attr-defined]

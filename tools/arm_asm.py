@@ -83,7 +83,7 @@ def assemblies(kernel: Kernel) -> list[str]:
     """Of each version that the kernel's call compiles."""
     if kernel.emitted:
         return [kernel.emitted()]
-    module, _, function = kernel.function.partition(".")
+    module, _, function = kernel.function.rpartition(".")
     dispatcher = getattr(importlib.import_module(f"edgekv.kernels.cpu.{module}"), function)
     before = set(dispatcher.signatures)
     kernel.call()

@@ -17,7 +17,8 @@ import numpy as np
 from edgekv.kernels import numba_kernels
 from edgekv.kernels.cpu import gather, interleaved_values, ints, planes, rows
 from edgekv.kernels.cpu.loops import Loop
-from edgekv.kernels.cpu.papers import fier, int4, kivi, retrieval, signs
+from edgekv.kernels.cpu.papers import fier, int4, kivi, signs
+from edgekv.kernels.cpu.sparse_attention import CHOSEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ def weigh_assembly() -> str:
 
 
 k: Any = numba_kernels()
+INTS = ints.LOOPS
 
 
 def split_rope() -> None:
@@ -90,30 +92,30 @@ def split_rope() -> None:
 
 
 KERNELS = {
-    "scores f16": emitted(rows.F16.score, "score_rows_1", FLOAT, 128),
-    "scores f16, 4 rows": emitted(rows.F16.score, "score_rows_4", FLOAT, 128),
-    "values f16": emitted(rows.F16.add, "add_rows_1", FLOAT, 128),
-    "values f16, 4 rows": emitted(rows.F16.add, "add_rows_4", FLOAT, 128),
-    "scores 8-bit": Kernel("codes.dot_row", compiled(ints.KEYS.score), FLOAT, 128, (16,), parts=1),
-    "values 8-bit": Kernel("codes.add_row", compiled(ints.VALUES.add), FLOAT, 128, parts=1),
+    "scores f16": emitted(rows.LOOPS["f16"].score, "score_rows_1", FLOAT, 128),
+    "scores f16, 4 rows": emitted(rows.LOOPS["f16"].score, "score_rows_4", FLOAT, 128),
+    "values f16": emitted(rows.LOOPS["f16"].add, "add_rows_1", FLOAT, 128),
+    "values f16, 4 rows": emitted(rows.LOOPS["f16"].add, "add_rows_4", FLOAT, 128),
+    "scores 8-bit": Kernel("codes.dot_row", compiled(INTS["symmetric_keys"].score), FLOAT, 128, (16,), parts=1),
+    "values 8-bit": Kernel("codes.add_row", compiled(INTS["symmetric_values"].add), FLOAT, 128, parts=1),
     "scores 4-bit": Kernel("codes.dot_row", nothing, FLOAT, 128, (16,), parts=2),
     "values 4-bit": Kernel("codes.add_row", nothing, FLOAT, 128, parts=2),
-    "kivi scores": Kernel("codes.dot_row", compiled(kivi.KEYS.score), FLOAT, 128, (16,), parts=4),
-    "kivi values": Kernel("codes.add_row", compiled(kivi.VALUES.add), FLOAT, 128, parts=4),
-    "h1b scores": Kernel("signs._score_block", compiled(signs.SKETCH.score), COUNT, 256, (32,)),
-    "h1b values": emitted(int4.INT4.add, "add_nibbles", DOT, 2 * 128),
+    "kivi scores": Kernel("codes.dot_row", compiled(kivi.LOOPS["kivi_keys"].score), FLOAT, 128, (16,), parts=4),
+    "kivi values": Kernel("codes.add_row", compiled(kivi.LOOPS["kivi_values"].add), FLOAT, 128, parts=4),
+    "h1b scores": Kernel("papers.signs._score_block", compiled(signs.LOOPS["signs"].score), COUNT, 256, (32,)),
+    "h1b values": emitted(int4.LOOPS["int4"].add, "add_nibbles", DOT, 2 * 128),
     "onebit scores": Kernel("planes._score_block", compiled(planes.CENTRED.score), COUNT, 5 * 128, (32 / 5, 32)),
     "onebit centres": Kernel("centres.centre_scores", nothing, DOT, 20),
-    "onebit values": emitted(interleaved_values.INTERLEAVED.add, "add_columns_2_1", DOT, 128),
-    "onebit values, 2 rows": emitted(interleaved_values.INTERLEAVED.add, "add_columns_2_2", DOT, 128),
-    "onebit values, 4 rows": emitted(interleaved_values.INTERLEAVED.add, "add_columns_2_4", DOT, 128),
-    "bitplane key unpacked": Kernel("refine.estimate", compiled(gather.PLANE_VALUES.again), SHIFTS, 512),
+    "onebit values": emitted(interleaved_values.LOOPS["interleaved"].add, "add_columns_2_1", DOT, 128),
+    "onebit values, 2 rows": emitted(interleaved_values.LOOPS["interleaved"].add, "add_columns_2_2", DOT, 128),
+    "onebit values, 4 rows": emitted(interleaved_values.LOOPS["interleaved"].add, "add_columns_2_4", DOT, 128),
+    "bitplane key unpacked": Kernel("refine.estimate", compiled(gather.LOOPS["plane_values"].again), SHIFTS, 512),
     "bitplane key": Kernel("refine.estimate", nothing, DOT, 512, (1, 1)),
     "bitplane value, 4 planes": Kernel("refine.add_planes", nothing, TESTS, 512),
     "bitplane value, 2 planes": Kernel("refine.add_planes", nothing, TESTS, 256, rank=1),
-    "fier scores": Kernel("fier._score_word", compiled(fier.KEYS.score), TESTS, 128, (16,)),
-    "fier key": Kernel("retrieval._score_row", compiled(retrieval.CHOSEN_F16.score), FLOAT, 128, (1,)),
-    "fier value": Kernel("retrieval._add_tokens", compiled(retrieval.CHOSEN_F16.add), FLOAT, 128),
+    "fier scores": Kernel("papers.fier._score_word", compiled(fier.LOOPS["sign_index"].score), TESTS, 128, (16,)),
+    "fier key": Kernel("sparse_attention._score_row", compiled(CHOSEN["f16"].score), FLOAT, 128, (1,)),
+    "fier value": Kernel("sparse_attention._add_tokens", compiled(CHOSEN["f16"].add), FLOAT, 128),
     "softmax": Kernel("weigh", nothing, ("shl.4s",), 1, emitted=weigh_assembly),
     "rope": Kernel("rope._rotate", split_rope, FLOAT, 256),
 }

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgekv.kernels.cuda.driver import CupyDriver
 from edgekv.kernels.cuda.kernels import CudaKernels
-from edgekv.kernels.cuda.kinds import KEYS
+from edgekv.kernels.cuda.loops import loops_of, read_keys
 from edgekv.kernels.cuda.matvec import matvec, packed_matvec, stages
 from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kvcache import CacheSpec
@@ -135,10 +135,10 @@ def scan(gpu: Gpu, depth: int, bandwidth: float) -> dict[str, Any]:
     layers = Layers.filled(gpu, CacheSpec.parse("bitplane"), depth, 32)
     packed: int = layers.caches[0].n_bulk  # type: ignore[attr-defined]
     buffers = [cupy.empty((HEADS, 1, packed), np.float32) for _ in layers.caches]
-    kind, sides = KEYS["plane_keys"], []
+    kind, sides = loops_of("plane_keys"), []
     for cache, q in zip(layers.caches, layers.queries, strict=True):
         keys = cache.keys  # type: ignore[attr-defined]
-        sides.append((kind.codec(keys), kind.queries(gpu.kernels, keys, q)))
+        sides.append((read_keys(keys), kind.queries(gpu.kernels, keys, q)))
 
     def step() -> None:
         for side, s in zip(sides, buffers, strict=True):

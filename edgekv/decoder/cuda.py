@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from edgekv.decoder.cuda_graph import Replay
 from edgekv.decoder.cuda_prompt import HalfPrompt, chunk_tokens
 from edgekv.decoder.decoder import Decoder
 from edgekv.decoder.rope_tables import RopeRotation
-from edgekv.kernels import Kernels
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.program import Array, Driver
@@ -31,7 +29,7 @@ class CudaDecoder(Decoder):
         super().__init__(
             weights,
             linear,
-            cast(Kernels, kernels),  # those functions of it that the schemes with CUDA kernels call
+            kernels,
             CudaAttention(kernels),
             capacity=capacity,
             threads=threads,

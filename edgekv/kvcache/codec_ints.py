@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
-from edgekv.types import F32
 
 KEY_BLOCK = 32  # tokens that lie next to each other, so that a score loop runs over tokens
 
@@ -28,9 +27,6 @@ class Symmetric(Codec):
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.n_bytes + 2)
-
-    def encode(self, x: F32, t0: int) -> None:
-        self.kernels.encode_sym(x, self.arrays["codes"], self.arrays["scale"], t0)
 
 
 class SymmetricKeys(Symmetric):

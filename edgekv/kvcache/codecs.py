@@ -21,13 +21,14 @@ WORD = 64  # tokens per block of packed codes, bits per word
 class Codec(abc.ABC):
     """Packed storage of ``capacity`` tokens for ``n_kv_heads`` heads of ``head_dim`` channels.
 
-    ``kind`` names the loops of `edgekv.kernels` that read it. One of kind "decoded" needs no loops of its own: it
-    has decode(t0, t1) -> (n_kv_heads, t1 - t0, head_dim) float32, and is read through that, slowly.
+    A codec must say its ``kind``, which names the loops that read it (`edgekv.kernels.kinds`), its `layout` and
+    `token_bytes`. One of kind "decoded" needs no loops: it has `encode` and `decode`, and is read through these,
+    slowly. Others get `encode` from their loops, or make it of what `edgekv.kernels.contract` offers.
     """
 
     kind: ClassVar[str]
-    handle: Any = None  # the backend's: where the bound arrays lie
-    pair_plan: Any = None  # the backend's, on the values: how this pair of codecs is read
+    backend_state: Any = None
+    """What the kernels remember of the bound arrays, theirs alone; None whenever the arrays are others."""
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int) -> None:
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim
@@ -47,11 +48,18 @@ class Codec(abc.ABC):
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         """The allocated arrays of `layout`, and the kernels to use on them."""
         self.arrays, self.kernels = arrays, kernels
-        self.handle = None
+        self.backend_state = None
 
-    @abc.abstractmethod
     def encode(self, x: F32, t0: int) -> None:
         """Stores x (n_kv_heads, n, head_dim) as tokens t0, t0 + 1, ..."""
+        self.kernels.encode(self, x, t0)
+
+    def decode(self, t0: int, t1: int) -> F32:
+        """Tokens t0..t1 as the numbers that they stand for, (n_kv_heads, t1 - t0, head_dim) float32.
+
+        Raises NotImplementedError: attention needs it of kind "decoded" alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no decode")
 
 
 class F16(Codec):
@@ -66,16 +74,12 @@ class F16(Codec):
     def token_bytes(self) -> int:
         return self.n_kv_heads * self.head_dim * 2
 
-    def encode(self, x: F32, t0: int) -> None:
-        self.kernels.encode_f16(x, self.arrays["half"], t0)
-
     @staticmethod
     def round(x: F32) -> F32:
         """What `decode` gives for x once it is stored."""
         return x.astype(np.float16).astype(np.float32)
 
     def decode(self, t0: int, t1: int) -> F32:
-        """(n_kv_heads, t1 - t0, head_dim) float32."""
         return self.arrays["half"][:, t0:t1].view(np.float16).astype(np.float32)
 
     def move(self, t0: int, t1: int, to: int) -> None:
@@ -102,6 +106,3 @@ class Float32(Codec):
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * self.head_dim * 4
-
-    def encode(self, x: F32, t0: int) -> None:
-        self.kernels.encode_f32(x, self.arrays["single"], t0)

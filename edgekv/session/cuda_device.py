@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CacheError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kernels.cuda.kinds import KINDS
+from edgekv.kernels.cuda.loops import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat

@@ -1,7 +1,7 @@
 """What every kernel backend provides: the same functions, with the meaning written here.
 
 `attend` is all that decoding needs, beside each codec's encoding. What a kind of codec means is written where
-NumPy computes it: `edgekv.kernels.reference.attend` has the tables.
+NumPy computes it: `edgekv.kernels.kinds` names the file. What the papers' schemes need beside that is in `papers`.
 
 One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
 reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
@@ -20,8 +20,8 @@ from edgekv.kernels.contract.papers.codes import CodeKernels
 from edgekv.kernels.contract.papers.evict import EvictKernels
 from edgekv.kernels.contract.papers.retrieval import RetrievalKernels
 from edgekv.kernels.contract.planes import PlaneKernels
-from edgekv.kernels.contract.segment import Codec, Segment, Visible
-from edgekv.types import F32, I64, U8, U16, U64
+from edgekv.kernels.contract.segment import Segment, Stored, Visible
+from edgekv.types import F32, I64, U16
 
 BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
@@ -40,29 +40,32 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
         (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment; ValueError where
         a segment has ``chosen`` tokens.
 
-        A segment whose values are of a kind with a second stage (plane_values) is scanned first; its tokens of
+        A segment whose values are of a kind with a second stage is scanned first; its tokens of
         enough probability are then read again, as `reference.gather.attend_planes` says, and the mean numbers of
         these per KV head and query token go into ``values.counts``. All ``chosen`` tokens
         of a segment are visible.
         """
 
-    def append(self, keys: Codec, values: Codec, k: F32, v: F32, t0: int) -> None:
+    def append(self, keys: Stored, values: Stored, k: F32, v: F32, t0: int) -> None:
         """Encodes k and v (G, n, D) as tokens t0.. of two codecs: one call where both take tokens one by one."""
 
-    def scores(self, codec: Codec, queries: F32, t0: int, t1: int, s: F32) -> None:
+    def encode(self, codec: Stored, x: F32, t0: int) -> None:
+        """Stores x (G, n, D) as tokens t0.. of a codec, as its kind does.
+
+        Kinds of several steps are encoded by their codec's own `encode`.
+        """
+
+    def scores(self, codec: Stored, queries: F32, t0: int, t1: int, s: F32) -> None:
         """s (G, M, t1 - t0) = scores of queries (G, M, D) with tokens t0..t1 of a codec that holds keys.
 
         Of a page_index t0 and t1 are pages.
         """
 
-    def sums(self, codec: Codec, p: F32, t0: int, t1: int, out: F32) -> None:
+    def sums(self, codec: Stored, p: F32, t0: int, t1: int, out: F32) -> None:
         """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1 of a codec of values, rotations undone."""
 
     def encode_f16(self, x: F32, store: U16, t0: int) -> None:
         """Stores x (G, n, D) at tokens t0.. of store (G, cap, D), rounded to nearest even."""
-
-    def encode_f32(self, x: F32, store: F32, t0: int) -> None:
-        """`encode_f16` without rounding: store (G, cap, D) float32."""
 
     def project(self, x: F32, matrix: F32) -> F32:
         """x (G, n, d) times the transpose of matrix (b, d): (G, n, b)."""
@@ -71,24 +74,6 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
         """Row m of every group: softmax over columns lo[m]..hi[m] in place, 0 in every other column of s.
 
         Scores of -inf get probability 0; a range that is empty or all -inf becomes zeros. lo, hi (M,).
-        """
-
-    def pack_signs(self, x: F32, codes: U64, t0: int) -> None:
-        """Stores the signs of x (G, n, b) at tokens t0.. of codes (G, cap // 64, W, 64), W = b // 64.
-
-        Token t lies at [:, t // 64, :, t % 64]; bit j of word w is x[..., 64 * w + j] >= 0.
-        """
-
-    def pack_sign_rows(self, x: F32) -> U64:
-        """The signs of x (G, M, b) as (G, M, W) words, bits as in `pack_signs`."""
-
-    def encode_int4(self, x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
-        """Stores x (G, n, D), D even, at tokens t0.. as round(x / delta) + zero in 0..15: H1B-KV, equation 4.
-
-        codes (G, cap, D // 2): byte j has element j in its low nibble and element j + D // 2 in its high one.
-        delta (G, cap): float16 bits of (hi - lo) / 15, rounded up so that the range is covered, where
-        lo = min(x, 0) and hi = max(x, 0) over the token. zero (G, cap) = round(-lo / delta). Halves round to
-        even. A token of zeros has delta 0 and decodes to zeros. x must be finite.
         """
 
     def split_rope(

@@ -23,17 +23,3 @@ class IntKernels(Protocol):
         rounded up to float16. The levels are -top..top, halves rounded to even; middle = 2 ** (bits - 1). A token
         of zeros has scale 0 and decodes to zeros: what is read is (code - middle) * scale.
         """
-
-    def encode_kivi_keys(self, x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
-        """Stores x (G, n, D) at tokens t0.. as round((x - low) / step) in 0..top = 2 ** bits - 1: KIVI's keys.
-
-        low and step (G, groups, D) belong to a channel of B tokens: the least element, rounded to float16, and
-        (largest - low) / top, rounded up to float16. codes (G, groups, n_bytes, B), B a multiple of 32; t0 and n
-        are multiples of B. Halves round to even; what is read is low + step * code.
-        """
-
-    def encode_kivi_values(self, x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
-        """`encode_kivi_keys` for values: a step and a low end per token and span of channels.
-
-        codes (G, cap, n_bytes); step, low (G, spans, cap), spans dividing D.
-        """

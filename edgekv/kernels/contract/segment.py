@@ -8,16 +8,18 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from edgekv.types import I32, I64
 
 
-class Codec(Protocol):
-    """What a backend knows of `edgekv.kvcache.codecs.Codec`: ``kind`` names its loops, which read the rest.
+class Stored(Protocol):
+    """What a backend knows of a codec (`edgekv.kvcache.codecs.Codec`): ``kind`` names the loops that read it.
 
-    The attributes beside ``arrays`` that a kind has are those of its class.
+    The attributes beside these that a kind has are those of its class. In ``backend_state`` a backend keeps what
+    it derives from the arrays; who binds others sets it to None.
     """
 
     kind: ClassVar[str]
     arrays: dict[str, Any]
     n_kv_heads: int
     head_dim: int
+    backend_state: Any
 
 
 class Segment(NamedTuple):
@@ -28,8 +30,8 @@ class Segment(NamedTuple):
     int32, of which the first counts[j] (n,) are valid for query token j.
     """
 
-    keys: Any  # Codec
-    values: Any  # Codec
+    keys: Any  # Stored
+    values: Any  # Stored
     first: int
     stop: int
     position: int = 0

@@ -8,30 +8,36 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
-from edgekv.kernels.cpu.loops import address_of, aligned_size, call_put, scratch_memory, store_numbers
+from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, call_put, loops_of, scratch_memory
 from edgekv.types import F32
 
 FEW_TOKENS = 8  # more are encoded codec by codec
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
-    key_loops, value_loops = KEYS.get(keys.kind), VALUES.get(values.kind)
-    put_key, put_value = key_loops and key_loops.put, value_loops and value_loops.put
-    if not (key_loops and value_loops and put_key and put_value) or k.shape[1] > FEW_TOKENS:
+    if k.shape[1] > FEW_TOKENS or not loops_of(keys.kind).put or not loops_of(values.kind).put:
         keys.encode(k, t0)
         values.encode(v, t0)
         return
     k, v = np.ascontiguousarray(k), np.ascontiguousarray(v)
     n_groups, n, head_dim = k.shape
-    n_bytes = aligned_size(max(key_loops.put_scratch(keys), value_loops.put_scratch(values)))
-    stores = store_numbers(key_loops, keys), store_numbers(value_loops, values)
+    one, other = bound(keys), bound(values)
+    put_key, put_value = one.loops.put, other.loops.put
+    assert put_key is not None
+    assert put_value is not None
+    n_bytes = aligned_size(max(one.loops.put_scratch(keys), other.loops.put_scratch(values)))
     args = (
-        *(address_of(stores[0]), address_of(stores[1]), put_key.address, put_value.address),
+        *(address_of(one.numbers), address_of(other.numbers), put_key.address, put_value.address),
         *(address_of(k), address_of(v), n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
     )
     launch.run(_append_heads, _append_parallel, n_groups, k.size * max(1, n_bytes), args)
+
+
+def encode(codec: Any, x: F32, t0: int) -> None:
+    store = loops_of(codec.kind).encode
+    assert store is not None, codec.kind
+    store(codec, x, t0)
 
 
 @jit

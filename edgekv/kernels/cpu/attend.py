@@ -3,7 +3,7 @@
 A work item is a KV head, or one of ``splits`` shares of its tokens. It walks the blocks of all segments and leaves
 for each row (query head and token) the largest score, the sum of weights and the weighted values; the shares of a
 head are then put together. What a block's codes mean is the codecs' affair: their loops are called by address
-(`edgekv.kernels.cpu.loops`), and the tables KEYS and VALUES say which.
+(`edgekv.kernels.cpu.loops`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def attend(
     else:
         _attend_items(0, made.n_items, made.plan, made.runs)
         _finish_groups(0, made.n_groups, made.plan, made.runs)
-    for segment in segments:
-        if segment.values.kind == "plane_values":
-            segment.values.counts = segment.values.found.mean(axis=0) / queries.shape[1]
+    for segment, pair in zip(segments, made.pairs, strict=True):
+        if pair.counts is not None:
+            segment.values.counts = pair.counts.mean(axis=0) / queries.shape[1]
 
 
 def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32) -> None:

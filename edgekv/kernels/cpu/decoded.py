@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.cpu.loops import Loops
 
 DECODED = "decoded"
+LOOPS = {DECODED: Loops(lambda codec: ())}
 
 
 def with_numbers(segment: Segment) -> Segment:
@@ -28,4 +30,4 @@ def as_numbers(codec: Any, t0: int, t1: int) -> Any:
     single = np.empty((codec.n_kv_heads, t1, codec.head_dim), np.float32)
     single[:, t0:] = codec.decode(t0, t1)
     sizes = {"n_kv_heads": codec.n_kv_heads, "capacity": t1, "head_dim": codec.head_dim}
-    return SimpleNamespace(kind="f32", arrays={"single": single}, handle=None, **sizes)
+    return SimpleNamespace(kind="f32", arrays={"single": single}, backend_state=None, **sizes)

@@ -137,12 +137,10 @@ def _add_means(
 
 def _store_numbers(codec: Any) -> tuple[int, ...]:
     a = codec.arrays
-    codec.found = np.zeros((codec.n_kv_heads, 2), np.int64)
     return (
         *(address_of(a[name]) for name in ("top", "low", "scale", "means", "mean_scale")),
         address_of(codec.keys.arrays["fine"]),
         int(np.float32(codec.threshold).view(np.int32)),
-        address_of(codec.found),
     )
 
 
@@ -152,7 +150,7 @@ def _scratch_bytes(codec: Any, rows: int) -> int:
     return end + LINE
 
 
-PLANE_VALUES = Loops(_store_numbers, again=_read_again, scratch=_scratch_bytes)
+LOOPS = {"plane_values": Loops(_store_numbers, again=_read_again, scratch=_scratch_bytes, counts=True)}
 
 
 @jit

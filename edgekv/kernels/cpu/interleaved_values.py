@@ -203,7 +203,7 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
     return (address_of(codes), address_of(scale), *sizes, *rotation_numbers(codec.rotation))
 
 
-INTERLEAVED = Loops(_store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: SCRATCH)
+LOOPS = {"interleaved": Loops(_store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: SCRATCH)}
 
 
 @jit

@@ -208,11 +208,18 @@ def _store(codec: Any) -> tuple[int, ...]:
     return codec.head_dim, address_of(codes), address_of(scale), scale.shape[1], n_blocks, block, n_bits
 
 
-KEYS = Loops(
-    _store,
-    score=_score,
-    prepare=with_totals,
-    prepared=prepared_bytes,
-    scratch=lambda codec, rows: 4 * 4 * codec.block,
-)
-VALUES = Loops(_store, add=_add, scratch=lambda codec, rows: 4 * 4 * BLOCK)
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    encode_sym(x, codec.arrays["codes"], codec.arrays["scale"], t0)
+
+
+LOOPS = {
+    "symmetric_keys": Loops(
+        _store,
+        score=_score,
+        prepare=with_totals,
+        prepared=prepared_bytes,
+        scratch=lambda codec, rows: 4 * 4 * codec.block,
+        encode=_encode,
+    ),
+    "symmetric_values": Loops(_store, add=_add, scratch=lambda codec, rows: 4 * 4 * BLOCK, encode=_encode),
+}

@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numpy as np
@@ -35,6 +35,8 @@ from llvmlite import ir
 from numba import types
 
 from edgekv.kernels.cpu.jit import FAST, intrinsic
+from edgekv.kernels.kinds import find_loops
+from edgekv.types import F32
 
 ALIGNMENT = 64
 
@@ -91,7 +93,9 @@ class Loops:
     store: (codec) -> the numbers that the loops get, addresses of arrays among them; the arrays stay alive as long
     as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32.
     prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
-    sums, before ``finish``.
+    sums, before ``finish``. counts: whether ``again`` leaves two numbers of tokens per KV head at an address that
+    is the last of its numbers; their means per query token become the codec's ``counts``. encode: (codec,
+    x (G, n, D), t0) stores x as tokens t0.., where `Codec.encode` does not do so itself.
     """
 
     store: Callable[[Any], tuple[int, ...]]
@@ -106,20 +110,45 @@ class Loops:
     scratch: Callable[[Any, int], int] = lambda codec, rows: 0
     width: Callable[[Any], int] = lambda codec: codec.head_dim
     put_scratch: Callable[[Any], int] = lambda codec: 0
+    counts: bool = False
+    encode: Callable[[Any, F32, int], None] | None = None
+
+
+def loops_of(kind: str) -> Loops:
+    """Raises CacheError (field kv) for a kind that no file has loops for."""
+    return cast(Loops, find_loops("edgekv.kernels.cpu", kind))
+
+
+class Bound:
+    """A codec bound to its arrays, as this backend remembers it: its loops, and the numbers that they get.
+
+    counts: (G, 2) tokens that a second stage counts, or None. pair: on the values' side, how they are read beside
+    their keys (`edgekv.kernels.cpu.plan`).
+    """
+
+    __slots__ = ("counts", "loops", "numbers", "pair")
+
+    def __init__(self, loops: Loops, codec: Any, *more: int) -> None:
+        """more: numbers behind those of the codec's store."""
+        self.loops, self.pair, self.counts = loops, cast(Any, None), None
+        if loops.counts:
+            self.counts = np.zeros((codec.n_kv_heads, 2), np.int64)
+            more = (*more, address_of(self.counts))
+        self.numbers = np.array((*loops.store(codec), *more), np.int64)
+
+
+def bound(codec: Any) -> Bound:
+    """Made once for the arrays that a codec is bound to, and kept in its ``backend_state``."""
+    state: Bound | None = codec.backend_state
+    if state is None:
+        state = codec.backend_state = Bound(loops_of(codec.kind), codec)
+    return state
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
     """Of a C-contiguous array's first element."""
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def store_numbers(loops: Loops, codec: Any) -> npt.NDArray[np.int64]:
-    """The numbers of a codec's store, made once for the arrays that it is bound to."""
-    if codec.handle is None:
-        codec.handle = np.array(loops.store(codec), np.int64)
-    numbers: npt.NDArray[np.int64] = codec.handle
-    return numbers
 
 
 def aligned_size(n_bytes: int) -> int:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from edgekv.kernels import threads
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.codecs import CHOSEN, KEYS, VALUES
-from edgekv.kernels.cpu.loops import Loop, Loops, address_of, aligned_size, scratch_memory, store_numbers
+from edgekv.kernels.cpu.loops import Bound, Loop, address_of, aligned_size, bound, scratch_memory
 from edgekv.kernels.cpu.softmax import END
+from edgekv.kernels.cpu.sparse_attention import CHOSEN
 from edgekv.types import F32
 
 PLAN = np.dtype(
@@ -42,21 +42,26 @@ RUN = np.dtype(
 
 
 class Plan(NamedTuple):
-    """A plan, the run of each segment, and how to go about it. ``alive`` keeps what the addresses point to."""
+    """A plan, the run and the pair of each segment, and how to go about it.
+
+    pairs and ``alive`` keep what the addresses point to.
+    """
 
     plan: npt.NDArray[Any]
     runs: npt.NDArray[Any]
     n_items: int
     n_groups: int
     parallel: bool
-    alive: list[Any]
+    pairs: list[PairPlan]
+    alive: tuple[Any, ...]
 
 
 class PairPlan(NamedTuple):
     """How a pair of codecs is read for so many rows: all that stays the same from token to token."""
 
-    keys: npt.NDArray[np.int64]  # numbers of the stores
-    values: npt.NDArray[np.int64]
+    keys: Bound
+    values: npt.NDArray[np.int64]  # numbers of the store
+    counts: npt.NDArray[np.int64] | None  # (G, 2) that the second stage leaves
     rows: int
     addresses: tuple[int, ...]  # of the stores, then of the loops, as RUN begins
     keeps_scores: bool
@@ -75,7 +80,7 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
     out_at = place = aligned_size(4 * END * rows)  # behind each row's ends
     place += aligned_size(4 * rows * head_dim)
     runs = np.empty(len(segments), RUN)
-    alive: list[Any] = [queries, visible]
+    pairs: list[PairPlan] = []
     column = n_units = n_tokens = longest = scratch_bytes = 0
     for i, segment in enumerate(segments):
         _, _, first, stop, position, positions, chosen = segment
@@ -89,7 +94,7 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
             *(*pair.addresses, first, stop, position, *where, chosen is None, block),
             *(width, place, sums_at, kept, column),
         )
-        alive.append(pair)
+        pairs.append(pair)
         place = sums_at + pair.sums_bytes
         column += stop - first if kept else 0
         n_tokens += stop - first
@@ -114,41 +119,36 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
         *(kept_address, column, column > 0),
     )
     parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
-    return Plan(plan, runs, n_groups * splits, n_groups, parallel, alive)
+    return Plan(plan, runs, n_groups * splits, n_groups, parallel, pairs, (queries, visible))
 
 
 def _pair_plan(segment: Segment, rows: int) -> PairPlan:
-    """The pair's reader, remembered by the values' codec until its arrays, or the keys', are others."""
-    keys, values = segment.keys, segment.values
+    """The pair's reader, remembered with the values until their arrays, or the keys', are others."""
     if segment.chosen is not None:
-        return _make_pair_plan(*CHOSEN[keys.kind], segment, rows)
-    known: PairPlan | None = values.__dict__.get("pair_plan")
-    if known is None or known.rows != rows or known.keys is not keys.handle or known.values is not values.handle:
-        known = values.pair_plan = _make_pair_plan(KEYS[keys.kind], VALUES[values.kind], segment, rows)
+        tokens, counts = segment.chosen
+        choice = address_of(tokens), tokens.strides[0] // tokens.itemsize, int(counts[0])
+        keys, values = (Bound(CHOSEN[codec.kind], codec, *choice) for codec in segment[:2])
+        return _make_pair_plan(keys, values, segment, rows)
+    keys, values = bound(segment.keys), bound(segment.values)
+    known: PairPlan | None = values.pair
+    if known is None or known.rows != rows or known.keys is not keys:
+        known = values.pair = _make_pair_plan(keys, values, segment, rows)
     return known
 
 
-def _make_pair_plan(key_loops: Loops, value_loops: Loops, segment: Segment, rows: int) -> PairPlan:
-    keys, values = segment.keys, segment.values
-    stores = _store(key_loops, segment, keys), _store(value_loops, segment, values)
-    loops = key_loops.prepare, key_loops.score, value_loops.add, value_loops.finish, value_loops.again
-    width = value_loops.width(values) if value_loops.finish else 0
-    scratch_bytes = max(key_loops.scratch(keys, rows), value_loops.scratch(values, rows))
+def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> PairPlan:
+    k, v = keys.loops, values.loops
+    loops = k.prepare, k.score, v.add, v.finish, v.again
+    width = v.width(segment.values) if v.finish else 0
+    scratch_bytes = max(k.scratch(segment.keys, rows), v.scratch(segment.values, rows))
     return PairPlan(
-        *(*stores, rows, (*map(address_of, stores), *map(_address, loops)), value_loops.again is not None),
-        *(max(key_loops.block(keys), value_loops.block(values)), width),
-        prepared_bytes=aligned_size(key_loops.prepared(keys, rows)),
+        *(keys, values.numbers, values.counts, rows),
+        (address_of(keys.numbers), address_of(values.numbers), *map(_address, loops)),
+        *(v.again is not None, max(k.block(segment.keys), v.block(segment.values)), width),
+        prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),
     )
-
-
-def _store(loops: Loops, segment: Segment, codec: Any) -> npt.NDArray[np.int64]:
-    if segment.chosen is None:
-        return store_numbers(loops, codec)
-    tokens, counts = segment.chosen
-    gap = tokens.strides[0] // tokens.itemsize
-    return np.array((*loops.store(codec), address_of(tokens), gap, counts[0]), np.int64)
 
 
 def _address(loop: Loop | None) -> int:

@@ -143,6 +143,7 @@ CENTRED = Loops(
     prepared=_prepared_bytes,
     scratch=lambda codec, rows: 4 * 2 * (NEAR + BLOCK),
 )
+LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), CENTRED)
 
 
 @jit

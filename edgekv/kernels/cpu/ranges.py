@@ -9,18 +9,17 @@ from numba import prange
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.codecs import KEYS, VALUES
 from edgekv.kernels.cpu.decoded import as_numbers
 from edgekv.kernels.cpu.jit import Args, fast_jit, parallel_jit
 from edgekv.kernels.cpu.loops import (
     address_of,
     aligned_size,
+    bound,
     call_block,
     call_finish,
     call_prepare,
     floats,
     scratch_memory,
-    store_numbers,
 )
 from edgekv.kernels.cpu.softmax import fill
 from edgekv.types import F32
@@ -30,13 +29,14 @@ ZERO = np.float32(0)
 
 def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     codec = as_numbers(codec, t0, t1)
-    loops = KEYS[codec.kind]
+    state = bound(codec)
+    loops = state.loops
     assert loops.score is not None
     queries = np.ascontiguousarray(queries)
     n_groups, rows, head_dim = queries.shape
     prepared = aligned_size(loops.prepared(codec, rows))
     item_bytes = prepared + aligned_size(loops.scratch(codec, rows))
-    store, block = store_numbers(loops, codec), loops.block(codec)
+    store, block = state.numbers, loops.block(codec)
     pieces = -(-t1 // block) - t0 // block
     work = queries.size * (t1 - t0)
     splits = min(threads.count(), max(pieces, 1)) if work >= launch.MIN_PARALLEL_WORK else 1
@@ -51,13 +51,14 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
 
 def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     codec = as_numbers(codec, t0, t1)
-    loops = VALUES[codec.kind]
+    state = bound(codec)
+    loops = state.loops
     assert loops.add is not None
     n_groups, rows, head_dim = out.shape
     width = loops.width(codec) if loops.finish else 0
     own = aligned_size(4 * rows * width)
     item_bytes = own + aligned_size(loops.scratch(codec, rows))
-    store = store_numbers(loops, codec)
+    store = state.numbers
     args = (
         *(rows, head_dim, t0, t1, loops.block(codec), address_of(store), address_of(p)),
         *(p.strides[0] // 4, p.strides[1] // 4, loops.add.address, loops.finish.address if loops.finish else 0),

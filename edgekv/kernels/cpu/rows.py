@@ -24,10 +24,6 @@ def encode_f16(x: F32, store: U16, t0: int) -> None:
     run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
 
 
-def encode_f32(x: F32, store: F32, t0: int) -> None:
-    store[:, t0 : t0 + x.shape[1]] = x
-
-
 def project(x: F32, matrix: F32) -> F32:
     result: F32 = x @ matrix.T
     return result
@@ -103,8 +99,18 @@ def _put_f32(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
         put(floats(single), target + i, get(floats(x), i))
 
 
-F16 = Loops(_half_store, score=_score_f16, add=_add_f16, put=_put_f16)
-F32_ROWS = Loops(_single_store, score=_score_f32, add=_add_f32, put=_put_f32)
+def _encode_half(codec: Any, x: F32, t0: int) -> None:
+    encode_f16(x, codec.arrays["half"], t0)
+
+
+def _encode_single(codec: Any, x: F32, t0: int) -> None:
+    codec.arrays["single"][:, t0 : t0 + x.shape[1]] = x
+
+
+LOOPS = {
+    "f16": Loops(_half_store, score=_score_f16, add=_add_f16, put=_put_f16, encode=_encode_half),
+    "f32": Loops(_single_store, score=_score_f32, add=_add_f32, put=_put_f32, encode=_encode_single),
+}
 
 
 @jit

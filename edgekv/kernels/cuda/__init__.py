@@ -9,7 +9,7 @@ Design. Nothing above the kernels knows where arrays are:
    takes its arrays from `Workspace.memory`, which is `edgekv.kernels.aligned` on a CPU and a `Driver` here.
 2. Kernels are one object, `CudaKernels`, with the functions of `edgekv.kernels.contract`. What runs is a `Launch`:
    a kernel of a `Program`, and its grid.
-3. Two tables (`edgekv.kernels.cuda.kinds`) name, for each kind of codec, the C++ type that reads its arrays and
+3. A file for each kind of codec (`edgekv.kernels.kinds`) has its `Loops`: the C++ type that reads its arrays and
    what that needs of the queries; a scheme whose kinds are there runs (`KVCache.kinds`). For a single token
    `attend` is one launch: a pair of codecs and the exact tokens beside it, with a running softmax and no scores in
    memory (attend.cu). Several pairs, as of `steps`, are a launch each, merged by the sums of their weights.

@@ -8,22 +8,27 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.codec import THREADS, per_head
 from edgekv.kernels.cuda.counter import Counter, place
+from edgekv.kernels.cuda.loops import loops_of
 from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 from edgekv.kernels.cuda.rows import ENCODE
-
-PLACED = {"f16", "f32", "signs", "int4", "symmetric_keys", "symmetric_values"}
-"""Kinds whose encoders take a token to a place that moves; others' tokens are packed aside, then copied."""
+from edgekv.kernels.cuda.tiles import THREADS, per_head
 
 
 class AppendKernels(Backend):
+    """New tokens of a pair of codecs, or of one."""
+
+    def encode(self, codec: Any, x: Array, t0: int) -> None:
+        store = loops_of(codec.kind).encode
+        assert store is not None, codec.kind
+        store(self, codec, x, t0)
+
     def append(self, keys: Any, values: Any, k: Array, v: Array, t0: int) -> None:
         if keys.kind == values.kind == "f16" and k.shape[1] == 1:
             self._append_f16(keys, values, k, v, t0)
             return
         for codec, x in ((keys, k), (values, v)):
-            if isinstance(t0, Counter) and codec.kind not in PLACED:
+            if isinstance(t0, Counter) and not loops_of(codec.kind).placed:
                 self._encode_aside(codec, x, t0)
             else:
                 codec.encode(x, t0)
@@ -38,7 +43,10 @@ class AppendKernels(Backend):
         self.driver.launch(launch, k, k_stride, v, v_stride, d, *stores, *place(self.driver, t0))
 
     def _encode_aside(self, codec: Any, x: Array, t0: Counter) -> None:
-        """Packs whole blocks as tokens 0.. of a small store, and copies that to where t0 will be."""
+        """Packs whole blocks as tokens 0.. of a small store, and copies that to where t0 will be.
+
+        For encoders that can't take a token to a place that moves.
+        """
         aside = copy.copy(codec)
         aside.capacity = x.shape[1]
         layouts = aside.layout(), codec.layout()

@@ -16,14 +16,13 @@ import numpy as np
 
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.cuda.backend import MOST_SHARES
-from edgekv.kernels.cuda.codec import MOST_ROWS, THREADS, Codec, Queries, n_rounds, tiles_at_once
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
-from edgekv.kernels.cuda.gather import GatherKernels
-from edgekv.kernels.cuda.kinds import KEYS, SECOND_STAGE, VALUES
-from edgekv.kernels.cuda.papers.retrieval import RetrievalKernels
-from edgekv.kernels.cuda.papers.signs import SignKernels
+from edgekv.kernels.cuda.loops import Queries, Reader, loops_of, read_keys, read_values
 from edgekv.kernels.cuda.planes import PlaneKernels
 from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.ranges import RangeKernels
+from edgekv.kernels.cuda.sparse_attention import SparseKernels
+from edgekv.kernels.cuda.tiles import MOST_ROWS, THREADS, n_rounds, tiles_at_once
 
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
 MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
@@ -34,9 +33,9 @@ class Part(NamedTuple):
     """A segment as the kernels take it. ``values`` None: a second stage reads them."""
 
     segment: Segment
-    keys: Codec
+    keys: Reader
     queries: Queries
-    values: Codec | None
+    values: Reader | None
 
     @property
     def joins(self) -> bool:
@@ -66,7 +65,7 @@ class Part(NamedTuple):
         return self.most - s.first if s.chosen is None else s.chosen[0].shape[2]
 
 
-class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels, SignKernels):
+class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
     """Three functions that take codecs of `edgekv.kvcache`; the fourth is in append.py."""
 
     def attend(
@@ -91,19 +90,17 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels, SignKernels):
             self._attend_through_scores(parts, q, visible, result, weights)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
-        kind = KEYS[codec.kind]
-        self.launch_scores(kind.codec(codec), kind.queries(self, codec, queries), t0, t1, s)
+        prepared = loops_of(codec.kind).queries(self, codec, queries)
+        self.launch_scores(read_keys(codec), prepared, t0, t1, s)
 
     def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
-        self.launch_values(VALUES[codec.kind](codec), p, t0, t1, out)
+        self.launch_values(read_values(codec), p, t0, t1, out)
 
     def _part(self, segment: Segment, q: Array) -> Part:
-        kind, values = KEYS[segment.keys.kind], segment.values
-        queries = kind.queries(self, segment.keys, q)
-        two_stages = values.kind == SECOND_STAGE
-        return Part(
-            segment, kind.codec(segment.keys), queries, None if two_stages else VALUES[values.kind](values)
-        )
+        keys, values = segment.keys, segment.values
+        queries = loops_of(keys.kind).queries(self, keys, q)
+        two_stages = loops_of(values.kind).second_stage is not None
+        return Part(segment, read_keys(keys), queries, None if two_stages else read_values(values))
 
     def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
         long, short = [part for part in parts if not part.is_short], [part for part in parts if part.is_short]
@@ -193,13 +190,15 @@ class AttendKernels(PlaneKernels, GatherKernels, RetrievalKernels, SignKernels):
                 self.launch_values(part.values, p, segment.first, part.most, out)
             else:
                 segment = segment._replace(stop=part.most)
-                moved = self.second_stage(segment, part.queries, p, len(visible[0]), out)
+                second_stage = loops_of(segment.values.kind).second_stage
+                assert second_stage is not None
+                moved = second_stage(self, segment, part.queries, p, len(visible[0]), out)
                 change = moved if change is None else change + moved
         if change is not None:
             out /= (1 + change)[..., None]
 
 
-def attend_program(keys: Codec, values: Codec, rows: int, with_exact: bool) -> Program:
+def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool) -> Program:
     """attend.cu for a pair, beside exact tokens or not."""
     files = dict.fromkeys((keys.file, values.file, *(["rows"] if with_exact else []), "attend"))
     tiles = tiles_at_once(rows, keys, values)

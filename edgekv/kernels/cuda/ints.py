@@ -1,21 +1,47 @@
-"""Encoders of integers of 8, 4 or 2 bits with linear scales."""
+"""Integers of 8, 4 or 2 bits with linear scales: who reads them, and the symmetric ones' encoder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.codec import THREADS, per_head
 from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.kinds import require_one_span
+from edgekv.kernels.cuda.loops import Loops, Reader
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.cuda.rows import ENCODE
+from edgekv.kernels.cuda.tiles import per_head
+
+
+def column_keys(names: tuple[str, ...], scales: str) -> Callable[[Any], Reader]:
+    """Reads keys channel by channel in blocks of tokens: codes (G, blocks, bytes, block), the first of the arrays.
+
+    ``scales`` says what the others are: see columns.cu.
+    """
+
+    def read(codec: Any) -> Reader:
+        arrays = tuple(codec.arrays[name] for name in names)
+        _, blocks, n_bytes, block = arrays[0].shape
+        bits, macros = 8 * n_bytes // codec.head_dim, (("KEY_SCALES", scales), ("KEY_BLOCK", block))
+        capacity = arrays[1].shape[1] if scales == "SCALE_PER_TOKEN" else blocks * block
+        tiles = max(1, 4 // bits)
+        return Reader(f"ColumnKeys<{bits}>", "columns", arrays, capacity, codec.head_dim, macros, tiles=tiles)
+
+    return read
+
+
+def byte_values(codes: Array, scales: tuple[Array, ...], width: int, meaning: str, tiles: int = 0) -> Reader:
+    """Reads values token by token: codes (G, capacity, bytes) or (G, capacity, bytes, 1).
+
+    ``meaning`` says what the codes and ``scales`` stand for: see byte_values.cu.
+    """
+    bits, macros = 8 * codes.shape[2] // width, (("VALUE_SCALES", meaning),)
+    arrays, tiles = (codes, *scales), tiles or max(1, 4 // bits)
+    return Reader(f"ByteValues<{bits}>", "byte_values", arrays, codes.shape[1], width, macros, tiles=tiles)
 
 
 class IntKernels(Backend):
-    def encode_int4(self, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:
-        n_kv_heads, n, d = x.shape
-        x, stride = per_head(x)
-        launch = Launch(ENCODE, "encode_int4", (n, n_kv_heads), 32)
-        self.driver.launch(launch, x, stride, d, codes, delta, zero, delta.shape[1], *place(self.driver, t0))
+    """`edgekv.kernels.contract.ints` on the device."""
 
     def encode_sym(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
@@ -25,18 +51,16 @@ class IntKernels(Backend):
         store = codes, blocks, block, scale, scale.shape[1]
         self.driver.launch(launch, x, stride, d, 8 * n_bytes // d, *store, *place(self.driver, t0))
 
-    def encode_kivi_keys(self, x: Array, codes: Array, step: Array, low: Array, t0: int) -> None:
-        n_kv_heads, n, d = x.shape
-        _, blocks, n_bytes, block = codes.shape
-        x, stride = per_head(x)
-        launch = Launch(ENCODE, "encode_kivi_keys", (n // block, n_kv_heads), THREADS)
-        store = codes, step, low, blocks, block
-        self.driver.launch(launch, x, stride, d, 8 * n_bytes // d, *store, t0 // block)
 
-    def encode_kivi_values(self, x: Array, codes: Array, step: Array, low: Array, t0: int) -> None:
-        n_kv_heads, n, d = x.shape
-        spans, capacity = step.shape[1:]
-        require_one_span(spans)
-        x, stride = per_head(x)
-        launch = Launch(ENCODE, "encode_kivi_values", (n, n_kv_heads), 32)
-        self.driver.launch(launch, x, stride, d, 8 * codes.shape[2] // d, codes, step, low, spans, capacity, t0)
+def _encode(kernels: IntKernels, codec: Any, x: Array, t0: int) -> None:
+    kernels.encode_sym(x, codec.arrays["codes"], codec.arrays["scale"], t0)
+
+
+def _values(codec: Any) -> Reader:
+    return byte_values(codec.arrays["codes"], (codec.arrays["scale"],), codec.head_dim, "FROM_MIDDLE")
+
+
+LOOPS = {
+    "symmetric_keys": Loops(column_keys(("codes", "scale"), "SCALE_PER_TOKEN"), encode=_encode, placed=True),
+    "symmetric_values": Loops(values=_values, encode=_encode, placed=True),
+}

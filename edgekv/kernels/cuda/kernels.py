@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from edgekv.kernels.cuda.append import AppendKernels
 from edgekv.kernels.cuda.attend import AttendKernels
 from edgekv.kernels.cuda.ints import IntKernels
-from edgekv.kernels.cuda.papers.huffman import HuffmanKernels
+from edgekv.kernels.cuda.loops import BACKEND
 from edgekv.kernels.cuda.prompt import PromptKernels
 from edgekv.kernels.cuda.rope import RopeKernels
+from edgekv.kernels.kinds import find_function
 
 
-class CudaKernels(AttendKernels, AppendKernels, IntKernels, HuffmanKernels, RopeKernels, PromptKernels):
+class CudaKernels(AttendKernels, AppendKernels, IntKernels, RopeKernels, PromptKernels):
     """Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The functions of the papers' schemes, whose first argument are these kernels."""
+        return functools.partial(find_function(BACKEND, name), self)

@@ -1,84 +1,103 @@
-"""The three steps of attention through a buffer: scores of a range of tokens, softmax, weighted sums."""
+"""How the tokens of a kind of codec are read and stored on a GPU: a C++ type, its arrays, and queries for it."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
-from edgekv.kernels.contract.segment import Segment, Visible
-from edgekv.kernels.cuda.codec import THREADS, Codec, Queries, n_rounds, rows_at_once, strides, tiles_at_once
-from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.rotate import RotateKernels
-from edgekv.types import I64
+from edgekv.errors import CacheError
+from edgekv.kernels import kinds
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kernels.cuda.program import Array, Driver, Macros
 
-SEES_ALL = 1 << 30
+BACKEND = "edgekv.kernels.cuda"
+KINDS = frozenset(kind for kind in kinds.KINDS if kinds.reads(BACKEND, kind))
+"""Of codecs that the GPU reads."""
 
 
-class Loops(RotateKernels):
-    """Launches of scores.cu, softmax.cu and values.cu for any codec."""
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """The C++ type ``name`` in ``file`` reads ``arrays`` of ``capacity`` tokens, ``width`` channels a token."""
 
-    def softmax(self, s: Array, lo: I64, hi: I64) -> None:
-        n_kv_heads, rows, columns = s.shape
-        launch = Launch(Program(("softmax",)), "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
-        self.driver.launch(launch, s, *strides(s), columns, rows, *self.per_token(lo, hi))
+    name: str
+    file: str
+    arrays: tuple[Array, ...]
+    capacity: int
+    width: int
+    macros: Macros = ()
+    joins: bool = True  # whether it has part in attention of one launch; then at most four arrays
+    tiles: int = 1  # of 64 tokens that a block reads at once, to have enough bytes on their way
+    blocks: int = 8  # of its kernels that a multiprocessor holds
+    rotation: Any = None  # of the values: sums are rotated back
 
-    def launch_scores(
-        self,
-        keys: Codec,
-        queries: Queries,
-        t0: int,
-        t1: int,
-        s: Array,
-        segment: Segment | None = None,
-        visible: Visible | None = None,
-    ) -> None:
-        """s (G, M, t1 - t0) = scores with tokens t0..t1, -inf where a query does not see the segment's token."""
-        n_kv_heads, rows, _ = s.shape
-        at_once = rows_at_once(rows)
-        tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
-        sizes = ("KEY_DIM", keys.width), ("HEAD_DIM", keys.width), ("ROWS", at_once), ("TILES", tiles)
-        program = Program((keys.file, "scores"), (("KEYS", keys.name), *sizes, *keys.macros))
-        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, keys.blocks)
-        launch = Launch(program, "scores", (splits, n_kv_heads, row_blocks), THREADS)
-        places = self._places(segment, visible)
-        store = *self.store_arguments(keys), keys.capacity
-        self.driver.launch(launch, *self.query_arguments(queries), rows, *store, t0, t1, s, *strides(s), *places)
 
-    def _places(self, segment: Segment | None, visible: Visible | None) -> tuple[Any, ...]:
-        """For scores.cu: where the tokens stand and what the queries see; by default all."""
-        shift = self.driver.shift
-        if segment is None or visible is None:
-            return shift, 0, SEES_ALL, self.driver.still, 0, self.driver.still, 1, 0, shift, 0, SEES_ALL, shift
-        positions = segment.positions
-        stride = 0 if positions is None else positions.strides[0] // positions.itemsize
-        ends = *place(self.driver, segment.stop), *place(self.driver, segment.position)
-        where = shift if positions is None else positions, stride, *ends
-        return *where, len(visible[0]), *self.per_token(*visible), shift
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """x (G, M, width), what the reader's kernel needs beside it, and a factor (G, M)."""
 
-    def launch_values(self, values: Codec, p: Array, t0: int, t1: int, out: Array) -> None:
-        """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1, rotated back."""
-        n_kv_heads, rows, _ = p.shape
-        at_once = rows_at_once(rows)
-        tiles, row_blocks = tiles_at_once(at_once, values), -(-rows // at_once)
-        sizes = ("HEAD_DIM", values.width), ("ROWS", at_once), ("TILES", tiles)
-        program = Program((values.file, "values"), (("VALUES", values.name), *sizes, *values.macros))
-        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, values.blocks)
-        partial = self.scratch("values", (n_kv_heads, splits, rows, values.width))
-        launch = Launch(program, "values", (splits, n_kv_heads, row_blocks), THREADS)
-        store = *self.store_arguments(values), values.capacity
-        self.driver.launch(launch, p, *strides(p), *store, t0, t1, rows, partial)
-        if values.rotation is None:
-            self.add_partial(partial, out)
-        else:
-            rotated = self.scratch("values.rotated", out.shape)
-            rotated.fill(0)
-            self.add_partial(partial, rotated)
-            self.rotate_back(values.rotation, rotated, out)
+    x: Array
+    codes: Array | None = None
+    scale: Array | None = None
+    rounded: Array | None = None  # what the codes stand for
 
-    def query_arguments(self, queries: Queries) -> tuple[Array, Array, Array]:
-        nothing = self.driver.shift
-        others = (nothing if x is None else x for x in (queries.codes, queries.scale))
-        return queries.x, *others
 
-    def store_arguments(self, codec: Codec, n: int = 6) -> tuple[Array, ...]:
-        return (*codec.arrays, *[self.driver.shift] * (n - len(codec.arrays)))
+class Tools(Protocol):
+    """What loops use of the kernels (`edgekv.kernels.cuda.kernels.CudaKernels`)."""
+
+    driver: Driver
+
+    def constant(self, x: Any) -> Array: ...
+    def project(self, x: Array, matrix: Array) -> Array: ...
+    def rotate(self, rotation: Any, x: Array) -> Array: ...
+    def round_queries(self, q: Array, whole: Array, step: Array, rounded: Array) -> None: ...
+
+
+def as_they_are(tools: Tools, codec: Any, q: Array) -> Queries:
+    """Queries for keys whose scores are plain products."""
+    return Queries(q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loops:
+    """What a file for a kind of codec says; ``tools`` are the kernels.
+
+    keys, values: (codec) -> what reads it as keys, or as values. queries: (tools, codec, q (G, M, D)) -> the
+    queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., where
+    `Codec.encode` does not do so itself. placed: whether that takes a token to a place that moves (a `Counter`).
+    second_stage: (kernels, segment, queries, p (G, M, tokens), n, out) -> the change of p's sums (G, M), where the
+    probabilities of the scan say which tokens are read once more.
+    """
+
+    keys: Callable[[Any], Reader] | None = None
+    values: Callable[[Any], Reader] | None = None
+    queries: Callable[[Tools, Any, Array], Queries] = as_they_are
+    encode: Callable[[Any, Any, Array, int], None] | None = None
+    placed: bool = False
+    second_stage: Callable[[Any, Segment, Queries, Array, int, Array], Array] | None = None
+
+
+def loops_of(kind: str) -> Loops:
+    """Raises CacheError (field kv) for a kind that the GPU does not read."""
+    return cast(Loops, kinds.find_loops(BACKEND, kind))
+
+
+def read_keys(codec: Any) -> Reader:
+    """What reads a codec that holds keys."""
+    make = loops_of(codec.kind).keys
+    assert make is not None, codec.kind
+    return make(codec)
+
+
+def read_values(codec: Any) -> Reader:
+    """What reads a codec that holds values."""
+    make = loops_of(codec.kind).values
+    assert make is not None, codec.kind
+    return make(codec)
+
+
+def same_bits(bits: Any, knob: str) -> int:
+    """Those of all heads. Raises CacheError (field kv) where heads differ."""
+    if bits.min() != bits.max():
+        raise CacheError(f"kv: {knob}={bits.mean():g} with device='cuda': it takes whole numbers", field="kv")
+    return int(bits[0])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
 from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
 from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.codec import MOST_CHANNELS, THREADS, TILE, check_width
+from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools, same_bits
 from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.tiles import MOST_CHANNELS, THREADS, TILE, check_width
 
 
 class PlaneKernels(Backend):
@@ -54,3 +56,21 @@ def encode_program(bits: int = 1) -> Program:
         ("LARGEST_FOUR", LARGEST_FOUR),
     )
     return Program(("scales", "encode_planes"), macros, exact=True)
+
+
+def _read(codec: Any) -> Reader:
+    a, bits = codec.arrays, same_bits(codec.bits, "k_bits")
+    arrays = a["planes"], a["scale"], a["centres"], a["centre_step"]
+    macros = (("KEY_BITS", bits),)
+    return Reader("CentredKeys", "centred", arrays, a["scale"].shape[1], codec.width, macros, tiles=4 // bits)
+
+
+def _whole(tools: Tools, codec: Any, q: Array) -> Queries:
+    """Rotated, and in whole numbers."""
+    x, empty = tools.rotate(codec.rotation, q), tools.driver.empty
+    whole, step, rounded = empty(x.shape, np.int32), empty(q.shape[:2], np.float32), empty(x.shape, np.float32)
+    tools.round_queries(x, whole, step, rounded)
+    return Queries(x, whole, step * tools.constant(codec.lam)[:, None], rounded)
+
+
+LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), Loops(_read, queries=_whole))

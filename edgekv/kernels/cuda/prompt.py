@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.codec import THREADS
 from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.tiles import THREADS
 
 BLOCK_ROWS = 64  # queries of a block of prompt_attention.cu
 MOST_WIDTH = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.codec import THREADS
 from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.tiles import THREADS
 
 
 class Halves(NamedTuple):

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cuda.codec import check_width, per_head
 from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.rows import DenseKernels
+from edgekv.kernels.cuda.rows import RowKernels
+from edgekv.kernels.cuda.tiles import check_width, per_head
 from edgekv.kernels.memory import contiguous
 
 
-class RotateKernels(DenseKernels):
+class RotateKernels(RowKernels):
     def hadamard(self, x: Array, flips: Array, out: Array) -> None:
         rows, n, d = x.shape
         x, stride = per_head(x)

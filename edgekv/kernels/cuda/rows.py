@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.codec import THREADS, per_head
 from edgekv.kernels.cuda.counter import place
+from edgekv.kernels.cuda.loops import Loops, Reader
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
 from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.tiles import THREADS, per_head
 from edgekv.kernels.memory import contiguous
 
 ENCODE = Program(("scales", "encode"), exact=True)
 
 
-class DenseKernels(Backend):
+class RowKernels(Backend):
+    """Encoders and products of `edgekv.kernels.contract` for numbers as they are."""
+
     def encode_f16(self, x: Array, store: Array, t0: int) -> None:
-        self._encode_numbers("encode_f16", x, store, t0)
-
-    def encode_f32(self, x: Array, store: Array, t0: int) -> None:
-        self._encode_numbers("encode_f32", x, store, t0)
-
-    def _encode_numbers(self, kernel: str, x: Array, store: Array, t0: int) -> None:
-        n_kv_heads, n, d = x.shape
-        if n:  # Windowed may have nothing left over
-            x, stride = per_head(x)
-            launch = Launch(ENCODE, kernel, (n, n_kv_heads), THREADS)
-            self.driver.launch(launch, x, stride, d, store, store.shape[1], *place(self.driver, t0))
+        encode_numbers(self, "encode_f16", x, store, t0)
 
     def project(self, x: Array, matrix: Array) -> Array:
         n_kv_heads, n = x.shape[:2]
         if n > MATVEC_ROWS:
             return x @ matrix.T
         return matvec(self.driver, contiguous(x), matrix, bits=32).reshape(n_kv_heads, n, -1)
+
+
+def encode_numbers(tools: Backend, kernel: str, x: Array, store: Array, t0: int) -> None:
+    """x (G, n, D) into store (G, capacity, D) from token t0 on, by ``kernel``: encode_f16 or encode_f32."""
+    n_kv_heads, n, d = x.shape
+    if n:  # Windowed may have nothing left over
+        x, stride = per_head(x)
+        launch = Launch(ENCODE, kernel, (n, n_kv_heads), THREADS)
+        tools.driver.launch(launch, x, stride, d, store, store.shape[1], *place(tools.driver, t0))
+
+
+def _loops(element: str, array: str, kernel: str) -> Loops:
+    """Of keys and values in an array of numbers (G, capacity, D)."""
+
+    def read(name: str) -> Callable[[Any], Reader]:
+        def make(codec: Any) -> Reader:
+            rows = codec.arrays[array]
+            return Reader(f"{name}<{element}>", "rows", (rows,), rows.shape[1], rows.shape[2])
+
+        return make
+
+    def encode(tools: Backend, codec: Any, x: Array, t0: int) -> None:
+        encode_numbers(tools, kernel, x, codec.arrays[array], t0)
+
+    return Loops(read("RowKeys"), read("RowValues"), encode=encode, placed=True)
+
+
+LOOPS = {"f16": _loops("u16", "half", "encode_f16"), "f32": _loops("float", "single", "encode_f32")}

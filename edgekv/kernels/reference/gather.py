@@ -5,7 +5,12 @@ import numpy.typing as npt
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import FULL_VALUES, KEY_STEP, LARGEST_CORRECTION, PAIR_STEP
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.reference.bits import pack_sign_rows
+from edgekv.kernels.reference.ints import decode_symmetric
+from edgekv.kernels.reference.loops import Loops
+from edgekv.kernels.reference.planes import key_levels, round_queries
+from edgekv.kernels.reference.rotate import rotate, rotate_back
 from edgekv.types import F32, I64, U16, U64
 
 
@@ -81,3 +86,28 @@ def _levels(planes: npt.NDArray[np.uint64]) -> F32:
     weights = 2.0 ** np.arange(n_planes - 2, -2, -1)  # the sign plane counts half of 2 ** n_planes
     levels: F32 = np.einsum("...bd,b->...d", _signs(planes), weights.astype(np.float32))
     return levels
+
+
+def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F32) -> None:
+    """Tokens of enough probability by the scan, again with all their bits; the others as their block's mean."""
+    keys, values, t0, t1, *_ = segment
+    a, k = values.arrays, keys.arrays
+    rotated = rotate(keys.rotation, q)
+    rounded, step = round_queries(rotated)
+    n_kv_heads, rows, _ = rotated.shape
+    b0, b1 = t0 // BLOCK, -(-t1 // BLOCK)
+    inner, moved = np.zeros_like(rotated), np.empty((n_kv_heads, rows), np.float32)
+    tail, counts = np.empty((n_kv_heads, rows, b1 - b0), np.float32), np.empty((n_kv_heads, n, 2), np.int64)
+    signs = key_levels(k["planes"], keys.bits)
+    stored = signs, k["scale"], k["fine"], a["top"], a["low"], a["scale"]
+    attend_planes(
+        *(p, 0, t0, t1, rotated, rounded * step[..., None], keys.lam, *stored),
+        *(values.threshold, n, inner, tail, moved, counts),
+    )
+    inner += tail @ decode_symmetric(a["means"], a["mean_scale"], b0, b1, inner.shape[2])
+    values.counts = counts.mean(axis=(0, 1))
+    change += moved
+    rotate_back(keys.rotation, inner, out)
+
+
+LOOPS = {"plane_values": Loops(second_stage=_second_stage)}

@@ -1,10 +1,14 @@
 """Values in 1 to 4 bits, four tokens side by side, summed with 8-bit weights."""
 
+from typing import Any
+
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import GAUSS_STEP, LEAST_WEIGHT
+from edgekv.kernels.reference.loops import Loops
 from edgekv.kernels.reference.planes import to_half
+from edgekv.kernels.reference.rotate import rotate_back
 from edgekv.types import F32, U8, U16
 
 PARTS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code, in groups that divide a byte
@@ -66,3 +70,12 @@ def _levels(codes: U8, bits: int) -> U8:
         levels = levels << part | stacked.reshape(g, BLOCK, d)
         row += 2 * part
     return levels
+
+
+def _sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    rotated = np.zeros_like(out)
+    values_interleaved(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, rotated)
+    rotate_back(codec.rotation, rotated, out)
+
+
+LOOPS = {"interleaved": Loops(sums=_sums)}

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.kernels.reference.loops import Loops
 from edgekv.kernels.reference.rounding import round_up_to_f16
 from edgekv.types import F32, U8, U16
 
@@ -55,3 +56,10 @@ def unpack_codes(codes: U8, head_dim: int) -> F32:
 
 def _widen(bits: U16) -> F32:
     return bits.view(np.float16).astype(np.float32)
+
+
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    encode_sym(x, codec.arrays["codes"], codec.arrays["scale"], t0)
+
+
+LOOPS = dict.fromkeys(("symmetric_keys", "symmetric_values"), Loops(symmetric, _encode))

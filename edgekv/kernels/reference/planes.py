@@ -1,10 +1,14 @@
 """Keys as a centre per 16 tokens and a few bits per element, in planes."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRE, GAUSS_STEP, GROUPS, LARGEST_FOUR, place_of
+from edgekv.kernels.reference.loops import Loops
+from edgekv.kernels.reference.rotate import rotate
 from edgekv.types import F32, I64, U8, U16
 
 LARGEST_F16 = 65504.0
@@ -108,3 +112,13 @@ def _centres(codes: U8, step: U16) -> F32:
     means = levels * step.view(np.float16).astype(np.float32)[..., None]  # (G, blocks, CENTRES, D)
     centres: F32 = means[:, :, :1] + means[:, :, 1:]
     return centres.reshape(len(centres), -1, centres.shape[3])
+
+
+def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    a = codec.arrays
+    levels = key_levels(a["planes"], codec.bits)
+    stored = levels, a["scale"], codec.lam, a["centres"], a["centre_step"]
+    scores_centred(rotate(codec.rotation, q), *stored, t0, t1, s, 0)
+
+
+LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), Loops(scores=_scores))

@@ -1,7 +1,10 @@
 """Keys and values held as numbers: float16 bits or float32."""
 
+from typing import Any
+
 import numpy as np
 
+from edgekv.kernels.reference.loops import Loops
 from edgekv.types import F32, U16
 
 
@@ -36,3 +39,18 @@ def values_f32(p: F32, s0: int, values: F32, t0: int, t1: int, out: F32) -> None
 
 def _widen(bits: U16) -> F32:
     return bits.view(np.float16).astype(np.float32)
+
+
+def _f16(codec: Any, t0: int, t1: int) -> F32:
+    return _widen(codec.arrays["half"][:, t0:t1])
+
+
+def _f32(codec: Any, t0: int, t1: int) -> F32:
+    numbers: F32 = codec.arrays["single"][:, t0:t1]
+    return numbers
+
+
+LOOPS = {
+    "f16": Loops(_f16, encode=lambda codec, x, t0: encode_f16(x, codec.arrays["half"], t0)),
+    "f32": Loops(_f32, encode=lambda codec, x, t0: encode_f32(x, codec.arrays["single"], t0)),
+}

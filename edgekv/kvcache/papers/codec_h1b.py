@@ -9,8 +9,6 @@ from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.types import F32, Array
 
-ENCODE_TOKENS = 512  # projected at a time
-
 
 class SignSketch(Codec):
     """sign(R k): ``bits`` sign bits per key under a fixed Gaussian R (H1B-KV eq. 2); queries likewise (eq. 3).
@@ -40,11 +38,6 @@ class SignSketch(Codec):
         super().bind(arrays, kernels)
         self.projection = np.asarray(self.projection, like=arrays["signs"])
 
-    def encode(self, x: F32, t0: int) -> None:
-        for a in range(0, x.shape[1], ENCODE_TOKENS):  # bounds the projected keys, bits / head_dim times x
-            projected = self.kernels.project(x[:, a : a + ENCODE_TOKENS], self.projection)
-            self.kernels.pack_signs(projected, self.arrays["signs"], t0 + a)
-
 
 class Int4(Codec):
     """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
@@ -62,6 +55,3 @@ class Int4(Codec):
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.head_dim // 2 + 3)
-
-    def encode(self, x: F32, t0: int) -> None:
-        self.kernels.encode_int4(x, self.arrays["codes"], self.arrays["delta"], self.arrays["zero"], t0)

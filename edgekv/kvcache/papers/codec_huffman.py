@@ -148,7 +148,7 @@ class HuffmanCodec(Codec):
         else:
             old, self.pool = self.pool, np.zeros_like(self.pool, shape=(n_words,))
             self.pool[: len(old)] = old
-        self.handle = None
+        self.backend_state = None
         self.on_growth(self.pool)
 
     def fitted(self) -> dict[str, int]:

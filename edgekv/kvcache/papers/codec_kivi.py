@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
-from edgekv.types import F32
 
 
 class KiviKeys(Codec):
@@ -31,10 +30,6 @@ class KiviKeys(Codec):
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.n_bytes + -(-4 * self.head_dim // self.group))
 
-    def encode(self, x: F32, t0: int) -> None:
-        a = self.arrays
-        self.kernels.encode_kivi_keys(x, a["codes"], a["step"], a["low"], t0)
-
 
 class KiviValues(Codec):
     """low + step * code per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
@@ -56,7 +51,3 @@ class KiviValues(Codec):
     @property
     def token_bytes(self) -> int:
         return self.n_kv_heads * (self.n_bytes + 4 * self.spans)
-
-    def encode(self, x: F32, t0: int) -> None:
-        a = self.arrays
-        self.kernels.encode_kivi_values(x, a["codes"], a["step"], a["low"], t0)

@@ -70,14 +70,15 @@ class TokenKeys(Codec):
         return self.n_kv_heads * (self.n_bytes + 4)
 
     def encode(self, x: F32, t0: int) -> None:
-        n_kv_heads, n, _ = x.shape
-        codes = np.empty((n_kv_heads, n, self.n_bytes), np.uint8)
-        step, low = np.empty((2, n_kv_heads, 1, n), np.uint16)
-        self.kernels.encode_kivi_values(x, codes, step, low, 0)
+        n = x.shape[1]
+        aside = KiviValues(self.n_kv_heads, n, self.head_dim, 8 * self.n_bytes // self.head_dim, self.head_dim)
+        aside.bind({name: np.empty(shape, dtype) for name, (shape, dtype) in aside.layout().items()}, self.kernels)
+        aside.encode(x, 0)
         tokens = np.arange(t0, t0 + n)
-        # two index arrays apart from each other bring the token axis to the front
-        self.arrays["codes"][:, tokens // KEY_BLOCK, :, tokens % KEY_BLOCK] = codes.transpose(1, 0, 2)
-        self.arrays["step"][:, tokens], self.arrays["low"][:, tokens] = step[:, 0], low[:, 0]
+        codes = aside.arrays["codes"].transpose(1, 0, 2)  # two index arrays apart put the token axis first
+        self.arrays["codes"][:, tokens // KEY_BLOCK, :, tokens % KEY_BLOCK] = codes
+        for name in ("step", "low"):
+            self.arrays[name][:, tokens] = aside.arrays[name][:, 0]
 
 
 class MiKV(LowestFirst):

@@ -23,7 +23,7 @@ class Index(abc.ABC):
     """
 
     kind: ClassVar[str]
-    handle: Any = None  # what a backend remembers of the arrays that are bound
+    backend_state: Any = None  # as a `Codec`'s
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, block: int, unit: int) -> None:
         self.n_kv_heads, self.n_blocks, self.head_dim = n_kv_heads, capacity // block, head_dim
@@ -40,7 +40,7 @@ class Index(abc.ABC):
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         """The allocated arrays of `layout`, and the kernels to use on them."""
         self.arrays, self.kernels = arrays, kernels
-        self.handle = None
+        self.backend_state = None
 
     def covered(self, n_tokens: int) -> int:
         """How many of the first n tokens are in whole blocks."""

@@ -177,9 +177,11 @@ def _store(index: Any) -> tuple[int, ...]:
     return index.head_dim, index.n_blocks, index.block, *addresses
 
 
-KEYS = Loops(
-    _store,
-    score=_score,
-    block=lambda index: max(BLOCK, index.block),
-    scratch=lambda index, rows: 4 * index.head_dim,
-)
+LOOPS = {
+    "sign_index": Loops(
+        _store,
+        score=_score,
+        block=lambda index: max(BLOCK, index.block),
+        scratch=lambda index, rows: 4 * index.head_dim,
+    )
+}

@@ -200,5 +200,7 @@ def _scratch(codec: Any, rows: int) -> int:
     return size
 
 
-KEYS = Loops(_store, score=_score, scratch=_scratch)
-VALUES = Loops(_store, add=_add, scratch=_scratch)
+LOOPS = {
+    "huffman_keys": Loops(_store, score=_score, scratch=_scratch),
+    "huffman_values": Loops(_store, add=_add, scratch=_scratch),
+}

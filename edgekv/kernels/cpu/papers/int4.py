@@ -88,9 +88,16 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
     return (*(address_of(a[name]) for name in ("codes", "delta", "zero")), codec.capacity, codec.head_dim // 2)
 
 
-INT4 = Loops(
-    _store_numbers, add=_add, put=_put, scratch=lambda codec, rows: TAIL_AT + TOGETHER * codec.head_dim // 2
-)
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    encode_int4(x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
+
+
+def _scratch(codec: Any, rows: int) -> int:
+    size: int = TAIL_AT + TOGETHER * codec.head_dim // 2
+    return size
+
+
+LOOPS = {"int4": Loops(_store_numbers, add=_add, put=_put, scratch=_scratch, encode=_encode)}
 
 
 @jit

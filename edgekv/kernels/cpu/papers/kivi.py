@@ -229,14 +229,26 @@ def _store(codec: Any, *shape: int) -> tuple[int, ...]:
     return codec.head_dim, *addresses, *shape, 8 * codec.n_bytes // codec.head_dim
 
 
-KEYS = Loops(
-    lambda codec: _store(codec, codec.capacity // codec.group, codec.group),
-    score=_score,
-    block=lambda codec: max(BLOCK, codec.group),
-    scratch=lambda codec, rows: 4 * 4 * (codec.head_dim + codec.group),
-)
-VALUES = Loops(
-    lambda codec: _store(codec, codec.capacity, codec.spans),
-    add=_add,
-    scratch=lambda codec, rows: 4 * 4 * codec.spans * BLOCK,
-)
+def _encode_keys(codec: Any, x: F32, t0: int) -> None:
+    encode_kivi_keys(x, codec.arrays["codes"], codec.arrays["step"], codec.arrays["low"], t0)
+
+
+def _encode_values(codec: Any, x: F32, t0: int) -> None:
+    encode_kivi_values(x, codec.arrays["codes"], codec.arrays["step"], codec.arrays["low"], t0)
+
+
+LOOPS = {
+    "kivi_keys": Loops(
+        lambda codec: _store(codec, codec.capacity // codec.group, codec.group),
+        score=_score,
+        block=lambda codec: max(BLOCK, codec.group),
+        scratch=lambda codec, rows: 4 * 4 * (codec.head_dim + codec.group),
+        encode=_encode_keys,
+    ),
+    "kivi_values": Loops(
+        lambda codec: _store(codec, codec.capacity, codec.spans),
+        add=_add,
+        scratch=lambda codec, rows: 4 * 4 * codec.spans * BLOCK,
+        encode=_encode_values,
+    ),
+}

@@ -105,10 +105,12 @@ def _store(codec: Any) -> tuple[int, ...]:
     return codec.head_dim, *addresses, codec.capacity, n_blocks, block, 8 * n_bytes // codec.head_dim
 
 
-KEYS = Loops(
-    _store,
-    score=_score,
-    prepare=_balance,
-    prepared=prepared_bytes,
-    scratch=lambda codec, rows: 4 * ROWS * codec.arrays["codes"].shape[3],
-)
+LOOPS = {
+    "token_keys": Loops(
+        _store,
+        score=_score,
+        prepare=_balance,
+        prepared=prepared_bytes,
+        scratch=lambda codec, rows: 4 * ROWS * codec.arrays["codes"].shape[3],
+    )
+}

@@ -56,10 +56,12 @@ def _split(store: int, q: int, rows: int, g: int, prepared: int) -> None:
             put(target, m * width + head_dim + d, minimum(x, ZERO))
 
 
-KEYS = Loops(
-    lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
-    score=rows.F16.score,
-    prepare=_split,
-    prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
-)
+LOOPS = {
+    "page_index": Loops(
+        lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
+        score=rows.LOOPS["f16"].score,
+        prepare=_split,
+        prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
+    )
+}
 """A unit is a page: its score is the product of the split query with its bounds."""

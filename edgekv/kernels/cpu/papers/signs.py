@@ -18,6 +18,7 @@ WORD_BITS = 64
 LANES = simd.LANES
 TILE = 4 * LANES
 BLOCKS_AHEAD = 4
+ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / head_dim times x
 WORDS_PER_LINE = 8
 ONE, MINUS_TWO = np.array([1, -2], np.float32)
 
@@ -25,12 +26,6 @@ ONE, MINUS_TWO = np.array([1, -2], np.float32)
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
     args = np.ascontiguousarray(x), codes, t0
     run(_pack_tokens, _pack_parallel, x.shape[0] * x.shape[1], x.size, args)
-
-
-def pack_sign_rows(x: F32) -> U64:
-    words = np.empty((*x.shape[:2], x.shape[2] // WORD_BITS), np.uint64)
-    _pack_words(np.ascontiguousarray(x).reshape(-1), words.reshape(-1))
-    return words
 
 
 @prepare_loop
@@ -89,14 +84,22 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
     return size
 
 
-SKETCH = Loops(
-    _store_numbers,
-    prepare=_prepare,
-    score=_score,
-    put=_put,
-    prepared=_prepared_bytes,
-    put_scratch=lambda codec: 4 * codec.bits,
-)
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    for a in range(0, x.shape[1], ENCODE_TOKENS):
+        pack_signs(x[:, a : a + ENCODE_TOKENS] @ codec.projection.T, codec.arrays["signs"], t0 + a)
+
+
+LOOPS = {
+    "signs": Loops(
+        _store_numbers,
+        prepare=_prepare,
+        score=_score,
+        put=_put,
+        prepared=_prepared_bytes,
+        put_scratch=lambda codec: 4 * codec.bits,
+        encode=_encode,
+    )
+}
 
 
 @jit
@@ -114,12 +117,6 @@ def _pack_tokens(first: int, last: int, args: Args) -> None:
 def _pack_parallel(n_parts: int, n_items: int, args: Args) -> None:
     for part in prange(n_parts):
         _pack_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@jit
-def _pack_words(x: F32, words: U64) -> None:
-    for w in range(len(words)):
-        words[w] = _pack_word(x, w * WORD_BITS)
 
 
 @jit

@@ -157,11 +157,13 @@ def _store(codec: Any) -> tuple[int, ...]:
     return codec.head_dim, address_of(planes), *planes.shape[1:3], *ends
 
 
-LEVELS = Loops(
-    _store,
-    score=_score,
-    add=_add,
-    prepare=with_totals,
-    prepared=prepared_bytes,
-    scratch=lambda codec, rows: BLOCK * codec.head_dim + 4 * ROWS * BLOCK,
-)
+LOOPS = {
+    "levels": Loops(
+        _store,
+        score=_score,
+        add=_add,
+        prepare=with_totals,
+        prepared=prepared_bytes,
+        scratch=lambda codec, rows: BLOCK * codec.head_dim + 4 * ROWS * BLOCK,
+    )
+}

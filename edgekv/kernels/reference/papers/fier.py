@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.kernels.reference.loops import Loops
 from edgekv.types import F32, U16, U32
 
 WORD_TOKENS = 32
@@ -55,3 +56,6 @@ def _middle_and_half_range(x: F32) -> tuple[F32, F32]:
 
 def _widen(bits: U16) -> F32:
     return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
+
+
+LOOPS = {"sign_index": Loops(sign_index)}

@@ -1,30 +1,14 @@
-"""Error-bounded levels, and their variable-length codes."""
+"""Blocks of tokens in variable-length codes."""
 
 from typing import Any
 
 import numpy as np
 
 from edgekv.kernels.contract.papers.codes import TABLE_BITS, TABLE_SYMBOLS
-from edgekv.kernels.reference.rounding import LARGEST_F16, round_up_to_f16
+from edgekv.kernels.reference.loops import Loops
 from edgekv.types import F32, U8, U16, U32, U64
 
 WORD_BITS = 64
-
-
-def quantize_channels(
-    x: F32, relative_step: float, levels: int, block: int, codes: U8, low: U16, step: U16, b0: int
-) -> None:
-    blocks = slice(b0, b0 + x.shape[1] // block)
-    units = x.reshape(len(x), -1, block, x.shape[2])  # (G, B, block, D)
-    low[:, blocks], step[:, blocks] = _scale(units.min(axis=2), units.max(axis=2), relative_step)
-    scale = low[:, blocks, None], step[:, blocks, None]
-    codes[...] = _levels(units, *scale, levels).reshape(x.shape)
-
-
-def quantize_tokens(x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int) -> None:
-    tokens = slice(t0, t0 + x.shape[1])
-    low[:, tokens], step[:, tokens] = _scale(x.min(axis=2), x.max(axis=2), relative_step)
-    codes[...] = _levels(x, low[:, tokens, None], step[:, tokens, None], levels)
 
 
 def huffman_sizes(codes: U8, lengths: U8, bits: U16, t0: int) -> None:
@@ -54,19 +38,6 @@ def huffman_values(codec: Any, t0: int, t1: int) -> F32:
     """low and step per token."""
     low, step = (_widen(codec.arrays[name][:, t0:t1, None]) for name in ("low", "step"))
     return low + step * _decode(codec, t0, t1)
-
-
-def _scale(least: F32, largest: F32, relative_step: float) -> tuple[U16, U16]:
-    low = np.clip(least, -LARGEST_F16, LARGEST_F16).astype(np.float16) + np.float16(0)  # no -0
-    span = np.maximum(largest - low.astype(np.float32), 0)
-    return low.view(np.uint16), round_up_to_f16(span * np.float32(relative_step))
-
-
-def _levels(x: F32, low: U16, step: U16, levels: int) -> U8:
-    size = _widen(step)
-    size[size == 0] = 1
-    codes: U8 = np.clip(np.rint((x - _widen(low)) / size), 0, levels - 1).astype(np.uint8)
-    return codes
 
 
 def _bit_string(words: U16, lengths: U8) -> U64:
@@ -105,3 +76,6 @@ def _decode(codec: Any, t0: int, t1: int) -> U8:
 
 def _widen(bits: U16) -> F32:
     return bits.view(np.float16).astype(np.float32)
+
+
+LOOPS = {"huffman_keys": Loops(huffman_keys), "huffman_values": Loops(huffman_values)}

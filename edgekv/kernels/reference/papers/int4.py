@@ -1,13 +1,23 @@
 """Values in four bits with a scale and a zero point per token."""
 
+from typing import Any
+
 import numpy as np
 
+from edgekv.kernels.reference.loops import Loops
 from edgekv.kernels.reference.rounding import round_up_to_f16
 from edgekv.kernels.reference.rows import values_f32
 from edgekv.types import F32, U8, U16
 
 
 def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
+    """Stores x (G, n, D), D even, at tokens t0.. as round(x / delta) + zero in 0..15: H1B-KV, equation 4.
+
+    codes (G, cap, D // 2): byte j has element j in its low nibble and element j + D // 2 in its high one.
+    delta (G, cap): float16 bits of (hi - lo) / 15, rounded up so that the range is covered, where
+    lo = min(x, 0) and hi = max(x, 0) over the token. zero (G, cap) = round(-lo / delta). Halves round to
+    even. A token of zeros has delta 0 and decodes to zeros. x must be finite.
+    """
     tokens = slice(t0, t0 + x.shape[1])
     lo = np.minimum(x.min(axis=2), 0)  # (G, n)
     hi = np.maximum(x.max(axis=2), 0)
@@ -27,3 +37,15 @@ def values_int4(p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: i
     step = delta[:, t0:t1].view(np.float16).astype(np.float32)
     values = (levels - zero[:, t0:t1, None]) * step[..., None]
     values_f32(p, s0, values, 0, t1 - t0, out)
+
+
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    encode_int4(x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
+
+
+def _sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
+    a = codec.arrays
+    values_int4(p, 0, a["codes"], a["delta"], a["zero"], t0, t1, out)
+
+
+LOOPS = {"int4": Loops(encode=_encode, sums=_sums)}

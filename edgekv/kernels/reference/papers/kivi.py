@@ -1,15 +1,23 @@
 """KIVI's codes: keys per channel over a group of tokens, values per token over a span of channels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from edgekv.kernels.reference.ints import pack_codes, unpack_codes
+from edgekv.kernels.reference.loops import Loops
 from edgekv.kernels.reference.rounding import LARGEST_F16, round_up_to_f16
 from edgekv.types import F32, U8, U16
 
 
 def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
+    """Stores x (G, n, D) at tokens t0.. as round((x - low) / step) in 0..top = 2 ** bits - 1: KIVI's keys.
+
+    low and step (G, groups, D) belong to a channel of B tokens: the least element, rounded to float16, and
+    (largest - low) / top, rounded up to float16. codes (G, groups, n_bytes, B), B a multiple of 32; t0 and n
+    are multiples of B. Halves round to even; what is read is low + step * code.
+    """
     n_kv_heads, n_tokens, head_dim = x.shape
     n_bytes, group = codes.shape[2:]
     groups = slice(t0 // group, (t0 + n_tokens) // group)
@@ -19,6 +27,10 @@ def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
 
 
 def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
+    """`encode_kivi_keys` for values: a step and a low end per token and span of channels.
+
+    codes (G, cap, n_bytes); step, low (G, spans, cap), spans dividing D.
+    """
     n_kv_heads, n_tokens, head_dim = x.shape
     tokens, n_bytes = slice(t0, t0 + n_tokens), codes.shape[2]
     spans = x.reshape(n_kv_heads, n_tokens, step.shape[1], -1).transpose(0, 2, 1, 3)
@@ -59,3 +71,16 @@ def _quantize(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:
 
 def _widen(bits: U16) -> F32:
     return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
+
+
+def _encode(store: Callable[[F32, U8, U16, U16, int], None]) -> Callable[[Any, F32, int], None]:
+    def encode(codec: Any, x: F32, t0: int) -> None:
+        store(x, codec.arrays["codes"], codec.arrays["step"], codec.arrays["low"], t0)
+
+    return encode
+
+
+LOOPS = {
+    "kivi_keys": Loops(kivi_keys, _encode(encode_kivi_keys)),
+    "kivi_values": Loops(kivi_values, _encode(encode_kivi_values)),
+}

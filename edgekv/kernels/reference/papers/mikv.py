@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.reference.ints import unpack_codes
+from edgekv.kernels.reference.loops import Loops
 from edgekv.types import F32
 
 
@@ -16,3 +17,6 @@ def token_keys(codec: Any, t0: int, t1: int) -> F32:
     step, low = (codec.arrays[name][:, t0:t1, None].copy().view(np.float16) for name in ("step", "low"))
     keys: F32 = (low + step * unpack_codes(packed, codec.head_dim)) / codec.balance[:, None]
     return keys
+
+
+LOOPS = {"token_keys": Loops(token_keys)}

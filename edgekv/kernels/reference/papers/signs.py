@@ -1,13 +1,20 @@
 """Sign sketches: one bit per element, 64 to a word, compared by XOR and a count of bits."""
 
+from typing import Any
+
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.reference.bits import pack_sign_rows
+from edgekv.kernels.reference.loops import Loops
 from edgekv.types import F32, U64
 
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
+    """Stores the signs of x (G, n, b) at tokens t0.. of codes (G, cap // 64, W, 64), W = b // 64.
+
+    Token t lies at [:, t // 64, :, t % 64]; bit j of word w is x[..., 64 * w + j] >= 0.
+    """
     tokens = np.arange(t0, t0 + x.shape[1])
     # two index arrays apart from each other bring the token axis to the front
     codes[:, tokens // BLOCK, :, tokens % BLOCK] = pack_sign_rows(x).transpose(1, 0, 2)
@@ -21,3 +28,16 @@ def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32,
         differing = np.ascontiguousarray(q_codes[:, m, None] ^ keys).view(np.uint8)
         count = np.unpackbits(differing, axis=-1).sum(axis=-1, dtype=np.int32)  # (G, T)
         s[:, m, s0 : s0 + t1 - t0] = scale[:, m, None] * (n_bits - 2 * count).astype(np.float32)
+
+
+def _encode(codec: Any, x: F32, t0: int) -> None:
+    pack_signs(x @ codec.projection.T, codec.arrays["signs"], t0)
+
+
+def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+    """H1B-KV, equations 2, 3 and 5: query m = r * n + j has the temperature of head r."""
+    scale = np.repeat(1 / (codec.bits * codec.tau), q.shape[1] // codec.tau.shape[1], axis=1)
+    scores_signs(pack_sign_rows(q @ codec.projection.T), codec.arrays["signs"], t0, t1, scale, s, 0)
+
+
+LOOPS = {"signs": Loops(encode=_encode, scores=_scores)}

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.kernels.reference.loops import Loops
 from edgekv.types import F32, U8, U16
 
 
@@ -30,3 +31,6 @@ def _of_tokens(ends: U16, t0: int, t1: int) -> F32:
     part = ends if ends.shape[1] == 1 else ends[:, t0:t1]
     numbers: F32 = part[..., None].view(np.float16).astype(np.float32)
     return numbers
+
+
+LOOPS = {"levels": Loops(levels)}

@@ -1,42 +1,14 @@
-"""One side of attention as the kernels take it: a C++ type, the arrays that it reads, and the queries for it."""
+"""How launches are cut: threads and tiles of a block, queries that it takes at once, strides of arrays."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.program import Array, Macros
+from edgekv.kernels.cuda.loops import Reader
+from edgekv.kernels.cuda.program import Array
 
 THREADS, TILE = 128, 64
 MOST_ROWS = 8  # of queries that one block takes
 MOST_CHANNELS = 1024
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """The C++ type ``name`` in ``file`` reads ``arrays`` of ``capacity`` tokens, ``width`` channels a token."""
-
-    name: str
-    file: str
-    arrays: tuple[Array, ...]
-    capacity: int
-    width: int
-    macros: Macros = ()
-    joins: bool = True  # whether it has part in attention of one launch; then at most four arrays
-    tiles: int = 1  # of 64 tokens that a block reads at once, to have enough bytes on their way
-    blocks: int = 8  # of its kernels that a multiprocessor holds
-    rotation: Any = None  # of the values: sums are rotated back
-
-
-@dataclasses.dataclass(frozen=True)
-class Queries:
-    """x (G, M, width), what the codec's kernel needs beside it, and a factor (G, M)."""
-
-    x: Array
-    codes: Array | None = None
-    scale: Array | None = None
-    rounded: Array | None = None  # what the codes stand for
 
 
 def rows_at_once(rows: int) -> int:
@@ -44,9 +16,9 @@ def rows_at_once(rows: int) -> int:
     return min(MOST_ROWS, 1 << (rows - 1).bit_length())
 
 
-def tiles_at_once(rows: int, *codecs: Codec) -> int:
+def tiles_at_once(rows: int, *readers: Reader) -> int:
     """Tiles that a block takes at once; of many queries the sums fill the registers."""
-    return min(codec.tiles for codec in codecs) if rows <= 2 else 1
+    return min(reader.tiles for reader in readers) if rows <= 2 else 1
 
 
 def n_rounds(t0: int, t1: int, tiles: int) -> int:
@@ -68,6 +40,7 @@ def per_head(x: Array) -> tuple[Array, int]:
 
 
 def check_width(width: int) -> None:
+    """CacheError where a head has more channels than a block can hold."""
     if width > MOST_CHANNELS:
         raise CacheError(
             f"head_dim {width}: device='cuda' takes at most {MOST_CHANNELS} channels; use device='cpu'"

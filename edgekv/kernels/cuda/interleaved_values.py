@@ -1,0 +1,17 @@
+"""Rotated values in 1 to 4 bits, four tokens side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgekv.kernels.cuda.loops import Loops, Reader
+
+
+def _read(codec: Any) -> Reader:
+    codes, scale = codec.arrays["codes"], codec.arrays["scale"]
+    bits, name = codes.shape[2] // 2, "interleaved_values"
+    store = (codes, scale), scale.shape[1], codes.shape[3], (("VALUE_BITS", bits),)
+    return Reader("InterleavedValues", name, *store, tiles=4, rotation=codec.rotation)
+
+
+LOOPS = {"interleaved": Loops(values=_read)}

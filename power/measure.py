@@ -22,7 +22,7 @@ from edgekv.models import architecture
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.power.report import EnergyReport
 from edgekv.session.model import Model
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 
 LAYER_KEYS = {"gpt2": "n_layer"}
 TOKEN = 1
@@ -105,7 +105,7 @@ def first_layers(model: Model, n: int) -> Model:
     return Model(model.path, config, identity, model.tokenizer_path, CheckpointWeights(part, short))
 
 
-def check_memory(model: Model, plan: Plan) -> None:
+def check_memory(model: Model, plan: SessionPlan) -> None:
     """Raises MemoryBudgetError naming the --layers that would fit."""
     available = available_memory_bytes()
     try:

@@ -33,7 +33,7 @@ from edgekv.power.report import EnergyReport
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 from edgekv.session.opening import WARM_UP_TOKENS
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 
 SCHEMES = "dense,int4,h1b,onebit,bitplane"
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ctx <= args.runs * args.tokens + 1:
         raise ConfigError(f"--ctx {args.ctx}: {args.runs} runs of {args.tokens} tokens do not fit; give more")
     for spec in specs:
-        measure.check_memory(model, Plan.make(model, kv=spec, ctx=args.ctx, weights=args.weights))
+        measure.check_memory(model, SessionPlan.make(model, kv=spec, ctx=args.ctx, weights=args.weights))
     form, threads = model.weight_format(args.weights), args.threads or len(os.sched_getaffinity(0))
     with Bars() as bars:
         decoder = find_device(args.device).decoder(model, form, args.ctx, threads, bars.update)

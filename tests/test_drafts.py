@@ -243,7 +243,7 @@ def test_an_unknown_source(model: pathlib.Path) -> None:
         Session.load(model, draft="magic")
     with raises(ConfigError, field="draft"):
         Session.load(model, draft=4)
-    assert isinstance(Session.load(model, draft="auto").fork().drafts, NGram)
+    assert isinstance(Session.load(model, draft="auto").fork().runner.drafts, NGram)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -13,7 +13,7 @@ from edgekv.cli.tables import WIDTH, fitted
 from edgekv.power.trace import Trace
 from edgekv.quality.bench import Timing
 from edgekv.quality.evaluate import Quality
-from edgekv.quality.gate import Limits, judge
+from edgekv.quality.gate import GateLimits, judge
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data"
 
@@ -83,7 +83,7 @@ def test_power_over_time(figures: list[Any]) -> None:
 
 
 def test_tables_fit_and_name_schemes_in_full() -> None:
-    verdicts = [judge(quality, (3, 20), Limits()) for quality in qualities()]
+    verdicts = [judge(quality, (3, 20), GateLimits()) for quality in qualities()]
     for narrow in (
         evaluate.table(qualities(), 8192),
         bench.table(timings()),

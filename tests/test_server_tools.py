@@ -202,7 +202,7 @@ TEXTS: dict[
         f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>",
         [("weather", ARGUMENTS)] * 2,
     ),
-    "text behind": ("hermes", f"<tool_call>{CALL}</tool_call> AnswerEnd.", [("weather", ARGUMENTS), "Done."]),
+    "text behind": ("hermes", f"<tool_call>{CALL}</tool_call> Done.", [("weather", ARGUMENTS), "Done."]),
     "another order": (
         "hermes",
         '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',

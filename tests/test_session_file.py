@@ -209,7 +209,7 @@ def test_a_file_that_belongs_to_something_else(
     original = SessionFile(file)
     state = {
         f"{i}/{k}": a
-        for i, cache in enumerate(Session.restore(file, loaded).caches)
+        for i, cache in enumerate(Session.restore(file, loaded).state.caches)
         for k, a in cache.arrays.items()
     }
     write(tmp_path / "file", original.content | change, state)

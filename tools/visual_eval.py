@@ -116,7 +116,7 @@ def row_spec(row: Row, base: Session) -> CacheSpec:
     full = base.fork(kv=spec(ONE_BIT), ctx=context(row.pictures))
     sample = Sample.draw(0, row.pictures)
     full.prefill(sample.prompt, sample.images)
-    room = sum(cache.nbytes for cache in full.caches)
+    room = full.state.nbytes
     for budget in range(context(row.pictures), 1, -1):
         dropping = spec(f"{row.kv}:budget={budget}")
         if sum(cache.planned_bytes for cache in dropping.layers(base.config, context(row.pictures))) <= room:

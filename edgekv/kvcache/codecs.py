@@ -88,6 +88,7 @@ class F16(Codec):
 
 
 WindowCodecs = Callable[[int, int, int], tuple[Codec, Codec]]
+"""(KV heads, tokens, head_dim) -> how keys and how values are stored."""
 
 
 def f16_codecs(n_kv_heads: int, capacity: int, head_dim: int) -> tuple[Codec, Codec]:

@@ -135,6 +135,7 @@ class KVCache(Scheme, Counting, Rewinding, Saving):
             out[:] = target
 
     def require_room(self, n: int) -> None:
+        """Raises CacheError (field ctx) where n more tokens do not fit."""
         if self.n_seen + n > self.geometry.capacity:
             raise CacheError(
                 f"the cache holds {self.n_seen} of {self.geometry.capacity} tokens, {n} more do not fit; "

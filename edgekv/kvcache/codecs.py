@@ -34,7 +34,8 @@ class Codec(abc.ABC):
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim
 
     @abc.abstractmethod
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Every array that it keeps: name -> (shape, dtype)."""
 
     @property
     @abc.abstractmethod

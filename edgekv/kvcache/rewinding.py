@@ -62,8 +62,11 @@ class CanRewind(Protocol):
 
     n_seen: int
 
-    def restart(self, n: int) -> int: ...
-    def truncate(self, n: int, again: int = 0) -> int: ...
+    def restart(self, n: int) -> int:
+        """As `Rewinding.restart`."""
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        """As `Rewinding.truncate`."""
 
 
 def rewind(caches: Sequence[CanRewind], n: int) -> int:

@@ -50,13 +50,10 @@ class Tiers:
         self.log: list[tuple[int, str]] = []
 
     def bind(self, arena: Array, kernels: Kernels) -> None:
+        """Takes the arena, laid out for no tokens."""
         self._arena, self._kernels = arena, kernels
         self.log = []
         self._use(self._split_for(0))
-
-    @property
-    def split(self) -> Split:
-        return self._split
 
     @property
     def capacity(self) -> int:
@@ -119,9 +116,11 @@ class Tiers:
                 repack(source.values, target.values, *span, to)
 
     def state(self) -> dict[str, Any]:
+        """The split and the steps so far, ready for JSON."""
         return {"split": dataclasses.astuple(self._split), "log": self.log}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gave. Raises ValueError for a split that can't be."""
         split = Split(*map(int, state["split"]))
         if not self._fits(split):
             raise ValueError(f"{split}")

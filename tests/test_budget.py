@@ -19,8 +19,9 @@ from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import Geometry, KVCache, Workspace, rewind
 from edgekv.kvcache.codecs import WORD
+from edgekv.kvcache.repack import decode
 from edgekv.kvcache.steps import Steps, StepsKnobs
-from edgekv.kvcache.tiers import TIERS, Shape, Split, choose_split, decode, least_bytes, usable_tiers
+from edgekv.kvcache.tiers import TIERS, Shape, Split, choose_split, least_bytes, usable_tiers
 from edgekv.models import architecture
 
 CTX = 3000

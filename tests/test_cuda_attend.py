@@ -14,7 +14,7 @@ from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cuda.loops import KINDS, loops_of
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache import tiers
+from edgekv.kvcache import tier_stores
 from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
@@ -259,7 +259,7 @@ MIXTURES = {  # times the least budget: values of the segments at some time
 @pytest.mark.parametrize("factor", MIXTURES)
 def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that makes tokens step down through the tiers, with two of them at a time."""
-    monkeypatch.setattr(tiers, "LEAST_GROWTH", 64)
+    monkeypatch.setattr(tier_stores, "LEAST_GROWTH", 64)
     geometry = Geometry(6, 2, 64, 560, sliding_window=window)
     knobs = StepsKnobs(sink=3, residual_length=16)
     packed = (560 - 3 - 16) // 64 * 64

@@ -16,8 +16,11 @@ A = TypeVar("A", bound=Any)
 class Memory(Protocol):
     """Where stores and scratch are taken from: `edgekv.kernels.aligned`, or a device."""
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any: ...
-    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any: ...
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """An array, contents undefined."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """An array filled with zeros."""
 
 
 def contiguous(x: A) -> A:

@@ -18,4 +18,5 @@ def serial_kernels() -> Iterator[None]:
 
 
 def is_serial() -> bool:
+    """Whether this Python thread is within `serial_kernels`."""
     return getattr(_local, "on", False)

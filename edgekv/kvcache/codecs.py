@@ -34,7 +34,8 @@ class Codec(abc.ABC):
         self.n_kv_heads, self.capacity, self.head_dim = n_kv_heads, capacity, head_dim
 
     @abc.abstractmethod
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Every array that it keeps: name -> (shape, dtype)."""
 
     @property
     @abc.abstractmethod
@@ -88,6 +89,7 @@ class F16(Codec):
 
 
 WindowCodecs = Callable[[int, int, int], tuple[Codec, Codec]]
+"""(KV heads, tokens, head_dim) -> how keys and how values are stored."""
 
 
 def f16_codecs(n_kv_heads: int, capacity: int, head_dim: int) -> tuple[Codec, Codec]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import EXAMPLE, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.codec_store import CodecStore
 from edgekv.kvcache.codecs import Codec
 from edgekv.types import F32
 
 
-class KeepAll(KVCache):
+class KeepAll(CodecStore):
     """One segment: all tokens."""
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
@@ -23,20 +23,8 @@ class KeepAll(KVCache):
     def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
         """The scheme: how keys and how values are stored."""
 
-    @classmethod
-    def kinds(cls, knobs: Any) -> set[str] | None:
-        return {codec.kind for _, codec in cls(EXAMPLE, knobs)._codecs()}
-
-    def layout(self) -> Layout:
-        return {f"{end}.{name}": spec for end, codec in self._codecs() for name, spec in codec.layout().items()}
-
-    def _codecs(self) -> tuple[tuple[str, Codec], tuple[str, Codec]]:
-        return ("key", self.key_codec), ("value", self.value_codec)
-
-    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
-        super().allocate(kernels, workspace)
-        for end, codec in self._codecs():
-            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+    def stored(self) -> dict[str, Codec]:
+        return {"key": self.key_codec, "value": self.value_codec}
 
     def bytes_read(self) -> int:
         reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)

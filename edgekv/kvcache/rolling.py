@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from edgekv.kernels import BLOCK, Kernels
+from edgekv.kernels import BLOCK
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.codec_store import CodecStore
+from edgekv.kvcache.codecs import Codec, WindowCodecs
 from edgekv.types import F32
 
 MORE = 512  # tokens beside the window, at most: so many can be rewound without computing the layer anew
-Codecs = Callable[[int, int, int], tuple[Any, Any]]
-"""(KV heads, tokens, head_dim) -> how keys and how values are stored."""
 
 
 def ring_tokens(window: int) -> int:
@@ -20,7 +19,7 @@ def ring_tokens(window: int) -> int:
     return -(-(window + min(window, MORE)) // BLOCK) * BLOCK
 
 
-class Rolling(KVCache):
+class Rolling(CodecStore):
     """The latest `ring_tokens`; position p lies in slot p modulo their number."""
 
     name = "rolling"
@@ -29,30 +28,22 @@ class Rolling(KVCache):
     gives_up = "long rewinds: they compute the conversation anew"
     caps_scores = True
 
-    def __init__(self, geometry: Geometry, knobs: Any, codecs: Codecs) -> None:
+    def __init__(self, geometry: Geometry, knobs: Any, codecs: WindowCodecs) -> None:
         super().__init__(geometry, knobs)
         self.window = geometry.sliding_window or geometry.capacity
         self.size = ring_tokens(self.window)
         self.key_codec, self.value_codec = codecs(geometry.n_kv_heads, self.size, geometry.head_dim)
         self.n_lost = 0  # tokens whose slots were taken by later ones
 
-    def layout(self) -> Layout:
-        return {f"{end}.{name}": spec for end, codec in self._codecs() for name, spec in codec.layout().items()}
-
-    def _codecs(self) -> tuple[tuple[str, Any], tuple[str, Any]]:
-        return ("key", self.key_codec), ("value", self.value_codec)
-
-    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
-        super().allocate(kernels, workspace)
-        for end, codec in self._codecs():
-            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+    def stored(self) -> dict[str, Codec]:
+        return {"key": self.key_codec, "value": self.value_codec}
 
     @property
     def n_kept(self) -> int:
         return min(self.n_seen, self.size)
 
     def bytes_read(self) -> int:
-        token_bytes: int = self.key_codec.token_bytes + self.value_codec.token_bytes
+        token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
         return min(self.n_seen, self.window) * token_bytes
 
     def is_steady(self) -> bool:

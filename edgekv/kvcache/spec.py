@@ -18,17 +18,28 @@ class AttentionShape(Protocol):
     """
 
     @property
-    def n_layers(self) -> int: ...
+    def n_layers(self) -> int:
+        """Layers that attend."""
+
     @property
-    def n_heads(self) -> int: ...
+    def n_heads(self) -> int:
+        """Query heads of a layer."""
+
     @property
-    def n_kv_heads(self) -> int: ...
+    def n_kv_heads(self) -> int:
+        """Key-value heads of a layer."""
+
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Channels of a head."""
+
     @property
-    def layer_windows(self) -> tuple[int | None, ...]: ...
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window in tokens, or None."""
+
     @property
-    def score_cap(self) -> float | None: ...
+    def score_cap(self) -> float | None:
+        """The soft bound of scores, or None."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.knobs import bad_knob
-from edgekv.kvcache.tiers import Shape, TieredKeys, TieredValues, Tiers, described, least_bytes, tier_kinds
+from edgekv.kvcache.tier_stores import TieredKeys, TieredValues, Tiers, described
+from edgekv.kvcache.tiers import Shape, least_bytes, tier_kinds
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.machine import format_bytes
 from edgekv.types import F32

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import EXAMPLE, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.codec_store import CodecStore
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.types import F32
 
@@ -28,7 +28,7 @@ class Sizes:
     block: int
 
 
-class Windowed(KVCache):
+class Windowed(CodecStore):
     """[sink | packed | recent]: tokens in order, three stores.
 
     Tokens enter the recent store exactly (f16). Whenever it holds residual_length + block tokens its oldest block
@@ -69,21 +69,8 @@ class Windowed(KVCache):
     def codecs(self, geometry: Geometry, capacity: int, knobs: Any) -> tuple[Codec, Codec]:
         """How the packed part stores ``capacity`` keys and values (a multiple of the block, possibly 0)."""
 
-    @classmethod
-    def kinds(cls, knobs: Any) -> set[str] | None:
-        return {codec.kind for codec in cls(EXAMPLE, knobs)._codecs().values()}
-
-    def _codecs(self) -> dict[str, Codec]:
+    def stored(self) -> dict[str, Codec]:
         return {"key": self.key_codec, "value": self.value_codec, **self._stores}
-
-    def layout(self) -> Layout:
-        codecs = self._codecs().items()
-        return {f"{end}.{name}": spec for end, codec in codecs for name, spec in codec.layout().items()}
-
-    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
-        super().allocate(kernels, workspace)
-        for end, codec in self._codecs().items():
-            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
 
     def segments(self) -> list[Segment]:
         """Sink, packed and recent part."""

@@ -3,18 +3,19 @@
 Most processors have an instruction for these products of codes of at most 127 with bytes of at most 255.
 """
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import models, register_model
 
 from edgekv.kernels.cpu import arm
+from edgekv.kernels.cpu.byte_products import INTS as INTS
+from edgekv.kernels.cpu.byte_products import call, signed_products
+from edgekv.kernels.cpu.byte_products import products as products
 from edgekv.kernels.cpu.half import widen
-from edgekv.kernels.cpu.jit import CPU_FEATURES, intrinsic
+from edgekv.kernels.cpu.jit import intrinsic
 from edgekv.kernels.cpu.scalar import pointer_to
 from edgekv.kernels.cpu.simd import LANES
 
@@ -22,7 +23,6 @@ Ints = Any  # LANES int32, or 4 * LANES bytes, inside a kernel
 Value = Any  # an llvmlite value
 
 _I8, _I16, _I32 = (ir.IntType(n_bits) for n_bits in (8, 16, 32))
-INTS = ir.VectorType(_I32, LANES)
 _BITS = ir.VectorType(ir.IntType(1), 4 * LANES)
 _BYTES = ir.VectorType(_I8, 4 * LANES)
 
@@ -144,7 +144,7 @@ def add_signed(context: Any, codes: Any, signed: Any, so_far: Any) -> Any:
     """Adds to each sum its four codes times four signed bytes."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _signed_dot(builder, *args)
+        return signed_products(builder, *args)
 
     return ints(ints, ints, ints), build
 
@@ -165,7 +165,7 @@ def total(context: Any, a: Any) -> Any:
     """The sum of all lanes, int32."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, f"llvm.vector.reduce.add.v{LANES}i32", _I32, args[0])
+        return call(builder, f"llvm.vector.reduce.add.v{LANES}i32", _I32, args[0])
 
     return types.int32(ints), build
 
@@ -233,70 +233,3 @@ def _splat(builder: Any, word: Value) -> Value:
     empty = ir.Constant(INTS, ir.Undefined)
     first = builder.insert_element(empty, word, _I32(0))
     return builder.shuffle_vector(first, empty, ir.Constant(INTS, [0] * LANES))
-
-
-def _vnni(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, so_far, words, codes)
-
-
-def _byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    pairs, fours = {
-        4: ("llvm.x86.ssse3.pmadd.ub.sw.128", "llvm.x86.sse2.pmadd.wd"),
-        8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
-        16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
-    }[words.type.count]
-    int16 = ir.VectorType(_I16, 2 * words.type.count)
-    bytes_ = ir.VectorType(_I8, 4 * words.type.count)
-    twos = _call(builder, pairs, int16, builder.bitcast(words, bytes_), builder.bitcast(codes, bytes_))
-    return builder.add(so_far, _call(builder, fours, so_far.type, twos, ir.Constant(int16, [1] * int16.count)))
-
-
-def _narrow_byte_pairs(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return arm.by_register(builder, functools.partial(_byte_pairs, builder), words, codes, so_far)
-
-
-def _arm(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    return arm.add_products(builder, words, codes, so_far, "u")
-
-
-def _plain(builder: Any, words: Value, codes: Value, so_far: Value) -> Value:
-    byte = ir.Constant(INTS, [255] * LANES)
-    for shift in range(0, 32, 8):
-        by = ir.Constant(INTS, [shift] * LANES)
-        a, b = (builder.and_(builder.lshr(x, by), byte) for x in (words, codes))
-        so_far = builder.add(so_far, builder.mul(a, b))
-    return so_far
-
-
-def _arm_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
-    return arm.add_products(builder, codes, signed, so_far, "s")
-
-
-def _plain_signed(builder: Any, codes: Value, signed: Value, so_far: Value) -> Value:
-    top = ir.Constant(INTS, [24] * LANES)
-    for shift in range(0, 32, 8):
-        to_top = ir.Constant(INTS, [24 - shift] * LANES)
-        a, b = (builder.ashr(builder.shl(x, to_top), top) for x in (codes, signed))
-        so_far = builder.add(so_far, builder.mul(a, b))
-    return so_far
-
-
-def _call(builder: Any, name: str, kind: Any, *args: Value) -> Value:
-    function_type = ir.FunctionType(kind, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
-
-
-def _choose() -> Callable[..., Value]:
-    if arm.IS_ARM:
-        return _arm
-    if "+avx512vnni" in CPU_FEATURES if LANES == 16 else "+avxvnni" in CPU_FEATURES:
-        return _vnni
-    if "+avx512bw" in CPU_FEATURES if LANES == 16 else "+avx2" in CPU_FEATURES:
-        return _byte_pairs
-    return _narrow_byte_pairs if "+ssse3" in CPU_FEATURES else _plain
-
-
-products = _choose()
-_signed_dot = {_arm: _arm_signed, _plain: _plain_signed}.get(
-    products, products
-)  # x86 multiplies unsigned with signed

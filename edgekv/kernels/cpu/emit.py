@@ -27,10 +27,12 @@ CONTRACT, ANY_ORDER, NOT_NAN = ("contract",), ("reassoc",), ("nnan", "nsz")
 
 
 def integer(n_bits: int) -> Kind:
+    """The type of whole numbers of so many bits."""
     return ir.IntType(n_bits)
 
 
 def vector(kind: Kind, n: int) -> Kind:
+    """The type of n numbers of a kind side by side."""
     return ir.VectorType(kind, n)
 
 
@@ -45,6 +47,7 @@ def constant(kind: Kind, x: float) -> Value:
 
 
 def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
+    """A number or vector ``offset`` scalars of its kind behind an address, which need not be aligned."""
     return builder.load(_pointer(builder, kind, address, offset), align=1)
 
 
@@ -97,6 +100,7 @@ def tree(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
 
 
 def largest(builder: Any, x: Value) -> Value:
+    """Of the float32 lanes of x, none of them NaN."""
     return call(builder, f"llvm.vector.reduce.fmax.v{x.type.count}f32", F32, x, flags=NOT_NAN)
 
 
@@ -131,6 +135,7 @@ def _pair_sums(builder: Any, x: Value, y: Value) -> Value:
 
 
 def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str] = ()) -> Value:
+    """Calls a function by name, an LLVM intrinsic say, that returns ``kind``."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [x.type for x in args]), name)
     return builder.call(function, args, fastmath=flags)
 

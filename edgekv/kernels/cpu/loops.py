@@ -67,22 +67,27 @@ def prepare_loop(function: Callable[..., None]) -> Loop:
 
 
 def put_loop(function: Callable[..., None]) -> Loop:
+    """Exact arithmetic, as `prepare_loop`."""
     return Loop(function, 6, exact=True)
 
 
 def score_loop(function: Callable[..., None]) -> Loop:
+    """Sums in any order."""
     return Loop(function, 9)
 
 
 def add_loop(function: Callable[..., None]) -> Loop:
+    """Sums in any order."""
     return Loop(function, 9)
 
 
 def again_loop(function: Callable[..., None]) -> Loop:
+    """Sums in any order."""
     return Loop(function, 13)
 
 
 def finish_loop(function: Callable[..., None]) -> Loop:
+    """Exact arithmetic, as `prepare_loop`."""
     return Loop(function, 4, exact=True)
 
 
@@ -152,6 +157,7 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 
 def aligned_size(n_bytes: int) -> int:
+    """n_bytes, rounded up to whole cache lines."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 

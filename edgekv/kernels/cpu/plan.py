@@ -73,6 +73,7 @@ class PairPlan(NamedTuple):
 
 
 def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None) -> Plan:
+    """The plan of `attend`, whose arguments these are."""
     n_heads, n, head_dim = queries.shape
     n_groups = segments[0].keys.n_kv_heads
     rows = n_heads // n_groups * n

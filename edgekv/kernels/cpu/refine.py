@@ -199,6 +199,7 @@ def add_planes(n_pairs: int, n_whole: int, base: int, where: Args, memory: Args,
 
 @fast_jit
 def add_up(x: F32, start: int, n: int) -> Scalar:
+    """The sum of x[start:][:n]."""
     total = ZERO
     for i in range(start, start + n):
         total += get(x, i)

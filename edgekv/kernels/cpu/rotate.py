@@ -95,6 +95,7 @@ def multiply_row(q: F32, query: int, n: int, matrix: F32, n_rows: int, x: F32, r
 
 @fast_jit
 def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
+    """a[i:][:n] times b[j:][:n]."""
     whole = n // LANES * LANES
     sums = simd.splat(ZERO)
     for d in range(0, whole, LANES):

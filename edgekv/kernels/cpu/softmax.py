@@ -168,6 +168,7 @@ def exp_of_negative(x: Scalar) -> Scalar:
 
 @fast_jit
 def fill(s: F32, start: int, end: int, x: Scalar) -> None:
+    """s[start:end] = x."""
     for i in range(end - start):
         put(s, start + i, x)
 

@@ -33,6 +33,7 @@ class Bandwidth:
         self.sample()  # the first one compiled
 
     def sample(self) -> None:
+        """Reads the probe once more; ``best`` is the most bytes per second so far."""
         begin = time.perf_counter()
         threads.run_parallel(_sum_parallel, threads.count(), PROBE_BYTES // 4 // LINE, self._elements, self._sums)
         self.best = max(self.best, PROBE_BYTES / (time.perf_counter() - begin))

@@ -40,12 +40,15 @@ class CupyDriver:
         self._kernels: dict[tuple[Program, str], Any] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An array of the device, contents undefined."""
         return self.cupy.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An array of the device, filled with zeros."""
         return self.cupy.zeros(shape, dtype)
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
+        """A copy of a host's array on the device."""
         return self.cupy.asarray(host)
 
     def free_bytes(self) -> int:

@@ -33,6 +33,7 @@ class Program:
         return "".join(f'#line 1 "{name}.cu"\n{_text(name)}' for name in (*basics, *self.files))
 
     def options(self) -> tuple[str, ...]:
+        """Of the compiler, macros among them."""
         defines = tuple(f"-D{name}={value}" for name, value in self.macros)
         return (*OPTIONS, f"--fmad={'false' if self.exact else 'true'}", *defines)
 
@@ -72,10 +73,17 @@ class Driver(Protocol):
     still: Array
     """Of these the last, which stays 0."""
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
-    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array: ...
-    def upload(self, host: npt.NDArray[Any]) -> Array: ...
-    def free_bytes(self) -> int: ...
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An array of the device, contents undefined."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An array of the device, filled with zeros."""
+
+    def upload(self, host: npt.NDArray[Any]) -> Array:
+        """A copy of a host's array on the device."""
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that are not in use."""
 
     def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
         """Runs a kernel; ints arrive as int, floats as float, arrays as pointers."""

@@ -16,6 +16,8 @@ def padded_width(head_dim: int) -> int:
 
 
 class PromptKernels(Backend):
+    """Launches of prompt_attention.cu."""
+
     def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
         """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled.
 

@@ -77,9 +77,11 @@ class RangeKernels(RotateKernels):
             self.rotate_back(values.rotation, rotated, out)
 
     def query_arguments(self, queries: Queries) -> tuple[Array, Array, Array]:
+        """What kernels are given of the queries; the device's zeros stand for what there is not."""
         nothing = self.driver.shift
         others = (nothing if x is None else x for x in (queries.codes, queries.scale))
         return queries.x, *others
 
     def store_arguments(self, reader: Reader, n: int = 6) -> tuple[Array, ...]:
+        """A reader's arrays, filled up to n arguments."""
         return (*reader.arrays, *[self.driver.shift] * (n - len(reader.arrays)))

@@ -22,6 +22,8 @@ class Halves(NamedTuple):
 
 
 class RopeKernels(Backend):
+    """Launches of rope.cu."""
+
     def split_rope(
         self,
         qkv: Array,

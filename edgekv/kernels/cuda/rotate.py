@@ -13,6 +13,8 @@ from edgekv.kernels.memory import contiguous
 
 
 class RotateKernels(RowKernels):
+    """Launches of rotate.cu, and rotations through a matrix."""
+
     def hadamard(self, x: Array, flips: Array, out: Array) -> None:
         rows, n, d = x.shape
         x, stride = per_head(x)

@@ -34,6 +34,7 @@ def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
 
 
 def values_interleaved(p: F32, s0: int, codes: U8, scale: U16, t0: int, t1: int, out: F32) -> None:
+    """out (G, M, D) += p[:, :, s0:] times tokens t0..t1, still rotated; p is rounded in each block."""
     bits = codes.shape[2] // 2
     middle = np.float32((2**bits - 1) / 2)
     for block in range(t0 // BLOCK, -(-t1 // BLOCK)):

@@ -24,6 +24,7 @@ def encode_sym(x: F32, codes: U8, scale: U16, t0: int) -> None:
 
 
 def symmetric(codec: Any, t0: int, t1: int) -> F32:
+    """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D)."""
     return decode_symmetric(codec.arrays["codes"], codec.arrays["scale"], t0, t1, codec.head_dim)
 
 

@@ -53,6 +53,7 @@ class SketchKnobs:
 
     @property
     def f16_values(self) -> bool:
+        """Whether values stay in f16."""
         return True
 
 
@@ -69,6 +70,7 @@ class H1BKnobs(SketchKnobs):
 
     @property
     def f16_values(self) -> bool:
+        """Whether values stay in f16."""
         return self.keys_only
 
 

@@ -26,6 +26,7 @@ class H2OKnobs:
 
 
 def check_recent(scheme: str, recent: float) -> None:
+    """Raises CacheError (field kv) for a share beyond 0 to 1."""
     if not 0 <= recent <= 1:
         raise bad_knob(scheme, "recent", f"{recent:g}", "a share of the budget, 0 to 1")
 

@@ -70,8 +70,7 @@ class Retrieval(KeepAll):
 
     @classmethod
     def kinds(cls, knobs: Any) -> set[str] | None:
-        cache = cls(EXAMPLE, knobs)
-        return {codec.kind for _, codec in cache._codecs()} | {cache.index(EXAMPLE, knobs).kind}
+        return (super().kinds(knobs) or set()) | {cls(EXAMPLE, knobs).index(EXAMPLE, knobs).kind}
 
     @abc.abstractmethod
     def index(self, geometry: Geometry, knobs: Any) -> Index:

@@ -83,6 +83,7 @@ def weigh(p: F32, column: int, n: int, low: U16, step: U16, token: int, w: F32, 
 
 @fast_jit
 def add_constant(out: F32, target: int, n: int, x: Scalar) -> None:
+    """out[target:][:n] += x."""
     for d in range(n):
         put(out, target + d, get(out, target + d) + x)
 

@@ -25,6 +25,7 @@ LENGTH_SHIFT, LENGTH_MASK, NUMBER_SHIFT = np.uint64(56), np.uint64(15), np.uint6
 
 @jit
 def run_gap(head_dim: int) -> int:
+    """Bytes from one run of decoded tokens to the next."""
     return RUN_TOKENS * head_dim + OVERRUN
 
 

@@ -32,6 +32,7 @@ def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
 
 
 def values_int4(p: F32, s0: int, codes: U8, delta: U16, zero: U8, t0: int, t1: int, out: F32) -> None:
+    """out (G, M, D) += p[:, :, s0:] (G, M, t1 - t0) times tokens t0..t1."""
     packed = codes[:, t0:t1]
     levels = np.concatenate([packed & 15, packed >> 4], axis=2).astype(np.float32)
     step = delta[:, t0:t1].view(np.float16).astype(np.float32)

@@ -39,6 +39,7 @@ def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
 
 
 def kivi_keys(codec: Any, t0: int, t1: int) -> F32:
+    """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D)."""
     a, first, last = codec.arrays, t0 // codec.group, -(-t1 // codec.group)
     levels = unpack_codes(a["codes"][:, first:last].transpose(0, 1, 3, 2), codec.head_dim)  # (G, groups, group, D)
     step, low = (_widen(a[name][:, first:last, None]) for name in ("step", "low"))
@@ -47,6 +48,7 @@ def kivi_keys(codec: Any, t0: int, t1: int) -> F32:
 
 
 def kivi_values(codec: Any, t0: int, t1: int) -> F32:
+    """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D)."""
     a = codec.arrays
     shape = codec.n_kv_heads, t1 - t0, codec.head_dim
     levels = unpack_codes(a["codes"][:, t0:t1], codec.head_dim).reshape(*shape[:2], codec.spans, -1)

@@ -21,6 +21,7 @@ def pack_signs(x: F32, codes: U64, t0: int) -> None:
 
 
 def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32, s0: int) -> None:
+    """s[:, :, s0:] = scale (G, M) times the product of signs: q_codes (G, M, W) with tokens t0..t1."""
     tokens = np.arange(t0, t1)
     keys = codes[:, tokens // BLOCK, :, tokens % BLOCK].transpose(1, 0, 2)  # (G, T, W)
     n_bits = 64 * keys.shape[2]

@@ -19,6 +19,7 @@ def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
 
 
 def levels(codec: Any, t0: int, t1: int) -> F32:
+    """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D): Visual 1-bit KV, equation 9."""
     planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
     bits = np.unpackbits(planes[:, t0:t1], axis=3, count=codec.head_dim, bitorder="little")
     codes = (bits << np.arange(planes.shape[2], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)

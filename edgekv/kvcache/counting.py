@@ -1,0 +1,43 @@
+"""How many bytes and tokens a cache has: planned, allocated, read at each step."""
+
+from __future__ import annotations
+
+import abc
+
+from edgekv.kvcache.geometry import Layout, layout_bytes
+from edgekv.types import Array
+
+
+class Counting(abc.ABC):
+    """The part of `KVCache` that the plan and the report read. A scheme must say `layout` and `bytes_read`."""
+
+    n_seen: int
+    arrays: dict[str, Array]
+
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """Every array that the scheme keeps; nothing else grows with the context."""
+
+    @abc.abstractmethod
+    def bytes_read(self) -> int:
+        """Bytes that the attention of one more token must touch at the present length."""
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes that `allocate` takes: the formula."""
+        return layout_bytes(self.layout())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def visual_bytes(self) -> int | None:
+        """Bytes that hold the spans that `mark_images` named; None: the scheme does not keep these apart."""
+        return None
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens that a query can still reach."""
+        return self.n_seen

@@ -28,6 +28,7 @@ from edgekv.session.model_runner import ModelRunner
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.state import State
+from edgekv.session.turns import OneAtATime
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 CAPACITY = 48
@@ -220,7 +221,7 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
     texts = []
     for short_of in (False, True):
         state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.turns_anew)
-        runner = ModelRunner(state, cuda, CAPACITY, 0)
+        runner = ModelRunner(state, OneAtATime(cuda), CAPACITY, 0)
         cuda.workspace = type(cuda.workspace)(cuda.driver)
         runner.append([1, 2, 3], [])
         if short_of:

@@ -66,6 +66,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="of an answer whose request sets no limit (default %(default)s)",
     )
     parser.add_argument(
+        "--slots",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="answers that are made at once, each with a cache of its own; more than 1 on a CPU only, without "
+        "--draft (default %(default)s)",
+    )
+    parser.add_argument(
         "--queue", type=positive_int, default=32, metavar="N", help="requests that may wait (default %(default)s)"
     )
     parser.add_argument(
@@ -114,7 +122,8 @@ def _execute(arguments: argparse.Namespace) -> int:
         queue_limit=arguments.queue,
         pool_bytes=_pool_bytes(arguments),
         max_new_tokens=arguments.max_new_tokens,
-        energy=ServerEnergy(source),
+        energy=ServerEnergy(source if arguments.slots == 1 else None),  # else no answer's own can be told
+        slots=arguments.slots,
     )
     limits = ServerLimits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
     limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 2 * limits.max_request))

@@ -52,8 +52,10 @@ class CpuDecoder(Decoder):
         logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
         return logits
 
-    def _prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
-        self._exact_layer(i, cache, x, rotation)
+    def _prompt_layer(
+        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
+    ) -> None:
+        self._exact_layer(i, cache, x, rotation, pause)
 
     def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
         """All that a conversation calls.

@@ -75,9 +75,11 @@ class CudaDecoder(Decoder):
         cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
         self._exact_attention(q, k, v, None)
 
-    def _prompt_layer(self, i: int, cache: KVCache, x: Array, rotation: RopeRotation) -> None:
+    def _prompt_layer(
+        self, i: int, cache: KVCache, x: Array, rotation: RopeRotation, pause: Callable[[], None]
+    ) -> None:
         if self._half is None or len(x) <= MATVEC_ROWS:
-            self._exact_layer(i, cache, x, rotation)
+            self._exact_layer(i, cache, x, rotation, pause)
         else:
             self._half.layer(i, cache, x, rotation, self._norms[i])
 

@@ -23,6 +23,10 @@ ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues 
 NONE = np.empty(0, np.float32)
 
 
+def _no_pause() -> None:
+    """Nobody else computes."""
+
+
 class PromptAttention(Protocol):
     """Exact causal attention over a prompt."""
 
@@ -86,8 +90,13 @@ class Decoder(abc.ABC):
         """Logits (vocab,) after appending one token, valid until the next step."""
 
     @abc.abstractmethod
-    def _prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
-        """Turns x (n, hidden), a prompt, into layer i's result in place; fills its empty cache."""
+    def _prompt_layer(
+        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
+    ) -> None:
+        """Turns x (n, hidden), a prompt, into layer i's result in place; fills its empty cache.
+
+        pause: see `prefill`.
+        """
 
     def require_process(self) -> None:
         """EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for."""
@@ -155,8 +164,11 @@ class Decoder(abc.ABC):
         caches: Sequence[KVCache],
         progress: Callable[[int, int], None] | None = None,
         exact: bool = True,
+        pause: Callable[[], None] = _no_pause,
     ) -> F32:
         """Turns x (n, hidden), an embedded prompt, into its hidden states in place; fills the caches.
+
+        pause() is called between chunks: tokens of other conversations may be decoded in it.
 
         Layer by layer. Into empty caches attention is exact, and each cache then encodes the whole prompt at once;
         only one layer's float32 keys and values are alive. A prompt that continues a filled
@@ -169,16 +181,18 @@ class Decoder(abc.ABC):
         rotations = self._ropes.at(start, n)
         for i, cache in enumerate(caches):
             if exact:
-                self._prompt_layer(i, cache, x, rotations[i])
+                self._prompt_layer(i, cache, x, rotations[i], pause)
             else:
-                self._continue_layer(i, cache, x, rotations[i])
+                self._continue_layer(i, cache, x, rotations[i], pause)
             if progress:
                 progress(i + 1, len(caches))
         if exact:
             type(caches[0]).finish_prefill(caches)
         return x
 
-    def _exact_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
+    def _exact_layer(
+        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
+    ) -> None:
         """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
         n, c, array = len(x), self.config, self.workspace.array
         held = n if cache.sees_queries else min(n, self.chunk)
@@ -193,9 +207,12 @@ class Decoder(abc.ABC):
             out[:] = queries
             self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap)
             x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out))
+            pause()
         cache.prefill(q, k, v)
 
-    def _continue_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation) -> None:
+    def _continue_layer(
+        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
+    ) -> None:
         """Chunk by chunk, each of which attends in blocks of as many queries as their scores allow."""
         n, c = len(x), self.config
         block = max(1, ATTEND_ROWS // (c.n_heads * (cache.n_seen + n)))
@@ -208,6 +225,7 @@ class Decoder(abc.ABC):
                 rows = slice(b, b + block)
                 out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows])
             x[part] = self.linear.attention_out(i, x[part], self._merge(out))
+            pause()
 
     def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
         array, head_dim = self.workspace.array, self.config.head_dim

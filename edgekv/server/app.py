@@ -122,7 +122,7 @@ class _Server:
                     "n_ctx": plan.ctx,
                     "params": {"max_tokens": self._engine.max_new_tokens, "temperature": 1.0, "top_p": 1.0},
                 },
-                "total_slots": 1,
+                "total_slots": self._engine.slots,
                 "model_alias": self._name,
                 "model": session.model.summary(),
                 "chat_template": prompts.template.source,

@@ -1,4 +1,4 @@
-"""One thread that answers requests one after the other, and the queue before it."""
+"""The threads that answer requests, one for each slot, and the queue before them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOG = logging.getLogger("edgekv.server")
 
 
 class Engine:
-    """Owns the model. Everything that computes runs in its thread; `submit` may be called from any other.
+    """Owns the model. Everything that computes runs in its threads; `submit` may be called from any other.
 
-    queue_limit: requests that may wait; pool_bytes: of all conversations' caches; max_new_tokens: of an answer
-    whose request sets no limit.
+    slots: answers that are made at once, of a session that was loaded for so many. queue_limit: requests that may
+    wait; pool_bytes: of all conversations' caches; max_new_tokens: of an answer whose request sets no limit.
     """
 
     def __init__(
@@ -37,30 +37,35 @@ class Engine:
         pool_bytes: int,
         max_new_tokens: int,
         energy: ServerEnergy,
+        slots: int = 1,
     ) -> None:
         self.session, self.max_new_tokens = session, max_new_tokens
-        self.metrics, self.pool = Metrics(), SessionPool(session, pool_bytes)
+        self.slots, self.metrics, self.pool = slots, Metrics(), SessionPool(session, pool_bytes, slots)
         self.prompts = RequestEncoder(template, session.require_tokenizer(), session.plan.ctx)
         self._answering = Responder(self.pool, self.prompts, self.metrics, energy, max_new_tokens)
         self._queue_limit = queue_limit
         self._waiting: deque[Job | EmbeddingJob] = deque()
-        self._active: Job | EmbeddingJob | None = None
+        self._active: list[Job | EmbeddingJob] = []
         self._changed = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="edgekv-engine", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"edgekv-slot-{i}", daemon=True) for i in range(slots)
+        ]
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; an answer that is being made stops at its next token."""
+        """Ends the threads; an answer that is being made stops at its next token."""
         with self._changed:
             self._stopping = True
-            for job in (*self._waiting, *([self._active] if self._active else [])):
+            for job in (*self._waiting, *self._active):
                 job.channel.cancelled.set()
-            self._changed.notify()
-        self._thread.join()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def submit(self, jobs: Sequence[Job | EmbeddingJob]) -> None:
         """All answers of one request. Raises RequestError (429) when the queue is full."""
@@ -71,7 +76,7 @@ class Engine:
                     429, f"{self._queue_limit} requests wait already: try again later", "queue_full"
                 )
             self._waiting.extend(jobs)
-            self._changed.notify()
+            self._changed.notify_all()
             self.metrics.queue_length.set(self._n_waiting())
 
     def _n_waiting(self) -> int:
@@ -80,10 +85,10 @@ class Engine:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            self.metrics.active.set(1)
             end = self._ended(job)
-            self._active = None
-            self.metrics.active.set(0)
+            with self._changed:
+                self._active.remove(job)
+                self.metrics.active.set(len(self._active))
             self.metrics.sessions.set(self.pool.n_sessions)
             self.metrics.cache_bytes.set(self.pool.nbytes)
             if end is not None:
@@ -113,7 +118,8 @@ class Engine:
                     job = self._waiting.popleft()
                     self.metrics.queue_length.set(self._n_waiting())
                     if not job.channel.cancelled.is_set():
-                        self._active = job
+                        self._active.append(job)
+                        self.metrics.active.set(len(self._active))
                         return job
                 if self._stopping:
                     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -30,11 +31,12 @@ def decoded(url: str, name: str) -> bytes:
 
 
 class Images:
-    """The images of all conversations as the model sees them, the latest ones kept. For one thread."""
+    """The images of all conversations as the model sees them, the latest ones kept; for any thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._seen: OrderedDict[bytes, Embeddings] = OrderedDict()
+        self._lock = threading.Lock()
 
     def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
         """The prompt with the images at its image tokens. ImageError: no image, or a model that sees none."""
@@ -54,9 +56,14 @@ class Images:
 
     def _embedded(self, file: bytes) -> Embeddings:
         key = hashlib.sha256(file).digest()
-        found = self._seen.get(key) or self._session.prompt_encoder.vision(picture_of(file, "the image"))
-        self._seen[key] = found
-        self._seen.move_to_end(key)
-        while sum(each.rows.nbytes for each in self._seen.values()) > KEPT_BYTES and len(self._seen) > 1:
-            self._seen.popitem(last=False)
+        found = self._seen.get(key)
+        if found is None:
+            picture = picture_of(file, "the image")
+            with self._session.computing():
+                found = self._session.prompt_encoder.vision(picture)
+        with self._lock:
+            self._seen[key] = found
+            self._seen.move_to_end(key)
+            while sum(each.rows.nbytes for each in self._seen.values()) > KEPT_BYTES and len(self._seen) > 1:
+                self._seen.popitem(last=False)
         return found

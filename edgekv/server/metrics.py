@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -28,6 +29,7 @@ class Metrics:
         self.cache_bytes = self._gauge("cache_bytes", "KV caches of all conversations that are kept")
         self.sessions = self._gauge("sessions", "Conversations that are kept")
         self._latest: dict[str, Gauge] = {}
+        self._lock = threading.Lock()
 
     def _counter(self, name: str, what: str) -> Counter:
         return Counter(f"edgekv_{name}", what, registry=self.registry)
@@ -38,7 +40,8 @@ class Metrics:
     def latest(self, name: str, what: str, value: float | None) -> None:
         """Sets a gauge that exists from its first value on."""
         if value is not None:
-            gauge = self._latest.get(name) or self._latest.setdefault(name, self._gauge(name, what))
+            with self._lock:
+                gauge = self._latest.get(name) or self._latest.setdefault(name, self._gauge(name, what))
             gauge.set(value)
 
     def text(self) -> bytes:

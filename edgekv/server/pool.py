@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from edgekv.errors import MemoryBudgetError
 from edgekv.session.session import Session
 from edgekv.vision.prompt import Prompt
@@ -10,16 +12,18 @@ WORTH_COPYING = 32  # tokens in common from which on another conversation's cach
 
 
 class SessionPool:
-    """At most ``budget_bytes`` of caches (at least one), least recently used first to go. For one thread.
+    """At most ``budget_bytes`` of caches, least recently used first to go; for any thread.
 
-    base: a loaded session, the first of the pool; the others share its weights.
+    base: a loaded session, the first of the pool; the others share its weights. slots: how many may be acquired at
+    once: there are always so many. Raises MemoryBudgetError where their caches don't fit.
     """
 
-    def __init__(self, base: Session, budget_bytes: int) -> None:
+    def __init__(self, base: Session, budget_bytes: int, slots: int = 1) -> None:
         self.base = base
-        self.capacity = max(1, budget_bytes // max(1, base.plan.cache_bytes))
-        self._idle: list[Session] = [base]  # least recently used first
-        self._all: list[Session] = [base]
+        self.capacity = max(slots, budget_bytes // max(1, base.plan.cache_bytes))
+        self._all: list[Session] = [base, *(base.fork() for _ in range(slots - 1))]
+        self._idle = list(self._all)  # least recently used first
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -37,20 +41,22 @@ class SessionPool:
         One whose conversation goes on is taken itself. One that only begins alike is copied, so that it can go on
         too. Give the session back with `release`.
         """
-        closest = max(reversed(self._idle), key=lambda session: session.state.shared(prompt)[0])
-        shared = closest.state.shared(prompt)[0]
-        if shared == len(closest.tokens):
-            session = closest
-        else:
-            session = self._spare(closest)
-            if session is not closest and shared >= WORTH_COPYING:
-                session.copy_from(closest)
-        self._idle.remove(session)
-        return session, session.align(prompt)
+        with self._lock:
+            closest = max(reversed(self._idle), key=lambda session: session.state.shared(prompt)[0])
+            shared = closest.state.shared(prompt)[0]
+            if shared == len(closest.tokens):
+                session = closest
+            else:
+                session = self._spare(closest)
+                if session is not closest and shared >= WORTH_COPYING:
+                    session.copy_from(closest)
+            self._idle.remove(session)
+            return session, session.align(prompt)
 
     def release(self, session: Session) -> None:
         """Gives a session of `acquire` back; it is then the most recently used one."""
-        self._idle.append(session)
+        with self._lock:
+            self._idle.append(session)
 
     def _spare(self, closest: Session) -> Session:
         """A session to overwrite: a new one while there is room, else the least recently used."""

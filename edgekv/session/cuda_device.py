@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgekv.decoder.cuda import CudaDecoder
-from edgekv.errors import CacheError
+from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.loops import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
@@ -42,6 +42,16 @@ class CudaDevice(Device):
                 accepted=SCHEMES,
             )
         cupy_driver.require_cupy()
+
+    def require_slots(self, slots: int) -> None:
+        """ConfigError for more than one: a step is a recording of one conversation's."""
+        if slots > 1:
+            raise ConfigError(
+                f"slots={slots}: device='cuda' decodes one conversation at a time; use slots=1, or device='cpu'",
+                field="slots",
+                value=slots,
+                accepted=["1"],
+            )
 
     def free_bytes(self) -> int:
         """Of the GPU's memory."""

@@ -23,6 +23,10 @@ class Device(abc.ABC):
         """An EdgeKVError says what is missing for the scheme."""
         return
 
+    def require_slots(self, slots: int) -> None:
+        """An EdgeKVError where so many conversations can't decode together."""
+        return
+
     def free_bytes(self) -> int:
         """Memory for weights and caches."""
         return available_memory_bytes()

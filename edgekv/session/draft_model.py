@@ -32,7 +32,7 @@ class DraftModel(Drafts):
         self.name = loaded.model.path.name
         self._loaded, self._vocab_size, self._cost = loaded, vocab_size, cost
         state = State(open_caches(loaded.decoder, loaded.plan.kv, loaded.plan.ctx), loaded.model.config.turns_anew)
-        self._runner = ModelRunner(state, loaded.decoder, loaded.plan.ctx, loaded.model.placeholder)
+        self._runner = ModelRunner(state, loaded.turns, loaded.plan.ctx, loaded.model.placeholder)
         self._n_same = 0  # tokens that both conversations are known to begin with
         self._estimate = DraftLength(ROW_COST + cost)
 
@@ -88,7 +88,7 @@ def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: StageProgre
     can't be loaded.
     """
     name = str(options.draft)
-    if name == NONE or (name == AUTO and loaded.device != "cpu"):
+    if name == NONE or (name == AUTO and (loaded.device != "cpu" or options.slots > 1)):
         return None
     if name in (NGram.name, AUTO):
         return NGram()

@@ -9,7 +9,6 @@ from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.linear.reference import NumpyOps
-from edgekv.machine import blas_threads
 from edgekv.session.caches import open_caches
 from edgekv.types import F32
 
@@ -29,8 +28,7 @@ def embed(decoder: Decoder, ids: list[int], ctx: int) -> F32:
             accepted=[f"1 to {ctx} tokens"],
         )
     caches = open_caches(decoder, CacheSpec.parse(DEFAULT), len(ids))
-    with blas_threads(decoder.threads):
-        hidden = decoder.prefill(decoder.embed(ids, 0), caches)
+    hidden = decoder.prefill(decoder.embed(ids, 0), caches)
     weights = decoder.weights
     states: F32 = np.asarray(weights.arch.final_norm(NumpyOps(weights), hidden), np.float32)
     mean = states.mean(axis=0)

@@ -78,7 +78,7 @@ class Generation:
         try:
             yield from self._steps(ids, spans, report, progress)
         finally:
-            self._runner.end_drafts()
+            self._runner.end_text()
 
     def _steps(
         self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None

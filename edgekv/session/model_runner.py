@@ -6,19 +6,19 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, TokenizerError
-from edgekv.machine import blas_threads, memory_errors
+from edgekv.machine import memory_errors
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
 from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, shifted, visual_ranges
 from edgekv.session.state import State
+from edgekv.session.turns import Turns
 from edgekv.types import F32, LayerProgress
 from edgekv.vision.prompt import Prompt
 
 
 class ModelRunner:
-    """Runs a decoder over the tokens of a state, of which there can be ``ctx``.
+    """Runs a decoder, when it is its turn, over the tokens of a state, of which there can be ``ctx``.
 
     placeholder: the token that counts for a position that holds an embedding. context_shift: what happens when
     the tokens are more than ``ctx``; None is `Stop`. drafts: what guesses the next tokens, so that one pass checks
@@ -28,13 +28,14 @@ class ModelRunner:
     def __init__(
         self,
         state: State,
-        decoder: Decoder,
+        turns: Turns,
         ctx: int,
         placeholder: int,
         context_shift: ContextShift | None = None,
         drafts: Drafts | None = None,
     ) -> None:
-        self.state, self.decoder, self.ctx, self._placeholder = state, decoder, ctx, placeholder
+        self.state, self.turns, self.ctx, self._placeholder = state, turns, ctx, placeholder
+        self.decoder = turns.decoder
         self.context_shift, self.drafts = context_shift or Stop(), drafts
         self.counts = DraftCounts("none")
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
@@ -73,8 +74,12 @@ class ModelRunner:
             self.drafts.begin(self.state.tokens)
         return self.counts
 
-    def end_drafts(self) -> None:
-        """Forgets drafts that were not asked for: the text ends."""
+    def end_text(self) -> None:
+        """Forgets drafts that were not asked for; nobody waits for the next token of this text."""
+        self._forget_drafts()
+        self.turns.leave()
+
+    def _forget_drafts(self) -> None:
         self.state.drop_tentative()
         self._ahead.clear()
         self._ready = None
@@ -91,7 +96,7 @@ class ModelRunner:
             self.drafts.learn(self._n_drafted, self._n_drafted - len(self._ahead))
             self._n_drafted = 0
         if self._ready is None:
-            self.end_drafts()
+            self._forget_drafts()
 
     def next_logits(self) -> F32:
         """Logits (vocab,) after the latest token: of a draft that was right, or of a pass over what is pending.
@@ -194,23 +199,23 @@ class ModelRunner:
         ids, start = [*state.pending, *more], state.n_past
         spans = clipped(state.spans, start, start + len(ids))
         if start and len(ids) == 1 and not spans:
-            with self._undone_on_error(start, 1), blas_threads(1):
-                return decoder.step(ids[0], state.caches)[None]
-        with self._undone_on_error(start, len(ids)), blas_threads(decoder.threads):
+            with self._undone_on_error(start, 1):
+                return self.turns.step(ids[0], state.caches)[None]
+        with self._undone_on_error(start, len(ids)), self.turns.alone() as pause:
             x = decoder.embed(ids, start)
             for span in spans:
                 decoder.place(span.rows, x, start, span.start)
             for cache in state.caches:
                 cache.mark_images(visual_ranges(spans))
-            hidden = decoder.prefill(x, state.caches, progress)
+            hidden = decoder.prefill(x, state.caches, progress, pause=pause)
             return decoder.head(hidden[len(ids) - n_last :])
 
     def _steps(self, drafts: Sequence[int]) -> F32:
         """(1 + n, vocab): logits behind the pending token, and behind drafts, which are tentative until `add`."""
         state = self.state
         ids = [*state.pending, *drafts]
-        with self._undone_on_error(state.n_past, len(ids)), blas_threads(1):
-            logits = self.decoder.steps(ids, state.caches)
+        with self._undone_on_error(state.n_past, len(ids)):
+            logits = self.turns.steps(ids, state.caches)
             state.n_tentative = len(drafts)
             self._ahead.extend(zip(drafts, logits[1:], strict=True))
             return logits

@@ -16,6 +16,7 @@ from edgekv.session.model import Model
 from edgekv.session.options import LoadOptions, Path
 from edgekv.session.plan import SessionPlan
 from edgekv.session.saving import SavedState
+from edgekv.session.turns import OneAtATime, Together, Turns
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 from edgekv.types import StageProgress
 
@@ -27,17 +28,22 @@ WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by 
 class LoadedModel:
     """What a session runs on.
 
-    model: the opened checkpoint. plan: scheme, context and bytes. decoder: with the weights loaded. device: its
+    model: the opened checkpoint. plan: scheme, context and bytes. turns: the way to the decoder. device: its
     name in DEVICES. tokenizer: None where the model has none. compile_s: seconds that compiling kernels took; 0
     where they were compiled before.
     """
 
     model: Model
     plan: SessionPlan
-    decoder: Decoder
+    turns: Turns
     device: str
     tokenizer: Tokenizer | None
     compile_s: float = 0.0
+
+    @property
+    def decoder(self) -> Decoder:
+        """With the weights loaded."""
+        return self.turns.decoder
 
     def settings(self) -> dict[str, Any]:
         """For the report: every setting by its option's name."""
@@ -69,13 +75,15 @@ def open_session(options: LoadOptions, model: Model, *, progress: StageProgress 
     device = resolve_device(options.device, plan.kv)
     place = find_device(device)
     place.require(plan.kv)
-    require_memory(plan.parts(), place.free_bytes())
+    place.require_slots(options.slots)
+    require_memory(plan.parts(options.slots), place.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
     form = model.weight_format(plan.weights)
     with memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
         compile_s = _warm_up(decoder, plan.kv, plan.ctx, progress)
-    return LoadedModel(model, plan, decoder, device, tokenizer, compile_s)
+    turns: Turns = OneAtATime(decoder) if options.slots == 1 else Together(decoder)
+    return LoadedModel(model, plan, turns, device, tokenizer, compile_s)
 
 
 def reopen(

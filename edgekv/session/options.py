@@ -31,6 +31,9 @@ class LoadOptions:
     device: "cpu" (onnxruntime and Numba), "cuda" (CuPy), "numpy" (the slow reference), or "auto": cuda where CuPy,
         a GPU and the scheme's kernels are, else cpu.
     threads: cores to use; None is all that this process may use.
+    slots: conversations that may generate at once, each a `Session.fork` in a thread of its own: their tokens
+        share passes of the linear layers, and a prompt is read between them. More than 1: device "cpu" or
+        "numpy", and no drafts.
     config: a config.json for a .safetensors file that has none beside it.
     tokenizer: a tokenizer's file or folder, where none lies beside the weights.
     adapter: an adapter.safetensors that was trained for this checkpoint and this scheme.
@@ -44,6 +47,7 @@ class LoadOptions:
     draft: Path = "none"
     device: str = "cpu"
     threads: int | None = None
+    slots: int = 1
     config: Path | None = None
     tokenizer: Path | None = None
     adapter: Path | None = None
@@ -55,12 +59,16 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and not _is_count(value):
                 raise _wrong(error, name, value, "a whole number of 1 or more, or None")
+        if not _is_count(self.slots):
+            raise _wrong(ConfigError, "slots", self.slots, "a whole number of 1 or more")
         for name in ("weights", "overflow", "device"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise _wrong(ConfigError, name, value, "a name, as text")
         if not isinstance(self.draft, (str, os.PathLike)):
             raise _wrong(ConfigError, "draft", self.draft, "none, ngram, auto, or a model's path")
+        if self.slots > 1 and self.draft not in ("none", "auto"):
+            raise _wrong(ConfigError, "draft", self.draft, "none or auto, with more than one slot")
         for name in ("config", "tokenizer", "adapter"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):

@@ -84,6 +84,7 @@ class SessionPlan:
             notes=tuple(notes),
         )
 
-    def parts(self) -> dict[str, int]:
-        """Bytes by what they are for."""
-        return {"weights": self.weights_bytes, "kv cache": self.cache_bytes, "scratch": self.scratch_bytes}
+    def parts(self, slots: int = 1) -> dict[str, int]:
+        """Bytes by what they are for, of so many conversations at once."""
+        caches = slots * self.cache_bytes
+        return {"weights": self.weights_bytes, "kv cache": caches, "scratch": self.scratch_bytes}

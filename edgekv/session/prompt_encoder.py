@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from edgekv.session.model import Model
 from edgekv.session.opening import open_tokenizer
+from edgekv.session.turns import Turns
 from edgekv.tokenizer import Tokenizer
 from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
 from edgekv.vision.prompt import ImagesReport, Prompt
@@ -15,16 +16,16 @@ from edgekv.vision.prompt import ImagesReport, Prompt
 class PromptEncoder:
     """Encodes with the model's tokenizer, None where it has none, and its vision encoder, loaded when it is used.
 
-    threads: of the vision encoder.
+    turns: the vision encoder waits for its own.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, threads: int) -> None:
-        self.model, self.tokenizer, self._threads = model, tokenizer, threads
+    def __init__(self, model: Model, tokenizer: Tokenizer | None, turns: Turns) -> None:
+        self.model, self.tokenizer, self._turns = model, tokenizer, turns
 
     @functools.cached_property
     def vision(self) -> Vision:
         """The model's vision encoder. Raises ImageError where there is none."""
-        return Vision(self.model, self._threads)
+        return Vision(self.model, self._turns.decoder.threads)
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises TokenizerError where it has none."""
@@ -46,7 +47,8 @@ class PromptEncoder:
         if images:
             require_placeholder(prompt, pieces, self.vision.image_token)
             first = self.tokenizer.bos_id if self.tokenizer and bos else None
-            return self.vision.placed(pieces, images, first)
+            with self._turns.alone():
+                return self.vision.placed(pieces, images, first)
         if token is not None:
             check_places(pieces, token, 0)
         return pieces, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from edgekv.decoder.decoder import Decoder
@@ -47,9 +48,9 @@ class Session:
         self.model, self.plan, self.config = loaded.model, loaded.plan, loaded.model.config
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self._running = Running()
-        self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.decoder.threads)
+        self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.turns)
         self._runner: ModelRunner | None = ModelRunner(
-            self._new_state(), loaded.decoder, self.plan.ctx, self.model.placeholder, context_shift, drafts
+            self._new_state(), loaded.turns, self.plan.ctx, self.model.placeholder, context_shift, drafts
         )
         self._new_report()
 
@@ -201,6 +202,10 @@ class Session:
         """
         return self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)[0]
 
+    def computing(self) -> AbstractContextManager[object]:
+        """Within it no other conversation of these weights computes: for other work with all cores."""
+        return self.runner.turns.alone()
+
     def prefill(
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
     ) -> F32:
@@ -258,7 +263,8 @@ class Session:
         """
         ids = self.require_tokenizer().encode(text) if isinstance(text, str) else list(text)
         self.runner.require_known(ids)
-        return embed(self.decoder, ids, self.plan.ctx)
+        with self.computing():
+            return embed(self.decoder, ids, self.plan.ctx)
 
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` of the conversation.

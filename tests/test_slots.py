@@ -191,7 +191,7 @@ def test_options(tmp_path: pathlib.Path) -> None:
         Session.load("demo", slots=0)
     with raises(ConfigError, field="draft"):
         Session.load("demo", slots=2, draft="ngram")
-    assert Session.load("demo", slots=2, draft="auto", ctx=64).drafts is None
+    assert Session.load("demo", slots=2, draft="auto", ctx=64).runner.drafts is None
 
 
 def test_a_server_with_slots(tmp_path: pathlib.Path) -> None:

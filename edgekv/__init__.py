@@ -22,10 +22,10 @@ from edgekv.errors import (
 if TYPE_CHECKING:
     from edgekv.chat.conversation import Chat as Chat
     from edgekv.kernels.contract.segment import Segment as Segment
-    from edgekv.kvcache.base import Geometry as Geometry
     from edgekv.kvcache.base import KVCache as KVCache
-    from edgekv.kvcache.base import Layout as Layout
     from edgekv.kvcache.codecs import Codec as Codec
+    from edgekv.kvcache.geometry import Geometry as Geometry
+    from edgekv.kvcache.geometry import Layout as Layout
     from edgekv.kvcache.keepall import KeepAll as KeepAll
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import register as register
@@ -78,10 +78,10 @@ _HOMES = {
     "Chat": "chat.conversation",
     "Codec": "kvcache.codecs",
     "Embeddings": "vision.prompt",
-    "Geometry": "kvcache.base",
+    "Geometry": "kvcache.geometry",
     "KVCache": "kvcache.base",
     "KeepAll": "kvcache.keepall",
-    "Layout": "kvcache.base",
+    "Layout": "kvcache.geometry",
     "LoadOptions": "session.options",
     "RunReport": "session.report",
     "SamplingParams": "session.sampling_params",

@@ -75,6 +75,12 @@ def own(backend: Any, kind: str) -> Any:
     return importlib.import_module(f"{backend.__name__}.{KINDS[kind]}")
 
 
+def of_heads(bits: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    """What a codec in planes says of its heads' ``bits``."""
+    first = np.cumsum(bits) - bits
+    return {"bits": bits, "first_plane": first, "heads": np.stack([first, bits], axis=1).astype(np.int32)}
+
+
 def generator(case: Case) -> np.random.Generator:
     return np.random.default_rng(dataclasses.astuple(case))
 

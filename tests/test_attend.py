@@ -18,7 +18,7 @@ from edgekv.kernels.cpu import launch
 from edgekv.kernels.kinds import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.base import Geometry, Layout
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
@@ -29,7 +29,7 @@ from edgekv.kvcache.steps import Steps
 from edgekv.kvcache.windowed import Windowed
 
 F32 = npt.NDArray[np.float32]
-PLANES = {"lam": 0.9, "seed": 0}
+PLANES = {"key_scale": 0.9, "seed": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +66,13 @@ def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
 
 
 def mixed(p: Problem) -> tuple[Codec, Codec]:
-    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 3 for g in range(p.g)], **PLANES)  # type: ignore[arg-type]
-    return keys, InterleavedValues(p.g, p.length, p.d, bits=2, seed=0)
+    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], **PLANES)  # type: ignore[arg-type]
+    return keys, InterleavedValues(p.g, p.length, p.d, bits=[4 - g % 4 for g in range(p.g)], seed=0)
 
 
 def two_stages(p: Problem) -> tuple[Codec, Codec]:
-    keys = PlaneKeys(p.g, p.length, p.d, **PLANES)  # type: ignore[arg-type]
-    return keys, PlaneValues(keys, n_rep=p.r, threshold=2.5e-3)
+    keys = TwoStageKeys(p.g, p.length, p.d, **PLANES)  # type: ignore[arg-type]
+    return keys, TwoStageValues(keys, n_rep=p.r, threshold=2.5e-3)
 
 
 def of_scheme(text: str) -> Callable[[Problem], tuple[Codec, Codec]]:

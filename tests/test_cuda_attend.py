@@ -17,7 +17,7 @@ from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tier_stores
 from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
@@ -32,14 +32,14 @@ SHAPES = {"mha": (1, 64), "gqa": (3, 80), "many": (12, 64)}  # heads per KV head
 
 
 def planes(g: int, n: int, d: int) -> Pair:
-    keys = PlaneKeys(g, n, d, lam=0.9, seed=1)
-    return keys, PlaneValues(keys, n_rep=1, threshold=0.01)
+    keys = TwoStageKeys(g, n, d, key_scale=0.9, seed=1)
+    return keys, TwoStageValues(keys, n_rep=1, threshold=0.01)
 
 
-def signs(k_bits: int, v_bits: int) -> Callable[[int, int, int], Pair]:
+def signs(k_bits: int | list[int], v_bits: int | list[int]) -> Callable[[int, int, int], Pair]:
     return lambda g, n, d: (
-        CentredPlanes(g, n, d, bits=k_bits, lam=0.9, seed=v_bits),
-        InterleavedValues(g, n, d, bits=v_bits, seed=v_bits),
+        CentredPlanes(g, n, d, bits=k_bits, key_scale=0.9, seed=1),
+        InterleavedValues(g, n, d, bits=v_bits, seed=1),
     )
 
 
@@ -54,6 +54,8 @@ PAIRS: dict[str, Callable[[int, int, int], Pair]] = {
     "2-bit keys, 3-bit values": signs(2, 3),
     "3-bit keys": signs(3, 1),
     "4-bit keys": signs(4, 2),
+    "1- and 3-bit keys of heads": signs([1, 3], [2, 1]),
+    "4- and 2-bit keys of heads": signs([4, 2], [3, 4]),
     "planes": planes,
     "huffman": lambda *shape: (HuffmanKeys(*shape, 64, 0.25), HuffmanValues(*shape, 64, 0.25)),
 }

@@ -32,14 +32,14 @@ KEYS = {
     "rows": {"KEYS": "RowKeys<u16>"},
     "papers/signs": {"KEYS": "SignKeys", "KEY_DIM": 256},
     "columns": {"KEYS": "ColumnKeys<4>", "KEY_SCALES": "SCALE_PER_TOKEN", "KEY_BLOCK": 32},
-    "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1},
+    "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1, "KEY_HEADS": 0},
     "papers/huffman": {"KEYS": "HuffmanKeys", **HUFFMAN},
     "papers/fier": {"KEYS": "FierKeys", "GROUP": 32},
 }
 VALUES = {
     "rows": {"VALUES": "RowValues<float>"},
     "byte_values": {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_ZERO"},
-    "interleaved_values": {"VALUES": "InterleavedValues", "VALUE_BITS": 2},
+    "interleaved_values": {"VALUES": "InterleavedValues", "VALUE_BITS": 2, "VALUE_HEADS": 0},
     "papers/huffman": {"VALUES": "HuffmanValues", **HUFFMAN},
 }
 PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some; tiles at once for a single query
@@ -48,6 +48,11 @@ PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some;
     ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "byte_values", False, 1),
     ("centred", VALUES["interleaved_values"], "interleaved_values", True, 4),
 ]
+HEADS = {
+    **KEYS["centred"],
+    **VALUES["interleaved_values"],
+    **{"KEY_BITS": 4, "KEY_HEADS": 1, "VALUE_BITS": 4, "VALUE_HEADS": 1},
+}
 KIVI = {
     **{"KEYS": "ColumnKeys<2>", "KEY_SCALES": "STEP_PER_CHANNEL", "KEY_BLOCK": 32},
     **{"VALUES": "ByteValues<2>", "VALUE_SCALES": "FROM_LOW"},
@@ -71,6 +76,8 @@ PROGRAMS = {
         f"attend-{k}-one": attend((k, file), exact, KEYS[k] | values | {"ROWS": 1, "TILES": tiles})
         for k, values, file, exact, tiles in PAIRS
     },
+    "attend-heads": attend(("centred", "interleaved_values"), True, HEADS),
+    "attend-heads-one": attend(("centred", "interleaved_values"), True, HEADS | {"ROWS": 1, "TILES": 1}),
     "attend-kivi": attend(("columns", "byte_values"), True, KIVI),
     "attend-kivi-one": attend(("columns", "byte_values"), True, KIVI | {"ROWS": 1, "TILES": 2}),
     "scores-fier-one": program(("papers/fier", "scores"), **ROWS | KEYS["papers/fier"] | {"ROWS": 1, "TILES": 2}),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_cases import OnDevice
-from kernel_cases import Case, codec, generator, normal
+from kernel_cases import Case, codec, generator, normal, of_heads
 
 from edgekv.kernels import reference
 from edgekv.kernels.contract.attention import Kernels
@@ -202,7 +202,7 @@ def test_centred_planes(device: OnDevice, case: Case, bits: int) -> None:
     arrays = dict(zip(("planes", "scale", "centres", "centre_step"), (*planes, *centres), strict=True))
     arrays["planes"] = arrays["planes"].reshape(case.g * bits, blocks, 4, case.d // 8, 16)
     lam, rotation = rng.random(case.g, np.float32), Rotation(case.d, case.d, seed=0)
-    parameters = {"bits": np.full(case.g, bits), "width": case.d, "lam": lam, "rotation": rotation}
+    parameters = of_heads(np.full(case.g, bits)) | {"width": case.d, "key_scale": lam, "rotation": rotation}
     check_keys(device, case, "centred_planes", arrays, **parameters)
 
 
@@ -215,7 +215,8 @@ def test_interleaved_values(device: OnDevice, bits: int) -> None:
     x[:, 0] = 0
     store = device.check("encode_interleaved", x, codes, tokens, 0)[1:3]
     arrays, rotation = dict(zip(("codes", "scale"), store, strict=True)), Rotation(case.d, case.d, seed=0)
-    check_values(device, case, "interleaved", arrays, rotation=rotation)
+    arrays["codes"] = arrays["codes"].reshape(case.g * bits, -1, 2, case.d, 4)
+    check_values(device, case, "interleaved", arrays, rotation=rotation, **of_heads(np.full(case.g, bits)))
 
 
 @each_wide_case

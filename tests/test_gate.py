@@ -269,7 +269,7 @@ def test_no_warning_for_what_needs_no_gate(tmp_path: pathlib.Path) -> None:
 
 def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
-    assert gated.warning(spec).endswith("--kv bitplane,onebit:v_bits=4,onebit")
+    assert gated.warning(spec).endswith(f"--kv {','.join(Steps.packs_like)}")
     for part in map(CacheSpec.parse, Steps.packs_like):
         gated.remember(part, judge(QUALITY, None, GateLimits()), {})
     assert gated.warning(spec) is None

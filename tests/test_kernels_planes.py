@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, Case, assert_close, cases, codec, generator, inside, normal, poisoned_scores
+from kernel_cases import (
+    EITHER_PATH,
+    Case,
+    assert_close,
+    cases,
+    codec,
+    generator,
+    inside,
+    normal,
+    of_heads,
+    poisoned_scores,
+)
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.contract.planes import (
@@ -62,16 +73,12 @@ class Store:
         lam = np.linspace(0.8, 1, case.g, dtype=np.float32)
         keys = codec(
             *("centred_planes", shape, dict(zip(names, self.keys, strict=True))),
-            **{
-                "bits": self.bits,
-                "first_plane": np.cumsum(self.bits) - self.bits,
-                "width": case.d,
-                "lam": lam,
-                "rotation": rotation,
-            },
+            **of_heads(self.bits),
+            **{"width": case.d, "key_scale": lam, "rotation": rotation},
         )
-        arrays = {"codes": self.quads, "scale": self.value_scale}
-        return keys, codec("interleaved", shape, arrays, bits=bits, rotation=rotation)
+        codes = self.quads.reshape(case.g * bits, -1, 2, case.d, 4)
+        arrays = {"codes": codes, "scale": self.value_scale}
+        return keys, codec("interleaved", shape, arrays, **of_heads(np.full(case.g, bits)), rotation=rotation)
 
 
 def filled(

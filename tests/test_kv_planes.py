@@ -22,10 +22,10 @@ def matrix(rotation: Rotation, cache: KVCache) -> F64:
 
 
 def levels_and_centres(cache: KVCache) -> tuple[F64, F64]:
-    """lam * f * level and the centre of each packed key, (n_kv_heads, n_bulk, width)."""
+    """key_scale * f * level and the centre of each packed key, (n_kv_heads, n_bulk, width)."""
     levels = key_levels(cache.arrays["key.planes"], cache.key_codec.bits).astype(float)
     centres = decoded_centres(cache.arrays["key.centres"], cache.arrays["key.centre_step"])
-    scaled = cache.key_codec.lam[:, None, None] * levels * half(cache.arrays["key.scale"])[..., None]
+    scaled = cache.key_codec.key_scale[:, None, None] * levels * half(cache.arrays["key.scale"])[..., None]
     return scaled[:, : cache.n_bulk], centres[:, : cache.n_bulk]
 
 
@@ -61,7 +61,7 @@ def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, 
     queries = np.concatenate([q[:, -1:] @ turn, rounded * step[..., None]], axis=2)  # of the centres, of the rest
     keys = np.concatenate([exact_keys, rest], axis=2)
     rotation = matrix(cache.value_codec.rotation, cache)
-    bytes_ = cache.arrays["value.codes"]
+    bytes_ = cache.arrays["value.codes"].reshape(shape[1], -1, 2 * bits, shape[2], 4)
     per = 8 // bits
     levels = np.concatenate([bytes_ >> bits * i & (1 << bits) - 1 for i in range(per)], axis=2)
     g, blocks, _, d, _ = levels.shape
@@ -169,6 +169,8 @@ def test_more_value_bits_are_closer() -> None:
         ("onebit:v_bits=4,residual_length=64", 64, 16 + 2 + 66 * 5 / 64 + 64 + 2),
         ("planes", 128, 32 + 2 + 66 * 5 / 64 + 32 + 2),
         ("planes:k_bits=3,v_bits=1", 128, 48 + 2 + 66 * 5 / 64 + 16 + 2),
+        ("planes:k_bits=1.5,v_bits=2.5,k_heads=12,v_heads=41", 128, 24 + 2 + 66 * 5 / 64 + 40 + 2),
+        ("planes:k_bits=1.5,v_bits=1.5", 128, 24 + 2 + 66 * 5 / 64 + 24 + 2),
         ("bitplane", 32, 66 + 66 * 5 / 64 + 66 + 66 / 64),
     ],
 )
@@ -189,11 +191,15 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
 @pytest.mark.parametrize(
     ("kv", "message"),
     [
-        ("onebit:v_bits=5", "v_bits=5': accepted: 1, 2, 3, 4"),
+        ("onebit:v_bits=5", "v_bits=5': accepted: 1 to 4 bits"),
+        ("planes:v_bits=nan", "v_bits=nan': accepted: 1 to 4 bits"),
+        ("planes:k_bits=1.5,k_heads=15", "k_heads=15': accepted: digits from 1 to 4"),
+        ("planes:k_bits=1.5,k_heads=121", "k_heads=121': accepted: 2 digits"),
+        ("bitplane:by_need=true", "threshold=0.00025': accepted: with k_bits=4 and v_bits=4"),
         ("onebit:sink=-1", "sink=-1': accepted: 0 or more"),
         ("onebit:residual_length=-1", "residual_length=-1': accepted: 0 or more"),
         ("onebit:key_scale=-1", "key_scale=-1.0': accepted: at least 0"),
-        ("planes:k_bits=0", "k_bits=0': accepted: 1, 2, 3, 4"),
+        ("planes:k_bits=0", "k_bits=0': accepted: 1 to 4 bits"),
         ("planes:threshold=0.001", "threshold=0.001': accepted: with k_bits=4 and v_bits=4"),
         ("bitplane:threshold=1.5", "threshold=1.5': accepted: a probability"),
     ],

@@ -83,7 +83,7 @@ def scorers(shape: Shape, keys: Any, kernels: Kernels) -> dict[str, Scorer]:
     quest = {f"quest p={page}": PageIndex(*shape, page) for page in (8, 16, 32)}
     indexes = {name: by_index(index, keys, kernels) for name, index in (fier | quest).items()}
     knobs = OneBit.Knobs()
-    signs = CentredPlanes(*shape, bits=1, lam=KEY_SCALES[1], seed=knobs.seed)
+    signs = CentredPlanes(*shape, bits=1, key_scale=KEY_SCALES[1], seed=knobs.seed)
     scan = {"onebit, bitplane": by_codec(signs, keys, kernels)}
     return indexes | scan | {"newest tokens": Scorer(1, 0.0, newest_first)}
 

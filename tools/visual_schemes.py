@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
@@ -70,14 +70,16 @@ class FlooredLevels(SplitLevels):
 
 def _onebit(bits: int) -> Callable[..., Pair]:
     def pair(*shape: int, group: int) -> Pair:
-        return CentredPlanes(*shape, bits=1, lam=LAM, seed=SEED), InterleavedValues(*shape, bits=bits, seed=SEED)
+        return CentredPlanes(*shape, bits=1, key_scale=LAM, seed=SEED), InterleavedValues(
+            *shape, bits=bits, seed=SEED
+        )
 
     return pair
 
 
 def _bitplane(*shape: int, group: int) -> Pair:
-    keys = PlaneKeys(*shape, lam=LAM, seed=SEED)
-    return keys, PlaneValues(keys, n_rep=group, threshold=P)
+    keys = TwoStageKeys(*shape, key_scale=LAM, seed=SEED)
+    return keys, TwoStageValues(keys, n_rep=group, threshold=P)
 
 
 def _h1b(*shape: int, group: int) -> Pair:

@@ -24,6 +24,7 @@ from edgekv.machine import format_bytes, machine_info
 from edgekv.power import EnergyMeter, PowerSampler, find_meter
 from edgekv.power.phases import NoMeter
 from edgekv.quality.demo import Demo, Trial
+from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.session import Session
 
 MODEL, PROSE = "demo", "demo/prose.txt"
@@ -53,6 +54,8 @@ def _execute(arguments: argparse.Namespace) -> int:
     with Bars() as bars, contextlib.closing(_session(arguments, bars)) as session:
         seed = secrets.randbits(16) if arguments.seed is None else arguments.seed
         demo = Demo(session.decoder, session.require_tokenizer(), text, arguments.ctx, seed)
+        model = session.model, session.plan.weights, session.decoder, session.tokenizer
+        specs = [give_heads_bits(spec, *model, bars.update) for spec in specs]
         for i, spec in enumerate(specs):
             bars.update("compiling kernels (once per machine)", i, len(specs))
             demo.warm_up(spec)

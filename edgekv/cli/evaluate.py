@@ -40,6 +40,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     specs = measured.schemes(arguments.kv)
     with Bars() as bars:
         decoder, ctx = measured.load(arguments.ctx, bars.update)
+        specs = measured.fitted(specs, decoder, bars.update)
         results = evaluate(
             decoder,
             measured.tokens[: ctx * arguments.windows],

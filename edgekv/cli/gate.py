@@ -74,6 +74,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
     ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:
         decoder, ctx = measured.load(ctx, bars.update)
+        specs = measured.fitted(specs, decoder, bars.update)
         verdicts, needles = gate(
             decoder,
             measured.tokenizer,

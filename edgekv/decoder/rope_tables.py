@@ -27,7 +27,7 @@ class RopeRotation(NamedTuple):
 
 
 class RopeTable:
-    """The rotation of the positions below ``capacity``; made once, unless it depends on the length.
+    """The rotation of positions; of those below ``capacity`` made once, unless it depends on the length.
 
     rope None rotates nothing. upload: brings an array to the memory where it is read.
     """
@@ -41,7 +41,9 @@ class RopeTable:
 
     def at(self, start: int, n: int) -> RopeRotation:
         """Of positions start..start+n, the last of the sequence so far."""
-        return self._fixed.rows(start, start + n) if self._fixed else self._compute(start, n, start + n)
+        if self._fixed and start + n <= len(self._fixed.cos):
+            return self._fixed.rows(start, start + n)
+        return self._compute(start, n, start + n)
 
     def _compute(self, start: int, n: int, seq_len: int) -> RopeRotation:
         if self.rope is None:

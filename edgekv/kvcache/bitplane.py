@@ -13,8 +13,8 @@ class BitPlaneKnobs(PlanesKnobs):
 
     scheme = "bitplane"
 
-    k_bits: int = 4
-    v_bits: int = 4
+    k_bits: float = 4.0
+    v_bits: float = 4.0
     threshold: float = 2.5e-4
     residual_length: int = 32
     key_scale: float = 0.9

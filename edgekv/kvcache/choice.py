@@ -13,10 +13,9 @@ AUTO = (
     "dense",
     "dense:dtype=q8",
     "planes:k_bits=4,v_bits=4",
-    "planes:k_bits=3,v_bits=3",
-    "planes:k_bits=3",
-    "planes",
-    "planes:v_bits=1",
+    "planes:k_bits=3,v_bits=3,by_need=true",
+    "planes:by_need=true",
+    "planes:k_bits=1.5,v_bits=1.5",
     "planes:k_bits=1,v_bits=1",
 )
 DEFAULT, WITHIN_BUDGET = "dense", "steps"  # where no scheme is named: without a budget, and with one

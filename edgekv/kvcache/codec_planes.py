@@ -62,21 +62,29 @@ class CentredPlanes(Codec):
     """Centres of 64 and of 16 tokens in 4 bits, and planes of a few bits per element of the rest, with one scale.
 
     r = P k - c; x is r in the best uniform levels for a Gaussian (for 1 bit sign(r)), f = |r|_2 ** 2 / (r . x):
-    q . k ~ (P q) . c + lam * f * (P q) . x, by tables of signed sums. P has ``width`` rows: head_dim rounded up to
-    a multiple of 64, every bit of which thus tells something. `bits` (n_kv_heads,) are those of each head, 1 to 4,
-    `first_plane` (n_kv_heads,) says where its planes begin; `lam` (n_kv_heads,) shrinks the estimate: 1 is
-    unbiased.
+    q . k ~ (P q) . c + key_scale * f * (P q) . x, by tables of signed sums. P has ``width`` rows: head_dim rounded
+    up to a multiple of 64, every bit of which thus tells something. `bits` (n_kv_heads,) are those of each head, 1
+    to 4, `first_plane` (n_kv_heads,) says where its planes begin; `key_scale` (n_kv_heads,) shrinks the estimate:
+    1 is unbiased.
     """
 
     kind = "centred_planes"
 
     def __init__(
-        self, n_kv_heads: int, capacity: int, head_dim: int, *, bits: int | Sequence[int], lam: float, seed: int
+        self,
+        n_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        *,
+        bits: int | Sequence[int],
+        key_scale: float | Sequence[float],
+        seed: int,
     ) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
         self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
+        self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.width = -(-head_dim // WORD) * WORD
-        self.lam: F32 = np.full(n_kv_heads, lam, np.float32)
+        self.key_scale: F32 = np.broadcast_to(np.asarray(key_scale, np.float32), n_kv_heads).copy()
         self.rotation = Rotation(head_dim, self.width, seed)
 
     def layout(self) -> Layout:
@@ -105,7 +113,8 @@ class CentredPlanes(Codec):
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         super().bind(arrays, kernels)
         self.rotation.bind(arrays["planes"])
-        self.lam = np.asarray(self.lam, like=arrays["planes"])
+        self.key_scale = np.asarray(self.key_scale, like=arrays["planes"])
+        self.heads = np.asarray(self.heads, like=arrays["planes"])
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
@@ -136,42 +145,52 @@ def runs_of_heads(bits: I64, store: Array) -> Iterator[tuple[slice, Array]]:
 
 
 class InterleavedValues(Codec):
-    """``bits`` per element of P v, with one scale: the best uniform levels for a Gaussian, not shrunk."""
+    """A few bits per element of P v, with one scale: the best uniform levels for a Gaussian, not shrunk.
+
+    `bits` and `first_plane` (n_kv_heads,) as those of `CentredPlanes`; a plane is two rows of codes here.
+    """
 
     kind = "interleaved"
 
-    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, *, bits: int, seed: int) -> None:
+    def __init__(
+        self, n_kv_heads: int, capacity: int, head_dim: int, *, bits: int | Sequence[int], seed: int
+    ) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
-        self.bits = bits
+        self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
+        self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.rotation = Rotation(head_dim, head_dim, seed)
 
     def layout(self) -> Layout:
         g, capacity = self.n_kv_heads, self.capacity
         return {
-            "codes": ((g, capacity // WORD, 2 * self.bits, self.head_dim, 4), "uint8"),
+            "codes": ((int(self.bits.sum()), capacity // WORD, 2, self.head_dim, 4), "uint8"),
             "scale": ((g, capacity), "uint16"),
         }
 
     @property
     def token_bytes(self) -> int:
-        return self.n_kv_heads * -(-(self.bits * self.head_dim + 16) // 8)
+        return int((-(-(self.bits * self.head_dim + 16) // 8)).sum())
 
     def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
         super().bind(arrays, kernels)
         self.rotation.bind(arrays["codes"])
+        self.heads = np.asarray(self.heads, like=arrays["codes"])
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
-        self.kernels.encode_interleaved(self.rotation.forward(x, self.kernels), a["codes"], a["scale"], t0)
+        rotated = self.rotation.forward(x, self.kernels)
+        for heads, planes in runs_of_heads(self.bits, a["codes"]):
+            codes = planes.reshape(*planes.shape[:2], -1, self.head_dim, 4)
+            self.kernels.encode_interleaved(rotated[heads], codes, a["scale"][heads], t0)
 
 
-class PlaneKeys(CentredPlanes):
+class TwoStageKeys(CentredPlanes):
     """`CentredPlanes` of 1 bit, and per token the three lower planes of the 4-bit code of r that it begins."""
 
     kind = "plane_keys"
 
-    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, *, lam: float, seed: int) -> None:
-        super().__init__(n_kv_heads, capacity, head_dim, bits=1, lam=lam, seed=seed)
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, *, key_scale: float, seed: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim, bits=1, key_scale=key_scale, seed=seed)
 
     def layout(self) -> Layout:
         fine = (self.n_kv_heads, self.capacity, 3, self.width // WORD)
@@ -197,7 +216,7 @@ class PlaneKeys(CentredPlanes):
         self.kernels.encode_planes(residual, 2 * step, self.arrays["fine"], t0)
 
 
-class PlaneValues(Codec):
+class TwoStageValues(Codec):
     """4 bits per element of P v in planes, the two upper ones apart from the lower; and the mean of every block.
 
     The sum is the second stage of ``keys``' scores: tokens with a probability of ``threshold`` or more are
@@ -206,7 +225,7 @@ class PlaneValues(Codec):
 
     kind = "plane_values"
 
-    def __init__(self, keys: PlaneKeys, *, n_rep: int, threshold: float) -> None:
+    def __init__(self, keys: TwoStageKeys, *, n_rep: int, threshold: float) -> None:
         super().__init__(keys.n_kv_heads, keys.capacity, keys.head_dim)
         self.keys, self.n_rep, self.threshold = keys, n_rep, threshold
         # tokens corrected and read in full per KV head and query token, on average: of the last attention

@@ -13,7 +13,7 @@ class OneBitKnobs(PlanesKnobs):
 
     scheme = "onebit"
 
-    k_bits: int = 1
+    k_bits: float = 1.0
     key_scale: float = 0.9
 
 

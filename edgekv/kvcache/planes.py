@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.base import Geometry
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.by_need import LEAST, MOST, HeadNoise, evenly, given
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.knobs import bad_knob, require_only
 from edgekv.kvcache.windowed import Sizes, Windowed
@@ -24,8 +25,12 @@ KEY_SCALES = {1: 0.9, 2: 0.95, 3: 1.0, 4: 1.0}
 class PlanesKnobs:
     """What `planes` can be set to.
 
-    k_bits: int, default 2. Bits of a key's element: 1, 2, 3 or 4.
-    v_bits: int, default 2. Bits of a value's element: 1, 2, 3 or 4.
+    k_bits: float, default 2. Bits of a key's element, 1 to 4. With a fraction, the mean over all KV heads: each
+        has 1, 2, 3 or 4, more where the model needs them.
+    v_bits: float, default 2. Bits of a value's element, likewise.
+    by_need: bool, default False. Whether whole k_bits and v_bits are means, too.
+    k_heads: digits, default none. What was given out: bits of the keys of each KV head, layer after layer.
+    v_heads: digits, default none. Bits of the values of each KV head, likewise.
     threshold: float, default 0. If above 0, all keys are scored by their first bit alone, and tokens with this
         attention probability or more are read in full: k_bits and v_bits are 4 then. At most 1.
     sink: int, default 4. First tokens of the context that stay in f16.
@@ -43,19 +48,28 @@ class PlanesKnobs:
         "p": "threshold",
     }
     retired: ClassVar[tuple[str, ...]] = ("planes",)
+    found: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads")
 
-    k_bits: int = 2
-    v_bits: int = 2
+    k_bits: float = 2.0
+    v_bits: float = 2.0
     threshold: float = 0.0
     sink: int = 4
     residual_length: int = 128
     key_scale: float = 0.0
     seed: int = 0
+    by_need: bool = False
+    k_heads: str = ""
+    v_heads: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("k_bits", "v_bits"):
-            if getattr(self, name) not in (1, 2, 3, 4):
-                raise bad_knob(self.scheme, name, getattr(self, name), 1, 2, 3, "4 bits")
+        for name, heads in (("k_bits", "k_heads"), ("v_bits", "v_heads")):
+            bits, digits = getattr(self, name), getattr(self, heads)
+            if not LEAST <= bits <= MOST:
+                raise bad_knob(self.scheme, name, f"{bits:g}", f"{LEAST} to {MOST} bits")
+            if bits % 1 == 0:
+                object.__setattr__(self, name, int(bits))
+            if not set(digits) <= set("1234"):
+                raise bad_knob(self.scheme, heads, digits, "digits from 1 to 4, one for each KV head of the model")
         for name in ("sink", "residual_length"):
             if getattr(self, name) < 0:
                 raise bad_knob(self.scheme, name, getattr(self, name), "0 or more tokens")
@@ -63,8 +77,45 @@ class PlanesKnobs:
             raise bad_knob(self.scheme, "key_scale", self.key_scale, "at least 0 and at most 2")
         if not 0 <= self.threshold <= 1:
             raise bad_knob(self.scheme, "threshold", self.threshold, "a probability, or 0 for none")
-        if self.threshold and (self.k_bits, self.v_bits) != (4, 4):
+        if self.threshold and (self.k_bits, self.v_bits, self.by_need) != (4, 4, False):
             raise bad_knob(self.scheme, "threshold", self.threshold, "with k_bits=4 and v_bits=4 only, else 0")
+
+    @property
+    def wants_fit(self) -> bool:
+        """Whether heads' bits are to be given out by need, and are not yet."""
+        by_need = self.by_need or self.k_bits % 1 != 0 or self.v_bits % 1 != 0
+        return by_need and not (self.k_heads and self.v_heads)
+
+    def with_bits(self, noise: HeadNoise, sliding_windows: Sequence[int | None]) -> PlanesKnobs:
+        """With bits given out; sliding_windows: of the layers, None for one that sees all tokens."""
+        return dataclasses.replace(
+            self,
+            k_heads=given(noise.keys, self.k_bits, sliding_windows),
+            v_heads=given(noise.values, self.v_bits, sliding_windows),
+        )
+
+    def notes(self) -> list[str]:
+        """What was given out, or that nothing could be."""
+        if self.wants_fit:
+            return [f"{self.scheme}: nothing to fit bits on: heads have them by their order alone"]
+        if not self.k_heads:
+            return []
+        found = []
+        for digits in (self.k_heads, self.v_heads):
+            counts = [f"{digits.count(bits)} of {bits}" for bits in "1234" if bits in digits]
+            found.append(", ".join(counts))
+        return [f"{self.scheme}: bits by need, KV heads of all layers: keys {found[0]}; values {found[1]}"]
+
+    def layer_bits(self, geometry: Geometry) -> tuple[list[int], list[int]]:
+        """Bits of the keys and of the values of a layer's KV heads. Raises CacheError for another model's."""
+        n, first = geometry.n_layers * geometry.n_kv_heads, geometry.layer * geometry.n_kv_heads
+        found = []
+        for name, mean, digits in (("k_heads", self.k_bits, self.k_heads), ("v_heads", self.v_bits, self.v_heads)):
+            if digits and len(digits) != n:
+                raise bad_knob(self.scheme, name, digits, f"{n} digits, one for each KV head of this model")
+            every = [int(digit) for digit in digits] or evenly(mean, n)
+            found.append(every[first : first + geometry.n_kv_heads])
+        return found[0], found[1]
 
 
 class Planes(Windowed):
@@ -74,19 +125,11 @@ class Planes(Windowed):
     keys and v_bits * D/8 + 2 of values per packed token and KV head (73.2 at D = 128 with 2 and 2 bits), and 4
     * D for each of the sink and residual_length..residual_length + 63 exact tokens.
 
-    P is a randomised Hadamard transform, c the mean of 16 tokens (that of 64 and a difference, 4 bits each), f
-    = |r|_2 ** 2 / (r . x), as in RaBitQ (SIGMOD 2024): with 1 bit x = sign(r). Scores are looked up: four bits
-    of a key choose one of 16 sums of four query elements. Values are the best uniform levels for a Gaussian,
-    rotated too. An adapter brings trained ``key_scale``, one per KV head; with it a prompt too attends to what
-    is packed. P depends on the seed alone and is not counted.
-
-    With a ``threshold`` the first bit of each key scores all tokens. Those that reach that probability for a
-    query head of the group have their scores corrected by the key's other bits, and their values are read in
-    two bits, or in four at 2.8 times the threshold or more; all others count as their block's probability
-    times the mean of 64 values. D'/2 + 2 + (D'/2 + 2) * 5/64 bytes of keys and D'/2 + 2 + (D'/2 + 2)/64 of
-    values (138.2 at D = 128); a step reads D'/8 + 2 + (D'/2 + 2) * 6/64 of every token (24.2), the rest of
-    few. A threshold on the probability spends no reads on heads that look at a few tokens, or at the exact
-    ones, and bounds the error: what is not read has weights below it.
+    P is a randomised Hadamard transform, c the mean of 16 tokens in two steps, f = |r|_2 ** 2 / (r . x), as in
+    RaBitQ (SIGMOD 2024). With a fraction of bits, or ``by_need``, heads have different whole bits. With a
+    ``threshold`` (138.2 bytes at D = 128) a step reads 24.2 of every token, the rest of few. docs/planes.md
+    explains each part. An adapter brings trained ``key_scale``, one per KV head; with it a prompt too attends to
+    what is packed.
     """
 
     name = "planes"
@@ -94,11 +137,15 @@ class Planes(Windowed):
     summary = "1- to 4-bit keys around 4-bit centres, 1- to 4-bit rotated values, first and last tokens exact"
     gives_up = "exact scores of all but the first and latest tokens; 2 bits of each cost a third of 1-bit keys"
     Knobs = PlanesKnobs
-    lam_source = ""  # what it was adapted by
+    adapted_by = ""  # where a trained key_scale is from
 
     @classmethod
     def window_codecs(cls, knobs: PlanesKnobs) -> WindowCodecs:
         return f16_codecs
+
+    @classmethod
+    def kinds(cls, knobs: PlanesKnobs) -> set[str] | None:
+        return super().kinds(dataclasses.replace(knobs, k_heads="", v_heads=""))
 
     def exact_sizes(self, knobs: PlanesKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)
@@ -107,38 +154,46 @@ class Planes(Windowed):
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
         self.keys: CentredPlanes
         if knobs.threshold:
-            keys = self.keys = PlaneKeys(*shape, lam=knobs.key_scale or KEY_SCALES[1], seed=knobs.seed)
-            return keys, PlaneValues(keys, n_rep=geometry.n_rep, threshold=knobs.threshold)
-        lam = knobs.key_scale or KEY_SCALES[knobs.k_bits]
-        self.keys = CentredPlanes(*shape, bits=knobs.k_bits, lam=lam, seed=knobs.seed)
-        return self.keys, InterleavedValues(*shape, bits=knobs.v_bits, seed=knobs.seed)
+            keys = self.keys = TwoStageKeys(*shape, key_scale=knobs.key_scale or KEY_SCALES[1], seed=knobs.seed)
+            return keys, TwoStageValues(keys, n_rep=geometry.n_rep, threshold=knobs.threshold)
+        k_bits, v_bits = knobs.layer_bits(geometry)
+        scales = [knobs.key_scale or KEY_SCALES[bits] for bits in k_bits]
+        self.keys = CentredPlanes(*shape, bits=k_bits, key_scale=scales, seed=knobs.seed)
+        return self.keys, InterleavedValues(*shape, bits=v_bits, seed=knobs.seed)
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
         """``lam`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
         require_only("lam", parameters, self.name, source)
         self.exact_prefill = False
-        self.keys.lam[:] = parameters["lam"]
-        self.lam_source = source
+        self.keys.key_scale[:] = parameters["lam"]
+        self.adapted_by = source
 
     def fitted(self) -> dict[str, Any]:
-        return {"lam": to_host(self.keys.lam).tolist(), "lam_source": self.lam_source} if self.lam_source else {}
+        if not self.adapted_by:
+            return {}
+        return {"key_scale": to_host(self.keys.key_scale).tolist(), "adapted_by": self.adapted_by}
 
     def load_fitted(self, fitted: Mapping[str, Any]) -> None:
         if fitted:
             self.exact_prefill = False
-            self.keys.lam[:] = np.asarray(np.array(fitted["lam"], np.float32), like=self.keys.lam)
-            self.lam_source = fitted["lam_source"]
+            self.keys.key_scale[:] = np.asarray(
+                np.array(fitted["key_scale"], np.float32), like=self.keys.key_scale
+            )
+            self.adapted_by = fitted["adapted_by"]
 
     def notes(self) -> list[str]:
-        if not self.lam_source:
-            return []
-        lam = to_host(self.keys.lam)
-        shown = " to ".join(f"{end:.3g}" for end in sorted({lam.min(), lam.max()}))
-        return [f"{self.name}: lam {shown} in layer {self.geometry.layer} ({self.lam_source})"]
+        found = []
+        if self.adapted_by:
+            scale = to_host(self.keys.key_scale)
+            shown = " to ".join(f"{end:.3g}" for end in sorted({scale.min(), scale.max()}))
+            found.append(f"{self.name}: key_scale {shown} in layer {self.geometry.layer} ({self.adapted_by})")
+        if self.geometry.layer == 0:
+            found += self.knobs.notes()
+        return found
 
     def bytes_read(self) -> int:
         """With a threshold: as many tokens beyond the scan as the last queries chose, on average (or at most)."""
-        if not isinstance(self.value_codec, PlaneValues):
+        if not isinstance(self.value_codec, TwoStageValues):
             return super().bytes_read()
         left = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         recent = min(self.n_recent, left)

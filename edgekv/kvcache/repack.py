@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.kernels.contract.planes import CENTRE, place_of
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.codec_planes import InterleavedValues, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, runs_of_heads
 from edgekv.kvcache.codecs import F16, WORD, Codec
-from edgekv.types import F32
+from edgekv.types import F32, Array
 
 CONVERT_TOKENS = 512  # decoded at a time: bounds the float32 copies
+PLACES = np.array([16 * group + byte for group, byte in map(place_of, range(WORD))])
+"""Of a block's tokens in its planes."""
 
 
 def repack(old: Codec, new: Codec, t0: int, t1: int, to: int) -> None:
@@ -31,16 +34,27 @@ def repack(old: Codec, new: Codec, t0: int, t1: int, to: int) -> None:
 
 def _same_units(old: Codec, new: Codec) -> bool:
     """Whether a token takes the same place in the arrays that both have."""
-    units = [{name: (spec[0][2:], spec[1]) for name, spec in codec.layout().items()} for codec in (old, new)]
+    units = [
+        {name: (shape[0], shape[2:], dtype) for name, (shape, dtype) in codec.layout().items()}
+        for codec in (old, new)
+    ]
     return all(units[0][name] == unit for name, unit in units[1].items())
 
 
 def copy_tokens(old: Codec, new: Codec, t0: int, t1: int, to: int) -> None:
-    """Arrays of all these codecs have tokens, or blocks of WORD tokens, along their second axis."""
-    for name, array in new.arrays.items():
-        source = old.arrays[name]
-        each, other = new.capacity // array.shape[1], old.capacity // source.shape[1]
-        array[:, to // each : (to + t1 - t0) // each] = source[:, t0 // other : t1 // other]
+    """Arrays of all these codecs have tokens, or blocks of WORD tokens, along the second axis of `_parts`."""
+    for name in new.arrays:
+        for array, source in zip(_parts(new, name), _parts(old, name), strict=True):
+            each, other = new.capacity // array.shape[1], old.capacity // source.shape[1]
+            array[:, to // each : (to + t1 - t0) // each] = source[:, t0 // other : t1 // other]
+
+
+def _parts(codec: Codec, name: str) -> list[Array]:
+    """An array; one whose first axis are the bits of all heads by heads of as many bits."""
+    array = codec.arrays[name]
+    if isinstance(codec, (CentredPlanes, InterleavedValues)) and name in ("planes", "codes"):
+        return [part for _, part in runs_of_heads(codec.bits, array)]
+    return [array]
 
 
 def decode(codec: Any, t0: int, t1: int) -> F32:
@@ -48,15 +62,25 @@ def decode(codec: Any, t0: int, t1: int) -> F32:
     return contiguous(DECODERS[type(codec)](codec, t0, t1))
 
 
-def _decode_planes(codec: PlaneValues, t0: int, t1: int) -> F32:
-    a = codec.arrays
-    planes = np.concatenate([a["top"][:, t0:t1], a["low"][:, t0:t1]], axis=2)  # (g, n, 4, words)
-    bits = np.unpackbits(contiguous(planes).view(np.uint8).ravel(), bitorder="little").astype(np.float32)
-    steps = np.asarray(np.array([[4], [2], [1], [0.5]], np.float32), like=bits)
-    levels = ((2 * bits - 1).reshape(*planes.shape[:3], -1) * steps).sum(axis=2)
-    rotated = levels * a["scale"][:, t0:t1].view(np.float16).astype(np.float32)[..., None]
+def _decode_centred(codec: CentredPlanes, t0: int, t1: int) -> F32:
+    a, blocks, width = codec.arrays, slice(t0 // WORD, t1 // WORD), codec.width
+    scale = a["scale"][:, t0:t1].view(np.float16).astype(np.float32)
+    codes, step = a["centres"][:, blocks], a["centre_step"][:, blocks].view(np.float16).astype(np.float32)
+    means = np.concatenate([codes & 15, codes >> 4], axis=3).astype(np.float32) - np.float32(7.5)
+    means *= step[..., None]
+    centres = np.repeat(means[:, :, :1] + means[:, :, 1:], CENTRE, axis=2)
+    rotated = centres.reshape(codec.n_kv_heads, t1 - t0, width)
+    places = np.asarray(PLACES, like=codes)
+    for heads, planes in runs_of_heads(codec.bits, a["planes"]):
+        n, bits = planes.shape[0], planes.shape[2]
+        stored = planes[:, blocks].transpose(0, 1, 3, 5, 2, 4).reshape(n, -1, WORD, bits, width // 8)
+        columns = contiguous(stored[:, :, places])
+        signs = 2 * np.unpackbits(columns.ravel(), bitorder="little").astype(np.float32) - 1
+        worth = np.asarray(2.0 ** np.arange(bits - 1, -1, -1, dtype=np.float32)[:, None], like=signs)
+        levels = (signs.reshape(n, t1 - t0, bits, width) * worth).sum(axis=2)
+        rotated[heads] += levels * scale[heads][..., None]
     out = np.zeros_like(rotated, shape=(codec.n_kv_heads, t1 - t0, codec.head_dim))
-    codec.keys.rotation.add_back(contiguous(rotated), out, codec.keys.kernels)
+    codec.rotation.add_back(contiguous(rotated), out, codec.kernels)
     return out
 
 
@@ -74,6 +98,6 @@ def _decode_interleaved(codec: InterleavedValues, t0: int, t1: int) -> F32:
 
 DECODERS: dict[type[Codec], Callable[[Any, int, int], F32]] = {
     F16: lambda codec, t0, t1: codec.decode(t0, t1),
-    PlaneValues: _decode_planes,
+    CentredPlanes: _decode_centred,
     InterleavedValues: _decode_interleaved,
 }

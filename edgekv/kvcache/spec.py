@@ -108,15 +108,23 @@ class CacheSpec:
         return [cls.asked(item) for item in items]
 
     def __str__(self) -> str:
-        knobs = ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self.knobs).items())
+        knobs = ",".join(f"{k}={v}" for k, v in dataclasses.asdict(self.knobs).items() if v != "")
         return f"{self.scheme.name}:{knobs}" if knobs else self.scheme.name
 
     @property
     def short(self) -> str:
-        """As a person writes it: only the knobs that are not at their defaults."""
-        values = [(f.name, getattr(self.knobs, f.name), f.default) for f in dataclasses.fields(self.knobs)]
+        """As a person writes it: only the knobs that are not at their defaults, and not what was found."""
+        knobs = self.as_asked.knobs
+        values = [(f.name, getattr(knobs, f.name), f.default) for f in dataclasses.fields(knobs)]
         own = ",".join(f"{name}={value}" for name, value, default in values if value != default)
         return f"{self.scheme.name}:{own}" if own else self.scheme.name
+
+    @property
+    def as_asked(self) -> CacheSpec:
+        """Without the knobs that a fit on the model found: those that its `Knobs` name as ``found``."""
+        found = getattr(self.knobs, "found", ())
+        defaults = {f.name: f.default for f in dataclasses.fields(self.knobs) if f.name in found}
+        return dataclasses.replace(self, knobs=dataclasses.replace(self.knobs, **defaults)) if found else self
 
     @property
     def own_budget(self) -> int | None:

@@ -13,7 +13,7 @@ from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.tier_stores import TieredKeys, TieredValues, Tiers, described
-from edgekv.kvcache.tiers import Shape, least_bytes, tier_kinds
+from edgekv.kvcache.tiers import TIERS, Shape, least_bytes, tier_kinds
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.machine import format_bytes
 from edgekv.types import F32
@@ -41,12 +41,11 @@ class StepsKnobs:
 
 
 class Steps(Windowed):
-    """Dense while all fits; then the oldest tokens in `bitplane`, in `onebit` with 4-bit, then 2-bit values.
+    """f16 while all fits; then the oldest tokens in `planes` of 4, 3, 2, 1.5 (2-bit keys, 1-bit values) and 1 bit.
 
     All layers together, and the buffer that a layer is laid out anew with, take at most ``budget`` bytes at every
     moment: each layer budget / (layers + 1). A step packs as many of the oldest blocks of 64 tokens as it must for
-    1/16 more tokens. What was packed finely steps down from there: keys as if they had been packed so at first,
-    values through the finer code.
+    1/16 more tokens. What was packed finely steps down from there, through the finer code.
     """
 
     name = "steps"
@@ -56,7 +55,13 @@ class Steps(Windowed):
     Knobs = StepsKnobs
     bytes_knob = "budget"
     tidies_alike = False
-    packs_like = ("bitplane", "onebit:v_bits=4", "onebit:v_bits=2")
+    packs_like = (
+        "planes:k_bits=4,v_bits=4",
+        "planes:k_bits=3,v_bits=3",
+        "planes",
+        "planes:v_bits=1",
+        "planes:k_bits=1,v_bits=1",
+    )
 
     def exact_sizes(self, knobs: StepsKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)
@@ -141,7 +146,7 @@ class Steps(Windowed):
     def notes(self) -> list[str]:
         held = [(b - a, store.tier.name) for store, a, b in self.tiers.parts(0, self.n_bulk)]
         now = ", ".join(f"{n} tokens in {name}" for n, name in held)
-        log = [entry for entry in self.tiers.log if entry[1] != "dense"]
+        log = [entry for entry in self.tiers.log if entry[1] != TIERS[0].name]
         steps = f"stepped down: {described(log)}" if log else "everything in f16 so far"
         exact = f"{self.n_sink + self.n_recent} exact"
         return [f"kv budget {format_bytes(self.knobs.budget)}: {steps}; now {now + ', ' if now else ''}{exact}"]

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from edgekv.kernels.aligned import CACHE_LINE_BYTES
 from edgekv.kvcache.base import layout_bytes
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, PlaneKeys, PlaneValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
+from edgekv.kvcache.planes import KEY_SCALES
 
 ALIGNMENT_BYTES = 32 * CACHE_LINE_BYTES  # of at most 32 arrays in the arena
-SEED, KEY_SCALE, THRESHOLD = 0, 0.9, 2.5e-4  # onebit's and bitplane's defaults
+SEED = 0  # `planes`' default
 
 
 class Shape(NamedTuple):
@@ -44,25 +45,22 @@ def _exact(shape: Shape, n: int) -> Pair:
     return f16_codecs(shape.n_kv_heads, n, shape.head_dim)
 
 
-def _bitplane(shape: Shape, n: int) -> Pair:
-    keys = PlaneKeys(shape.n_kv_heads, n, shape.head_dim, lam=KEY_SCALE, seed=SEED)
-    return keys, PlaneValues(keys, n_rep=shape.n_rep, threshold=THRESHOLD)
-
-
-def _onebit(v_bits: int) -> Callable[[Shape, int], Pair]:
+def _planes(k_bits: int, v_bits: int) -> Callable[[Shape, int], Pair]:
     def codecs(shape: Shape, n: int) -> Pair:
         size = shape.n_kv_heads, n, shape.head_dim
-        keys = CentredPlanes(*size, bits=1, lam=KEY_SCALE, seed=SEED)
+        keys = CentredPlanes(*size, bits=k_bits, key_scale=KEY_SCALES[k_bits], seed=SEED)
         return keys, InterleavedValues(*size, bits=v_bits, seed=SEED)
 
     return codecs
 
 
 TIERS = (
-    Tier("dense", _exact),
-    Tier("bitplane", _bitplane),
-    Tier("onebit, 4-bit values", _onebit(4)),
-    Tier("onebit, 2-bit values", _onebit(2)),
+    Tier("f16", _exact),
+    Tier("4 bits", _planes(4, 4)),
+    Tier("3 bits", _planes(3, 3)),
+    Tier("2 bits", _planes(2, 2)),
+    Tier("2-bit keys and 1-bit values", _planes(2, 1)),
+    Tier("1 bit", _planes(1, 1)),
 )
 
 

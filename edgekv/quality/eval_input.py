@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from edgekv.decoder.decoder import Decoder
@@ -10,6 +11,7 @@ from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import machine_info
 from edgekv.quality.evaluate import REFERENCE
 from edgekv.session.devices import find_device
+from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.opening import all_cores, open_model, open_tokenizer
 from edgekv.session.options import LoadOptions, Path
 from edgekv.session.plan import SessionPlan
@@ -49,6 +51,13 @@ class EvalInput:
         form = self.model.weight_format(plan.weights)
         decoder = find_device(self.options.device).decoder(self.model, form, plan.ctx, self.threads, progress)
         return decoder, plan.ctx
+
+    def fitted(
+        self, specs: Sequence[CacheSpec], decoder: Decoder, progress: StageProgress | None = None
+    ) -> list[CacheSpec]:
+        """The schemes with what is found for them on this model."""
+        weights = self.model.weight_format(self.options.weights).name
+        return [give_heads_bits(spec, self.model, weights, decoder, self.tokenizer, progress) for spec in specs]
 
     def facts(self, ctx: int, windows: int, fit_tokens: int) -> dict[str, Any]:
         """Settings and machine of a measurement over at most ``windows`` windows of ``ctx`` tokens, for JSON."""

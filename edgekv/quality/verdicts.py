@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import pathlib
 import shlex
@@ -36,7 +35,7 @@ class Verdicts:
 
     def __init__(self, model: Model, root: pathlib.Path | None = None) -> None:
         self.model = model
-        self.folder = (root or cache_root() / "gates") / _identity(model)
+        self.folder = (root or cache_root() / "gates") / model.adapted_identity
 
     def remember(self, spec: CacheSpec, verdict: Verdict, measured: dict[str, Any]) -> None:
         """Writes the verdict, and what it was ``measured`` on. Raises CheckpointError when it can't."""
@@ -105,11 +104,4 @@ class Verdicts:
         return warning
 
     def _file(self, spec: CacheSpec, kind: str) -> pathlib.Path:
-        return self.folder / f"{spec}.{kind}"
-
-
-def _identity(model: Model) -> str:
-    """The model's, changed by whatever its adapter sets."""
-    if model.adapter is None:
-        return model.identity
-    return hashlib.sha256(model.identity.encode() + model.adapter.file.fingerprint()).hexdigest()[:16]
+        return self.folder / f"{spec.as_asked}.{kind}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 from typing import Any
@@ -79,6 +80,13 @@ class Model:
     def name(self) -> str:
         """For people: the file's or folder's, or the name on the Hub."""
         return name_of(self.path) or self.path.name
+
+    @property
+    def adapted_identity(self) -> str:
+        """``identity``, changed by whatever its adapter sets."""
+        if self.adapter is None:
+            return self.identity
+        return hashlib.sha256(self.identity.encode() + self.adapter.file.fingerprint()).hexdigest()[:16]
 
     @property
     def arch(self) -> Architecture:

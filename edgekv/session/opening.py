@@ -12,6 +12,7 @@ from edgekv.kernels.compiling import CompileClock
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import memory_errors, require_memory
 from edgekv.session.devices import find_device, resolve_device
+from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.model import Model
 from edgekv.session.options import LoadOptions, Path
 from edgekv.session.plan import SessionPlan
@@ -81,6 +82,8 @@ def open_session(options: LoadOptions, model: Model, *, progress: StageProgress 
     form = model.weight_format(plan.weights)
     with memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
+        kv = give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress)
+        plan = plan.with_kv(kv, model)
         compile_s = _warm_up(decoder, plan.kv, plan.ctx, progress)
     turns: Turns = OneAtATime(decoder) if options.slots == 1 else Together(decoder)
     return LoadedModel(model, plan, turns, device, tokenizer, compile_s)
@@ -114,6 +117,8 @@ def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> Lo
             accepted=[f"1 to {loaded.plan.ctx}"],
         )
     plan = SessionPlan.make(loaded.model, kv=options.kv, ctx=options.ctx, weights=loaded.plan.weights)
+    kv = give_heads_bits(plan.kv, loaded.model, plan.weights, loaded.decoder, loaded.tokenizer)
+    plan = plan.with_kv(kv, loaded.model)
     place = find_device(loaded.device)
     place.require(plan.kv)
     require_memory({"kv cache": plan.cache_bytes}, place.free_bytes())

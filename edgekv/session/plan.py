@@ -84,6 +84,12 @@ class SessionPlan:
             notes=tuple(notes),
         )
 
+    def with_kv(self, kv: CacheSpec, model: Model) -> SessionPlan:
+        """With what was found for the scheme's knobs on the model."""
+        if kv == self.kv:
+            return self
+        return dataclasses.replace(self, kv=kv, cache_bytes=kv.planned_bytes(model.config, self.ctx))
+
     def parts(self, slots: int = 1) -> dict[str, int]:
         """Bytes by what they are for, of so many conversations at once."""
         caches = slots * self.cache_bytes

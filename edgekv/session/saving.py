@@ -121,7 +121,8 @@ class SavedState:
         own_budget = self.kv.own_budget
         if isinstance(kv, str):
             kv = None if kv == "auto" else CacheSpec.asked(kv, kv_budget or own_budget)
-        self._require("kv", str(self.kv), None if kv is None else str(kv))
+        if kv != self.kv.as_asked:
+            self._require("kv", str(self.kv), None if kv is None else str(kv))
         self._require("ctx", self.ctx, ctx)
         if own_budget is not None:
             self._require("kv_budget", own_budget, kv_budget)

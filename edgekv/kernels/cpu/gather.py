@@ -65,8 +65,8 @@ def _read_again(
         products, tail_of = (chars(places[5]), 0), (tail, blocks, t0 // BLOCK)
         chances = j * gap - t0  # column of token 0, of the first head
         where = floats(p), chances, n * gap, n_heads, j, n, width
-        lam = get(floats(get(k, 7)), g)
-        prepare(floats(rotated), floats(rounded), lam, where, memory, products, floats(change))
+        key_scale = get(floats(get(k, 7)), g)
+        prepare(floats(rotated), floats(rounded), key_scale, where, memory, products, floats(change))
         n_found = 0
         for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
             start, end = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)

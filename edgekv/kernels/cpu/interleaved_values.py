@@ -163,9 +163,9 @@ def _sums(
 @add_loop
 def _add_block(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = numbers(store)
-    bits, head_dim, i = get(x, 4), get(x, 5), t % BLOCK
+    bits, head_dim, i = get(numbers(get(x, 4)), g), get(x, 5), t % BLOCK
     scale = get(x, 1) + 2 * (g * get(x, 2) + t - i)
-    codes = get(x, 0) + (g * get(x, 3) + t // BLOCK) * 8 * bits * head_dim
+    codes = get(x, 0) + (get(numbers(get(x, 9)), g) * get(x, 3) + t // BLOCK * bits) * 8 * head_dim
     middle = np.float32((1 << bits) - 1) / TWO
     if n < BLOCK:
         part = scratch + PART_AT + 4 * BLOCK
@@ -199,8 +199,11 @@ def _finish(store: int, sums: int, out: int, rows: int) -> None:
 
 def _store_numbers(codec: Any) -> tuple[int, ...]:
     codes, scale = codec.arrays["codes"], codec.arrays["scale"]
-    sizes = codec.capacity, codes.shape[1], codec.bits, codec.head_dim
-    return (address_of(codes), address_of(scale), *sizes, *rotation_numbers(codec.rotation))
+    sizes = codec.capacity, codes.shape[1], address_of(codec.bits), codec.head_dim
+    return (
+        *(address_of(codes), address_of(scale), *sizes),
+        *(*rotation_numbers(codec.rotation), address_of(codec.first_plane)),
+    )
 
 
 LOOPS = {"interleaved": Loops(_store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: SCRATCH)}

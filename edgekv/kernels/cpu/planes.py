@@ -83,7 +83,7 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
 def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
     x = numbers(store)
     planes, scale, centres, centre_step = chars(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), halves(get(x, 3))
-    width, bits, lam = get(x, 5), get(numbers(get(x, 6)), g), get(floats(get(x, 7)), g)
+    width, bits, key_scale = get(x, 5), get(numbers(get(x, 6)), g), get(floats(get(x, 7)), g)
     tables_at, _, _, split_at, steps = parts_of(prepared, rows, width)
     block, i, n_blocks, block_bytes = t // BLOCK, t % BLOCK, get(x, 4), bits * width * BLOCK // 8
     code = get(numbers(get(x, 12)), g) * n_blocks * width * BLOCK // 8 + block * block_bytes
@@ -101,12 +101,12 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
             query = 2 * (m + r) * width
             centre_scores(chars(split_at), query, width, size, total, centres, centre_step, stored, near, NEAR * r)
         into, column, apart = (target, m * gap, gap) if whole else (near, 2 * NEAR, BLOCK)
-        factor = lam * get(floats(steps), m)
+        factor = key_scale * get(floats(steps), m)
         where = 4 * m * width, code, bits, width
         if pair == 1:
             _scan_row(chars(tables_at), planes, where, into, column, factor, scale, stored * BLOCK, near)
         else:
-            other = lam * get(floats(steps), m + 1)
+            other = key_scale * get(floats(steps), m + 1)
             _scan_two_rows(
                 chars(tables_at), planes, where, into, column, apart, factor, other, scale, stored * BLOCK, near
             )
@@ -126,7 +126,7 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
     a = codec.arrays
     return (
         *(address_of(a[name]) for name in ("planes", "scale", "centres", "centre_step")),
-        *(a["planes"].shape[1], codec.width, address_of(codec.bits), address_of(codec.lam), codec.head_dim),
+        *(a["planes"].shape[1], codec.width, address_of(codec.bits), address_of(codec.key_scale), codec.head_dim),
         *(*rotation_numbers(codec.rotation), address_of(codec.first_plane)),
     )
 

@@ -35,11 +35,13 @@ LARGE = np.float32(FULL_VALUES)
 
 
 @fast_jit
-def prepare(q: F32, rounded: F32, lam: Scalar, where: Args, memory: Args, products: Args, change: F32) -> None:
+def prepare(
+    q: F32, rounded: F32, key_scale: Scalar, where: Args, memory: Args, products: Args, change: F32
+) -> None:
     """Per head: what a key's sign and fine bits are multiplied with, in bytes; their size; what all keys share.
 
-    KEY_STEP * q . (8 sign + fine - 7.5) - lam * rounded . (2 sign - 1)
-    = (8 KEY_STEP q - 2 lam rounded) . sign + KEY_STEP q . fine - (7.5 KEY_STEP q - lam rounded) . 1
+    KEY_STEP * q . (8 sign + fine - 7.5) - key_scale * rounded . (2 sign - 1)
+    = (8 KEY_STEP q - 2 key_scale rounded) . sign + KEY_STEP q . fine - (7.5 KEY_STEP q - key_scale rounded) . 1
     """
     _, _, _, n_heads, row, n, width = where
     _, _, _, _, near, own = memory
@@ -48,7 +50,7 @@ def prepare(q: F32, rounded: F32, lam: Scalar, where: Args, memory: Args, produc
     for r in range(n_heads):
         i, shared = (row + r * n) * width, ZERO
         for d in range(width):
-            fine, coarse = STEP_OF_KEY * get(q, i + d), lam * get(rounded, i + d)
+            fine, coarse = STEP_OF_KEY * get(q, i + d), key_scale * get(rounded, i + d)
             put(near, factors + d, EIGHT * fine - TWO * coarse)
             put(near, factors + width + d, fine)
             shared += MIDDLE * fine - coarse

@@ -131,8 +131,8 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
 #define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 attend(const float* q, const void* codes, const float* scale,
-       const void* ka, const void* kb, const void* kc, const void* kd, const void* va, const void* vb, const void* vc,
-       const void* vd, int capacity, int value_capacity, int t0, int t1, const int* t1_moves, int position,
+       const void* ka, const void* kb, const void* kc, const void* kd, const void* ke, const void* va, const void* vb,
+       const void* vc, const void* vd, int capacity, int value_capacity, int t0, int t1, const int* t1_moves, int position,
        const int* position_moves, int main_parts,
        const float* exact_q, const void* key1, const void* value1, int capacity1, int from1, int to1, const int* to1_moves,
        int position1, const int* position1_moves, const void* key2, const void* value2, int capacity2, int from2, int to2,
@@ -148,7 +148,7 @@ attend(const float* q, const void* codes, const float* scale,
     for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
     if (share < main_parts) {
         Queries queries = {q, codes, scale, ROWS};
-        Store keys = {ka, kb, kc, kd, 0, 0, capacity}, values = {va, vb, vc, vd, 0, 0, value_capacity};
+        Store keys = {ka, kb, kc, kd, ke, 0, capacity}, values = {va, vb, vc, vd, 0, 0, value_capacity};
         Span span = {t0, t1 + *t1_moves, position + *position_moves, lo, hi};
         attend_share<KEYS, VALUES>(queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
     } else {

@@ -135,7 +135,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
         arrays = (
             *self.query_arguments(main.queries),
-            *self.store_arguments(keys, 4),
+            *self.store_arguments(keys, 5),
             *self.store_arguments(values, 4),
         )
         place = keys.capacity, values.capacity, *self._place(main.segment), shares

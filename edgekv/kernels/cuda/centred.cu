@@ -1,5 +1,5 @@
-// Keys in KEY_BITS planes around centres, with queries in whole numbers. KEY_DIM is a multiple of 64; store:
-// planes, scale, centres, centre_step. A block of 64 tokens has a centre in row 0 and, around it, one per 16 in rows 1 to 4.
+// Keys in KEY_BITS planes or, if KEY_HEADS, up to as many around centres, with queries in whole numbers. KEY_DIM is a
+// multiple of 64; store: planes, scale, centres, centre_step, and each head's first plane and their number. A block of 64 tokens has a centre in row 0 and, around it, one per 16 in rows 1 to 4.
 // A 32-bit word of the planes has 8 channels of four tokens, QUARTER apart: warp i takes group i of each plane, and of
 // its 32 lanes each four take a word of every eighth column.
 
@@ -20,7 +20,8 @@ struct CentredKeys {
     const u32* planes;
     const u16 *scale, *centre_step;
     const u8* centres;
-    int end, token;  // the one whose score this thread stores, if it is in the first half of the warp
+    int end, bits;
+    int token;  // the one whose score this thread stores, if it is in the first half of the warp
     u32 raw[TILES][KEY_BITS][MINE];
     u32 common[TILES][PAIRS], own[TILES][PAIRS];  // codes of the centres of all 64 tokens and of this warp's 16
     float width[TILES], common_step[TILES], own_step[TILES];
@@ -28,11 +29,12 @@ struct CentredKeys {
 
     __device__ CentredKeys(Shared& shared, const Queries& queries, const Store& store, int g, int m0, int end)
         : shared(shared),
-          planes((const u32*)store.a + (i64)g * (store.capacity / TILE) * KEY_BITS * COLUMNS * QUARTER +
-                 threadIdx.x / 32 * COLUMNS * 4 + threadIdx.x % 32),
+          planes((const u32*)store.a + (i64)(KEY_HEADS ? ((const int*)store.e)[2 * g] : g * KEY_BITS) * (store.capacity / TILE) *
+                     COLUMNS * QUARTER + threadIdx.x / 32 * COLUMNS * 4 + threadIdx.x % 32),
           scale((const u16*)store.b + (i64)g * store.capacity),
           centre_step((const u16*)store.d + (i64)g * (store.capacity / TILE) * CENTRES),
           centres((const u8*)store.c + (i64)g * (store.capacity / TILE) * CENTRES * BYTES), end(end),
+          bits(KEY_HEADS ? ((const int*)store.e)[2 * g + 1] : KEY_BITS),
           token(threadIdx.x / 4 % 4 * QUARTER + threadIdx.x / 32 * 4 + threadIdx.x % 4)
     {
 #pragma unroll
@@ -78,8 +80,8 @@ struct CentredKeys {
         for (int p = 0; p < KEY_BITS; ++p)
 #pragma unroll
             for (int i = 0; i < MINE; ++i) {
-                i64 column = ((i64)tile * KEY_BITS + p) * 4 * COLUMNS + 8 * i;
-                raw[u][p][i] = first < end ? planes[4 * column] : 0;
+                i64 column = ((i64)tile * bits + p) * 4 * COLUMNS + 8 * i;
+                raw[u][p][i] = first < end && p < bits ? planes[4 * column] : 0;
             }
         width[u] = there ? half_to_float(scale[first + token]) : 0;
         if (first >= end) return;
@@ -118,6 +120,7 @@ struct CentredKeys {
             int total[4] = {};  // of tokens QUARTER apart
 #pragma unroll
             for (int p = 0; p < KEY_BITS; ++p) {
+                if (p >= bits) break;
                 u32 even = 0, odd = 0;  // two sums each: of tokens 0 and 1, and of tokens 2 and 3
 #pragma unroll
                 for (int i = 0; i < MINE; ++i)
@@ -137,7 +140,7 @@ struct CentredKeys {
             bool odd = threadIdx.x & 4;  // of the four tokens, the one that this lane stores
             int low = odd ? total[1] : total[0], high = odd ? total[3] : total[2], mine = threadIdx.x & 8 ? high : low;
             // sum of number * sign = sum of (2 * number) * bit - sum of number
-            float product = (float)mine - ((1 << KEY_BITS) - 1) * shared.all[m];
+            float product = (float)mine - ((1 << bits) - 1) * shared.all[m];
             if (threadIdx.x % 32 < 16) shared.s[u][m][token] = shared.step[m] * width[u] * product;
         }
     }

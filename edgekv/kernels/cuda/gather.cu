@@ -10,7 +10,7 @@ __device__ __forceinline__ float sign_at(const u32* plane, int w) { return plane
 // Grid (splits, G * n). partial (G, splits, rows, KEY_DIM), changes (G, splits, rows), counts (G, n, 2) zeros at first.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attend_planes(const float* p, int group_stride, int row_stride, int t0, int t1, const float* q, const float* rounded,
-              const float* lam, const u8* signs, const u16* scale, const u32* fine, const u32* top, const u32* low,
+              const float* key_scale, const u8* signs, const u16* scale, const u32* fine, const u32* top, const u32* low,
               const u16* value_scale, int capacity, float threshold, float full, int n, float* partial, float* changes,
               float* tail, u64* counts)
 {
@@ -20,7 +20,7 @@ attend_planes(const float* p, int group_stride, int row_stride, int t0, int t1, 
         i64 m = (i64)g * rows + r * n + j;
         for (int c = threadIdx.x; c < KEY_DIM; c += THREADS) {
             exact[r][c] = q[m * KEY_DIM + c] * KEY_STEP;
-            coarse[r][c] = rounded[m * KEY_DIM + c] * lam[g];
+            coarse[r][c] = rounded[m * KEY_DIM + c] * key_scale[g];
         }
     }
     __syncthreads();

@@ -36,7 +36,7 @@ def second_stage(kernels: RangeKernels, segment: Segment, queries: Queries, p: A
     changes = kernels.scratch("planes.changes", (n_kv_heads, splits, rows))
     program = Program(("gather",), (("ROWS", rows // n), ("KEY_DIM", width), *GATHER))
     launch = Launch(program, "attend_planes", (splits, n_kv_heads * n), THREADS)
-    q = queries.x, queries.rounded, kernels.constant(keys.lam)
+    q = queries.x, queries.rounded, kernels.constant(keys.key_scale)
     stored = k["planes"], k["scale"], k["fine"], a["top"], a["low"], a["scale"], keys.capacity
     limits = float(values.threshold), float(FULL_VALUES * values.threshold)
     kernels.driver.launch(launch, p, *strides(p), t0, t1, *q, *stored, *limits, n, partial, changes, tail, counts)

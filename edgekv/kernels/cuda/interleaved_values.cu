@@ -1,10 +1,10 @@
-// Values in 1 to 4 bits, four tokens side by side, summed with weights of 8 bits. Codes are
-// (G, blocks, 2 * BITS, HEAD_DIM, 4) bytes as in edgekv.kernels.contract.planes; store.b is the scale.
+// Values in VALUE_BITS or, if VALUE_HEADS, up to as many bits, four tokens side by side, summed with weights of 8 bits. Codes
+// are (blocks, 2 * bits, HEAD_DIM, 4) bytes a head, as in edgekv.kernels.contract.planes; store.b is the scale, store.c each
+// head's first plane and their number.
 
 struct InterleavedValues {
-    static constexpr int WORDS = 2 * VALUE_BITS;                         // of a block and channel
+    static constexpr int WORDS = 2 * VALUE_BITS;                         // of a block and channel, at most
     static constexpr int MINE = divide_up(HEAD_DIM, THREADS);            // channels
-    static constexpr float MIDDLE = ((1 << VALUE_BITS) - 1) * 0.5f;
 
     struct Shared {
         alignas(16) u32 w[TILES][ROWS][TILE / 4];
@@ -14,14 +14,16 @@ struct InterleavedValues {
     Shared& shared;
     const u32* codes;
     const u16* scale;
-    int end;
+    int end, bits;
     u32 raw[TILES][MINE][WORDS];
     float width[2];  // of the tokens that this lane weighs
     float sum[ROWS][MINE];
 
     __device__ InterleavedValues(Shared& shared, const Store& store, int g, int end)
-        : shared(shared), codes((const u32*)store.a + (i64)g * (store.capacity / TILE) * WORDS * HEAD_DIM),
-          scale((const u16*)store.b + (i64)g * store.capacity), end(end)
+        : shared(shared), codes((const u32*)store.a + (i64)(VALUE_HEADS ? ((const int*)store.c)[2 * g] : g * VALUE_BITS) *
+                                    (store.capacity / TILE) * 2 * HEAD_DIM),
+          scale((const u16*)store.b + (i64)g * store.capacity), end(end),
+          bits(VALUE_HEADS ? ((const int*)store.c)[2 * g + 1] : VALUE_BITS)
     {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m)
@@ -35,7 +37,7 @@ struct InterleavedValues {
             int c = threadIdx.x + k * THREADS;
 #pragma unroll
             for (int i = 0; i < WORDS; ++i)
-                raw[u][k][i] = c < HEAD_DIM ? codes[((i64)tile * WORDS + i) * HEAD_DIM + c] : 0;
+                raw[u][k][i] = c < HEAD_DIM && i < 2 * bits ? codes[((i64)tile * 2 * bits + i) * HEAD_DIM + c] : 0;
         }
         if (u != MY_TILE) return;
 #pragma unroll
@@ -78,6 +80,16 @@ struct InterleavedValues {
         return total;
     }
 
+    // Of weight * code; what a smaller VALUE_BITS never reaches stays within its words.
+    __device__ __forceinline__ u32 whole_sum(const u32* weights, const u32* words)
+    {
+        if (bits == 1) return part_sum<1, 0>(weights, words);
+        if (bits == 2) return part_sum<VALUE_BITS >= 2 ? 2 : 1, 0>(weights, words);
+        if (bits == 3)
+            return 2 * part_sum<VALUE_BITS >= 2 ? 2 : 1, 0>(weights, words) + part_sum<1, VALUE_BITS >= 3 ? 4 : 0>(weights, words);
+        return part_sum<VALUE_BITS == 4 ? 4 : 1, 0>(weights, words);
+    }
+
     __device__ void add(int u, int tile)
     {
 #pragma unroll
@@ -85,12 +97,10 @@ struct InterleavedValues {
             u32 weights[TILE / 4];
 #pragma unroll
             for (int i = 0; i < TILE / 4; i += 4) load_words<4>(&shared.w[u][m][i], weights + i);
-            float unit = shared.unit[u][m], offset = -MIDDLE * (float)shared.total[u][m];
+            float unit = shared.unit[u][m], offset = -0.5f * ((1 << bits) - 1) * (float)shared.total[u][m];
 #pragma unroll
             for (int k = 0; k < MINE; ++k) {
-                const u32* words = raw[u][k];
-                u32 total = VALUE_BITS == 3 ? 2 * part_sum<2, 0>(weights, words) + part_sum<1, VALUE_BITS == 3 ? 4 : 0>(weights, words)
-                                            : part_sum<VALUE_BITS == 3 ? 1 : VALUE_BITS, 0>(weights, words);
+                u32 total = whole_sum(weights, raw[u][k]);
                 sum[m][k] += unit * ((float)total + offset);
             }
         }

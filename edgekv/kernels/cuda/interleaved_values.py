@@ -9,8 +9,9 @@ from edgekv.kernels.cuda.loops import Loops, Reader
 
 def _read(codec: Any) -> Reader:
     codes, scale = codec.arrays["codes"], codec.arrays["scale"]
-    bits, name = codes.shape[2] // 2, "interleaved_values"
-    store = (codes, scale), scale.shape[1], codes.shape[3], (("VALUE_BITS", bits),)
+    bits, name = int(codec.bits.max()), "interleaved_values"
+    macros = ("VALUE_BITS", bits), ("VALUE_HEADS", int(codec.bits.min() < bits))
+    store = (codes, scale, codec.heads), scale.shape[1], codes.shape[3], macros
     return Reader("InterleavedValues", name, *store, tiles=4, rotation=codec.rotation)
 
 

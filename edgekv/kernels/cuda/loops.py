@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from edgekv.errors import CacheError
 from edgekv.kernels import kinds
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cuda.program import Array, Driver, Macros
@@ -26,7 +25,7 @@ class Reader:
     capacity: int
     width: int
     macros: Macros = ()
-    joins: bool = True  # whether it has part in attention of one launch; then at most four arrays
+    joins: bool = True  # whether attention of one launch takes it: at most five arrays of keys, four of values
     tiles: int = 1  # of 64 tokens that a block reads at once, to have enough bytes on their way
     blocks: int = 8  # of its kernels that a multiprocessor holds
     rotation: Any = None  # of the values: sums are rotated back
@@ -94,10 +93,3 @@ def read_values(codec: Any) -> Reader:
     make = loops_of(codec.kind).values
     assert make is not None, codec.kind
     return make(codec)
-
-
-def same_bits(bits: Any, knob: str) -> int:
-    """Those of all heads. Raises CacheError (field kv) where heads differ."""
-    if bits.min() != bits.max():
-        raise CacheError(f"kv: {knob}={bits.mean():g} with device='cuda': it takes whole numbers", field="kv")
-    return int(bits[0])

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
 from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools, same_bits
+from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.cuda.tiles import MOST_CHANNELS, THREADS, TILE, check_width
 
@@ -59,9 +59,9 @@ def encode_program(bits: int = 1) -> Program:
 
 
 def _read(codec: Any) -> Reader:
-    a, bits = codec.arrays, same_bits(codec.bits, "k_bits")
-    arrays = a["planes"], a["scale"], a["centres"], a["centre_step"]
-    macros = (("KEY_BITS", bits),)
+    a, bits = codec.arrays, int(codec.bits.max())
+    arrays = a["planes"], a["scale"], a["centres"], a["centre_step"], codec.heads
+    macros = ("KEY_BITS", bits), ("KEY_HEADS", int(codec.bits.min() < bits))
     return Reader("CentredKeys", "centred", arrays, a["scale"].shape[1], codec.width, macros, tiles=4 // bits)
 
 
@@ -70,7 +70,7 @@ def _whole(tools: Tools, codec: Any, q: Array) -> Queries:
     x, empty = tools.rotate(codec.rotation, q), tools.driver.empty
     whole, step, rounded = empty(x.shape, np.int32), empty(q.shape[:2], np.float32), empty(x.shape, np.float32)
     tools.round_queries(x, whole, step, rounded)
-    return Queries(x, whole, step * tools.constant(codec.lam)[:, None], rounded)
+    return Queries(x, whole, step * tools.constant(codec.key_scale)[:, None], rounded)
 
 
 LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), Loops(_read, queries=_whole))

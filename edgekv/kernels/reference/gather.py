@@ -28,7 +28,7 @@ def attend_planes(
     t1: int,
     q: F32,
     rounded: F32,
-    lam: F32,
+    key_scale: F32,
     signs: F32,
     scale: U16,
     fine: U64,
@@ -46,9 +46,9 @@ def attend_planes(
 
     A token with p >= threshold for a query head of its group (M = R * n rows) has its scores corrected by
     ``fine``, the key's lower planes (G, cap, 3, W): p grows by exp(correction), bounded by LARGEST_CORRECTION.
-    q (G, M, D) are rotated queries, ``rounded`` what they were scored as, lam (G,) and scale (G, cap) factors of
-    the estimate, signs (G, cap, D) the first plane as +-1. If the largest new p is FULL_VALUES * threshold or
-    more, all planes of the value are read: top, low (G, cap, 2, W), value_scale (G, cap); from threshold on, two.
+    q (G, M, D) are rotated queries, ``rounded`` what they were scored as, key_scale (G,) and scale (G, cap)
+    factors of the estimate, signs (G, cap, D) the first plane as +-1. If the largest new p is FULL_VALUES *
+    threshold or more, all planes of the value are read: top, low (G, cap, 2, W), value_scale (G, cap); from threshold on, two.
 
     out (G, M, D) += the values read; tail (G, M, blocks) = what remains of p in each block of 64; change (G, M) =
     the change of p's sum; counts (G, n, 2) = tokens corrected, and read in full.
@@ -63,7 +63,7 @@ def attend_planes(
             t = t0 + chosen
             width = scale[g, t].view(np.float16).astype(np.float32)
             code = 4 * signs[g, t] + _levels(fine[g, t])
-            coarse = lam[g] * (rounded[g, rows] @ signs[g, t].T)
+            coarse = key_scale[g] * (rounded[g, rows] @ signs[g, t].T)
             correction = width * (np.float32(KEY_STEP) * (q[g, rows] @ code.T) - coarse)  # (R, K)
             new = old.copy()
             new[:, chosen] *= np.exp(np.clip(correction, -LARGEST_CORRECTION, LARGEST_CORRECTION))
@@ -112,7 +112,7 @@ def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F3
     signs = key_levels(k["planes"], keys.bits)
     stored = signs, k["scale"], k["fine"], a["top"], a["low"], a["scale"]
     attend_planes(
-        *(p, 0, t0, t1, rotated, rounded * step[..., None], keys.lam, *stored),
+        *(p, 0, t0, t1, rotated, rounded * step[..., None], keys.key_scale, *stored),
         *(values.threshold, n, inner, tail, moved, counts),
     )
     inner += tail @ decode_symmetric(a["means"], a["mean_scale"], b0, b1, inner.shape[2])

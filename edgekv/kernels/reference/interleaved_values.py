@@ -75,7 +75,10 @@ def _levels(codes: U8, bits: int) -> U8:
 
 def _sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     rotated = np.zeros_like(out)
-    values_interleaved(p, 0, codec.arrays["codes"], codec.arrays["scale"], t0, t1, rotated)
+    codes, scale = codec.arrays["codes"], codec.arrays["scale"]
+    for g, (first, bits) in enumerate(codec.heads):
+        head = codes[first : first + bits].reshape(1, codes.shape[1], -1, *codes.shape[3:])
+        values_interleaved(p[g : g + 1], 0, head, scale[g : g + 1], t0, t1, rotated[g : g + 1])
     rotate_back(codec.rotation, rotated, out)
 
 

@@ -90,11 +90,20 @@ def round_queries(q: F32) -> tuple[F32, F32]:
 
 
 def scores_centred(
-    q: F32, levels: F32, scale: U16, lam: F32, centres: U8, centre_step: U16, t0: int, t1: int, s: F32, s0: int
+    q: F32,
+    levels: F32,
+    scale: U16,
+    key_scale: F32,
+    centres: U8,
+    centre_step: U16,
+    t0: int,
+    t1: int,
+    s: F32,
+    s0: int,
 ) -> None:
-    """s[:, :, s0:] = q . centre + lam * scale * (q as `round_queries` has it) . levels, of tokens t0..t1."""
+    """s[:, :, s0:] = q . centre + key_scale * scale * (q as `round_queries` has it) . levels, of tokens t0..t1."""
     rounded, step = round_queries(q)
-    width = scale[:, t0:t1].view(np.float16).astype(np.float32) * lam[:, None]
+    width = scale[:, t0:t1].view(np.float16).astype(np.float32) * key_scale[:, None]
     products = rounded @ levels[:, t0:t1].transpose(0, 2, 1)
     near = q @ _centres(centres, centre_step)[:, np.arange(t0, t1) // CENTRE].transpose(0, 2, 1)
     s[:, :, s0 : s0 + t1 - t0] = near + step[..., None] * width[:, None] * products
@@ -117,7 +126,7 @@ def _centres(codes: U8, step: U16) -> F32:
 def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     a = codec.arrays
     levels = key_levels(a["planes"], codec.bits)
-    stored = levels, a["scale"], codec.lam, a["centres"], a["centre_step"]
+    stored = levels, a["scale"], codec.key_scale, a["centres"], a["centre_step"]
     scores_centred(rotate(codec.rotation, q), *stored, t0, t1, s, 0)
 
 

@@ -1,0 +1,126 @@
+"""Bits by need: what a model loses by one head's noise, measured on a text, and bits given out by that.
+
+`docs/planes.md` has the rule and what it brings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgekv.kernels.contract.planes import CENTRE
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
+from edgekv.kvcache.keepall import KeepAll
+from edgekv.types import F32, F64, I64
+
+LEAST, MOST = 1, 4  # bits of a head
+NOISE = np.array([1, 0.3634, 0.1188, 0.0374, 0.0115])
+"""What 0 to 4 bits leave of a Gaussian's variance."""
+
+FLATTEN = 0.7
+"""Exponent of the noise: how a layer's noise goes on to the logits is not known."""
+
+SINK, NEAR = 4, 128  # tokens that stay exact, first and latest
+FIT_TOKENS, LEAST_FIT_TOKENS = 512, 256  # that a fit reads, and that it must have to tell something
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNoise:
+    """Of every layer and KV head: variance of the layer's output by unit noise of its codes, over the output's.
+
+    keys, values (n_layers, n_kv_heads).
+    """
+
+    keys: F64
+    values: F64
+
+
+class NoiseProbe(KeepAll):
+    """A cache that measures in a prompt what `HeadNoise` says of its layer, and keeps nothing."""
+
+    sees_queries = True
+    noise: tuple[F64, F64]  # of keys and of values, (n_kv_heads,)
+
+    def codecs(self, geometry: Geometry, knobs: None) -> tuple[Codec, Codec]:
+        return f16_codecs(geometry.n_kv_heads, 0, geometry.head_dim)
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        self.noise = head_noise(to_host(queries), to_host(keys), to_host(values), self.geometry.sliding_window)
+
+
+def head_noise(queries: F32, keys: F32, values: F32, sliding_window: int | None) -> tuple[F64, F64]:
+    """Of one layer's keys and values, (n_kv_heads,) each, by a prompt that it attended to.
+
+    queries (n_heads, n, head_dim), multiplied by the score scale; keys and values (n_kv_heads, n, head_dim). With
+    probabilities p, outputs o of the heads and r a key less the mean of its 16 tokens, for each head the sums over
+    queries t and tokens i that would be packed by then, of p^2 |q_t|^2 |r|^2 / head_dim |v_i - o_t|^2 and of
+    p^2 |v_i|^2, divided by the sum of |o_t|^2 over all heads.
+    """
+    _, n, head_dim = queries.shape
+    n_kv_heads = len(keys)
+    rows, tokens = np.arange(min(SINK + NEAR + WORD, n // 2), n), np.arange(n)
+    ahead = rows[:, None] - tokens
+    hidden = ahead < 0 if sliding_window is None else (ahead < 0) | (ahead >= sliding_window)
+    exact = (ahead <= NEAR) | (tokens < SINK)
+    of_keys, of_values, energy = np.zeros(n_kv_heads), np.zeros(n_kv_heads), 0.0
+    for g, group in enumerate(queries.reshape(n_kv_heads, -1, n, head_dim)):
+        size, rest = np.square(values[g]).sum(axis=1), _around_means(keys[g])
+        for q in group[:, rows]:
+            p = _softmax(np.where(hidden, -np.inf, q @ keys[g].T))
+            out = p @ values[g]
+            square = np.where(exact, 0, p * p)
+            apart = size + np.square(out).sum(axis=1)[:, None] - 2 * out @ values[g].T  # |v_i - o_t|^2
+            of_keys[g] += (square * apart * np.square(q).sum(axis=1)[:, None]).sum(dtype=np.float64) * rest
+            of_values[g] += (square * size).sum(dtype=np.float64)
+            energy += float(np.square(out).sum(dtype=np.float64))
+    return of_keys / (head_dim * energy or 1), of_values / (energy or 1)
+
+
+def _around_means(keys: F32) -> float:
+    """Mean |r|^2 of keys (n, head_dim)."""
+    n = (len(keys) - SINK) // CENTRE * CENTRE
+    groups = keys[SINK : SINK + n].reshape(-1, CENTRE, keys.shape[1])
+    return float(np.square(groups - groups.mean(axis=1, keepdims=True)).sum(axis=2).mean())
+
+
+def _softmax(scores: F32) -> F32:
+    p: F32 = np.exp(scores - scores.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    return p
+
+
+def give_bits(noise: F64, mean: float) -> I64:
+    """Whole bits (n_layers, n_kv_heads) of that mean: each next one to the head where it takes most noise away."""
+    weights, bits = noise**FLATTEN, np.full(noise.shape, LEAST)
+    gain = np.append(NOISE[:MOST] - NOISE[1:], 0)
+    for _ in range(_total(mean, noise.size) - LEAST * noise.size):
+        taken = np.where(bits < MOST, weights * gain[bits], -1)
+        bits[np.unravel_index(taken.argmax(), bits.shape)] += 1
+    return bits
+
+
+def given(noise: F64, mean: float, sliding_windows: Sequence[int | None]) -> str:
+    """`give_bits` as digits, layer after layer: layers that see all tokens share the mean, and sliding ones do."""
+    bits = np.empty(noise.shape, np.int64)
+    slides = np.array([window is not None for window in sliding_windows])
+    for layers in (slides, ~slides):
+        if layers.any():
+            bits[layers] = give_bits(noise[layers], mean)
+    return "".join(map(str, bits.ravel()))
+
+
+def evenly(mean: float, n: int) -> list[int]:
+    """Bits of n heads of that mean, by their order alone."""
+    ends = [_total(mean, i) for i in range(n + 1)]
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def _total(mean: float, n: int) -> int:
+    """Bits of n heads; halves are rounded down."""
+    return math.ceil(mean * n - 0.5)

@@ -1,0 +1,95 @@
+"""Bits by need: a model's heads measured once, on a text that ships with edgekv, and remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+
+from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.checkpoint.shipped import shipped
+from edgekv.checkpoint.writer import atomic_write
+from edgekv.decoder.decoder import Decoder
+from edgekv.errors import CheckpointError
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
+from edgekv.kvcache.planes import PlanesKnobs
+from edgekv.machine import blas_threads
+from edgekv.session.model import Model
+from edgekv.tokenizer import Tokenizer
+from edgekv.types import StageProgress
+
+TEXT = "demo/prose.txt"
+STAGE = "bits by need (once per model)"
+FORMAT = 1
+
+
+def give_heads_bits(
+    spec: CacheSpec,
+    model: Model,
+    weights: str,
+    decoder: Decoder,
+    tokenizer: Tokenizer | None,
+    progress: StageProgress | None = None,
+) -> CacheSpec:
+    """The scheme with the bits of every head in its knobs, where these are to be given out by need.
+
+    Measured on the first `FIT_TOKENS` of `TEXT`, once for each model, adapter and format of ``weights``. Without
+    a tokenizer, with too few positions or without the text the scheme stays as it is: heads then have bits by
+    their order alone.
+    """
+    knobs = spec.knobs
+    if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit):
+        return spec
+    windows = model.config.layer_windows
+    place = cache_root() / "bits" / f"{model.adapted_identity}-{weights}.json"
+    noise = remembered(place, (len(windows), model.config.n_kv_heads))
+    if noise is None:
+        tokens = _tokens(model, tokenizer)
+        if len(tokens) < LEAST_FIT_TOKENS:
+            return spec
+        noise = measure(decoder, tokens, progress)
+        _remember(place, noise)
+    return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows))
+
+
+def measure(decoder: Decoder, tokens: list[int], progress: StageProgress | None = None) -> HeadNoise:
+    """What each head's noise does, as the decoder reads the tokens."""
+    probes = CacheSpec(NoiseProbe, None).layers(decoder.config, len(tokens))
+    layers = None if progress is None else lambda done, total: progress(STAGE, done, total)
+    with blas_threads(decoder.threads):
+        decoder.prefill(decoder.embed(tokens, 0), probes, layers)
+    keys, values = zip(*(probe.noise for probe in probes if isinstance(probe, NoiseProbe)), strict=True)
+    return HeadNoise(np.stack(keys), np.stack(values))
+
+
+def _tokens(model: Model, tokenizer: Tokenizer | None) -> list[int]:
+    """The text's first ones, as many as the fit reads and the model can."""
+    path = shipped(TEXT)
+    if tokenizer is None or path is None:
+        return []
+    text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS]
+    return list(tokenizer.encode(text))[: min(FIT_TOKENS, model.config.max_positions)]
+
+
+def remembered(place: pathlib.Path, shape: tuple[int, int]) -> HeadNoise | None:
+    """A file that can't be read, or is of another shape, counts as none."""
+    try:
+        content = json.loads(place.read_bytes())
+        keys, values = (np.array(content[name], np.float64) for name in ("keys", "values"))
+        right = all(x.shape == shape and np.isfinite(x).all() and (x >= 0).all() for x in (keys, values))
+        return HeadNoise(keys, values) if right and content["format"] == FORMAT else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _remember(place: pathlib.Path, noise: HeadNoise) -> None:
+    """Where the folder can't be written, the next session measures again."""
+    content = {"format": FORMAT, "keys": noise.keys.tolist(), "values": noise.values.tolist()}
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(place, (json.dumps(content) + "\n").encode())
+    except (OSError, CheckpointError):
+        return

@@ -1,0 +1,195 @@
+"""Bits by need: the measure by hand, what is given out by it, and sessions whose heads have bits of their own."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from cache_cases import F64, draw, make, relative
+from helpers import raises
+
+from edgekv import Session
+from edgekv.errors import CacheError, SessionError
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.by_need import HeadNoise, evenly, give_bits, given, head_noise
+from edgekv.kvcache.planes import PlanesKnobs
+from edgekv.session.head_bits import remembered
+
+KV = "planes:k_bits=1.5,v_bits=1.5,residual_length=16"
+PROMPT = "It was a dark night when the old man and his wife were not come up. " * 30
+
+
+def by_hand(heads: tuple[int, int, int], n: int, sliding_window: int | None) -> F64:
+    """(2, n_kv_heads) of `draw`, in loops over queries and tokens."""
+    q, k, v = (x.astype(float) for x in draw(heads, n))
+    group, d = heads[0] // heads[1], heads[2]
+    groups = k[:, 4 : 4 + (n - 4) // 16 * 16].reshape(heads[1], -1, 16, d)
+    rest = np.square(groups - groups.mean(axis=2, keepdims=True)).sum(axis=3).mean(axis=(1, 2))
+    noise, energy = np.zeros((2, heads[1])), 0.0
+    for h in range(heads[0]):
+        g = h // group
+        for t in range(196, n):
+            seen = np.arange(0 if sliding_window is None else max(0, t + 1 - sliding_window), t + 1)
+            weights = np.exp(k[g, seen] @ q[h, t])
+            p = weights / weights.sum()
+            o = p @ v[g, seen]
+            energy += o @ o
+            packed = (seen >= 4) & (seen < t - 128)
+            square = np.where(packed, p * p, 0)
+            noise[0, g] += square @ np.square(v[g, seen] - o).sum(axis=1) * (q[h, t] @ q[h, t]) * rest[g] / d
+            noise[1, g] += square @ np.square(v[g, seen]).sum(axis=1)
+    return noise / energy
+
+
+@pytest.mark.parametrize("sliding_window", [None, 200])
+def test_the_measure_is_what_it_says(sliding_window: int | None) -> None:
+    heads, n = (4, 2, 24), 403
+    q, k, v = draw(heads, n)
+    np.testing.assert_allclose(head_noise(q, k, v, sliding_window), by_hand(heads, n, sliding_window), rtol=1e-4)
+
+
+def test_bits_go_where_the_noise_is() -> None:
+    noise = np.array([[1e-4, 1.0], [3e-2, 1e-6]])
+    assert give_bits(noise, 1).tolist() == [[1, 1], [1, 1]]
+    assert give_bits(noise, 1.25).tolist() == [[1, 2], [1, 1]]
+    assert give_bits(noise, 2.25).tolist() == [[1, 4], [3, 1]]
+    assert give_bits(noise, 4).tolist() == [[4, 4], [4, 4]]
+    assert give_bits(np.zeros((2, 2)), 1.5).sum() == 6
+
+
+def test_sliding_layers_share_a_mean_of_their_own() -> None:
+    noise = np.array([[1.0, 1.0], [1e-9, 1e-8], [2.0, 1.0], [1e-8, 1e-9]])
+    assert given(noise, 1.5, [None, 64, None, 64]) == "21122121"
+
+
+@pytest.mark.parametrize("mean", [1, 1.25, 1.5, 2, 3.7, 4])
+def test_without_a_fit_heads_have_bits_by_their_order(mean: float) -> None:
+    for n in (1, 7, 96):
+        bits = evenly(mean, n)
+        assert set(bits) <= {int(mean), int(np.ceil(mean))}
+        assert sum(bits) == give_bits(np.ones((1, n)), mean).sum() == np.ceil(mean * n - 0.5)
+
+
+def test_every_layer_has_its_own_digits() -> None:
+    noise = HeadNoise(np.array([[1.0, 1e-3], [1e-3, 1e-3]]), np.array([[1e-3, 1e-3], [1e-3, 1.0]]))
+    knobs = PlanesKnobs(k_bits=1.5, v_bits=1.25).with_bits(noise, [None, None])
+    assert (knobs.k_heads, knobs.v_heads) == ("3111", "1112")
+    spec = CacheSpec.parse(f"planes:k_bits=1.5,v_bits=1.25,k_heads={knobs.k_heads},v_heads={knobs.v_heads}")
+    assert spec.knobs == knobs
+    assert spec.short == "planes:k_bits=1.5,v_bits=1.25"
+    layers = [make(str(spec), (4, 2, 64), 300, layer=i, n_layers=2) for i in range(2)]
+    assert [layer.key_codec.bits.tolist() for layer in layers] == [[3, 1], [1, 1]]
+    assert [layer.value_codec.bits.tolist() for layer in layers] == [[1, 1], [1, 2]]
+    np.testing.assert_allclose(layers[0].key_codec.key_scale, [1, 0.9])
+    assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2" in layers[0].notes()[0]
+    with raises(CacheError, field="kv"):
+        make(str(spec), (4, 2, 64), 300, layer=0, n_layers=3)
+
+
+def test_a_head_is_what_it_is_alone() -> None:
+    """Heads of several bits give what each gives in a scheme of its bits, also after a rewind."""
+    heads, n = (8, 4, 64), 420
+    q, k, v = draw(heads, n)
+    bits = [(1, 4), (3, 2), (2, 1), (4, 3)]
+    cache = make("planes:k_bits=2.5,v_bits=2.5,k_heads=1324,v_heads=4213", heads, n)
+    cache.prefill(q[:, :300], k[:, :300], v[:, :300])
+    cache.attend(q[:, 300:400], k[:, 300:400], v[:, 300:400])
+    cache.truncate(360)
+    got = cache.attend(q[:, 360:], k[:, 360:], v[:, 360:])
+    for g, (k_bits, v_bits) in enumerate(bits):
+        alone = make(f"planes:k_bits={k_bits},v_bits={v_bits}", (2, 1, 64), n)
+        own = q[2 * g : 2 * g + 2], k[g : g + 1], v[g : g + 1]
+        alone.prefill(*(x[:, :300] for x in own))
+        alone.attend(*(x[:, 300:400] for x in own))
+        alone.truncate(360)
+        assert relative(got[2 * g : 2 * g + 2], alone.attend(*(x[:, 360:] for x in own))) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
+        return Session.load("demo", kv=KV, ctx=700)
+
+
+def text(session: Session, prompt: object, n: int = 12) -> list[int]:
+    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+
+
+def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -> None:
+    config, knobs = loaded.config, loaded.plan.kv.knobs
+    n = config.n_layers * config.n_kv_heads
+    for digits in (knobs.k_heads, knobs.v_heads):
+        assert (len(digits), sum(map(int, digits))) == (n, 1.5 * n)
+        assert len(set(digits)) > 1
+    assert loaded.plan.kv.short == KV
+    assert sum(cache.nbytes for cache in loaded.state.caches) == loaded.plan.cache_bytes
+    with loaded.fork(kv=KV) as again:
+        assert again.plan.kv == loaded.plan.kv
+    with loaded.fork() as session:
+        text(session, PROMPT)
+        assert any("bits by need" in note for note in session.report().notes)
+        assert f"k_heads={knobs.k_heads}" in session.report().settings["kv"]
+        session.save(tmp_path / "session")
+        straight = text(session, [], 20)
+    with Session.restore(tmp_path / "session", loaded, kv=KV) as restored:
+        assert restored.plan.kv == loaded.plan.kv
+        assert text(restored, [], 20) == straight
+    with raises(SessionError, field="kv"):
+        Session.restore(tmp_path / "session", loaded, kv="planes:k_bits=1.25,v_bits=1.5")
+
+
+def test_rewound_it_says_the_same(loaded: Session) -> None:
+    with loaded.fork() as session:
+        first = text(session, PROMPT)
+        session.rewind(len(session.tokens) - 100)
+        session.rewind(0)
+        assert text(session, PROMPT) == first
+
+
+def test_a_short_context_and_prompt(
+    loaded: Session, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit reads more tokens than this conversation can have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with Session.load("demo", kv=KV, ctx=100) as session:
+        assert session.plan.kv == loaded.plan.kv
+    with loaded.fork() as session, loaded.fork(kv="dense") as dense:
+        assert text(session, "The old man") == text(dense, "The old man")
+
+
+def test_the_fit_is_remembered(loaded: Session, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And made anew where what is remembered can't be read; what it says is what counts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with loaded.fork(kv=KV) as session:
+        assert session.plan.kv == loaded.plan.kv
+    (file,) = (tmp_path / "edgekv" / "bits").iterdir()
+    content = json.loads(file.read_text())
+    shape = np.shape(content["keys"])
+    for damaged in ("{", *(json.dumps(content | change) for change in ({"keys": [[1.0]]}, {"format": 0}))):
+        file.write_text(damaged)
+        assert remembered(file, shape) is None
+    with loaded.fork(kv=KV) as session:
+        assert session.plan.kv == loaded.plan.kv
+    assert json.loads(file.read_text()) == content
+    keys = np.full(shape, 1e-9)
+    keys[-1, -1] = 1
+    file.write_text(json.dumps(content | {"keys": keys.tolist()}))
+    with loaded.fork(kv="planes:k_bits=1.125,v_bits=1") as session:
+        assert session.plan.kv.knobs.k_heads[-1] == "3"
+
+
+def test_a_model_without_a_tokenizer_says_so(
+    tmp_path: pathlib.Path, loaded: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(loaded.model.path / name)
+    with Session.load(tmp_path, kv=KV, ctx=300) as session:
+        assert session.tokenizer is None
+        assert session.plan.kv.knobs.k_heads == ""
+        assert session.plan.cache_bytes == sum(cache.nbytes for cache in session.state.caches)
+        text(session, [1, 2, 3], 2)
+        assert any("by their order" in note for note in session.report().notes)

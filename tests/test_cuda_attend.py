@@ -251,9 +251,9 @@ def test_scores_and_sums_of_codecs(device: OnDevice) -> None:
             np.testing.assert_allclose(to_host(found), out, atol=2e-4 * np.abs(out).max(), rtol=0)
 
 
-MIXTURES = {  # times the least budget: values of the segments at some time
-    1.0: {("f16", "interleaved", "plane_values", "f16"), ("f16", "interleaved", "interleaved", "f16")},
-    1.3: {("f16", "plane_values", "f16", "f16"), ("f16", "interleaved", "plane_values", "f16")},
+MIXTURES = {  # times the least budget: tiers of the packed tokens at some time, oldest first
+    1.0: {("2 bits", "3 bits"), ("1 bit",)},
+    1.3: {("3 bits", "4 bits")},
 }
 
 
@@ -281,7 +281,7 @@ def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch:
         expected = here.attend(q, k, v)
         actual = to_host(there.attend(*map(device.up, (q, k, v))))
         assert np.linalg.norm(actual - expected) < 2 * TOLERANCE * np.linalg.norm(expected)
-        seen.add(tuple(segment.values.kind for segment in there.segments()))
+        seen.add(tuple(store.tier.name for store, _, _ in there.tiers.parts(0, there.n_bulk)))
     assert there.state().counters == here.state().counters
     assert there.fitted() == here.fitted()
     assert seen >= MIXTURES[factor]

@@ -48,7 +48,8 @@ def attend_planes(
     ``fine``, the key's lower planes (G, cap, 3, W): p grows by exp(correction), bounded by LARGEST_CORRECTION.
     q (G, M, D) are rotated queries, ``rounded`` what they were scored as, key_scale (G,) and scale (G, cap)
     factors of the estimate, signs (G, cap, D) the first plane as +-1. If the largest new p is FULL_VALUES *
-    threshold or more, all planes of the value are read: top, low (G, cap, 2, W), value_scale (G, cap); from threshold on, two.
+    threshold or more, all planes of the value are read: top, low (G, cap, 2, W), value_scale (G, cap); from
+    threshold on, two.
 
     out (G, M, D) += the values read; tail (G, M, blocks) = what remains of p in each block of 64; change (G, M) =
     the change of p's sum; counts (G, n, 2) = tokens corrected, and read in full.

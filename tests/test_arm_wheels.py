@@ -1,4 +1,4 @@
-"""tools/arm_wheels.py: which glibc a wheel needs, and what a lock file says. The resolution itself needs a network."""
+"""tools/arm_wheels.py: which glibc a wheel needs, and what a lock file says. Resolving needs a network."""
 
 import pathlib
 import sys
@@ -15,7 +15,7 @@ lock-version = "1.0"
 [[packages]]
 name = "numpy"
 version = "2.5.5"
-wheels = [{ url = "https://host/numpy-2.5.5-cp314-cp314-manylinux_2_27_aarch64.manylinux_2_28_aarch64.whl", size = 15, hashes = {} }]
+wheels = [{ url = "https://host/numpy-2.5.5-cp314-cp314-manylinux_2_27_aarch64.whl", size = 15 }]
 
 [[packages]]
 name = "tqdm"

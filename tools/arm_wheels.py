@@ -2,9 +2,9 @@
 
     python tools/arm_wheels.py             needs uv (`pip install uv`) and a package index
 
-Resolves pyproject.toml's dependencies for aarch64 Linux and each CPython, from wheels alone and with the oldest
-glibc of SYSTEMS, and prints what was chosen and the glibc that it needs. Exits 1 where something has no such wheel,
-and 77, with the reason, where uv or the index is missing.
+Resolves pyproject.toml's dependencies for aarch64 Linux and each CPython, from wheels alone and for the oldest
+glibc of SYSTEMS, and prints what was chosen and the glibc that it needs. Exits 1 where something has no such
+wheel, and 77, with the reason, where uv or the index is missing.
 """
 
 from __future__ import annotations

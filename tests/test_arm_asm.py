@@ -177,7 +177,16 @@ def test_inner_loops_are_vectors_without_calls(found: dict[str, arm_asm.Found], 
     assert loop.vector >= loop.loop / 4  # besides addresses, loads and branches
 
 
+def test_scores_are_looked_up_on_an_arm() -> None:
+    """Compiled here, for a Cortex-A76: LLVM makes the code of other processors, too."""
+    compiled = arm_compile.compile_for("cortex-a76", "planes")
+    for kernel in ("1-bit scan", "2-bit scan, 2 rows", "centres"):
+        loop = arm_asm.measure(kernel, arm_kernels.KERNELS[kernel], compiled)
+        assert any(names <= set(loop.mnemonics) for names in NEEDED[kernel]), loop.mnemonics
+        assert (loop.calls, loop.scalar_float) == (0, 0)
+
+
 def test_the_page_is_that_of_the_data() -> None:
     page = arm_page.PAGE.read_text(encoding="utf-8")
-    assert page.count("<!-- /counts -->") == page.count("<!-- /predictions -->") == 1
+    assert [page.count(f"<!-- /{name} -->") for name in arm_page.TABLES] == [1, 2, 1]
     assert arm_page.updated(page) == page

@@ -2,8 +2,8 @@
 
     python tools/arm_compile.py --out FOLDER
 
-Each processor's kernels are compiled in a process of its own, by NUMBA_CPU_NAME and with an empty cache. Where this
-is no Arm, LLVM is told to make Arm's code, which the llvmlite of PyPI can, and nothing is run.
+Each processor's kernels are compiled in a process of its own, by NUMBA_CPU_NAME and with an empty cache. Where
+this is no Arm, LLVM is told to make Arm's code, which the llvmlite of PyPI can, and nothing is run.
 """
 
 from __future__ import annotations

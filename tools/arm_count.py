@@ -55,13 +55,16 @@ def read(text: str) -> list[Counts]:
 def by_part(whole: Counts, split: Counts, empty: Counts) -> dict[str, int]:
     """Of one token: whole as it was run, split with its parts marked, empty: marks alone.
 
-    Between two marks there is one mark's own work. Rest is the whole less the other parts: what llama.cpp does
-    between operations that are computed one by one, and would not as it is run, is in neither.
+    Between two marks there is one mark's own work. llama.cpp computes operations one by one where they are marked,
+    which takes instructions of its own: what all parts have beyond the whole is taken off them by their number.
     """
     own = empty[REST][0] / empty[REST][1]
-    counted = {name: round(split[part][0] - own * split[part][1]) for name, part in PARTS.items() if part != REST}
-    total = round(whole[REST][0] - own)
-    return counted | {"rest": total - sum(counted.values()), "whole": total}
+    counted = {name: split[part][0] - own * split[part][1] for name, part in PARTS.items()}
+    total = whole[REST][0] - own * whole[REST][1]
+    marks = {name: split[part][1] for name, part in PARTS.items() if part != REST}
+    beyond = (sum(counted.values()) - total) / sum(marks.values())
+    result = {name: round(n - beyond * marks.get(name, 0)) for name, n in counted.items()}
+    return result | {"whole": round(total)}
 
 
 def build_plugin(folder: pathlib.Path) -> pathlib.Path:

@@ -22,7 +22,8 @@ from edgekv.session.model import Model
 GETPRIORITY, MARK, PRINT = 141, 0x65646765, 255
 REST, LINEAR, ATTENTION, ROPE = range(4)
 CALIBRATION = 64
-TOKENS = 4
+WARM_TOKENS = 6  # the first compiles, and after them at a depth of a power of two no block is packed for long
+TOKENS = WARM_TOKENS + 2
 
 T = TypeVar("T")
 _syscall = ctypes.CDLL(None).syscall
@@ -69,8 +70,8 @@ def count(decoder: Any, spec: CacheSpec, depth: int) -> None:
     def token() -> None:
         runner.token = runner.sampler.sample(decoder.step(runner.token, runner.caches))
 
-    token()  # compiles
-    token()
+    for _ in range(WARM_TOKENS):
+        token()
     print(f"scheme {spec}", file=sys.stderr, flush=True)
     mark(PRINT)
     mark(REST)

@@ -26,18 +26,17 @@ import numpy as np
 ARM, TRIPLE = "aarch64", "aarch64-unknown-linux-gnu"
 CPUS = ("cortex-a76", "cortex-a57", "cortex-a78ae")
 PACKAGE = "edgekv.kernels.cpu"
-# Loops of codecs, by module: the name of its `Loops` and those of it that are read.
+# Loops of codecs: module, kind, and those of its `Loops` that are read.
 LOOPS = (
-    ("rows", "F16", ("score", "add")),
-    ("planes", "CENTRED", ("score",)),
-    ("interleaved_values", "INTERLEAVED", ("add",)),
-    ("signs", "SKETCH", ("score",)),
-    ("int4", "INT4", ("add",)),
-    ("kivi", "KEYS", ("score",)),
-    ("kivi", "VALUES", ("add",)),
-    ("gather", "PLANE_VALUES", ("again",)),
-    ("fier", "KEYS", ("score",)),
-    ("retrieval", "CHOSEN_F16", ("score", "add")),
+    ("rows", "f16", ("score", "add")),
+    ("planes", "centred_planes", ("score",)),
+    ("interleaved_values", "interleaved", ("add",)),
+    ("papers.signs", "signs", ("score",)),
+    ("papers.int4", "int4", ("add",)),
+    ("papers.kivi", "kivi_keys", ("score",)),
+    ("papers.kivi", "kivi_values", ("add",)),
+    ("gather", "plane_values", ("again",)),
+    ("papers.fier", "sign_index", ("score",)),
 )
 
 
@@ -47,11 +46,17 @@ def module(name: str) -> Any:
 
 def compile_all(only: str = "") -> dict[str, list[dict[str, Any]]]:
     """Assembly of every loop above, and of each version of every function that they call; only: of one module."""
-    loops = [
-        {"name": f"{name}.{loops}.{which}", "assembly": getattr(getattr(module(name), loops), which).assembly()}
-        for name, loops, names in LOOPS
+    named = [
+        (f"{kind}.{which}", name, module(name).LOOPS[kind], which)
+        for name, kind, names in LOOPS
         for which in names
-        if only in ("", name)
+    ]
+    chosen = module("sparse_attention").CHOSEN["f16"]
+    named += [(f"chosen f16.{which}", "sparse_attention", chosen, which) for which in ("score", "add")]
+    loops = [
+        {"name": name, "assembly": getattr(which_loops, which).assembly()}
+        for name, file, which_loops, which in named
+        if only in ("", file)
     ]
     if only in ("", "softmax"):
         loops.append({"name": "softmax.weigh", "assembly": weigh_assembly()})
@@ -101,16 +106,14 @@ def compile_rope() -> None:
 def functions() -> list[dict[str, Any]]:
     """first: of how many parts the first argument is, where it is a tuple."""
     found = []
-    for info in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__):
-        for name, function in vars(module(info.name)).items():
-            if getattr(function, "__module__", None) == f"{PACKAGE}.{info.name}" and hasattr(
-                function, "inspect_asm"
-            ):
+    for info in pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."):
+        for name, function in vars(importlib.import_module(info.name)).items():
+            if getattr(function, "__module__", None) == info.name and hasattr(function, "inspect_asm"):
                 for signature in function.signatures:
                     first = len(signature[0]) if signature and hasattr(signature[0], "__len__") else 0
                     found.append(
                         {
-                            "name": f"{info.name}.{name}",
+                            "name": f"{info.name.removeprefix(PACKAGE)[1:]}.{name}",
                             "first": first,
                             "literal": "Literal" in str(signature),
                             "assembly": function.inspect_asm(signature),

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import blas_threads
-from edgekv.quality.bench import Runner
+from edgekv.quality.bench import SchemeTimer
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 
@@ -61,7 +61,7 @@ class MarkedKernels:
 def count(decoder: Any, spec: CacheSpec, depth: int) -> None:
     """A token as it is run, then one with its parts marked."""
     linear, kernels = decoder.linear, decoder.kernels
-    runner = Runner(decoder, linear, kernels, spec, depth, TOKENS)
+    runner = SchemeTimer(decoder, linear, kernels, spec, depth, TOKENS)
     runner.fill()
     plain = [type(cache).attend.__get__(cache) for cache in runner.caches]
     for cache, attend in zip(runner.caches, plain, strict=True):

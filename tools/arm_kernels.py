@@ -31,7 +31,7 @@ TABLE = ("tbl.16b",)
 HALF = ("fcvtl.4s", "fcvtl2.4s")
 TESTS, SHIFTS = ("cmtst.4s", "cmeq.4s"), ("ushl.16b",)
 BITS = (1, 2, 3, 4)
-F16_SCORE, F16_ADD, COLUMNS = "rows.F16.score", "rows.F16.add", "interleaved_values.INTERLEAVED.add"
+F16_SCORE, F16_ADD, COLUMNS = "f16.score", "f16.add", "interleaved.add"
 
 KERNELS = {
     "scores f16": Kernel("score_rows_1", FLOAT, 128, (4,), loop=F16_SCORE),
@@ -50,8 +50,8 @@ KERNELS = {
     "kivi scores, 4 rows": Kernel("codes.dot_four_rows", FLOAT, 128, parts=4),
     "kivi values": Kernel("codes.add_row", FLOAT, 128, parts=4),
     "kivi values, 4 rows": Kernel("codes.add_four_rows", FLOAT, 128, parts=4),
-    "h1b scores": Kernel("signs._score_block", COUNT, 256, (32,)),
-    "h1b values": Kernel("add_nibbles", DOT, 2 * 128, loop="int4.INT4.add"),
+    "h1b scores": Kernel("papers.signs._score_block", COUNT, 256, (32,)),
+    "h1b values": Kernel("add_nibbles", DOT, 2 * 128, loop="int4.add"),
     **{f"{bits}-bit scan": Kernel("planes._scan_row", TABLE, 128 * bits, (64 / bits, 64)) for bits in BITS},
     **{
         f"{bits}-bit scan, 2 rows": Kernel("planes._scan_two_rows", TABLE, 128 * bits, (128 / bits, 128))
@@ -70,9 +70,9 @@ KERNELS = {
     "bitplane key": Kernel("refine.estimate", DOT, 512, (1, 1)),
     "bitplane value, 4 planes": Kernel("refine.add_planes", TESTS, 512),
     "bitplane value, 2 planes": Kernel("refine.add_planes", TESTS, 256, rank=1),
-    "fier scores": Kernel("fier._score_word", TESTS, 128, (16,)),
-    "fier key": Kernel("retrieval._score_row", FLOAT, 128, (1,)),
-    "fier value": Kernel("retrieval._add_tokens", FLOAT, 128),
+    "fier scores": Kernel("papers.fier._score_word", TESTS, 128, (16,)),
+    "fier key": Kernel("sparse_attention._score_row", FLOAT, 128, (1,)),
+    "fier value": Kernel("sparse_attention._add_tokens", FLOAT, 128),
     "softmax": Kernel("weigh", ("shl.4s",), 1, loop="softmax.weigh"),
     "rope": Kernel("rope._rotate", FLOAT, 256),
 }

@@ -46,16 +46,19 @@ def predictions(facts: dict[str, Any]) -> str:
     for board in facts["boards"]:
         lines += [f"{board['board']}. {board['assumed']}.", ""]
         lines.append(
-            "| `--kv` | depth | ms/token | weights | attention | attention waits for | J/token | must print |"
+            "| `--kv` | depth | ms/token | weights | attention | waits for | J/token | must print | x dense |"
         )
-        lines.append("|---" * 8 + "|")
+        lines.append("|---" * 9 + "|")
+        dense = {p["depth"]: p["token_ms"] for p in board["predictions"] if p["kv"].startswith("dense")}
         for p in board["predictions"]:
             joules = "n/a" if p["joules"] is None else f"{p['joules']:.2g}"
             times = " | ".join(f"{p[name]:.3g}" for name in ("token_ms", "weights_ms", "attention_ms"))
             note = "" if p["fits"] else "; more than its RAM"
             must = " to ".join(f"{rate:.3g}" for rate in p["tokens_per_s"]) + " tokens/s"
-            name = p["kv"].partition(":")[0]
-            lines.append(f"| `{name}` | {p['depth']:,} | {times} | {p['bound']}{note} | {joules} | {must} |")
+            name, ratio = p["kv"].partition(":")[0], f"{dense[p['depth']] / p['token_ms']:.2f}"
+            lines.append(
+                f"| `{name}` | {p['depth']:,} | {times} | {p['bound']}{note} | {joules} | {must} | {ratio} |"
+            )
         lines.append("")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ folder=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/edgekv/arm-container}
 suite=trixie
 port=18080
 key=secret
-export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=vfs
+export BUILDAH_ISOLATION=chroot
 buildah=(buildah --root "$folder/storage" --runroot "$folder/run")
 mkdir -p "$folder"
 

@@ -19,8 +19,7 @@ suite=bookworm # has Python 3.11
 packages=(libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1 libssl3 libffi8 libsqlite3-0 libbz2-1.0 liblzma5 libuuid1
     libreadline8 libtinfo6 libncursesw6 libdb5.3 libnsl2 libtirpc3 libcrypt1 libpython3.11-minimal
     libpython3.11-stdlib python3.11-minimal)
-# onnxruntime 1.31 crashes at import under emulation.
-wheels=(numpy numba llvmlite 'onnxruntime<1.28' onnx sentencepiece tokenizers safetensors psutil ml_dtypes threadpoolctl
+wheels=(numpy numba llvmlite onnxruntime onnx sentencepiece tokenizers safetensors psutil ml_dtypes threadpoolctl
     tqdm tiktoken regex msgspec pytest hypothesis jinja2 gguf)
 # Another list is another folder: what was unpacked for an earlier one lacks what is new.
 list=$(printf '%s ' "${packages[@]}" "${wheels[@]}" | cksum | cut -d ' ' -f 1)
@@ -75,6 +74,19 @@ exec "$qemu" -cpu \${EDGEKV_ARM_CPU:-cortex-a76} -L "$root" -0 "$root/python" "$
 PYTHON
 chmod +x "$root/python.$$"
 mv "$root/python.$$" "$root/python"
+
+# qemu shows programs the host's /proc/cpuinfo unless the root has one. onnxruntime from 1.28 on looks there for an Arm
+# processor when it is imported, and crashes if there is none.
+case $cpu in
+cortex-a57 | cortex-a72) part=0xd07 features='fp asimd aes crc32' ;;
+*) part=0xd0b features='fp asimd aes crc32 atomics fphp asimdhp asimddp' ;;
+esac
+mkdir -p "$root/proc"
+for ((i = 0; i < $(nproc --all); i++)); do
+    printf 'processor\t: %d\nFeatures\t: %s\nCPU implementer\t: 0x41\n' "$i" "$features"
+    printf 'CPU architecture: 8\nCPU variant\t: 0x1\nCPU part\t: %s\nCPU revision\t: 0\n\n' "$part"
+done >"$root/proc/cpuinfo.$$"
+mv "$root/proc/cpuinfo.$$" "$root/proc/cpuinfo"
 
 # The checkout as an installed distribution: importlib.metadata asks for its version.
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$tree/pyproject.toml")

@@ -25,6 +25,9 @@ WORK = {
     "cmeq.4s": 4,
     "ushl.16b": 16,
     "shl.4s": 4,
+    "tbl.16b": 64,  # signs: of four channels of 16 tokens
+    "fcvtl.4s": 4,
+    "fcvtl2.4s": 4,
 }
 CALLS = {"bl", "blr"}
 ENDS = {"b", "br", "ret"}  # what follows in the text does not follow
@@ -148,10 +151,10 @@ def loops(parts: list[list[Instruction]], following: list[list[int]]) -> list[Lo
     ]
 
 
-def chains(code: list[Instruction], labels: dict[str, int]) -> Iterator[tuple[Loop, list[int]]]:
-    """Every innermost loop, and from the inside out how many instructions one pass of each loop around it adds.
+def chains(code: list[Instruction], labels: dict[str, int]) -> Iterator[tuple[Loop, list[list[Instruction]]]]:
+    """Every innermost loop, and from the inside out what one pass of each loop around it adds.
 
-    The fewest: what a kernel does for odd sizes lies beside the shortest way around.
+    The fewest instructions: what a kernel does for odd sizes lies beside the shortest way around.
     """
     parts, following = blocks(code, labels)
     found = loops(parts, following)
@@ -169,22 +172,25 @@ def chains(code: list[Instruction], labels: dict[str, int]) -> Iterator[tuple[Lo
 
 def shortest_pass(
     loop: Loop, inner: Loop, found: list[Loop], parts: list[list[Instruction]], following: list[list[int]]
-) -> int:
-    """Instructions on the shortest way around that goes through ``inner``, without those of the loops inside."""
+) -> list[Instruction]:
+    """Those on the shortest way around that goes through ``inner``, without those of the loops inside."""
     inside = frozenset[int]().union(*(other.blocks for other in found if other.blocks < loop.blocks))
-    cost = {block: 0 if block in inside else len(parts[block]) for block in loop.blocks}
 
-    def distance(start: int, end: int) -> int:
-        """Of the blocks from start on, up to but without end."""
-        queue, done = [(0, start)], set[int]()
+    def way(start: int, end: int) -> list[int]:
+        """The blocks from start on, up to but without end."""
+        queue: list[tuple[int, list[int]]] = [(0, [start])]
+        done = set[int]()
         while queue:
-            so_far, block = heapq.heappop(queue)
+            so_far, path = heapq.heappop(queue)
+            block = path[-1]
             if block == end and (so_far or start != end):
-                return so_far
+                return path[:-1]
             if block not in done:
                 done.add(block)
+                cost = so_far + (0 if block in inside else len(parts[block]))
                 for target in set(following[block]) & loop.blocks:
-                    heapq.heappush(queue, (so_far + cost[block], target))
-        return 0
+                    heapq.heappush(queue, (cost, [*path, target]))
+        return []
 
-    return distance(loop.head, inner.head) + distance(inner.head, loop.head)
+    path = [*way(loop.head, inner.head), *way(inner.head, loop.head)]
+    return [i for block in path if block not in inside for i in parts[block]]

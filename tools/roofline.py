@@ -1,13 +1,16 @@
-"""What a token must cost on a board: predicted milliseconds and joules, from bytes, instructions and bandwidth.
+"""What a token must cost on a board: predicted milliseconds and joules, from bytes, cycles and bandwidth.
 
     python tools/roofline.py --shape llama2-7b --kv dense,onebit --ctx 8192 --board raspberry-pi-5
     python tools/roofline.py --check --bench bench.json     of edgekv bench --shape NAME --json bench.json
 
 A prediction, not a measurement. A token reads every weight and what `KVCache.bytes_read` counts, once, at the
-board's bandwidth; meanwhile all cores do the attention's instructions (docs/data/arm-asm.json, counted by
-tools/arm_asm.py) as fast as they decode them and as their vector units take them. The longer of the two is the
-attention's time. The instructions of the weights' products are not known and taken to fit beside their bytes.
-Energy is that time by the watts of the whole board while it decodes.
+board's bandwidth; meanwhile all cores do the attention in the cycles that llvm-mca gives its loops
+(docs/data/arm-asm.json, by tools/arm_asm.py). The longer of the two is the attention's time. The weights' products
+are taken to fit beside their bytes. Energy is that time by the watts of the whole board while it decodes.
+
+Beside each prediction is what `edgekv board` must print: tokens per second between the prediction's, less
+TOLERANCE, and those of a board that reads as much more than the published rate as the best report. Slower refutes
+the cycles or the bytes, faster the rate.
 
 `--check` predicts a run of `edgekv bench` on this machine from the bytes alone, at the rates that its first dense
 run achieved with the weights and with the cache, as a board's published rate is one that decoding achieved.
@@ -33,23 +36,16 @@ from edgekv.power.boards import Board, boards
 
 COUNTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data" / "arm-asm.json"
 SHARE_OF_PEAK = 10.5 / 17.1  # of its peak, decoding on a Raspberry Pi 5: taken where nothing is published
+BEST_SHARE = 12.4 / 10.5  # the best published rate of a Raspberry Pi 5, of what most reports give
 TOLERANCE = 0.25
 
 
-@dataclasses.dataclass(frozen=True)
-class Processor:
-    """counted: the CPU in the counts. decoded, vectors: instructions a cycle at most, of Arm's guides."""
-
-    counted: str
-    decoded: int
-    vectors: int
-
-
+# The processor in the counts.
 PROCESSORS = {
-    "Cortex-A57": Processor("cortex-a57", 3, 2),
-    "Cortex-A72": Processor("cortex-a57", 3, 2),  # the same instruction set, compiled alike
-    "Cortex-A76": Processor("cortex-a76", 4, 2),
-    "Cortex-A78AE": Processor("cortex-a78ae", 4, 2),
+    "Cortex-A57": "cortex-a57",
+    "Cortex-A72": "cortex-a57",  # the same instruction set, compiled alike
+    "Cortex-A76": "cortex-a76",
+    "Cortex-A78AE": "cortex-a78ae",
 }
 
 # Of the whole board while a CPU or GPU decodes, in watts, as published.
@@ -62,13 +58,17 @@ DECODING_W = {
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Milliseconds per token; ``bound`` says what attention waits for. joules: None where no power is known."""
+    """Milliseconds per token; ``bound`` says what attention waits for. joules: None where no power is known.
+
+    tokens_per_s: least and most that a measurement may give without refuting the prediction.
+    """
 
     token_ms: float
     weights_ms: float
     attention_ms: float
     bound: str
     joules: float | None
+    tokens_per_s: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,31 +78,31 @@ class Machine:
     weights_rate: float
     cache_rate: float
     cycles_rate: float = 0.0
-    processor: Processor | None = None
     watts: float | None = None
 
 
 def predict(need: Need, machine: Machine) -> Prediction:
     weights, memory, work = need.weights_bytes / machine.weights_rate, need.cache_bytes / machine.cache_rate, 0.0
-    processor, watts = machine.processor, machine.watts
-    if processor and need.instructions is not None and need.vectors is not None:
-        cycles = max(need.instructions / processor.decoded, need.vectors / processor.vectors)
-        work = cycles / machine.cycles_rate
+    if machine.cycles_rate and need.cycles is not None:
+        work = need.cycles / machine.cycles_rate
     attention = max(memory, work)
     total = weights + attention
+    least = weights / BEST_SHARE + max(memory / BEST_SHARE, work)
     return Prediction(
         token_ms=total * 1e3,
         weights_ms=weights * 1e3,
         attention_ms=attention * 1e3,
-        bound="instructions" if work > memory else "memory",
-        joules=None if watts is None else watts * total,
+        bound="cycles" if work > memory else "memory",
+        joules=None if machine.watts is None else machine.watts * total,
+        tokens_per_s=((1 - TOLERANCE) / total, 1 / least),
     )
 
 
 def machine_of(key: str, board: Board) -> Machine:
     rate = (board.measured_gb_s or board.peak_gb_s * SHARE_OF_PEAK) * 1e9
     watts = DECODING_W[key][0] if key in DECODING_W else None
-    return Machine(rate, rate, board.cores * board.clock_mhz * 1e6, PROCESSORS.get(board.cpu), watts)
+    cycles = board.cores * board.clock_mhz * 1e6 if board.cpu in PROCESSORS else 0.0
+    return Machine(rate, rate, cycles, watts)
 
 
 def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[
     for key in arguments.board or boards():
         board = boards()[key]
         processor = PROCESSORS.get(board.cpu)
-        rows = counts.get(processor.counted) if processor else None
+        rows = counts["cpus"].get(processor) if processor else None
         predicted = []
         for text, depth, cache in held:
             need = need_of(arch, arguments.weights, cache, rows)
@@ -121,7 +121,7 @@ def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[
             prediction = dataclasses.asdict(predict(need, machine_of(key, board)))
             predicted.append({"kv": text, "depth": depth, "fits": fits} | prediction)
         result.append(
-            {"board": board.name, "assumed": assumptions(key, board, processor), "predictions": predicted}
+            {"board": board.name, "assumed": assumptions(key, board, counts["models"]), "predictions": predicted}
         )
     return result
 
@@ -129,23 +129,26 @@ def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[
 def print_boards(found: list[dict[str, Any]]) -> None:
     for board in found:
         print(f"\nPREDICTED for {board['board']}: {board['assumed']}")
-        columns = f"{'ms/token':>10}{'weights':>9}{'attention':>11}  {'bound by':<13}{'J/token':>8}"
+        columns = f"{'ms/token':>10}{'weights':>9}{'attention':>11}  {'bound by':<9}{'J/token':>8}{'tokens/s':>13}"
         print(f"{'kv':<26}{'depth':>7}{columns}")
         for p in board["predictions"]:
             joules = "n/a" if p["joules"] is None else f"{p['joules']:.2f}"
             times = f"{p['token_ms']:>10.1f}{p['weights_ms']:>9.1f}{p['attention_ms']:>11.1f}"
             room = "" if p["fits"] else "  more than its RAM"
-            print(f"{p['kv'][:25]:<26}{p['depth']:>7}{times}  {p['bound']:<13}{joules:>8}{room}")
+            least, most = p["tokens_per_s"]
+            must = f"{least:>7.2f} - {most:.2f}"
+            print(f"{p['kv'][:25]:<26}{p['depth']:>7}{times}  {p['bound']:<9}{joules:>8}{must}{room}")
 
 
-def assumptions(key: str, board: Board, processor: Processor | None) -> str:
+def assumptions(key: str, board: Board, models: dict[str, str]) -> str:
     if board.measured_gb_s:
         reading = f"{board.measured_gb_s:g} GB/s published"
     else:
         share = f"{SHARE_OF_PEAK:.0%} of {board.peak_gb_s:g}"
         reading = f"{board.peak_gb_s * SHARE_OF_PEAK:.1f} GB/s ({share}, the Pi 5's share)"
     cores = f"{board.cores} x {board.cpu} at {board.clock_mhz} MHz"
-    width = f"{processor.decoded} instructions a cycle" if processor else "bytes only, no instructions counted"
+    model = models.get(PROCESSORS.get(board.cpu, ""))
+    width = f"cycles of LLVM's {model}" if model else "bytes only, no cycles counted"
     watts, source = DECODING_W.get(key, (None, None))
     return f"{cores}, {width}; {reading}; " + (f"{watts:g} W ({source})" if watts else "no power known")
 
@@ -169,7 +172,7 @@ def check(bench: dict[str, Any]) -> tuple[Machine, list[tuple[str, int, float, f
     weights = weights_bytes(architecture(load_shape(settings["model"], n_layers)), settings["weights"])
     machine = achieved(bench, weights, n_layers)
     for t in bench["timings"]:
-        need = Need(weights, n_layers * t["bytes_read_layer"], None, None)
+        need = Need(weights, n_layers * t["bytes_read_layer"], None)
         rows.append((t["kv"], t["depth"], predict(need, machine).token_ms, t["token_ms"]))
     return machine, rows
 

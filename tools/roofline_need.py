@@ -1,9 +1,9 @@
-"""What a token needs of a machine: the bytes that it reads, and the attention's instructions on Arm."""
+"""What a token needs of a machine: the bytes that it reads, and the attention's cycles on Arm."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from edgekv.kvcache.base import Geometry, KVCache, Workspace
 from edgekv.linear.formats import WEIGHTS, specs_bytes, store_specs
 from edgekv.models.architecture import Architecture
 
-HEAD_DIM = 128  # that instructions are counted for
+HEAD_DIM = 128  # that cycles are counted for
 FILL_TOKENS = 512  # synthetic keys and values drawn at a time
 
 Tokens = dict[str, float]  # kernel in the counts -> tokens that one query head does with it
@@ -29,17 +29,21 @@ def _all(*names: str) -> Callable[[Any], Tokens]:
     return lambda cache: dict.fromkeys((*names, "softmax"), cache.n_seen)
 
 
-def _onebit(cache: Any) -> Tokens:
-    exact = cache.n_seen - cache.n_bulk
-    packed = dict.fromkeys(("onebit scores", "onebit centres", "onebit values"), cache.n_bulk)
-    return packed | {"scores f16": exact, "values f16": exact, "softmax": cache.n_seen}
+def _planes(cache: Any) -> Tokens:
+    exact, knobs = cache.n_seen - cache.n_bulk, cache.knobs
+    names = f"{knobs.k_bits}-bit scan", "centres", "weights in bytes", f"{knobs.v_bits}-bit values"
+    return dict.fromkeys(names, cache.n_bulk) | {
+        "scores f16": exact,
+        "values f16": exact,
+        "softmax": cache.n_seen,
+    }
 
 
 def _bitplane(cache: Any) -> Tokens:
     exact, (chosen, full) = cache.n_seen - cache.n_bulk, cache.value_codec.counts
     return {
-        "onebit scores": cache.n_bulk,
-        "onebit centres": cache.n_bulk,
+        "1-bit scan": cache.n_bulk,
+        "centres": cache.n_bulk,
         "bitplane key unpacked": chosen / cache.geometry.n_rep,
         "bitplane key": chosen,
         "bitplane value, 2 planes": chosen - full,
@@ -54,13 +58,14 @@ def _fier(cache: Any) -> Tokens:
     return {"fier scores": cache.n_seen} | dict.fromkeys(("fier key", "fier value", "softmax"), cache.knobs.k)
 
 
-# Schemes whose instructions are counted; of others only the bytes are.
+# Schemes whose cycles are counted; of others only the bytes are.
 SCHEMES: dict[str, Callable[[Any], Tokens]] = {
     "dense": _dense,
-    "h1b": _all("h1b scores", "h1b values"),
+    "h1b": _all("h1b scores", "weights in bytes", "h1b values"),
     "int4": _all("scores 4-bit", "values 4-bit"),
     "kivi2": _all("kivi scores", "kivi values"),
-    "onebit": _onebit,
+    "planes": _planes,
+    "onebit": _planes,
     "bitplane": _bitplane,
     "fier": _fier,
 }
@@ -68,12 +73,11 @@ SCHEMES: dict[str, Callable[[Any], Tokens]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What one token needs, all layers together: bytes, and instructions of the attention (None: not counted)."""
+    """What one token needs, all layers together: bytes, and cycles of the attention (None: not counted)."""
 
     weights_bytes: int
     cache_bytes: int
-    instructions: float | None
-    vectors: float | None
+    cycles: float | None
 
 
 def weights_bytes(arch: Architecture, weights: str) -> int:
@@ -107,29 +111,32 @@ def filled_cache(spec: CacheSpec, geometry: Geometry) -> KVCache:
     return cache
 
 
-def instructions(cache: KVCache, counts: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Of one layer and token, all query heads: all, and those on vectors. None: the scheme is not counted."""
+def cycles(cache: KVCache, counts: Sequence[dict[str, Any]]) -> float | None:
+    """Of one layer and token, all query heads, on one core. None: the scheme is not counted."""
     if cache.name not in SCHEMES:
         return None
-    by_kernel, total, vectors = {row["kernel"]: row for row in counts}, 0.0, 0.0
+    by_kernel, total, n_rep = {row["kernel"]: row for row in counts}, 0.0, cache.geometry.n_rep
     for kernel, tokens in SCHEMES[cache.name](cache).items():
-        row = by_kernel[kernel]
-        part = row["instructions_per_token"] * tokens * cache.geometry.n_heads
-        if kernel != "softmax":
-            part *= cache.geometry.head_dim / HEAD_DIM
-        total += part
-        vectors += part * row["vector"] / row["loop"]
-    return total, vectors
+        part = by_kernel[together(kernel, n_rep, by_kernel)]["cycles_per_token"] * tokens * cache.geometry.n_heads
+        total += part if kernel == "softmax" else part * cache.geometry.head_dim / HEAD_DIM
+    return total
+
+
+def together(kernel: str, n_rep: int, names: Container[str]) -> str:
+    """The loop that does as many of n_rep rows at once as there is one for."""
+    for rows in (4, 2):
+        if rows <= n_rep and f"{kernel}, {rows} rows" in names:
+            return f"{kernel}, {rows} rows"
+    return kernel
 
 
 def need_of(arch: Architecture, weights: str, cache: KVCache, counts: Sequence[dict[str, Any]] | None) -> Need:
     n_layers = arch.config.n_layers
-    work = instructions(cache, counts) if counts else None
+    work = cycles(cache, counts) if counts else None
     return Need(
         weights_bytes=weights_bytes(arch, weights),
         cache_bytes=n_layers * cache.bytes_read(),
-        instructions=work and n_layers * work[0],
-        vectors=work and n_layers * work[1],
+        cycles=work and n_layers * work,
     )
 
 

@@ -11,6 +11,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
 
 SHARED = 0.05  # of the cores' time for other programs: from here on the page says so
+MOSTLY = 0.5
 NA = "n/a"
 T = TypeVar("T")
 
@@ -71,9 +72,10 @@ def _day(board: Board) -> str:
 def _warnings(board: Board) -> list[str]:
     lines = []
     if others(board) > SHARED:
+        what = "are lower than they would be alone" if others(board) < MOSTLY else "say nothing about the machine"
         lines.append(
-            f"The machine was shared: other programs took {others(board):.0%} of the cores' time. Its figures are "
-            "lower than they would be alone.\n"
+            f"The machine was shared: other programs took {others(board):.0%} of the cores' time. "
+            f"The figures {what}.\n"
         )
     if board.plan.shapes == ("tiny",):
         lines.append("A smoke test on a tiny model: its figures say nothing about the machine.\n")
@@ -206,7 +208,12 @@ def _left_out(board: Board) -> list[str]:
     if not board.left_out:
         return []
     by_reason: dict[str, list[str]] = {}
+    begun = {shape for shape in board.plan.shapes if any(m.key.startswith(f"{shape}, ") for m in board.measured)}
     for left in board.left_out:
-        by_reason.setdefault(left.why, []).append(left.what)
+        shape = left.what.partition(", ")[0]
+        what = by_reason.setdefault(left.why, [])
+        text = left.what if shape in begun else f"all of {shape}"
+        if text not in what:
+            what.append(text)
     lines = [f"- {why}: {'; '.join(what)}" for why, what in by_reason.items()]
     return ["## Left out\n", *lines, ""]

@@ -36,11 +36,16 @@ def machine_info(root: Root = "/") -> dict[str, Any]:
         "cpu": _cpuinfo_value(cpuinfo, "model name"),
         "board": _board(pathlib.Path(root), cpuinfo),
         "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": all_cores(),
         "ram_bytes": int(psutil.virtual_memory().total),
         "os": platform.platform(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _LIBRARIES},
     }
+
+
+def all_cores(threads: int | None = None) -> int:
+    """``threads``, or as many as this process may use."""
+    return threads or len(os.sched_getaffinity(0))
 
 
 def available_memory_bytes(root: Root = "/") -> int:
@@ -84,6 +89,12 @@ def peak_rss_bytes() -> int:
     peak = re.search(r"^VmHWM:\s*(\d+) kB$", _read(pathlib.Path("/proc/self/status")), re.MULTILINE)
     kib = int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kib * 1024
+
+
+def reset_peak_rss() -> None:
+    """`peak_rss_bytes` counts from now on, where the kernel can do that; elsewhere from the start, as before."""
+    with contextlib.suppress(OSError):
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
 def require_memory(parts: Mapping[str, int], available: int) -> None:

@@ -1,7 +1,7 @@
-"""Arrays by what their elements are, and what long work tells of itself."""
+"""Arrays by what their elements are, what long work tells of itself, and numbers of threads."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,3 +21,10 @@ StageProgress = Callable[[str, int, int], None]
 """Is called with the stage of the work, what is done of it, and the total."""
 LayerProgress = Callable[[int, int], None]
 """Is called while a prompt is read, with the layers that are done, and all layers."""
+
+
+class Threads(NamedTuple):
+    """How many threads the weight products use: for a token, and for a prompt (at least as many)."""
+
+    decode: int
+    prompt: int

@@ -11,7 +11,7 @@ import grimp
 LAYERS = (
     ("edgekv.__main__",),
     ("edgekv.cli",),
-    ("edgekv.server",),
+    ("edgekv.server", "edgekv.board"),
     ("edgekv.chat", "edgekv.quality"),
     ("edgekv.session",),
     ("edgekv.vision",),

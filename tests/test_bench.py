@@ -12,7 +12,7 @@ from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.random import random_store
-from edgekv.quality.bench import bench, bench_prefill
+from edgekv.quality.bench import SchemeTimer, bench, bench_prefill
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
@@ -41,6 +41,25 @@ def test_every_scheme_is_timed_in_parts_that_add_up(decoder: Decoder) -> None:
         assert min(t.parts[name] for name in ATTENTION) >= 0 < t.parts["attend"], t.kv
         assert t.gb_per_s == pytest.approx(t.bytes_read_layer / t.attention_ms_layer / 1e6)
         assert 0 < t.bytes_read_layer <= t.cache_bytes
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_copied_cache_is_what_filling_it_gives(
+    name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters, what was fitted, and every array of every layer."""
+    states = []
+    for copies in (True, False):
+        runner = SchemeTimer(decoder, decoder.linear, decoder.kernels, CacheSpec.parse(name), 300, 8)
+        if not copies:
+            monkeypatch.setattr(runner, "_first_alike", lambda caches=runner.caches: caches)
+        runner.fill()
+        states.append([cache.state() for cache in runner.caches])
+    for copied, filled in zip(*states, strict=True):
+        assert copied.counters == filled.counters
+        assert str(copied.fitted) == str(filled.fitted)
+        for array, expected in copied.arrays.items():
+            np.testing.assert_array_equal(expected, filled.arrays[array])
 
 
 def test_prefill_counts_the_prompt(decoder: Decoder) -> None:

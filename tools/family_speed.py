@@ -23,6 +23,7 @@ from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.onnx import OrtLinear
 from edgekv.linear.random import random_store
 from edgekv.machine import blas_threads
+from edgekv.types import Threads
 
 SHAPES = ("gemma2-2b", "gemma3-1b", "phi3-mini-4k", "smollm3-3b", "olmo2-1b", "granite3.3-2b", "ministral3-3b")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -33,7 +34,7 @@ DEPTH, STEPS, FASTEST = 500, 30, 6
 def opened(config: dict[str, Any]) -> tuple[CpuDecoder, list[KVCache]]:
     """A decoder of random weights and caches that hold DEPTH tokens."""
     store = random_store(config, WEIGHTS["int4"])
-    decoder = CpuDecoder(store, OrtLinear(store, 1), numba_kernels(1), DEPTH + STEPS, 1)
+    decoder = CpuDecoder(store, OrtLinear(store, Threads(1, 1)), numba_kernels(1), DEPTH + STEPS, 1)
     caches = CacheSpec.parse("dense").layers(decoder.config, DEPTH + STEPS)
     for cache in caches:
         cache.allocate(decoder.kernels, decoder.workspace)

@@ -27,6 +27,7 @@ COMMANDS = {
     "warm": "edgekv.cli.warm.WARM",
     "eval": "edgekv.cli.evaluate.EVAL",
     "bench": "edgekv.cli.bench.BENCH",
+    "board": "edgekv.cli.board.BOARD",
     "power": "edgekv.cli.power.POWER",
 }
 """Where each `Command` is; the one that is asked for is imported, and no other."""

@@ -21,7 +21,6 @@ from edgekv.quality.bench import Prefill, Timing, bench, bench_prefill
 from edgekv.quality.shape_model import shape_model
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
-from edgekv.session.opening import all_cores
 
 SCHEMES = "dense,h1b,onebit,bitplane"
 
@@ -52,7 +51,6 @@ def _execute(arguments: argparse.Namespace) -> int:
         require_matplotlib()
     specs = CacheSpec.parse_list(arguments.kv)
     depths, lengths = lengths_of("--ctx", arguments.ctx, 0), lengths_of("--prefill", arguments.prefill, 1)
-    threads = all_cores(arguments.threads)
     with Bars() as bars:
         model = _model(arguments, max([*depths, *lengths]) + 1, bars)
         form = model.weight_format(arguments.weights)
@@ -64,12 +62,14 @@ def _execute(arguments: argparse.Namespace) -> int:
         for spec in specs:
             needed[f"{spec.scheme.name} cache"] = spec.planned_bytes(model.config, max(depths) + room)
         require_memory(needed, available_memory_bytes())
-        decoder = find_device("cpu").decoder(model, form, capacity, threads, bars.update)
+        decoder = find_device("cpu").decoder(model, form, capacity, arguments.threads, bars.update)
         bandwidth = Bandwidth()
         timings = bench(decoder, specs, depths, tokens=arguments.tokens, bandwidth=bandwidth, progress=bars.update)
         prefills = bench_prefill(decoder, specs, lengths)
     shape = f"{arguments.shape}, {model.config.n_layers} layers" if arguments.shape else model.name
-    print(f"{shape}, {form.name} weights, {threads} threads; memory read at {bandwidth.best / 1e9:.1f} GB/s")
+    print(
+        f"{shape}, {form.name} weights, {decoder.threads} threads; memory read at {bandwidth.best / 1e9:.1f} GB/s"
+    )
     print(table(timings, arguments.wide))
     if prefills:
         print(prefill_table(prefills))
@@ -82,7 +82,8 @@ def _execute(arguments: argparse.Namespace) -> int:
                 "model": arguments.shape or model.name,
                 "layers": model.config.n_layers,
                 "weights": form.name,
-                "threads": threads,
+                "threads": decoder.threads,
+                "products": decoder.linear.threads and decoder.linear.threads._asdict(),
             },
             "machine": machine_info(),
         }

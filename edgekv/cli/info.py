@@ -7,6 +7,8 @@ import json
 
 from edgekv.cli.options import Command, add_source_options, bytes_text, model_path
 from edgekv.linear.formats import WEIGHTS
+from edgekv.linear.threads import FEW_CORES, remembered
+from edgekv.machine import all_cores
 from edgekv.session.model import Model
 
 
@@ -39,7 +41,8 @@ def _info(arguments: argparse.Namespace) -> int:
         "tokenizer": str(model.tokenizer_path) if model.tokenizer_path else None,
         "image_token": model.image_token,
         "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},
-        "auto_weights": model.weight_format("auto").name,
+        "auto_weights": own.name,
+        "threads": _threads_text(model),
         "identity": model.identity,
     }
     if arguments.json:
@@ -50,6 +53,17 @@ def _info(arguments: argparse.Namespace) -> int:
             value = ", ".join(f"{k} {bytes_text(v)}" for k, v in value.items())
         print(f"{name:<18}{'none' if value is None else value}")
     return 0
+
+
+def _threads_text(model: Model) -> str:
+    """How many threads its products will use here."""
+    cores = all_cores()
+    if cores <= FEW_CORES:
+        return f"all {cores} cores"
+    known = remembered(model.arch, model.weight_format("auto"))
+    if known is None:
+        return f"of {cores} cores, as many as the first load finds fastest"
+    return f"of {cores} cores {known.decode} for a token's products, {known.prompt} for a prompt's: measured here"
 
 
 INFO = Command("print a model's shapes and the bytes of its weights, without reading them", _info_arguments, _info)

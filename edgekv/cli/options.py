@@ -103,7 +103,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--ctx", type=positive_int, metavar="N", help="context in tokens (default 8192 or the model's)"
     )
     parser.add_argument("--tokenizer", metavar="PATH", help="a tokenizer file or folder, if not beside the model")
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
+    parser.add_argument(
+        "--threads",
+        type=positive_int,
+        metavar="N",
+        help="cores to use (default: all, or fewer for weight products where these are faster)",
+    )
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:

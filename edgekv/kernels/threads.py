@@ -48,9 +48,9 @@ def count() -> int:
     return _n_threads
 
 
-def run_parallel(kernel: Callable[..., None], *args: Any) -> None:
-    """Calls a `parallel_jit` kernel with `count()` threads, from any Python thread."""
-    n_threads = count()
+def run_parallel(kernel: Callable[..., None], *args: Any, n_threads: int | None = None) -> None:
+    """Calls a `parallel_jit` kernel with ``n_threads``, or `count()` threads, from any Python thread."""
+    n_threads = n_threads or count()
     before = numba.get_num_threads()  # Numba keeps it per Python thread
     if before != n_threads:
         numba.set_num_threads(n_threads)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from edgekv.types import F32
+from edgekv.types import F32, Threads
 
 
 class LinearBlocks(Protocol):
     """Activations are float32 (n, channels), on the host or on the backend's device.
 
-    weights_bytes: of all weights that it reads.
+    weights_bytes: of all weights that it reads. threads: those of its products, where it has own ones.
     """
 
     weights_bytes: int
+    threads: Threads | None = None
 
     def attention_in(self, i: int, x: F32) -> F32:
         """x (n, hidden) before layer i -> fused queries, keys, values (n, (n_heads + 2 n_kv_heads) * head_dim)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,9 @@ from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.runtime import ort
 from edgekv.linear.store import WeightStore
 from edgekv.machine import return_large_blocks
-from edgekv.types import F32
+from edgekv.types import F32, Threads
+
+LEAST_ROWS = 32  # of a prompt, that are worth a call of their own
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -58,27 +61,45 @@ class OnnxBlock:
 
 
 class OrtLinear(LinearBlocks):
-    """The three blocks of every layer, run by onnxruntime with ``threads`` threads."""
+    """The three blocks of every layer, run by onnxruntime.
 
-    def __init__(self, store: WeightStore, threads: int) -> None:
+    A session's threads can't be changed, and another set of sessions would keep the packed weights twice. So the
+    sessions have those for a token, and where prompts are to have more, the others call with rows of their own.
+    """
+
+    def __init__(self, store: WeightStore, threads: Threads) -> None:
         return_large_blocks()
         c = store.arch.config
         widths: dict[str, int] = {}
         for i in range(c.n_layers):
             widths |= {f"{i}.in.onnx": c.q_size + 2 * c.kv_size, f"{i}.out.onnx": c.hidden_size}
         widths["head.onnx"] = c.vocab_size
-        with ThreadPoolExecutor(max(threads, 1)) as pool:
+        with ThreadPoolExecutor(threads.prompt) as pool:
             blocks = list(
-                pool.map(lambda item: OnnxBlock(store.folder / item[0], threads, item[1]), widths.items())
+                pool.map(lambda item: OnnxBlock(store.folder / item[0], threads.decode, item[1]), widths.items())
             )
         self._in, self._out, self._head = blocks[0:-1:2], blocks[1:-1:2], blocks[-1]
-        self.weights_bytes = store.nbytes
+        self.weights_bytes, self.threads = store.nbytes, threads
+        self._callers = 1 + threads.prompt - threads.decode
+        self._pool = ThreadPoolExecutor(self._callers, thread_name_prefix="edgekv-products")
 
     def attention_in(self, i: int, x: F32) -> F32:
-        return self._in[i](x=x)
+        return self._run(self._in[i], x=x)
 
     def attention_out(self, i: int, x: F32, attention: F32) -> F32:
-        return self._out[i](x=x, attention=attention)
+        return self._run(self._out[i], x=x, attention=attention)
 
     def head(self, x: F32) -> F32:
-        return self._head(x=x)
+        return self._run(self._head, x=x)
+
+    def _run(self, block: OnnxBlock, **inputs: F32) -> F32:
+        n = len(inputs["x"])
+        parts = min(self._callers, n // LEAST_ROWS)
+        if parts < 2:
+            return block(**inputs)
+        ends = [n * part // parts for part in range(parts + 1)]
+        jobs = [
+            self._pool.submit(block, **{name: rows[a:b] for name, rows in inputs.items()})
+            for a, b in itertools.pairwise(ends)
+        ]
+        return np.concatenate([job.result() for job in jobs])

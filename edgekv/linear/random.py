@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pathlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,10 +72,14 @@ class RandomWeights(CheckpointWeights):
         return drawn
 
 
+def random_folder(config: dict[str, Any], form: WeightFormat) -> pathlib.Path:
+    """Where the shape's store is, or would be."""
+    return default_folder(RandomWeights(config).source.identity, form)
+
+
 def random_store(config: dict[str, Any], form: WeightFormat, progress: StageProgress | None = None) -> WeightStore:
     """The shape's store in the cache folder, made at the first call."""
-    weights = RandomWeights(config)
-    folder = default_folder(weights.source.identity, form)
+    weights, folder = RandomWeights(config), random_folder(config, form)
     if not is_store(folder):
         build(weights, form, folder, progress)
     return WeightStore(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.base import KVCache
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.machine import blas_threads
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
@@ -51,7 +53,7 @@ class TimedLinear:
     """`LinearBlocks`, their time counted as matmul."""
 
     def __init__(self, linear: LinearBlocks, watch: Stopwatch) -> None:
-        self.weights_bytes = linear.weights_bytes
+        self.weights_bytes, self.threads = linear.weights_bytes, linear.threads
         self.attention_in = watch.timed("matmul", linear.attention_in)
         self.attention_out = watch.timed("matmul", linear.attention_out)
         self.head = watch.timed("matmul", linear.head)
@@ -81,6 +83,7 @@ class SchemeTimer:
     def fill(self) -> None:
         """Synthetic contents: normal keys around a drifting mean, normal values, the same in every layer."""
         c, rng = self.decoder.config, np.random.default_rng(0)
+        own = list(dict.fromkeys(self._first_alike()))
         drift = np.zeros((c.n_kv_heads, 1, c.head_dim), np.float32)
         for start in range(0, self.depth, FILL_TOKENS):
             n = min(FILL_TOKENS, self.depth - start)
@@ -88,13 +91,24 @@ class SchemeTimer:
             k = rng.standard_normal((c.n_kv_heads, n, c.head_dim), np.float32) + drift
             v = rng.standard_normal(k.shape, np.float32)
             q = rng.standard_normal((c.n_heads, n, c.head_dim), np.float32) / np.float32(np.sqrt(c.head_dim))
-            for cache in self.caches:
+            for cache in own:
                 if start:
                     cache.extend(k, v)
                 else:
                     cache.prefill(q, k, v)
             if not start:
-                type(self.caches[0]).finish_prefill(self.caches)
+                type(own[0]).finish_prefill(own)
+        for cache, like in zip(self.caches, self._first_alike(), strict=True):
+            if cache is not like:
+                filled = like.state()
+                for name, array in cache.prepare(filled.counters, copy.deepcopy(filled.fitted)).items():
+                    array[:] = filled.arrays[name]
+
+    def _first_alike(self) -> list[KVCache]:
+        """For each layer the first whose cache is laid out as its own: that one is filled for all of them."""
+        first: dict[Any, KVCache] = {}
+        keys = [(type(cache), str(cache.layout()), cache.geometry.sliding_window) for cache in self.caches]
+        return [first.setdefault(key, cache) for key, cache in zip(keys, self.caches, strict=True)]
 
     def decode(self, n: int, fine: bool) -> None:
         """n more tokens; with ``fine`` the kernels are timed, and the token's total is not used."""

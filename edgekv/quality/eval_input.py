@@ -8,11 +8,11 @@ from typing import Any
 from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
-from edgekv.machine import machine_info
+from edgekv.machine import all_cores, machine_info
 from edgekv.quality.evaluate import REFERENCE
 from edgekv.session.devices import find_device
 from edgekv.session.head_bits import give_heads_bits
-from edgekv.session.opening import all_cores, open_model, open_tokenizer
+from edgekv.session.opening import open_model, open_tokenizer
 from edgekv.session.options import LoadOptions, Path
 from edgekv.session.plan import SessionPlan
 from edgekv.types import StageProgress

@@ -23,13 +23,18 @@ def shape_model(
     positions: tokens that it must be able to read. weights: a format's name, or auto. Raises ConfigError (field
     shape, or weights).
     """
+    config = shape_config(shape, n_layers, positions)
+    store = random_store(config, weight_format(weights, architecture(config)), progress)
+    return Model(pathlib.Path(store.folder), config, store.identity, None, store)
+
+
+def shape_config(shape: str, n_layers: int | None, positions: int) -> dict[str, Any]:
+    """The config that `shape_model` draws weights for."""
     config = load_shape(shape, n_layers, None)
     arch = architecture(config)
     if arch.learned_positions and positions > arch.config.max_positions:
         config = load_shape(shape, n_layers, positions + SPARE_POSITIONS)
-        arch = architecture(config)
-    store = random_store(config, weight_format(weights, arch), progress)
-    return Model(pathlib.Path(store.folder), config, store.identity, None, store)
+    return config
 
 
 def unread_model(name: str, config: dict[str, Any]) -> Model:

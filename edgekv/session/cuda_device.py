@@ -9,6 +9,7 @@ from edgekv.kernels.cuda.loops import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
+from edgekv.machine import all_cores
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 from edgekv.types import StageProgress
@@ -58,7 +59,8 @@ class CudaDevice(Device):
         return cupy_driver.free_bytes()
 
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: StageProgress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
     ) -> CudaDecoder:
         driver = cupy_driver.CupyDriver()
-        return CudaDecoder(DeviceWeights(model.store(form, progress), driver, progress), driver, capacity, threads)
+        weights = DeviceWeights(model.store(form, progress), driver, progress)
+        return CudaDecoder(weights, driver, capacity, all_cores(threads))

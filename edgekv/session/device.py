@@ -33,6 +33,9 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: StageProgress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
     ) -> Decoder:
-        """Loads the weights in this format."""
+        """Loads the weights in this format.
+
+        threads: cores to use; None: all, but for weight products as many as are fastest.
+        """

@@ -15,7 +15,9 @@ from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.onnx import OrtLinear
 from edgekv.linear.reference import NumpyLinear
+from edgekv.linear.threads import product_threads
 from edgekv.linear.weights import Weights
+from edgekv.machine import all_cores
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 from edgekv.types import StageProgress
@@ -27,26 +29,26 @@ AUTO = "auto"
 class HostDevice(Device):
     """This machine's cores: the linear layers' backend, and the attention kernels."""
 
-    open_linear: Callable[[Model, WeightFormat, int, StageProgress | None], tuple[Weights, LinearBlocks]]
+    open_linear: Callable[[Model, WeightFormat, int | None, StageProgress | None], tuple[Weights, LinearBlocks]]
     open_kernels: Callable[[int], Kernels]
 
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int, progress: StageProgress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
     ) -> Decoder:
-        kernels = self.open_kernels(threads)
+        kernels = self.open_kernels(all_cores(threads))
         weights, linear = self.open_linear(model, form, threads, progress)
-        return CpuDecoder(weights, linear, kernels, capacity, threads)
+        return CpuDecoder(weights, linear, kernels, capacity, all_cores(threads))
 
 
 def _onnxruntime(
-    model: Model, form: WeightFormat, threads: int, progress: StageProgress | None
+    model: Model, form: WeightFormat, threads: int | None, progress: StageProgress | None
 ) -> tuple[Weights, LinearBlocks]:
     store = model.store(form, progress)
-    return store, OrtLinear(store, threads)
+    return store, OrtLinear(store, product_threads(store, threads))
 
 
 def _numpy(
-    model: Model, form: WeightFormat, threads: int, progress: StageProgress | None
+    model: Model, form: WeightFormat, threads: int | None, progress: StageProgress | None
 ) -> tuple[Weights, LinearBlocks]:
     weights = model.weights if form.bits == 32 else model.store(form, progress)
     return weights, NumpyLinear(weights)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 from edgekv.decoder.decoder import Decoder
@@ -47,13 +46,16 @@ class LoadedModel:
         return self.turns.decoder
 
     def settings(self) -> dict[str, Any]:
-        """For the report: every setting by its option's name."""
+        """For the report: every setting by its option's name, and the threads of the weight products."""
+        products = self.decoder.linear.threads
         return {
             "kv": str(self.plan.kv),
             "weights": self.plan.weights,
             "ctx": self.plan.ctx,
             "device": self.device,
             "threads": self.decoder.threads,
+            "decode_threads": products and products.decode,
+            "prompt_threads": products and products.prompt,
             "adapter": self.model.adapter and self.model.adapter.path.name,
         }
 
@@ -81,7 +83,7 @@ def open_session(options: LoadOptions, model: Model, *, progress: StageProgress 
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
     form = model.weight_format(plan.weights)
     with memory_errors("loading", place.free_bytes):
-        decoder = place.decoder(model, form, plan.ctx, all_cores(options.threads), progress)
+        decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
         kv = give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress)
         plan = plan.with_kv(kv, model)
         compile_s = _warm_up(decoder, plan.kv, plan.ctx, progress)
@@ -135,11 +137,6 @@ def open_tokenizer(model: Model) -> Tokenizer:
             field="tokenizer",
         )
     return load_tokenizer(model.tokenizer_path, config=model.text_config)
-
-
-def all_cores(threads: int | None) -> int:
-    """``threads``, or as many as this process may use."""
-    return threads or len(os.sched_getaffinity(0))
 
 
 def _warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: StageProgress | None) -> float:

@@ -30,7 +30,8 @@ class LoadOptions:
         path of a smaller model with the same vocabulary.
     device: "cpu" (onnxruntime and Numba), "cuda" (CuPy), "numpy" (the slow reference), or "auto": cuda where CuPy,
         a GPU and the scheme's kernels are, else cpu.
-    threads: cores to use; None is all that this process may use.
+    threads: cores to use; None is all that this process may use, and for weight products as many of them as a
+        short measurement at the first load finds fastest, which is then remembered.
     slots: conversations that may generate at once, each a `Session.fork` in a thread of its own: their tokens
         share passes of the linear layers, and a prompt is read between them. More than 1: device "cpu" or
         "numpy", and no drafts.

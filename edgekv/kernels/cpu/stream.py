@@ -1,4 +1,4 @@
-"""The machine's own speed limit: reading memory once, in order, on all threads."""
+"""The machine's own speed limit: reading memory once, in order, on all threads or on some."""
 
 import time
 
@@ -19,15 +19,16 @@ ZERO = np.float32(0)
 
 
 class Bandwidth:
-    """Bytes per second that all threads together stream from memory: the best pass so far.
+    """Bytes per second that ``n_threads`` (None: `threads.count()`) together stream from memory: the best so far.
 
     Passes taken between a benchmark's rounds see the machine in the state that the benchmark sees.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, n_threads: int | None = None) -> None:
+        self._n = n_threads or threads.count()
         self._elements = zeros((PROBE_BYTES // 4,), np.float32)
         self._elements.fill(1)
-        self._sums = np.zeros((threads.count(), 16), np.float32)  # a cache line each
+        self._sums = np.zeros((self._n, 16), np.float32)  # a cache line each
         self.best = 0.0
         self.sample()
         self.sample()  # the first one compiled
@@ -35,7 +36,8 @@ class Bandwidth:
     def sample(self) -> None:
         """Reads the probe once more; ``best`` is the most bytes per second so far."""
         begin = time.perf_counter()
-        threads.run_parallel(_sum_parallel, threads.count(), PROBE_BYTES // 4 // LINE, self._elements, self._sums)
+        n_items, arrays = PROBE_BYTES // 4 // LINE, (self._elements, self._sums)
+        threads.run_parallel(_sum_parallel, self._n, n_items, *arrays, n_threads=self._n)
         self.best = max(self.best, PROBE_BYTES / (time.perf_counter() - begin))
 
 

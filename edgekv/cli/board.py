@@ -1,0 +1,117 @@
+"""`edgekv board`: measures this machine in about ten minutes and writes a page that others can compare."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+import msgspec
+
+from edgekv.board.energy import Metering, with_log
+from edgekv.board.page import page
+from edgekv.board.plan import FULL, QUICK
+from edgekv.board.record import Board, Machine, Plan, load, save
+from edgekv.board.run import NO_TIME, Run
+from edgekv.board.surroundings import surroundings
+from edgekv.checkpoint.shapes import read_shape
+from edgekv.checkpoint.writer import atomic_write
+from edgekv.cli.bars import Bars
+from edgekv.cli.options import Command, positive_int, say
+from edgekv.errors import ConfigError
+from edgekv.machine import machine_info
+from edgekv.power import METERS
+
+MINUTES = 10.0
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output",
+        default=".",
+        metavar="FOLDER",
+        help="where MACHINE.json and MACHINE.md go (default: here)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        metavar="N",
+        help="for this run; what it leaves out the next one measures (default %(default)g)",
+    )
+    parser.add_argument("--about", metavar="TEXT", help="cooling, case, power supply, room: what no file says")
+    parser.add_argument(
+        "--shape",
+        metavar="LIST",
+        help=f"shapes, the smallest first (default {','.join(FULL.shapes)})",
+    )
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: chosen at load)")
+    meter = parser.add_mutually_exclusive_group()
+    meter.add_argument("--power", default="auto", metavar="METER", help=f"auto (default), {', '.join(METERS)}")
+    meter.add_argument(
+        "--power-csv",
+        metavar="FILE",
+        help="energies from an external meter's log of this run, or of a finished one",
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test of half a minute on a tiny model")
+    parser.add_argument("--again", action="store_true", help="begin anew, not where an earlier run ended")
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.minutes <= 1e5:
+        raise ConfigError(f"--minutes {arguments.minutes:g}: accepted are minutes above 0")
+    metering = Metering(arguments.power)
+    board = _new_board(arguments, metering)
+    path = pathlib.Path(arguments.output) / f"{board.slug}.json"
+    pathlib.Path(arguments.output).mkdir(parents=True, exist_ok=True)
+    if path.exists() and not arguments.again:
+        board = _continued(path, board, arguments)
+    text = path.with_suffix(".md")
+    try:
+        with Bars() as bars:
+            Run(board, path, metering, 60 * arguments.minutes, say, bars.update).go()
+    finally:
+        atomic_write(text, page(board).encode())
+    if arguments.power_csv:
+        with_log(board, arguments.power_csv)
+        save(board, path)
+        atomic_write(text, page(board).encode())
+    print(f"{path}\n{text}")
+    later = sum(left.why == NO_TIME for left in board.left_out)
+    if later:
+        say(f"{later} measurements were left out for the time; the same command goes on with them")
+    return 0
+
+
+def _new_board(arguments: argparse.Namespace, metering: Metering) -> Board:
+    plan = QUICK if arguments.quick else FULL
+    if arguments.shape:
+        plan = msgspec.structs.replace(plan, shapes=tuple(arguments.shape.split(",")))
+    for shape in plan.shapes:
+        read_shape(shape)
+    plan = msgspec.structs.replace(plan, threads=arguments.threads)
+    machine = msgspec.convert(machine_info(), Machine)
+    return Board(1, machine, surroundings(arguments.about or ""), plan, metering.text)
+
+
+def _continued(path: pathlib.Path, new: Board, arguments: argparse.Namespace) -> Board:
+    """The board of an earlier run. Raises ConfigError where it is of another machine, version or plan."""
+    board = load(path)
+    for name, before, now in (
+        ("machine", board.machine, new.machine),
+        ("plan", _plan_text(board.plan), _plan_text(new.plan)),
+    ):
+        if before != now:
+            raise ConfigError(
+                f"{path}: was measured with another {name} ({before}, now {now}); begin anew with "
+                "--again, or give another --output"
+            )
+    if arguments.about:
+        board.surroundings = new.surroundings
+    return board
+
+
+def _plan_text(plan: Plan) -> str:
+    return f"{','.join(plan.shapes)}; threads {plan.threads or 'chosen'}; {plan.seconds:g} s each"
+
+
+BOARD = Command("measure this machine in ten minutes, for a page that others can compare", _arguments, _execute)

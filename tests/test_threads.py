@@ -1,0 +1,133 @@
+"""Threads of the weight products: measured once, remembered, overridden; and their number changes no sum."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.checkpoint.shapes import load_shape
+from edgekv.cli import main
+from edgekv.linear import threads
+from edgekv.linear.formats import WEIGHTS
+from edgekv.linear.onnx import LEAST_ROWS, OrtLinear
+from edgekv.linear.random import random_store
+from edgekv.linear.store import WeightStore
+from edgekv.types import Threads
+
+MODEL = "demo"
+
+
+@pytest.fixture(params=["int4", "int8-32", "f32"])
+def store(request: pytest.FixtureRequest) -> WeightStore:
+    return random_store(load_shape("tiny", 2), WEIGHTS[request.param])
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("decode", "prompt", "chosen"),
+    [
+        ({4: 1.0, 3: 0.9, 2: 1.0, 1: 1.8}, {4: 1.0, 3: 1.3, 2: 2.0, 1: 4.0}, (3, 4)),  # one core less is faster
+        ({4: 1.0, 3: 1.01, 2: 1.02, 1: 1.8}, {4: 1.0, 3: 1.3, 2: 2.0, 1: 4.0}, (2, 4)),  # memory is full with two
+        ({4: 1.0, 3: 1.3, 2: 1.9, 1: 3.8}, {4: 1.0, 3: 1.3, 2: 2.0, 1: 4.0}, (4, 4)),
+        ({8: 1.0, 6: 1.3, 4: 1.9, 2: 3.8}, {8: 2.0, 6: 1.3, 4: 1.0, 2: 4.0}, (8, 8)),  # never fewer in a prompt
+        ({8: 3.0, 6: 2.0, 4: 1.0, 2: 1.01}, {8: 2.0, 6: 1.3, 4: 1.0, 2: 4.0}, (2, 4)),  # four cores are slow ones
+    ],
+)
+def test_the_fewest_threads_that_are_nearly_as_fast(
+    decode: dict[int, float], prompt: dict[int, float], chosen: tuple[int, int]
+) -> None:
+    assert threads.choice(decode, prompt) == chosen
+
+
+def test_candidates_are_quarters_of_the_cores() -> None:
+    assert threads.candidates(4) == [4, 3, 2, 1]
+    assert threads.candidates(3) == [3, 2, 1]
+    assert threads.candidates(16) == [16, 12, 8, 4]
+
+
+def test_two_cores_are_both_used_unmeasured(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(threads, "measure", None)
+    assert threads.product_threads(store, None) == (2, 2)
+    assert threads.product_threads(store, 1) == (1, 1)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads.remembered(store.arch, store.form) is None
+    found = threads.product_threads(store, None)
+    assert 1 <= found.decode <= found.prompt <= 4
+    assert threads.remembered(store.arch, store.form) == found
+    monkeypatch.setattr(threads, "measure", None)
+    assert threads.product_threads(store, None) == found
+    assert threads.product_threads(store, 3) == (3, 3)
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": 2, "measured": {}}', '{"format": 1, "measured": 3}', "numbers of another kind"]
+)
+def test_what_can_not_be_used_is_measured_again(text: str) -> None:
+    store = random_store(load_shape("tiny", 1), WEIGHTS["int4"])
+    found = threads.product_threads(store, None)
+    file = cache_root() / "threads.json"
+    facts = json.loads(file.read_text())
+    key = next(iter(facts["measured"]))
+    if text.startswith("numbers"):
+        for wrong in ({"decode": 3, "prompt": 2}, {"decode": 0, "prompt": 4}, {"decode": "2"}, [2, 2]):
+            file.write_text(json.dumps(facts | {"measured": {key: wrong}}))
+            assert threads.remembered(store.arch, store.form) is None
+    else:
+        file.write_text(text)
+        assert threads.remembered(store.arch, store.form) is None
+    again = threads.product_threads(store, None)
+    assert threads.remembered(store.arch, store.form) == again
+    assert isinstance(found, Threads)
+
+
+def test_a_folder_that_can_not_be_written_costs_only_the_memory(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert threads.product_threads(store, None).prompt <= 4
+
+
+def test_products_are_the_same_with_any_number_of_threads(store: WeightStore) -> None:
+    """Of one row, and of prompts whose rows are shared by several callers."""
+    c, rng = store.arch.config, np.random.default_rng(0)
+    plain = OrtLinear(store, Threads(1, 1))
+    for n_threads in (Threads(2, 2), Threads(1, 2), Threads(1, 4), Threads(2, 3)):
+        linear = OrtLinear(store, n_threads)
+        assert linear.threads == n_threads
+        for n in (1, LEAST_ROWS, 2 * LEAST_ROWS + 1, 256):
+            x = rng.standard_normal((n, c.hidden_size), np.float32)
+            attention = rng.standard_normal((n, c.q_size), np.float32)
+            assert np.array_equal(linear.attention_in(1, x), plain.attention_in(1, x))
+            assert np.array_equal(linear.attention_out(1, x, attention), plain.attention_out(1, x, attention))
+            assert np.array_equal(linear.head(x), plain.head(x))
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_report_and_info_show_the_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(threads, "measure", lambda store, n: ({4: 1.0, 3: 0.5}, {4: 0.5, 3: 1.0}))
+    assert main(["info", "--model", MODEL]) == 0
+    assert "as many as the first load finds fastest" in capsys.readouterr().out
+    run = ["run", "--model", MODEL, "--prompt", "a", "--max-new-tokens", "2", "--ctx", "64", "--json", str(report)]
+    assert main(run) == 0
+    settings = json.loads(report.read_text())["settings"]
+    assert [settings[name] for name in ("threads", "decode_threads", "prompt_threads")] == [4, 3, 4]
+    capsys.readouterr()
+    assert main(["info", "--model", MODEL]) == 0
+    assert "of 4 cores 3 for a token's products, 4 for a prompt's: measured here" in capsys.readouterr().out

@@ -114,6 +114,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=4, help="windows per step (default: 4)")
     parser.add_argument("--lr", type=float, default=1e-4, help="AdamW's learning rate (default: 1e-4)")
     parser.add_argument("--schedule", choices=SCHEDULES, default="cosine")
+    parser.add_argument("--projection", action="store_true", help="train h1b's R too, one for each layer")
+    parser.add_argument("--anneal", type=float, default=0.0, help="share of the training with soft signs (h1b)")
+    parser.add_argument(
+        "--attention", type=float, default=0.0, help="weight of the heads' own KL to the exact ones (h1b)"
+    )
     parser.add_argument("--hidden", type=float, default=0.0, help="weight of the layers' states in the loss")
     parser.add_argument("--held-back", type=int, default=4, help="windows for validation (default: 4)")
     parser.add_argument("--seconds", type=float, default=0.0, help="of training at most (default: no limit)")

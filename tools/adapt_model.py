@@ -133,6 +133,9 @@ class TorchOps:
     def linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, *self.weights.linear(name))
 
+    def add_linear(self, x: Tensor, y: Tensor, name: str) -> Tensor:
+        return x + self.linear(y, name)
+
     def rms_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights.vector(name), eps)
 
@@ -142,6 +145,10 @@ class TorchOps:
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return ACTIVATIONS[kind](x)
+
+    def gated_linear(self, x: Tensor, name: str, kind: str) -> Tensor:
+        gate, up = self.linear(x, name).chunk(2, dim=-1)
+        return self.activation(gate, kind) * up
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.split(list(sizes), dim=-1)

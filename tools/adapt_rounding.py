@@ -34,6 +34,15 @@ class Sign(torch.autograd.Function):
         return gradient * bell * (math.sqrt(2 / math.pi) / SIGN_WIDTH)
 
 
+def soft_sign(x: Tensor, hardness: float) -> Tensor:
+    """tanh(hardness * x), scaled to a mean square of 1 over each head's tokens and bits, as that of signs is.
+
+    x (rows, heads, n, bits), elements of about unit variance. The scale takes no part in the gradient.
+    """
+    soft = torch.tanh(hardness * x)
+    return soft / soft.detach().square().mean((0, 2, 3), keepdim=True).sqrt()
+
+
 def half(x: Tensor) -> Tensor:
     """The nearest finite float16 of x >= 0."""
     return x.clamp(max=LARGEST_F16).half().float()

@@ -17,6 +17,7 @@ from adapt_rounding import (
     rounded_int4,
     rounded_means,
     rounded_queries,
+    soft_sign,
     straight_through,
 )
 from torch import Tensor, nn
@@ -43,6 +44,11 @@ LEAST_SETTING = 1e-3
 def shared(x: Tensor, group: int) -> Tensor:
     """Keys or values (rows, n_kv_heads, ...) once for each of the query heads that share them."""
     return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def mean_length(x: Tensor) -> Tensor:
+    """Root mean square over each head's tokens of the length of x (rows, heads, n, head_dim): (1, heads, 1, 1)."""
+    return x.detach().square().sum(-1, keepdim=True).mean((0, 2), keepdim=True).sqrt()
 
 
 def exact_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,7 +94,11 @@ class Scheme(nn.Module, abc.ABC):
 
 
 class BinarySketch(Scheme):
-    """`h1b` and `sign_keys`: signs of keys and queries under R, a temperature, values in four bits or f16."""
+    """`h1b` and `sign_keys`: signs of keys and queries under R, a temperature, values in four bits or f16.
+
+    With ``hardness`` the signs are soft (`soft_sign`), and keys and queries keep their lengths: at a small one the
+    scores are the exact ones. ``projections`` and ``centres``: see `train_projection`.
+    """
 
     setting = "tau"
 
@@ -96,6 +106,21 @@ class BinarySketch(Scheme):
         super().__init__(spec, config, scope, device)
         sketch = SignSketch(1, 0, config.head_dim, spec.knobs.sketch_bits, spec.knobs.seed)
         self.projection = torch.from_numpy(sketch.projection).to(device)
+        self.projections: nn.Parameter | None = None
+        self.centres: nn.Parameter | None = None
+        self.hardness = 0.0  # 0: signs
+
+    def train_projection(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> list[nn.Parameter]:
+        """R (layers, bits, head_dim) and the keys' centres (layers, n_kv_heads, head_dim) become parameters.
+
+        At first R is the fixed one with its columns made orthogonal, and a centre the mean of the prompt's keys:
+        what all keys share moves no exact score against another, but it sets all their signs alike.
+        """
+        bits, head_dim = self.projection.shape
+        start = torch.linalg.qr(self.projection)[0] * bits**0.5 if bits >= head_dim else self.projection
+        self.projections = nn.Parameter(start.repeat(self.config.n_layers, 1, 1))
+        self.centres = nn.Parameter(torch.stack([k[0].float().mean(1) for _, k, _ in prompt]))
+        return [self.projections, self.centres]
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
         """As `edgekv.kvcache.papers.h1b.H1B` fits it on a prompt."""
@@ -107,21 +132,36 @@ class BinarySketch(Scheme):
         spec.scheme.finish_prefill(caches)
         return np.stack([cache.tau.ravel() for cache in caches])
 
+    def start_soft(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """The temperature with which soft signs of hardness near 0 give the exact scores."""
+        centred = [(q, self._centred(i, k)) for i, (q, k, _) in enumerate(prompt)]
+        lengths = [[mean_length(x)[0, :, 0, 0] for x in layer] for layer in centred]
+        each = torch.stack([1 / (q * shared(k[None], len(q) // len(k))[0]) for q, k in lengths])
+        axes = {"global": (0, 1), "layer": (1,), "head": ()}[self.scope]
+        self.value.data.copy_(each.log().mean(axes).exp() if axes else each)
+
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group, (bits, head_dim) = q.shape[1] // k.shape[1], self.projection.shape
+        head_dim = q.shape[-1]
         values = straight_through(v, rounded_f16(v) if self.spec.knobs.f16_values else rounded_int4(v))
-        operands = (
-            self._signs(q) / (bits * self.of_heads(layer)),
-            shared(self._signs(k), group),
-            shared(values, group),
-        )
-        width = max(bits, head_dim)  # a GPU's fused kernels want equal sizes
+        operands = *self.codes(layer, q, k), shared(values, q.shape[1] // k.shape[1])
+        width = max(x.shape[-1] for x in operands)  # a GPU's fused kernels want equal sizes
         padded = (F.pad(x, (0, width - x.shape[-1])) for x in operands)
         return F.scaled_dot_product_attention(*padded, is_causal=True, scale=1.0)[..., :head_dim]
 
-    def _signs(self, x: Tensor) -> Tensor:
+    def codes(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Of queries, divided by bits and temperature, and of keys: (rows, n_heads, n, bits) each."""
+        group, bits = q.shape[1] // k.shape[1], self.projection.shape[0]
+        return self._signs(layer, q) / (bits * self.of_heads(layer)), shared(self._signs(layer, self._centred(layer, k)), group)
+
+    def _centred(self, layer: int, k: Tensor) -> Tensor:
+        return k if self.centres is None else k - self.centres[layer, :, None]
+
+    def _signs(self, layer: int, x: Tensor) -> Tensor:
+        projection = self.projection if self.projections is None else self.projections[layer]
         with torch.autocast(x.device.type, enabled=False):
-            return Sign.apply(F.normalize(x, dim=-1) @ self.projection.T)
+            if self.hardness:
+                return soft_sign(x / mean_length(x) @ projection.T, self.hardness)
+            return Sign.apply(F.normalize(x, dim=-1) @ projection.T)
 
 
 class CentredPlanes(Scheme):

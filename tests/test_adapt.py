@@ -16,7 +16,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import adapt  # noqa: E402
-from adapt_rounding import Sign, rounded_gauss, rounded_int4, rounded_means, rounded_queries  # noqa: E402
+from adapt_rounding import (  # noqa: E402
+    Sign,
+    rounded_gauss,
+    rounded_int4,
+    rounded_means,
+    rounded_queries,
+    soft_sign,
+)
 from adapt_schemes import SCHEMES  # noqa: E402
 from adapt_training import Settings, Trainer  # noqa: E402
 
@@ -80,6 +87,9 @@ def written(made: Trainer, kv: str, folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
+LEARNING = {"projection": True, "anneal": 0.5, "attention": 0.3}
+
+
 @pytest.mark.parametrize(
     ("case", "kv", "scope"),
     [
@@ -88,11 +98,14 @@ def written(made: Trainer, kv: str, folder: pathlib.Path) -> pathlib.Path:
         ("qwen3", "sign_keys:seed=3", "layer"),
         ("gpt2", "h1b:sketch_bits=64", "global"),
         ("gpt2-options", "h1b", "head"),
+        ("llama31", "h1b:sketch_bits=128", "learned"),
+        ("gpt2", "sign_keys", "learned"),
     ],
 )
 def test_the_student_computes_what_edgekv_computes(case: str, kv: str, scope: str, tmp_path: pathlib.Path) -> None:
     """`edgekv eval`'s own path with the adapter, from the embedding to the perplexity."""
-    made = trainer(case, kv, tmp_path, scope=scope)
+    settings = {"scope": "head", **LEARNING} if scope == "learned" else {"scope": scope}
+    made = trainer(case, kv, tmp_path, **settings)
     model = Model.open(tmp_path / case, adapter=written(made, kv, tmp_path))
     decoder = find_device("numpy").decoder(model, model.weight_format("f32"), N, 1, None)
     spec = CacheSpec.parse(kv)
@@ -102,6 +115,7 @@ def test_the_student_computes_what_edgekv_computes(case: str, kv: str, scope: st
         cache.allocate(decoder.kernels, decoder.workspace)
     ids = made.windows[2]
     expected = decoder.prefill(decoder.embed(ids.numpy(), 0), caches, exact=False)
+    made.quality()  # with signs, and without comparing
     with torch.no_grad():
         found = made.student.states(ids[None])[-1][0].numpy()
         dense = made.teacher.states(ids[None])[-1][0].numpy()
@@ -168,6 +182,25 @@ def test_rotated_values_are_the_kernels() -> None:
     np.testing.assert_allclose(rounded_gauss(torch.from_numpy(NORMAL), 2).numpy(), stored, rtol=1e-5)
 
 
+def test_soft_signs_go_from_the_exact_scores_to_signs() -> None:
+    x = torch.from_numpy(NORMAL)[None]
+    linear = soft_sign(x, 1e-3)
+    np.testing.assert_allclose(linear, x / x.square().mean((0, 2, 3), keepdim=True).sqrt(), atol=1e-4)
+    np.testing.assert_allclose(soft_sign(x, 1e6), torch.where(x >= 0, 1.0, -1.0), atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["llama2-gqa", "gpt2"])
+def test_an_annealed_student_starts_as_the_teacher(case: str, tmp_path: pathlib.Path) -> None:
+    """But for the 4-bit values: its first loss is far below that of signs."""
+    signs = trainer(case, "h1b:keys_only=1", tmp_path, scope="head", projection=True)
+    soft = trainer(case, "h1b:keys_only=1", tmp_path, scope="head", **LEARNING | {"attention": 0.0})
+    losses = [made.update(made.windows[:1]) for made in (signs, soft)]
+    assert losses[1] < 0.3 * losses[0]
+    assert soft.scheme.hardness > 0
+    soft.quality()
+    assert soft.scheme.hardness == 0
+
+
 def test_signs_pass_a_gradient_on_near_zero_alone() -> None:
     x = torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0], requires_grad=True)
     signs = Sign.apply(x)
@@ -183,13 +216,15 @@ def test_signs_pass_a_gradient_on_near_zero_alone() -> None:
     [
         ("h1b:sketch_bits=64", "global"),
         ("h1b:sketch_bits=64", "layer"),
+        ("h1b:sketch_bits=64", "learned"),
         ("onebit:residual_length=0,sink=0", "head"),
     ],
 )
 def test_training_brings_the_student_nearer(kv: str, scope: str, tmp_path: pathlib.Path) -> None:
     """On the window that it learns by heart; what is frozen, the teacher with it, stays as it was."""
     rows = torch.from_numpy(np.random.default_rng(0).integers(0, golden_cases.VOCAB, (1, 200))).repeat(2, 1)
-    made = trainer("llama2-gqa", kv, tmp_path, rows, scope=scope, epochs=10, lr=2e-2)
+    settings = {"scope": "head", **LEARNING} if scope == "learned" else {"scope": scope}
+    made = trainer("llama2-gqa", kv, tmp_path, rows, epochs=10, lr=2e-2, **settings)
     lines: list[str] = []
     best = made.train(lines.append)
     assert best.quality.kl < 0.8 * made.untrained.quality.kl
@@ -309,7 +344,7 @@ def test_the_command_writes_an_adapter_with_its_provenance(
     Model.open(ROOT / "models" / "demo", adapter=out)
     for wrong, message in (
         ("dense", "has nothing to train; accepted: h1b, sign_keys, onebit"),
-        ("h1b:sketch_bits=65", "b=65"),
+        ("h1b:sketch_bits=65", "sketch_bits=65"),
     ):
         assert adapt.main([*command, "--kv", wrong]) == 2
         assert message in capsys.readouterr().err

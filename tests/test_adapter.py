@@ -104,6 +104,23 @@ def test_identity_follows_the_weights_only(base: pathlib.Path, tmp_path: pathlib
     assert len({plain, one, other}) == 3
 
 
+def test_what_a_scheme_learned_beside_its_setting_is_of_each_layer(
+    base: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """And of the identity, so that no session goes on without it."""
+    config, rng = Model.open(base).config, np.random.default_rng(0)
+    sizes = {"projection": (3, 256, config.head_dim), "centre": (3, config.n_kv_heads, config.head_dim)}
+    learned = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    adapter = write(tmp_path / "a", base, {"tau": TAU, **learned})
+    session = Session.load(base, kv="h1b", adapter=adapter)
+    np.testing.assert_array_equal([cache.sketch.projection for cache in session.caches], learned["projection"])
+    np.testing.assert_array_equal([cache.sketch.centre for cache in session.caches], learned["centre"])
+    assert Model.open(base, adapter=adapter).identity != Model.open(base).identity
+    for name, wrong in (("projection", learned["projection"][:2]), ("centre", learned["centre"][0])):
+        with pytest.raises(ConfigError, match=name):
+            Model.open(base, adapter=write(tmp_path / name, base, {"tau": TAU, name: wrong}))
+
+
 def test_a_store_takes_a_tau_but_no_weights(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     def quantize(folder: str, *arguments: str) -> pathlib.Path:
         command = ["quantize", "--model", str(base), "--weights", "int8", "--output", str(tmp_path / folder)]

@@ -55,6 +55,26 @@ def test_attention_is_the_papers_with_a_tau_per_head(kv: str, shape: tuple[int, 
     np.testing.assert_allclose(got, expected, atol=1e-4)  # weights of 4-bit values in 16 bits: 6.9e-5 measured
 
 
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_a_learned_projection_and_centre_are_used(backend: str) -> None:
+    """For keys that come together, one by one, and for queries, which lose no centre."""
+    n, shape, rng = 140, (4, 2, 64), np.random.default_rng(1)
+    q, k, v = normal(shape, n, n)
+    k += 2
+    learned = {
+        "projection": rng.standard_normal((256, 64)).astype(np.float32),
+        "centre": rng.standard_normal((2, 64)).astype(np.float32) + 2,
+    }
+    cache = make("h1b", shape, n, backend)
+    cache.adapt({"tau": np.full((), 0.1, np.float32), **learned}, "a test")
+    cache.extend(k[:, :130], v[:, :130])
+    for t in range(130, n):
+        got = cache.attend(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])
+    centred = k - learned["centre"][:, None]
+    expected = binary_attention(q[:, -1:], centred, four_bits(v), learned["projection"], np.full(4, 0.1))
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("b", [64, 192, 512])
 def test_bytes_are_the_formula(b: int) -> None:
     n_kv_heads, head_dim, capacity = 2, 128, 1024
@@ -159,6 +179,8 @@ def test_what_can_not_be_adapted_says_so() -> None:
     for parameters in ({**tau, "bias": np.ones(2, np.float32)}, {}):
         with pytest.raises(CacheError, match=r"^adapter x: kv='h1b' takes tau and nothing else"):
             make("h1b", (4, 2, 64), 50).adapt(parameters, "adapter x")
+    with pytest.raises(CacheError, match=r"^adapter x: projection has shape \(128, 64\) in a layer"):
+        make("h1b", (4, 2, 64), 50).adapt({**tau, "projection": np.ones((128, 64), np.float32)}, "adapter x")
 
 
 @pytest.mark.parametrize("name", ["h1b", "sign_keys"])

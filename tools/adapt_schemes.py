@@ -151,7 +151,9 @@ class BinarySketch(Scheme):
     def codes(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Of queries, divided by bits and temperature, and of keys: (rows, n_heads, n, bits) each."""
         group, bits = q.shape[1] // k.shape[1], self.projection.shape[0]
-        return self._signs(layer, q) / (bits * self.of_heads(layer)), shared(self._signs(layer, self._centred(layer, k)), group)
+        return self._signs(layer, q) / (bits * self.of_heads(layer)), shared(
+            self._signs(layer, self._centred(layer, k)), group
+        )
 
     def _centred(self, layer: int, k: Tensor) -> Tensor:
         return k if self.centres is None else k - self.centres[layer, :, None]

@@ -143,10 +143,15 @@ class Trainer:
         self.scheme = SCHEMES[spec.scheme.name](spec, base.arch.config, settings.scope, device)
         self.compared = Compared(self.scheme) if isinstance(self.scheme, BinarySketch) else None
         if self.compared is None and (settings.projection or settings.anneal or settings.attention):
-            raise EdgeKVError(f"{spec}: projection, anneal and attention are for h1b and sign_keys; leave them out")
+            raise EdgeKVError(
+                f"{spec}: projection, anneal and attention are for h1b and sign_keys; leave them out"
+            )
         self.teacher, self.student = Model(base, exact_attention), Model(self.trained, self.scheme)
         if self.compared is not None and settings.attention:
-            self.teacher, self.student = Model(base, self.compared.exact), Model(self.trained, self.compared.packed)
+            self.teacher, self.student = (
+                Model(base, self.compared.exact),
+                Model(self.trained, self.compared.packed),
+            )
         prompt = self._prompt()
         self.scheme.start(prompt)
         groups = [

@@ -1,6 +1,7 @@
 """An adapter: what training for one KV scheme changes in one checkpoint, in a small .safetensors file.
 
 tau, or lam              F32 (), (n_layers,) or (n_layers, heads): what the scheme learns, as in SETTINGS
+projection, centre       F32 (n_layers, ...): what else h1b may learn, as in LEARNED
 any checkpoint tensor    under its own name: its replacement (V_proj; the whole c_attn of a GPT-2)
 `__metadata__`           format, version, base (the checkpoint's identity), scheme; the rest is provenance
 """
@@ -26,6 +27,8 @@ FORMAT, VERSION = "edgekv-adapter", "1"
 SETTINGS = {"tau": "n_heads", "lam": "n_kv_heads"}
 """What a scheme learns, and the config's field that counts its heads. h1b: the softmax temperature of query heads;
 onebit: the scale of the scores that it estimates, of KV heads."""
+LEARNED = ("projection", "centre")
+"""Of h1b: R (n_layers, sketch_bits, head_dim), and what keys lose before it (n_layers, n_kv_heads, head_dim)."""
 
 
 class AdaptableCache(Protocol):
@@ -40,7 +43,8 @@ class Adapter:
     """An opened adapter; its weights are mapped and not read.
 
     base: identity of the checkpoint that it belongs to; scheme: name of the KV scheme that it was trained for;
-    setting: one of SETTINGS, its `value` as stored; weights: names of the checkpoint's tensors that it replaces.
+    setting: one of SETTINGS, its `value` as stored; learned: those of LEARNED that it has; weights: names of the
+    checkpoint's tensors that it replaces.
     """
 
     file: TensorFile
@@ -48,6 +52,7 @@ class Adapter:
     scheme: str
     setting: str
     value: F32
+    learned: dict[str, F32]
     weights: tuple[str, ...]
 
     @classmethod
@@ -77,8 +82,14 @@ class Adapter:
         value = to_float32(file.array(setting))
         if not (np.isfinite(value) & (value > 0)).all():
             raise ConfigError(f"{path}: {setting} must be positive everywhere, its least value is {value.min()}")
-        weights = tuple(name for name in names if name != setting)
-        return cls(file, file.metadata["base"], file.metadata["scheme"], setting, value, weights)
+        learned = {name: to_float32(file.array(name)) for name in LEARNED if name in names}
+        for name, array in learned.items():
+            if array.ndim != 3 or not np.isfinite(array).all():
+                raise ConfigError(
+                    f"{path}: {name} has shape {array.shape}; accepted: three axes, the layers first, finite numbers"
+                )
+        weights = tuple(name for name in names if name != setting and name not in learned)
+        return cls(file, file.metadata["base"], file.metadata["scheme"], setting, value, learned, weights)
 
     @property
     def path(self) -> Path:
@@ -87,8 +98,8 @@ class Adapter:
 
     @property
     def identity(self) -> str:
-        """The base's identity with these weights in place: the base's own where there are none."""
-        if not self.weights:
+        """The base's identity with these weights in place: the base's own where a setting is all that there is."""
+        if not (self.weights or self.learned):
             return self.base
         return hashlib.sha256(self.base.encode() + self.file.fingerprint()).hexdigest()[:16]
 
@@ -139,12 +150,16 @@ class Adapter:
         if self.value.shape not in accepted:
             shapes = ", ".join(map(str, accepted))
             raise ConfigError(f"{self.path}: {self.setting} has shape {self.value.shape}; accepted: {shapes}")
+        for name, array in self.learned.items():
+            if len(array) != config.n_layers:
+                raise ConfigError(f"{self.path}: {name} is of {len(array)} layers; accepted: {config.n_layers}")
 
     def adapt(self, caches: Sequence[AdaptableCache]) -> None:
         """Gives each layer's cache its value: () if all layers share it, else the layer's own (1,) or (heads,)."""
         for layer, cache in enumerate(caches):
             value = self.value if self.value.ndim == 0 else self.value[layer].reshape(-1)
-            cache.adapt({self.setting: value}, f"adapter {self.path.name}")
+            learned = {name: array[layer] for name, array in self.learned.items()}
+            cache.adapt({self.setting: value} | learned, f"adapter {self.path.name}")
 
     def _require_base(self, identity: str) -> None:
         if identity != self.base:

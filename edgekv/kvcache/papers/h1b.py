@@ -80,7 +80,8 @@ class H1B(KeepAll):
     H1B-KV, equations 2 to 5; with ``keys_only`` sketch_bits/8 + 2 * head_dim bytes. R is one Gaussian
     (sketch_bits, head_dim) matrix from ``seed``, the same for all layers and heads, and not counted. As in the
     paper there is no exact window. The paper trains one global tau, and V_proj, for a model: that is an adapter,
-    and with one the prompt too attends through the sketches. Without, tau is fitted on the prompt: the value that
+    and with one the prompt too attends through the sketches; an adapter may also bring a trained R of each layer and
+    a centre that its keys lose first, which no exact score would notice. Without, tau is fitted on the prompt: the value that
     makes the binary attention's cross-entropy to the exact one smallest, summed over all layers and heads, or
     (``fit``) for each by itself.
     """
@@ -124,8 +125,22 @@ class H1B(KeepAll):
         return self.sketch.tau
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
-        """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the knobs comes first."""
-        require_only("tau", parameters, self.name, source)
+        """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the knobs comes first.
+
+        ``projection`` (sketch_bits, head_dim) and ``centre`` (n_kv_heads, head_dim) may come with it.
+        """
+        learned = {name: parameters[name] for name in ("projection", "centre") if name in parameters}
+        require_only("tau", parameters.keys() - learned.keys(), self.name, source)
+        shapes = {"projection": self.sketch.projection.shape, "centre": self.sketch.centre.shape}
+        for name, x in learned.items():
+            if x.shape != shapes[name]:
+                raise CacheError(
+                    f"{source}: {name} has shape {x.shape} in a layer; kv={self.name!r} takes {shapes[name]}",
+                    field="adapter",
+                    value=x.shape,
+                    accepted=[shapes[name]],
+                )
+        self.sketch.set_learned(learned.get("projection"), learned.get("centre"))
         self.exact_prefill = False
         if self.knobs.tau:
             return

@@ -59,8 +59,11 @@ def _put(store: int, key: int, n: int, g: int, t0: int, scratch: int) -> None:
     x = numbers(store)
     codes, n_blocks, n_words = words(get(x, 0)), get(x, 1), get(x, 2)
     n_bits, head_dim, projected = get(x, 4), get(x, 5), floats(scratch)
+    centre, centred = floats(get(x, 8)), floats(scratch + 4 * n_bits)
     for t in range(t0, t0 + n):
-        multiply_row(floats(key), (t - t0) * head_dim, head_dim, floats(get(x, 3)), n_bits, projected, 0)
+        for i in range(head_dim):
+            put(centred, i, get(floats(key), (t - t0) * head_dim + i) - get(centre, g * head_dim + i))
+        multiply_row(centred, 0, head_dim, floats(get(x, 3)), n_bits, projected, 0)
         for w in range(n_words):
             place = ((g * n_blocks + t // BLOCK) * n_words + w) * BLOCK + t % BLOCK
             put(codes, place, _pack_word(projected, w * WORD_BITS))
@@ -76,6 +79,7 @@ def _store_numbers(codec: Any) -> tuple[int, ...]:
         *sizes,
         address_of(codec.tau),
         codec.tau.shape[1],
+        address_of(codec.centre),
     )
 
 
@@ -86,7 +90,8 @@ def _prepared_bytes(codec: Any, rows: int) -> int:
 
 def _encode(codec: Any, x: F32, t0: int) -> None:
     for a in range(0, x.shape[1], ENCODE_TOKENS):
-        pack_signs(x[:, a : a + ENCODE_TOKENS] @ codec.projection.T, codec.arrays["signs"], t0 + a)
+        keys = codec.centred(x[:, a : a + ENCODE_TOKENS])
+        pack_signs(keys @ codec.projection.T, codec.arrays["signs"], t0 + a)
 
 
 LOOPS = {
@@ -96,7 +101,7 @@ LOOPS = {
         score=_score,
         put=_put,
         prepared=_prepared_bytes,
-        put_scratch=lambda codec: 4 * codec.bits,
+        put_scratch=lambda codec: 4 * (codec.bits + codec.head_dim),
         encode=_encode,
     )
 }

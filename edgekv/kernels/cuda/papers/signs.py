@@ -35,7 +35,7 @@ def pack_sign_rows(tools: Tools, x: Array) -> Array:
 
 def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
     for a in range(0, x.shape[1], ENCODE_TOKENS):
-        projected = tools.project(x[:, a : a + ENCODE_TOKENS], codec.projection)
+        projected = tools.project(codec.centred(x[:, a : a + ENCODE_TOKENS]), codec.projection)
         pack_signs(tools, projected, codec.arrays["signs"], t0 + a)
 
 

@@ -32,7 +32,7 @@ def scores_signs(q_codes: U64, codes: U64, t0: int, t1: int, scale: F32, s: F32,
 
 
 def _encode(codec: Any, x: F32, t0: int) -> None:
-    pack_signs(x @ codec.projection.T, codec.arrays["signs"], t0)
+    pack_signs(codec.centred(x) @ codec.projection.T, codec.arrays["signs"], t0)
 
 
 def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:

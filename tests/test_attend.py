@@ -23,7 +23,7 @@ from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_kivi import KiviValues
-from edgekv.kvcache.papers.codec_visual import LevelSpan
+from edgekv.kvcache.papers.codec_visual import ChannelLevels, LevelSpan
 from edgekv.kvcache.papers.mikv import TokenKeys
 from edgekv.kvcache.steps import Steps
 from edgekv.kvcache.windowed import Windowed
@@ -119,6 +119,7 @@ OWN: dict[str, Callable[[Problem], tuple[Codec, Codec]]] = {
     "planes in two stages": two_stages,
     "mikv": lambda p: (TokenKeys(*p.store, 2), KiviValues(*p.store, 2, p.d)),
     "visual1": lambda p: (LevelSpan(*p.store, 2, "head"), LevelSpan(*p.store, 1, "head+token")),
+    "visual1:group=channel": lambda p: (ChannelLevels(*p.store, 1, 0.3), ChannelLevels(*p.store, 2)),
     "from outside": lambda p: (Rounded(*p.store), Rounded(*p.store)),
 }
 PAIRS = {text: of_scheme(text) for text in (*OF_CACHES, *VARIANTS)} | OWN
@@ -144,7 +145,8 @@ def test_every_kind_is_tried() -> None:
 def filled(codec: Codec, x: F32) -> Any:
     codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, reference)
     if isinstance(codec, LevelSpan):
-        codec.set_ends(np.full((1, 1), -2, np.float32), np.full((1, 1), 2, np.float32))
+        ends = np.linspace(1, 2, codec.arrays["low"].size, dtype=np.float32).reshape(codec.arrays["low"].shape)
+        codec.set_ends(-ends, ends)
     if isinstance(codec, TokenKeys):
         codec.balance = np.linspace(0.5, 2, codec.n_kv_heads * codec.head_dim, dtype=np.float32).reshape(
             codec.n_kv_heads, codec.head_dim

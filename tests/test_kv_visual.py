@@ -23,7 +23,7 @@ from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan
+from edgekv.kvcache.papers.codec_visual import GROUPS, ChannelLevels, LevelSpan
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
 SPANS = ((0, 9), (30, 95), (95, 101), (150, 290))  # at the start, apart, in a row, and one that ends late
@@ -52,20 +52,25 @@ def draw(n: int, seed: int = 0) -> tuple[F32, F32, F32]:
     return q / np.float32(np.sqrt(HEAD_DIM)), k + k[:, :1], v
 
 
-def quantised(k: F64, v: F64, group: str, quantile: float, bits: int) -> tuple[F64, F64]:
+def quantised(
+    k: F64, v: F64, group: str, quantile: float, bits: int, ranges: tuple[float, float] = (1, 1)
+) -> tuple[F64, F64]:
     """One span by equations 7-9, rounded to the nearest level instead of down."""
     sides = []
-    for x in (k, v):
+    for x, share in ((k, ranges[0]), (v, ranges[1])):
         part = {
             "layer": lambda x=x: (np.stack([k, v]), None),
             "tensor": lambda x=x: (x, None),
             "head": lambda x=x: (x, (1, 2)),
             "head+token": lambda x=x: (x, 2),
+            "channel": lambda x=x: (x, 1),
         }[group]()
         low, high = (np.quantile(part[0], a, axis=part[1]) for a in (quantile, 1 - quantile))
+        low, high = ((low + high + side * (high - low)) / 2 for side in (-share, share))
         scale = (high - low) / (2**bits - 1)
         low, scale = (np.asarray(end, np.float16).astype(float) for end in (low, scale))
-        low, scale = (end.reshape(end.shape + (1,) * (3 - end.ndim)) for end in (low, scale))
+        shape = (len(k), 1, -1) if group == "channel" else (*np.shape(low), *(1,) * (3 - np.ndim(low)))
+        low, scale = low.reshape(shape), scale.reshape(shape)
         sides.append(low + scale * np.clip(np.rint((x - low) / scale), 0, 2**bits - 1))
     return sides[0], sides[1]
 
@@ -94,6 +99,46 @@ def test_marked_spans_are_quantised_by_group(group: str, bits: int, quantile: fl
     np.testing.assert_allclose(got, expected, atol=3e-3)
     exact = attention(q[:, 300:], k, v, (), group=group, bits=bits, quantile=quantile)
     assert (np.abs(got - exact).max() > 0.05) == (bits < 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calibrated_ranges_are_shares_of_the_way_from_the_middle(backend: str) -> None:
+    q, k, v = draw(303)
+    cache = make("visual1:group=channel,quantile=0,k_range=0.5,v_range=0.3", backend)
+    cache.mark_images(SPANS)
+    cache.prefill(q[:, :300], k[:, :300], v[:, :300])
+    got = cache.attend(q[:, 300:], k[:, 300:], v[:, 300:])
+    knobs = {"group": "channel", "quantile": 0.0, "bits": 1}
+    expected = attention(q[:, 300:], k, v, SPANS, **knobs, ranges=(0.5, 0.3))
+    np.testing.assert_allclose(got, expected, atol=3e-3)
+    assert np.abs(got - attention(q[:, 300:], k, v, SPANS, **knobs)).max() > 0.05
+
+
+def pulled(q: F32, k: F64, n_queries: int, pull: float) -> F64:
+    """Scores (n_heads, n_queries, tokens): of each row the least stays, the largest loses `pull`."""
+    scores = q.astype(float) @ np.repeat(k, HEADS // KV_HEADS, 0).transpose(0, 2, 1)
+    least, largest = scores.min(-1, keepdims=True), scores.max(-1, keepdims=True)
+    return least + (scores - least) * np.maximum(1 - pull / (largest - least), 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pull", [0.3, 100.0])
+def test_the_largest_score_of_a_span_is_pulled_down(pull: float, backend: str) -> None:
+    """All of a span's scores in proportion; those with text stay as they are."""
+    q, k, v = draw(203)
+    q *= 2
+    cache = make(f"visual1:group=channel,quantile=0,bits=2,pull={pull}", backend)
+    cache.mark_images([(20, 170)])
+    cache.prefill(q[:, :200], k[:, :200], v[:, :200])
+    got = cache.attend(q[:, 200:], k[:, 200:], v[:, 200:])
+    k, v = (x.astype(np.float16).astype(float) for x in (k, v))
+    k[:, 20:170], v[:, 20:170] = quantised(k[:, 20:170], v[:, 20:170], "channel", 0, 2)
+    scores = q[:, 200:].astype(float) @ np.repeat(k, HEADS // KV_HEADS, 0).transpose(0, 2, 1)
+    scores[:, :, 20:170] = pulled(q[:, 200:], k[:, 20:170], 3, pull)
+    scores[:, np.arange(203) > np.arange(200, 203)[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ np.repeat(v, HEADS // KV_HEADS, 0)
+    np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
 @pytest.mark.parametrize("window", [60, 160])
@@ -156,7 +201,14 @@ def test_a_second_prompt_may_mark_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "ends"), [("layer", 1), ("tensor", 1), ("head", KV_HEADS), ("head+token", KV_HEADS * 60)]
+    ("group", "ends"),
+    [
+        ("layer", 1),
+        ("tensor", 1),
+        ("head", KV_HEADS),
+        ("head+token", KV_HEADS * 60),
+        ("channel", KV_HEADS * HEAD_DIM),
+    ],
 )
 @pytest.mark.parametrize("bits", [1, 4])
 def test_bytes(bits: int, group: str, ends: int) -> None:
@@ -234,7 +286,13 @@ def test_bad_spans(spans: list[tuple[int, int]]) -> None:
         make("visual1").mark_images(spans)
 
 
-@pytest.mark.parametrize("knob", ["bits=0", "bits=9", "group=channel", "quantile=0.5", "quantile=-0.1", "text=q8"])
+@pytest.mark.parametrize(
+    "knob",
+    [
+        *("bits=0", "bits=9", "group=row", "quantile=0.5", "quantile=-0.1", "text=q8"),
+        *("k_range=0.0", "v_range=1.5", "pull=-1.0", "pull=1.0"),
+    ],
+)
 def test_bad_knobs(knob: str) -> None:
     with pytest.raises(CacheError, match=f"visual1:{knob}': accepted"):
         CacheSpec.parse(f"visual1:{knob}")
@@ -267,6 +325,34 @@ def test_one_bit_is_the_nearer_end_and_more_bits_are_planes(backend: object) -> 
         bits = np.unpackbits(planes[0, 0, j], bitorder="little")
         assert bits[:10].tolist() == [level >> j & 1 for level in levels]
         assert not bits[10:].any()
+
+
+@EITHER_PATH
+@pytest.mark.parametrize(("case", "n_bits"), CASES, ids=str)
+@pytest.mark.parametrize("pull", [0.0, 0.5])
+def test_numba_equals_numpy_by_channel(
+    case: Case, n_bits: int, pull: float, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    rng = generator(case)
+    codec = ChannelLevels(case.g, case.capacity, case.d, n_bits, pull)
+    low = rng.uniform(-2, -1, (case.g, case.d)).astype(np.float16).view(np.uint16)
+    step = (rng.uniform(1, 3, (case.g, case.d)) / (2**n_bits - 1)).astype(np.float16).view(np.uint16)
+    planes = rng.integers(0, 256, (case.g, case.capacity, n_bits, -(-case.d // 8)), np.uint8)
+    codec = bound(codec, planes=planes, low=low, step=step)
+    q, out = normal(rng, case.g, case.m, case.d) / np.float32(case.d**0.5), normal(rng, case.g, case.m, case.d)
+    p = poisoned_scores(case, contiguous=case.g == 1)
+    p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
+    results = []
+    for backend in (cpu, reference):
+        s, sums = poisoned_scores(case, contiguous=case.g == 1), out.copy()
+        backend.scores(codec, q, case.t0, case.t1, s[:, :, inside(case)])
+        backend.sums(codec, p[:, :, inside(case)], case.t0, case.t1, sums)
+        assert np.isnan(s[:, :, : case.s0]).all()
+        assert np.isnan(s[:, :, case.s0 + case.length :]).all()
+        results.append((s[:, :, inside(case)], sums))
+    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-4)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=2e-5, atol=3e-4)
 
 
 @pytest.mark.parametrize("group", ["tensor", "head", "head+token"])

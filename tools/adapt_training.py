@@ -38,11 +38,11 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 class Settings:
     """How to learn.
 
-    ``scope`` of the setting and which rows to ``train``: see SCOPES and TRAINED; with ``projection`` h1b's R too, one
-    for each layer, and a centre of each head's keys. ``anneal``: for so much of the training h1b's signs are soft, ever less. ``hidden`` weighs the
-    distance of the layers' states beside the KL, ``attention`` the KL of each head's probabilities to the exact
-    ones, which falls to 0 by the end. ``held_back`` windows are for validation. ``seconds`` of training, on which
-    the schedule then ends too; 0: as long as the epochs take.
+    ``scope`` of the setting and which rows to ``train``: see SCOPES and TRAINED; with ``projection`` h1b's R too,
+    one for each layer, and a centre of each head's keys. ``anneal``: for so much of the training h1b's signs are
+    soft, ever less. ``hidden`` weighs the distance of the layers' states beside the KL, ``attention`` the KL of
+    each head's probabilities to the exact ones, which falls to 0 by the end. ``held_back`` windows are for
+    validation. ``seconds`` of training, on which the schedule then ends too; 0: as long as the epochs take.
     """
 
     scope: str = "global"
@@ -144,7 +144,7 @@ class Trainer:
         self.compared = Compared(self.scheme) if isinstance(self.scheme, BinarySketch) else None
         if self.compared is None and (settings.projection or settings.anneal or settings.attention):
             raise EdgeKVError(
-                f"{spec}: projection, anneal and attention are for h1b and sign_keys; leave them out"
+                f"{spec}: projection, anneal and attention are for h1b and sign_keys: leave them out"
             )
         self.teacher, self.student = Model(base, exact_attention), Model(self.trained, self.scheme)
         if self.compared is not None and settings.attention:
@@ -259,7 +259,7 @@ class Trainer:
         return total, torch.cat(gradients).reshape(states.shape)
 
     def _batches(self) -> Iterator[Tensor]:
-        """Each epoch's windows in an order of its own, after the first cut at other places, until the time is over."""
+        """Each epoch's windows in an order of its own, after the first cut at other places, until time is over."""
         rng = np.random.default_rng(self.settings.seed)
         windows, width = self.windows[: self.n_train], self.windows.shape[1]
         for _ in range(self.settings.epochs):

@@ -40,13 +40,19 @@ CHUNK = 20  # scenes that a process takes at a time
 DENSE, ONE_BIT = "dense:dtype=f16", "visual1:group=head,quantile=0.1"
 PER_TOKEN = "visual1:group=head+token,quantile=0.1"
 DROPPING = ("h2o", "streaming")  # with as many tokens as fit into the bytes of ONE_BIT
-OURS = "coded:onebit:v_bits=1"
+OURS = "visual=planes:k_bits=1,v_bits=1"
+CHANNEL = "visual1:group=channel,quantile=0"
+CALIBRATED = f"{CHANNEL},k_range=0.5,v_range=0.3"
 EQUAL_BYTES = [
-    *(ONE_BIT, OURS, PER_TOKEN),
-    *("coded:onebit:v_bits=2", "visual1:bits=2,quantile=0.05", "visual1:bits=2,group=head+token,quantile=0.05"),
+    *(ONE_BIT, CALIBRATED, OURS, PER_TOKEN),
+    *(
+        "visual=planes:k_bits=1,v_bits=2",
+        "visual1:bits=2,quantile=0.05",
+        "visual1:bits=2,group=head+token,quantile=0.05",
+    ),
     *("visual1:bits=4,quantile=0", "coded:h1b", "coded:bitplane"),
 ]
-COMPARED = (DENSE, ONE_BIT, PER_TOKEN, OURS, *DROPPING)
+COMPARED = (DENSE, ONE_BIT, PER_TOKEN, CALIBRATED, OURS, *DROPPING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Row:
 
 PLAIN = "group=tensor,quantile=0"
 QUANTILES = (0, 0.02, 0.05, 0.1, 0.2)
+RANGES = [(1, 1), (0.5, 1), (1, 0.3), (0.7, 0.5), (0.5, 0.5), (0.5, 0.3), (0.5, 0.2), (0.4, 0.3), (0.3, 0.3)]
+PULLS = (0.5, 1, 2, 3)
 TABLES: dict[str, list[Row]] = {
     "bits": [
         Row(DENSE),
@@ -73,6 +81,10 @@ TABLES: dict[str, list[Row]] = {
             for q in QUANTILES
         ),
         *(Row(f"floored:{quantile}") for quantile in QUANTILES),
+    ],
+    "calibrated": [
+        *(Row(f"{CHANNEL},k_range={k},v_range={v}") for k, v in RANGES),
+        *(Row(f"{CALIBRATED},pull={pull}") for pull in PULLS),
     ],
     "captions": [Row(DENSE), *(Row(kv) for kv in EQUAL_BYTES)],
     "pictures": [Row(kv, n) for n in (1, 2, 4) for kv in COMPARED],
@@ -163,17 +175,18 @@ def run(model: str, rows: Sequence[Row], n_scenes: int, jobs: int) -> dict[str, 
     }
 
 
-def scored(done: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def scored(done: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> dict[str, dict[str, Any]]:
     """For each table what docs/data holds: the settings, and every row's measures.
 
-    ``same``: how many captions are those of DENSE, word for word.
+    ``same``: how many captions are those of DENSE, word for word. before: rows scored earlier, for those that
+    these captions lack.
     """
     asked = {
         n: [sample.scenes[sample.asked] for i in range(done["scenes"]) if (sample := Sample.draw(i, n))]
         for n in {row["pictures"] for row in done["rows"]}
     }
     exact = {row["pictures"]: row["captions"] for row in done["rows"] if row["kv"] == DENSE}
-    results = {}
+    results = {Row(row["kv"], row["pictures"]): row for row in before}
     for row in done["rows"]:
         facts = {name: value for name, value in row.items() if name != "captions"}
         facts["same"] = sum(a == b for a, b in zip(row["captions"], exact[row["pictures"]], strict=True))
@@ -189,7 +202,10 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "models" / "scenes"))
     parser.add_argument("--run", type=pathlib.Path, metavar="FILE", help="write captions to FILE")
     parser.add_argument(
-        "--score", type=pathlib.Path, metavar="FILE", help="write docs/data/visual-*.json from FILE"
+        "--score",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write docs/data/visual-*.json from FILE, rows that it lacks as they were",
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="what to run")
     parser.add_argument("--scenes", type=int, default=100, help="scenes of each row")
@@ -199,7 +215,9 @@ def main() -> None:
         rows = list(dict.fromkeys(row for name in args.tables for row in TABLES[name]))
         atomic_write(args.run, json.dumps(run(args.model, rows, args.scenes, args.jobs)).encode())
     if args.score:
-        for name, facts in scored(json.loads(args.score.read_text())).items():
+        files = [path for path in (DATA / f"visual-{name}.json" for name in TABLES) if path.exists()]
+        before = [row for path in files for row in json.loads(path.read_text())["results"]]
+        for name, facts in scored(json.loads(args.score.read_text()), before).items():
             atomic_write(DATA / f"visual-{name}.json", (json.dumps(facts, indent=1) + "\n").encode())
 
 

@@ -1,7 +1,7 @@
-"""Caches that exist to be compared with `visual1`: pictures in other codes, text in f16.
+"""Caches that exist to be compared with `visual1` and `visual=planes`: pictures in other codes, text in f16.
 
-`SplitLevels` gives keys and values bits of their own, which separates the sensitivity of the two; `CodedSpans`
-keeps pictures as `onebit`, `bitplane` or `h1b` would, to compare with `visual1` at equal bytes for a picture.
+`SplitLevels` gives keys and values bits of their own, which separates the sensitivity of the two, `FlooredLevels`
+rounds as the paper prints it, and `CodedSpans` keeps pictures as `bitplane` or `h1b` would.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable
 import numpy as np
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
-from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.codec_planes import TwoStageKeys, TwoStageValues
+from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.kvcache.image_spans import ImageSpans
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
 from edgekv.kvcache.papers.h1b import DEFAULT_TAU
-from edgekv.kvcache.papers.visual import Run, Span, Visual1, VisualKnobs
+from edgekv.kvcache.papers.visual import Visual1, VisualKnobs
 from edgekv.types import F32
 
 LAM, SEED, SKETCH, P = 0.9, 0, 256, 2.5e-4  # the schemes' defaults
@@ -36,15 +37,10 @@ class SplitLevels(Visual1):
     name = "split"
     Knobs = SplitKnobs
 
-    def _add_span(self, start: int, stop: int) -> None:
+    def span_codecs(self, *shape: int) -> Pair:
         bits = self.knobs.key_bits, self.knobs.value_bits
-        keys, values = (LevelSpan(*self._shape(stop - start), n, self.knobs.group) for n in bits)
-        self._add(Span(start, stop, (keys, values)))
-
-    def _add(self, span: Span) -> None:
-        self.spans.append(span)
-        for codec in span.packed:
-            self._take_memory(codec)
+        keys, values = (LevelSpan(*shape, n, self.knobs.group) for n in bits)
+        return keys, values
 
 
 class FlooredSpan(LevelSpan):
@@ -55,30 +51,19 @@ class FlooredSpan(LevelSpan):
         super().encode(x - half_a_step, t0)
 
 
-class FlooredLevels(SplitLevels):
+class FlooredLevels(Visual1):
     """`visual1` as the paper prints it."""
 
     name = "floored"
     Knobs = VisualKnobs
 
-    def _add_span(self, start: int, stop: int) -> None:
-        keys, values = (
-            FlooredSpan(*self._shape(stop - start), self.knobs.bits, self.knobs.group) for _ in range(2)
-        )
-        self._add(Span(start, stop, (keys, values)))
-
-
-def _onebit(bits: int) -> Callable[..., Pair]:
-    def pair(*shape: int, group: int) -> Pair:
-        return CentredPlanes(*shape, bits=1, key_scale=LAM, seed=SEED), InterleavedValues(
-            *shape, bits=bits, seed=SEED
-        )
-
-    return pair
+    def span_codecs(self, *shape: int) -> Pair:
+        keys, values = (FlooredSpan(*shape, self.knobs.bits, self.knobs.group) for _ in range(2))
+        return keys, values
 
 
 def _bitplane(*shape: int, group: int) -> Pair:
-    keys = TwoStageKeys(*shape, key_scale=LAM, seed=SEED)
+    keys = TwoStageKeys(*shape, lam=LAM, seed=SEED)
     return keys, TwoStageValues(keys, n_rep=group, threshold=P)
 
 
@@ -88,36 +73,24 @@ def _h1b(*shape: int, group: int) -> Pair:
     return keys, Int4(*shape)
 
 
-CODES: dict[str, Callable[..., Pair]] = {
-    "onebit:v_bits=1": _onebit(1),
-    "onebit:v_bits=2": _onebit(2),
-    "bitplane": _bitplane,
-    "h1b": _h1b,
-}
+CODES: dict[str, Callable[..., Pair]] = {"bitplane": _bitplane, "h1b": _h1b}
 
 
 @dataclasses.dataclass(frozen=True)
-class CodedKnobs(VisualKnobs):
-    code: str = "onebit:v_bits=1"
+class CodedKnobs:
+    code: str
+    text: str = "f16"
 
 
-class CodedSpans(SplitLevels):
-    """Pictures, of a multiple of 64 tokens each, in one of CODES. bitplane: one picture in a conversation."""
+class CodedSpans(ImageSpans):
+    """Pictures in one of CODES. bitplane: one picture in a conversation."""
 
     name = "coded"
+    block = WORD
     Knobs = CodedKnobs
 
-    def _add_span(self, start: int, stop: int) -> None:
-        pair = CODES[self.knobs.code](*self._shape(stop - start), group=self.geometry.n_rep)
-        self._add(Span(start, stop, pair))
-
-    def _pack_if_complete(self, run: Run) -> None:
-        span = run.span
-        if span and span.exact and run.stop == span.stop:
-            for codec, exact in zip(span.packed, span.exact, strict=True):
-                codec.encode(exact.decode(0, span.stop - span.start), 0)
-            span.exact = None
-            self._list_arrays()
+    def span_codecs(self, *shape: int) -> Pair:
+        return CODES[self.knobs.code](*shape, group=self.geometry.n_rep)
 
 
 def spec(text: str) -> CacheSpec:

@@ -86,7 +86,7 @@ class Adapter:
         for name, array in learned.items():
             if array.ndim != 3 or not np.isfinite(array).all():
                 raise ConfigError(
-                    f"{path}: {name} has shape {array.shape}; accepted: three axes, the layers first, finite numbers"
+                    f"{path}: {name} has shape {array.shape}; accepted: three axes, layers first, finite numbers"
                 )
         weights = tuple(name for name in names if name != setting and name not in learned)
         return cls(file, file.metadata["base"], file.metadata["scheme"], setting, value, learned, weights)

@@ -31,6 +31,7 @@ KINDS: dict[str, str] = {
     "huffman_keys": "papers.huffman",
     "huffman_values": "papers.huffman",
     "levels": "papers.visual",
+    "channel_levels": "papers.channel_levels",
     "sign_index": "papers.fier",
     "page_index": "papers.quest",
 }
@@ -51,7 +52,7 @@ FUNCTIONS: dict[str, str] = {
 }
 """What the papers' schemes call beside codecs (`edgekv.kernels.contract.papers`) -> module in each backend."""
 
-NO_CUDA = ("decoded", "token_keys", "levels")
+NO_CUDA = ("decoded", "token_keys", "levels", "channel_levels")
 """Kinds without CUDA kernels: those of policies that work on arrays of the host, and "decoded" itself."""
 
 

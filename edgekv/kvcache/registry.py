@@ -26,6 +26,7 @@ from edgekv.kvcache.papers.tova import Tova
 from edgekv.kvcache.papers.visual import Visual1
 from edgekv.kvcache.planes import Planes
 from edgekv.kvcache.steps import Steps
+from edgekv.kvcache.visual_planes import VisualPlanes
 
 ENTRY_POINTS = "edgekv.schemes"
 """The entry points by which packages name their schemes: NAME = "module:Class"."""
@@ -44,6 +45,7 @@ CACHES: dict[str, type[KVCache]] = {
     "fier": Fier,
     "quest": Quest,
     "visual1": Visual1,
+    "visual=planes": VisualPlanes,
     "kvcomp": KVComp,
     "planes": Planes,
     "onebit": OneBit,

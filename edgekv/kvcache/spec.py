@@ -101,7 +101,7 @@ class CacheSpec:
             return [spec for spec in specs if spec.own_budget is None]
         items: list[str] = []
         for item in text.split(","):
-            if items and "=" in item and ":" not in item:
+            if items and "=" in item and ":" not in item and item not in schemes():
                 items[-1] += f",{item}"
             else:
                 items.append(item)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
 from edgekv.types import F32
 
-GROUPS = ("layer", "tensor", "head", "head+token")
+AXES: dict[str, int | tuple[int, ...] | None] = {
+    "layer": None,
+    "tensor": None,
+    "head": (1, 2),
+    "head+token": 2,
+    "channel": 1,
+}
+"""Of (n_kv_heads, tokens, head_dim), the axes that share two ends; "layer": of keys and values together."""
+GROUPS = tuple(AXES)
 
 
 class LevelSpan(Codec):
@@ -46,22 +56,48 @@ class LevelSpan(Codec):
         self.kernels.encode_levels(x, self.arrays["low"], self.arrays["step"], self.arrays["planes"], t0)
 
 
-def encode_span(keys: LevelSpan, values: LevelSpan, k: F32, v: F32, quantile: float) -> None:
+class ChannelLevels(LevelSpan):
+    """`LevelSpan` with a float16 pair per head and channel. ``pull``: what the largest score of a query loses."""
+
+    kind = "channel_levels"
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, pull: float = 0.0) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim, bits, "channel")
+        self.pull: F32 = np.full(1, pull, np.float32)
+
+    def layout(self) -> Layout:
+        ends = ((self.n_kv_heads, self.head_dim), "uint16")
+        return {"planes": super().layout()["planes"], "low": ends, "step": ends}
+
+    def encode(self, x: F32, t0: int) -> None:
+        """As levels 0, 1, .. of (x - low) / step; code 0 where step is 0."""
+        low, step = (self.arrays[name].view(np.float16).astype(np.float32)[:, None] for name in ("low", "step"))
+        position = np.where(step > 0, (x - low) / np.where(step > 0, step, 1), 0)
+        zero, one = (np.full((1, 1), end, np.float16).view(np.uint16) for end in (0, 1))
+        self.kernels.encode_levels(position.astype(np.float32), zero, one, self.arrays["planes"], t0)
+
+
+class Levels(Protocol):
+    """Where levels lie: fields of `VisualKnobs`."""
+
+    @property
+    def quantile(self) -> float: ...
+    @property
+    def k_range(self) -> float: ...
+    @property
+    def v_range(self) -> float: ...
+
+
+def encode_span(packed: tuple[Codec, Codec], k: F32, v: F32, levels: Levels) -> None:
     """Packs a whole span, k and v (n_kv_heads, n, head_dim), between the quantiles of each group of elements."""
-    if keys.group == "layer":
-        together = np.stack([k, v])
-        for codec in (keys, values):
-            codec.set_ends(*_quantiles(together, None, quantile))
-    else:
-        axes = {"tensor": None, "head": (1, 2), "head+token": 2}[keys.group]
-        for codec, x in ((keys, k), (values, v)):
-            lowest, highest = _quantiles(x, axes, quantile)
-            shape = codec.arrays["low"].shape
-            codec.set_ends(lowest.reshape(shape), highest.reshape(shape))
-    keys.encode(k, 0)
-    values.encode(v, 0)
-
-
-def _quantiles(x: F32, axes: int | tuple[int, ...] | None, quantile: float) -> tuple[F32, F32]:
-    lowest, highest = np.quantile(x, (quantile, 1 - quantile), axis=axes).astype(np.float32)
-    return lowest, highest
+    for codec, x, share in zip(packed, (k, v), (levels.k_range, levels.v_range), strict=True):
+        assert isinstance(codec, LevelSpan)
+        shared = np.stack([k, v]) if codec.group == "layer" else x
+        quantiles = levels.quantile, 1 - levels.quantile
+        lowest, highest = np.quantile(shared, quantiles, axis=AXES[codec.group]).astype(np.float32)
+        if share < 1:
+            middle, reach = (lowest + highest) / 2, np.float32(share / 2) * (highest - lowest)
+            lowest, highest = middle - reach, middle + reach
+        shape = codec.arrays["low"].shape
+        codec.set_ends(lowest.reshape(shape), highest.reshape(shape))
+        codec.encode(x, 0)

@@ -80,10 +80,10 @@ class H1B(KeepAll):
     H1B-KV, equations 2 to 5; with ``keys_only`` sketch_bits/8 + 2 * head_dim bytes. R is one Gaussian
     (sketch_bits, head_dim) matrix from ``seed``, the same for all layers and heads, and not counted. As in the
     paper there is no exact window. The paper trains one global tau, and V_proj, for a model: that is an adapter,
-    and with one the prompt too attends through the sketches; an adapter may also bring a trained R of each layer and
-    a centre that its keys lose first, which no exact score would notice. Without, tau is fitted on the prompt: the value that
-    makes the binary attention's cross-entropy to the exact one smallest, summed over all layers and heads, or
-    (``fit``) for each by itself.
+    and with one the prompt too attends through the sketches; an adapter may also bring a trained R of each layer
+    and a centre of each head's keys, which they lose first: no exact score would notice. Without, tau is fitted
+    on the prompt: the value that makes the binary attention's cross-entropy to the exact one smallest, summed over
+    all layers and heads, or (``fit``) for each by itself.
     """
 
     name = "h1b"
@@ -138,7 +138,7 @@ class H1B(KeepAll):
                     f"{source}: {name} has shape {x.shape} in a layer; kv={self.name!r} takes {shapes[name]}",
                     field="adapter",
                     value=x.shape,
-                    accepted=[shapes[name]],
+                    accepted=[str(shapes[name])],
                 )
         self.sketch.set_learned(learned.get("projection"), learned.get("centre"))
         self.exact_prefill = False

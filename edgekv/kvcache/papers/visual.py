@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
 
-from edgekv.errors import CacheError
-from edgekv.kernels import Kernels
-from edgekv.kernels.aligned import zeros
-from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry, KVCache, Layout, Workspace
-from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.image_spans import TEXTS, ImageSpans
 from edgekv.kvcache.knobs import bad_knob
-from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan, encode_span
-from edgekv.machine import format_bytes
+from edgekv.kvcache.papers.codec_visual import GROUPS, ChannelLevels, LevelSpan, encode_span
 from edgekv.types import F32
-
-TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +16,25 @@ class VisualKnobs:
     """What `visual1` can be set to.
 
     bits: int, default 1. Bits of an element of an image token, 1 to 8.
-    group: str, default "head". What shares two ends of the levels: layer, tensor, head or head+token.
+    group: str, default "head". What shares two ends of the levels: layer, tensor, head, head+token or channel.
     quantile: float, default 0.1. The levels reach from this quantile of the group to the same one from above;
         0 is from least to largest, below 0.5. The paper gives no value. With text marked as if it were an image,
         two small models did best with 0.1 at 1 bit (at 0.02 the two levels lie so far out that all scores are
         inflated), 0.01 at 2 bits, 0 from 4 bits on.
+    k_range: float, default 1. Of keys: how far from the middle of these two ends towards them the outer levels
+        lie, above 0 and at most 1. CalibQuant's calibration, with quantile=0: 0.5.
+    v_range: float, default 1. The same of values; CalibQuant: 0.3.
+    pull: float, default 0. With group=channel: by how much the largest of a query's scores with a span is pulled
+        down, its least staying and the others moving in proportion (CalibQuant's calibration of scores).
     text: str, default "f16". Format of all other tokens: f16 or f32.
     """
 
     bits: int = 1
     group: str = "head"
     quantile: float = 0.1
+    k_range: float = 1.0
+    v_range: float = 1.0
+    pull: float = 0.0
     text: str = "f16"
 
     def __post_init__(self) -> None:
@@ -45,267 +44,46 @@ class VisualKnobs:
             raise bad_knob("visual1", "group", self.group, *GROUPS)
         if not 0 <= self.quantile < 0.5:
             raise bad_knob("visual1", "quantile", self.quantile, "0 or more, below 0.5")
+        for name in ("k_range", "v_range"):
+            if not 0 < getattr(self, name) <= 1:
+                raise bad_knob("visual1", name, getattr(self, name), "above 0 and at most 1")
+        if not 0 <= self.pull < float("inf"):
+            raise bad_knob("visual1", "pull", self.pull, "0 or more")
+        if self.pull and self.group != "channel":
+            raise bad_knob("visual1", "pull", self.pull, "with group=channel only, else 0")
         if self.text not in TEXTS:
             raise bad_knob("visual1", "text", self.text, *TEXTS)
 
 
-@dataclasses.dataclass
-class Span:
-    """Image tokens at positions start..stop: in ``exact`` stores (f16) until the last has come, then packed."""
-
-    start: int
-    stop: int
-    packed: tuple[LevelSpan, LevelSpan]
-    exact: tuple[F16, F16] | None = None
-
-
-ENDS = ("key", "value")
-Store = LevelSpan | F16 | Float32
-
-
-class Run(NamedTuple):
-    """Positions start..stop, held by one store (the span's, or the text's) as its tokens from ``at`` on."""
-
-    start: int
-    stop: int
-    at: int
-    span: Span | None
-
-
-class Visual1(KVCache):
+class Visual1(ImageSpans):
     """Levels between two quantiles, one bit per element, for the spans that `mark_images` names; f16 for the rest.
 
     Visual KV cache quantisation, eq. 7-9. An image token of a KV head takes 2 * bits * ceil(head_dim / 8) bytes
-    and shares the float16 ends of its group: 8 bytes per span (layer, tensor), span and KV head (head), or KV head
-    and token (head+token). A text token takes 4 * head_dim bytes (text=f32: 8). Without a marked span
-    this is `dense`.
+    and shares the float16 ends of its group: 8 bytes per span (layer, tensor), span and KV head (head), KV head
+    and token (head+token), or 8 * head_dim per span and KV head (channel). A text token takes 4 * head_dim bytes
+    (text=f32: 8). Without a marked span this is `dense`.
 
     The groups: "layer", K and V of all heads of this layer together; "tensor", K or V of all heads; "head", K or V
-    of one KV head; "head+token", one token of that. Each is taken over one span, not over the whole prompt. A span
-    is packed when its last token has come and is exact (f16) until then.
+    of one KV head; "head+token", one token of that; "channel", one channel of that. Each is taken over one span,
+    not over the whole prompt. A span is packed when its last token has come and is exact (f16) until then.
+
+    group=channel with k_range, v_range and pull is the later version, CalibQuant (arXiv 2502.14882v2).
 
     Deviation: the paper rounds down, so that at 1 bit only x >= Q(1 - quantile) becomes 1; here x goes to the
     nearest level, and the threshold is the midpoint.
     """
 
     name = "visual1"
-    paper = "Visual 1-bit KV, eq. 7-9"
+    paper = "Visual 1-bit KV, eq. 7-9; CalibQuant"
     summary = "image tokens in 1 bit per element (or bits=2..8) between quantiles per head, text tokens in f16"
     gives_up = "saves nothing on text: only spans that are marked visual are packed"
-    exact_when_short = True
     Knobs = VisualKnobs
 
-    @classmethod
-    def exact_on_text(cls, knobs: VisualKnobs) -> bool:
-        return True
+    def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
+        shape, knobs = (n_kv_heads, n_tokens, head_dim), self.knobs
+        if knobs.group == "channel":
+            return ChannelLevels(*shape, knobs.bits, knobs.pull), ChannelLevels(*shape, knobs.bits)
+        return LevelSpan(*shape, knobs.bits, knobs.group), LevelSpan(*shape, knobs.bits, knobs.group)
 
-    def __init__(self, geometry: Geometry, knobs: VisualKnobs) -> None:
-        super().__init__(geometry, knobs)
-        self.spans: list[Span] = []
-        self._text = self._text_stores(geometry.capacity)
-
-    def _text_stores(self, capacity: int) -> tuple[F16 | Float32, F16 | Float32]:
-        shape, store = self._shape(capacity), TEXTS[self.knobs.text]
-        return store(*shape), store(*shape)
-
-    def _shape(self, capacity: int) -> tuple[int, int, int]:
-        return self.geometry.n_kv_heads, capacity, self.geometry.head_dim
-
-    def _codecs(self) -> dict[str, Codec]:
-        pairs: dict[str, tuple[Codec, Codec]] = {"text": self._text}
-        for i, span in enumerate(self.spans):
-            pairs[f"span{i}"] = span.packed
-            if span.exact:
-                pairs[f"span{i}.exact"] = span.exact
-        return {f"{name}.{end}": pair[i] for name, pair in pairs.items() for i, end in enumerate(ENDS)}
-
-    def layout(self) -> Layout:
-        codecs = self._codecs().items()
-        return {f"{owner}.{name}": spec for owner, codec in codecs for name, spec in codec.layout().items()}
-
-    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
-        self.kernels, self.workspace = kernels, workspace
-        for codec in self._text:
-            self._take_memory(codec)
-        self._list_arrays()
-
-    def _take_memory(self, codec: Codec) -> None:
-        codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, self.kernels)
-
-    def _list_arrays(self) -> None:
-        codecs = self._codecs().items()
-        self.arrays = {f"{owner}.{name}": array for owner, codec in codecs for name, array in codec.arrays.items()}
-
-    @property
-    def visual_bytes(self) -> int:
-        """Bytes of the marked spans."""
-        return self.nbytes - self.text_bytes
-
-    @property
-    def text_bytes(self) -> int:
-        """Bytes of the text tokens' store."""
-        return sum(array.nbytes for codec in self._text for array in codec.arrays.values())
-
-    def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
-        """The spans' memory is taken, and the text's store shrinks by as many tokens. CacheError: bad spans.
-
-        Marks of tokens that have not come are forgotten: these are another prompt's.
-        """
-        self.spans = [span for span in self.spans if span.start < self.n_seen]
-        for first, last in spans:
-            start, stop = self.n_seen + first, self.n_seen + last
-            earliest = self.spans[-1].stop if self.spans else 0
-            if first < 0 or last <= first or start < earliest or stop > self.geometry.capacity:
-                raise CacheError(
-                    f"kv='visual1': span {first}..{last} does not fit: give non-empty ranges of the coming "
-                    f"prompt, in order and apart, within the {self.geometry.capacity - self.n_seen} free tokens",
-                    field="images",
-                    value=(first, last),
-                )
-            self._add_span(start, stop)
-        self._fit_text()
-
-    def _add_span(self, start: int, stop: int) -> None:
-        shape = self._shape(stop - start)
-        levels = (self.knobs.bits, self.knobs.group)
-        self.spans.append(Span(start, stop, (LevelSpan(*shape, *levels), LevelSpan(*shape, *levels))))
-        for codec in self.spans[-1].packed:
-            self._take_memory(codec)
-
-    def _fit_text(self) -> None:
-        """Room for exactly the tokens that no span will hold."""
-        capacity = self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
-        if capacity != self._text[0].capacity:
-            n_text = sum(run.stop - run.start for run in self._runs(0, self.n_seen) if run.span is None)
-            old, self._text = self._text, self._text_stores(capacity)
-            for source, target in zip(old, self._text, strict=True):
-                self._take_memory(target)
-                for name, array in target.arrays.items():
-                    array[:, :n_text] = source.arrays[name][:, :n_text]
-        self._list_arrays()
-
-    def _runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Where positions start..stop are or will be, in order."""
-        n_image = 0  # image tokens before `start`
-        for span in self.spans:
-            if start < min(span.start, stop):
-                yield Run(start, min(span.start, stop), start - n_image, None)
-                start = min(span.start, stop)
-            if max(start, span.start) < min(stop, span.stop):
-                start = max(start, span.start)
-                yield Run(start, min(stop, span.stop), start - span.start, span)
-                start = min(stop, span.stop)
-            n_image += span.stop - span.start
-        if start < stop:
-            yield Run(start, stop, start - n_image, None)
-
-    def _stores(self, run: Run) -> tuple[Store, Store]:
-        """Of keys and of values."""
-        if run.span is None:
-            return self._text
-        return run.span.exact or run.span.packed
-
-    def extend(self, keys: F32, values: F32) -> None:
-        self.require_room(keys.shape[1])
-        before = self.n_seen
-        for run in self._runs(before, before + keys.shape[1]):
-            part = slice(run.start - before, run.stop - before)
-            self._append(run, keys[:, part], values[:, part])
-            self._pack_if_complete(run)
-
-    def tentative_tokens(self) -> int:
-        """None while an image is to come."""
-        is_text = all(span.stop <= self.n_seen for span in self.spans)
-        return self.geometry.capacity - self.n_seen if is_text else 0
-
-    def piece(self) -> int:
-        """Up to where a span is packed."""
-        return next(
-            (span.stop - self.n_seen for span in self.spans if span.stop > self.n_seen), self.geometry.capacity
-        )
-
-    def append(self, keys: F32, values: F32) -> None:
-        before = self.n_seen
-        for run in self._runs(before, before + keys.shape[1]):
-            part = slice(run.start - before, run.stop - before)
-            self._append(run, keys[:, part], values[:, part])
-
-    def segments(self) -> list[Segment]:
-        runs = self._runs(0, self.n_seen)
-        return [Segment(*self._stores(run), run.at, run.at + run.stop - run.start, run.start) for run in runs]
-
-    def tidy(self) -> None:
-        for run in self._runs(max(0, self.n_seen - 1), self.n_seen):
-            self._pack_if_complete(run)
-
-    def _append(self, run: Run, keys: F32, values: F32) -> None:
-        if run.span and run.span.exact is None:
-            self._open_exact(run.span, run.span.stop - run.span.start)
-            self._list_arrays()
-        for store, x in zip(self._stores(run), (keys, values), strict=True):
-            store.encode(x, run.at)
-        self.n_seen = run.stop
-
-    def _open_exact(self, span: Span, capacity: int) -> None:
-        span.exact = F16(*self._shape(capacity)), F16(*self._shape(capacity))
-        for codec in span.exact:
-            self._take_memory(codec)
-
-    def _pack_if_complete(self, run: Run) -> None:
-        span = run.span
-        if span and span.exact and run.stop == span.stop:
-            k, v = (store.decode(0, span.stop - span.start) for store in span.exact)
-            encode_span(*span.packed, k, v, self.knobs.quantile)
-            span.exact = None
-            self._list_arrays()
-
-    def bytes_read(self) -> int:
-        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
-        return sum(
-            (run.stop - run.start) * store.token_bytes
-            for run in self._runs(self.n_seen - reach, self.n_seen)
-            for store in self._stores(run)
-        )
-
-    def truncate(self, n: int, again: int = 0) -> int:
-        """A span that is not complete is forgotten whole, and so are marks of tokens that are to come."""
-        for span in self.spans:
-            if span.exact and span.start < n < self.n_seen:
-                n = span.start
-        self.spans = [span for span in self.spans if span.start < n]
-        if self.spans:
-            self.spans[-1].stop = min(self.spans[-1].stop, n)
-        self.n_seen = n
-        self._fit_text()
-        return n
-
-    def fitted(self) -> dict[str, Any]:
-        """Each span's ends and its stores' capacities: a rewind moves the end alone."""
-        spans = [
-            (span.start, span.stop, span.packed[0].capacity, span.exact[0].capacity if span.exact else 0)
-            for span in self.spans
-        ]
-        return {"spans": spans}
-
-    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
-        earliest = 0
-        for start, stop, packed, exact in fitted["spans"]:
-            inside = earliest <= start < stop <= start + packed <= self.geometry.capacity
-            if not inside or not 0 <= exact <= packed:
-                raise ValueError(f"span {(start, stop, packed, exact)}")
-            earliest = stop
-            self._add_span(start, start + packed)
-            if exact:
-                self._open_exact(self.spans[-1], exact)
-            self.spans[-1].stop = stop
-        self._fit_text()
-
-    def notes(self) -> list[str]:
-        n_image = sum(span.stop - span.start for span in self.spans)
-        if not n_image:
-            return ["visual1: no span is marked visual, all tokens are in f16"]
-        exact = 4 * n_image * self.geometry.n_kv_heads * self.geometry.head_dim
-        return [
-            f"visual1: a layer's {n_image} image tokens take {format_bytes(self.visual_bytes)} "
-            f"({format_bytes(exact)} in f16), its text tokens' store {format_bytes(self.text_bytes)}"
-        ]
+    def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
+        encode_span(packed, keys, values, self.knobs)

@@ -75,7 +75,7 @@ def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: i
     low, step, n_bytes = halves(low_at), halves(step_at), (head_dim + BYTE_BITS - 1) // BYTE_BITS
     for i in range(0, n, BLOCK):
         few, end = min(BLOCK, n - i), g * gap_head + (t + i) * gap_token
-        _unpack(chars(planes), (g * capacity + t + i) * n_bits * n_bytes, n_bits, n_bytes, few, head_dim, codes)
+        unpack(chars(planes), (g * capacity + t + i) * n_bits * n_bytes, n_bits, n_bytes, few, head_dim, codes)
         score_codes(queries, 0, rows, codes, 0, few, head_dim, to, i, gap)
         for m in range(rows):
             _scale(to, m * gap + i, few, get(queries, rows * head_dim + m), low, step, end, gap_token)
@@ -99,7 +99,7 @@ def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: i
     n_bytes = (head_dim + BYTE_BITS - 1) // BYTE_BITS
     for i in range(0, n, BLOCK):
         few, end = min(BLOCK, n - i), g * gap_head + (t + i) * gap_token
-        _unpack(chars(planes), (g * capacity + t + i) * n_bits * n_bytes, n_bits, n_bytes, few, head_dim, codes)
+        unpack(chars(planes), (g * capacity + t + i) * n_bits * n_bytes, n_bits, n_bytes, few, head_dim, codes)
         for m in range(0, rows, ROWS):
             n_rows, target = min(ROWS, rows - m), m * head_dim
             for r in range(n_rows):
@@ -125,7 +125,7 @@ def _weigh(
 
 
 @jit
-def _unpack(planes: U8, token: int, n_bits: int, n_bytes: int, n: int, head_dim: int, codes: U8) -> None:
+def unpack(planes: U8, token: int, n_bits: int, n_bytes: int, n: int, head_dim: int, codes: U8) -> None:
     """codes (n, head_dim) of n tokens, from the highest plane down."""
     whole = head_dim // LANES * LANES
     for i in range(0, n * head_dim, head_dim):

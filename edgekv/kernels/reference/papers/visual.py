@@ -20,11 +20,17 @@ def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
 
 def levels(codec: Any, t0: int, t1: int) -> F32:
     """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D): Visual 1-bit KV, equation 9."""
-    planes, low, step = (codec.arrays[name] for name in ("planes", "low", "step"))
-    bits = np.unpackbits(planes[:, t0:t1], axis=3, count=codec.head_dim, bitorder="little")
-    codes = (bits << np.arange(planes.shape[2], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
-    values: F32 = _of_tokens(low, t0, t1) + codes * _of_tokens(step, t0, t1)
+    low, step = (_of_tokens(codec.arrays[name], t0, t1) for name in ("low", "step"))
+    values: F32 = low + unpacked(codec, t0, t1) * step
     return values
+
+
+def unpacked(codec: Any, t0: int, t1: int) -> F32:
+    """The codes of tokens t0..t1 as numbers (G, t1 - t0, D)."""
+    planes = codec.arrays["planes"]
+    bits = np.unpackbits(planes[:, t0:t1], axis=3, count=codec.head_dim, bitorder="little")
+    codes: F32 = (bits << np.arange(planes.shape[2], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
+    return codes
 
 
 def _of_tokens(ends: U16, t0: int, t1: int) -> F32:

@@ -1,0 +1,241 @@
+"""A policy: each picture in codecs of its own, packed when its last token has come; text in f16 or f32."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kernels.aligned import zeros
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kvcache.base import Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.spans import Run, Span, runs
+from edgekv.machine import format_bytes
+from edgekv.types import F32
+
+TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
+ENDS = ("key", "value")
+
+
+class ImageSpans(KVCache):
+    """Packs the spans that `mark_images` names, each by itself; without a marked span this is `dense`.
+
+    A scheme says with `span_codecs` what a span is packed in and with `pack` how. ``block``: a span is packed as
+    far as whole blocks of so many tokens reach, and the rest of it is text. Knobs need ``text``, one of TEXTS.
+    """
+
+    exact_when_short = True
+    block: ClassVar[int] = 1
+
+    @classmethod
+    def exact_on_text(cls, knobs: Any) -> bool:
+        return True
+
+    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        super().__init__(geometry, knobs)
+        self.spans: list[Span] = []
+        self._text = self._text_stores(geometry.capacity)
+
+    @abc.abstractmethod
+    def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
+        """For a span's keys and values."""
+
+    def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
+        """Stores a whole span's keys and values (n_kv_heads, n_tokens, head_dim)."""
+        for codec, x in zip(packed, (keys, values), strict=True):
+            codec.encode(x, 0)
+
+    def _text_stores(self, capacity: int) -> tuple[F16 | Float32, F16 | Float32]:
+        shape, store = self._shape(capacity), TEXTS[self.knobs.text]
+        return store(*shape), store(*shape)
+
+    def _shape(self, capacity: int) -> tuple[int, int, int]:
+        return self.geometry.n_kv_heads, capacity, self.geometry.head_dim
+
+    def _codecs(self) -> dict[str, Codec]:
+        pairs: dict[str, tuple[Codec, Codec]] = {"text": self._text}
+        for i, span in enumerate(self.spans):
+            pairs[f"span{i}"] = span.packed
+            if span.exact:
+                pairs[f"span{i}.exact"] = span.exact
+        return {f"{name}.{end}": pair[i] for name, pair in pairs.items() for i, end in enumerate(ENDS)}
+
+    def layout(self) -> Layout:
+        codecs = self._codecs().items()
+        return {f"{owner}.{name}": spec for owner, codec in codecs for name, spec in codec.layout().items()}
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        self.kernels, self.workspace = kernels, workspace
+        for codec in self._text:
+            self._take_memory(codec)
+        self._list_arrays()
+
+    def _take_memory(self, codec: Codec) -> None:
+        codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, self.kernels)
+
+    def _list_arrays(self) -> None:
+        codecs = self._codecs().items()
+        self.arrays = {f"{owner}.{name}": array for owner, codec in codecs for name, array in codec.arrays.items()}
+
+    @property
+    def visual_bytes(self) -> int:
+        """Bytes of the marked spans."""
+        return self.nbytes - self.text_bytes
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the text tokens' store."""
+        return sum(array.nbytes for codec in self._text for array in codec.arrays.values())
+
+    def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
+        """The spans' memory is taken, and the text's store shrinks by as many tokens. CacheError: bad spans.
+
+        Marks of tokens that have not come are forgotten: these are another prompt's.
+        """
+        self.spans = [span for span in self.spans if span.start < self.n_seen]
+        earliest = self.spans[-1].stop if self.spans else 0
+        for first, last in spans:
+            start, stop = self.n_seen + first, self.n_seen + last
+            if first < 0 or last <= first or start < earliest or stop > self.geometry.capacity:
+                raise CacheError(
+                    f"kv={self.name!r}: span {first}..{last} does not fit: give non-empty ranges of the coming "
+                    f"prompt, in order and apart, within the {self.geometry.capacity - self.n_seen} free tokens",
+                    field="images",
+                    value=(first, last),
+                )
+            earliest = stop
+            n_packed = (stop - start) // self.block * self.block
+            if n_packed:
+                self._add_span(start, start + n_packed)
+        self._fit_text()
+
+    def _add_span(self, start: int, stop: int) -> None:
+        self.spans.append(Span(start, stop, self.span_codecs(*self._shape(stop - start))))
+        for codec in self.spans[-1].packed:
+            self._take_memory(codec)
+
+    def _fit_text(self) -> None:
+        """Room for exactly the tokens that no span will hold."""
+        capacity = self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
+        if capacity != self._text[0].capacity:
+            n_text = sum(run.stop - run.start for run in self._runs(0, self.n_seen) if run.span is None)
+            old, self._text = self._text, self._text_stores(capacity)
+            for source, target in zip(old, self._text, strict=True):
+                self._take_memory(target)
+                for name, array in target.arrays.items():
+                    array[:, :n_text] = source.arrays[name][:, :n_text]
+        self._list_arrays()
+
+    def _runs(self, start: int, stop: int) -> Iterator[Run]:
+        return runs(self.spans, start, stop)
+
+    def _stores(self, run: Run) -> tuple[Codec, Codec]:
+        """Of keys and of values."""
+        if run.span is None:
+            return self._text
+        return run.span.exact or run.span.packed
+
+    def extend(self, keys: F32, values: F32) -> None:
+        self.require_room(keys.shape[1])
+        before = self.n_seen
+        for run in self._runs(before, before + keys.shape[1]):
+            part = slice(run.start - before, run.stop - before)
+            self._append(run, keys[:, part], values[:, part])
+            self._pack_if_complete(run)
+
+    def tentative_tokens(self) -> int:
+        """None while an image is to come."""
+        is_text = all(span.stop <= self.n_seen for span in self.spans)
+        return self.geometry.capacity - self.n_seen if is_text else 0
+
+    def piece(self) -> int:
+        """Up to where a span is packed."""
+        return next(
+            (span.stop - self.n_seen for span in self.spans if span.stop > self.n_seen), self.geometry.capacity
+        )
+
+    def append(self, keys: F32, values: F32) -> None:
+        before = self.n_seen
+        for run in self._runs(before, before + keys.shape[1]):
+            part = slice(run.start - before, run.stop - before)
+            self._append(run, keys[:, part], values[:, part])
+
+    def segments(self) -> list[Segment]:
+        every = self._runs(0, self.n_seen)
+        return [Segment(*self._stores(run), run.at, run.at + run.stop - run.start, run.start) for run in every]
+
+    def tidy(self) -> None:
+        for run in self._runs(max(0, self.n_seen - 1), self.n_seen):
+            self._pack_if_complete(run)
+
+    def _append(self, run: Run, keys: F32, values: F32) -> None:
+        if run.span and run.span.exact is None:
+            self._open_exact(run.span, run.span.stop - run.span.start)
+            self._list_arrays()
+        for store, x in zip(self._stores(run), (keys, values), strict=True):
+            store.encode(x, run.at)
+        self.n_seen = run.stop
+
+    def _open_exact(self, span: Span, capacity: int) -> None:
+        span.exact = F16(*self._shape(capacity)), F16(*self._shape(capacity))
+        for codec in span.exact:
+            self._take_memory(codec)
+
+    def _pack_if_complete(self, run: Run) -> None:
+        span = run.span
+        if span and span.exact and run.stop == span.stop:
+            keys, values = (store.decode(0, span.stop - span.start) for store in span.exact)
+            self.pack(span.packed, keys, values)
+            span.exact = None
+            self._list_arrays()
+
+    def bytes_read(self) -> int:
+        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
+        every = self._runs(self.n_seen - reach, self.n_seen)
+        return sum(store.bytes_of(run.stop - run.start) for run in every for store in self._stores(run))
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        """A span that is not complete is forgotten whole, and so are marks of tokens that are to come."""
+        for span in self.spans:
+            if span.exact and span.start < n < self.n_seen:
+                n = span.start
+        self.spans = [span for span in self.spans if span.start < n]
+        if self.spans:
+            self.spans[-1].stop = min(self.spans[-1].stop, n)
+        self.n_seen = n
+        self._fit_text()
+        return n
+
+    def fitted(self) -> dict[str, Any]:
+        """Each span's ends and its stores' capacities: a rewind moves the end alone."""
+        spans = [
+            (span.start, span.stop, span.packed[0].capacity, span.exact[0].capacity if span.exact else 0)
+            for span in self.spans
+        ]
+        return {"spans": spans}
+
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+        earliest = 0
+        for start, stop, packed, exact in fitted["spans"]:
+            inside = earliest <= start < stop <= start + packed <= self.geometry.capacity
+            if not inside or packed % self.block or not 0 <= exact <= packed:
+                raise ValueError(f"span {(start, stop, packed, exact)}")
+            earliest = stop
+            self._add_span(start, start + packed)
+            if exact:
+                self._open_exact(self.spans[-1], exact)
+            self.spans[-1].stop = stop
+        self._fit_text()
+
+    def notes(self) -> list[str]:
+        n_image = sum(span.stop - span.start for span in self.spans)
+        if not n_image:
+            return [f"{self.name}: no span is marked visual, all tokens are in {self.knobs.text}"]
+        exact = 4 * n_image * self.geometry.n_kv_heads * self.geometry.head_dim
+        return [
+            f"{self.name}: a layer's {n_image} image tokens take {format_bytes(self.visual_bytes)} "
+            f"({format_bytes(exact)} in f16), its text tokens' store {format_bytes(self.text_bytes)}"
+        ]

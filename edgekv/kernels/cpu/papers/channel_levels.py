@@ -1,6 +1,6 @@
 """Uniform levels between ends of each channel's own: queries take the steps up before, sums after.
 
-q . (low + step * c) = q . low + (q * step) . c, and p times (low + step * c) sums to low * sum(p) + step * sum(p * c).
+q . (low + step * c) = q . low + (q * step) . c; sum(p * (low + step * c)) = low * sum(p) + step * sum(p * c).
 """
 
 from typing import Any

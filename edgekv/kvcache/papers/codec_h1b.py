@@ -54,7 +54,6 @@ class SignSketch(Codec):
         return x - self.centre[:, None] if self.is_centred else x
 
 
-
 class Int4(Codec):
     """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
 

@@ -71,7 +71,7 @@ def test_restored_text_equals_uninterrupted_text(
     assert len(set(whole)) > 30
 
 
-@pytest.mark.parametrize("kv", ["mikv", "h2o", "snapkv", "quest:k=16,skip=0", "onebit", "visual1"])
+@pytest.mark.parametrize("kv", ["mikv", "h2o", "snapkv", "quest:k=16,skip=0", "onebit", "visual1", "visual=planes"])
 def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathlib.Path) -> None:
     whole = text(sliding.fork(kv=kv), PROMPT, 60)
     saved = sliding.fork(kv=kv)
@@ -81,8 +81,9 @@ def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathl
     assert first + text(restored, [], 40, restored.state.sampler) == whole
 
 
-def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, tmp_path: pathlib.Path) -> None:
-    sessions = [loaded.fork(kv="visual1") for _ in range(2)]
+@pytest.mark.parametrize("kv", ["visual1", "visual1:group=channel,pull=0.5", "visual=planes"])
+def test_a_span_of_image_tokens_that_is_not_complete(loaded: Session, kv: str, tmp_path: pathlib.Path) -> None:
+    sessions = [loaded.fork(kv=kv) for _ in range(2)]
     for session in sessions:
         for cache in session.state.caches:
             cache.mark_images([(10, 60), (1100, 1250)])

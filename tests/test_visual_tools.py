@@ -139,7 +139,7 @@ def test_prompts_place_each_picture() -> None:
 
 
 MODEL = str(ROOT / "models" / "scenes")
-EXACT = ("dense:dtype=f16", "split:8,8", "coded:onebit:v_bits=1", "coded:bitplane")
+EXACT = ("dense:dtype=f16", "split:8,8", "visual=planes", "coded:bitplane")
 
 
 @pytest.mark.parametrize("kv", EXACT)

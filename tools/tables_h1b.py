@@ -30,6 +30,7 @@ LEARNT = {
     "h1b-paper": "as printed: V and one tau",
     "h1b-head": "V and a tau per head",
     "h1b-qkv": "Q, K, V and a tau per head",
+    "h1b-learned": "Q, K, V, R, a centre and a tau per head",
     "onebit-head": "V and a lambda per head",
 }
 
@@ -120,7 +121,9 @@ def training(model: str) -> Iterator[str]:
             yield (
                 f"python tools/adapt.py --model {model} --text {facts['text']} --kv {facts['scheme']} --ctx {ctx} "
                 f"--tokens {-(-windows * ctx // 10**5) * 10**5} --batch {s['batch']} --seconds {s['seconds']:g} "
-                f"--scope {s['scope']} --train {s['train']} --lr {s['lr']:g} --out {facts['name']}.safetensors"
+                f"--scope {s['scope']} --train {s['train']} --lr {s['lr']:g} "
+                f"{f'--projection --epochs {s["epochs"]} ' if s.get('projection') else ''}"
+                f"--out {facts['name']}.safetensors"
             )
 
 

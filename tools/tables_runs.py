@@ -33,9 +33,11 @@ ADAPTERS = {
     "gpt2-h1b-paper": ("gpt2-60m", "h1b"),
     "gpt2-h1b-head": ("gpt2-60m", "h1b"),
     "gpt2-h1b-qkv": ("gpt2-60m", "h1b"),
+    "gpt2-h1b-learned": ("gpt2-60m", "h1b"),
     "llama-h1b-paper": ("llama-40m", "h1b"),
     "llama-h1b-head": ("llama-40m", "h1b"),
     "llama-h1b-qkv": ("llama-40m", "h1b"),
+    "llama-h1b-learned": ("llama-40m", "h1b"),
     "llama-onebit-head": ("llama-40m", "onebit"),
 }
 

@@ -80,6 +80,17 @@ def one_bit_table(results: list[Result]) -> str:
     return markdown(["group", "bytes", *(f"quantile {quantile}" for quantile in quantiles)], rows)
 
 
+def calibrated_table(results: list[Result]) -> str:
+    """A row per setting of group=channel: how far out the levels lie, and how far the largest score is pulled."""
+    dense, *calibrated = results
+    rows = [["16 bits", "", "", f"{dense['visual']:,}", *both(dense), str(dense["same"])]]
+    for r in calibrated:
+        k_range, v_range = re.search(r"k_range=([^,]+),v_range=([^,]+)", r["kv"]).groups()
+        pull = re.search(r"pull=(.*)", r["kv"])
+        rows.append([k_range, v_range, pull[1] if pull else "0", f"{r['visual']:,}", *both(r), str(r["same"])])
+    return markdown(["k_range", "v_range", "pull", "bytes", "things", "CIDEr", "same"], rows)
+
+
 def captions_table(results: list[Result]) -> str:
     rows = []
     for r in results:
@@ -109,6 +120,7 @@ def objects_table(results: list[Result]) -> str:
 TABLES: dict[str, Callable[[list[Result]], str]] = {
     "bits": bits_table,
     "one-bit": one_bit_table,
+    "calibrated": calibrated_table,
     "captions": captions_table,
     "pictures": pictures_table,
     "objects": objects_table,

@@ -55,6 +55,7 @@ SCHEMES = (
     "fier",
     "snapkv:budget=100",
     "visual1",
+    "visual=planes",
 )
 CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
 MORE = [1, 2] * 20

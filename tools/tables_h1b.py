@@ -117,13 +117,13 @@ def training(model: str) -> Iterator[str]:
     """The commands that made the adapters, from what they say of themselves."""
     for facts in outcomes("tables-adapters.json"):
         s, (windows, ctx) = facts["settings"], facts["windows"]
+        learned = f"--projection --epochs {s['epochs']} " if s.get("projection") else ""
         if ADAPTERS[facts["name"]][0] == model:
             yield (
                 f"python tools/adapt.py --model {model} --text {facts['text']} --kv {facts['scheme']} --ctx {ctx} "
                 f"--tokens {-(-windows * ctx // 10**5) * 10**5} --batch {s['batch']} --seconds {s['seconds']:g} "
                 f"--scope {s['scope']} --train {s['train']} --lr {s['lr']:g} "
-                f"{f'--projection --epochs {s["epochs"]} ' if s.get('projection') else ''}"
-                f"--out {facts['name']}.safetensors"
+                f"{learned}--out {facts['name']}.safetensors"
             )
 
 

@@ -24,7 +24,8 @@ def test_quality_covers_every_scheme_on_both_models_and_texts() -> None:
     for _, names, _ in blocks:
         facts = quality.merged([json.loads((quality.DATA / name).read_text()) for name in names.split()])
         assert facts["settings"]["ctx"] == 8192
-        assert {result["kv"].partition(":")[0] for result in facts["results"]} == set(UNBOUND)
+        measured = {result["kv"].partition(":")[0] for result in facts["results"]}
+        assert measured == set(UNBOUND) - {"visual=planes"}  # on text it is visual1
 
 
 def test_runs_with_other_settings_are_not_merged() -> None:

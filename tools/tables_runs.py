@@ -180,6 +180,9 @@ def evals() -> Iterator[Eval]:
         for ctx in LENGTHS:
             yield Eval(model, "heldout3.txt", BY_LENGTH, ctx, windows * CTX // ctx)
     for adapter, (model, scheme) in ADAPTERS.items():
+        if adapter.endswith("-learned"):
+            yield Eval(model, "heldout3.txt", (scheme,), CTX, WINDOWS[model], adapter)
+            continue
         of_paper = (DENSE, "h1b", "h1b:keys_only=true", *ABLATION)
         for text in TEXTS:
             kv = of_paper if adapter.endswith("-paper") and text != "ptb.test.txt" else (DENSE, scheme)

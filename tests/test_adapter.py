@@ -113,7 +113,9 @@ def test_what_a_scheme_learned_beside_its_setting_is_of_each_layer(
     learned = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
     adapter = write(tmp_path / "a", base, {"tau": TAU, **learned})
     session = Session.load(base, kv="h1b", adapter=adapter)
-    np.testing.assert_array_equal([cache.sketch.projection for cache in session.state.caches], learned["projection"])
+    np.testing.assert_array_equal(
+        [cache.sketch.projection for cache in session.state.caches], learned["projection"]
+    )
     np.testing.assert_array_equal([cache.sketch.centre for cache in session.state.caches], learned["centre"])
     assert Model.open(base, adapter=adapter).identity != Model.open(base).identity
     for name, wrong in (("projection", learned["projection"][:2]), ("centre", learned["centre"][0])):

@@ -44,8 +44,8 @@ def by_hand(q: F32, k: F32, v: F32, k_bits: int, v_bits: int, total: int, kept: 
     k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
     scores, stores = queries @ k[:, :total].transpose(0, 2, 1), []
     for part in PACKED:
-        shape, lam = (g, part.stop - part.start, head_dim), KEY_SCALES[k_bits]
-        keys = CentredPlanes(*shape, bits=k_bits, lam=lam, seed=0)
+        shape, scale = (g, part.stop - part.start, head_dim), KEY_SCALES[k_bits]
+        keys = CentredPlanes(*shape, bits=k_bits, key_scale=scale, seed=0)
         values = InterleavedValues(*shape, bits=v_bits, seed=0)
         for codec, x in ((keys, k), (values, v)):
             codec.bind({name: zeros(*spec) for name, spec in codec.layout().items()}, kernels)

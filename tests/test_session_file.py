@@ -71,7 +71,9 @@ def test_restored_text_equals_uninterrupted_text(
     assert len(set(whole)) > 30
 
 
-@pytest.mark.parametrize("kv", ["mikv", "h2o", "snapkv", "quest:k=16,skip=0", "onebit", "visual1", "visual=planes"])
+@pytest.mark.parametrize(
+    "kv", ["mikv", "h2o", "snapkv", "quest:k=16,skip=0", "onebit", "visual1", "visual=planes"]
+)
 def test_layers_with_a_sliding_window(sliding: Session, kv: str, tmp_path: pathlib.Path) -> None:
     whole = text(sliding.fork(kv=kv), PROMPT, 60)
     saved = sliding.fork(kv=kv)

@@ -63,7 +63,7 @@ class FlooredLevels(Visual1):
 
 
 def _bitplane(*shape: int, group: int) -> Pair:
-    keys = TwoStageKeys(*shape, lam=LAM, seed=SEED)
+    keys = TwoStageKeys(*shape, key_scale=LAM, seed=SEED)
     return keys, TwoStageValues(keys, n_rep=group, threshold=P)
 
 

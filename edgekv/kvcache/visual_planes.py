@@ -58,6 +58,6 @@ class VisualPlanes(ImageSpans):
 
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
         shape, knobs = (n_kv_heads, n_tokens, head_dim), self.knobs
-        lam = knobs.key_scale or KEY_SCALES[knobs.k_bits]
-        keys = CentredPlanes(*shape, bits=knobs.k_bits, lam=lam, seed=knobs.seed)
+        key_scale = knobs.key_scale or KEY_SCALES[knobs.k_bits]
+        keys = CentredPlanes(*shape, bits=knobs.k_bits, key_scale=key_scale, seed=knobs.seed)
         return keys, InterleavedValues(*shape, bits=knobs.v_bits, seed=knobs.seed)

@@ -6,7 +6,8 @@
 The student attends to what the scheme stores of every token, its own included; its teacher is the same checkpoint
 with exact attention, and the loss the KL between their next-token distributions, on windows of the text (UTF-8,
 books separated by NUL). The adapter is the student with the least KL on windows held back from training. h1b and
-sign_keys learn tau, and with --projection also R and a centre of each head's keys; onebit learns lam. Needs `.[torch]`, and a GPU for all but small models.
+sign_keys learn tau, and with --projection also R and a centre of each head's keys; onebit learns lam. Needs
+`.[torch]`, and a GPU for all but small models.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_the_smallest_cache_that_passed_is_recommended() -> None:
 
 
 def test_what_needs_a_gate() -> None:
-    exact = {"dense", "dense:dtype=f32", "visual1"}
+    exact = {"dense", "dense:dtype=f32", "visual1", "visual=planes"}
     assert {
         name for name in [*UNBOUND, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
     } == exact
@@ -263,7 +263,7 @@ def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib
 
 def test_no_warning_for_what_needs_no_gate(tmp_path: pathlib.Path) -> None:
     gated = Verdicts(model_of(tmp_path), tmp_path)
-    for name in ("dense", "dense:dtype=f32", "visual1"):
+    for name in ("dense", "dense:dtype=f32", "visual1", "visual=planes"):
         assert gated.warn_once(CacheSpec.parse(name)) is None
 
 

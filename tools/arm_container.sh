@@ -36,13 +36,14 @@ fi
 
 volumes=()
 [[ -z ${SSL_CERT_FILE:-} ]] || volumes=(--volume "$SSL_CERT_FILE:/etc/ssl/certs/ca-certificates.crt:ro")
-"${buildah[@]}" build -q --platform linux/arm64 --pull-never --build-arg "BASE=$BASE" "${volumes[@]}" \
+"${buildah[@]}" build -q --layers --platform linux/arm64 --pull-never --build-arg "BASE=$BASE" "${volumes[@]}" \
     -t edgekv -f "$tree/packaging/Containerfile" "$tree"
 
-# Emulated, everything takes long: dense, whose kernels compile soonest, and a short context.
+# Emulated, everything takes long: dense, whose kernels compile soonest, and a short context. /cache is kept.
+install -d -o 1000 -g 1000 "$folder/cache"
 container=$("${buildah[@]}" from --arch arm64 --pull-never localhost/edgekv)
 "${buildah[@]}" run --env "EDGEKV_API_KEY=$key" --env KV=dense --env CTX=256 --env "PORT=$port" --env QEMU_CPU=cortex-a76 \
-    "$container" edgekv-start >"$folder/serve.log" 2>&1 &
+    --volume "$folder/cache:/cache" "$container" edgekv-start >"$folder/serve.log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>"$folder/kill.log" || true; "${buildah[@]}" rm "$container" >"$folder/rm.log" 2>&1 || true' EXIT
 
@@ -55,5 +56,5 @@ done
 "${buildah[@]}" run "$container" uname -m
 cat "$folder/health.json"
 curl -fsS "$url/v1/completions" -H "Authorization: Bearer $key" -H 'Content-Type: application/json' \
-    -d '{"prompt": "It was", "max_tokens": 8, "temperature": 0}'
+    -d '{"model": "demo", "prompt": "It was", "max_tokens": 8, "temperature": 0}'
 echo

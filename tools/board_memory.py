@@ -16,7 +16,7 @@ from edgekv.cli.budget import SYSTEM_SHARE
 from edgekv.machine import format_bytes
 from edgekv.quality.shape_model import unread_model
 from edgekv.session.model import Model
-from edgekv.session.plan import Plan
+from edgekv.session.plan import SessionPlan
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "images.md"
 BLOCK = re.compile(r"(<!-- memory -->\n).*?(<!-- /memory -->)", re.DOTALL)
@@ -30,11 +30,11 @@ STEP = 1024
 MODELS = 3  # the largest that fit each
 
 
-def plan(model: Model, kv: str, ctx: int) -> Plan:
-    return Plan.make(model, kv=kv, ctx=ctx, weights="int4", available=0)
+def plan(model: Model, kv: str, ctx: int) -> SessionPlan:
+    return SessionPlan.make(model, kv=kv, ctx=ctx, weights="int4", available=0)
 
 
-def total(planned: Plan) -> int:
+def total(planned: SessionPlan) -> int:
     return sum(planned.parts().values())
 
 

@@ -1,4 +1,4 @@
-"""A program that uses litellm: completion, stream, tool call, embedding. Run by test_server_clients with its Python.
+"""A program that uses litellm: completion, stream, tool call, embedding. test_server_clients runs it.
 
 usage: python tests/litellm_client.py URL
 """

@@ -104,7 +104,7 @@ def test_counts_are_saved_with_the_sampler() -> None:
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Biases leave two tokens, a penalty lets both be written; bad values are refused before anything is loaded."""
+    """Biases leave two tokens, a penalty lets both be written; bad values are refused before anything loads."""
     command = ["run", "--prompt", "It was", "--ctx", "64", "--greedy", "--max-new-tokens", "6"]
     tokenizer = Session.load("demo", ctx=64).require_tokenizer()
     ship, sea = (tokenizer.encode(f" {word}", bos=False)[-1] for word in ("ship", "sea"))

@@ -104,7 +104,8 @@ class Terminal:
 
     def _say_use(self) -> None:
         session = self.chat.session
-        say(f"({speed(session.report())}; context {min(len(session.tokens), session.plan.ctx)} of {session.plan.ctx})")
+        ctx = session.plan.ctx
+        say(f"({speed(session.report())}; context {min(len(session.tokens), ctx)} of {ctx})")
 
     def _say_left_out(self, before: tuple[int, int]) -> None:
         messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))

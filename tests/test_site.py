@@ -138,8 +138,12 @@ def test_in_a_browser(address: str) -> None:
             widths = page.locator("article img").evaluate_all("images => images.map(image => image.naturalWidth)")
             assert len(widths) == n_pictures
             assert all(widths)
-        page.locator("[data-md-component=search-query]").fill("needle")
-        sync_api.expect(page.locator(".md-search-result__item").first).to_contain_text("needle", ignore_case=True)
+        page.wait_for_load_state("networkidle")  # the search has its index
+        page.locator("[data-md-component=search-query]").click()
+        page.keyboard.type("needle", delay=20)
+        sync_api.expect(page.locator(".md-search-result__item").first).to_contain_text(
+            "needle", ignore_case=True, timeout=30_000
+        )
         browser.close()
     assert errors == []
     assert all(url.startswith((address, "data:", "blob:")) for url in asked)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What a newcomer does in the first minutes, in a home of its own: a text, a chat, a saved session, a verdict of
-# the gate, a picture. Uses the edgekv on the PATH; with --install, first installs the checkout into a fresh
+# What a newcomer does in the first minutes, in a home of its own: a text, a chat, a saved session, a tool call, a
+# verdict of the gate, a picture. Uses the edgekv on the PATH; with --install, first installs the checkout into a fresh
 # environment (needs a package index).
 #
 #     tests/newcomer.sh [--install]
@@ -8,12 +8,13 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 home=$(mktemp -d)
-trap 'rm -rf "$home"' EXIT
+server=
+trap '[[ -z $server ]] || kill "$server" 2>/dev/null; rm -rf "$home"' EXIT
 export HOME=$home XDG_CACHE_HOME=${XDG_CACHE_HOME:-$home/.cache} XDG_STATE_HOME=$home/.local/state HF_HUB_OFFLINE=1
 
 if [[ ${1-} == --install ]]; then
     python3 -m venv "$home/venv"
-    "$home/venv/bin/pip" install -q "$root[chat,plot]"
+    "$home/venv/bin/pip" install -q "$root[chat,grammar,plot,serve]"
     PATH=$home/venv/bin:$PATH
 fi
 cd "$home"
@@ -31,11 +32,39 @@ must 'text' "$text" '[a-z]{3,}'
 must 'report of a few lines' "$(cat report)" '^memory +cache .* would take'
 (($(wc -l <report) <= 6)) || { cat report >&2 && exit 1; }
 
-answer=$(echo 'Who is there?' | edgekv chat --ctx 1024 --kv kivi2 --session talk.kv --max-new-tokens 12 2>said)
-must 'answer' "$answer" '[a-z]{3,}'
+answer=$(echo 'Who is there?' | edgekv chat --ctx 1024 --kv kivi2 --session talk.kv --max-new-tokens 12 --seed 1 2>said)
+must 'answer' "$answer" '[A-Za-z]{3,}'
 must 'word on what this model is for' "$(cat said)" 'old novels'
 printf '/history\n/exit\n' | edgekv chat --session talk.kv 2>said
 must 'saved session that goes on' "$(cat said)" 'user: Who is there\?'
+
+edgekv serve --port 0 --ctx 1024 2>served &
+server=$!
+for _ in {1..300}; do
+    grep -q 'http://' served && break
+    kill -0 "$server" || { cat served >&2 && exit 1; }
+    sleep 0.2
+done
+call=$(python - "$(grep -oE -m 1 'http://[0-9.:]+' served)" <<'PYTHON'
+import json, sys, urllib.request
+zones = {"type": "object", "properties": {"zone": {"type": "string", "enum": ["UTC", "CET"]}}, "required": ["zone"]}
+body = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What time is it?"}],
+    "tools": [{"type": "function", "function": {"name": "clock", "parameters": zones}}],
+    "tool_choice": {"type": "function", "function": {"name": "clock"}},
+}
+request = urllib.request.Request(
+    sys.argv[1] + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+)
+with urllib.request.urlopen(request, timeout=120) as answer:
+    (called,) = json.load(answer)["choices"][0]["message"]["tool_calls"]
+print(called["function"]["name"], json.loads(called["function"]["arguments"]))
+PYTHON
+)
+must 'tool call' "$call" "^clock \{'zone': '(UTC|CET)'\}$"
+kill -INT "$server" && wait "$server" || true
+server=
 
 # The prose that the demo model wrote, wherever the package put it.
 prose=$(python -c 'from edgekv.checkpoint.shipped import shipped; print(shipped("demo/prose.txt"))')

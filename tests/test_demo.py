@@ -57,6 +57,18 @@ def test_a_wrong_answer_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trial.mj_per_token is None
 
 
+def test_kernels_are_compiled_before_any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session.load("demo")
+    text = (pathlib.Path(__file__).parent.parent / "models" / "demo" / "prose.txt").read_text()
+    shown = Demo(session.decoder, session.require_tokenizer(), text, 1100, 3)
+    compiled, told = [], []
+    steps = [lambda: compiled.append("a"), lambda: compiled.append("b")]
+    monkeypatch.setattr(session.decoder, "warm_up", lambda caches: steps)
+    shown.warm_up(CacheSpec.parse("kivi2"), lambda *stage: told.append(stage[1:]))
+    assert compiled == ["a", "b"]
+    assert told == [(0, 2), (1, 2), (2, 2)]
+
+
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--ctx", "100"], ["--ctx", "60000"], ["--kv", "nope"], ["--text", "/no/file"]):
         assert main(["demo", *arguments]) == 2

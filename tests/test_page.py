@@ -452,3 +452,27 @@ def test_with_a_key(browser: Any, tmp_path: pathlib.Path) -> None:
         expect(page.locator("#power")).to_be_hidden()  # nothing measures here
         page.close()
         time.sleep(0.1)
+
+
+def test_with_the_keyboard_alone(page: Any) -> None:
+    """Lines within a message, sending, settings and back, a new conversation: without a pointer."""
+    expect(page.locator("#text")).to_be_focused()
+    page.keyboard.type("The first line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("the second")
+    expect(page.locator(".user")).to_have_count(0)
+    page.keyboard.press("Enter")
+    expect(page.locator(".user .body")).to_have_text(re.compile(r"The first line\s+the second"))
+    expect(page.locator(".assistant .actions")).to_have_count(1)
+    expect(page.locator("#text")).to_be_focused()
+    page.locator("#settings").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#options")).to_be_visible()
+    assert page.evaluate("() => document.activeElement.closest('dialog') !== null")
+    page.keyboard.press("Escape")
+    expect(page.locator("#options")).to_be_hidden()
+    expect(page.locator("#settings")).to_be_focused()
+    page.locator("#new").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".user")).to_have_count(0)
+    expect(page.locator("#text")).to_be_focused()

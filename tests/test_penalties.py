@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from helpers import raises
 
-from edgekv import SamplingParams
+from edgekv import SamplingParams, Session
+from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.session.logprobs import token_logprob
 from edgekv.session.sampling import Sampler
@@ -100,3 +101,18 @@ def test_counts_are_saved_with_the_sampler() -> None:
     for counts in ([[VOCAB, 1]], [[1]], "x", [["a", 1]], [[1, -1]]):
         with pytest.raises(EdgeKVError):
             other.load_state({**sampler.state(), "counts": counts})
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Biases leave two tokens, a penalty lets both be written; bad values are refused before anything loads."""
+    command = ["run", "--prompt", "It was", "--ctx", "64", "--greedy", "--max-new-tokens", "6"]
+    tokenizer = Session.load("demo", ctx=64).require_tokenizer()
+    ship, sea = (tokenizer.encode(f" {word}", bos=False)[-1] for word in ("ship", "sea"))
+    biases = ["--logit-bias", f"{ship}=60", "--logit-bias", f"{sea}=60"]
+    assert main([*command, *biases]) == 0
+    assert sorted(set(capsys.readouterr().out.split())) in (["sea"], ["ship"])
+    assert main([*command, *biases, "--frequency-penalty", "2"]) == 0
+    assert set(capsys.readouterr().out.split()) == {"ship", "sea"}
+    for bad in (["--logit-bias", "x=1"], ["--logit-bias", "1=101"], ["--presence-penalty", "3"]):
+        assert main([*command, *bad]) == 2
+        assert bad[0] in capsys.readouterr().err

@@ -1,35 +1,52 @@
-"""The README can't drift: its scheme table, its options, its library example."""
+"""The README can't drift: its table of commands, its command lines, its library example, its links, its length."""
 
-import contextlib
-import io
 import pathlib
 import re
 
 import pytest
+from shown_commands import shown, unknown
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_scheme_table_is_generated_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_commands_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import readme
 
     assert readme.updated(README) == README
 
 
-def test_named_commands_and_options_exist() -> None:
-    from edgekv.cli import COMMANDS, parser
+def test_a_screen_and_a_half() -> None:
+    assert len(README.splitlines()) <= 115
 
-    named = set(re.findall(r"`edgekv (\w+)", README))
-    assert named - {"COMMAND"} <= set(COMMANDS)
-    helps = []
-    for command in COMMANDS:
-        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
-            parser().parse_args([command, "--help"])
-        helps.append(out.getvalue())
-    for option in set(re.findall(r"(?<![-\w])--[a-z][-a-z]+", README)) - {"--help"}:
-        assert any(option in text for text in helps), option
+
+def test_each_option_is_one_of_the_command_that_it_stands_with() -> None:
+    commands = list(shown(README))
+    assert {"run", "demo", "chat", "serve", "budget"} <= {words[0] for words in commands}
+    assert [words for words in commands if unknown(words)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("edgekv run --kv planes --prompt x", []),
+        ("edgekv info --prompt x", ["--prompt"]),
+        ("edgekv power record --csv log.csv -- program --any-option", []),
+        ("edgekv power record --kv planes -- program", ["--kv"]),
+        ("edgekv fly", ["fly"]),
+    ],
+)
+def test_a_wrong_option_is_found(line: str, wrong: list[str]) -> None:
+    (words,) = shown(f"```sh\n. venv/bin/activate && {line} # said\n```\n")
+    assert unknown(words) == wrong
+    assert list(shown(f"It is `{line}`.")) == [words]
+
+
+def test_links_lead_to_files() -> None:
+    targets = re.findall(r"\]\(([^)#]+)", README)
+    assert len(targets) > 15
+    assert [target for target in targets if not (ROOT / target).is_file()] == []
 
 
 def test_library_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

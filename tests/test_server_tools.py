@@ -304,6 +304,18 @@ def test_grammars(session: Session, form: str, forced: bool, several: bool) -> N
         assert accepts(session, grammar, twice) == several
 
 
+def test_arguments_are_those_that_a_function_names(session: Session) -> None:
+    """As it does not tell whether there are others; unless it says that there are."""
+    form, parameters = TOOL_FORMATS["hermes"], {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    for more, others in (({}, False), ({"additionalProperties": True}, True), ({"$ref": "#/$defs/a"}, True)):
+        defs = {"$defs": {"a": {"type": "object"}}}
+        function = Function(name="f", parameters={**parameters, **more, **defs})
+        grammar = tools_grammar(Tools((function,), (function,), True, False), form, {})
+        assert accepts(session, grammar, call % '{"n":3}')
+        assert accepts(session, grammar, call % '{"n":3,"more":4}') == others
+
+
 def test_a_call_or_an_answer_of_a_schema(session: Session) -> None:
     form = TOOL_FORMATS["hermes"]
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

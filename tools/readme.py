@@ -1,34 +1,33 @@
-"""Rewrite the parts of README.md that come from the code: the table of KV schemes.
+"""Rewrite the part of README.md that comes from the code: the table of commands.
 
 usage: python tools/readme.py [--check]     (--check: exit 1 when the README is out of date)
 """
 
+import argparse
 import pathlib
 import re
 import sys
 
 from pages import rewrite
 
-from edgekv import CACHES
-from edgekv.kvcache import scheme_facts
+from edgekv.cli import parser
 
 README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
-BLOCK = re.compile(r"(<!-- schemes: [^\n]*-->\n).*?(<!-- /schemes -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- commands: [^\n]*-->\n).*?(<!-- /commands -->)", re.DOTALL)
 
 
-def schemes_table() -> str:
-    """A row per scheme: bytes are per token and KV head at head_dim 128, all counted."""
-    rows = ["| `--kv` | what is kept | from | bytes per token and KV head | gives up |", "|---|---|---|---|---|"]
-    for name in CACHES:
-        facts = scheme_facts(name)
-        each = facts["bytes_per_token_per_kv_head"]
-        size = "as `--kv-budget` says" if each is None else f"{each:.1f}"
-        rows.append(f"| `{name}` | {facts['summary']} | {facts['paper']} | {size} | {facts['gives_up']} |")
+def commands_table() -> str:
+    """A row per command, with what its help says."""
+    rows = ["| `edgekv ...` | |", "|---|---|"]
+    for action in parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            rows += [f"| `{choice.dest}` | {choice.help} |" for choice in action._choices_actions]
     return "\n".join(rows) + "\n"
 
 
 def updated(text: str) -> str:
-    return BLOCK.sub(lambda match: match[1] + schemes_table() + match[2], text)
+    """The README's text with the table written anew."""
+    return BLOCK.sub(lambda match: match[1] + commands_table() + match[2], text)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     print(f"{'model':<10}{model.name}, {model.n_parameters / 1e6:,.0f} M parameters")
-    print(f"{'kv':<10}{plan.kv} at --ctx {plan.ctx}, {facts['cache_bytes_per_token']:.1f} bytes per token")
+    print(f"{'kv':<10}{plan.kv.short} at --ctx {plan.ctx}, {facts['cache_bytes_per_token']:.1f} bytes per token")
     print(f"{'weights':<10}{bytes_text(plan.weights_bytes)} as {plan.weights}")
     print(f"{'cache':<10}{bytes_text(plan.cache_bytes)}")
     print(f"{'scratch':<10}{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read")

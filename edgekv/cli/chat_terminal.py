@@ -14,6 +14,7 @@ from edgekv.chat.conversation import MAX_NEW_TOKENS, Chat
 from edgekv.cli.bars import Bars
 from edgekv.cli.flags import in_flags
 from edgekv.cli.interrupt import Interrupt
+from edgekv.cli.sampling_options import token_bias
 from edgekv.cli.summary import speed
 from edgekv.errors import EdgeKVError, unknown
 from edgekv.machine import format_bytes
@@ -103,7 +104,8 @@ class Terminal:
 
     def _say_use(self) -> None:
         session = self.chat.session
-        say(f"({speed(session.report())}; context {len(session.tokens)} of {session.plan.ctx})")
+        ctx = session.plan.ctx
+        say(f"({speed(session.report())}; context {min(len(session.tokens), ctx)} of {ctx})")
 
     def _say_left_out(self, before: tuple[int, int]) -> None:
         messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))
@@ -141,13 +143,17 @@ class Terminal:
         if rest:
             self._change(*rest.partition(" ")[::2])
         settings = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
-        say(", ".join(f"{name} {'drawn' if value is None else value}" for name, value in settings.items()))
+        say(", ".join(f"{name} {_shown(name, value)}" for name, value in settings.items()))
 
     def _change(self, name: str, text: str) -> None:
         fields: dict[str, Any] = self.sampling.as_dict()
         name = name.replace("-", "_")
         if name not in (*fields, LENGTH):
             raise unknown(EdgeKVError, "/set", name, (*fields, LENGTH))
+        if name == "logit_bias":
+            biases = {} if text == "none" else {**(self.sampling.logit_bias or {}), **dict([token_bias(text)])}
+            self.sampling = dataclasses.replace(self.sampling, logit_bias=biases or None)
+            return
         try:
             value = float(text)
         except ValueError:
@@ -195,6 +201,12 @@ class Terminal:
         say('/exit     end (also Ctrl-D); Ctrl-C stops an answer; """ before and after takes several lines')
 
 
+def _shown(name: str, value: Any) -> str:
+    if name == "logit_bias":
+        return ",".join(f"{token}={bias:g}" for token, bias in (value or {}).items()) or "none"
+    return "drawn" if value is None else str(value)
+
+
 class Action(NamedTuple):
     """A command of the terminal: what /help says of it, and what it does with the rest of the line."""
 
@@ -206,7 +218,7 @@ ACTIONS = {
     "save": Action("FILE: write the conversation with its cache (default: --session)", Terminal.save),
     "load": Action("FILE: take up a saved conversation", Terminal.load),
     "system": Action("TEXT: another system message; none removes it", Terminal.system),
-    "set": Action("NAME NUMBER: temperature, top_k, max_new_tokens and so on; alone it lists them", Terminal.set),
+    "set": Action("NAME NUMBER: temperature, presence_penalty and so on; alone it lists them", Terminal.set),
     "image": Action("FILE: show it with the next message", Terminal.image),
     "stats": Action("tokens, times, bytes of the last answer", Terminal.stats),
     "retry": Action("another answer to the last question", Terminal.retry),

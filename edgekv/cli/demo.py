@@ -56,9 +56,8 @@ def _execute(arguments: argparse.Namespace) -> int:
         demo = Demo(session.decoder, session.require_tokenizer(), text, arguments.ctx, seed)
         model = session.model, session.plan.weights, session.decoder, session.tokenizer
         specs = [give_heads_bits(spec, *model, bars.update) for spec in specs]
-        for i, spec in enumerate(specs):
-            bars.update("compiling kernels (once per machine)", i, len(specs))
-            demo.warm_up(spec)
+        for spec in specs:
+            demo.warm_up(spec, bars.update)
     trials = [Trial(spec.short) for spec in specs]
     trials[0].kv = "f16"
     print(_introduction(demo))

@@ -43,7 +43,7 @@ def plot_quality(results: Sequence[Quality], ctx: int, path: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel="bytes of cache per token", ylabel="KL from dense, nats per token")
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.margins(0.15)
-    _label(figure, axes, points, labels, colours)
+    label_points(figure, axes, points, labels, colours)
     _save(figure, path)
 
 
@@ -89,7 +89,7 @@ def _figure(width: float, height: float) -> Any:
     return pyplot.subplots(figsize=(width, height))
 
 
-def _label(
+def label_points(
     figure: Any, axes: Any, points: Sequence[tuple[float, float]], labels: Sequence[str], colours: Sequence[str]
 ) -> None:
     """A label by each point where it covers neither a point nor another label, as near as there is room."""

@@ -1,4 +1,4 @@
-"""KV schemes: one file per scheme; the CLI's choices, the tests and the README's table all read CACHES."""
+"""KV schemes: one file per scheme; the CLI's choices, the tests and the documents' tables all read CACHES."""
 
 from edgekv.kvcache.registry import CACHES, find_scheme, register, scheme_facts, schemes
 from edgekv.kvcache.spec import CacheSpec

@@ -18,12 +18,13 @@ from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.quality.needles import Haystack, Prose, make_haystack
 from edgekv.quality.retrieval import answer, copy_caches, is_right, read
 from edgekv.session.caches import open_caches
+from edgekv.session.opening import warm_up
 from edgekv.tokenizer import Tokenizer
+from edgekv.types import StageProgress
 
 FACTS = 5  # a pass key and the codes of four things
 LEAST_CTX = 1024
 WRITTEN = 96  # tokens of prose after the text, on which speed and agreement are measured
-WARM_UP_TOKENS = 700  # beyond the windows of all schemes
 
 
 @dataclasses.dataclass
@@ -75,9 +76,9 @@ class Demo:
         self.after = [int(token) for token in tokens[-WRITTEN:]]
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them
 
-    def warm_up(self, spec: CacheSpec) -> None:
+    def warm_up(self, spec: CacheSpec, progress: StageProgress | None = None) -> None:
         """Compiles what the scheme needs, so that no time has it in it."""
-        self.decoder.warm_up(spec.layers(self.decoder.config, min(WARM_UP_TOKENS, self.capacity)))
+        warm_up(self.decoder, spec, self.capacity, progress)
 
     def run(self, spec: CacheSpec, trial: Trial, update: Callable[[], None], meter: EnergyMeter | NoMeter) -> None:
         """Fills the trial, step by step; ``update`` is called when it has changed."""

@@ -35,6 +35,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3": ToolFormat("", "", "parameters", ""),
 }
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<think>", "</think>")
+OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}
 INSTRUCTIONS = """\
 You may call one or more of these functions, given by their JSON schemas:
 {tools}
@@ -135,10 +136,17 @@ def _calls(tools: Tools, form: ToolFormat) -> str:
 
 def _function_rule(i: int, function: Function, form: ToolFormat, args: str) -> str:
     if form.args:
-        schema = _compact({"type": "object", **(function.parameters or {})})
-        return f"fn_{i}: {_quoted(function.name)} {args} %json {schema}"
+        return f"fn_{i}: {_quoted(function.name)} {args} %json {_compact(_arguments(function))}"
     head = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
-    return f'fn_{i}: {_quoted(head)} %json {_compact({"type": "object", **(function.parameters or {})})} "}}"'
+    return f'fn_{i}: {_quoted(head)} %json {_compact(_arguments(function))} "}}"'
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments: those that it names and no others, unless it says so."""
+    schema = {"type": "object", **(function.parameters or {})}
+    if "properties" in schema and not OPEN & schema.keys():
+        schema["additionalProperties"] = False
+    return schema
 
 
 def _compact(schema: Mapping[str, Any]) -> str:

@@ -86,7 +86,7 @@ def open_session(options: LoadOptions, model: Model, *, progress: StageProgress 
         decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
         kv = give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress)
         plan = plan.with_kv(kv, model)
-        compile_s = _warm_up(decoder, plan.kv, plan.ctx, progress)
+        compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
     turns: Turns = OneAtATime(decoder) if options.slots == 1 else Together(decoder)
     return LoadedModel(model, plan, turns, device, tokenizer, compile_s)
 
@@ -124,7 +124,7 @@ def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> Lo
     place = find_device(loaded.device)
     place.require(plan.kv)
     require_memory({"kv cache": plan.cache_bytes}, place.free_bytes())
-    compile_s = 0.0 if plan.kv == loaded.plan.kv else _warm_up(loaded.decoder, plan.kv, plan.ctx, None)
+    compile_s = 0.0 if plan.kv == loaded.plan.kv else warm_up(loaded.decoder, plan.kv, plan.ctx, None)
     return dataclasses.replace(loaded, plan=plan, compile_s=compile_s)
 
 
@@ -139,7 +139,7 @@ def open_tokenizer(model: Model) -> Tokenizer:
     return load_tokenizer(model.tokenizer_path, config=model.text_config)
 
 
-def _warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: StageProgress | None) -> float:
+def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: StageProgress | None) -> float:
     """Compiles the kernels of the scheme, and of those that it comes to use as it fills; returns the seconds.
 
     Before any clock of a text starts. 0 where all were compiled before and are only loaded.

@@ -1,0 +1,95 @@
+"""The tables of KV schemes of the README and the site, from the registry and docs/data."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+from edgekv import CACHES, CacheSpec
+from edgekv.errors import CacheError
+from edgekv.kvcache import scheme_facts
+from edgekv.kvcache.base import Geometry
+from edgekv.quality.figures import figures
+
+DATA = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data"
+MODELS = ("llama-40m", "gpt2-60m")
+TEXT, TOKENS = "heldout3", 8192
+WHEN = {
+    "dense": "there is memory enough; the reference",
+    "planes": "by default: a sixth of f16's bytes",
+    "planes:k_bits=3,v_bits=3": "nothing may show",
+    "planes:v_bits=1": "the context must go further",
+    "onebit": "every microsecond counts, and the gate passes it",
+    "bitplane": "the cache outgrows the processor's caches by far: it reads a quarter of its bytes",
+    "kivi2": "keys have large biases or outlier channels",
+    "steps": "a bound on the bytes matters more than which bits: `--kv-budget`",
+    "visual1": "a prompt is mostly pictures",
+    "int4": "comparing; large key biases break it",
+    "kvcomp": "comparing; the fewest bytes at its KL, the slowest to read",
+    "h1b": "comparing, or with an adapter",
+    "sign_keys": "comparing, or with an adapter",
+    "mikv": "comparing",
+    "streaming": "only the latest tokens matter",
+    "h2o": "comparing; what is evicted can't be asked for",
+    "snapkv": "one question about a long prompt, and no second one",
+    "tova": "comparing; what is evicted can't be asked for",
+    "fier": "comparing; saves time and no memory",
+    "quest": "comparing; saves time and no memory",
+}
+"""What to take a scheme for; the first ones are ours or usual, in the order in which to try them."""
+BEST = ("dense", "planes:k_bits=3,v_bits=3", "kivi2", "planes", "planes:v_bits=1", "onebit")
+
+
+def size(kv: str) -> float | None:
+    """Bytes per token and KV head of 128 channels at 8,192 tokens; None for a scheme that keeps to a budget."""
+    spec = CacheSpec.parse(kv)
+    if spec.own_budget is not None:
+        return None
+    cache = spec.scheme(Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=TOKENS), spec.knobs)
+    return cache.planned_bytes / TOKENS
+
+
+def measured(model: str) -> dict[str, dict[str, Any]]:
+    """What `edgekv eval` found on held-out novels, by scheme as it is written today."""
+    runs = [json.loads(path.read_text()) for path in sorted(DATA.glob(f"quality-{model}-{TEXT}*.json"))]
+    return {_present(row["kv"]): row for run in runs for row in run["results"]}
+
+
+def _present(kv: str) -> str:
+    """With all knobs; as it stands where its knobs are no more."""
+    try:
+        return str(CacheSpec.parse(kv))
+    except CacheError:
+        return kv
+
+
+def schemes_table() -> str:
+    """A row per scheme, and what each of them keeps and gives up."""
+    rows = _rows(WHEN)
+    rows += ["", "| `--kv` | what is kept | from | gives up |", "|---|---|---|---|"]
+    for name in CACHES:
+        facts = scheme_facts(name)
+        rows.append(f"| `{name}` | {facts['summary']} | {facts['paper']} | {facts['gives_up']} |")
+    return "\n".join(rows) + "\n"
+
+
+def short_table() -> str:
+    """Those of BEST."""
+    return "\n".join(_rows(BEST)) + "\n"
+
+
+def _rows(kvs: Collection[str]) -> list[str]:
+    quality, speed = [measured(model) for model in MODELS], figures(list(kvs))
+    rows = [
+        f"| `--kv` | bytes | {' | '.join(f'KL, {model}' for model in MODELS)} | speed | take it when |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for kv in kvs:
+        spec, each, attention = str(CacheSpec.parse(kv)), size(kv), speed[kv].attention
+        cells = [f"`{kv}`", "as given" if each is None else f"{each:.1f}"]
+        cells += [f"{found[spec]['kl']:.4f}" if spec in found else "-" for found in quality]
+        cells += [f"{attention:.1f}x" if attention else "-", WHEN[kv]]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows

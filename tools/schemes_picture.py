@@ -1,0 +1,56 @@
+"""The picture of the README: bytes of the cache against what is lost, and the speed of attention; an SVG."""
+
+from __future__ import annotations
+
+import pathlib
+
+from schemes import MODELS, TOKENS, WHEN, measured
+
+from edgekv import CacheSpec
+from edgekv.cli.plots import label_points
+from edgekv.quality.figures import figures
+
+MODEL = MODELS[1]
+LEAST = 1e-5  # nats: rounding
+OURS = ("planes", "onebit", "bitplane", "steps")
+
+
+def points() -> dict[str, tuple[float, float]]:
+    """By name, percent of f16's bytes and KL of the schemes that lose something and have been measured."""
+    found = measured(MODEL)
+    exact = found[str(CacheSpec.parse("dense"))]["cache_bytes"]
+    specs = [spec for spec in map(CacheSpec.parse, WHEN) if found.get(str(spec), {"kl": 0})["kl"] > LEAST]
+    return {s.short: (100 * found[str(s)]["cache_bytes"] / exact, found[str(s)]["kl"]) for s in specs}
+
+
+def draw(path: pathlib.Path) -> None:
+    """Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "edgekv", "svg.fonttype": "none"}
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8.6, 4.6))
+    found = points()
+    speed = figures(list(found))
+    colours = ["tab:blue" if name.partition(":")[0] in OURS else "tab:gray" for name in found]
+    for (name, point), colour in zip(found.items(), colours, strict=True):
+        times = speed[name].attention
+        axes.plot(*point, "o", color=colour, markersize=6, markerfacecolor=colour if times else "white")
+    labels = [f"{name} ({speed[name].attention:.1f}x)" if speed[name].attention else name for name in found]
+    axes.axvline(100, color="black", linewidth=0.8, linestyle=":")
+    axes.set(xscale="log", yscale="log", xlim=(9, 140))
+    axes.set_xlabel("bytes of the cache, % of f16's")
+    axes.set_ylabel("KL from the exact cache, nats")
+    axes.set_title(
+        f"{MODEL}, {TOKENS:,} tokens of held-out novels; in brackets, filled: speed of attention, times f16's",
+        fontsize=9,
+    )
+    axes.set_xticks([12.5, 25, 50, 100], ["12.5", "25", "50", "100"])
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.25)
+    label_points(figure, axes, list(found.values()), labels, colours)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

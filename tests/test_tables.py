@@ -151,7 +151,7 @@ def test_runner_keeps_outcomes_and_makes_none_of_failures(
 
     good, bad = Echo("onebit", "pass-key", seed=1, n=4), Echo("onebit", "pass-key", seed=0, n=4)
     for _ in range(2):
-        runs.Runner(NOWHERE, tmp_path, 1, 60).run([good, bad])
+        runs.CommandRunner(NOWHERE, tmp_path, 1, 60).run([good, bad])
     printed = capsys.readouterr().out
     assert printed.count("exit 3") == 2
     assert printed.count("there already") == 1

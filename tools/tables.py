@@ -27,7 +27,7 @@ import tables_h1b as h1b
 import tables_plot
 from tables_data import cache_bytes
 from tables_paper import SHAPE2
-from tables_runs import ROOT, Places, Run, SchemeTimer, collect, evals, needles
+from tables_runs import ROOT, CommandRunner, Places, Run, collect, evals, needles
 
 from edgekv.kvcache import CacheSpec
 
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         for run in runs:
             print(shlex.join(run.command(places, 1, args.work / f"{run.name}.json")))
         return 0
-    SchemeTimer(places, args.work, args.jobs, args.seconds).run(runs)
+    CommandRunner(places, args.work, args.jobs, args.seconds).run(runs)
     collect(places, args.work)
     return 0
 

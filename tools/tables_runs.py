@@ -199,7 +199,7 @@ def needles() -> Iterator[Needles]:
             yield from (Needles(kv, task, seed) for kv in (*KEEPING, *AT_AN_EIGHTH))
 
 
-class SchemeTimer:
+class CommandRunner:
     """Runs commands side by side, each on cores of its own, until they are done or time is up."""
 
     def __init__(self, places: Places, work: pathlib.Path, jobs: int, seconds: float) -> None:

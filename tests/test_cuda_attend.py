@@ -37,9 +37,14 @@ def planes(g: int, n: int, d: int) -> Pair:
 
 
 def signs(k_bits: int | list[int], v_bits: int | list[int]) -> Callable[[int, int, int], Pair]:
+    """Of all heads, or of each one."""
+
+    def of(bits: int | list[int], g: int) -> int | list[int]:
+        return bits if isinstance(bits, int) else bits[:g]
+
     return lambda g, n, d: (
-        CentredPlanes(g, n, d, bits=k_bits, key_scale=0.9, seed=1),
-        InterleavedValues(g, n, d, bits=v_bits, seed=1),
+        CentredPlanes(g, n, d, bits=of(k_bits, g), key_scale=0.9, seed=1),
+        InterleavedValues(g, n, d, bits=of(v_bits, g), seed=1),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,23 @@ class AppendKernels(Backend):
                 axis = 1
             each = int(np.prod(small[axis + 1 :])) * np.dtype(dtype).itemsize  # bytes of a token, or of a block
             tokens = codec.capacity // large[axis]
-            outer, n_bytes = int(np.prod(small[:axis])), small[axis] * each
-            launch = Launch(Program(("move",)), "copy_block", (-(-n_bytes // 256), outer), 256)
-            to = codec.arrays[name], large[axis] * each, each, tokens
-            self.driver.launch(launch, aside.arrays[name], n_bytes, *to, *place(self.driver, t0))
+            for first, last, together in _runs(codec, small):
+                outer, n_bytes = (
+                    int(np.prod((last - first, *small[1:axis]))) // together,
+                    small[axis] * each * together,
+                )
+                launch = Launch(Program(("move",)), "copy_block", (-(-n_bytes // 256), outer), 256)
+                to = codec.arrays[name][first:last], large[axis] * each * together, each * together, tokens
+                self.driver.launch(launch, aside.arrays[name][first:last], n_bytes, *to, *place(self.driver, t0))
+
+
+def _runs(codec: Any, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Rows first..last of an array of which so many lie together in each block: those of a head's planes."""
+    if not (hasattr(codec, "first_plane") and len(shape) > 2 and shape[0] == codec.bits.sum()):
+        return [(0, shape[0], 1)]
+    runs, first = [], 0
+    for bits, heads in itertools.groupby(codec.bits.tolist()):
+        last = first + bits * len(list(heads))
+        runs.append((first, last, bits))
+        first = last
+    return runs

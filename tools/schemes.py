@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Collection
@@ -18,9 +19,11 @@ MODELS = ("llama-40m", "gpt2-60m")
 TEXT, TOKENS = "heldout3", 8192
 WHEN = {
     "dense": "there is memory enough; the reference",
-    "planes": "by default: a sixth of f16's bytes",
-    "planes:k_bits=3,v_bits=3": "nothing may show",
-    "planes:v_bits=1": "the context must go further",
+    "planes:by_need=true": "by default: a sixth of f16's bytes",
+    "planes:k_bits=3,v_bits=3,by_need=true": "nothing may show",
+    "planes:k_bits=1.5,v_bits=1.5": "the context must go further",
+    "planes": "a model has no tokenizer to measure what its heads need",
+    "planes:v_bits=1": "likewise, and the context must go further",
     "onebit": "every microsecond counts, and the gate passes it",
     "bitplane": "the cache outgrows the processor's caches by far: it reads a quarter of its bytes",
     "kivi2": "keys have large biases or outlier channels",
@@ -40,7 +43,14 @@ WHEN = {
     "quest": "comparing; saves time and no memory",
 }
 """What to take a scheme for; the first ones are ours or usual, in the order in which to try them."""
-BEST = ("dense", "planes:k_bits=3,v_bits=3", "kivi2", "planes", "planes:v_bits=1", "onebit")
+BEST = (
+    "dense",
+    "planes:k_bits=3,v_bits=3,by_need=true",
+    "kivi2",
+    "planes:by_need=true",
+    "planes:k_bits=1.5,v_bits=1.5",
+    "onebit",
+)
 
 
 def size(kv: str) -> float | None:
@@ -48,8 +58,9 @@ def size(kv: str) -> float | None:
     spec = CacheSpec.parse(kv)
     if spec.own_budget is not None:
         return None
-    cache = spec.scheme(Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=TOKENS), spec.knobs)
-    return cache.planned_bytes / TOKENS
+    n = 4  # heads, which may have bits of their own
+    cache = spec.scheme(Geometry(n_heads=n, n_kv_heads=n, head_dim=128, capacity=TOKENS), spec.knobs)
+    return cache.planned_bytes / n / TOKENS
 
 
 def measured(model: str) -> dict[str, dict[str, Any]]:
@@ -59,11 +70,13 @@ def measured(model: str) -> dict[str, dict[str, Any]]:
 
 
 def _present(kv: str) -> str:
-    """With all knobs; as it stands where its knobs are no more."""
+    """With all knobs that are asked for; as it stands where its knobs are no more."""
     try:
-        return str(CacheSpec.parse(kv))
+        spec = CacheSpec.parse(kv)
     except CacheError:
         return kv
+    found: dict[str, Any] = dict.fromkeys(getattr(spec.knobs, "found", ()), "")  # what was given out to heads
+    return str(CacheSpec(spec.scheme, dataclasses.replace(spec.knobs, **found)))
 
 
 def schemes_table() -> str:

@@ -9,6 +9,7 @@ import gguf_writer
 import golden_cases
 import lora_cases
 import numpy as np
+import packed_cases
 import pytest
 from checkpoint_files import one_line
 from safetensors.numpy import load_file, save_file
@@ -26,6 +27,9 @@ CASE = lora_cases.CASES["llama"]
 TOKENS = golden_cases.tokens(CASE.model)
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
 
+FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "olmo2", "granite", "ministral3")
+AddCase = Callable[[str, dict[str, Any], tuple[str, ...]], None]
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
@@ -40,6 +44,18 @@ def lora(tmp_path: pathlib.Path) -> pathlib.Path:
 def logits(model: pathlib.Path, lora: Any, device: str = "numpy", weights: str = "f32") -> np.ndarray:
     with Session.load(model, lora=lora, weights=weights, kv="dense:dtype=f32", device=device) as session:
         return session.logits(TOKENS)
+
+
+@pytest.fixture
+def add_case(monkeypatch: pytest.MonkeyPatch) -> AddCase:
+    """Names a model's config, and a LoRA of rank 1 on modules whose names end so, with alpha 4."""
+
+    def add(name: str, config: dict[str, Any], modules: tuple[str, ...]) -> None:
+        monkeypatch.setitem(golden_cases.CASES, name, config)
+        case = lora_cases.LoraCase(name, modules, {"r": 1, "lora_alpha": 4})
+        monkeypatch.setitem(lora_cases.CASES, name, case)
+
+    return add
 
 
 def changed(lora: pathlib.Path, change: Callable[[dict[str, np.ndarray]], None]) -> pathlib.Path:
@@ -130,6 +146,50 @@ def test_a_quantized_checkpoint_is_merged_unpacked(base: pathlib.Path, lora: pat
     change = merged.weights.matrix("1.qkv")[: len(delta)] - plain.weights.matrix("1.qkv")[: len(delta)]
     np.testing.assert_allclose(change, delta, atol=1e-5)
     assert np.abs(logits(packed, lora) - logits(base, lora)).max() < 0.5 < np.abs(logits(base, lora)).max()
+
+
+@pytest.mark.parametrize("name", ["gptq-32", "awq", "fp8"])
+def test_a_packed_checkpoint_is_merged_unpacked(name: str, tmp_path: pathlib.Path, add_case: AddCase) -> None:
+    """What the packed numbers stand for plus the change, and the layers without one as they are."""
+    packed, _ = packed_cases.write(name, tmp_path)
+    add_case("packed", json.loads((packed / "config.json").read_text()), ("v_proj",))
+    lora = lora_cases.write("packed", tmp_path / "lora")
+    plain, merged = Model.open(packed), Model.open(packed, lora=lora)
+    changes = lora_cases.tensors("packed")
+    a, b = (changes[f"base_model.model.model.layers.0.self_attn.v_proj.lora_{half}.weight"] for half in "AB")
+    difference = merged.weights.matrix("0.qkv") - plain.weights.matrix("0.qkv")
+    np.testing.assert_allclose(difference[-len(b) :], 4 * b @ a, atol=1e-5)
+    assert not difference[: -len(b)].any()
+    forms = [model.weight_format("auto").of for model in (plain, merged)]
+    assert (forms[1]("0.qkv").name, forms[1]("0.down").name) == ("int8-32", forms[0]("0.down").name)
+    assert "a second time" in str(merged.weights_note(merged.weight_format("auto")))
+    merged.store(merged.weight_format("auto"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_takes_a_lora_on_all_its_projections(
+    name: str, tmp_path: pathlib.Path, add_case: AddCase
+) -> None:
+    model = golden_cases.write_checkpoint(name, tmp_path / "model")
+    add_case("all", golden_cases.CASES[name], ("proj",))
+    plain, merged = Model.open(model), Model.open(model, lora=lora_cases.write("all", tmp_path / "lora"))
+    for linear in set(plain.arch.linears()) - {"head"}:
+        assert (plain.weights.matrix(linear) != merged.weights.matrix(linear)).mean() > 0.9
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+def test_the_decoder_of_a_model_that_sees(prefix: str, tmp_path: pathlib.Path, add_case: AddCase) -> None:
+    """Its modules as older and newer transformers name them, or those of the language model alone."""
+    add_case("sees", {"model_type": "llava", "text_config": golden_cases.LLAMA}, ("proj",))
+    model = golden_cases.write_checkpoint("sees", tmp_path / "model")
+    lora, plain = lora_cases.write("sees", tmp_path / "lora"), Model.open(model).weights
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[name.replace(".language_model.model.", f".{prefix}", 1)] = tensors.pop(name)
+
+    weights = Model.open(model, lora=changed(lora, rename)).weights
+    assert (plain.matrix("2.up") != weights.matrix("2.up")).mean() > 0.9
 
 
 def test_a_store_is_made_with_a_lora_and_takes_none(base: pathlib.Path, lora: pathlib.Path) -> None:

@@ -62,8 +62,18 @@ def say(text: str) -> None:
     print(f"edgekv: {text}", file=sys.stderr, flush=True)
 
 
+def add_lora_option(parser: argparse.ArgumentParser) -> None:
+    """--lora."""
+    parser.add_argument(
+        "--lora",
+        metavar="FOLDER[:scale]",
+        help="a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)",
+    )
+
+
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """--adapter."""
+    """--adapter and --lora: what changes the model's weights."""
+    add_lora_option(parser)
     parser.add_argument("--adapter", metavar="FILE", help="an adapter.safetensors trained for this model and --kv")
 
 

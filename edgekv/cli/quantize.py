@@ -30,7 +30,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    model = Model.open(model_path(arguments), config=arguments.config, adapter=arguments.adapter)
+    model = Model.open(
+        model_path(arguments), config=arguments.config, adapter=arguments.adapter, lora=arguments.lora
+    )
     form = model.weight_format(arguments.weights)
     with Bars() as bars:
         at_home = arguments.output is None

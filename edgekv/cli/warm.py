@@ -7,6 +7,7 @@ import argparse
 from edgekv.cli.bars import Bars
 from edgekv.cli.options import (
     Command,
+    add_lora_option,
     add_source_options,
     add_weights_option,
     load_options,
@@ -21,6 +22,7 @@ DEFAULT_SCHEMES = "dense,planes,onebit,bitplane"
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
+    add_lora_option(parser)
     add_weights_option(parser)
     parser.add_argument(
         "--kv",

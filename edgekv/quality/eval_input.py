@@ -66,6 +66,7 @@ class EvalInput:
             "model": self.model.name,
             "identity": self.model.identity,
             "adapter": adapter and adapter.path.name,
+            "lora": self.model.lora and str(self.model.lora),
             "text": self.text_name,
             "ctx": ctx,
             "windows": min(windows, len(self.tokens) // ctx),

@@ -85,8 +85,10 @@ class Verdicts:
     def command(self) -> str:
         """What gates the model's schemes."""
         adapter = f" --adapter {shlex.quote(str(self.model.adapter.path))}" if self.model.adapter else ""
+        lora = self.model.lora
+        lora_text = f" --lora {shlex.quote(f'{lora.folder}:{lora.scale}')}" if lora else ""
         model = shlex.quote(name_of(self.model.path) or str(self.model.path))
-        return f"edgekv eval --gate --model {model}{adapter} --text YOUR-TEXT"
+        return f"edgekv eval --gate --model {model}{adapter}{lora_text} --text YOUR-TEXT"
 
     def warn_once(self, spec: CacheSpec) -> str | None:
         """`warning`, unless it was given before and the scheme has not been gated since."""

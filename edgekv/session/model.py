@@ -10,6 +10,7 @@ from typing import Any
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.hub_name import name_of
+from edgekv.checkpoint.lora import Lora
 from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
@@ -31,7 +32,7 @@ class Model:
 
     path: what was opened. raw_config: its config.json. identity: a hash of the weights, by which sessions and
     stores know them. tokenizer_path: a file or folder, None where there is none. weights: read on request.
-    adapter: its weights are in place of the checkpoint's.
+    adapter: its weights are in place of the checkpoint's. lora: its changes are in the weights.
     """
 
     path: pathlib.Path
@@ -40,6 +41,7 @@ class Model:
     tokenizer_path: pathlib.Path | None
     weights: CheckpointWeights | WeightStore
     adapter: Adapter | None = None
+    lora: Lora | None = None
 
     @classmethod
     def open(
@@ -49,17 +51,22 @@ class Model:
         config: Path | None = None,
         tokenizer: Path | None = None,
         adapter: Path | None = None,
+        lora: Path | None = None,
     ) -> Model:
         """Opens a Hugging Face folder, a .safetensors or .gguf file or a store, and checks every tensor's shape.
 
         path may also name a model that ships with edgekv (demo, scenes) or one of the Hub (org/name), which is
-        downloaded if it is not in the Hub's cache. adapter: an adapter.safetensors whose
-        weights take the place of the checkpoint's. Raises CheckpointError or ConfigError.
+        downloaded if it is not in the Hub's cache. adapter: an adapter.safetensors whose weights take the place of
+        the checkpoint's. lora: FOLDER or FOLDER:scale, merged into the weights first. Raises CheckpointError or
+        ConfigError.
         """
         place = find_model(path)
         given = pathlib.Path(tokenizer).expanduser() if tokenizer else None
         change = None if adapter is None else Adapter.open(adapter)
+        merged = None if lora is None else Lora.open(lora)
         if is_store(place):
+            if merged:
+                raise merged.refuse_store(place)
             store = WeightStore(place)
             if change:
                 change.require_store(store.identity, place)
@@ -67,11 +74,14 @@ class Model:
             model = cls(place, store.config, store.identity, given or beside, store, change)
         else:
             source = open_source(place, config=config, tokenizer=tokenizer)
+            arch = architecture(source.config, source.tensors)
+            if merged:
+                source = merged.apply(source, arch)
             if change:
                 source = change.apply(source)
-            weights = CheckpointWeights(source, architecture(source.config, source.tensors))
+            weights = CheckpointWeights(source, arch)
             folder = given or source.tokenizer_folder
-            model = cls(place, source.config, source.identity, folder, weights, change)
+            model = cls(place, source.config, source.identity, folder, weights, change, merged)
         if change:
             change.require_shape(model.config)
         return model

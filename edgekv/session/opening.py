@@ -57,12 +57,19 @@ class LoadedModel:
             "decode_threads": products and products.decode,
             "prompt_threads": products and products.prompt,
             "adapter": self.model.adapter and self.model.adapter.path.name,
+            "lora": self.model.lora and str(self.model.lora),
         }
 
 
 def open_model(path: Path, options: LoadOptions) -> Model:
     """The model at ``path`` with the files that the options name. Raises CheckpointError or ConfigError."""
-    return Model.open(path, config=options.config, tokenizer=options.tokenizer, adapter=options.adapter)
+    return Model.open(
+        path,
+        config=options.config,
+        tokenizer=options.tokenizer,
+        adapter=options.adapter,
+        lora=options.lora,
+    )
 
 
 def open_session(options: LoadOptions, model: Model, *, progress: StageProgress | None = None) -> LoadedModel:

@@ -38,6 +38,7 @@ class LoadOptions:
     config: a config.json for a .safetensors file that has none beside it.
     tokenizer: a tokenizer's file or folder, where none lies beside the weights.
     adapter: an adapter.safetensors that was trained for this checkpoint and this scheme.
+    lora: a LoRA as PEFT saves it, as FOLDER or FOLDER:scale, merged into the checkpoint's weights.
     """
 
     kv: str | CacheSpec | None = None
@@ -52,6 +53,7 @@ class LoadOptions:
     config: Path | None = None
     tokenizer: Path | None = None
     adapter: Path | None = None
+    lora: Path | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, (str, CacheSpec, type(None))):
@@ -70,7 +72,7 @@ class LoadOptions:
             raise _wrong(ConfigError, "draft", self.draft, "none, ngram, auto, or a model's path")
         if self.slots > 1 and self.draft not in ("none", "auto"):
             raise _wrong(ConfigError, "draft", self.draft, "none or auto, with more than one slot")
-        for name in ("config", "tokenizer", "adapter"):
+        for name in ("config", "tokenizer", "adapter", "lora"):
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):
                 raise _wrong(ConfigError, name, value, "a path, or None")

@@ -38,6 +38,7 @@ def save_state(
         "edgekv": __version__,
         "model": model.name,
         "identity": model.identity,
+        "lora": model.lora and str(model.lora),
         "weights": plan.weights,
         "kv": str(plan.kv),
         "kv_version": plan.kv.scheme.version,
@@ -65,6 +66,7 @@ class SavedState:
         content = self.file.content
         try:
             self.model, self.identity = str(content["model"]), str(content["identity"])
+            self.lora = None if content.get("lora") is None else str(content["lora"])
             self.weights, self.ctx = str(content["weights"]), int(content["ctx"])
             self.tokens: list[int] = [int(token) for token in content["tokens"]]
             self._spans = [(int(a), int(b), str(modality)) for a, b, modality in content.get("spans", ())]
@@ -83,6 +85,15 @@ class SavedState:
 
     def require_model(self, model: Model) -> None:
         """Raises SessionError unless the session was held with these very weights."""
+        lora = None if model.lora is None else str(model.lora)
+        if lora != self.lora:
+            raise SessionError(
+                f"{self.file.path}: was held with {_lora_text(self.lora)}, not with {_lora_text(lora)}; give the "
+                "session's own `lora`, or start a new session",
+                field="lora",
+                value=lora,
+                accepted=[self.lora or "none"],
+            )
         if model.identity != self.identity:
             raise SessionError(
                 f"{self.file.path}: belongs to the model {self.model} with identity {self.identity}, not to "
@@ -198,3 +209,7 @@ class SavedState:
             f"{self.file.path}: written by edgekv {self.file.content.get('edgekv')}, which this one (edgekv "
             f"{__version__}) can't take over ({str(what)[:200]}); open it with that, or start a new session"
         )
+
+
+def _lora_text(lora: str | None) -> str:
+    return "no LoRA" if lora is None else f"the LoRA {lora:.200}"

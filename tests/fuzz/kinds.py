@@ -15,12 +15,13 @@ from typing import Any
 
 import gguf_writer
 import golden_cases
+import lora_cases
 import numpy as np
 import packed_cases
 import tokenizers
 import vision_cases
 from PIL import Image
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from edgekv import Session
 from edgekv.chat import renderer
@@ -291,6 +292,23 @@ def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
     loaded.prefill([1, 2, 3])
 
 
+def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    place = lora_cases.write("llama", folder / "lora")
+    config, weights = place / "adapter_config.json", place / "adapter_model.safetensors"
+    if rng.random() < 0.7:
+        config.write_bytes(as_json(mutated(json.loads(config.read_text()), rng), rng))
+    if rng.random() < 0.3:
+        tensors = {
+            name: np.full(array.shape, rng.choice((1, np.nan, 3e38)), np.float32)
+            for name, array in load_file(weights).items()
+        }
+        save_file(tensors, weights)
+    if rng.random() < 0.5:
+        weights.write_bytes(damaged(weights.read_bytes(), rng))
+    given = f"{place}:{rng.choice((1, 0.5, -1, 1e300, 'nan', 'x'))}"
+    Model.open(m.llama, lora=given).weights.matrix("1.qkv")
+
+
 def image(m: Material, folder: pathlib.Path, rng: Random) -> None:
     (folder / "image").write_bytes(damaged(rng.choice(m.images), rng, 200))
     Preprocess.read(m.llava / "preprocessor_config.json")(picture(folder / "image"))
@@ -434,6 +452,7 @@ KINDS: dict[str, Kind] = {
         session,
         resume,
         adapter,
+        lora,
         image,
         processor,
         schema,

@@ -127,6 +127,8 @@ half = np.zeros((1, 4, 16), np.uint16)
 numba_kernels(1).encode_f16(x, half, 0)
 from edgekv.linear.quantize import quantize
 quantize(x[0], 8, 16, np.zeros((4, 1, 16), np.uint8), np.zeros((4, 1), np.float32))
+from edgekv.kernels.cpu.rows import LOOPS
+assert LOOPS["f16"].put.address
 print(half.view(np.float16).sum())
 """
 

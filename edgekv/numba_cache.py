@@ -1,14 +1,15 @@
-"""Where Numba keeps compiled kernels when neither the installation nor the home can be written."""
+"""Where Numba keeps compiled kernels when it would find no place, and when those it has kept are of no use."""
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import tempfile
 from collections.abc import MutableMapping
 
 VARIABLE = "NUMBA_CACHE_DIR"
-
+MADE_FROM = "edgekv-made-from"  # the file in a folder of compiled kernels that says what they were made from
 
 kept = True  # whether compiled kernels are kept on disk; else each process compiles its own, half a minute of work
 
@@ -28,6 +29,24 @@ def prepare(package: pathlib.Path, environment: MutableMapping[str, str]) -> boo
     if folder is not None:
         environment[VARIABLE] = str(folder)
     return folder is not None
+
+
+@functools.cache
+def forget_old(folder: str, sources: str) -> None:
+    """Removes the compiled kernels in a folder, unless they were made from the same ``sources`` (a digest).
+
+    Numba alone notices changes of a kernel's own file, not of what that calls, and fails where a kernel took a
+    function of a module that is gone. Once per process and folder.
+    """
+    made_from = pathlib.Path(folder) / MADE_FROM
+    try:
+        if made_from.exists() and made_from.read_bytes() == sources.encode():
+            return
+        for index in made_from.parent.glob("*.nb[ci]"):
+            index.unlink(missing_ok=True)
+        made_from.write_text(sources)
+    except OSError:
+        return  # then they stay as they are, for whom they belong to
 
 
 def _writable(folder: pathlib.Path) -> bool:

@@ -68,6 +68,15 @@ def test_gpt2_takes_the_whole_c_attn(tmp_path: pathlib.Path) -> None:
     assert np.abs(logits(base, kv="h1b", adapter=adapter) - plain).max() > 0.1
 
 
+@pytest.mark.parametrize("name", ["key_scale", "lam"])
+def test_every_kv_head_gets_its_key_scale(name: str, base: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """An adapter of before, which calls it lam, too."""
+    scale = np.linspace(0.5, 1, 6, dtype=np.float32).reshape(3, 2)
+    adapter = write(tmp_path / "a", base, {name: scale}, scheme="onebit")
+    session = Session.load(base, kv="onebit", adapter=adapter)
+    np.testing.assert_array_equal([cache.keys.key_scale for cache in session.state.caches], scale)
+
+
 def test_every_head_of_every_layer_gets_its_tau(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     session = Session.load(base, kv="h1b", adapter=write(tmp_path / "a", base, {"tau": TAU}))
     np.testing.assert_array_equal([cache.tau.ravel() for cache in session.state.caches], TAU)

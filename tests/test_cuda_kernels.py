@@ -201,8 +201,8 @@ def test_centred_planes(device: OnDevice, case: Case, bits: int) -> None:
     planes = device.check("encode_keys", x, *planes, 0)[1:3]
     arrays = dict(zip(("planes", "scale", "centres", "centre_step"), (*planes, *centres), strict=True))
     arrays["planes"] = arrays["planes"].reshape(case.g * bits, blocks, 4, case.d // 8, 16)
-    lam, rotation = rng.random(case.g, np.float32), Rotation(case.d, case.d, seed=0)
-    parameters = of_heads(np.full(case.g, bits)) | {"width": case.d, "key_scale": lam, "rotation": rotation}
+    key_scale, rotation = rng.random(case.g, np.float32), Rotation(case.d, case.d, seed=0)
+    parameters = of_heads(np.full(case.g, bits)) | {"width": case.d, "key_scale": key_scale, "rotation": rotation}
     check_keys(device, case, "centred_planes", arrays, **parameters)
 
 

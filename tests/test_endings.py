@@ -2,14 +2,18 @@
 
 import os
 import pathlib
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import golden_cases
+import numba
 import pytest
 
+import edgekv
 from edgekv import EdgeKVError, Session, numba_cache
 from edgekv.cli import main, run
 
@@ -127,6 +131,8 @@ half = np.zeros((1, 4, 16), np.uint16)
 numba_kernels(1).encode_f16(x, half, 0)
 from edgekv.linear.quantize import quantize
 quantize(x[0], 8, 16, np.zeros((4, 1, 16), np.uint8), np.zeros((4, 1), np.float32))
+from edgekv.kernels.cpu.rows import LOOPS
+assert LOOPS["f16"].put.address
 print(half.view(np.float16).sum())
 """
 
@@ -136,3 +142,31 @@ def test_kernels_run_where_they_cannot_be_kept() -> None:
     done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == sum(range(64))
+
+
+ROUND_UP = """
+import numpy as np
+from edgekv.kernels.cpu.rounding import round_up_to_half
+print(int(round_up_to_half(np.float32(1))), sum(round_up_to_half.stats.cache_hits.values()))
+"""
+
+
+def test_kernels_are_compiled_anew_when_what_they_call_has_changed(tmp_path: pathlib.Path) -> None:
+    """As after an upgrade, which can leave indices that name modules of before."""
+    home = pathlib.Path(edgekv.__file__).parent
+    package = shutil.copytree(home, tmp_path / "edgekv", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def rounded() -> list[str]:
+        command = [sys.executable, "-c", ROUND_UP]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    one, largest = "15360", "31743"  # bits of float16
+    assert [rounded(), rounded()] == [[one, "0"], [one, "1"]]  # the second finds what the first has kept
+    for index in (tmp_path / "cache").rglob("rounding.round_up_to_half*.nbi"):
+        index.write_bytes(pickle.dumps(numba.__version__) + b"cedgekv.gone\nfunction\n.")
+    helper = package / "kernels" / "cpu" / "scalar.py"
+    helper.write_text(helper.read_text().replace('_select("<")', '_select(">")'))
+    assert [rounded(), rounded()] == [[largest, "0"], [largest, "1"]]

@@ -70,11 +70,11 @@ class Store:
         """Keys in planes around centres, and interleaved values, for the kernels."""
         shape, rotation = (case.g, case.capacity, case.d), Rotation(case.d, case.d, seed=1)
         names = ("planes", "scale", "centres", "centre_step")
-        lam = np.linspace(0.8, 1, case.g, dtype=np.float32)
+        key_scale = np.linspace(0.8, 1, case.g, dtype=np.float32)
         keys = codec(
             *("centred_planes", shape, dict(zip(names, self.keys, strict=True))),
             **of_heads(self.bits),
-            **{"width": case.d, "key_scale": lam, "rotation": rotation},
+            **{"width": case.d, "key_scale": key_scale, "rotation": rotation},
         )
         codes = self.quads.reshape(case.g * bits, -1, 2, case.d, 4)
         arrays = {"codes": codes, "scale": self.value_scale}
@@ -172,7 +172,7 @@ def test_a_token_lies_where_the_contract_says() -> None:
 def test_scores_are_centre_plus_levels_times_scale() -> None:
     case = SMALL
     store, _ = filled(reference, case, k_bits=2)
-    q, lam = (
+    q, key_scale = (
         normal(np.random.default_rng(1), case.g, case.m, case.d),
         np.linspace(0.8, 1, case.g, dtype=np.float32),
     )
@@ -185,10 +185,10 @@ def test_scores_are_centre_plus_levels_times_scale() -> None:
     assert four.max() <= 63
     s = poisoned_scores(case, True)
     levels = plain.key_levels(store.planes, store.bits)
-    stored = levels, store.scale, lam, store.centres, store.centre_step
+    stored = levels, store.scale, key_scale, store.centres, store.centre_step
     plain.scores_centred(q, *stored, case.t0, case.t1, s, case.s0)
     centres = decoded_centres(store.centres, store.centre_step)
-    keys = levels.astype(float) * half(store.scale)[..., None] * lam[:, None, None]
+    keys = levels.astype(float) * half(store.scale)[..., None] * key_scale[:, None, None]
     expected = q @ centres.transpose(0, 2, 1) + (rounded * step[..., None]) @ keys.transpose(0, 2, 1)
     assert_close(s[:, :, inside(case)], expected[:, :, case.t0 : case.t1])
     assert np.isnan(np.delete(s, np.r_[inside(case)], axis=2)).all()
@@ -252,23 +252,15 @@ def attended(
     case: Case, store: Store, p: npt.NDArray[np.float32], threshold: float
 ) -> tuple[npt.NDArray[Any], ...]:
     """out, tail, change and counts of `attend_planes`."""
-    q, rounded, lam = gather_queries(case)
-    blocks = -(-case.t1 // BLOCK) - case.t0 // BLOCK
+    q, rounded, key_scale = gather_queries(case)
+    shape = case.g, case.capacity, case.d
+    arrays = {"planes": store.planes, "scale": store.scale, "fine": store.fine}
+    keys = codec("plane_keys", shape, arrays, bits=store.bits, key_scale=key_scale)
+    arrays = {"top": store.top, "low": store.low, "scale": store.value_scale}
+    values = codec("plane_values", shape, arrays, threshold=threshold)
     out = np.zeros((case.g, case.m, case.d), np.float32)
-    tail = np.full((case.g, case.m, blocks), np.nan, np.float32)
-    change = np.full((case.g, case.m), np.nan, np.float32)
-    counts = np.full((case.g, case.n, 2), -1, np.int64)
-    stored = (
-        plain.key_levels(store.planes, store.bits),
-        store.scale,
-        store.fine,
-        store.top,
-        store.low,
-        store.value_scale,
-    )
-    span = case.s0, case.t0, case.t1
-    gather.attend_planes(p, *span, q, rounded, lam, *stored, threshold, case.n, *(out, tail, change, counts))
-    return out, tail, change, counts
+    span, p = (case.t0, case.t1), p[:, :, inside(case)]
+    return out, *gather.attend_planes(keys, values, *span, q, rounded, p, case.n, out)
 
 
 def gather_queries(case: Case) -> tuple[npt.NDArray[np.float32], ...]:
@@ -290,7 +282,7 @@ def test_what_matters_is_read_and_the_rest_is_added_up() -> None:
     store, _ = filled(reference, case)
     p = probabilities(case)
     out, tail, change, counts = attended(case, store, p, threshold)
-    q, rounded, lam = gather_queries(case)
+    q, rounded, key_scale = gather_queries(case)
     signs = plain.key_levels(store.planes, store.bits).astype(float)
     key_code = 4 * signs + code(*np.moveaxis(store.fine, 2, 0))
     value_full = code(*np.moveaxis(store.top, 2, 0), *np.moveaxis(store.low, 2, 0))
@@ -305,7 +297,7 @@ def test_what_matters_is_read_and_the_rest_is_added_up() -> None:
             if (new[:, i] >= threshold).any():
                 n_corrected += 1
                 exact = KEY_STEP * (q[g, rows].astype(float) @ key_code[g, t])
-                coarse = lam[g] * (rounded[g, rows].astype(float) @ signs[g, t])
+                coarse = key_scale[g] * (rounded[g, rows].astype(float) @ signs[g, t])
                 d = half(store.scale[g, t]) * (exact - coarse)
                 new[:, i] *= np.exp(np.clip(d, -LARGEST_CORRECTION, LARGEST_CORRECTION))
                 largest = new[:, i].max()

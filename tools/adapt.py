@@ -6,7 +6,7 @@
 The student attends to what the scheme stores of every token, its own included; its teacher is the same checkpoint
 with exact attention, and the loss the KL between their next-token distributions, on windows of the text (UTF-8,
 books separated by NUL). The adapter is the student with the least KL on windows held back from training. h1b and
-sign_keys learn tau, and with --projection also R and a centre of each head's keys; onebit learns lam. Needs
+sign_keys learn tau, and with --projection also R and a centre of each head's keys; onebit learns key_scale. Needs
 `.[torch]`, and a GPU for all but small models.
 """
 
@@ -109,7 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kv", default="h1b", help=f"scheme and knobs: {', '.join(SCHEMES)} (default: h1b)")
     parser.add_argument("--ctx", type=int, default=8192, help="tokens per window (default: 8192)")
     parser.add_argument("--tokens", type=int, default=0, help="use so many of the text (default: all)")
-    parser.add_argument("--scope", choices=SCOPES, default="global", help="what has a tau, or lam, of its own")
+    parser.add_argument(
+        "--scope", choices=SCOPES, default="global", help="what has a tau, or key_scale, of its own"
+    )
     parser.add_argument("--train", choices=TRAINED, default="v", help="and which projections (default: v)")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="windows per step (default: 4)")

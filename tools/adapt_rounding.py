@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgekv.kernels.contract import attention
 from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
 
-LARGEST_F16 = 65504.0
+LARGEST_F16 = float(attention.LARGEST_F16)
 SIGN_WIDTH = 1.0  # of the bell that stands for a sign's derivative, in standard deviations of the sketch
 
 

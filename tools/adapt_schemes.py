@@ -169,11 +169,11 @@ class BinarySketch(Scheme):
 class CentredPlanes(Scheme):
     """`onebit`, but for the 8-bit weights in its sums of values.
 
-    With queries (P q, P q rounded), packed keys (centre, lam * f * sign) and exact keys (P k, 0), one product
+    With queries (P q, P q rounded), packed keys (centre, key_scale * f * sign), exact keys (P k, 0), one product
     gives the scores of all.
     """
 
-    setting = "lam"
+    setting = "key_scale"
 
     def __init__(self, spec: CacheSpec, config: ModelConfig, scope: str, device: str) -> None:
         super().__init__(spec, config, scope, device)
@@ -182,8 +182,8 @@ class CentredPlanes(Scheme):
         self.value_rotation = rotation_matrix(Rotation(d, d, seed)).to(device)
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
-        lam = self.spec.knobs.key_scale or KEY_SCALES[1]
-        return np.full((self.config.n_layers, self.config.n_kv_heads), lam, np.float32)
+        key_scale = self.spec.knobs.key_scale or KEY_SCALES[1]
+        return np.full((self.config.n_layers, self.config.n_kv_heads), key_scale, np.float32)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # 16 bits would lose what the centres keep

@@ -1,6 +1,6 @@
 """An adapter: what training for one KV scheme changes in one checkpoint, in a small .safetensors file.
 
-tau, or lam              F32 (), (n_layers,) or (n_layers, heads): what the scheme learns, as in SETTINGS
+tau, or key_scale        F32 (), (n_layers,) or (n_layers, heads): what the scheme learns, as in SETTINGS
 projection, centre       F32 (n_layers, ...): what else h1b may learn, as in LEARNED
 any checkpoint tensor    under its own name: its replacement (V_proj; the whole c_attn of a GPT-2)
 `__metadata__`           format, version, base (the checkpoint's identity), scheme; the rest is provenance
@@ -24,11 +24,13 @@ from edgekv.models.config import ModelConfig
 from edgekv.types import F32
 
 FORMAT, VERSION = "edgekv-adapter", "1"
-SETTINGS = {"tau": "n_heads", "lam": "n_kv_heads"}
+SETTINGS = {"tau": "n_heads", "key_scale": "n_kv_heads"}
 """What a scheme learns, and the config's field that counts its heads. h1b: the softmax temperature of query heads;
 onebit: the scale of the scores that it estimates, of KV heads."""
 LEARNED = ("projection", "centre")
 """Of h1b: R (n_layers, sketch_bits, head_dim), and what keys lose before it (n_layers, n_kv_heads, head_dim)."""
+FORMER_NAMES = {"lam": "key_scale"}
+"""What adapters of before call a setting."""
 
 
 class AdaptableCache(Protocol):
@@ -74,12 +76,12 @@ class Adapter:
                 raise ConfigError(
                     f"{path}: tensor {name!r} is {file.info(name).dtype}; accepted are F64, F32, F16, BF16"
                 )
-        settings = [name for name in SETTINGS if name in names]
+        settings = [name for name in (*SETTINGS, *FORMER_NAMES) if name in names]
         if len(settings) != 1:
             has = " and ".join(settings) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
             raise ConfigError(f"{path}: has {has}; an adapter has one of them: write it again")
-        (setting,) = settings
-        value = to_float32(file.array(setting))
+        (stored,) = settings
+        setting, value = FORMER_NAMES.get(stored, stored), to_float32(file.array(stored))
         if not (np.isfinite(value) & (value > 0)).all():
             raise ConfigError(f"{path}: {setting} must be positive everywhere, its least value is {value.min()}")
         learned = {name: to_float32(file.array(name)) for name in LEARNED if name in names}
@@ -88,7 +90,7 @@ class Adapter:
                 raise ConfigError(
                     f"{path}: {name} has shape {array.shape}; accepted: three axes, layers first, finite numbers"
                 )
-        weights = tuple(name for name in names if name != setting and name not in learned)
+        weights = tuple(name for name in names if name != stored and name not in learned)
         return cls(file, file.metadata["base"], file.metadata["scheme"], setting, value, learned, weights)
 
     @property

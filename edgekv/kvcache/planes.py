@@ -162,10 +162,10 @@ class Planes(Windowed):
         return self.keys, InterleavedValues(*shape, bits=v_bits, seed=knobs.seed)
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
-        """``lam`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
-        require_only("lam", parameters, self.name, source)
+        """``key_scale`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
+        require_only("key_scale", parameters, self.name, source)
         self.exact_prefill = False
-        self.keys.key_scale[:] = parameters["lam"]
+        self.keys.key_scale[:] = parameters["key_scale"]
         self.adapted_by = source
 
     def fitted(self) -> dict[str, Any]:

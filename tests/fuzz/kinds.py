@@ -283,7 +283,9 @@ def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
         metadata[rng.choice(list(metadata))] = rng.choice(("", "2", "x" * 10_000, m.loaded.model.identity))
     shapes = ((), (3,), (3, 4), (1 << 20,), (0,), (1, 1, 1, 1))
     tensors = {
-        rng.choice(("tau", "lam", "x")): np.full(rng.choice(shapes), rng.choice((1, 0, np.nan)), np.float32)
+        rng.choice(("tau", "key_scale", "lam", "x")): np.full(
+            rng.choice(shapes), rng.choice((1, 0, np.nan)), np.float32
+        )
     }
     save_file(tensors, folder / "adapter", metadata=metadata)
     if rng.random() < 0.7:

@@ -15,6 +15,8 @@ else, and trusts its arguments: shapes and ranges are the caller's duty.
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from edgekv.kernels.contract.ints import IntKernels
 from edgekv.kernels.contract.papers.codes import CodeKernels
 from edgekv.kernels.contract.papers.evict import EvictKernels
@@ -25,6 +27,9 @@ from edgekv.types import F32, I64, U16
 
 BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
+
+LARGEST_F16 = np.float32(65504)
+"""What scales and other stored float16 numbers are bounded by."""
 
 
 class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, Protocol):

@@ -6,9 +6,8 @@ from edgekv.kernels.cpu.append import append, encode
 from edgekv.kernels.cpu.attend import attend
 from edgekv.kernels.cpu.centres import encode_centres
 from edgekv.kernels.cpu.gather import encode_planes
-from edgekv.kernels.cpu.interleaved_values import encode_interleaved
+from edgekv.kernels.cpu.gauss_codes import encode_interleaved, encode_keys
 from edgekv.kernels.cpu.ints import encode_sym
-from edgekv.kernels.cpu.planes import encode_keys
 from edgekv.kernels.cpu.ranges import scores, sums
 from edgekv.kernels.cpu.rope import split_rope
 from edgekv.kernels.cpu.rotate import hadamard, hadamard_back

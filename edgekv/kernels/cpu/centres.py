@@ -3,7 +3,7 @@
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK
+from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
 from edgekv.kernels.contract.planes import CENTRE, CENTRES
 from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
@@ -15,7 +15,7 @@ from edgekv.types import F32, U8, U16
 
 VECTOR = 4 * simd.LANES  # bytes
 ZERO, ONE, HALF, TWO, EIGHT = np.array([0, 1, 0.5, 2, 8], np.float32)
-MIDDLE, HIGHEST, LARGEST_F16, LARGEST_SPLIT = np.array([7.5, 15, 65504, 127 * 256], np.float32)
+MIDDLE, HIGHEST, LARGEST_SPLIT = np.array([7.5, 15, 127 * 256], np.float32)
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:

@@ -1,6 +1,6 @@
 """Keys and values as bit planes per token, of which only those that matter are read."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import prange
@@ -13,6 +13,7 @@ from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, again_loop, chars, floats, halves, ints, numbers
 from edgekv.kernels.cpu.masks import at_least, lowest_one
+from edgekv.kernels.cpu.planes import AT as KEY
 from edgekv.kernels.cpu.planes import parts_of as planes_of
 from edgekv.kernels.cpu.refine import PENDING, add_planes, add_up, choose, estimate, prepare, weigh
 from edgekv.kernels.cpu.rotate import rotate_back_row
@@ -29,6 +30,25 @@ ZERO, HALF, MIDDLE_OF_MEANS = np.array([0, 0.5, 8], np.float32)
 
 def encode_planes(x: F32, step: F32, planes: U64, t0: int) -> None:
     run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], 2 * x.size, (x, step, planes, t0))
+
+
+class ValueNumbers(NamedTuple):
+    """What the loop gets of a codec of values: addresses, and the threshold's float32 bits.
+
+    Behind them comes the address of the heads' counts (`Loops.counts`).
+    """
+
+    top: int
+    low: int
+    scale: int
+    means: int
+    mean_scale: int
+    fine: int  # of the keys
+    threshold: int
+
+
+VALUE = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
+COUNTS = len(VALUE)
 
 
 @again_loop
@@ -49,23 +69,23 @@ def _read_again(
 ) -> None:
     """`reference.gather.attend_planes`, then the others as their block's mean."""
     k, v = numbers(key_store), numbers(value_store)
-    n_blocks, width = get(k, 4), get(k, 5)
+    n_blocks, width = get(k, KEY.n_blocks), get(k, KEY.width)
     n_heads, capacity = rows // n, n_blocks * BLOCK
     blocks = (t1 + BLOCK - 1) // BLOCK - t0 // BLOCK
     _, rotated, rounded, _, _ = planes_of(prepared, rows, width)
-    keys = chars(get(k, 0)), halves(get(k, 1)), chars(get(v, 5))
-    values = chars(get(v, 0)), chars(get(v, 1)), halves(get(v, 2))
+    keys = chars(get(k, KEY.planes)), halves(get(k, KEY.scale)), chars(get(v, VALUE.fine))
+    values = chars(get(v, VALUE.top)), chars(get(v, VALUE.low)), halves(get(v, VALUE.scale))
     places = _places(scratch, rows, n_heads, width, n_blocks)
     sums, tail, chosen, weights = floats(places[0]), floats(places[1]), ints(places[2]), floats(places[3])
     fill(sums, 0, rows * width, ZERO)
-    threshold, base = np.int32(get(v, 6)).view(np.float32), g * capacity
+    threshold, base = np.int32(get(v, VALUE.threshold)).view(np.float32), g * capacity
     n_read_all = n_full_all = 0
     for j in range(n):
         memory = chosen, 0, weights, 0, floats(places[4]), 0
         products, tail_of = (chars(places[5]), 0), (tail, blocks, t0 // BLOCK)
         chances = j * gap - t0  # column of token 0, of the first head
         where = floats(p), chances, n * gap, n_heads, j, n, width
-        key_scale = get(floats(get(k, 7)), g)
+        key_scale = get(floats(get(k, KEY.key_scale)), g)
         prepare(floats(rotated), floats(rounded), key_scale, where, memory, products, floats(change))
         n_found = 0
         for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
@@ -91,14 +111,15 @@ def _read_again(
                 n_full_all += n_whole
                 n_read_all += n_found
                 n_found = 0
-    put(numbers(get(v, 7)), 2 * g, n_read_all)
-    put(numbers(get(v, 7)), 2 * g + 1, n_full_all)
+    put(numbers(get(v, COUNTS)), 2 * g, n_read_all)
+    put(numbers(get(v, COUNTS)), 2 * g + 1, n_full_all)
     first = g * n_blocks + t0 // BLOCK
-    _add_means(tail, rows, blocks, chars(get(v, 3)), halves(get(v, 4)), first, width, weights, sums)
-    head_dim = get(k, 8)
+    means, mean_scale = chars(get(v, VALUE.means)), halves(get(v, VALUE.mean_scale))
+    _add_means(tail, rows, blocks, means, mean_scale, first, width, weights, sums)
+    head_dim, matrix, inverse = get(k, KEY.head_dim), floats(get(k, KEY.matrix)), floats(get(k, KEY.inverse))
     for m in range(rows):
         rotate_back_row(
-            *(sums, m * width, width, floats(get(k, 10)), floats(get(k, 11)), get(k, 9)),
+            *(sums, m * width, width, matrix, inverse, get(k, KEY.is_hadamard)),
             *(floats(out), m * head_dim, head_dim),
         )
 
@@ -135,13 +156,10 @@ def _add_means(
             add_row((0, 1), weights, 0, n, width, means, code, width // 2, out, m * width)
 
 
-def _store_numbers(codec: Any) -> tuple[int, ...]:
-    a = codec.arrays
-    return (
-        *(address_of(a[name]) for name in ("top", "low", "scale", "means", "mean_scale")),
-        address_of(codec.keys.arrays["fine"]),
-        int(np.float32(codec.threshold).view(np.int32)),
-    )
+def _store_numbers(codec: Any) -> ValueNumbers:
+    arrays = {name: address_of(codec.arrays[name]) for name in ("top", "low", "scale", "means", "mean_scale")}
+    threshold = int(np.float32(codec.threshold).view(np.int32))
+    return ValueNumbers(**arrays, fine=address_of(codec.keys.arrays["fine"]), threshold=threshold)
 
 
 def _scratch_bytes(codec: Any, rows: int) -> int:

@@ -1,23 +1,20 @@
 """Values in 1 to 4 bits, four tokens side by side, summed with 8-bit weights in integer dot products."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import GAUSS_STEP
 from edgekv.kernels.cpu import arm, block_weights, dot, emit
 from edgekv.kernels.cpu.block_weights import ROUND, copy_floats, copy_halves
-from edgekv.kernels.cpu.half import float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
-from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.jit import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, finish_loop, floats, numbers
 from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.simd import LANES
-from edgekv.types import F32, U8, U16
+from edgekv.types import F32
 
 ROWS = 4  # that share each unpacked code
 # In a loop's scratch: each row's weights in bytes, its (size, shift), and a copy of what is no whole block.
@@ -27,8 +24,7 @@ SCRATCH = PART_AT + 6 * BLOCK
 BLOCKS_AHEAD = 4
 TOP_WEIGHT = 255
 ROUND_BITS = int(np.float32(ROUND).view(np.int32))
-ZERO, ONE, TWO = np.array([0, 1, 2], np.float32)
-LARGEST_F16 = np.float64(65504)
+TWO = np.float32(2)
 ROW_COUNTS = 1, 2, 4
 # By rows, vectors of channels at a time: as many sums as hide a product's latency, and fit the registers.
 COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
@@ -36,10 +32,22 @@ COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM
 PARTS = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 0), (1, 4)), 4: ((4, 0),)}
 
 
-def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
-    bits = codes.shape[2] // 2
-    args = np.ascontiguousarray(x), codes, scale, t0, bits, GAUSS_STEP[bits]
-    run(_encode_blocks, _encode_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
+class ValueNumbers(NamedTuple):
+    """What the loops get of a codec: addresses of its arrays, sizes, and its rotation."""
+
+    codes: int
+    scale: int
+    capacity: int
+    n_blocks: int
+    bits: int  # the address of each head's, as that of first_plane
+    head_dim: int
+    is_hadamard: int
+    matrix: int  # of the rotation; its signs if it is a Hadamard transform
+    inverse: int
+    first_plane: int
+
+
+AT = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
 
 
 @intrinsic
@@ -163,9 +171,10 @@ def _sums(
 @add_loop
 def _add_block(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = numbers(store)
-    bits, head_dim, i = get(numbers(get(x, 4)), g), get(x, 5), t % BLOCK
-    scale = get(x, 1) + 2 * (g * get(x, 2) + t - i)
-    codes = get(x, 0) + (get(numbers(get(x, 9)), g) * get(x, 3) + t // BLOCK * bits) * 8 * head_dim
+    bits, head_dim, i = get(numbers(get(x, AT.bits)), g), get(x, AT.head_dim), t % BLOCK
+    scale = get(x, AT.scale) + 2 * (g * get(x, AT.capacity) + t - i)
+    first = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks)
+    codes = get(x, AT.codes) + (first + t // BLOCK * bits) * 8 * head_dim
     middle = np.float32((1 << bits) - 1) / TWO
     if n < BLOCK:
         part = scratch + PART_AT + 4 * BLOCK
@@ -191,89 +200,23 @@ def _add_block(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, 
 @finish_loop
 def _finish(store: int, sums: int, out: int, rows: int) -> None:
     x = numbers(store)
-    d = get(x, 5)
+    d, matrix, inverse = get(x, AT.head_dim), floats(get(x, AT.matrix)), floats(get(x, AT.inverse))
     for m in range(rows):
         row = m * d
-        rotate_back_row(floats(sums), row, d, floats(get(x, 7)), floats(get(x, 8)), get(x, 6), floats(out), row, d)
+        rotate_back_row(floats(sums), row, d, matrix, inverse, get(x, AT.is_hadamard), floats(out), row, d)
 
 
-def _store_numbers(codec: Any) -> tuple[int, ...]:
-    codes, scale = codec.arrays["codes"], codec.arrays["scale"]
-    sizes = codec.capacity, codes.shape[1], address_of(codec.bits), codec.head_dim
-    return (
-        *(address_of(codes), address_of(scale), *sizes),
-        *(*rotation_numbers(codec.rotation), address_of(codec.first_plane)),
+def _store_numbers(codec: Any) -> ValueNumbers:
+    a = codec.arrays
+    return ValueNumbers(
+        **{name: address_of(a[name]) for name in ("codes", "scale")},
+        **{name: address_of(getattr(codec, name)) for name in ("bits", "first_plane")},
+        **{"capacity": codec.capacity, "n_blocks": a["codes"].shape[1], "head_dim": codec.head_dim},
+        **rotation_numbers(codec.rotation),
     )
 
 
 LOOPS = {"interleaved": Loops(_store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: SCRATCH)}
-
-
-@jit
-def _encode_blocks(first: int, last: int, args: Args) -> None:
-    x, codes, scale, t0, bits, gauss_step = args
-    (_, n, head_dim), capacity = x.shape, scale.shape[1]
-    x, scale = x.reshape(-1), scale.reshape(-1)
-    blocks, n_stored, block_bytes = n // BLOCK, codes.shape[1], 8 * bits * head_dim
-    codes = codes.reshape(-1)
-    for item in range(first, last):
-        g, block = item // blocks, t0 // BLOCK + item % blocks
-        start = (g * n_stored + block) * block_bytes
-        codes[start : start + block_bytes] = 0
-        for t in range(BLOCK):
-            row = (item * BLOCK + t) * head_dim
-            square = square_of(x, row, head_dim)
-            step = np.float32(np.sqrt(square / head_dim) * gauss_step)
-            along = _encode_token(x, row, head_dim, step, bits, codes, start, t)
-            size = square / along if along > 0 else 0.0
-            put(scale, g * capacity + block * BLOCK + t, float_to_half(np.float32(min(size, LARGEST_F16))))
-
-
-@fast_jit
-def square_of(x: F32, row: int, head_dim: int) -> Scalar:
-    """The squared length of x[row:][:head_dim], summed in double precision."""
-    total = 0.0
-    for d in range(row, row + head_dim):
-        wide = np.float64(get(x, d))
-        total += wide * wide
-    return total
-
-
-@fast_jit
-def _encode_token(
-    x: F32, row: int, head_dim: int, step: Scalar, bits: int, codes: U8, start: int, t: int
-) -> Scalar:
-    """Adds token t's codes to the block's bytes; returns x times its levels."""
-    half = np.float32(1 << (bits - 1))
-    top = half + half - ONE
-    middle = np.float64(half) - 0.5
-    divisor = ONE if step == ZERO else step
-    along = 0.0
-    for d in range(head_dim):
-        element = get(x, row + d)
-        level = minimum(maximum(np.floor(element / divisor) + half, ZERO), top)
-        along += np.float64(element) * (np.float64(level) - middle)
-        code = np.int32(level)
-        if bits == 3:
-            _put_code(codes, start, head_dim, d, t, 2, 0, code >> 1)
-            _put_code(codes, start, head_dim, d, t, 1, 4, code & 1)
-        else:
-            _put_code(codes, start, head_dim, d, t, bits, 0, code)
-    return along
-
-
-@jit
-def _put_code(codes: U8, start: int, head_dim: int, d: int, t: int, bits: int, first_row: int, code: int) -> None:
-    tokens_apart = 8 * bits
-    row = first_row + t % tokens_apart // 4
-    byte = start + (row * head_dim + d) * 4 + t % 4
-    put(codes, byte, np.uint8(get(codes, byte) | code << t // tokens_apart * bits))
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

@@ -1,5 +1,7 @@
 """Typed shorthands for the ways kernels are compiled, and what the processor offers."""
 
+import hashlib
+import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -19,31 +21,42 @@ CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codeg
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
+def _digest() -> str:
+    """Of all that is compiled into kernels."""
+    package, digest = pathlib.Path(__file__).parent, hashlib.sha256()
+    for source in sorted([*package.rglob("*.py"), *(package.parent / "contract").rglob("*.py")]):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+SOURCES = _digest() if numba_cache.kept else ""
+
+
+def _compiled(function: F, **options: Any) -> F:
+    dispatcher = numba.njit(cache=numba_cache.kept, nogil=True, **options)(function)
+    if numba_cache.kept:
+        numba_cache.forget_old(dispatcher.stats.cache_path, SOURCES)
+    return cast(F, dispatcher)
+
+
 def jit(function: F) -> F:
     """Exact arithmetic, as written: said in so many words, or a function takes on that of its first caller."""
-    return cast(F, numba.njit(cache=numba_cache.kept, nogil=True, error_model="numpy", fastmath=False)(function))
+    return _compiled(function, error_model="numpy", fastmath=False)
 
 
 def fast_jit(function: F) -> F:
     """Sums in any order."""
-    return cast(F, numba.njit(cache=numba_cache.kept, nogil=True, error_model="numpy", fastmath=FAST)(function))
+    return _compiled(function, error_model="numpy", fastmath=FAST)
 
 
 def inline_jit(function: F) -> F:
     """`fast_jit`, always inlined: for what runs so often that passing arrays would show."""
-    options = {
-        "cache": numba_cache.kept,
-        "nogil": True,
-        "error_model": "numpy",
-        "fastmath": FAST,
-        "forceinline": True,
-    }
-    return cast(F, numba.njit(**options)(function))
+    return _compiled(function, error_model="numpy", fastmath=FAST, forceinline=True)
 
 
 def parallel_jit(function: F) -> F:
     """`numba.prange` loops run on all threads. Allocate nothing inside them: it is ten times slower."""
-    return cast(F, numba.njit(cache=numba_cache.kept, nogil=True, parallel=True)(function))
+    return _compiled(function, parallel=True)
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 
+from edgekv import numba_cache
 from edgekv.kernels.cpu.jit import FAST, intrinsic
 from edgekv.kernels.kinds import find_loops
 from edgekv.types import F32
@@ -51,7 +52,7 @@ class Loop:
     def address(self) -> int:
         signature = types.void(*[types.intp] * self.n_arguments)
         fastmath = False if self.exact else FAST
-        options = {"cache": True, "nopython": True, "error_model": "numpy", "fastmath": fastmath}
+        options = {"cache": numba_cache.kept, "nopython": True, "error_model": "numpy", "fastmath": fastmath}
         self._compiled = numba.cfunc(signature, **options)(self.function)
         return int(self._compiled.address)
 

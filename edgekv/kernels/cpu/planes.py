@@ -1,18 +1,14 @@
 """Keys as a centre per 16 tokens and a few bits per element, in planes that are scored by tables of sums."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import CENTRE, CENTRES, GAUSS_STEP, LARGEST_FOUR
+from edgekv.kernels.contract.planes import CENTRE, CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu import simd, tables
 from edgekv.kernels.cpu.centres import centre_scores, split
-from edgekv.kernels.cpu.half import float_to_half
-from edgekv.kernels.cpu.interleaved_values import square_of
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
-from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.loops import (
     Loops,
     address_of,
@@ -35,13 +31,27 @@ NEAR = BLOCK // CENTRE  # centres' scores of a row
 MIDDLE_ENTRY = 64  # added to an entry, so that it is at least 0
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
 MOST = np.float32(LARGEST_FOUR)
-LARGEST_F16 = np.float64(65504)
 
 
-def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
-    n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
-    scratch = np.empty((n_items, 2, x.shape[2]), np.float32)
-    run(_encode_blocks, _encode_parallel, n_items, 8 * x.size, (x, planes, scale, t0, GAUSS_STEP[bits], scratch))
+class KeyNumbers(NamedTuple):
+    """What the loops get of a codec: addresses of its arrays, sizes, and its rotation."""
+
+    planes: int
+    scale: int
+    centres: int
+    centre_step: int
+    n_blocks: int
+    width: int
+    bits: int  # the address of each head's, as those of key_scale and first_plane
+    key_scale: int
+    head_dim: int
+    is_hadamard: int
+    matrix: int  # of the rotation; its signs if it is a Hadamard transform
+    inverse: int
+    first_plane: int
+
+
+AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
 
 
 # What a head's queries become, in this order: tables (rows, 4 * width) of bytes, see `_put_tables`; P q
@@ -61,12 +71,12 @@ def parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, 
 @prepare_loop
 def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     x = numbers(store)
-    width, head_dim = get(x, 5), get(x, 8)
+    width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
     tables_at, rotated, rounded, split_at, steps = parts_of(prepared, rows, width)
     for m in range(rows):
         row = m * width
         rotate_row(
-            *(floats(q), m * head_dim, head_dim, floats(get(x, 10)), floats(get(x, 10)), get(x, 9)),
+            *(floats(q), m * head_dim, head_dim, matrix, matrix, get(x, AT.is_hadamard)),
             *(width, floats(rotated), row),
         )
         step = _round_query(floats(rotated), row, width, floats(rounded))
@@ -82,11 +92,13 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
 @score_loop
 def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
     x = numbers(store)
-    planes, scale, centres, centre_step = chars(get(x, 0)), halves(get(x, 1)), chars(get(x, 2)), halves(get(x, 3))
-    width, bits, key_scale = get(x, 5), get(numbers(get(x, 6)), g), get(floats(get(x, 7)), g)
+    planes, scale = chars(get(x, AT.planes)), halves(get(x, AT.scale))
+    centres, centre_step = chars(get(x, AT.centres)), halves(get(x, AT.centre_step))
+    width, n_blocks = get(x, AT.width), get(x, AT.n_blocks)
+    bits, key_scale = get(numbers(get(x, AT.bits)), g), get(floats(get(x, AT.key_scale)), g)
     tables_at, _, _, split_at, steps = parts_of(prepared, rows, width)
-    block, i, n_blocks, block_bytes = t // BLOCK, t % BLOCK, get(x, 4), bits * width * BLOCK // 8
-    code = get(numbers(get(x, 12)), g) * n_blocks * width * BLOCK // 8 + block * block_bytes
+    block, i, block_bytes = t // BLOCK, t % BLOCK, bits * width * BLOCK // 8
+    code = get(numbers(get(x, AT.first_plane)), g) * n_blocks * width * BLOCK // 8 + block * block_bytes
     stored = g * n_blocks + block
     _prefetch(planes, code + BLOCKS_AHEAD * block_bytes, block_bytes)
     _prefetch(centres, (stored + BLOCKS_AHEAD) * CENTRES * width // 2, CENTRES * width // 2)
@@ -122,12 +134,13 @@ def _prefetch(x: U8, start: int, n: int) -> None:
         simd.prefetch(x, i)
 
 
-def _store_numbers(codec: Any) -> tuple[int, ...]:
+def _store_numbers(codec: Any) -> KeyNumbers:
     a = codec.arrays
-    return (
-        *(address_of(a[name]) for name in ("planes", "scale", "centres", "centre_step")),
-        *(a["planes"].shape[1], codec.width, address_of(codec.bits), address_of(codec.key_scale), codec.head_dim),
-        *(*rotation_numbers(codec.rotation), address_of(codec.first_plane)),
+    return KeyNumbers(
+        **{name: address_of(a[name]) for name in ("planes", "scale", "centres", "centre_step")},
+        **{name: address_of(getattr(codec, name)) for name in ("bits", "key_scale", "first_plane")},
+        **{"n_blocks": a["planes"].shape[1], "width": codec.width, "head_dim": codec.head_dim},
+        **rotation_numbers(codec.rotation),
     )
 
 
@@ -236,62 +249,3 @@ def _scan_two_rows(
         else:
             tables.add_scores(s, column, (a0, a1, a2, a3), less, factor, scale, token)
             tables.add_scores(s, column + gap, (b0, b1, b2, b3), less, other_factor, scale, token)
-
-
-@jit
-def _encode_blocks(first: int, last: int, args: Args) -> None:
-    x, planes, scale, t0, gauss_step, scratch = args
-    (_, n, width), (_, n_stored, bits, _, _, _) = x.shape, planes.shape
-    capacity, blocks, block_bytes = scale.shape[1], n // BLOCK, bits * width * BLOCK // 8
-    x, planes, scale, scratch = x.reshape(-1), planes.reshape(-1), scale.reshape(-1), scratch.reshape(-1)
-    for item in range(first, last):
-        g, block = item // blocks, t0 // BLOCK + item % blocks
-        left = 2 * item * width
-        for t in range(BLOCK):
-            row, place = (item * BLOCK + t) * width, (g * n_stored + block) * block_bytes + place_of(t, width)
-            square = square_of(x, row, width)
-            size = np.float32(np.sqrt(square / width) * gauss_step) * np.float32(1 << bits) / np.float32(4)
-            for d in range(width):
-                put(scratch, left + d, get(x, row + d))
-                put(scratch, left + width + d, ZERO)
-            for p in range(bits):
-                weight = np.float32(1 << (bits - 1 - p))
-                for d in range(0, width, 8):
-                    put(planes, place + 2 * (p * 4 * width + d), _eight_signs(scratch, left + d))
-                for d in range(left, left + width):
-                    sign = ONE if get(scratch, d) >= ZERO else -ONE
-                    put(scratch, width + d, get(scratch, width + d) + sign * weight)
-                    put(scratch, d, get(scratch, d) - sign * size)
-                size *= HALF
-            along = _along(x, row, scratch, left + width, width)
-            ratio = square / along if along > 0 else 0.0
-            put(scale, g * capacity + block * BLOCK + t, float_to_half(np.float32(min(ratio, LARGEST_F16))))
-
-
-@jit
-def place_of(token: int, width: int) -> int:
-    """First byte of token % 64 in its block's plane; the others follow 16 bytes apart."""
-    quarter = token // 16 % 4
-    return token % 16 // 4 * 2 * width + token % 4 * 4 + (quarter & 1) * 2 + (quarter >> 1)
-
-
-@jit
-def _eight_signs(x: F32, start: int) -> Scalar:
-    bits = np.uint8(0)
-    for i in range(8):
-        bits |= np.uint8(get(x, start + i) >= ZERO) << np.uint8(i)
-    return np.uint8(bits)
-
-
-@fast_jit
-def _along(x: F32, row: int, level: F32, start: int, width: int) -> Scalar:
-    total = 0.0
-    for d in range(width):
-        total += np.float64(get(x, row + d)) * np.float64(get(level, start + d))
-    return total
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

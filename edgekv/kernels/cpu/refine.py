@@ -9,10 +9,10 @@ from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import FULL_VALUES, KEY_STEP, LARGEST_CORRECTION, PAIR_STEP
 from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.centres import split
+from edgekv.kernels.cpu.gauss_codes import place_of
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit
 from edgekv.kernels.cpu.masks import add_where
-from edgekv.kernels.cpu.planes import place_of
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.kernels.cpu.softmax import exp_of_negative
 from edgekv.types import F32, U8

@@ -106,11 +106,11 @@ def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
     return total
 
 
-def rotation_numbers(rotation: Any) -> tuple[int, int, int]:
+def rotation_numbers(rotation: Any) -> dict[str, int]:
     """For a store: whether it is a Hadamard transform, its signs or its matrix, and the inverse matrix."""
     if rotation.flips is None:
-        return 0, address_of(rotation.matrix), address_of(rotation.inverse)
-    return 1, address_of(rotation.flips), 0
+        return {"is_hadamard": 0, "matrix": address_of(rotation.matrix), "inverse": address_of(rotation.inverse)}
+    return {"is_hadamard": 1, "matrix": address_of(rotation.flips), "inverse": 0}
 
 
 @jit

@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from edgekv.kernels.contract.attention import LARGEST_F16
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Scalar, jit
 from edgekv.kernels.cpu.scalar import minimum
 
-LARGEST_F16 = np.float32(65504)
 ROUND = np.float32(1.5 * 2**23)  # x + ROUND - ROUND rounds |x| < 2**22 to an integer, halves to even
 
 

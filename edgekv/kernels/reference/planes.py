@@ -5,13 +5,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.kernels.contract.attention import BLOCK
+from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
 from edgekv.kernels.contract.planes import CENTRE, GAUSS_STEP, GROUPS, LARGEST_FOUR, place_of
 from edgekv.kernels.reference.loops import Loops
 from edgekv.kernels.reference.rotate import rotate
 from edgekv.types import F32, I64, U8, U16
 
-LARGEST_F16 = 65504.0
 ORDER = sorted(range(BLOCK), key=place_of)  # of a block's tokens, as they are stored
 
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 
+from edgekv.kernels.contract.attention import LARGEST_F16
 from edgekv.types import F32, U16
-
-LARGEST_F16 = np.float32(65504)
 
 
 def round_up_to_f16(x: F32) -> U16:

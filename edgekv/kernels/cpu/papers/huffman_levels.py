@@ -3,10 +3,11 @@
 import numpy as np
 from numba import prange
 
+from edgekv.kernels.contract.attention import LARGEST_F16
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.rounding import LARGEST_F16, round_to_even, round_up_to_half
+from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 

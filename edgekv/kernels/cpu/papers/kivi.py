@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from edgekv.kernels.contract.attention import BLOCK
+from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.codes import (
     EIGHT_BITS,
@@ -21,7 +21,7 @@ from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
-from edgekv.kernels.cpu.rounding import LARGEST_F16, round_to_even, round_up_to_half
+from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 

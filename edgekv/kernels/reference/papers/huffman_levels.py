@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from edgekv.kernels.reference.rounding import LARGEST_F16, round_up_to_f16
+from edgekv.kernels.contract.attention import LARGEST_F16
+from edgekv.kernels.reference.rounding import round_up_to_f16
 from edgekv.types import F32, U8, U16
 
 

@@ -1,0 +1,151 @@
+"""Encoding in the best uniform levels for a Gaussian: keys in planes, values four tokens side by side."""
+
+import numpy as np
+from numba import prange
+
+from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
+from edgekv.kernels.contract.planes import GAUSS_STEP
+from edgekv.kernels.cpu.half import float_to_half
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.types import F32, U8, U16
+
+ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
+
+
+def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
+    n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
+    scratch = np.empty((n_items, 2, x.shape[2]), np.float32)
+    args = x, planes, scale, t0, GAUSS_STEP[bits], scratch
+    run(_encode_keys, _encode_keys_parallel, n_items, 8 * x.size, args)
+
+
+def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
+    bits = codes.shape[2] // 2
+    args = np.ascontiguousarray(x), codes, scale, t0, bits, GAUSS_STEP[bits]
+    run(_encode_values, _encode_values_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
+
+
+@jit
+def _encode_keys(first: int, last: int, args: Args) -> None:
+    x, planes, scale, t0, gauss_step, scratch = args
+    (_, n, width), (_, n_stored, bits, _, _, _) = x.shape, planes.shape
+    capacity, blocks, block_bytes = scale.shape[1], n // BLOCK, bits * width * BLOCK // 8
+    x, planes, scale, scratch = x.reshape(-1), planes.reshape(-1), scale.reshape(-1), scratch.reshape(-1)
+    for item in range(first, last):
+        g, block = item // blocks, t0 // BLOCK + item % blocks
+        left = 2 * item * width
+        for t in range(BLOCK):
+            row, place = (item * BLOCK + t) * width, (g * n_stored + block) * block_bytes + place_of(t, width)
+            square = _square_of(x, row, width)
+            size = np.float32(np.sqrt(square / width) * gauss_step) * np.float32(1 << bits) / np.float32(4)
+            for d in range(width):
+                put(scratch, left + d, get(x, row + d))
+                put(scratch, left + width + d, ZERO)
+            for p in range(bits):
+                weight = np.float32(1 << (bits - 1 - p))
+                for d in range(0, width, 8):
+                    put(planes, place + 2 * (p * 4 * width + d), _eight_signs(scratch, left + d))
+                for d in range(left, left + width):
+                    sign = ONE if get(scratch, d) >= ZERO else -ONE
+                    put(scratch, width + d, get(scratch, width + d) + sign * weight)
+                    put(scratch, d, get(scratch, d) - sign * size)
+                size *= HALF
+            along = _along(x, row, scratch, left + width, width)
+            ratio = square / along if along > 0 else 0.0
+            put(scale, g * capacity + block * BLOCK + t, float_to_half(np.float32(min(ratio, LARGEST_F16))))
+
+
+@jit
+def place_of(token: int, width: int) -> int:
+    """First byte of token % 64 in its block's plane; the others follow 16 bytes apart."""
+    quarter = token // 16 % 4
+    return token % 16 // 4 * 2 * width + token % 4 * 4 + (quarter & 1) * 2 + (quarter >> 1)
+
+
+@jit
+def _eight_signs(x: F32, start: int) -> Scalar:
+    bits = np.uint8(0)
+    for i in range(8):
+        bits |= np.uint8(get(x, start + i) >= ZERO) << np.uint8(i)
+    return np.uint8(bits)
+
+
+@fast_jit
+def _along(x: F32, row: int, level: F32, start: int, width: int) -> Scalar:
+    total = 0.0
+    for d in range(width):
+        total += np.float64(get(x, row + d)) * np.float64(get(level, start + d))
+    return total
+
+
+@parallel_jit
+def _encode_keys_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _encode_keys(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@jit
+def _encode_values(first: int, last: int, args: Args) -> None:
+    x, codes, scale, t0, bits, gauss_step = args
+    (_, n, head_dim), capacity = x.shape, scale.shape[1]
+    x, scale = x.reshape(-1), scale.reshape(-1)
+    blocks, n_stored, block_bytes = n // BLOCK, codes.shape[1], 8 * bits * head_dim
+    codes = codes.reshape(-1)
+    for item in range(first, last):
+        g, block = item // blocks, t0 // BLOCK + item % blocks
+        start = (g * n_stored + block) * block_bytes
+        codes[start : start + block_bytes] = 0
+        for t in range(BLOCK):
+            row = (item * BLOCK + t) * head_dim
+            square = _square_of(x, row, head_dim)
+            step = np.float32(np.sqrt(square / head_dim) * gauss_step)
+            along = _add_token(x, row, head_dim, step, bits, codes, start, t)
+            size = square / along if along > 0 else 0.0
+            put(scale, g * capacity + block * BLOCK + t, float_to_half(np.float32(min(size, LARGEST_F16))))
+
+
+@fast_jit
+def _add_token(x: F32, row: int, head_dim: int, step: Scalar, bits: int, codes: U8, start: int, t: int) -> Scalar:
+    """Adds token t's codes to the block's bytes; returns x times its levels."""
+    half = np.float32(1 << (bits - 1))
+    top = half + half - ONE
+    middle = np.float64(half) - 0.5
+    divisor = ONE if step == ZERO else step
+    along = 0.0
+    for d in range(head_dim):
+        element = get(x, row + d)
+        level = minimum(maximum(np.floor(element / divisor) + half, ZERO), top)
+        along += np.float64(element) * (np.float64(level) - middle)
+        code = np.int32(level)
+        if bits == 3:
+            _put_code(codes, start, head_dim, d, t, 2, 0, code >> 1)
+            _put_code(codes, start, head_dim, d, t, 1, 4, code & 1)
+        else:
+            _put_code(codes, start, head_dim, d, t, bits, 0, code)
+    return along
+
+
+@jit
+def _put_code(codes: U8, start: int, head_dim: int, d: int, t: int, bits: int, first_row: int, code: int) -> None:
+    tokens_apart = 8 * bits
+    row = first_row + t % tokens_apart // 4
+    byte = start + (row * head_dim + d) * 4 + t % 4
+    put(codes, byte, np.uint8(get(codes, byte) | code << t // tokens_apart * bits))
+
+
+@parallel_jit
+def _encode_values_parallel(n_parts: int, n_items: int, args: Args) -> None:
+    for part in prange(n_parts):
+        _encode_values(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+
+
+@fast_jit
+def _square_of(x: F32, row: int, head_dim: int) -> Scalar:
+    """The squared length of x[row:][:head_dim], summed in double precision."""
+    total = 0.0
+    for d in range(row, row + head_dim):
+        wide = np.float64(get(x, d))
+        total += wide * wide
+    return total

@@ -127,8 +127,9 @@ class Session:
     def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
         """Another, empty conversation on the weights that are loaded, for up to as many tokens.
 
-        The two share scratch memory: let one generate a token at a time. Raises ContextError, CacheError, and
-        MemoryBudgetError when its cache doesn't fit.
+        The two share scratch memory: in one thread they may take turns, token by token; in several threads, where
+        one computes while the other does, SessionError is raised unless they were loaded with ``slots``, as many as
+        threads. Raises ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
         """
         runner = self.runner
         return Session(fork(self._loaded, kv, ctx), runner.context_shift, runner.drafts and runner.drafts.fork())
@@ -203,7 +204,10 @@ class Session:
         return self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)[0]
 
     def computing(self) -> AbstractContextManager[object]:
-        """Within it no other conversation of these weights computes: for other work with all cores."""
+        """Within it no conversation of these weights computes: for other work with all cores.
+
+        One of another thread waits for its end where they were loaded with ``slots``; else it raises SessionError.
+        """
         return self.runner.turns.alone()
 
     def prefill(

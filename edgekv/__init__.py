@@ -5,22 +5,20 @@ import pathlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from edgekv import numba_cache
-from edgekv.errors import (
-    CacheError,
-    CheckpointError,
-    ConfigError,
-    ContextError,
-    EdgeKVError,
-    ImageError,
-    MemoryBudgetError,
-    PowerError,
-    SessionError,
-    TokenizerError,
-)
+from edgekv import errors, numba_cache
 
 if TYPE_CHECKING:
     from edgekv.chat.conversation import Chat as Chat
+    from edgekv.errors import CacheError as CacheError
+    from edgekv.errors import CheckpointError as CheckpointError
+    from edgekv.errors import ConfigError as ConfigError
+    from edgekv.errors import ContextError as ContextError
+    from edgekv.errors import EdgeKVError as EdgeKVError
+    from edgekv.errors import ImageError as ImageError
+    from edgekv.errors import MemoryBudgetError as MemoryBudgetError
+    from edgekv.errors import PowerError as PowerError
+    from edgekv.errors import SessionError as SessionError
+    from edgekv.errors import TokenizerError as TokenizerError
     from edgekv.kernels.contract.segment import Segment as Segment
     from edgekv.kvcache.base import KVCache as KVCache
     from edgekv.kvcache.codecs import Codec as Codec
@@ -32,43 +30,14 @@ if TYPE_CHECKING:
     from edgekv.kvcache.spec import CacheSpec as CacheSpec
     from edgekv.kvcache.windowed import Windowed as Windowed
     from edgekv.session.generation import Step as Step
+    from edgekv.session.grammar import Constraint as Constraint
     from edgekv.session.options import LoadOptions as LoadOptions
     from edgekv.session.report import RunReport as RunReport
+    from edgekv.session.sampling import Sampler as Sampler
     from edgekv.session.sampling_params import SamplingParams as SamplingParams
     from edgekv.session.session import Session as Session
     from edgekv.version import __version__ as __version__
     from edgekv.vision.prompt import Embeddings as Embeddings
-
-__all__ = [
-    "CACHES",
-    "CacheError",
-    "CacheSpec",
-    "Chat",
-    "CheckpointError",
-    "Codec",
-    "ConfigError",
-    "ContextError",
-    "EdgeKVError",
-    "Embeddings",
-    "Geometry",
-    "ImageError",
-    "KVCache",
-    "KeepAll",
-    "Layout",
-    "LoadOptions",
-    "MemoryBudgetError",
-    "PowerError",
-    "RunReport",
-    "SamplingParams",
-    "Segment",
-    "Session",
-    "SessionError",
-    "Step",
-    "TokenizerError",
-    "Windowed",
-    "__version__",
-    "register",
-]
 
 numba_cache.kept = numba_cache.prepare(pathlib.Path(__file__).parent / "kernels" / "cpu", os.environ)
 
@@ -77,6 +46,7 @@ _HOMES = {
     "CacheSpec": "kvcache.spec",
     "Chat": "chat.conversation",
     "Codec": "kvcache.codecs",
+    "Constraint": "session.grammar",
     "Embeddings": "vision.prompt",
     "Geometry": "kvcache.geometry",
     "KVCache": "kvcache.base",
@@ -84,6 +54,7 @@ _HOMES = {
     "Layout": "kvcache.geometry",
     "LoadOptions": "session.options",
     "RunReport": "session.report",
+    "Sampler": "session.sampling",
     "SamplingParams": "session.sampling_params",
     "Segment": "kernels.contract.segment",
     "Session": "session.session",
@@ -91,7 +62,9 @@ _HOMES = {
     "Windowed": "kvcache.windowed",
     "__version__": "version",
     "register": "kvcache.registry",
+    **dict.fromkeys((name for name in vars(errors) if name.endswith("Error")), "errors"),
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

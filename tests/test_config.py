@@ -95,6 +95,7 @@ BASES = [
     {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 64}},
     *(golden_cases.CASES[name] for name in ("gemma3-options", "gemma3-v5-parameters", "phi3-longrope-partial")),
     *(golden_cases.CASES[name] for name in ("smollm3-options", "olmo2", "granite", "ministral3")),
+    *(golden_cases.CASES[name] for name in ("mistral", "qwen2-sliding", "qwen3")),
 ]
 
 

@@ -5,9 +5,10 @@ import pathlib
 import sys
 
 import pytest
+from helpers import raises
 from serving import DEMO
 
-from edgekv import Session
+from edgekv import Constraint, Session
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.session.grammar import JsonSchema, _library, json_constraint
@@ -30,11 +31,8 @@ def session() -> Session:
 
 
 def generate(session: Session, schema: dict[str, object], seed: int) -> tuple[str, str | None]:
-    constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
     session.reset()
-    steps = session.generate(
-        "The old man: ", max_new_tokens=150, temperature=1.2, seed=seed, constraint=constraint
-    )
+    steps = session.generate("The old man: ", max_new_tokens=150, temperature=1.2, seed=seed, json_schema=schema)
     made = list(steps)
     return "".join(step.text for step in made), made[-1].finish_message
 
@@ -63,6 +61,15 @@ def test_schemas_that_can_not_be_followed(session: Session) -> None:
         with pytest.raises(ConfigError, match="can't be followed") as error:
             JsonSchema(schema, tokenizer, session.config.vocab_size)
         assert "\n" not in str(error.value)
+
+
+def test_a_schema_or_a_constraint(session: Session) -> None:
+    session.reset()
+    constraint: Constraint = json_constraint(SCHEMA, session.require_tokenizer(), session.config.vocab_size)
+    with raises(ConfigError, field="json_schema"):
+        session.generate("The old man: ", json_schema={}, constraint=constraint)
+    steps = session.generate("The old man: ", max_new_tokens=150, constraint=constraint)
+    assert set(json.loads("".join(step.text for step in steps))) == {"name", "age", "tags"}
 
 
 def test_without_the_library(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,21 @@ def test_stop_string_and_text(shared: pathlib.Path) -> None:
     assert text.startswith(", there was")
 
 
+def test_a_prompt_is_text_or_ids(shared: pathlib.Path) -> None:
+    """Everywhere; the beginning-of-text token is put before the first text of a conversation alone."""
+    session = Session.load(text_model(shared), weights="f32")
+    begin, more = session.require_tokenizer().encode("Once upon"), session.encode("Once upon a time")
+    logits = session.logits("Once upon")
+    assert session.tokens == begin
+    np.testing.assert_array_equal(session.fork().logits(begin), logits)
+    np.testing.assert_array_equal(session.fork().prefill("Once upon"), logits[-1])
+    assert session.align("Once upon a time") == more[len(begin) :]
+    assert session.tokens == begin
+    session.logits(" a")
+    assert session.tokens == [*begin, *session.require_tokenizer().encode(" a", bos=False)]
+    np.testing.assert_array_equal(session.embed("Once upon"), session.embed(begin))
+
+
 def test_same_seed_same_text(shared: pathlib.Path) -> None:
     def run(seed: int) -> str:
         session = Session.load(text_model(shared), weights="f32")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import json
 import pathlib
+import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import golden_cases
@@ -19,8 +21,8 @@ import pytest
 from helpers import raises
 from serving import serving
 
-from edgekv import ConfigError, Session
-from edgekv.session.turns import Together
+from edgekv import ConfigError, Session, SessionError
+from edgekv.session.turns import OneAtATime, Together
 
 SLOTS = 3
 
@@ -102,15 +104,19 @@ class Slow:
 
     def __init__(self) -> None:
         self.passes: list[list[int]] = []
-        self.fails = False
+        self.fails: BaseException | None = None
+        self.may_end, self.n_ended = threading.Event(), 0
+        self.may_end.set()
 
     def step(self, token: int, caches: Any) -> np.ndarray:
         return self.step_together([token], [caches])[0]
 
     def step_together(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
         self.passes.append(list(tokens))
+        assert self.may_end.wait(60)
         if self.fails:
-            raise MemoryError("no room")
+            raise self.fails
+        self.n_ended += 1
         return np.repeat(np.float32(tokens)[:, None], 2, 1)
 
 
@@ -196,7 +202,7 @@ def test_who_does_not_come_is_not_waited_for() -> None:
 def test_a_failed_pass_is_told_to_all() -> None:
     decoder = Slow()
     turns = turns_of(decoder)
-    decoder.fails = True
+    decoder.fails = MemoryError("no room")
 
     def fails(token: int) -> str:
         with pytest.raises(MemoryError) as caught:
@@ -204,8 +210,157 @@ def test_a_failed_pass_is_told_to_all() -> None:
         return str(caught.value)
 
     assert at_once([lambda: fails(1), lambda: fails(2)]) == ["no room", "no room"]
-    decoder.fails = False
+    decoder.fails = None
     np.testing.assert_array_equal(turns.step(5, ()), [5, 5])
+
+
+class InterruptedThread:
+    """Interrupts the main thread once ``is_time``, and then lets a decoder's pass end, where one is held up."""
+
+    def __init__(self, is_time: Callable[[], bool], decoder: Slow | None = None) -> None:
+        self._is_time, self._decoder = is_time, decoder
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        until(self._is_time)
+        time.sleep(0.01)  # so that it waits
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if self._decoder is not None:
+            time.sleep(0.05)
+            self._decoder.may_end.set()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+
+def until(is_time: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_time():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def prompt_elsewhere(turns: Together) -> Iterator[None]:
+    """Another thread reads a prompt meanwhile."""
+    reading, read = threading.Event(), threading.Event()
+
+    def prompt() -> None:
+        with turns.alone():
+            reading.set()
+            assert read.wait(60)
+
+    thread = threading.Thread(target=prompt)
+    thread.start()
+    assert reading.wait(60)
+    yield
+    read.set()
+    thread.join()
+
+
+def test_an_interrupted_token_is_not_computed() -> None:
+    """One that waits while a prompt is read."""
+    decoder = Slow()
+    turns = turns_of(decoder)
+    interrupted = InterruptedThread(lambda: bool(turns._asked))
+    with prompt_elsewhere(turns), pytest.raises(KeyboardInterrupt), interrupted:
+        turns.step(1, ())
+    np.testing.assert_array_equal(turns.step(2, ()), [2, 2])
+    assert decoder.passes == [[2]]
+
+
+def test_an_interrupted_prompt_keeps_nobody_out() -> None:
+    """One that waits for its turn, and one that waits because it let tokens go first."""
+    decoder = Slow()
+    turns = turns_of(decoder)
+    decoder.may_end.clear()
+    thread = threading.Thread(target=turns.step, args=(1, ()))
+    thread.start()
+    until(lambda: bool(decoder.passes))
+    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: turns._prompt_waits, decoder), turns.alone():
+        pass
+    thread.join()
+
+    threads = [threading.Thread(target=turns.step, args=(token, ())) for token in (2, 3)]
+    turns._writing.clear()
+
+    def read() -> None:
+        with turns.alone() as pause:
+            decoder.may_end.clear()
+            threads[0].start()
+            until(lambda: bool(turns._asked))
+            pause()
+
+    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: len(decoder.passes) == 2):
+        read()
+    threads[1].start()
+    until(lambda: bool(turns._asked))
+    time.sleep(0.05)
+    assert len(decoder.passes) == 2  # the pass goes on, and has its turn
+    decoder.may_end.set()
+    for thread in threads:
+        thread.join()
+    assert decoder.passes == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pass that this thread computes the others have no token; one that another computes goes on.
+
+    While it does, it writes into the caches of the thread that was interrupted, which waits for its end.
+    """
+    monkeypatch.setattr("edgekv.session.turns.PATIENCE_S", 60)
+    decoder = Slow()
+    turns = turns_of(decoder)
+    decoder.may_end.clear()
+    may_begin, me = turns._may_begin, threading.get_ident()
+    monkeypatch.setattr(turns, "_may_begin", lambda: (threading.get_ident() == me) == computes and may_begin())
+    turns._writing.add(me)  # the other one waits
+
+    def step() -> None:
+        try:
+            turns.step(2, ())
+        finally:
+            assert decoder.n_ended == (not computes)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(turns.step, 1, ())
+        until(lambda: bool(turns._asked))
+        with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: bool(decoder.passes), decoder):
+            step()
+        if computes:
+            with pytest.raises(SessionError, match="interrupted"):
+                other.result(60)
+        else:
+            np.testing.assert_array_equal(other.result(60), [1, 1])
+        assert decoder.passes == [[1, 2]]
+        decoder.may_end.set()
+        monkeypatch.undo()
+        np.testing.assert_array_equal(turns.step(3, ()), [3, 3])
+
+
+def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
+    decoder = Slow()
+    for turns in (turns_of(decoder), OneAtATime(decoder)):  # type: ignore[arg-type]
+        with turns.alone(), pytest.raises(SessionError):
+            turns.step(1, ())
+        np.testing.assert_array_equal(turns.step(2, ()), [2, 2])
+
+
+def test_threads_need_slots() -> None:
+    """Without them, who computes meanwhile is told so, and may ask again."""
+    session = Session.load("demo", ctx=64)
+    fork = session.fork()
+    session.prefill("Once")
+    with session.computing(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(fork.prefill, "Once")
+        with raises(SessionError, field="slots"):
+            waits.result(60)
+    assert not fork.tokens
+    np.testing.assert_array_equal(fork.prefill("Once"), session.fork().prefill("Once"))
 
 
 def test_options(tmp_path: pathlib.Path) -> None:

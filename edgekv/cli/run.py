@@ -7,6 +7,7 @@ import contextlib
 import functools
 import sys
 import time
+from typing import Any
 
 from edgekv.cli.bars import Bars
 from edgekv.cli.caches import wants_list
@@ -28,7 +29,7 @@ from edgekv.cli.summary import ends_sentence, summary
 from edgekv.errors import EdgeKVError
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.session.generation import Step
-from edgekv.session.grammar import Constraint, json_constraint, read_schema
+from edgekv.session.grammar import read_schema
 from edgekv.session.model import Model
 from edgekv.session.opening import open_tokenizer
 from edgekv.session.plan import default_ctx
@@ -82,11 +83,8 @@ def _execute(arguments: argparse.Namespace) -> int:
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
     sampling = sampling_params(arguments, sampling_defaults(session.model))
-    constraint = None
-    if schema is not None:
-        constraint = json_constraint(schema, session.require_tokenizer(), session.config.vocab_size)
     with terminable(), meter:
-        status = _generate(session, prompt, images, sampling, constraint, arguments, bars, meter)
+        status = _generate(session, prompt, images, sampling, schema, arguments, bars, meter)
     save_session(arguments, session)
     report = session.report()
     report.energy = meter.report()
@@ -101,13 +99,13 @@ def _generate(
     prompt: str | list[int],
     images: list[Picture],
     sampling: SamplingParams,
-    constraint: Constraint | None,
+    schema: dict[str, Any] | None,
     arguments: argparse.Namespace,
     bars: Bars,
     meter: EnergyMeter | NoMeter,
 ) -> int:
     n_prompt = len(session.encode(prompt) if isinstance(prompt, str) else prompt)
-    writer = _Writer(arguments.max_new_tokens, at_sentence=constraint is None)
+    writer = _Writer(arguments.max_new_tokens, at_sentence=schema is None)
     try:
         with bars:
             with meter.phase("prefill") as prefill:
@@ -119,7 +117,7 @@ def _generate(
                     max_new_tokens=writer.most,
                     sampling=continued(session.state.sampler, sampling),
                     stop=arguments.stop,
-                    constraint=constraint,
+                    json_schema=schema,
                     progress=functools.partial(bars.prefill, n_prompt),
                 )
                 first = next(steps)

@@ -11,16 +11,18 @@ from edgekv.models.granite import Granite
 from edgekv.models.llama import Llama
 from edgekv.models.llava import Llava
 from edgekv.models.ministral3 import Ministral3, Mistral3
+from edgekv.models.mistral import Mistral
 from edgekv.models.olmo2 import Olmo2
 from edgekv.models.phi3 import Phi3
+from edgekv.models.qwen import Qwen2, Qwen3
 from edgekv.models.smollm3 import SmolLM3
 from edgekv.schema import shown
 
 MODELS: dict[str, type[Architecture]] = {
     "llama": Llama,
-    "mistral": Llama,
-    "qwen2": Llama,
-    "qwen3": Llama,
+    "mistral": Mistral,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
     "gpt2": GPT2,
     "gemma2": Gemma2,
     "gemma3": Gemma3WithVision,

@@ -120,6 +120,4 @@ def check(config: ModelConfig) -> ModelConfig:
         raise ConfigError(
             f"config.json: {config.n_heads} query heads can't share {config.n_kv_heads} key-value heads evenly"
         )
-    if config.model_type == "gpt2" and config.q_size != config.hidden_size:
-        raise ConfigError(f"config.json: n_embd {config.hidden_size} is no multiple of n_head {config.n_heads}")
     return config

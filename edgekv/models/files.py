@@ -45,7 +45,7 @@ class RopeFile(Struct):
 
 
 class LlamaFile(Struct):
-    """llama, mistral, qwen2 and qwen3; what most families have."""
+    """llama and mistral; what most families have."""
 
     hidden_size: Width
     intermediate_size: Width
@@ -66,8 +66,19 @@ class LlamaFile(Struct):
     rope_parameters: dict[str, Any] | None = None
     sliding_window: Positions | None = None
     use_sliding_window: bool | None = None
-    max_window_layers: Annotated[int, Meta(ge=0, le=1024)] | None = None
     layer_types: list[str] | None = None
+
+
+class QwenFile(LlamaFile):
+    """qwen2; max_window_layers: the first that slides."""
+
+    max_window_layers: Annotated[int, Meta(ge=0, le=1024)] = 28
+
+
+class Qwen3File(QwenFile):
+    """qwen3."""
+
+    head_dim: Width | None = 128
 
 
 class GemmaFile(LlamaFile):

@@ -23,15 +23,13 @@ NORMS = {
     "norm_down": "post_feedforward_layernorm",
 }
 GEMMA2_CAPS = {"logit_cap": 30.0, "score_cap": 50.0}  # where the config does not say
-TEXT_TYPES: dict[str, dict[str, Any]] = {
-    "gemma3_text": {  # transformers' Gemma3TextConfig
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    }
+GEMMA3 = {  # transformers' Gemma3TextConfig, for what the config of a model that sees does not say
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
 }
 
 
@@ -96,7 +94,7 @@ def _ropes(file: Gemma3File) -> tuple[RopeConfig, RopeConfig]:
 
 def gemma3_text_of(raw: Raw) -> ModelConfig:
     """ModelConfig of the decoder that a gemma3 config.json describes."""
-    return gemma3_config(text_config(raw, TEXT_TYPES))
+    return text_config(raw, {"gemma3_text": lambda text: gemma3_config({**GEMMA3, **text})})
 
 
 class Gemma2(Llama):

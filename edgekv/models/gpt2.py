@@ -19,6 +19,8 @@ def gpt2_config(raw: Raw) -> ModelConfig:
     if positions is None:
         raise ConfigError(f"config.json: 'n_positions' is missing; {CONFIG_HINT}")
     head_dim = head_size(hidden, heads)
+    if heads * head_dim != hidden:
+        raise ConfigError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
     scale = 1.0 if file.scale_attn_weights is False else head_dim**-0.5
     by_layer = file.scale_attn_by_inverse_layer_idx
     return check(

@@ -1,4 +1,4 @@
-"""The Llama family: Llama 1 to 3.2, Mistral, Qwen2 (QKV bias), Qwen3 (q/k norm), TinyLlama, SmolLM.
+"""Llama 1 to 3.2, TinyLlama, SmolLM.
 
 Other families are made from it: `Llama.norms` says where a layer normalises, the config what it multiplies by.
 """
@@ -9,23 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgekv.models.architecture import Architecture, Linear, Ops, WeightPart
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size, sliding_layers
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size
 from edgekv.models.files import LlamaFile
 from edgekv.models.rope import RopeConfig
 from edgekv.schema import read
 
-MISTRAL_WINDOW = 4096  # where sliding_window is absent; null means none
-OWN_HEAD_DIM = {"qwen3": 128}  # where head_dim is absent
 POSITIONS = 2048  # where max_position_embeddings is absent
 
 
-def decoder_config(model_type: str, file: LlamaFile, head_dim: int | None = None, **own: Any) -> ModelConfig:
-    """ModelConfig of a decoder built as Llama's, with a family's ``head_dim`` where the file has none.
-
-    own: the fields in which the family differs.
-    """
+def decoder_config(model_type: str, file: LlamaFile, **own: Any) -> ModelConfig:
+    """ModelConfig of a decoder built as Llama's. own: the fields in which a family differs."""
     layers, heads = file.num_hidden_layers, file.num_attention_heads
-    head_dim = file.head_dim or head_dim or head_size(file.hidden_size, heads)
+    head_dim = file.head_dim or head_size(file.hidden_size, heads)
     if "layer_ropes" not in own:
         own["layer_ropes"] = (
             RopeConfig.from_file(file, head_dim, file.max_position_embeddings or POSITIONS),
@@ -55,32 +50,8 @@ def decoder_config(model_type: str, file: LlamaFile, head_dim: int | None = None
 
 
 def llama_config(raw: Raw) -> ModelConfig:
-    """ModelConfig of a Llama-family config.json."""
-    file, model_type = read(raw, LlamaFile, "config.json", CONFIG_HINT), str(raw["model_type"])
-    bias = bool(file.attention_bias)
-    return decoder_config(
-        model_type,
-        file,
-        OWN_HEAD_DIM.get(model_type),
-        qkv_bias=bias or model_type == "qwen2",
-        out_bias=bias and model_type != "qwen2",
-        qk_norm=model_type == "qwen3",
-        layer_windows=windows(raw, file),
-    )
-
-
-def windows(raw: Raw, file: LlamaFile) -> tuple[int | None, ...]:
-    """Mistral slides in every layer; Qwen2/3 only with use_sliding_window and from max_window_layers on."""
-    layers, is_mistral = file.num_hidden_layers, raw["model_type"] == "mistral"
-    window = MISTRAL_WINDOW if is_mistral and "sliding_window" not in raw else file.sliding_window
-    slides = is_mistral if file.use_sliding_window is None else file.use_sliding_window
-    if window is None or not slides:
-        return (None,) * layers
-    if file.layer_types is not None:
-        return sliding_layers(file.layer_types, window, layers)
-    default = 0 if is_mistral else 28
-    first = default if is_mistral or file.max_window_layers is None else file.max_window_layers
-    return tuple(window if i >= first else None for i in range(layers))
+    """ModelConfig of a Llama config.json."""
+    return decoder_config("llama", read(raw, LlamaFile, "config.json", CONFIG_HINT))
 
 
 class Llama(Architecture):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw
 from edgekv.models.files import Ministral3File
-from edgekv.models.llama import Llama, decoder_config, llama_config
+from edgekv.models.llama import Llama, decoder_config
+from edgekv.models.mistral import mistral_config
 from edgekv.models.multimodal import Multimodal, text_config
 from edgekv.schema import read
-
-TEXT_TYPES: dict[str, dict[str, Any]] = {"mistral": {}, "ministral3": {}}
 
 
 def ministral3_config(raw: Raw) -> ModelConfig:
@@ -24,8 +21,7 @@ def ministral3_config(raw: Raw) -> ModelConfig:
 
 def mistral3_config(raw: Raw) -> ModelConfig:
     """ModelConfig of the decoder of a Mistral 3 config.json (Mistral Small 3.1, Ministral 3)."""
-    text = text_config(raw, TEXT_TYPES)
-    return ministral3_config(text) if text["model_type"] == "ministral3" else llama_config(text)
+    return text_config(raw, {"mistral": mistral_config, "ministral3": ministral3_config})
 
 
 class Ministral3(Llama):

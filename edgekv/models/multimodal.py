@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from edgekv.errors import ConfigError
-from edgekv.models.config import CONFIG_HINT, Raw
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw
 from edgekv.models.files import MultimodalFile
 from edgekv.models.llama import Llama
 from edgekv.schema import read, shown
 
 
-def text_config(raw: Raw, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The decoder's config.json. kinds: its model_type values -> what transformers takes where it is silent.
+def text_config(raw: Raw, kinds: Mapping[str, Callable[[Raw], ModelConfig]]) -> ModelConfig:
+    """ModelConfig of the decoder. kinds: its model_type values -> what reads such a config.json.
 
     The first is meant where no model_type is named. Raises ConfigError for others.
     """
@@ -27,7 +26,7 @@ def text_config(raw: Raw, kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, A
         raise ConfigError(
             f"config.json: text_config of model_type {shown(kind)} is not supported; supported: {', '.join(kinds)}"
         )
-    return {**kinds[kind], **text, "model_type": kind}
+    return kinds[kind]({**text, "model_type": kind})
 
 
 class Multimodal(Llama):

@@ -6,7 +6,7 @@ import functools
 import json
 import pathlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,6 +72,22 @@ class JsonSchema(Grammar):
 def json_constraint(schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> Constraint:
     """A constraint to a JSON text of the schema. Raises ConfigError, and EdgeKVError without llguidance."""
     return JsonSchema(schema, tokenizer, vocab_size)
+
+
+def find_constraint(
+    schema: Mapping[str, Any] | None,
+    constraint: Constraint | None,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int,
+) -> Constraint | None:
+    """The constraint that a schema or a caller gives; None: neither. Raises ConfigError for both, and as above."""
+    if schema is None:
+        return constraint
+    if constraint is not None:
+        raise ConfigError(
+            "`json_schema` beside `constraint`: give one of them, as a schema is a constraint", field="json_schema"
+        )
+    return json_constraint(schema, tokenizer(), vocab_size)
 
 
 def read_schema(path: str) -> dict[str, Any]:

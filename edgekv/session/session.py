@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +18,7 @@ from edgekv.session.draft_model import open_drafts
 from edgekv.session.drafts import Drafts
 from edgekv.session.embedding import embed
 from edgekv.session.generation import Generation
-from edgekv.session.grammar import Constraint
+from edgekv.session.grammar import Constraint, find_constraint
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import LoadedModel, fork, open_model, open_session, reopen
 from edgekv.session.options import LoadOptions, Path
@@ -127,8 +127,9 @@ class Session:
     def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
         """Another, empty conversation on the weights that are loaded, for up to as many tokens.
 
-        The two share scratch memory: let one generate a token at a time. Raises ContextError, CacheError, and
-        MemoryBudgetError when its cache doesn't fit.
+        The two share scratch memory. In one thread they may take turns, token by token; for threads of their own
+        load with as many ``slots``, else SessionError is raised where one computes while the other does. Raises
+        ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
         """
         runner = self.runner
         return Session(fork(self._loaded, kv, ctx), runner.context_shift, runner.drafts and runner.drafts.fork())
@@ -203,7 +204,10 @@ class Session:
         return self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)[0]
 
     def computing(self) -> AbstractContextManager[object]:
-        """Within it no other conversation of these weights computes: for other work with all cores."""
+        """Within it no conversation of these weights computes: for other work with all cores.
+
+        One of another thread waits for its end where they were loaded with ``slots``; else it raises SessionError.
+        """
         return self.runner.turns.alone()
 
     def prefill(
@@ -224,6 +228,7 @@ class Session:
         temperature: float | None = None,
         seed: int | None = None,
         stop: Sequence[str] = (),
+        json_schema: Mapping[str, Any] | None = None,
         constraint: Constraint | None = None,
         progress: LayerProgress | None = None,
     ) -> StepIterator:
@@ -232,15 +237,17 @@ class Session:
         sampling: how tokens are chosen; a Sampler goes on with its series of random numbers, as with ``prompt=[]``
             and `state.sampler` the last text does. temperature, seed: these two of `SamplingParams` instead, the
             others at their defaults; without either the most probable token is taken.
-        stop: texts that end the answer and are not part of it. constraint: rules tokens out.
+        stop: texts that end the answer and are not part of it. json_schema: the answer is JSON of this schema, by
+            the llguidance library; constraint: rules tokens out in a way of your own instead.
         progress(layer, n_layers) is called during prefill.
 
         Ends at an end-of-text token, a stop string, the constraint's end, ``max_new_tokens``, or a full context;
         the last step's ``finish_reason`` says which. Raises ContextError when the prompt does not fit, ConfigError
-        for ``sampling`` beside ``temperature`` or ``seed``, and SessionError while another iterator is neither
-        exhausted nor closed.
+        for a schema that can't be followed, ``json_schema`` beside ``constraint`` and ``sampling`` beside
+        ``temperature`` or ``seed``, SessionError while another iterator is neither exhausted nor closed.
         """
         self._running.require_none()
+        constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed)
         generation = Generation(self.runner, self.tokenizer, sampler, max_new_tokens, stop, constraint)
         pieces, images_report = self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)
@@ -249,10 +256,13 @@ class Session:
         self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         return self._running.begin(generation.steps(ids, spans, self._report, progress))
 
-    def logits(self, prompt: Prompt) -> F32:
-        """(n, vocab) float32: logits after each token id or row of embeddings, all of which are appended."""
+    def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
+        """(n, vocab) float32: logits after each token id or row of embeddings of a prompt, which is appended.
+
+        See `prompt`.
+        """
         self._running.require_none()
-        ids, spans = self.runner.flatten_prompt(prompt)
+        ids, spans = self.runner.flatten_prompt(self.prompt(prompt, images))
         return to_host(self.runner.append(ids, spans, n_logits=len(ids)))
 
     def embed(self, text: str | Sequence[int]) -> F32:
@@ -276,14 +286,14 @@ class Session:
         self._running.require_none()
         self.state.rewind(n_tokens)
 
-    def align(self, prompt: Prompt) -> list[int | Embeddings]:
-        """Rewinds to where the conversation and a prompt part; returns what `generate` must add to it.
+    def align(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
 
-        That is at least its last piece, whose logits are needed. Raises SessionError while a text is being
-        generated.
+        That is at least its last piece, whose logits are needed. See `prompt`; a text is encoded as the beginning
+        of a conversation. Raises SessionError while a text is being generated.
         """
         self._running.require_none()
-        return self.state.align(prompt)
+        return self.state.align(self.prompt_encoder.prompt(prompt, images, bos=True)[0])
 
     def reset(self) -> None:
         """Forgets the conversation; the model stays loaded."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,14 @@ from typing import Protocol
 import numpy as np
 
 from edgekv.decoder.decoder import Decoder
+from edgekv.errors import SessionError
 from edgekv.kvcache.base import KVCache
 from edgekv.machine import blas_threads
 from edgekv.types import F32
 
 PATIENCE_S = 0.02  # that a token waits for those of the other texts
 SHARED_CHUNK = 128  # tokens of a prompt between two tokens of others
+INTERRUPTED = "the thread that computed the next tokens of several texts was interrupted: go on with prompt=[]"
 
 Pause = Callable[[], None]
 
@@ -45,29 +48,46 @@ class Turns(Protocol):
 
 
 class OneAtATime:
-    """Whoever calls computes: the caller sees to it that conversations take turns."""
+    """Whoever calls computes, and nobody waits: a call while another one computes raises SessionError."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        self._lock = threading.Lock()
 
     def step(self, token: int, caches: Sequence[KVCache]) -> F32:
         """See `Turns`."""
-        with blas_threads(1):
+        with self._turn(1):
             return self.decoder.step(token, caches)
 
     def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
         """See `Turns`."""
-        with blas_threads(1):
+        with self._turn(1):
             return self.decoder.steps(tokens, caches)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[Pause]:
-        """See `Turns`; nobody waits."""
-        with blas_threads(self.decoder.threads):
+        """See `Turns`; the pause does nothing."""
+        with self._turn(self.decoder.threads):
             yield lambda: None
 
     def leave(self) -> None:
         """Nobody waits."""
+
+    @contextlib.contextmanager
+    def _turn(self, threads: int) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise SessionError(
+                "slots=1: these weights are computing for another conversation; let one wait for the other, or "
+                "load with slots=2 or more, one for each thread",
+                field="slots",
+                value=1,
+                accepted=["2 or more"],
+            )
+        try:
+            with blas_threads(threads):
+                yield
+        finally:
+            self._lock.release()
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,7 +110,8 @@ class Together:
     """Conversations of several threads: tokens share passes of the linear layers, prompts are read one by one.
 
     A pass begins when every text that is being written has asked for its next token, or one has waited for
-    PATIENCE_S. Whoever finds it so computes it; the others wait.
+    PATIENCE_S. Whoever finds it so computes it; the others wait. A thread may be interrupted (KeyboardInterrupt)
+    anywhere: it leaves neither its turn nor its token behind.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -98,22 +119,24 @@ class Together:
         decoder.chunk = min(decoder.chunk, SHARED_CHUNK)
         self._prompt = threading.Lock()  # scratch of a prompt lives on while it pauses
         self._changed = threading.Condition()
-        self._busy = self._prompt_waits = False
+        self._computing: int | None = None  # the thread whose turn it is
+        self._prompt_waits = False
         self._writing: set[int] = set()  # threads whose text goes on
         self._asked: list[_Asked] = []
+        self._pass: list[_Asked] = []  # what is being computed
 
     def step(self, token: int, caches: Sequence[KVCache]) -> F32:
-        """See `Turns`. Raises what the pass raised: then no conversation of it has its token."""
+        """See `Turns`. Raises what the pass raised: then no conversation of it has its token.
+
+        SessionError where the thread that computed the pass was interrupted; the others may ask again.
+        """
+        self._require_outside()
         asked = _Asked(token, caches)
-        with self._changed:
-            self._writing.add(asked.thread)
-            self._asked.append(asked)
-            self._changed.notify_all()
-            while not asked.is_done and not (asked in self._asked and self._may_begin()):
-                self._changed.wait(PATIENCE_S)
-            batch = [] if asked.is_done else self._begin_pass()
-        if batch:
-            self._compute(batch)
+        try:
+            if self._begins_pass(asked):
+                self._compute(self._pass)
+        finally:
+            _to_the_end(functools.partial(self._settle, asked))
         if asked.error is not None:
             raise asked.error
         assert asked.logits is not None
@@ -121,28 +144,28 @@ class Together:
 
     def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
         """See `Turns`; by itself, as drafts don't wait for others."""
-        with self._changed:
-            self._take_turn(lambda: not self._busy)
+        self._require_outside()
         try:
+            self._take_turn()
             with blas_threads(1):
                 return np.array(self.decoder.steps(tokens, caches))
         finally:
-            self._give_turn()
+            _to_the_end(self._give_turn)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[Pause]:
         """See `Turns`."""
+        self._require_outside()
         self.leave()
         with self._prompt:
-            with self._changed:
-                self._prompt_waits = True  # else texts that are quick to ask again would keep it out
-                self._take_turn(lambda: not self._busy)
-                self._prompt_waits = False
             try:
+                self._prompt_waits = True  # else texts that are quick to ask again would keep it out
+                self._take_turn()
+                self._prompt_waits = False
                 with blas_threads(self.decoder.threads):
                     yield self._pause
             finally:
-                self._give_turn()
+                _to_the_end(self._end_prompt)
 
     def leave(self) -> None:
         """See `Turns`."""
@@ -150,16 +173,50 @@ class Together:
             self._writing.discard(threading.get_ident())
             self._changed.notify_all()
 
+    def _require_outside(self) -> None:
+        """SessionError within `alone` of the same thread, which would wait for itself."""
+        if self._computing == threading.get_ident():
+            raise SessionError("this thread computes with these weights already: end that first")
+
     def _pause(self) -> None:
         with self._changed:
             if self._is_due():
-                self._busy = False
-                self._changed.notify_all()
-                self._take_turn(lambda: not self._busy and not self._asked)
+                self._give_turn()
+                self._changed.wait_for(lambda: self._computing is None and not self._asked)
+                self._computing = threading.get_ident()
+
+    def _begins_pass(self, asked: _Asked) -> bool:
+        """Waits for a pass. True: this thread is to compute it. False: another one has."""
+        with self._changed:
+            self._writing.add(asked.thread)
+            self._asked.append(asked)
+            self._changed.notify_all()
+            while not asked.is_done:
+                if asked in self._asked and self._may_begin():
+                    self._computing = asked.thread
+                    self._pass, self._asked = self._asked, []
+                    self._writing = {each.thread for each in self._pass}  # who was waited for in vain is out
+                    return True
+                self._changed.wait(PATIENCE_S)
+            return False
+
+    def _settle(self, asked: _Asked) -> None:
+        """Afterwards nobody computes with a token's caches, whether or not its thread was interrupted."""
+        with self._changed:
+            if asked in self._asked:
+                self._asked.remove(asked)
+                self._writing.discard(asked.thread)
+            if self._computing == asked.thread:
+                for each in self._pass:
+                    if not each.is_done:
+                        each.error = SessionError(INTERRUPTED)
+                self._pass = []
+                self._give_turn()
+            self._changed.wait_for(lambda: asked not in self._pass)
 
     def _may_begin(self) -> bool:
         """Whether it is the turn of a pass."""
-        return not self._busy and not self._prompt_waits and self._is_due()
+        return self._computing is None and not self._prompt_waits and self._is_due()
 
     def _is_due(self) -> bool:
         """Whether a pass should begin."""
@@ -168,24 +225,24 @@ class Together:
         overdue = time.monotonic() - self._asked[0].since_s > PATIENCE_S
         return overdue or len(self._asked) >= len(self._writing)
 
-    def _begin_pass(self) -> list[_Asked]:
-        """Takes the turn and all that have asked; a text that was waited for in vain is not waited for again."""
-        batch, self._asked, self._busy = self._asked, [], True
-        self._writing = {asked.thread for asked in batch}
-        return batch
-
-    def _take_turn(self, is_free: Callable[[], bool]) -> None:
-        """Within `_changed`."""
-        self._changed.wait_for(is_free)
-        self._busy = True
+    def _take_turn(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._computing is None)
+            self._computing = threading.get_ident()
 
     def _give_turn(self) -> None:
+        """Ends this thread's turn, if it has one."""
         with self._changed:
-            self._busy = False
+            if self._computing == threading.get_ident():
+                self._computing = None
             self._changed.notify_all()
 
+    def _end_prompt(self) -> None:
+        self._prompt_waits = False
+        self._give_turn()
+
     def _compute(self, batch: Sequence[_Asked]) -> None:
-        """One pass for all of them, in the turn that was taken."""
+        """One pass for all of them; an interrupt goes to this thread alone."""
         try:
             with blas_threads(1):
                 if len(batch) == 1:
@@ -194,8 +251,19 @@ class Together:
                     rows = self.decoder.step_together([a.token for a in batch], [a.caches for a in batch])
             for asked, row in zip(batch, np.array(rows), strict=True):
                 asked.logits = row
-        except BaseException as error:
+        except Exception as error:
             for asked in batch:
                 asked.error = error
-        finally:
-            self._give_turn()
+
+
+def _to_the_end(work: Callable[[], None]) -> None:
+    """Calls what may be called again until it comes to its end; an interrupt meanwhile is raised behind it."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            work()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -66,7 +66,8 @@ class MergedTensors(TensorFile):
         if delta is None:
             return rows
         with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
-            merged = to_float32(rows) + delta.outputs(lo, hi)
+            merged = delta.outputs(lo, hi)
+            merged += to_float32(rows)
         if not np.isfinite(merged).all():
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is not finite with the LoRA of {delta.file.path} in it; give a "

@@ -88,7 +88,7 @@ class SavedState:
         lora = None if model.lora is None else str(model.lora)
         if lora != self.lora:
             raise SessionError(
-                f"{self.file.path}: was held with {_lora_text(self.lora)}, not with {_lora_text(lora)}; give the "
+                f"{self.file.path}: was held with {_lora_text(self.lora)}, given is {_lora_text(lora)}; give the "
                 "session's own `lora`, or start a new session",
                 field="lora",
                 value=lora,

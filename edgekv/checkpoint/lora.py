@@ -99,7 +99,9 @@ class Lora:
         factors = {module: scale * _factor(file, config, module, *pair) for module, pair in names.items()}
         wrong = next((module for module, factor in factors.items() if not math.isfinite(factor)), None)
         if wrong:
-            raise ConfigError(f"{folder / CONFIG}: the factor of {shown(wrong)} is not finite; {HINT}", field="lora")
+            raise ConfigError(
+                f"{folder / CONFIG}: the factor of {shown(wrong)} is not finite; {HINT}", field="lora"
+            )
         return cls(folder, scale, file, factors, names)
 
     @property

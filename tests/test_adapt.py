@@ -266,7 +266,7 @@ def test_a_session_takes_the_adapter(kv: str, heads: int, tmp_path: pathlib.Path
     made = trainer("llama31", kv, tmp_path, scope="head")
     path = written(made, kv, tmp_path)
     session = Session.load(tmp_path / "llama31", kv=kv, adapter=path, weights="f32", device="numpy")
-    setting = {"tau": "tau", "lam": "key_scale"}[made.scheme.setting]
+    setting = made.scheme.setting
     codec = session.state.caches[1].key_codec
     np.testing.assert_array_equal(getattr(codec, setting).ravel(), made.scheme.value[1].detach().numpy())
     assert made.scheme.value.shape == (3, heads)

@@ -60,7 +60,7 @@ def tiers_of(cache: Steps) -> list[int]:
     """The tier of every packed token, oldest first."""
     names = [tier.name for tier in TIERS]
     return [
-        names.index(store.tier.name) for store, a, b in cache.tiers.parts(0, cache.n_bulk) for _ in range(a, b)
+        names.index(store.tier.name) for store, a, b in cache.tiers.parts(0, cache.n_packed) for _ in range(a, b)
     ]
 
 
@@ -102,7 +102,7 @@ def test_tiers_that_save_nothing_are_left_out() -> None:
     cache = steps(320_000, head_dim=8, n_heads=4)
     q, k, v = (x[..., :8].copy() for x in draw(HEADS, 2800))
     assert np.isfinite(cache.attend(q[:4], k, v)).all()
-    assert [store.tier.name for store, _, _ in cache.tiers.parts(0, cache.n_bulk)] == [TIERS[3].name, "f16"]
+    assert [store.tier.name for store, _, _ in cache.tiers.parts(0, cache.n_packed)] == [TIERS[3].name, "f16"]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -122,8 +122,8 @@ def test_what_stepped_down_is_nearly_what_the_coarsest_tier_would_hold() -> None
     cache, direct = steps(BUDGETS["tight"]), plain("planes:k_bits=1,v_bits=1")
     for each in (cache, direct):
         grown(each, 2900, 50)
-    n = cache.n_bulk
-    assert n == direct.n_bulk  # type: ignore[attr-defined]
+    n = cache.n_packed
+    assert n == direct.n_packed  # type: ignore[attr-defined]
     exact = [x[:, 4 : 4 + n] for x in draw(HEADS, 2900)[1:]]
     for store, a, b in cache.tiers.parts(0, n):
         ends = (store.keys, direct.key_codec, exact[0]), (store.values, direct.value_codec, exact[1])  # type: ignore[attr-defined]
@@ -163,10 +163,10 @@ def test_a_long_prompt_is_packed_once() -> None:
     q, k, v = draw(HEADS, 2900)
     cache.prefill(q, k, v)
     assert taken(cache) <= BUDGETS["tight"]
-    assert {n for n, _ in cache.tiers.log} == {cache.n_bulk}
+    assert {n for n, _ in cache.tiers.log} == {cache.n_packed}
     direct = plain("planes:k_bits=1,v_bits=1")
     direct.prefill(q, k, v)
-    store, a, b = next(cache.tiers.parts(0, cache.n_bulk))
+    store, a, b = next(cache.tiers.parts(0, cache.n_packed))
     np.testing.assert_array_equal(decode(store.values, 0, b - a), decode(direct.value_codec, a, b))  # type: ignore[attr-defined]
 
 
@@ -190,7 +190,7 @@ def test_rewinding_and_starting_over() -> None:
     first = grown(cache, 2800, 100)
     kept = rewind([cache], 2000)
     assert kept <= 2000
-    assert cache.n_bulk > 1500
+    assert cache.n_packed > 1500
     assert rewind([cache], 0) == 0
     assert cache.tiers.log == []
     np.testing.assert_array_equal(grown(cache, 2800, 100), first)

@@ -286,7 +286,7 @@ def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch:
         expected = here.attend(q, k, v)
         actual = to_host(there.attend(*map(device.up, (q, k, v))))
         assert np.linalg.norm(actual - expected) < 2 * TOLERANCE * np.linalg.norm(expected)
-        seen.add(tuple(store.tier.name for store, _, _ in there.tiers.parts(0, there.n_bulk)))
+        seen.add(tuple(store.tier.name for store, _, _ in there.tiers.parts(0, there.n_packed)))
     assert there.state().counters == here.state().counters
     assert there.fitted() == here.fitted()
     assert seen >= MIXTURES[factor]

@@ -62,7 +62,7 @@ def test_exact_until_a_group_leaves_the_window(shape: tuple[int, int, int]) -> N
     expected = attention(q[:, : n - 1], *stored(k[:, : n - 1], v[:, : n - 1], 0, 2, 32, 0), None)
     np.testing.assert_allclose(got, expected, atol=1e-4)
     cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
-    assert (cache.n_bulk, cache.n_recent) == (32, 128)
+    assert (cache.n_packed, cache.n_recent) == (32, 128)
 
 
 def test_sliding_window_crosses_packed_groups() -> None:

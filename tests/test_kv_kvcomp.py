@@ -202,7 +202,7 @@ def test_the_pool_grows_in_place() -> None:
         places.add(pool.ctypes.data)
         sizes.add(pool.nbytes)
         assert pool is cache.keys.pool
-        assert pool.nbytes <= (cache.keys._end(cache.n_bulk // 64) + 1) * 8 * (1 + 1 / 32) + 4096
+        assert pool.nbytes <= (cache.keys._end(cache.n_packed // 64) + 1) * 8 * (1 + 1 / 32) + 4096
     assert len(places) == 1
     assert 10 < len(sizes) < 100
 
@@ -214,7 +214,7 @@ def test_a_rewind_frees_the_pool_for_what_comes() -> None:
     assert cache.truncate(140) == 128
     cache.extend(k[:, 128:], v[:, 128:])
     other.prefill(q, k, v)
-    assert cache.keys._end(cache.n_bulk // 64) == other.keys._end(other.n_bulk // 64)
+    assert cache.keys._end(cache.n_packed // 64) == other.keys._end(other.n_packed // 64)
     np.testing.assert_array_equal(
         cache.attend(q[:, :1], k[:, :1], v[:, :1]), other.attend(q[:, :1], k[:, :1], v[:, :1])
     )

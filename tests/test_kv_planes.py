@@ -22,11 +22,11 @@ def matrix(rotation: Rotation, cache: KVCache) -> F64:
 
 
 def levels_and_centres(cache: KVCache) -> tuple[F64, F64]:
-    """key_scale * f * level and the centre of each packed key, (n_kv_heads, n_bulk, width)."""
+    """key_scale * f * level and the centre of each packed key, (n_kv_heads, n_packed, width)."""
     levels = key_levels(cache.arrays["key.planes"], cache.key_codec.bits).astype(float)
     centres = decoded_centres(cache.arrays["key.centres"], cache.arrays["key.centre_step"])
     scaled = cache.key_codec.key_scale[:, None, None] * levels * half(cache.arrays["key.scale"])[..., None]
-    return scaled[:, : cache.n_bulk], centres[:, : cache.n_bulk]
+    return scaled[:, : cache.n_packed], centres[:, : cache.n_packed]
 
 
 def with_exact(x: F32, packed: F64, n_sink: int) -> F64:
@@ -50,13 +50,13 @@ def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, 
     q /= np.sqrt(shape[2])
     cache = make(f"planes:k_bits={k_bits},v_bits={bits},residual_length=64", shape, n)
     got = last(cache, q, k, v)
-    assert cache.n_bulk == 192
+    assert cache.n_packed == 192
     scaled, centres = levels_and_centres(cache)
     turn = matrix(cache.key_codec.rotation, cache).T
     exact_keys = k.astype(np.float16).astype(float) @ turn
-    exact_keys[:, 4 : 4 + cache.n_bulk] = centres
+    exact_keys[:, 4 : 4 + cache.n_packed] = centres
     rest = np.zeros_like(exact_keys)
-    rest[:, 4 : 4 + cache.n_bulk] = scaled
+    rest[:, 4 : 4 + cache.n_packed] = scaled
     rounded, step = round_queries((q[:, -1:] @ turn).astype(np.float32))
     queries = np.concatenate([q[:, -1:] @ turn, rounded * step[..., None]], axis=2)  # of the centres, of the rest
     keys = np.concatenate([exact_keys, rest], axis=2)
@@ -67,7 +67,7 @@ def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, 
     g, blocks, _, d, _ = levels.shape
     levels = levels.transpose(0, 1, 2, 4, 3).reshape(g, blocks * 64, d) - (2**bits - 1) / 2
     values = levels * half(cache.arrays["value.scale"])[..., None] @ rotation
-    expected = attention(queries, keys, with_exact(v, values[:, : cache.n_bulk], 4), None)
+    expected = attention(queries, keys, with_exact(v, values[:, : cache.n_packed], 4), None)
     np.testing.assert_allclose(got, expected, atol=0.01 * np.abs(expected).max())  # 8-bit weights
 
 
@@ -78,15 +78,15 @@ def test_bitplane_reading_all_is_four_bit_attention(shape: tuple[int, int, int])
     q /= np.sqrt(shape[2])
     cache = make("bitplane:threshold=1e-9", shape, n)
     got = last(cache, q, k, v)
-    assert cache.n_bulk == 256
+    assert cache.n_packed == 256
     _, centres = levels_and_centres(cache)
     rotation = matrix(cache.key_codec.rotation, cache)
     signs = key_levels(cache.arrays["key.planes"], cache.key_codec.bits)
     key_code = 4 * signs + code(*np.moveaxis(cache.arrays["key.fine"], 2, 0))
-    stored = (KEY_STEP * key_code * half(cache.arrays["key.scale"])[..., None])[:, : cache.n_bulk]
+    stored = (KEY_STEP * key_code * half(cache.arrays["key.scale"])[..., None])[:, : cache.n_packed]
     planes = [plane for name in ("value.top", "value.low") for plane in np.moveaxis(cache.arrays[name], 2, 0)]
     values = code(*planes) * half(cache.arrays["value.scale"])[..., None] @ rotation
-    values = with_exact(v, values[:, : cache.n_bulk], 4)
+    values = with_exact(v, values[:, : cache.n_packed], 4)
     expected = attention(q[:, -1:], with_exact(k, (stored + centres) @ rotation, 4), values, None)
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
     exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
@@ -133,7 +133,7 @@ def test_exact_until_a_block_leaves_the_window(kv: str) -> None:
     k16, v16 = (x[:, : n - 1].astype(np.float16).astype(float) for x in (k, v))
     np.testing.assert_allclose(got, attention(q[:, : n - 1], k16, v16, None), atol=1e-4)
     cache.attend(q[:, -1:], k[:, -1:], v[:, -1:])
-    assert cache.n_bulk == 64
+    assert cache.n_packed == 64
 
 
 @pytest.mark.parametrize("kv", ["onebit", "bitplane"])

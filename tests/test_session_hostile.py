@@ -132,12 +132,12 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         ("bitplane", "n_seen", 0),
         ("kivi2", "n_sink", 3),
         ("kivi2", "n_seen", 100),
-        ("kivi2", "n_bulk", 33),
-        ("kivi2", "n_packed", 0),
-        ("kivi2", "n_packed", 320),
+        ("kivi2", "n_packed", 33),
+        ("kivi2", "n_stored", 0),
+        ("kivi2", "n_stored", 320),
         ("kvcomp", "n_recent", 194),
-        ("kvcomp", "n_packed", 128),
-        ("steps:budget=1000000", "n_packed", 256),
+        ("kvcomp", "n_stored", 128),
+        ("steps:budget=1000000", "n_stored", 256),
         ("h1b", "n_fitted", 300),
         ("snapkv:budget=100", "n_used", 101),
     ],
@@ -159,6 +159,26 @@ def test_counters_that_lie(
 
         with pytest.raises(SessionError):
             Session.restore(rewritten(tmp_path / "file", tmp_path / "lie", change), long_model, device="numpy")
+
+
+def test_counters_by_their_former_names(long_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Files of before had n_bulk and n_packed for n_packed and n_stored."""
+    session = Session.load(long_model, kv="kivi2:residual_length=32", weights="f32", device="numpy")
+    session.prefill([i % 90 for i in range(250)])
+    session.rewind(150)
+    counters = session.state.caches[0].state().counters
+    assert 0 < counters["n_packed"] < counters["n_stored"]
+
+    def as_before(header: Header) -> None:
+        for layer in header["content"]["layers"]:
+            found = layer["counters"]
+            found["n_bulk"], found["n_packed"] = found.pop("n_packed"), found.pop("n_stored")
+
+    session.save(tmp_path / "file")
+    path = rewritten(tmp_path / "file", tmp_path / "old", as_before)
+    restored = Session.restore(path, long_model, device="numpy")
+    assert [cache.state().counters for cache in restored.state.caches] == [counters] * 3
+    np.testing.assert_array_equal(restored.logits([1, 2]), session.logits([1, 2]))
 
 
 def test_unpacking_makes_no_more_than_is_stated(tmp_path: pathlib.Path) -> None:

@@ -133,7 +133,7 @@ def attention(gpu: Gpu, text: str, depth: int, bandwidth: float, most: int = 16)
 def scan(gpu: Gpu, depth: int, bandwidth: float) -> dict[str, Any]:
     """bitplane's scan alone: the scores of all packed tokens from their signs."""
     layers = Layers.filled(gpu, CacheSpec.parse("bitplane"), depth, 32)
-    packed: int = layers.caches[0].n_bulk  # type: ignore[attr-defined]
+    packed: int = layers.caches[0].n_packed  # type: ignore[attr-defined]
     buffers = [cupy.empty((HEADS, 1, packed), np.float32) for _ in layers.caches]
     kind, sides = loops_of("plane_keys"), []
     for cache, q in zip(layers.caches, layers.queries, strict=True):

@@ -30,9 +30,9 @@ def _all(*names: str) -> Callable[[Any], Tokens]:
 
 
 def _planes(cache: Any) -> Tokens:
-    exact, knobs = cache.n_seen - cache.n_bulk, cache.knobs
+    exact, knobs = cache.n_seen - cache.n_packed, cache.knobs
     names = f"{knobs.k_bits}-bit scan", "centres", "weights in bytes", f"{knobs.v_bits}-bit values"
-    return dict.fromkeys(names, cache.n_bulk) | {
+    return dict.fromkeys(names, cache.n_packed) | {
         "scores f16": exact,
         "values f16": exact,
         "softmax": cache.n_seen,
@@ -40,10 +40,10 @@ def _planes(cache: Any) -> Tokens:
 
 
 def _bitplane(cache: Any) -> Tokens:
-    exact, (chosen, full) = cache.n_seen - cache.n_bulk, cache.value_codec.counts
+    exact, (chosen, full) = cache.n_seen - cache.n_packed, cache.value_codec.counts
     return {
-        "1-bit scan": cache.n_bulk,
-        "centres": cache.n_bulk,
+        "1-bit scan": cache.n_packed,
+        "centres": cache.n_packed,
         "bitplane key unpacked": chosen / cache.geometry.n_rep,
         "bitplane key": chosen,
         "bitplane value, 2 planes": chosen - full,

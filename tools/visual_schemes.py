@@ -12,16 +12,16 @@ from collections.abc import Callable
 import numpy as np
 
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.bitplane import BitPlaneKnobs
 from edgekv.kvcache.codec_planes import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.image_spans import ImageSpans
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_visual import LevelSpan
-from edgekv.kvcache.papers.h1b import DEFAULT_TAU
+from edgekv.kvcache.papers.h1b import DEFAULT_TAU, H1BKnobs
 from edgekv.kvcache.papers.visual import Visual1, VisualKnobs
 from edgekv.types import F32
 
-LAM, SEED, SKETCH, P = 0.9, 0, 256, 2.5e-4  # the schemes' defaults
 Pair = tuple[Codec, Codec]
 
 
@@ -63,12 +63,12 @@ class FlooredLevels(Visual1):
 
 
 def _bitplane(*shape: int, group: int) -> Pair:
-    keys = TwoStageKeys(*shape, key_scale=LAM, seed=SEED)
-    return keys, TwoStageValues(keys, n_rep=group, threshold=P)
+    keys = TwoStageKeys(*shape, key_scale=BitPlaneKnobs.key_scale, seed=BitPlaneKnobs.seed)
+    return keys, TwoStageValues(keys, n_rep=group, threshold=BitPlaneKnobs.threshold)
 
 
 def _h1b(*shape: int, group: int) -> Pair:
-    keys = SignSketch(*shape, SKETCH, SEED)
+    keys = SignSketch(*shape, H1BKnobs.sketch_bits, H1BKnobs.seed)
     keys.tau[:] = DEFAULT_TAU
     return keys, Int4(*shape)
 

@@ -197,7 +197,7 @@ class Planes(Windowed):
             return super().bytes_read()
         left = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         recent = min(self.n_recent, left)
-        packed = min(self.n_bulk, left - recent)
+        packed = min(self.n_packed, left - recent)
         sink = min(self.n_sink, left - recent - packed)
         exact = self._stores["recent_key"].token_bytes + self._stores["recent_value"].token_bytes
         scanned = -(-packed // WORD) * (self.keys.block_bytes + self.value_codec.block_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from edgekv.kvcache.geometry import Geometry
 from edgekv.types import Array
@@ -29,11 +29,19 @@ class Saving:
     geometry: Geometry
     n_seen: int
     arrays: dict[str, Array]
+    former_counters: ClassVar[dict[str, str]] = {}
+    """Present names of counters by those in files of before."""
 
     def state(self) -> CacheState:
         """What a cache of the same scheme, knobs and geometry needs to go on from here; arrays are not copied."""
         counters = {name: int(value) for name, value in vars(self).items() if name.startswith("n_")}
         return CacheState(counters, self.fitted(), self.arrays)
+
+    def renamed(self, counters: Mapping[str, Any]) -> dict[str, Any]:
+        """A file's counters by their present names."""
+        if counters.keys() == self.state().counters.keys():
+            return dict(counters)
+        return {self.former_counters.get(name, name): n for name, n in counters.items()}
 
     def prepare(self, counters: Mapping[str, int], fitted: Mapping[str, Any]) -> dict[str, Array]:
         """Takes a state's counters and fitted values into the just allocated cache.

@@ -98,7 +98,7 @@ class Steps(Windowed):
         self.tiers.load_state(fitted)
 
     def readable(self) -> bool:
-        return self.n_packed <= self.tiers.capacity
+        return self.n_stored <= self.tiers.capacity
 
     def extend(self, keys: F32, values: F32) -> None:
         self._reserve(keys.shape[1])
@@ -114,12 +114,12 @@ class Steps(Windowed):
 
     def packed(self) -> list[Segment]:
         """A segment for each store."""
-        parts = self.tiers.parts(0, self.n_bulk)
+        parts = self.tiers.parts(0, self.n_packed)
         return [Segment(s.keys, s.values, a - s.first, b - s.first, self.n_sink + a) for s, a, b in parts]
 
     def _reserve(self, n: int) -> None:
         """One step for n more tokens, so that none is packed finely only to be packed again."""
-        self.tiers.reserve(self.n_packed, self._packed_then(n))
+        self.tiers.reserve(self.n_stored, self._packed_then(n))
 
     def _packed_then(self, n: int) -> int:
         """Tokens in the tiers after n more."""
@@ -127,9 +127,9 @@ class Steps(Windowed):
         return packed // WORD * WORD
 
     def truncate(self, n: int, again: int = 0) -> int:
-        had_packed = self.n_packed > 0
+        had_packed = self.n_stored > 0
         kept = super().truncate(n, again)
-        if had_packed and not self.n_packed:  # back to the finest
+        if had_packed and not self.n_stored:  # back to the finest
             self.arrays["key.arena"][:] = 0
             self.tiers.bind(self.arrays["key.arena"], self.kernels)
         return kept
@@ -137,14 +137,14 @@ class Steps(Windowed):
     def bytes_read(self) -> int:
         """What the visible tokens take; `bitplane` reads less."""
         reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
-        exact = min(reach, self.n_recent) + max(0, reach - self.n_recent - self.n_bulk)
-        first = self.n_bulk - min(self.n_bulk, max(0, reach - self.n_recent))
-        parts = self.tiers.parts(first, self.n_bulk)
+        exact = min(reach, self.n_recent) + max(0, reach - self.n_recent - self.n_packed)
+        first = self.n_packed - min(self.n_packed, max(0, reach - self.n_recent))
+        parts = self.tiers.parts(first, self.n_packed)
         packed = sum((b - a) * store.block_bytes // WORD for store, a, b in parts)
         return exact * 4 * self.geometry.n_kv_heads * self.geometry.head_dim + packed
 
     def notes(self) -> list[str]:
-        held = [(b - a, store.tier.name) for store, a, b in self.tiers.parts(0, self.n_bulk)]
+        held = [(b - a, store.tier.name) for store, a, b in self.tiers.parts(0, self.n_packed)]
         now = ", ".join(f"{n} tokens in {name}" for n, name in held)
         log = [entry for entry in self.tiers.log if entry[1] != TIERS[0].name]
         steps = f"stepped down: {described(log)}" if log else "everything in f16 so far"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class Windowed(CodecStore):
 
     version = 2
     exact_when_short = True
+    former_counters: ClassVar[dict[str, str]] = {"n_bulk": "n_packed", "n_packed": "n_stored"}
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
@@ -58,8 +59,8 @@ class Windowed(CodecStore):
             "recent_value": F16(g, recent, d),
         }
         self._recent_capacity = recent
-        self.n_sink = self.n_bulk = self.n_recent = 0
-        self.n_packed = 0  # tokens from the first packed one on that the packed stores hold, n_bulk or more
+        self.n_sink = self.n_packed = self.n_recent = 0
+        self.n_stored = 0  # n_packed, and those behind them that a rewind has left in the packed stores
 
     @abc.abstractmethod
     def exact_sizes(self, knobs: Any) -> Sizes:
@@ -74,7 +75,7 @@ class Windowed(CodecStore):
 
     def segments(self) -> list[Segment]:
         """Sink, packed and recent part."""
-        s, packed = self._stores, self.n_sink + self.n_bulk
+        s, packed = self._stores, self.n_sink + self.n_packed
         every = [
             Segment(s["sink_key"], s["sink_value"], 0, self.n_sink),
             *self.packed(),
@@ -84,7 +85,7 @@ class Windowed(CodecStore):
 
     def packed(self) -> list[Segment]:
         """The tokens between the sink and the latest."""
-        return [Segment(self.key_codec, self.value_codec, 0, self.n_bulk, self.n_sink)]
+        return [Segment(self.key_codec, self.value_codec, 0, self.n_packed, self.n_sink)]
 
     def bytes_read(self) -> int:
         reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
@@ -103,16 +104,16 @@ class Windowed(CodecStore):
     def _extend_chunk(self, keys: F32, values: F32) -> None:
         """Packs whole blocks of recent and new tokens at once; the rest becomes the recent tokens."""
         total, block = self.n_recent + keys.shape[1], self.sizes.block
-        surplus = min(total - self.sizes.residual_length, self.bulk_capacity - self.n_bulk)
+        surplus = min(total - self.sizes.residual_length, self.bulk_capacity - self.n_packed)
         packed = max(0, surplus // block * block)
         for codec, store, new in (
             (self.key_codec, self._stores["recent_key"], keys),
             (self.value_codec, self._stores["recent_value"], values),
         ):
             rounded = np.concatenate([store.decode(0, self.n_recent), store.round(new)], axis=1)
-            kept = min(packed, self.n_packed - self.n_bulk)
+            kept = min(packed, self.n_stored - self.n_packed)
             if packed > kept:
-                codec.encode(contiguous(rounded[:, kept:packed]), self.n_bulk + kept)
+                codec.encode(contiguous(rounded[:, kept:packed]), self.n_packed + kept)
             store.encode(contiguous(rounded[:, packed:]), 0)
         self._count_packed(packed)
         self.n_recent = total - packed
@@ -161,38 +162,38 @@ class Windowed(CodecStore):
     def tidy_is_due(self) -> bool:
         """Whether the recent part is full."""
         block = self.sizes.block
-        return self.n_recent >= self.sizes.residual_length + block and self.n_bulk + block <= self.bulk_capacity
+        return self.n_recent >= self.sizes.residual_length + block and self.n_packed + block <= self.bulk_capacity
 
     def tidy(self) -> None:
         """Packs the oldest block of the recent part once that is full."""
         if not self.tidy_is_due():
             return
         block, stores = self.sizes.block, (self._stores["recent_key"], self._stores["recent_value"])
-        if self.n_packed == self.n_bulk:
+        if self.n_stored == self.n_packed:
             keys, values = (store.decode(0, block) for store in stores)
-            self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_bulk)
+            self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_packed)
         for store in stores:
             store.move(block, self.n_recent, 0)
         self.n_recent -= block
         self._count_packed(block)
 
     def _count_packed(self, n: int) -> None:
-        self.n_bulk += n
-        self.n_packed = max(self.n_packed, self.n_bulk)
+        self.n_packed += n
+        self.n_stored = max(self.n_stored, self.n_packed)
 
     def consistent(self) -> bool:
-        s, n_exact = self.sizes, self.n_seen - self.n_sink - self.n_bulk
+        s, n_exact = self.sizes, self.n_seen - self.n_sink - self.n_packed
         return (
             super().consistent()
             and self.n_sink == min(self.n_seen, s.sink)
-            and self.n_bulk % s.block == self.n_packed % s.block == 0
-            and self.n_bulk <= self.n_packed <= self.bulk_capacity
+            and self.n_packed % s.block == self.n_stored % s.block == 0
+            and self.n_packed <= self.n_stored <= self.bulk_capacity
             and self.n_recent == n_exact <= self._recent_capacity
         )
 
     def restart(self, n: int) -> int:
         held = n - min(n, self.sizes.sink)  # packed and recent tokens
-        if not self.n_bulk or held - self.n_bulk >= LEAST_LEFT * self.sizes.residual_length:
+        if not self.n_packed or held - self.n_packed >= LEAST_LEFT * self.sizes.residual_length:
             return n
         before_windows = self._whole_blocks(held - 2 * self.sizes.residual_length)
         return self.sizes.sink + before_windows if before_windows else 0
@@ -201,10 +202,10 @@ class Windowed(CodecStore):
         """Keeps whole blocks of what is packed."""
         self.n_sink = min(n, self.sizes.sink)
         held = n - self.n_sink
-        self.n_recent = max(0, held - self.n_bulk)
-        self.n_bulk = min(self.n_bulk, self._whole_blocks(held))
-        self.n_seen = self.n_sink + self.n_bulk + self.n_recent
-        self.n_packed = min(self.n_packed, self._whole_blocks(held + again)) if self.n_seen else 0
+        self.n_recent = max(0, held - self.n_packed)
+        self.n_packed = min(self.n_packed, self._whole_blocks(held))
+        self.n_seen = self.n_sink + self.n_packed + self.n_recent
+        self.n_stored = min(self.n_stored, self._whole_blocks(held + again)) if self.n_seen else 0
         return self.n_seen
 
     def _whole_blocks(self, n: int) -> int:

@@ -184,7 +184,7 @@ class SavedState:
     def _prepared(self, cache: KVCache, layer: dict[str, Any]) -> dict[str, Any]:
         """The cache's arrays, with the saved counters in it."""
         try:
-            counters, empty = dict(layer["counters"]), cache.state().counters
+            counters, empty = cache.renamed(layer["counters"]), cache.state().counters
             if counters.keys() != empty.keys() or not all(
                 type(n) is int and 0 <= n <= cache.geometry.capacity for n in counters.values()
             ):

@@ -107,7 +107,7 @@ class KVComp(Windowed):
         return kept
 
     def readable(self) -> bool:
-        return self.keys.readable(self.n_packed) and self.values.readable(self.n_packed)
+        return self.keys.readable(self.n_stored) and self.values.readable(self.n_stored)
 
     def fitted(self) -> dict[str, Any]:
         return {"keys": self.keys.fitted(), "values": self.values.fitted()}
@@ -118,7 +118,7 @@ class KVComp(Windowed):
 
     def notes(self) -> list[str]:
         d = self.geometry.n_kv_heads * self.geometry.head_dim
-        if not self.n_bulk:
+        if not self.n_packed:
             return [f"kvcomp: nothing is packed before {self.sizes.residual_length + self.sizes.block} tokens"]
         k, v = (8 * codec.token_bytes / d for codec in (self.keys, self.values))
         return [f"kvcomp: {k:.2f} bits per key element and {v:.2f} per value element, metadata included"]

@@ -48,9 +48,9 @@ class Session:
         self.model, self.plan, self.config = loaded.model, loaded.plan, loaded.model.config
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self._running = Running()
-        self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.turns)
+        self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.schedule)
         self._runner: ModelRunner | None = ModelRunner(
-            self._new_state(), loaded.turns, self.plan.ctx, self.model.placeholder, context_shift, drafts
+            self._new_state(), loaded.schedule, self.plan.ctx, self.model.placeholder, context_shift, drafts
         )
         self._new_report()
 
@@ -208,7 +208,7 @@ class Session:
 
         One of another thread waits for its end where they were loaded with ``slots``; else it raises SessionError.
         """
-        return self.runner.turns.alone()
+        return self.runner.schedule.alone()
 
     def prefill(
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
@@ -308,7 +308,7 @@ class Session:
     def _new_state(self) -> State:
         """An empty conversation, with its caches allocated."""
         caches = open_caches(self._loaded.decoder, self.plan.kv, self.plan.ctx, self.model.adapter)
-        return State(caches, self.config.turns_anew)
+        return State(caches, self.config.keys_change)
 
     def _new_report(self, images: ImagesReport | None = None, **settings: Any) -> None:
         loaded, settings = self._loaded, self._loaded.settings() | settings

@@ -286,14 +286,15 @@ class Session:
         self._running.require_none()
         self.state.rewind(n_tokens)
 
-    def align(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> list[int | Embeddings]:
+    def align(self, prompt: str | Prompt) -> list[int | Embeddings]:
         """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
 
-        That is at least its last piece, whose logits are needed. See `prompt`; a text is encoded as the beginning
-        of a conversation. Raises SessionError while a text is being generated.
+        That is at least its last piece, whose logits are needed. A text is encoded as the beginning of a
+        conversation. Raises SessionError while a text is being generated.
         """
         self._running.require_none()
-        return self.state.align(self.prompt_encoder.prompt(prompt, images, bos=True)[0])
+        whole = self.prompt_encoder.prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
+        return self.state.align(whole)
 
     def reset(self) -> None:
         """Forgets the conversation; the model stays loaded."""

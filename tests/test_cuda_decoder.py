@@ -27,8 +27,8 @@ from edgekv.session.model import Model
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
+from edgekv.session.schedule import OneAtATime
 from edgekv.session.state import State
-from edgekv.session.turns import OneAtATime
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 CAPACITY = 48
@@ -220,7 +220,7 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
         pytest.skip("a real GPU's memory is not filled by a test")
     texts = []
     for short_of in (False, True):
-        state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.turns_anew)
+        state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.keys_change)
         runner = ModelRunner(state, OneAtATime(cuda), CAPACITY, 0)
         cuda.workspace = type(cuda.workspace)(cuda.driver)
         runner.append([1, 2, 3], [])

@@ -22,7 +22,7 @@ from helpers import raises
 from serving import serving
 
 from edgekv import ConfigError, Session, SessionError
-from edgekv.session.turns import OneAtATime, Together
+from edgekv.session.schedule import OneAtATime, Together
 
 SLOTS = 3
 
@@ -120,26 +120,26 @@ class Slow:
         return np.repeat(np.float32(tokens)[:, None], 2, 1)
 
 
-def turns_of(decoder: Slow) -> Together:
+def schedule_of(decoder: Slow) -> Together:
     return Together(decoder)  # type: ignore[arg-type]
 
 
 def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a token of every text that goes on."""
-    monkeypatch.setattr("edgekv.session.turns.PATIENCE_S", 60)
+    monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
     decoder = Slow()
-    turns = turns_of(decoder)
+    schedule = schedule_of(decoder)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):
-            np.testing.assert_array_equal(turns.step(token, ()), [token, token])
-        turns.leave()
+            np.testing.assert_array_equal(schedule.step(token, ()), [token, token])
+        schedule.leave()
 
     threads = [threading.Thread(target=write, args=(100 * i,)) for i in range(SLOTS)]
-    with turns.alone():
+    with schedule.alone():
         for thread in threads:
             thread.start()
-        while len(turns._asked) < SLOTS:
+        while len(schedule._asked) < SLOTS:
             time.sleep(0.001)
     for thread in threads:
         thread.join()
@@ -149,18 +149,18 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_lets_tokens_go_first() -> None:
     """A token that was asked for while a prompt is read gets its logits at the next pause."""
     decoder = Slow()
-    turns = turns_of(decoder)
+    schedule = schedule_of(decoder)
     reading, asked = threading.Event(), threading.Event()
     logits: list[Any] = []
 
     def write() -> None:
         reading.wait()
         asked.set()
-        logits.append(turns.step(7, ()))
+        logits.append(schedule.step(7, ()))
 
     thread = threading.Thread(target=write)
     thread.start()
-    with turns.alone() as pause:
+    with schedule.alone() as pause:
         reading.set()
         asked.wait()
         while not decoder.passes:
@@ -173,17 +173,17 @@ def test_a_prompt_lets_tokens_go_first() -> None:
 def test_a_prompt_is_not_kept_out() -> None:
     """By a text that asks for its next token as soon as it has one."""
     decoder = Slow()
-    turns = turns_of(decoder)
+    schedule = schedule_of(decoder)
     ended = threading.Event()
 
     def write() -> None:
         while not ended.is_set():
-            turns.step(1, ())
+            schedule.step(1, ())
 
     thread = threading.Thread(target=write)
     thread.start()
     for _ in range(20):
-        with turns.alone():
+        with schedule.alone():
             pass
     ended.set()
     thread.join()
@@ -192,26 +192,26 @@ def test_a_prompt_is_not_kept_out() -> None:
 def test_who_does_not_come_is_not_waited_for() -> None:
     """A text whose reader went away without a word holds nobody up for more than a moment."""
     decoder = Slow()
-    turns = turns_of(decoder)
-    threading.Thread(target=turns.step, args=(1, ())).start()
+    schedule = schedule_of(decoder)
+    threading.Thread(target=schedule.step, args=(1, ())).start()
     for token in (2, 3):
-        np.testing.assert_array_equal(turns.step(token, ()), [token, token])
+        np.testing.assert_array_equal(schedule.step(token, ()), [token, token])
     assert sorted(itertools.chain.from_iterable(decoder.passes)) == [1, 2, 3]
 
 
 def test_a_failed_pass_is_told_to_all() -> None:
     decoder = Slow()
-    turns = turns_of(decoder)
+    schedule = schedule_of(decoder)
     decoder.fails = MemoryError("no room")
 
     def fails(token: int) -> str:
         with pytest.raises(MemoryError) as caught:
-            turns.step(token, ())
+            schedule.step(token, ())
         return str(caught.value)
 
     assert at_once([lambda: fails(1), lambda: fails(2)]) == ["no room", "no room"]
     decoder.fails = None
-    np.testing.assert_array_equal(turns.step(5, ()), [5, 5])
+    np.testing.assert_array_equal(schedule.step(5, ()), [5, 5])
 
 
 class InterruptedThread:
@@ -244,12 +244,12 @@ def until(is_time: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def prompt_elsewhere(turns: Together) -> Iterator[None]:
+def prompt_elsewhere(schedule: Together) -> Iterator[None]:
     """Another thread reads a prompt meanwhile."""
     reading, read = threading.Event(), threading.Event()
 
     def prompt() -> None:
-        with turns.alone():
+        with schedule.alone():
             reading.set()
             assert read.wait(60)
 
@@ -264,40 +264,44 @@ def prompt_elsewhere(turns: Together) -> Iterator[None]:
 def test_an_interrupted_token_is_not_computed() -> None:
     """One that waits while a prompt is read."""
     decoder = Slow()
-    turns = turns_of(decoder)
-    interrupted = InterruptedThread(lambda: bool(turns._asked))
-    with prompt_elsewhere(turns), pytest.raises(KeyboardInterrupt), interrupted:
-        turns.step(1, ())
-    np.testing.assert_array_equal(turns.step(2, ()), [2, 2])
+    schedule = schedule_of(decoder)
+    interrupted = InterruptedThread(lambda: bool(schedule._asked))
+    with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
+        schedule.step(1, ())
+    np.testing.assert_array_equal(schedule.step(2, ()), [2, 2])
     assert decoder.passes == [[2]]
 
 
 def test_an_interrupted_prompt_keeps_nobody_out() -> None:
     """One that waits for its turn, and one that waits because it let tokens go first."""
     decoder = Slow()
-    turns = turns_of(decoder)
+    schedule = schedule_of(decoder)
     decoder.may_end.clear()
-    thread = threading.Thread(target=turns.step, args=(1, ()))
+    thread = threading.Thread(target=schedule.step, args=(1, ()))
     thread.start()
     until(lambda: bool(decoder.passes))
-    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: turns._prompt_waits, decoder), turns.alone():
+    with (
+        pytest.raises(KeyboardInterrupt),
+        InterruptedThread(lambda: schedule._prompt_waits, decoder),
+        schedule.alone(),
+    ):
         pass
     thread.join()
 
-    threads = [threading.Thread(target=turns.step, args=(token, ())) for token in (2, 3)]
-    turns._writing.clear()
+    threads = [threading.Thread(target=schedule.step, args=(token, ())) for token in (2, 3)]
+    schedule._writing.clear()
 
     def read() -> None:
-        with turns.alone() as pause:
+        with schedule.alone() as pause:
             decoder.may_end.clear()
             threads[0].start()
-            until(lambda: bool(turns._asked))
+            until(lambda: bool(schedule._asked))
             pause()
 
     with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: len(decoder.passes) == 2):
         read()
     threads[1].start()
-    until(lambda: bool(turns._asked))
+    until(lambda: bool(schedule._asked))
     time.sleep(0.05)
     assert len(decoder.passes) == 2  # the pass goes on, and has its turn
     decoder.may_end.set()
@@ -312,23 +316,23 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
 
     While it does, it writes into the caches of the thread that was interrupted, which waits for its end.
     """
-    monkeypatch.setattr("edgekv.session.turns.PATIENCE_S", 60)
+    monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
     decoder = Slow()
-    turns = turns_of(decoder)
+    schedule = schedule_of(decoder)
     decoder.may_end.clear()
-    may_begin, me = turns._may_begin, threading.get_ident()
-    monkeypatch.setattr(turns, "_may_begin", lambda: (threading.get_ident() == me) == computes and may_begin())
-    turns._writing.add(me)  # the other one waits
+    may_begin, me = schedule._may_begin, threading.get_ident()
+    monkeypatch.setattr(schedule, "_may_begin", lambda: (threading.get_ident() == me) == computes and may_begin())
+    schedule._writing.add(me)  # the other one waits
 
     def step() -> None:
         try:
-            turns.step(2, ())
+            schedule.step(2, ())
         finally:
             assert decoder.n_ended == (not computes)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        other = pool.submit(turns.step, 1, ())
-        until(lambda: bool(turns._asked))
+        other = pool.submit(schedule.step, 1, ())
+        until(lambda: bool(schedule._asked))
         with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: bool(decoder.passes), decoder):
             step()
         if computes:
@@ -339,15 +343,15 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
         assert decoder.passes == [[1, 2]]
         decoder.may_end.set()
         monkeypatch.undo()
-        np.testing.assert_array_equal(turns.step(3, ()), [3, 3])
+        np.testing.assert_array_equal(schedule.step(3, ()), [3, 3])
 
 
 def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
     decoder = Slow()
-    for turns in (turns_of(decoder), OneAtATime(decoder)):  # type: ignore[arg-type]
-        with turns.alone(), pytest.raises(SessionError):
-            turns.step(1, ())
-        np.testing.assert_array_equal(turns.step(2, ()), [2, 2])
+    for schedule in (schedule_of(decoder), OneAtATime(decoder)):  # type: ignore[arg-type]
+        with schedule.alone(), pytest.raises(SessionError):
+            schedule.step(1, ())
+        np.testing.assert_array_equal(schedule.step(2, ()), [2, 2])
 
 
 def test_threads_need_slots() -> None:

@@ -24,17 +24,17 @@ from edgekv.session.caches import open_caches
 from edgekv.session.devices import find_device
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import all_cores
+from edgekv.session.schedule import OneAtATime, Schedule, Together
 from edgekv.session.state import State
-from edgekv.session.turns import OneAtATime, Together, Turns
 
 TOKENS, ROUNDS = 24, 3
 
 
-def conversation(turns: Turns, spec: CacheSpec, depth: int, seed: int) -> ModelRunner:
+def conversation(schedule: Schedule, spec: CacheSpec, depth: int, seed: int) -> ModelRunner:
     """With ``depth`` random tokens in its caches."""
-    c = turns.decoder.config
+    c = schedule.decoder.config
     ctx = 4 * depth + 512
-    runner = ModelRunner(State(open_caches(turns.decoder, spec, ctx), c.turns_anew), turns, ctx, 0)
+    runner = ModelRunner(State(open_caches(schedule.decoder, spec, ctx), c.keys_change), schedule, ctx, 0)
     runner.append(np.random.default_rng(seed).integers(0, c.vocab_size, depth).tolist(), [])
     return runner
 
@@ -89,7 +89,7 @@ def main() -> None:
     model = shape_model(options.shape, options.layers, 4 * options.depth, "int4")
     form = model.weight_format("int4")
     decoder: Decoder = find_device("cpu").decoder(model, form, 4 * options.depth + 512, all_cores(None), None)
-    alone: Turns = OneAtATime(decoder)
+    alone: Schedule = OneAtATime(decoder)
     together, spec, most = Together(decoder), CacheSpec.parse(options.kv), max(options.slots)
     runners = [conversation(together if i else alone, spec, options.depth, i) for i in range(most + 1)]
     write(runners[0], 4)

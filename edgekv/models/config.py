@@ -59,9 +59,9 @@ class ModelConfig:
                 every.append(rope)
         return every
 
-    def turns_anew(self, before: int, after: int) -> bool:
+    def keys_change(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``."""
-        return any(rope.turns_anew(before, after) for rope in self.ropes)
+        return any(rope.keys_change(before, after) for rope in self.ropes)
 
     @property
     def q_size(self) -> int:

@@ -93,7 +93,7 @@ class RopeConfig:
         limits = {"dynamic": self.trained_positions, "longrope": self.params.original_max_position_embeddings}
         return limits.get(self.kind) or math.inf
 
-    def turns_anew(self, before: int, after: int) -> bool:
+    def keys_change(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``.
 
         So with longrope, whose two sets of frequencies do not go together. With dynamic scaling earlier keys keep

@@ -31,8 +31,10 @@ class DraftModel(Drafts):
     def __init__(self, loaded: LoadedModel, vocab_size: int, cost: float) -> None:
         self.name = loaded.model.path.name
         self._loaded, self._vocab_size, self._cost = loaded, vocab_size, cost
-        state = State(open_caches(loaded.decoder, loaded.plan.kv, loaded.plan.ctx), loaded.model.config.turns_anew)
-        self._runner = ModelRunner(state, loaded.turns, loaded.plan.ctx, loaded.model.placeholder)
+        state = State(
+            open_caches(loaded.decoder, loaded.plan.kv, loaded.plan.ctx), loaded.model.config.keys_change
+        )
+        self._runner = ModelRunner(state, loaded.schedule, loaded.plan.ctx, loaded.model.placeholder)
         self._n_same = 0  # tokens that both conversations are known to begin with
         self._estimate = DraftLength(ROW_COST + cost)
 

@@ -11,8 +11,8 @@ from edgekv.machine import memory_errors
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
 from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, shifted, visual_ranges
+from edgekv.session.schedule import Schedule
 from edgekv.session.state import State
-from edgekv.session.turns import Turns
 from edgekv.types import F32, LayerProgress
 from edgekv.vision.prompt import Prompt
 
@@ -28,14 +28,14 @@ class ModelRunner:
     def __init__(
         self,
         state: State,
-        turns: Turns,
+        schedule: Schedule,
         ctx: int,
         placeholder: int,
         context_shift: ContextShift | None = None,
         drafts: Drafts | None = None,
     ) -> None:
-        self.state, self.turns, self.ctx, self._placeholder = state, turns, ctx, placeholder
-        self.decoder = turns.decoder
+        self.state, self.schedule, self.ctx, self._placeholder = state, schedule, ctx, placeholder
+        self.decoder = schedule.decoder
         self.context_shift, self.drafts = context_shift or Stop(), drafts
         self.counts = DraftCounts("none")
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
@@ -77,7 +77,7 @@ class ModelRunner:
     def end_text(self) -> None:
         """Forgets drafts that were not asked for; nobody waits for the next token of this text."""
         self._forget_drafts()
-        self.turns.leave()
+        self.schedule.leave()
 
     def _forget_drafts(self) -> None:
         self.state.drop_tentative()
@@ -200,8 +200,8 @@ class ModelRunner:
         spans = clipped(state.spans, start, start + len(ids))
         if start and len(ids) == 1 and not spans:
             with self._undone_on_error(start, 1):
-                return self.turns.step(ids[0], state.caches)[None]
-        with self._undone_on_error(start, len(ids)), self.turns.alone() as pause:
+                return self.schedule.step(ids[0], state.caches)[None]
+        with self._undone_on_error(start, len(ids)), self.schedule.alone() as pause:
             x = decoder.embed(ids, start)
             for span in spans:
                 decoder.place(span.rows, x, start, span.start)
@@ -215,7 +215,7 @@ class ModelRunner:
         state = self.state
         ids = [*state.pending, *drafts]
         with self._undone_on_error(state.n_past, len(ids)):
-            logits = self.turns.steps(ids, state.caches)
+            logits = self.schedule.steps(ids, state.caches)
             state.n_tentative = len(drafts)
             self._ahead.extend(zip(drafts, logits[1:], strict=True))
             return logits

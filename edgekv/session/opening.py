@@ -16,7 +16,7 @@ from edgekv.session.model import Model
 from edgekv.session.options import LoadOptions, Path
 from edgekv.session.plan import SessionPlan
 from edgekv.session.saving import SavedState
-from edgekv.session.turns import OneAtATime, Together, Turns
+from edgekv.session.schedule import OneAtATime, Schedule, Together
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 from edgekv.types import StageProgress
 
@@ -28,14 +28,14 @@ WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by 
 class LoadedModel:
     """What a session runs on.
 
-    model: the opened checkpoint. plan: scheme, context and bytes. turns: the way to the decoder. device: its
+    model: the opened checkpoint. plan: scheme, context and bytes. schedule: the way to the decoder. device: its
     name in DEVICES. tokenizer: None where the model has none. compile_s: seconds that compiling kernels took; 0
     where they were compiled before.
     """
 
     model: Model
     plan: SessionPlan
-    turns: Turns
+    schedule: Schedule
     device: str
     tokenizer: Tokenizer | None
     compile_s: float = 0.0
@@ -43,7 +43,7 @@ class LoadedModel:
     @property
     def decoder(self) -> Decoder:
         """With the weights loaded."""
-        return self.turns.decoder
+        return self.schedule.decoder
 
     def settings(self) -> dict[str, Any]:
         """For the report: every setting by its option's name, and the threads of the weight products."""
@@ -94,8 +94,8 @@ def open_session(options: LoadOptions, model: Model, *, progress: StageProgress 
         kv = give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress)
         plan = plan.with_kv(kv, model)
         compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
-    turns: Turns = OneAtATime(decoder) if options.slots == 1 else Together(decoder)
-    return LoadedModel(model, plan, turns, device, tokenizer, compile_s)
+    schedule: Schedule = OneAtATime(decoder) if options.slots == 1 else Together(decoder)
+    return LoadedModel(model, plan, schedule, device, tokenizer, compile_s)
 
 
 def reopen(

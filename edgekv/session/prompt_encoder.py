@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from edgekv.session.model import Model
 from edgekv.session.opening import open_tokenizer
-from edgekv.session.turns import Turns
+from edgekv.session.schedule import Schedule
 from edgekv.tokenizer import Tokenizer
 from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
 from edgekv.vision.prompt import ImagesReport, Prompt
@@ -16,16 +16,16 @@ from edgekv.vision.prompt import ImagesReport, Prompt
 class PromptEncoder:
     """Encodes with the model's tokenizer, None where it has none, and its vision encoder, loaded when it is used.
 
-    turns: the vision encoder waits for its own.
+    schedule: where the vision encoder waits for its turn.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None, turns: Turns) -> None:
-        self.model, self.tokenizer, self._turns = model, tokenizer, turns
+    def __init__(self, model: Model, tokenizer: Tokenizer | None, schedule: Schedule) -> None:
+        self.model, self.tokenizer, self._schedule = model, tokenizer, schedule
 
     @functools.cached_property
     def vision(self) -> Vision:
         """The model's vision encoder. Raises ImageError where there is none."""
-        return Vision(self.model, self._turns.decoder.threads)
+        return Vision(self.model, self._schedule.decoder.threads)
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises TokenizerError where it has none."""
@@ -47,7 +47,7 @@ class PromptEncoder:
         if images:
             require_placeholder(prompt, pieces, self.vision.image_token)
             first = self.tokenizer.bos_id if self.tokenizer and bos else None
-            with self._turns.alone():
+            with self._schedule.alone():
                 return self.vision.placed(pieces, images, first)
         if token is not None:
             check_places(pieces, token, 0)

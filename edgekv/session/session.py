@@ -48,9 +48,9 @@ class Session:
         self.model, self.plan, self.config = loaded.model, loaded.plan, loaded.model.config
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self._running = Running()
-        self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.turns)
+        self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.schedule)
         self._runner: ModelRunner | None = ModelRunner(
-            self._new_state(), loaded.turns, self.plan.ctx, self.model.placeholder, context_shift, drafts
+            self._new_state(), loaded.schedule, self.plan.ctx, self.model.placeholder, context_shift, drafts
         )
         self._new_report()
 
@@ -208,7 +208,7 @@ class Session:
 
         One of another thread waits for its end where they were loaded with ``slots``; else it raises SessionError.
         """
-        return self.runner.turns.alone()
+        return self.runner.schedule.alone()
 
     def prefill(
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
@@ -286,14 +286,15 @@ class Session:
         self._running.require_none()
         self.state.rewind(n_tokens)
 
-    def align(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> list[int | Embeddings]:
+    def align(self, prompt: str | Prompt) -> list[int | Embeddings]:
         """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
 
-        That is at least its last piece, whose logits are needed. See `prompt`; a text is encoded as the beginning
-        of a conversation. Raises SessionError while a text is being generated.
+        That is at least its last piece, whose logits are needed. A text is encoded as the beginning of a
+        conversation. Raises SessionError while a text is being generated.
         """
         self._running.require_none()
-        return self.state.align(self.prompt_encoder.prompt(prompt, images, bos=True)[0])
+        whole = self.prompt_encoder.prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
+        return self.state.align(whole)
 
     def reset(self) -> None:
         """Forgets the conversation; the model stays loaded."""
@@ -308,7 +309,7 @@ class Session:
     def _new_state(self) -> State:
         """An empty conversation, with its caches allocated."""
         caches = open_caches(self._loaded.decoder, self.plan.kv, self.plan.ctx, self.model.adapter)
-        return State(caches, self.config.turns_anew)
+        return State(caches, self.config.keys_change)
 
     def _new_report(self, images: ImagesReport | None = None, **settings: Any) -> None:
         loaded, settings = self._loaded, self._loaded.settings() | settings

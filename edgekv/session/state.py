@@ -25,12 +25,12 @@ class State:
     sampler: of the last text.
     n_dropped: tokens that left the conversation when it outgrew the context.
     memo: whatever the session's owner wants to be saved with it, as JSON.
-    turns_anew(n, m): whether the keys of n tokens are others once the conversation has m.
+    keys_change(n, m): whether the keys of n tokens are others once the conversation has m.
     n_tentative: tokens in the caches behind those of the conversation: drafts that may be its next ones.
     """
 
-    def __init__(self, caches: list[KVCache], turns_anew: Callable[[int, int], bool]) -> None:
-        self.caches, self._turns_anew = caches, turns_anew
+    def __init__(self, caches: list[KVCache], keys_change: Callable[[int, int], bool]) -> None:
+        self.caches, self._keys_change = caches, keys_change
         self.tokens: list[int] = []
         self.spans: Spans = []
         self.sampler: Sampler | None = None
@@ -89,12 +89,12 @@ class State:
         """Forgets keys and values behind the first ``n_tokens``, or all where these would now be others."""
         before = self.n_past
         rewind(self.caches, n_tokens)
-        if self._turns_anew(before, self.n_past):
+        if self._keys_change(before, self.n_past):
             rewind(self.caches, 0)
 
     def require_keys(self, n_more: int) -> None:
         """Forgets all keys and values where ``n_more`` tokens make them others: all tokens are pending again."""
-        if self._turns_anew(self.n_past, self.n_past + n_more):
+        if self._keys_change(self.n_past, self.n_past + n_more):
             rewind(self.caches, 0)
 
     def shared(self, prompt: Prompt) -> tuple[int, int]:

@@ -25,7 +25,7 @@ INTERRUPTED = "the thread that computed the next tokens of several texts was int
 Pause = Callable[[], None]
 
 
-class Turns(Protocol):
+class Schedule(Protocol):
     """The way to a decoder, which computes one thing at a time with all its cores."""
 
     decoder: Decoder
@@ -55,18 +55,18 @@ class OneAtATime:
         self._lock = threading.Lock()
 
     def step(self, token: int, caches: Sequence[KVCache]) -> F32:
-        """See `Turns`."""
+        """See `Schedule`."""
         with self._turn(1):
             return self.decoder.step(token, caches)
 
     def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
-        """See `Turns`."""
+        """See `Schedule`."""
         with self._turn(1):
             return self.decoder.steps(tokens, caches)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[Pause]:
-        """See `Turns`; the pause does nothing."""
+        """See `Schedule`; the pause does nothing."""
         with self._turn(self.decoder.threads):
             yield lambda: None
 
@@ -126,7 +126,7 @@ class Together:
         self._pass: list[_Asked] = []  # what is being computed
 
     def step(self, token: int, caches: Sequence[KVCache]) -> F32:
-        """See `Turns`. Raises what the pass raised: then no conversation of it has its token.
+        """See `Schedule`. Raises what the pass raised: then no conversation of it has its token.
 
         SessionError where the thread that computed the pass was interrupted; the others may ask again.
         """
@@ -143,7 +143,7 @@ class Together:
         return asked.logits
 
     def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
-        """See `Turns`; by itself, as drafts don't wait for others."""
+        """See `Schedule`; by itself, as drafts don't wait for others."""
         self._require_outside()
         try:
             self._take_turn()
@@ -154,7 +154,7 @@ class Together:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[Pause]:
-        """See `Turns`."""
+        """See `Schedule`."""
         self._require_outside()
         self.leave()
         with self._prompt:
@@ -168,7 +168,7 @@ class Together:
                 _to_the_end(self._end_prompt)
 
     def leave(self) -> None:
-        """See `Turns`."""
+        """See `Schedule`."""
         with self._changed:
             self._writing.discard(threading.get_ident())
             self._changed.notify_all()

@@ -68,7 +68,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_loading(
     monkeypatch.setattr(run, "open_session", None)
     (tmp_path / "long").write_text("word " * 3000)
     assert main(["run", "--ctx", "100", "--prompt-file", str(tmp_path / "long")]) == 2
-    assert "--ctx is 100; shorten it" in capsys.readouterr().err
+    assert "100 of --ctx 100 are free; shorten it" in capsys.readouterr().err
 
 
 def test_a_forked_child_refuses_to_generate(tmp_path: pathlib.Path) -> None:

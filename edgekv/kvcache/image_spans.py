@@ -10,7 +10,8 @@ from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import Geometry, Workspace
+from edgekv.kvcache.codec_store import CodecStore
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.spans import Run, Span, runs
 from edgekv.machine import format_bytes
@@ -20,7 +21,7 @@ TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
 ENDS = ("key", "value")
 
 
-class ImageSpans(KVCache):
+class ImageSpans(CodecStore):
     """Packs the spans that `mark_images` names, each by itself; without a marked span this is `dense`.
 
     A scheme says with `span_codecs` what a span is packed in and with `pack` how. ``block``: a span is packed as
@@ -29,6 +30,11 @@ class ImageSpans(KVCache):
 
     exact_when_short = True
     block: ClassVar[int] = 1
+
+    @classmethod
+    def kinds(cls, knobs: Any) -> set[str] | None:
+        """None: spans' memory is the host's."""
+        return None
 
     @classmethod
     def exact_on_text(cls, knobs: Any) -> bool:
@@ -55,7 +61,7 @@ class ImageSpans(KVCache):
     def _shape(self, capacity: int) -> tuple[int, int, int]:
         return self.geometry.n_kv_heads, capacity, self.geometry.head_dim
 
-    def _codecs(self) -> dict[str, Codec]:
+    def stored(self) -> dict[str, Codec]:
         pairs: dict[str, tuple[Codec, Codec]] = {"text": self._text}
         for i, span in enumerate(self.spans):
             pairs[f"span{i}"] = span.packed
@@ -63,11 +69,8 @@ class ImageSpans(KVCache):
                 pairs[f"span{i}.exact"] = span.exact
         return {f"{name}.{end}": pair[i] for name, pair in pairs.items() for i, end in enumerate(ENDS)}
 
-    def layout(self) -> Layout:
-        codecs = self._codecs().items()
-        return {f"{owner}.{name}": spec for owner, codec in codecs for name, spec in codec.layout().items()}
-
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        """The text's memory: a span's is taken when it is marked."""
         self.kernels, self.workspace = kernels, workspace
         for codec in self._text:
             self._take_memory(codec)
@@ -77,7 +80,7 @@ class ImageSpans(KVCache):
         codec.bind({name: zeros(shape, dtype) for name, (shape, dtype) in codec.layout().items()}, self.kernels)
 
     def _list_arrays(self) -> None:
-        codecs = self._codecs().items()
+        codecs = self.stored().items()
         self.arrays = {f"{owner}.{name}": array for owner, codec in codecs for name, array in codec.arrays.items()}
 
     @property

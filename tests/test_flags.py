@@ -90,6 +90,12 @@ def test_errors_carry_what_is_accepted() -> None:
         (["--kv", "nope"], "error: --kv nope is unknown; accepted: dense, "),
         (["--kv", "steps"], "error: --kv steps needs a --kv-budget"),
         (["--kv", "dense", "--tau", "1"], "tau applies to: h1b, sign_keys"),
+        (
+            ["--kv", "auto", "--tau", "0.1"],
+            "error: --tau 0.1 needs a scheme that has it, not --kv auto; accepted: ",
+        ),
+        (["--kv", "planes", "--tau", "0.1"], ",key_scale=0.0,seed=0,"),
+        (["--kv", "dense:seed=3"], "error: --kv dense:seed=3: 'seed' is not one of its knobs"),
         (["--weights", "int3"], "error: --weights int3 is unknown; accepted: auto, f32"),
         (["--overflow", "wrap"], "error: --overflow wrap is unknown; accepted: stop, slide"),
         (["--kv-budget", "1K"], "error: --kv-budget"),

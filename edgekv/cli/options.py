@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from edgekv.checkpoint.hub import locate
 from edgekv.checkpoint.hub_name import hub_name
+from edgekv.errors import CacheError
 from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.spec import schemes_with
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
 from edgekv.session.devices import AUTO
@@ -138,9 +140,22 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
     if isinstance(given.get("kv_budget"), str):
         given["kv_budget"] = parse_bytes(given["kv_budget"], "kv_budget")
     if getattr(arguments, "tau", None) is not None:
-        kv = given["kv"] or DEFAULT
-        given["kv"] = f"{kv}{',' if ':' in kv else ':'}tau={arguments.tau}"
+        given["kv"] = _with_tau(given["kv"] or DEFAULT, arguments.tau)
     return LoadOptions(**given)
+
+
+def _with_tau(kv: str, tau: float) -> str:
+    """The scheme with a temperature. Raises CacheError where none is named that could have one."""
+    if kv == "auto":
+        names = schemes_with("tau")
+        named = ", ".join(f"kv={name!r}" for name in names)
+        raise CacheError(
+            f"--tau {tau} needs a scheme that has it, not kv={kv!r}; accepted: {named}",
+            field="kv",
+            value=kv,
+            accepted=names,
+        )
+    return f"{kv}{',' if ':' in kv else ':'}tau={tau}"
 
 
 def bytes_text(n: int) -> str:

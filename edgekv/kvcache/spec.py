@@ -188,14 +188,19 @@ def knob_aliases(scheme: type[KVCache]) -> dict[str, str]:
     return dict(getattr(scheme.Knobs, "aliases", {}))
 
 
+def schemes_with(knob: str) -> list[str]:
+    """Names of the schemes that have the knob, under its present name or one that it had before."""
+    return [name for name, scheme in schemes().items() if _has_knob(scheme, knob)]
+
+
 def _no_knob(name: str, item: str, fields: dict[str, dataclasses.Field[Any]]) -> CacheError:
     accepted = [f"{field.name}={field.default}" for field in fields.values()]
     knob = item.partition("=")[0]
-    others = [other for other, scheme in schemes().items() if _has_knob(scheme, knob)]
+    others = schemes_with(knob)
     hint = f"; {knob} applies to: {', '.join(others)}" if others and knob not in fields else ""
+    takes = f"{name}:{','.join(accepted)}" if accepted else "no knobs"
     return CacheError(
-        f"kv={name!r}: {item!r} is not one of its knobs; accepted (defaults): "
-        f"{', '.join(accepted) or 'no knobs'}{hint}",
+        f"kv={f'{name}:{item}'!r}: {knob!r} is not one of its knobs; accepted (defaults): {takes}{hint}",
         field="kv",
         value=item,
         accepted=accepted,

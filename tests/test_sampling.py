@@ -221,6 +221,12 @@ def test_settings_are_given_once(temperature, seed):
     assert open_sampler(3, None, temperature, seed).params == SamplingParams(temperature or 0.0, seed=seed)
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 1}, 0.7, "greedy"])
+def test_what_is_no_sampling_is_refused(sampling):
+    with raises(ConfigError, field="sampling", match="accepted: a SamplingParams, a Sampler, None"):
+        open_sampler(3, sampling, None, None)
+
+
 def test_zero_is_off_as_none_is():
     given = SamplingParams(top_k=0, repetition_window=0)
     assert given == SamplingParams(top_k=None)

@@ -135,8 +135,17 @@ def open_sampler(
 ) -> Sampler:
     """The sampler that the parameters of `Session.generate` ask for.
 
-    Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``.
+    Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``, and for what is
+    neither settings nor a sampler.
     """
+    if not isinstance(sampling, (SamplingParams, Sampler, type(None))):
+        accepted = ("a SamplingParams", "a Sampler", "None")
+        raise ConfigError(
+            f"sampling={sampling!r:.60}: accepted: {', '.join(accepted)}",
+            field="sampling",
+            value=sampling,
+            accepted=accepted,
+        )
     if sampling is None:
         sampling = SamplingParams(temperature=0.0 if temperature is None else temperature, seed=seed)
     elif temperature is not None or seed is not None:

@@ -19,7 +19,7 @@ MODELS = ("llama-40m", "gpt2-60m")
 TEXT, TOKENS = "heldout3", 8192
 WHEN = {
     "dense": "there is memory enough; the reference",
-    "planes:by_need=true": "by default: a sixth of f16's bytes",
+    "planes:by_need=true": "first choice: a sixth of f16's bytes",
     "planes:k_bits=3,v_bits=3,by_need=true": "nothing may show",
     "planes:k_bits=1.5,v_bits=1.5": "the context must go further",
     "planes": "a model has no tokenizer to measure what its heads need",

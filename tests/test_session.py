@@ -34,6 +34,17 @@ def text_model(shared: pathlib.Path) -> pathlib.Path:
     return shared / "models" / "stories260K"
 
 
+def test_an_option_that_is_none_is_refused(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Before a file is looked at."""
+    for opened in (
+        lambda: Session.load(model, ctxt=64),
+        lambda: Session.restore(tmp_path / "none", model, ctxt=64),
+    ):
+        with raises(ConfigError, field="ctxt", match="ctxt=64 is no option; accepted: kv, ctx, ") as caught:
+            opened()
+        assert caught.value.accepted[:2] == ("kv", "ctx")
+
+
 @pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> None:
     """Tokens fed one after another through two calls are those of the same cache stepped by hand."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +31,8 @@ class LoadOptions:
         "ngram" (what followed the latest tokens where they stood before), "auto" (ngram on the device cpu), or the
         path of a smaller model with the same vocabulary.
     device: "cpu" (onnxruntime and Numba), "cuda" (CuPy), "numpy" (the slow reference), or "auto": cuda where CuPy,
-        a GPU and the scheme's kernels are, else cpu.
+        a GPU and the scheme's kernels are, else cpu. The command line's default is auto; here it is cpu, so that
+        a program gives the same text on every machine and takes no GPU that it was not told to take.
     threads: cores to use; None is all that this process may use, and for weight products as many of them as a
         short measurement at the first load finds fastest, which is then remembered.
     slots: conversations that may generate at once, each a `Session.fork` in a thread of its own: their tokens
@@ -76,6 +79,20 @@ class LoadOptions:
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):
                 raise _wrong(ConfigError, name, value, "a path, or None")
+
+
+def changed(options: LoadOptions | None, changes: Mapping[str, Any]) -> LoadOptions:
+    """The options (None: the defaults) with those given by name. Raises ConfigError for a name that none has."""
+    names = [field.name for field in dataclasses.fields(LoadOptions)]
+    for name, value in changes.items():
+        if name not in names:
+            raise ConfigError(
+                f"{name}={value!r:.60} is no option; accepted: {', '.join(names)}",
+                field=name,
+                value=value,
+                accepted=names,
+            )
+    return dataclasses.replace(options or LoadOptions(), **changes)
 
 
 def _is_count(value: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,7 +20,7 @@ from edgekv.session.generation import Generation
 from edgekv.session.grammar import Constraint, find_constraint
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import LoadedModel, fork, open_model, open_session, reopen
-from edgekv.session.options import LoadOptions, Path
+from edgekv.session.options import LoadOptions, Path, changed
 from edgekv.session.prompt_encoder import PromptEncoder
 from edgekv.session.report import RunReport, measured
 from edgekv.session.running import Running, StepIterator
@@ -72,7 +71,7 @@ class Session:
         quantized. Raises an EdgeKVError: a bad file or option, a context beyond the model, too little memory
         (computed before it is taken).
         """
-        options = dataclasses.replace(options or LoadOptions(), **changes)
+        options = changed(options, changes)
         shift = find_context_shift(options.overflow)
         loaded = open_session(options, open_model(path, options), progress=progress)
         return cls(loaded, shift, open_drafts(options, loaded, progress))
@@ -94,7 +93,7 @@ class Session:
         context must be as long). Raises SessionError for a file that is damaged, foreign, or of another model,
         ``weights``, ``kv``, ``kv_budget`` or ``ctx``, where these are given.
         """
-        options = dataclasses.replace(options or LoadOptions(), **changes)
+        options = changed(options, changes)
         saved, shift = SavedState(path), find_context_shift(options.overflow)
         saved.require_scheme(options.kv, options.ctx, options.kv_budget)
         source = model._loaded if isinstance(model, Session) else open_model(model, options)

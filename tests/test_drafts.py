@@ -16,7 +16,7 @@ from edgekv import CACHES, LoadOptions, SamplingParams, Session
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.session.draft_model import DraftModel
 from edgekv.session.drafts import MOST, DraftLength, Drafts, NGram
-from edgekv.session.opening import open_model, open_session
+from edgekv.session.opening import load_model, open_model
 from edgekv.session.sampling import Sampler
 
 HEADS = (4, 2, 64)
@@ -251,7 +251,7 @@ def test_a_smaller_model_drafts(model: pathlib.Path, temperature: float) -> None
     """Here the model guesses for itself: in float32 it is always right, with sampling too."""
     prompt, sampling = golden_cases.tokens("llama31")[:20], SamplingParams(temperature=temperature, seed=5)
     session = Session.load(model, weights="f32")
-    itself = open_session(LoadOptions(weights="f32", kv="dense"), open_model(model, LoadOptions()))
+    itself = load_model(LoadOptions(weights="f32", kv="dense"), open_model(model, LoadOptions()))
     first = DraftModel(itself, session.config.vocab_size, cost=0.1)
     plain = [step.token for step in session.generate(prompt, max_new_tokens=30, sampling=sampling)]
     for drafts in (first, first.fork()):

@@ -9,7 +9,7 @@ from edgekv.kernels.memory import to_host
 from edgekv.session.caches import open_caches
 from edgekv.session.drafts import ROW_COST, DraftLength, Drafts, NGram
 from edgekv.session.model_runner import ModelRunner
-from edgekv.session.opening import LoadedModel, open_model, open_session
+from edgekv.session.opening import LoadedModel, load_model, open_model
 from edgekv.session.options import LoadOptions
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
@@ -97,7 +97,7 @@ def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: StageProgre
     model = open_model(options.draft, LoadOptions())
     ctx = min(loaded.plan.ctx, model.config.max_positions)
     small = LoadOptions(kv="dense", ctx=ctx, device=loaded.device, threads=options.threads)
-    draft = open_session(small, model, progress=progress)
+    draft = load_model(small, model, progress=progress)
     require_same_vocabulary(loaded, draft)
     cost = draft.decoder.weights.token_bytes / loaded.decoder.weights.token_bytes
     return DraftModel(draft, min(model.config.vocab_size, loaded.model.config.vocab_size), cost)

@@ -72,7 +72,7 @@ def open_model(path: Path, options: LoadOptions) -> Model:
     )
 
 
-def open_session(options: LoadOptions, model: Model, *, progress: StageProgress | None = None) -> LoadedModel:
+def load_model(options: LoadOptions, model: Model, *, progress: StageProgress | None = None) -> LoadedModel:
     """Checks the options against model and machine, then loads weights and compiles kernels.
 
     progress(stage, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
@@ -101,7 +101,7 @@ def open_session(options: LoadOptions, model: Model, *, progress: StageProgress 
 def reopen(
     saved: SavedState, model: Model | LoadedModel, options: LoadOptions, *, progress: StageProgress | None = None
 ) -> LoadedModel:
-    """As `open_session`, with scheme, context and weights of a saved session; or a `fork` of a loaded model.
+    """As `load_model`, with scheme, context and weights of a saved session; or a `fork` of a loaded model.
 
     Raises SessionError where it belongs to another model, or to other weights than the options name.
     """
@@ -112,7 +112,7 @@ def reopen(
     saved.require_model(model)
     saved.require_weights(saved.weights if options.weights == "auto" else options.weights)
     as_saved = dataclasses.replace(options, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
-    return open_session(as_saved, model, progress=progress)
+    return load_model(as_saved, model, progress=progress)
 
 
 def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> LoadedModel:
@@ -153,12 +153,12 @@ def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: StageProgress |
     """
     specs = (kv, *map(CacheSpec.parse, kv.scheme.packs_like))
     n = min(WARM_UP_TOKENS, ctx)
-    steps = [step for spec in specs for step in decoder.warm_up(spec.layers(decoder.config, n))]
+    calls = [call for spec in specs for call in decoder.warm_up(spec.layers(decoder.config, n))]
     with CompileClock() as clock:
-        for i, step in enumerate(steps):
+        for i, call in enumerate(calls):
             if progress:
-                progress(WARM_UP, i, len(steps))
-            step()
+                progress(WARM_UP, i, len(calls))
+            call()
     if progress:
-        progress(WARM_UP, len(steps), len(steps))
+        progress(WARM_UP, len(calls), len(calls))
     return clock.seconds

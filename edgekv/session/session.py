@@ -19,7 +19,7 @@ from edgekv.session.embedding import embed
 from edgekv.session.generation import Generation
 from edgekv.session.grammar import Constraint, find_constraint
 from edgekv.session.model_runner import ModelRunner
-from edgekv.session.opening import LoadedModel, fork, open_model, open_session, reopen
+from edgekv.session.opening import LoadedModel, fork, load_model, open_model, reopen
 from edgekv.session.options import LoadOptions, Path, changed
 from edgekv.session.prompt_encoder import PromptEncoder
 from edgekv.session.report import RunReport, measured
@@ -73,7 +73,7 @@ class Session:
         """
         options = changed(options, changes)
         shift = find_context_shift(options.overflow)
-        loaded = open_session(options, open_model(path, options), progress=progress)
+        loaded = load_model(options, open_model(path, options), progress=progress)
         return cls(loaded, shift, open_drafts(options, loaded, progress))
 
     @classmethod

@@ -1,5 +1,6 @@
 """What `import edgekv` gives: the public names, lazily, and a version wherever it is used from."""
 
+import ast
 import pathlib
 import subprocess
 import sys
@@ -18,6 +19,19 @@ def test_dir_lists_the_public_names() -> None:
     assert dir(edgekv) == sorted(edgekv.__all__)
     with pytest.raises(AttributeError, match="no attribute 'sessions'"):
         _ = edgekv.sessions
+
+
+def test_what_a_checker_sees_is_what_there_is() -> None:
+    """The imports under TYPE_CHECKING name what loads on first use, from the same modules."""
+    tree = ast.parse(pathlib.Path(edgekv.__file__).read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: node.module.removeprefix("edgekv.")
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert seen == edgekv._HOMES
 
 
 def test_every_error_is_public() -> None:

@@ -15,7 +15,21 @@ from edgekv.kernels.cpu.loops import Loops, address_of, again_loop, chars, float
 from edgekv.kernels.cpu.masks import at_least, lowest_one
 from edgekv.kernels.cpu.planes import AT as KEY
 from edgekv.kernels.cpu.planes import parts_of as planes_of
-from edgekv.kernels.cpu.refine import PENDING, add_planes, add_up, choose, estimate, prepare, weigh
+from edgekv.kernels.cpu.refine import (
+    PENDING,
+    Heads,
+    Keys,
+    Memory,
+    Products,
+    Tail,
+    Values,
+    add_planes,
+    add_up,
+    choose,
+    estimate,
+    prepare,
+    weigh,
+)
 from edgekv.kernels.cpu.rotate import rotate_back_row
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import fill
@@ -73,20 +87,20 @@ def _read_again(
     n_heads, capacity = rows // n, n_blocks * BLOCK
     blocks = (t1 + BLOCK - 1) // BLOCK - t0 // BLOCK
     _, rotated, rounded, _, _ = planes_of(prepared, rows, width)
-    keys = chars(get(k, KEY.planes)), halves(get(k, KEY.scale)), chars(get(v, VALUE.fine))
-    values = chars(get(v, VALUE.top)), chars(get(v, VALUE.low)), halves(get(v, VALUE.scale))
+    keys = Keys(chars(get(k, KEY.planes)), halves(get(k, KEY.scale)), chars(get(v, VALUE.fine)))
+    values = Values(chars(get(v, VALUE.top)), chars(get(v, VALUE.low)), halves(get(v, VALUE.scale)))
     places = _places(scratch, rows, n_heads, width, n_blocks)
     sums, tail, chosen, weights = floats(places[0]), floats(places[1]), ints(places[2]), floats(places[3])
     fill(sums, 0, rows * width, ZERO)
     threshold, base = np.int32(get(v, VALUE.threshold)).view(np.float32), g * capacity
     n_read_all = n_full_all = 0
     for j in range(n):
-        memory = chosen, 0, weights, 0, floats(places[4]), 0
-        products, tail_of = (chars(places[5]), 0), (tail, blocks, t0 // BLOCK)
+        memory = Memory(chosen, 0, weights, 0, floats(places[4]), 0)
+        products, tail_of = Products(chars(places[5]), 0), Tail(tail, blocks, t0 // BLOCK)
         chances = j * gap - t0  # column of token 0, of the first head
-        where = floats(p), chances, n * gap, n_heads, j, n, width
+        heads = Heads(floats(p), chances, n * gap, n_heads, j, n, width)
         key_scale = get(floats(get(k, KEY.key_scale)), g)
-        prepare(floats(rotated), floats(rounded), key_scale, where, memory, products, floats(change))
+        prepare(floats(rotated), floats(rounded), key_scale, heads, memory, products, floats(change))
         n_found = 0
         for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
             start, end = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)
@@ -104,10 +118,10 @@ def _read_again(
                     put(chosen, n_found, np.int32(token))
                     n_found += 1
             if n_found > PENDING - BLOCK or block == (t1 - 1) // BLOCK:
-                estimate(n_found, base, where, memory, products, keys)
-                weigh(n_found, where, memory, floats(change))
-                n_pairs, n_whole = choose(n_found, base, threshold, where, memory, values, tail_of)
-                add_planes(n_pairs, n_whole, base, where, memory, values, sums)
+                estimate(n_found, base, heads, memory, products, keys)
+                weigh(n_found, heads, memory, floats(change))
+                n_pairs, n_whole = choose(n_found, base, threshold, heads, memory, values, tail_of)
+                add_planes(n_pairs, n_whole, base, heads, memory, values, sums)
                 n_full_all += n_whole
                 n_read_all += n_found
                 n_found = 0
@@ -212,7 +226,7 @@ def _at_least(p: F32, start: int, length: int, threshold: Scalar) -> Scalar:
 
 
 @fast_jit
-def _prefetch(keys: Args, values: Args, stored: int, width: int) -> None:
+def _prefetch(keys: Keys, values: Values, stored: int, width: int) -> None:
     """Asks for what `estimate` and `add_planes` will read, but for keys' signs and the lower value planes."""
     (_, _, fine), (top, _, _) = keys, values
     for i in range(0, 3 * width // 8, LINE):

@@ -8,7 +8,7 @@ from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRE, CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu import simd, tables
 from edgekv.kernels.cpu.centres import centre_scores, split
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
+from edgekv.kernels.cpu.jit import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.loops import (
     Loops,
     address_of,
@@ -52,6 +52,15 @@ class KeyNumbers(NamedTuple):
 
 
 AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
+
+
+class Place(NamedTuple):
+    """What a row meets: where its tables begin, where the block's planes do, how many these are, their width."""
+
+    row: int
+    block: int
+    bits: int
+    width: int
 
 
 # What a head's queries become, in this order: tables (rows, 4 * width) of bytes, see `_put_tables`; P q
@@ -114,13 +123,13 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
             centre_scores(chars(split_at), query, width, size, total, centres, centre_step, stored, near, NEAR * r)
         into, column, apart = (target, m * gap, gap) if whole else (near, 2 * NEAR, BLOCK)
         factor = key_scale * get(floats(steps), m)
-        where = 4 * m * width, code, bits, width
+        at = Place(4 * m * width, code, bits, width)
         if pair == 1:
-            _scan_row(chars(tables_at), planes, where, into, column, factor, scale, stored * BLOCK, near)
+            _scan_row(chars(tables_at), planes, at, into, column, factor, scale, stored * BLOCK, near)
         else:
             other = key_scale * get(floats(steps), m + 1)
             _scan_two_rows(
-                chars(tables_at), planes, where, into, column, apart, factor, other, scale, stored * BLOCK, near
+                chars(tables_at), planes, at, into, column, apart, factor, other, scale, stored * BLOCK, near
             )
         if not whole:
             for r in range(pair):
@@ -184,10 +193,10 @@ def _put_tables(rounded: F32, row: int, width: int, entries: U8, target: int) ->
 
 @fast_jit
 def _scan_row(
-    entries: U8, planes: U8, where: Args, s: F32, column: int, factor: Scalar, scale: U16, token: int, near: F32
+    entries: U8, planes: U8, at: Place, s: F32, column: int, factor: Scalar, scale: U16, token: int, near: F32
 ) -> None:
     """s[column:][:64] = near + factor * scale * (a row's sums over all planes of a block)."""
-    row, block, bits, width = where
+    row, block, bits, width = at
     group = 2 * width
     for chunk in range(0, width, CHUNK):
         channels = min(CHUNK, width - chunk)
@@ -212,7 +221,7 @@ def _scan_row(
 def _scan_two_rows(
     entries: U8,
     planes: U8,
-    where: Args,
+    at: Place,
     s: F32,
     column: int,
     gap: int,
@@ -223,7 +232,7 @@ def _scan_two_rows(
     near: F32,
 ) -> None:
     """`_scan_row` of a row and the next, which is stored ``gap`` behind: they share each load of a key."""
-    row, block, bits, width = where
+    row, block, bits, width = at
     group, other = 2 * width, 4 * width
     for chunk in range(0, width, CHUNK):
         channels = min(CHUNK, width - chunk)

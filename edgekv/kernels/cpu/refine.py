@@ -3,6 +3,8 @@
 Each step does the whole batch: what decides a token's way is then long known when a branch asks for it.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
@@ -11,11 +13,11 @@ from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.centres import split
 from edgekv.kernels.cpu.gauss_codes import place_of
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit
+from edgekv.kernels.cpu.jit import Scalar, fast_jit, inline_jit
 from edgekv.kernels.cpu.masks import add_where
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.kernels.cpu.softmax import exp_of_negative
-from edgekv.types import F32, U8
+from edgekv.types import F32, I32, U8, U16
 
 LANES = simd.LANES
 TILE, VECTOR, STRIP = 4 * LANES, 4 * LANES, LANES // 8  # elements, bytes, bytes of LANES bits
@@ -26,24 +28,75 @@ MIDDLE, PAIR_MIDDLE, STEP_OF_KEY, STEP_OF_PAIR = np.array([7.5, 1.5, KEY_STEP, P
 LARGEST, LARGEST_FACTOR = np.array([LARGEST_CORRECTION, np.exp(LARGEST_CORRECTION)], np.float32)
 LARGE = np.float32(FULL_VALUES)
 
-# Arguments that go together, as tuples of addresses and indices:
-# where: p, the column of token 0, columns between heads; heads, the first one's row, rows between them; width
-# memory: chosen (3, PENDING): tokens found, to be read in two planes, in four;
-#         weights (4 * heads + 1, PENDING): corrections, then corrected probabilities; old ones; weights of pairs;
-#         of fours; the largest corrected probability of a token's heads;
-#         near: per head the size of its products, then what all keys share; then 2 * width elements
+# What the loops below get together. An index says where in the array before it the part begins.
+
+
+class Heads(NamedTuple):
+    """The query heads that read a KV head's tokens."""
+
+    p: F32  # probabilities
+    chances: int  # the column of token 0, of the first head
+    gap: int  # columns between heads
+    n_heads: int
+    row: int  # of the first head
+    n: int  # rows between heads
+    width: int
+
+
+class Memory(NamedTuple):
+    """What a batch is worked out in."""
+
+    chosen: I32  # (3, PENDING): tokens found, to be read in two planes, in four
+    found: int
+    weights: F32
+    """(4 * heads + 1, PENDING): corrections, then corrected probabilities; old ones; weights of pairs; of fours;
+    the largest corrected probability of a token's heads."""
+    first: int
+    near: F32  # per head the size of its products, then what all keys share; then 2 * width elements
+    own: int
+
+
+class Products(NamedTuple):
+    """What keys are multiplied with, in two bytes (heads, 2, 2 * width); behind it room for a key's bytes."""
+
+    halves: U8
+    query: int
+
+
+class Keys(NamedTuple):
+    """The first plane of stored keys, their scales, their other three planes."""
+
+    signs: U8
+    scale: U16
+    fine: U8
+
+
+class Values(NamedTuple):
+    """The upper and the lower two planes of stored values, and their scales."""
+
+    top: U8
+    low: U8
+    scale: U16
+
+
+class Tail(NamedTuple):
+    """What blocks keep of each row's probability (rows, blocks), from ``first_block`` on."""
+
+    tail: F32
+    blocks: int
+    first_block: int
 
 
 @fast_jit
 def prepare(
-    q: F32, rounded: F32, key_scale: Scalar, where: Args, memory: Args, products: Args, change: F32
+    q: F32, rounded: F32, key_scale: Scalar, heads: Heads, memory: Memory, products: Products, change: F32
 ) -> None:
     """Per head: what a key's sign and fine bits are multiplied with, in bytes; their size; what all keys share.
 
     KEY_STEP * q . (8 sign + fine - 7.5) - key_scale * rounded . (2 sign - 1)
     = (8 KEY_STEP q - 2 key_scale rounded) . sign + KEY_STEP q . fine - (7.5 KEY_STEP q - key_scale rounded) . 1
     """
-    _, _, _, n_heads, row, n, width = where
+    _, _, _, n_heads, row, n, width = heads
     _, _, _, _, near, own = memory
     halves, query = products
     factors = own + 2 * n_heads
@@ -61,9 +114,9 @@ def prepare(
 
 
 @fast_jit
-def estimate(n_found: int, base: int, where: Args, memory: Args, products: Args, keys: Args) -> None:
+def estimate(n_found: int, base: int, heads: Heads, memory: Memory, products: Products, keys: Keys) -> None:
     """The corrections of the found tokens' scores, and their probabilities."""
-    p, chances, gap, n_heads, _, _, width = where
+    p, chances, gap, n_heads, _, _, width = heads
     chosen, found, weights, corrections, near, own = memory
     halves, query = products
     signs, scale, fine = keys
@@ -107,9 +160,9 @@ def _dot_halves(halves: U8, codes: int, query: int, n: int) -> Scalar:
 
 
 @fast_jit
-def weigh(n_found: int, where: Args, memory: Args, change: F32) -> None:
+def weigh(n_found: int, heads: Heads, memory: Memory, change: F32) -> None:
     """The corrected probabilities, in place of the corrections; and the largest of each token's heads."""
-    _, _, _, n_heads, row, n, _ = where
+    _, _, _, n_heads, row, n, _ = heads
     _, _, weights, corrections, _, _ = memory
     largest = corrections + 4 * n_heads * PENDING
     for r in range(n_heads):
@@ -128,10 +181,10 @@ def weigh(n_found: int, where: Args, memory: Args, change: F32) -> None:
 
 @fast_jit
 def choose(
-    n_found: int, base: int, threshold: Scalar, where: Args, memory: Args, values: Args, tail_of: Args
+    n_found: int, base: int, threshold: Scalar, heads: Heads, memory: Memory, values: Values, tail_of: Tail
 ) -> tuple[int, int]:
     """Lists the tokens to read in two planes and in four, with their weights; tail: what is not read after all."""
-    _, _, _, n_heads, row, n, width = where
+    _, _, _, n_heads, row, n, width = heads
     chosen, found, weights, new, _, _ = memory
     _, low, value_scale = values
     tail, blocks, first_block = tail_of
@@ -162,9 +215,11 @@ def choose(
 
 
 @fast_jit
-def add_planes(n_pairs: int, n_whole: int, base: int, where: Args, memory: Args, values: Args, out: F32) -> None:
+def add_planes(
+    n_pairs: int, n_whole: int, base: int, heads: Heads, memory: Memory, values: Values, out: F32
+) -> None:
     """out += the weights times the values of the listed tokens: two planes, or all four."""
-    _, _, _, n_heads, row, n, width = where
+    _, _, _, n_heads, row, n, width = heads
     chosen, found, weights, first, _, _ = memory
     top, low, _ = values
     pairs, fours, line = found + PENDING, found + 2 * PENDING, width // 8

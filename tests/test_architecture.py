@@ -17,10 +17,9 @@ LAYERS = (
     ("edgekv.vision",),
     ("edgekv.decoder",),
     ("edgekv.linear", "edgekv.kvcache"),
-    ("edgekv.kernels",),
-    ("edgekv.checkpoint",),
+    ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
-    ("edgekv.machine", "edgekv.schema"),
+    ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files"),
     ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
 )
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")

@@ -12,7 +12,7 @@ from kernel_cases import normal
 
 from edgekv.kernels import numpy_kernels, reference
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kernels.cuda.loops import KINDS, loops_of
+from edgekv.kernels.cuda.loops import CUDA_KINDS, loops_of
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tier_stores
 from edgekv.kvcache.base import Geometry, Workspace
@@ -127,7 +127,7 @@ def causal(n: int, total: int, window: int | None) -> tuple[np.ndarray, np.ndarr
 
 def test_every_kind_is_tried() -> None:
     tried = {codec.kind for pair in PAIRS.values() for codec in pair(1, 64, 64)}
-    assert tried == KINDS - {"sign_index", "page_index"}  # which are no segments' keys
+    assert tried == CUDA_KINDS - {"sign_index", "page_index"}  # which are no segments' keys
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
-from edgekv.kernels.cuda.loops import KINDS
+from edgekv.kernels.cuda.loops import CUDA_KINDS
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
@@ -18,7 +18,7 @@ from edgekv.types import StageProgress
 def runs(spec: CacheSpec) -> bool:
     """Whether the GPU reads all kinds of codecs that the scheme has."""
     kinds = spec.scheme.kinds(spec.knobs)
-    return kinds is not None and kinds <= KINDS
+    return kinds is not None and kinds <= CUDA_KINDS
 
 
 SCHEMES = tuple(name for name, scheme in CACHES.items() if runs(CacheSpec(scheme, scheme.Knobs())))

@@ -11,7 +11,7 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cuda.program import Array, Driver, Macros
 
 BACKEND = "edgekv.kernels.cuda"
-KINDS = frozenset(kind for kind in kinds.KINDS if kinds.reads(BACKEND, kind))
+CUDA_KINDS = frozenset(kind for kind in kinds.KINDS if kinds.reads(BACKEND, kind))
 """Of codecs that the GPU reads."""
 
 

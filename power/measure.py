@@ -15,7 +15,8 @@ from edgekv.errors import ConfigError, MemoryBudgetError
 from edgekv.kernels import threads as kernel_threads
 from edgekv.kernels.cpu.jit import parallel_jit
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Workspace
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import available_memory_bytes, blas_threads, require_memory
 from edgekv.models import architecture

@@ -36,7 +36,7 @@ from edgekv.kernels.reference.interleaved_values import values_interleaved  # no
 from edgekv.kernels.reference.papers.int4 import encode_int4, values_int4  # noqa: E402
 from edgekv.kernels.reference.planes import round_queries  # noqa: E402
 from edgekv.kvcache import CacheSpec  # noqa: E402
-from edgekv.kvcache.base import Workspace  # noqa: E402
+from edgekv.kvcache.geometry import Workspace  # noqa: E402
 from edgekv.models import architecture  # noqa: E402
 from edgekv.quality.evaluate import evaluate  # noqa: E402
 from edgekv.session.devices import find_device  # noqa: E402

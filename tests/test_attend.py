@@ -17,9 +17,9 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.kinds import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.base import Geometry, Layout
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.geometry import Geometry, Layout
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_kivi import KiviValues

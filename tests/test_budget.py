@@ -17,10 +17,12 @@ from edgekv.cli import main
 from edgekv.errors import CacheError, SessionError
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace, rewind
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.repack import copy_tokens, decode
+from edgekv.kvcache.rewinding import rewind
 from edgekv.kvcache.steps import Steps, StepsKnobs
 from edgekv.kvcache.tiers import TIERS, Shape, Split, choose_split, least_bytes, usable_tiers
 from edgekv.models import architecture

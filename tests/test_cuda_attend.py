@@ -15,10 +15,10 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cuda.loops import CUDA_KINDS, loops_of
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tier_stores
-from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues

@@ -15,7 +15,7 @@ from edgekv import CACHES, CacheError, CacheSpec, Geometry, KVCache, Session, Se
 from edgekv.cli import main
 from edgekv.kernels import numpy_kernels
 from edgekv.kvcache import registry, schemes
-from edgekv.kvcache.base import Workspace
+from edgekv.kvcache.geometry import Workspace
 
 PACKAGE = ROOT / "examples" / "scheme_package"
 

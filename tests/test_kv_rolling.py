@@ -13,7 +13,8 @@ from edgekv import Session
 from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.rolling import Rolling, ring_tokens
 from edgekv.models import architecture
 

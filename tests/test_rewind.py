@@ -8,7 +8,8 @@ import pytest
 from cache_cases import Heads, draw, relative
 
 from edgekv import CACHES, Session
-from edgekv.kvcache.base import KVCache, rewind
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.rewinding import rewind
 from edgekv.kvcache.windowed import Windowed
 
 HEADS: Heads = (8, 2, 64)

@@ -11,7 +11,7 @@ import pytest
 
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.geometry import Geometry
 from edgekv.models import architecture
 from edgekv.power.boards import boards
 

@@ -20,7 +20,7 @@ from tables_plot import PANELS, points  # noqa: E402
 from edgekv.cli import main as edgekv  # noqa: E402
 from edgekv.kernels import numpy_kernels  # noqa: E402
 from edgekv.kvcache import CacheSpec  # noqa: E402
-from edgekv.kvcache.base import Workspace  # noqa: E402
+from edgekv.kvcache.geometry import Workspace  # noqa: E402
 
 NOWHERE = runs.Places(pathlib.Path("M"), pathlib.Path("T"), pathlib.Path("A"))
 

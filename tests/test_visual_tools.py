@@ -23,7 +23,7 @@ import visual_schemes  # noqa: E402
 from visual_scenes import COLOURS, KINDS, NUMBER, SIZES, Scene, Thing, draw_scene, render  # noqa: E402
 
 from edgekv.kernels import numpy_kernels  # noqa: E402
-from edgekv.kvcache.base import Geometry, Workspace  # noqa: E402
+from edgekv.kvcache.geometry import Geometry, Workspace  # noqa: E402
 
 CIRCLE = Thing("circle", "red", "small", "top", "left")
 SEVEN = Thing(NUMBER, "blue", "large", "lower", "far right", 7)

@@ -15,7 +15,8 @@ from edgekv.kernels.cuda.loops import loops_of, read_keys
 from edgekv.kernels.cuda.matvec import matvec, packed_matvec, stages
 from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads

@@ -7,9 +7,10 @@ import functools
 from importlib import metadata
 
 from edgekv.errors import CacheError, unknown
-from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.bitplane import BitPlane
 from edgekv.kvcache.dense import Dense
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.papers.fier import Fier
 from edgekv.kvcache.papers.h1b import H1B

@@ -1,5 +1,6 @@
 """What `import edgekv` gives: the public names, lazily, and a version wherever it is used from."""
 
+import ast
 import pathlib
 import subprocess
 import sys
@@ -18,6 +19,20 @@ def test_dir_lists_the_public_names() -> None:
     assert dir(edgekv) == sorted(edgekv.__all__)
     with pytest.raises(AttributeError, match="no attribute 'sessions'"):
         _ = edgekv.sessions
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """What is imported for them alone, from the same modules."""
+    tree = ast.parse(pathlib.Path(edgekv.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = [
+        (alias.asname, f"{node.module}.{alias.name}")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert len(seen) == len(block.body)
+    assert dict(seen) == {name: f"edgekv.{home}.{name}" for name, home in edgekv._HOMES.items()}
 
 
 def test_every_error_is_public() -> None:

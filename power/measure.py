@@ -151,7 +151,7 @@ def measure(
     caches = filled(spec, decoder, ctx, ctx - runs * tokens - warm_up)
     attended = [0.0]
     for cache in caches:
-        cache.attend = stopwatch(cache.attend, attended)  # type: ignore[method-assign]
+        cache.attend = stopwatch(cache.attend, attended)
     latencies, attentions = [], []
     with blas_threads(1):
         token = int(decoder.step(TOKEN, caches).argmax())

@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import sys
 from typing import Any
 
 import golden_cases
@@ -13,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgekv[torch]'")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
 
 import adapt  # noqa: E402
 from adapt_rounding import (  # noqa: E402

@@ -8,17 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import roofline
+import roofline_need
 
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.geometry import Geometry
 from edgekv.models import architecture
 from edgekv.power.boards import boards
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import roofline  # noqa: E402
-import roofline_need  # noqa: E402
 
 NEED = roofline_need.Need(weights_bytes=3_000_000_000, cache_bytes=1_000_000_000, cycles=2e9)
 

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
 
 import visual_captions  # noqa: E402
 import visual_eval  # noqa: E402

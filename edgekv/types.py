@@ -1,10 +1,13 @@
-"""Arrays by what their elements are, what long work tells of itself, and numbers of threads."""
+"""Paths, arrays by what their elements are, what long work tells of itself, and numbers of threads."""
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+Path = str | os.PathLike[str]
 
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]

@@ -30,8 +30,9 @@ from tqdm import tqdm
 from edgekv.checkpoint.shapes import Config, load_shape, number
 from edgekv.checkpoint.source import INDEX, SINGLE
 from edgekv.checkpoint.tensors import DTYPES
-from edgekv.checkpoint.writer import TensorWriter, atomic_write
+from edgekv.checkpoint.writer import TensorWriter
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
+from edgekv.files import atomic_write
 
 TORCH_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 OUR_FILES = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}

@@ -13,8 +13,8 @@ import json
 import sys
 import time
 
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import EdgeKVError
+from edgekv.files import atomic_write
 from edgekv.power import EnergyMeter, PowerSampler, find_meter
 
 PROMPT, VOCAB = 512, 32000

@@ -15,7 +15,8 @@ from edgekv.errors import ConfigError, MemoryBudgetError
 from edgekv.kernels import threads as kernel_threads
 from edgekv.kernels.cpu.jit import parallel_jit
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Workspace
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import available_memory_bytes, blas_threads, require_memory
 from edgekv.models import architecture
@@ -150,7 +151,7 @@ def measure(
     caches = filled(spec, decoder, ctx, ctx - runs * tokens - warm_up)
     attended = [0.0]
     for cache in caches:
-        cache.attend = stopwatch(cache.attend, attended)  # type: ignore[method-assign]
+        cache.attend = stopwatch(cache.attend, attended)
     latencies, attentions = [], []
     with blas_threads(1):
         token = int(decoder.step(TOKEN, caches).argmax())

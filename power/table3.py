@@ -21,11 +21,11 @@ import measure
 import paper
 from measure import Row, Spread
 
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.bars import Bars
 from edgekv.cli.metering import add_power_options, energy_meter
 from edgekv.cli.options import add_source_options, add_weights_option, model_path, positive_int
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes, machine_info
 from edgekv.power.boards import find_board

@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import sys
 from typing import Any
 
 import golden_cases
@@ -13,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'edgekv[torch]'")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
 
 import adapt  # noqa: E402
 from adapt_rounding import (  # noqa: E402
@@ -36,7 +34,7 @@ from edgekv.kernels.reference.interleaved_values import values_interleaved  # no
 from edgekv.kernels.reference.papers.int4 import encode_int4, values_int4  # noqa: E402
 from edgekv.kernels.reference.planes import round_queries  # noqa: E402
 from edgekv.kvcache import CacheSpec  # noqa: E402
-from edgekv.kvcache.base import Workspace  # noqa: E402
+from edgekv.kvcache.geometry import Workspace  # noqa: E402
 from edgekv.models import architecture  # noqa: E402
 from edgekv.quality.evaluate import evaluate  # noqa: E402
 from edgekv.session.devices import find_device  # noqa: E402

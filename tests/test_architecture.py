@@ -17,12 +17,16 @@ LAYERS = (
     ("edgekv.vision",),
     ("edgekv.decoder",),
     ("edgekv.linear", "edgekv.kvcache"),
-    ("edgekv.kernels",),
-    ("edgekv.checkpoint",),
+    ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
-    ("edgekv.machine", "edgekv.schema"),
+    ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files"),
     ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
 )
+BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")
+KNOW_PAPERS = {  # what joins the papers' part to ours
+    "edgekv.kvcache.registry",
+    "edgekv.kernels.contract.attention",  # whose Kernels a backend provides whole
+}
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 
 
@@ -65,6 +69,27 @@ def test_imports_go_down() -> None:
         if level(there) <= level(here):
             upward.append((module, imported))
     assert upward == []
+
+
+def test_ours_knows_nothing_of_the_papers() -> None:
+    def in_papers(module: str) -> bool:
+        return "papers" in module.split(".")
+
+    known = {module for module, imported in imports() if in_papers(imported) and not in_papers(module)}
+    assert known == KNOW_PAPERS
+
+
+def test_no_backend_imports_another() -> None:
+    def backend(module: str) -> str | None:
+        return next((each for each in BACKENDS if f"{module}.".startswith(f"{each}.")), None)
+
+    assert {backend(module) for module in graph().modules} == {*BACKENDS, None}
+    crossing = [
+        (module, imported)
+        for module, imported in imports()
+        if backend(module) and backend(imported) not in (backend(module), None)
+    ]
+    assert crossing == []
 
 
 def test_no_module_imports_itself_on_a_way_round() -> None:

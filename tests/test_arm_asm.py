@@ -1,18 +1,13 @@
 """Machine code of the decode kernels: the reader of assembly on any machine, the code itself on an Arm."""
 
-import pathlib
 import platform
-import sys
 
+import arm_asm
+import arm_compile
+import arm_kernels
+import arm_page
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import arm_asm  # noqa: E402
-import arm_compile  # noqa: E402
-import arm_kernels  # noqa: E402
-import arm_page  # noqa: E402
-from arm_loops import Instruction, chains, functions  # noqa: E402
+from arm_loops import Instruction, chains, functions
 
 # Two nested loops, and a way out of the inner one that lies behind it in the text but in no loop.
 ASSEMBLY = """

@@ -3,13 +3,11 @@
 import pathlib
 import shutil
 import subprocess
-import sys
 
+import arm_count
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import arm_count  # noqa: E402
 
 EMPTY = "counts 640 64" + " 0 0" * 7
 WHOLE = "counts 8810 1" + " 0 0" * 7

@@ -1,13 +1,7 @@
 """tools/arm_wheels.py: which glibc a wheel needs, and what a lock file says. Resolving needs a network."""
 
-import pathlib
-import sys
-
+import arm_wheels
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import arm_wheels  # noqa: E402
 
 LOCK = """
 lock-version = "1.0"

@@ -17,9 +17,9 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.kinds import KINDS
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.base import Geometry, Layout
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.geometry import Geometry, Layout
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_kivi import KiviValues
@@ -66,12 +66,12 @@ def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
 
 
 def mixed(p: Problem) -> tuple[Codec, Codec]:
-    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], **PLANES)  # type: ignore[arg-type]
+    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], **PLANES)
     return keys, InterleavedValues(p.g, p.length, p.d, bits=[4 - g % 4 for g in range(p.g)], seed=0)
 
 
 def two_stages(p: Problem) -> tuple[Codec, Codec]:
-    keys = TwoStageKeys(p.g, p.length, p.d, **PLANES)  # type: ignore[arg-type]
+    keys = TwoStageKeys(p.g, p.length, p.d, **PLANES)
     return keys, TwoStageValues(keys, n_rep=p.r, threshold=2.5e-3)
 
 
@@ -85,7 +85,7 @@ def of_scheme(text: str) -> Callable[[Problem], tuple[Codec, Codec]]:
         if isinstance(cache, Windowed):
             room = p.length + cache.sizes.sink + cache.sizes.residual_length
             cache = spec.scheme(dataclasses.replace(geometry, capacity=room), spec.knobs)
-        return cache.key_codec, cache.value_codec  # type: ignore[attr-defined]
+        return cache.key_codec, cache.value_codec
 
     return make
 
@@ -156,7 +156,7 @@ def filled(codec: Codec, x: F32) -> Any:
 
 
 def exact(p: Problem, n_tokens: int, rng: np.random.Generator) -> tuple[Any, Any]:
-    return tuple(filled(F16(p.g, n_tokens, p.d), normal(rng, p.g, n_tokens, p.d)) for _ in range(2))  # type: ignore[return-value]
+    return tuple(filled(F16(p.g, n_tokens, p.d), normal(rng, p.g, n_tokens, p.d)) for _ in range(2))
 
 
 def packed(p: Problem, pair: tuple[Codec, Codec], rng: np.random.Generator) -> tuple[Any, Any]:

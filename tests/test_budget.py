@@ -17,10 +17,12 @@ from edgekv.cli import main
 from edgekv.errors import CacheError, SessionError
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace, rewind
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.repack import copy_tokens, decode
+from edgekv.kvcache.rewinding import rewind
 from edgekv.kvcache.steps import Steps, StepsKnobs
 from edgekv.kvcache.tiers import TIERS, Shape, Split, choose_split, least_bytes, usable_tiers
 from edgekv.models import architecture
@@ -123,10 +125,10 @@ def test_what_stepped_down_is_nearly_what_the_coarsest_tier_would_hold() -> None
     for each in (cache, direct):
         grown(each, 2900, 50)
     n = cache.n_packed
-    assert n == direct.n_packed  # type: ignore[attr-defined]
+    assert n == direct.n_packed
     exact = [x[:, 4 : 4 + n] for x in draw(HEADS, 2900)[1:]]
     for store, a, b in cache.tiers.parts(0, n):
-        ends = (store.keys, direct.key_codec, exact[0]), (store.values, direct.value_codec, exact[1])  # type: ignore[attr-defined]
+        ends = (store.keys, direct.key_codec, exact[0]), (store.values, direct.value_codec, exact[1])
         for ours, theirs, x in ends:
             error, least = (relative(y, x[:, a:b]) for y in (decode(ours, 0, b - a), decode(theirs, a, b)))
             assert error < 1.05 * least
@@ -167,7 +169,7 @@ def test_a_long_prompt_is_packed_once() -> None:
     direct = plain("planes:k_bits=1,v_bits=1")
     direct.prefill(q, k, v)
     store, a, b = next(cache.tiers.parts(0, cache.n_packed))
-    np.testing.assert_array_equal(decode(store.values, 0, b - a), decode(direct.value_codec, a, b))  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(decode(store.values, 0, b - a), decode(direct.value_codec, a, b))
 
 
 def test_heads_of_several_bits_move_whole() -> None:
@@ -242,7 +244,7 @@ SAMPLING = SamplingParams(temperature=1.0, seed=5)
 
 
 def text(session: Session, prompt: list[int], n: int, sampling: object = SAMPLING) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=sampling)]  # type: ignore[arg-type]
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=sampling)]
 
 
 def test_a_conversation_up_to_the_last_token(model: pathlib.Path) -> None:

@@ -8,7 +8,8 @@ from cache_cases import BACKENDS, Heads, attention, draw, relative
 from edgekv import CACHES
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim
 TOKENS = 330  # several blocks of 64, and a rest

@@ -57,7 +57,7 @@ def chat(session: Session, template: str = TAGGED, system: str | None = None) ->
 
 
 def said(steps: object) -> str:
-    return "".join(step.text for step in steps)  # type: ignore[attr-defined]
+    return "".join(step.text for step in steps)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

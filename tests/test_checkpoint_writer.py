@@ -14,10 +14,11 @@ import pytest
 from checkpoint_files import one_line, sample
 from safetensors import safe_open
 
-from edgekv.checkpoint import writer as writer_module
+from edgekv import files
 from edgekv.checkpoint.tensors import TensorFile
-from edgekv.checkpoint.writer import ALIGNMENT, TensorWriter, atomic_write
+from edgekv.checkpoint.writer import ALIGNMENT, TensorWriter
 from edgekv.errors import CheckpointError
+from edgekv.files import atomic_write
 
 
 def write_all(
@@ -112,7 +113,7 @@ def full_disk(*args: object) -> None:
 
 @pytest.mark.parametrize("failing", ["write", "flush"])
 def test_disk_that_fills_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    monkeypatch.setattr(writer_module, "open", functools.partial(FullDisk, failing=failing), raising=False)
+    monkeypatch.setattr(files, "open", functools.partial(FullDisk, failing=failing), raising=False)
     path = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError) as error:
         write_all(path, {"w": ("U8", (2,))}, [("w", np.zeros(2, np.uint8))])
@@ -180,7 +181,7 @@ def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert path.read_bytes() == b"two"
     assert (tmp_path / "link.json").is_symlink()
 
-    monkeypatch.setattr(writer_module.os, "fsync", full_disk)
+    monkeypatch.setattr(files.os, "fsync", full_disk)
     with pytest.raises(CheckpointError) as error:
         atomic_write(path, b"three")
     one_line(error, path, "No space left", "5 bytes")

@@ -15,10 +15,10 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cuda.loops import CUDA_KINDS, loops_of
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tier_stores
-from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
@@ -85,8 +85,8 @@ class Both:
             codecs = PAIRS[pair](self.g, CAPACITY, self.d)
             for codec in codecs:
                 layout = codec.layout().items()
-                codec.bind({name: up(np.zeros(size, kind)) for name, (size, kind) in layout}, kernels)  # type: ignore[arg-type]
-            kernels.append(*codecs, up(k), up(v), 0)  # type: ignore[attr-defined]
+                codec.bind({name: up(np.zeros(size, kind)) for name, (size, kind) in layout}, kernels)
+            kernels.append(*codecs, up(k), up(v), 0)
             segments.append(Segment(*codecs, first, stop, position))
 
     def last(self, **changes: Any) -> None:
@@ -274,7 +274,7 @@ def test_steps(device: OnDevice, factor: float, window: int | None, monkeypatch:
     knobs = StepsKnobs(int(2 * factor * least), sink=3, residual_length=16)
     here, there = Steps(geometry, knobs), Steps(geometry, knobs)
     here.allocate(numpy_kernels(), Workspace())
-    there.allocate(device.kernels, Workspace(device.driver))  # type: ignore[arg-type]
+    there.allocate(device.kernels, Workspace(device.driver))
     rng, seen = np.random.default_rng(1), set()
     offset = 2 * normal(rng, 2, 1, 64)
     for unread, n in ((0, 1), (68, 2), *(((0, 1), (61, 2)) * 7), (0, 1)):

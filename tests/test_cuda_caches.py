@@ -11,7 +11,8 @@ from cuda_cases import OnDevice
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.session.cuda_device import SCHEMES
 
 SHAPES = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_dim

@@ -60,7 +60,7 @@ KIVI = {
 
 
 def program(files: tuple[str, ...], **macros: object) -> Program:
-    return Program(tuple(dict.fromkeys(files)), tuple(macros.items()))  # type: ignore[arg-type]
+    return Program(tuple(dict.fromkeys(files)), tuple(macros.items()))
 
 
 def attend(files: tuple[str, ...], exact: bool, macros: dict[str, object]) -> Program:
@@ -117,7 +117,7 @@ class Nvrtc:
     @classmethod
     def find(cls) -> Nvrtc | None:
         """In the wheel nvidia-cuda-nvrtc (-cu12), or where the system's loader looks."""
-        places = find_spec("nvidia") and find_spec("nvidia").submodule_search_locations  # type: ignore[union-attr]
+        places = find_spec("nvidia") and find_spec("nvidia").submodule_search_locations
         found = [path for place in places or () for path in pathlib.Path(place).rglob("libnvrtc.so*")]
         system = ctypes.util.find_library("nvrtc")
         for path in [*map(str, sorted(found)), *([system] if system else [])]:

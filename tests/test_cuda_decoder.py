@@ -250,6 +250,6 @@ def test_out_of_memory_while_sampling() -> None:
         def sample(self, logits: Any, tokens: Any) -> int:
             raise MemoryError("Out of memory allocating 9 bytes (allocated so far: 0 bytes).")
 
-    generation = Generation(Short(), None, Hungry(), 1, (), None)  # type: ignore[arg-type]
+    generation = Generation(Short(), None, Hungry(), 1, (), None)
     with pytest.raises(MemoryBudgetError, match=r"choosing a token: .* 9 bytes .*; 5.0 MiB is free"):
         generation._choose(np.zeros(3))

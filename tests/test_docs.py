@@ -6,13 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import quality
 from helpers import UNBOUND
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODELS = "llama-40m", "gpt2-60m"
-sys.path.insert(0, str(ROOT / "tools"))
-
-import quality  # noqa: E402
 
 
 def test_quality_tables_are_those_of_the_data() -> None:

@@ -15,7 +15,7 @@ from edgekv import CACHES, CacheError, CacheSpec, Geometry, KVCache, Session, Se
 from edgekv.cli import main
 from edgekv.kernels import numpy_kernels
 from edgekv.kvcache import registry, schemes
-from edgekv.kvcache.base import Workspace
+from edgekv.kvcache.geometry import Workspace
 
 PACKAGE = ROOT / "examples" / "scheme_package"
 
@@ -147,7 +147,7 @@ def test_registering() -> None:
     dense = CACHES["dense"]
     assert register(dense) is dense
 
-    class Other(dense):  # type: ignore[valid-type, misc]
+    class Other(dense):
         """Not the scheme that has this name."""
 
     with pytest.raises(CacheError, match=r"'dense' is taken by edgekv\.kvcache\.dense\.Dense"):
@@ -155,7 +155,7 @@ def test_registering() -> None:
     Other.name = "other"
     assert register(Other) is CACHES["other"]
     with pytest.raises(CacheError, match="no KV scheme"):
-        register(int)  # type: ignore[arg-type]
+        register(int)
 
     class Nameless(KVCache):
         pass

@@ -12,6 +12,7 @@ import golden_cases
 import numpy as np
 import pytest
 from helpers import UNBOUND
+from key_bias import write_biased
 
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.cli import main
@@ -39,9 +40,7 @@ from edgekv.session.model import Model
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
 
-from key_bias import write_biased  # noqa: E402
 
 SENTENCES = (
     "He went to the town, and the rain fell on the road.",

@@ -81,7 +81,7 @@ def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Pat
     store = model.store(form)
     for linear in model.arch.linears():
         assert form.of(linear).name == QUANTISED[kind]
-        np.testing.assert_array_equal(store.matrix(linear), model.weights.matrix(linear))  # type: ignore[union-attr]
+        np.testing.assert_array_equal(store.matrix(linear), model.weights.matrix(linear))
     wider = model.store(model.weight_format("int8-32"))  # 4 bits fit into 8
     np.testing.assert_array_equal(wider.matrix("0.up"), store.matrix("0.up"))
     expected = gguf.quants.quantize(reference(folder, "0.up"), gguf_writer.TYPES[kind])

@@ -17,7 +17,7 @@ from gguf_writer import write_gguf
 from test_session_hostile import put
 
 from edgekv import EdgeKVError, Session
-from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.gguf_header import Header
 from edgekv.cli import main
 from edgekv.errors import CheckpointError, TokenizerError

@@ -4,16 +4,13 @@ import pathlib
 import re
 import shlex
 import subprocess
-import sys
 
+import board_memory
 import pytest
 
 from edgekv.cli import parser
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import board_memory  # noqa: E402
-
 PACKAGING = ROOT / "packaging"
 SERVICE = (PACKAGING / "edgekv.service").read_text(encoding="utf-8")
 CONTAINER = (PACKAGING / "Containerfile").read_text(encoding="utf-8").replace("\\\n", " ")

@@ -143,14 +143,14 @@ def test_conversions_without_processor_support(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(half, "HAS_INSTRUCTIONS", False)
 
     @numba.njit
-    def widen(bits, scalars, vectors):  # type: ignore[no-untyped-def]
+    def widen(bits, scalars, vectors):
         for i in range(len(bits)):
             scalars[i] = as_float(bits[i])
         for i in range(0, len(bits), simd.LANES):
             simd.store(vectors, i, simd.load(bits, i))
 
     @numba.njit
-    def narrow(x, bits):  # type: ignore[no-untyped-def]
+    def narrow(x, bits):
         for i in range(len(x)):
             bits[i] = float_to_half(x[i])
 

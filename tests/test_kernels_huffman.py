@@ -72,13 +72,13 @@ def test_levels_are_as_specified(backend: object, relative_step: float, levels: 
     """Keys per channel of 16 tokens, values per token: the same rule along other axes."""
     x, d = awkward_rows(12), 12
     codes, ends = np.full(x.shape, POISON, np.uint8), np.full((2, 1, 3, d), HUGE_F16, np.uint16)
-    backend.quantize_channels(x, relative_step, levels, 16, codes, *ends, 1)  # type: ignore[attr-defined]
+    backend.quantize_channels(x, relative_step, levels, 16, codes, *ends, 1)
     for channel in range(d):
         low, step = widened(ends)[:, 0, 1, channel]
         check_unit(x[0, :, channel], codes[0, :, channel], low, step, relative_step, levels)
     assert (ends[:, :, [0, 2]] == HUGE_F16).all()
     ends = np.full((2, 1, 20), HUGE_F16, np.uint16)
-    backend.quantize_tokens(x, relative_step, levels, codes, *ends, 3)  # type: ignore[attr-defined]
+    backend.quantize_tokens(x, relative_step, levels, codes, *ends, 3)
     for t in range(16):
         low, step = widened(ends)[:, 0, 3 + t]
         check_unit(x[0, t], codes[0, t], low, step, relative_step, levels)
@@ -129,7 +129,7 @@ class Packed:
         self.book, self.fixed = Codebook.huffman(np.bincount(self.codes.ravel())), Codebook.fixed_length(levels)
         self.plain_bits = block * d * int(self.fixed.lengths[0])
         self.bits = np.zeros((g, blocks * block), np.uint16)
-        backend.huffman_sizes(self.codes, self.book.lengths, self.bits, 0)  # type: ignore[attr-defined]
+        backend.huffman_sizes(self.codes, self.book.lengths, self.bits, 0)
         self.plain = (np.arange(g * blocks).reshape(g, blocks) % 3 == 2).astype(np.uint8)
         sizes = self.bits.reshape(g, blocks, block)
         sizes[self.plain == 1] = self.plain_bits // block
@@ -137,7 +137,7 @@ class Packed:
         ends = n_words.T.cumsum().reshape(blocks, g).T
         self.offsets = (ends - n_words).astype(np.uint32)
         self.pool = np.full(int(ends.max()) + 1, 0xABAB_ABAB_ABAB_ABAB, np.uint64)
-        backend.huffman_pack(  # type: ignore[attr-defined]
+        backend.huffman_pack(
             self.codes,
             np.stack([self.book.words, self.fixed.words]),
             np.stack([self.book.lengths, self.fixed.lengths]),

@@ -141,7 +141,7 @@ def test_symmetric_codes_are_as_specified(bits: int) -> None:
 def test_symmetric_error_is_half_a_step(backend: object, bits: int, bound: float) -> None:
     x = normal(np.random.default_rng(0), 3, 500, 64) + 0.5
     store = sym_store(3, 500, 64, bits, VALUES)
-    backend.encode_sym(x, *store, 0)  # type: ignore[attr-defined]
+    backend.encode_sym(x, *store, 0)
     in_steps = np.abs(sym_decoded(store, bits) - x) / widened(store[1])[..., None]
     assert 0.49 < in_steps.max() <= bound + 1e-3
 
@@ -150,7 +150,7 @@ def test_symmetric_error_is_half_a_step(backend: object, bits: int, bound: float
 @pytest.mark.parametrize("block", [KEYS, VALUES])
 def test_zeros_decode_to_zeros(backend: object, block: int) -> None:
     store = sym_store(1, 1, 16, 4, block)
-    backend.encode_sym(np.zeros((1, 1, 16), np.float32), *store, 0)  # type: ignore[attr-defined]
+    backend.encode_sym(np.zeros((1, 1, 16), np.float32), *store, 0)
     assert store[1][0, 0] == 0
     assert not sym_decoded(store, 4)[0, 0].any()
 

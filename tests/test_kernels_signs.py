@@ -103,5 +103,5 @@ def test_equal_and_opposite_sketches_reach_the_bounds(backend: object) -> None:
     own(reference, "signs").pack_signs(np.concatenate([x, -x], axis=1), codes, 0)
     s = np.zeros((1, 1, 2), np.float32)
     keys = sketch(codes, np.full((1, 1), 1 / 512, np.float32), np.eye(512, dtype=np.float32))
-    backend.scores(keys, x, 0, 2, s)  # type: ignore[attr-defined]
+    backend.scores(keys, x, 0, 2, s)
     assert s.tolist() == [[[512.0, -512.0]]]

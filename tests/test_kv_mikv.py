@@ -10,7 +10,8 @@ from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -7,7 +7,8 @@ import pytest
 from cache_cases import Heads, draw, make
 
 from edgekv.kvcache import CACHES
-from edgekv.kvcache.base import KVCache, rewind
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.rewinding import rewind
 
 HEADS: Heads = (4, 2, 64)
 

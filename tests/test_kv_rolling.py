@@ -13,7 +13,8 @@ from edgekv import Session
 from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.rolling import Rolling, ring_tokens
 from edgekv.models import architecture
 
@@ -25,7 +26,7 @@ Q, K, V = (RNG.standard_normal((heads, CAPACITY, D)).astype(np.float32) for head
 def layer(kv: str, window: int, kernels: Kernels, memory: object = None) -> KVCache:
     spec = CacheSpec.parse(kv)
     cache = spec._layer(Geometry(H, G, D, CAPACITY, sliding_window=window))
-    cache.allocate(kernels, Workspace() if memory is None else Workspace(memory))  # type: ignore[arg-type]
+    cache.allocate(kernels, Workspace() if memory is None else Workspace(memory))
     return cache
 
 
@@ -47,7 +48,7 @@ def read(cache: KVCache, first: int, stop: int) -> np.ndarray:
 @pytest.mark.parametrize("window", [1, 12, 100, 300])
 def test_equals_attention_over_the_window(window: int, backend: object) -> None:
     """A prompt, pieces and single tokens, several times round the ring."""
-    cache = layer("dense:dtype=f32", window, backend())  # type: ignore[operator]
+    cache = layer("dense:dtype=f32", window, backend())
     assert isinstance(cache, Rolling)
     cache.prefill(Q[:, :700], K[:, :700], V[:, :700])
     for first, stop in ((700, 701), (701, 1000), (1000, 1001), (1001, 1002), (1002, CAPACITY)):
@@ -80,7 +81,7 @@ def test_rewinds_within_what_is_kept(window: int) -> None:
 def test_counters_of_a_file_may_lie() -> None:
     def taken(n_seen: int, n_lost: int) -> bool:
         cache = layer("dense", 100, numpy_kernels())
-        cache.n_seen, cache.n_lost = n_seen, n_lost  # type: ignore[attr-defined]
+        cache.n_seen, cache.n_lost = n_seen, n_lost
         return cache.consistent()
 
     lost = 1000 - ring_tokens(100)
@@ -91,11 +92,11 @@ def test_counters_of_a_file_may_lie() -> None:
 
 
 def test_on_the_device(device: OnDevice) -> None:
-    cache = layer("dense", 100, device.kernels, device.driver)  # type: ignore[arg-type]
+    cache = layer("dense", 100, device.kernels, device.driver)
     up = device.up
     cache.prefill(up(Q[:, :700]), up(K[:, :700]), up(V[:, :700]))
     for t in range(700, 740):
-        out = to_host(cache.attend(*(up(x[:, t : t + 1]) for x in (Q, K, V))))  # type: ignore[arg-type]
+        out = to_host(cache.attend(*(up(x[:, t : t + 1]) for x in (Q, K, V))))
         np.testing.assert_allclose(out, expected(t, t + 1, 100), atol=5e-3)
 
 

@@ -315,11 +315,11 @@ def test_one_bit_is_the_nearer_end_and_more_bits_are_planes(backend: object) -> 
     ends = np.array([[-1.0]], np.float16).view(np.uint16), np.array([[2.0]], np.float16).view(np.uint16)
     x = np.array([[[-5, -1, -0.1, 0, 0.1, 1, 5, 0, 0.2, -0.2]]], np.float32)  # the midpoint itself goes to even
     planes = np.full((1, 3, 1, 2), POISON, np.uint8)
-    backend.encode_levels(x, *ends, planes, 1)  # type: ignore[attr-defined]
+    backend.encode_levels(x, *ends, planes, 1)
     assert planes[0, 1, 0].tolist() == [0b01110000, 0b01]
     assert (planes[:, [0, 2]] == POISON).all()
     planes = np.full((1, 1, 2, 2), POISON, np.uint8)
-    backend.encode_levels(x + 1, *ends, planes, 0)  # type: ignore[attr-defined]
+    backend.encode_levels(x + 1, *ends, planes, 0)
     levels = [0, 0, 1, 1, 1, 2, 3, 1, 1, 1]  # round((x - -1) / 2)
     for j in range(2):
         bits = np.unpackbits(planes[0, 0, j], bitorder="little")

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import make_tiny
 import numpy as np
 import pytest
+import shapes
 from tokenizers import Tokenizer
 
 from edgekv.checkpoint.shapes import load_shape
@@ -18,10 +20,7 @@ from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
-sys.path.insert(0, str(MODELS))
 
-import make_tiny  # noqa: E402
-import shapes  # noqa: E402
 
 PUBLISHED_PARAMETERS = {
     "gemma2-2b": 2_614_341_888,

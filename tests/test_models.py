@@ -112,9 +112,6 @@ def test_the_decoder_of_a_model_that_sees(name: str, outer: str, tmp_path: pathl
 def test_live_transformers_agree(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    import sys
-
-    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tools"))
     from golden import reference_logits
 
     for name in ("llama31", "qwen3", "gpt2"):

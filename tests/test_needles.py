@@ -2,8 +2,9 @@
 
 import pathlib
 import re
-import sys
 
+import needle_tasks
+import needles
 import numpy as np
 import pytest
 
@@ -11,10 +12,7 @@ from edgekv.quality.needles import Prose, make_haystack
 from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
 
-import needle_tasks  # noqa: E402
-import needles  # noqa: E402
 
 SENTENCES = (
     "He went to the town.",

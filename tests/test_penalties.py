@@ -43,7 +43,7 @@ def test_a_bias_forbids_or_forces_a_token() -> None:
     best = int(np.argmax(logits(2)))
     second = int(np.argsort(-logits(2))[1])
     assert Sampler(SamplingParams(0.0, logit_bias={best: -100}), VOCAB).sample(logits(2)) == second
-    assert Sampler(SamplingParams(1.0, seed=1, logit_bias={"3": 100}), VOCAB).sample(logits(2)) == 3  # type: ignore[dict-item]
+    assert Sampler(SamplingParams(1.0, seed=1, logit_bias={"3": 100}), VOCAB).sample(logits(2)) == 3
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_bias_forbids_or_forces_a_token() -> None:
 )
 def test_biases_that_are_refused(bias: object) -> None:
     with raises(ConfigError, field="logit_bias"):
-        SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
+        SamplingParams(logit_bias=bias)
 
 
 def test_a_bias_beyond_the_vocabulary() -> None:
@@ -63,7 +63,7 @@ def test_a_bias_beyond_the_vocabulary() -> None:
 @pytest.mark.parametrize("value", [2.1, -3, math.nan, "1", True])
 def test_penalties_out_of_range(name: str, value: object) -> None:
     with raises(ConfigError, field=name):
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:

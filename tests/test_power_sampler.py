@@ -180,7 +180,7 @@ def test_a_side_rail_without_an_answer_is_left_out_of_that_sample() -> None:
     meter = trees.Signal(lambda: 4.0, rails=("total", "side"))
     meter.total = ("total",)
     answers = iter([{"total": 4.0, "side": 1.0}, {"total": 4.0}] * 10_000)
-    meter.read = lambda: Reading(power_w=next(answers))  # type: ignore[method-assign]
+    meter.read = lambda: Reading(power_w=next(answers))
     sampling = PowerSampler(meter)
     sampling.start()
     start = time.perf_counter()

@@ -2,23 +2,18 @@
 
 import json
 import pathlib
-import sys
 
 import golden_cases
+import measure
 import numpy as np
+import paper
 import power_trees as trees
 import pytest
+import table3
 
 from edgekv.power import METERS
 from edgekv.session.model import Model
 from edgekv.session.plan import SessionPlan
-
-POWER = pathlib.Path(__file__).resolve().parent.parent / "power"
-sys.path.insert(0, str(POWER))
-
-import measure  # noqa: E402
-import paper  # noqa: E402
-import table3  # noqa: E402
 
 
 class Steady(trees.Signal):

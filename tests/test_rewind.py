@@ -8,7 +8,8 @@ import pytest
 from cache_cases import Heads, draw, relative
 
 from edgekv import CACHES, Session
-from edgekv.kvcache.base import KVCache, rewind
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.rewinding import rewind
 from edgekv.kvcache.windowed import Windowed
 
 HEADS: Heads = (8, 2, 64)
@@ -97,7 +98,7 @@ def test_a_little_back_nothing_is_computed_again(name: str) -> None:
         assert gone_on(rewound, tokens, n, m, seed=1) == n
         read(straight, tokens, 0, n)
         least = rewound.sizes.residual_length * 3 // 4
-        assert straight.n_recent >= rewound.n_recent >= least  # type: ignore[attr-defined]
+        assert straight.n_recent >= rewound.n_recent >= least
         for cache in (rewound, straight):
             read(cache, tokens, n, n + m)
         np.testing.assert_array_equal(*(read(cache, tokens, n + m, 900) for cache in (rewound, straight)))

@@ -8,17 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import roofline
+import roofline_need
 
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.geometry import Geometry
 from edgekv.models import architecture
 from edgekv.power.boards import boards
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import roofline  # noqa: E402
-import roofline_need  # noqa: E402
 
 NEED = roofline_need.Need(weights_bytes=3_000_000_000, cache_bytes=1_000_000_000, cycles=2e9)
 
@@ -85,9 +82,9 @@ def test_heads_that_share_keys_take_the_loop_for_most_of_them() -> None:
 
 def test_bitplane_reads_more_of_the_tokens_that_it_chose() -> None:
     cache = roofline_need.filled_cache(CacheSpec.parse("bitplane"), Geometry(4, 2, 64, 1000))
-    cache.value_codec.counts = np.array([20.0, 5.0])  # type: ignore[attr-defined]
+    cache.value_codec.counts = np.array([20.0, 5.0])
     tokens = roofline_need.SCHEMES["bitplane"](cache)
-    packed = cache.n_packed  # type: ignore[attr-defined]
+    packed = cache.n_packed
     assert 800 < packed < 1000
     assert tokens["1-bit scan"] == packed
     assert tokens["scores f16"] == 1000 - packed

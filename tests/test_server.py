@@ -73,7 +73,7 @@ def chat(client: openai.OpenAI, *messages: str, **options: Any) -> Any:
     roles = ("user", "assistant")
     turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
     options = {"max_tokens": 20, "temperature": 0} | options
-    return client.chat.completions.create(model="demo", messages=turns, **options)  # type: ignore[arg-type]
+    return client.chat.completions.create(model="demo", messages=turns, **options)
 
 
 def test_a_completion_is_the_sessions_text(client: openai.OpenAI) -> None:
@@ -127,7 +127,7 @@ def test_the_second_turn_reads_only_what_is_new(client: openai.OpenAI) -> None:
                 model="demo", messages=talk, max_tokens=12, temperature=0.7, seed=turn
             )
             assert answer.usage is not None
-            reads.append(answer.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr, arg-type]
+            reads.append(answer.usage.prompt_tokens_details.cached_tokens)
             talk.append({"role": "assistant", "content": answer.choices[0].message.content})
             talk.append({"role": "user", "content": "And then?"})
             total = answer.usage.prompt_tokens
@@ -168,7 +168,7 @@ def test_a_json_schema_is_followed(client: openai.OpenAI) -> None:
         value = json.loads(answer.choices[0].message.content)
         assert set(value) == {"name", "age"}
         assert answer.choices[0].finish_reason == "stop"
-    form["json_schema"]["schema"] = {"type": "nonsense"}  # type: ignore[index]
+    form["json_schema"]["schema"] = {"type": "nonsense"}
     with pytest.raises(openai.BadRequestError, match="JSON schema can't be followed"):
         chat(client, "Who?", response_format=form)
 

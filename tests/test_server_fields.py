@@ -155,7 +155,7 @@ def test_embeddings(client: openai.OpenAI, session: Session) -> None:
         {"input": [[]]},
     ):
         with pytest.raises(openai.BadRequestError):
-            client.embeddings.create(model="demo", **bad)  # type: ignore[arg-type]
+            client.embeddings.create(model="demo", **bad)
     with pytest.raises(openai.BadRequestError, match="context is 1024"):
         client.embeddings.create(model="demo", input="word " * 3000)
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
@@ -186,7 +186,7 @@ def test_responses(client: openai.OpenAI) -> None:
     told: Any = client.responses.create(
         model="demo",
         instructions="Be brief.",
-        input=[{"role": "user", "content": parts}, *[item.model_dump() for item in whole.output]],  # type: ignore[list-item]
+        input=[{"role": "user", "content": parts}, *[item.model_dump() for item in whole.output]],
         max_output_tokens=4,
     )
     assert told.usage.input_tokens > whole.usage.input_tokens
@@ -194,7 +194,7 @@ def test_responses(client: openai.OpenAI) -> None:
         client.responses.create(model="demo", input="x", previous_response_id="resp_1")
     for bad in ([{"type": "web_search_call"}], [{"role": "user", "content": [{"type": "input_audio"}]}], []):
         with pytest.raises(openai.BadRequestError):
-            client.responses.create(model="demo", input=bad)  # type: ignore[arg-type]
+            client.responses.create(model="demo", input=bad)
 
 
 def test_a_response_of_a_schema(client: openai.OpenAI) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +10,9 @@ import openai
 import pytest
 from PIL import Image
 from serving import ROOT, Server, serving
+from visual_scenes import draw_scene, render
 
 from edgekv import Session
-
-sys.path.insert(0, str(ROOT / "tools"))
-from visual_scenes import draw_scene, render
 
 SCENES = ROOT / "models" / "scenes"
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"

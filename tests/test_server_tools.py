@@ -167,12 +167,12 @@ def test_responses_call_too(client: openai.OpenAI) -> None:
     items += [item.model_dump(exclude_none=True) for item in first.output]
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
     second = client.responses.create(model="demo", input=items, tools=tools, max_output_tokens=6)
-    assert second.usage.input_tokens > first.usage.input_tokens  # type: ignore[union-attr]
+    assert second.usage.input_tokens > first.usage.input_tokens
     with client.responses.stream(model="demo", input="Weather?", tools=tools, tool_choice=choice) as stream:
         events = list(stream)
         final = stream.get_final_response()
     arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
-    assert arguments == final.output[0].arguments  # type: ignore[union-attr]
+    assert arguments == final.output[0].arguments
 
 
 def test_reasoning_is_apart(client: openai.OpenAI) -> None:

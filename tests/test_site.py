@@ -11,6 +11,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import schemes
+import schemes_picture
+import site_links
 from browsing import HINT, launched
 from shown_commands import shown, unknown
 
@@ -19,11 +22,6 @@ import edgekv
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-sys.path.insert(0, str(ROOT / "tools"))
-
-import schemes  # noqa: E402
-import schemes_picture  # noqa: E402
-import site_links  # noqa: E402
 
 
 @pytest.fixture(scope="module")

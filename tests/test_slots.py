@@ -121,7 +121,7 @@ class Slow:
 
 
 def schedule_of(decoder: Slow) -> Together:
-    return Together(decoder)  # type: ignore[arg-type]
+    return Together(decoder)
 
 
 def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
 
 def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
     decoder = Slow()
-    for schedule in (schedule_of(decoder), OneAtATime(decoder)):  # type: ignore[arg-type]
+    for schedule in (schedule_of(decoder), OneAtATime(decoder)):
         with schedule.alone(), pytest.raises(SessionError):
             schedule.step(1, ())
         np.testing.assert_array_equal(schedule.step(2, ()), [2, 2])

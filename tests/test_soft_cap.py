@@ -12,8 +12,9 @@ from edgekv import Session
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.choice import choose
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.models import architecture
 
 H, G, D, N = 4, 2, 32, 300

@@ -3,24 +3,19 @@
 import json
 import pathlib
 import re
-import sys
 
 import pytest
+import tables
+import tables_data as data
+import tables_h1b as h1b
+import tables_paper as paper
+import tables_runs as runs
+from tables_plot import PANELS, points
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-import tables  # noqa: E402
-import tables_data as data  # noqa: E402
-import tables_h1b as h1b  # noqa: E402
-import tables_paper as paper  # noqa: E402
-import tables_runs as runs  # noqa: E402
-from tables_plot import PANELS, points  # noqa: E402
-
-from edgekv.cli import main as edgekv  # noqa: E402
-from edgekv.kernels import numpy_kernels  # noqa: E402
-from edgekv.kvcache import CacheSpec  # noqa: E402
-from edgekv.kvcache.base import Workspace  # noqa: E402
+from edgekv.cli import main as edgekv
+from edgekv.kernels import numpy_kernels
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.geometry import Workspace
 
 NOWHERE = runs.Places(pathlib.Path("M"), pathlib.Path("T"), pathlib.Path("A"))
 

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli import main
 from edgekv.linear import threads

@@ -56,7 +56,7 @@ def base(folder: pathlib.Path) -> Session:
 
 
 def tokens(steps: object) -> list[int]:
-    return [step.token for step in steps]  # type: ignore[attr-defined]
+    return [step.token for step in steps]
 
 
 @pytest.mark.parametrize("device", ["numpy", "cpu"])
@@ -357,7 +357,7 @@ def config(**changes: object) -> object:
 def test_models_that_lack_a_part(
     copied: pathlib.Path, change: object, error: type[EdgeKVError], message: str
 ) -> None:
-    change(copied)  # type: ignore[operator]
+    change(copied)
     session = Session.load(copied, weights="f32")
     assert session.logits([1, 5, 6]).shape == (3, 96)  # text needs none of it
     with pytest.raises(error, match=message) as raised:
@@ -375,7 +375,7 @@ def test_models_that_lack_a_part(
 )
 def test_text_configs(copied: pathlib.Path, text: dict[str, str] | None, message: str | None) -> None:
     """One that says nothing is Llama's default, 7B: its tensors are missing here."""
-    config(text_config=text)(copied)  # type: ignore[operator]
+    config(text_config=text)(copied)
     with pytest.raises((ConfigError, CheckpointError), match=message or r"expects?|asks for \(32000, 4096\)"):
         Session.load(copied)
 
@@ -391,7 +391,7 @@ def test_a_projector_of_another_decoder(copied: pathlib.Path) -> None:
 
 
 def test_an_unknown_placeholder(copied: pathlib.Path) -> None:
-    config(image_token_index=94)(copied)  # type: ignore[operator]
+    config(image_token_index=94)(copied)
     with pytest.raises(ImageError, match=r"does not read <image> as the model's image token 94"):
         Session.load(copied, weights="f32").generate("<image> w5", images=IMAGES[:1])
 

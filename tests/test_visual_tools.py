@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
 
 import visual_captions  # noqa: E402
 import visual_eval  # noqa: E402
@@ -23,7 +22,7 @@ import visual_schemes  # noqa: E402
 from visual_scenes import COLOURS, KINDS, NUMBER, SIZES, Scene, Thing, draw_scene, render  # noqa: E402
 
 from edgekv.kernels import numpy_kernels  # noqa: E402
-from edgekv.kvcache.base import Geometry, Workspace  # noqa: E402
+from edgekv.kvcache.geometry import Geometry, Workspace  # noqa: E402
 
 CIRCLE = Thing("circle", "red", "small", "top", "left")
 SEVEN = Thing(NUMBER, "blue", "large", "lower", "far right", 7)

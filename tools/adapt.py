@@ -31,7 +31,7 @@ from torch import Tensor
 from edgekv import EdgeKVError, __version__
 from edgekv.checkpoint.adapter import FORMAT, VERSION
 from edgekv.checkpoint.source import open_source
-from edgekv.checkpoint.writer import atomic_write
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.tokenizer import load_tokenizer
 from edgekv.tokenizer.base import Tokenizer

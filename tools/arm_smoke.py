@@ -16,7 +16,7 @@ import numpy as np
 from edgekv import Session
 from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, Workspace
+from edgekv.kvcache.geometry import Geometry, Workspace
 
 SCHEMES = (
     "dense",

@@ -23,7 +23,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from edgekv.checkpoint.cache_folder import cache_root, made_once
+from edgekv.cache_folder import cache_root, made_once
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.machine import machine_info
 from edgekv.models import architecture

@@ -15,7 +15,8 @@ from edgekv.kernels.cuda.loops import loops_of, read_keys
 from edgekv.kernels.cuda.matvec import matvec, packed_matvec, stages
 from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
 
 REPEATS = 15
 HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads
@@ -133,11 +134,11 @@ def attention(gpu: Gpu, text: str, depth: int, bandwidth: float, most: int = 16)
 def scan(gpu: Gpu, depth: int, bandwidth: float) -> dict[str, Any]:
     """bitplane's scan alone: the scores of all packed tokens from their signs."""
     layers = Layers.filled(gpu, CacheSpec.parse("bitplane"), depth, 32)
-    packed: int = layers.caches[0].n_packed  # type: ignore[attr-defined]
+    packed: int = layers.caches[0].n_packed
     buffers = [cupy.empty((HEADS, 1, packed), np.float32) for _ in layers.caches]
     kind, sides = loops_of("plane_keys"), []
     for cache, q in zip(layers.caches, layers.queries, strict=True):
-        keys = cache.keys  # type: ignore[attr-defined]
+        keys = cache.keys
         sides.append((read_keys(keys), kind.queries(gpu.kernels, keys, q)))
 
     def step() -> None:
@@ -145,7 +146,7 @@ def scan(gpu: Gpu, depth: int, bandwidth: float) -> dict[str, Any]:
             gpu.kernels.launch_scores(*side, 0, packed, s)
 
     seconds = gpu.seconds(step) / len(buffers)
-    read = packed // 64 * layers.caches[0].keys.block_bytes  # type: ignore[attr-defined]
+    read = packed // 64 * layers.caches[0].keys.block_bytes
     return {
         "scheme": "bitplane, scan alone",
         "depth": depth,
@@ -221,11 +222,11 @@ def launches_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, i
         notes.append(arguments)
         launch(*arguments)
 
-    gpu.driver.launch = note  # type: ignore[method-assign]
+    gpu.driver.launch = note
     try:
         layers.attend()
     finally:
-        gpu.driver.launch = launch  # type: ignore[method-assign]
+        gpu.driver.launch = launch
     n, found = len(layers.caches), []
     for program, kernel in dict.fromkeys(what[:2] for what, *_ in notes):
         own = [arguments for arguments in notes if arguments[0][:2] == (program, kernel)]

@@ -21,10 +21,10 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_planes import CentredPlanes
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.dense import Dense
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.papers.fier import SignIndex
 from edgekv.kvcache.papers.quest import PageIndex

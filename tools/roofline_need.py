@@ -10,7 +10,8 @@ import numpy as np
 
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.linear.formats import WEIGHTS, specs_bytes, store_specs
 from edgekv.models.architecture import Architecture
 

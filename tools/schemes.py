@@ -11,7 +11,7 @@ from typing import Any
 from edgekv import CACHES, CacheSpec
 from edgekv.errors import CacheError
 from edgekv.kvcache import scheme_facts
-from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.geometry import Geometry
 from edgekv.quality.figures import figures
 
 DATA = pathlib.Path(__file__).resolve().parent.parent / "docs" / "data"

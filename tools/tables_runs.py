@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from edgekv.checkpoint.tensors import TensorFile
-from edgekv.checkpoint.writer import atomic_write
+from edgekv.files import atomic_write
 from edgekv.session.cuda_device import SCHEMES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

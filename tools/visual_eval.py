@@ -28,7 +28,7 @@ from visual_scenes import MAX_THINGS, Scene, draw_scene, render
 from visual_schemes import spec
 
 from edgekv import Session
-from edgekv.checkpoint.writer import atomic_write
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import machine_info
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from edgekv import schema
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import ConfigError
+from edgekv.files import atomic_write
 
 Number = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]

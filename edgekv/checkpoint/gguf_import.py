@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any
 
-from edgekv.checkpoint.cache_folder import cache_root, made_once
+from edgekv.cache_folder import cache_root, made_once
 from edgekv.checkpoint.gguf_header import Header, Tensor
 from edgekv.checkpoint.gguf_layout import ROPE_FACTORS, checkpoint_name, find_family, make_config
 from edgekv.errors import CheckpointError, EdgeKVError

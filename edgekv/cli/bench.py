@@ -8,12 +8,12 @@ import json
 from collections.abc import Callable
 
 from edgekv.checkpoint.shapes import names
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.bars import Bars
 from edgekv.cli.options import Command, add_source_options, add_weights_option, model_path, positive_int
 from edgekv.cli.plots import plot_times, require_matplotlib
 from edgekv.cli.tables import fitted
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.files import atomic_write
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory

@@ -14,10 +14,10 @@ from edgekv.board.record import Board, Machine, Plan, load, save
 from edgekv.board.run import NO_TIME, Run
 from edgekv.board.surroundings import surroundings
 from edgekv.checkpoint.shapes import read_shape
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.bars import Bars
 from edgekv.cli.options import Command, positive_int, say
 from edgekv.errors import ConfigError
+from edgekv.files import atomic_write
 from edgekv.machine import machine_info
 from edgekv.power import METERS
 

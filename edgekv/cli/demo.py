@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgekv.checkpoint.shipped import shipped
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.bars import Bars
 from edgekv.cli.options import Command, positive_int
 from edgekv.cli.prompt import read_text
 from edgekv.errors import EdgeKVError, PowerError
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import format_bytes, machine_info

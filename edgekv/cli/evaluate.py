@@ -7,13 +7,13 @@ import dataclasses
 import json
 from collections.abc import Callable
 
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.bars import Bars
 from edgekv.cli.eval_input import add_input_options, open_input
 from edgekv.cli.gate import add_gate_options, run_gate
 from edgekv.cli.options import Command
 from edgekv.cli.plots import plot_quality, require_matplotlib
 from edgekv.cli.tables import fitted
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
 from edgekv.quality.evaluate import Quality, evaluate

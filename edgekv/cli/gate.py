@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.bars import Bars
 from edgekv.cli.eval_input import open_input
 from edgekv.cli.flags import in_flags
 from edgekv.cli.tables import fitted
 from edgekv.errors import ConfigError
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import format_bytes

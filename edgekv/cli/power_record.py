@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.cli.metering import add_meter_options, open_sampler
 from edgekv.cli.plots import plot_power, require_matplotlib
 from edgekv.errors import PowerError
+from edgekv.files import atomic_write
 from edgekv.machine import format_bytes, peak_rss_bytes
 from edgekv.power import EnergyMeter, PowerSampler
 from edgekv.power.source import Unmetered

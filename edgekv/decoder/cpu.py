@@ -12,7 +12,9 @@ from edgekv.decoder.decoder import CHUNK, Decoder
 from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import KVCache, Workspace, rewind
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Workspace
+from edgekv.kvcache.rewinding import rewind
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.weights import Weights
 from edgekv.machine import available_memory_bytes

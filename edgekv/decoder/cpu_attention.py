@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.serial import serial_kernels
-from edgekv.kvcache.base import Workspace
+from edgekv.kvcache.geometry import Workspace
 from edgekv.kvcache.soft_cap import cap_scores
 from edgekv.machine import blas_threads
 from edgekv.types import F32

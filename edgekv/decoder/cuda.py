@@ -15,7 +15,8 @@ from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.program import Array, Driver
-from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Workspace
 from edgekv.linear.cuda import CudaLinear
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.types import I64

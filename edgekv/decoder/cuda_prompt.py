@@ -11,7 +11,8 @@ from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kernels.cuda.prompt import MOST_WIDTH, padded_width
 from edgekv.kernels.cuda.rope import Halves
-from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Workspace
 from edgekv.linear.cuda_half import HalfOps
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig

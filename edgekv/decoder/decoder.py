@@ -13,7 +13,8 @@ from edgekv.decoder.rope_tables import LayerRopes, RopeRotation
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
-from edgekv.kvcache.base import KVCache, Workspace
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Workspace
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.weights import Weights
 from edgekv.types import F32, I64

@@ -13,14 +13,12 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.counting import Counting
-from edgekv.kvcache.geometry import EXAMPLE, Geometry, Layout, Workspace, layout_bytes
-from edgekv.kvcache.rewinding import Rewinding, rewind
-from edgekv.kvcache.saving import CacheState, Saving
+from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.rewinding import Rewinding
+from edgekv.kvcache.saving import Saving
 from edgekv.kvcache.scheme import Scheme
 from edgekv.kvcache.soft_cap import attend_capped
 from edgekv.types import F32, Array
-
-__all__ = ["EXAMPLE", "CacheState", "Geometry", "KVCache", "Layout", "Workspace", "layout_bytes", "rewind"]
 
 
 class KVCache(Scheme, Counting, Rewinding, Saving):

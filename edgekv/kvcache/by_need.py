@@ -14,8 +14,8 @@ import numpy as np
 
 from edgekv.kernels.contract.planes import CENTRE
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.types import F32, F64, I64
 

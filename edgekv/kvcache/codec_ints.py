@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.geometry import Layout
 
 KEY_BLOCK = 32  # tokens that lie next to each other, so that a score loop runs over tokens
 

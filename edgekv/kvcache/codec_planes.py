@@ -11,8 +11,8 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.contract.attention import LARGEST_F16
 from edgekv.kernels.contract.planes import CENTRES, GAUSS_STEP, GROUPS, KEY_STEP
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.kvcache.geometry import Layout
 from edgekv.types import F32, I64, Array
 
 

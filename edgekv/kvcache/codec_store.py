@@ -6,8 +6,9 @@ import abc
 from typing import Any
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.base import EXAMPLE, KVCache, Layout, Workspace
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.geometry import EXAMPLE, Layout, Workspace
 
 
 class CodecStore(KVCache):

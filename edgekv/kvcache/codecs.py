@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.base import Layout
+from edgekv.kvcache.geometry import Layout
 from edgekv.types import F32, Array
 
 WORD = 64  # tokens per block of packed codes, bits per word

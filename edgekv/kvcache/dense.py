@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codecs import Codec, Float32, WindowCodecs, f16_codecs
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.knobs import bad_knob
 

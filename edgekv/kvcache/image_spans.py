@@ -10,9 +10,9 @@ from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codec_store import CodecStore
 from edgekv.kvcache.codecs import F16, Codec, Float32
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.spans import Run, Span, runs
 from edgekv.machine import format_bytes
 from edgekv.types import F32

@@ -6,9 +6,9 @@ import abc
 from typing import Any
 
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_store import CodecStore
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.geometry import Geometry
 from edgekv.types import F32
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.by_need import LEAST, MOST, HeadNoise, evenly, given
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.knobs import bad_knob, require_only
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.types import F32

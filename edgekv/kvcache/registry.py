@@ -7,9 +7,10 @@ import functools
 from importlib import metadata
 
 from edgekv.errors import CacheError, unknown
-from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.bitplane import BitPlane
 from edgekv.kvcache.dense import Dense
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.papers.fier import Fier
 from edgekv.kvcache.papers.h1b import H1B
@@ -32,25 +33,28 @@ ENTRY_POINTS = "edgekv.schemes"
 """The entry points by which packages name their schemes: NAME = "module:Class"."""
 
 CACHES: dict[str, type[KVCache]] = {
-    "dense": Dense,
-    "h1b": H1B,
-    "sign_keys": SignKeys,
-    "int4": Int4Cache,
-    "kivi2": Kivi,
-    "streaming": Streaming,
-    "h2o": H2O,
-    "snapkv": SnapKV,
-    "tova": Tova,
-    "mikv": MiKV,
-    "fier": Fier,
-    "quest": Quest,
-    "visual1": Visual1,
-    "visual=planes": VisualPlanes,
-    "kvcomp": KVComp,
-    "planes": Planes,
-    "onebit": OneBit,
-    "bitplane": BitPlane,
-    "steps": Steps,
+    scheme.name: scheme
+    for scheme in (
+        Dense,
+        H1B,
+        SignKeys,
+        Int4Cache,
+        Kivi,
+        Streaming,
+        H2O,
+        SnapKV,
+        Tova,
+        MiKV,
+        Fier,
+        Quest,
+        Visual1,
+        VisualPlanes,
+        KVComp,
+        Planes,
+        OneBit,
+        BitPlane,
+        Steps,
+    )
 }
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from edgekv.kernels import BLOCK
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_store import CodecStore
 from edgekv.kvcache.codecs import Codec, WindowCodecs
+from edgekv.kvcache.geometry import Geometry
 from edgekv.types import F32
 
 MORE = 512  # tokens beside the window, at most: so many can be rewound without computing the layer anew

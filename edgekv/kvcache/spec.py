@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any, Protocol
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.registry import find_scheme, schemes
 from edgekv.kvcache.rolling import Rolling
 

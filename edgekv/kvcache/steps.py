@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry, Workspace
 from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.tier_stores import TieredKeys, TieredValues, Tiers, described
 from edgekv.kvcache.tiers import TIERS, Shape, least_bytes, tier_kinds

@@ -16,8 +16,8 @@ from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.aligned import CACHE_LINE_BYTES
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import Layout, Workspace, layout_bytes
 from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.kvcache.geometry import Layout, Workspace, layout_bytes
 from edgekv.kvcache.repack import repack
 from edgekv.kvcache.tiers import ALIGNMENT_BYTES, TIERS, Shape, Split, Tier, choose_split, usable_tiers
 from edgekv.types import F32, Array

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from edgekv.kernels.aligned import CACHE_LINE_BYTES
-from edgekv.kvcache.base import layout_bytes
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
+from edgekv.kvcache.geometry import layout_bytes
 from edgekv.kvcache.planes import KEY_SCALES, PlanesKnobs
 
 ALIGNMENT_BYTES = 32 * CACHE_LINE_BYTES  # of at most 32 arrays in the arena

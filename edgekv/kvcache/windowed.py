@@ -10,9 +10,9 @@ import numpy as np
 
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_store import CodecStore
 from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.geometry import Geometry
 from edgekv.types import F32
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies

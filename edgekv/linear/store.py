@@ -20,10 +20,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.checkpoint.cache_folder import cache_root, remove_abandoned
+from edgekv.cache_folder import cache_root, remove_abandoned
 from edgekv.checkpoint.tensors import TensorFile, to_float32
-from edgekv.checkpoint.writer import TensorWriter, atomic_write
+from edgekv.checkpoint.writer import TensorWriter
 from edgekv.errors import CheckpointError, EdgeKVError
+from edgekv.files import atomic_write
 from edgekv.linear.formats import (
     WEIGHTS,
     MixedFormat,

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.checkpoint.cache_folder import cache_root
-from edgekv.checkpoint.writer import atomic_write
+from edgekv.cache_folder import cache_root
 from edgekv.errors import EdgeKVError
+from edgekv.files import atomic_write
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.onnx import OnnxBlock
 from edgekv.linear.store import WeightStore

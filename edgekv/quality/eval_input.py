@@ -13,9 +13,9 @@ from edgekv.quality.evaluate import REFERENCE
 from edgekv.session.devices import find_device
 from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.opening import open_model, open_tokenizer
-from edgekv.session.options import LoadOptions, Path
+from edgekv.session.options import LoadOptions
 from edgekv.session.plan import SessionPlan
-from edgekv.types import StageProgress
+from edgekv.types import Path, StageProgress
 
 
 class EvalInput:

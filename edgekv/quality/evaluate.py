@@ -15,7 +15,8 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache, rewind
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.rewinding import rewind
 from edgekv.machine import blas_threads, memory_errors
 from edgekv.session.caches import open_caches
 from edgekv.types import F32, F64

@@ -8,10 +8,10 @@ import pathlib
 import shlex
 from typing import Any
 
-from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.hub_name import name_of
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.errors import CheckpointError
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.quality.gate import Verdict, needs_gate
 from edgekv.session.model import Model

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import Geometry, KVCache
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry
 from edgekv.session.session import Session
 
 INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two events of progress

@@ -23,8 +23,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from edgekv.checkpoint.writer import atomic_stream
 from edgekv.errors import ConfigError, SessionError
+from edgekv.files import atomic_stream
 from edgekv.schema import read, shown
 from edgekv.types import U8, Array
 

@@ -8,11 +8,11 @@ import pathlib
 
 import numpy as np
 
-from edgekv.checkpoint.cache_folder import cache_root
+from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.shipped import shipped
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.decoder.decoder import Decoder
 from edgekv.errors import CheckpointError
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesKnobs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import pathlib
 from typing import Any
 
@@ -21,9 +20,7 @@ from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
 from edgekv.models.llava import image_token
-from edgekv.types import StageProgress
-
-Path = str | os.PathLike[str]
+from edgekv.types import Path, StageProgress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,12 +13,12 @@ from edgekv.machine import memory_errors, require_memory
 from edgekv.session.devices import find_device, resolve_device
 from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.model import Model
-from edgekv.session.options import LoadOptions, Path
+from edgekv.session.options import LoadOptions
 from edgekv.session.plan import SessionPlan
 from edgekv.session.saving import SavedState
 from edgekv.session.schedule import OneAtATime, Schedule, Together
 from edgekv.tokenizer import Tokenizer, load_tokenizer
-from edgekv.types import StageProgress
+from edgekv.types import Path, StageProgress
 
 WARM_UP = "compiling kernels (once per machine)"
 WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default

@@ -11,8 +11,7 @@ import numpy as np
 
 from edgekv.errors import CacheError, ConfigError, ContextError, EdgeKVError
 from edgekv.kvcache import CacheSpec
-
-Path = str | os.PathLike[str]
+from edgekv.types import Path
 
 
 @dataclasses.dataclass(frozen=True)

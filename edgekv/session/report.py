@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.checkpoint.writer import atomic_write
 from edgekv.decoder.decoder import Decoder
+from edgekv.files import atomic_write
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
 from edgekv.power.report import EnergyReport
 from edgekv.session.drafts import DraftCounts

@@ -20,7 +20,7 @@ from edgekv.session.generation import Generation
 from edgekv.session.grammar import Constraint, find_constraint
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import LoadedModel, fork, load_model, open_model, reopen
-from edgekv.session.options import LoadOptions, Path, changed
+from edgekv.session.options import LoadOptions, changed
 from edgekv.session.prompt_encoder import PromptEncoder
 from edgekv.session.report import RunReport, measured
 from edgekv.session.running import Running, StepIterator
@@ -29,7 +29,7 @@ from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.saving import SavedState, save_state
 from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import F32, LayerProgress, StageProgress
+from edgekv.types import F32, LayerProgress, Path, StageProgress
 from edgekv.vision import ImageSource
 from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt
 

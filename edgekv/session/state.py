@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from edgekv.errors import ContextError
-from edgekv.kvcache.base import KVCache, rewind
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.rewinding import rewind
 from edgekv.session.file import copy_used
 from edgekv.session.prompt import Spans, clipped, shifted
 from edgekv.session.sampling import Sampler

@@ -94,7 +94,7 @@ class Material:
         library.save(str(self.byte_pairs / "tokenizer.json"))
         self.store = folder / "store"
         model = Model.open(self.llama)
-        build(model.weights, model.weight_format("int8"), self.store, None)  # type: ignore[arg-type]
+        build(model.weights, model.weight_format("int8"), self.store, None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
         """A saved text of each of SCHEMES, plain and compressed, and two loaded models that read them."""

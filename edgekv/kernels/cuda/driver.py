@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.checkpoint.cache_folder import cache_root
-from edgekv.checkpoint.writer import atomic_write
+from edgekv.cache_folder import cache_root
 from edgekv.errors import ConfigError
+from edgekv.files import atomic_write
 from edgekv.kernels.cuda.counter import N_MOVES
 from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import WORD, Codec
+from edgekv.kvcache.geometry import Layout
 from edgekv.types import F32, Array
 
 

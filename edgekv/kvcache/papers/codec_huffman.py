@@ -11,8 +11,8 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.papers.codes import TABLE_BITS
 from edgekv.kernels.memory import contiguous, to_host
-from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.geometry import Layout
 from edgekv.kvcache.papers.codebook import Codebook, gaussian_counts
 from edgekv.types import F32, U8, U64, Array
 

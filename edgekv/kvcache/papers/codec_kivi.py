@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.geometry import Layout
 
 
 class KiviKeys(Codec):

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgekv.kvcache.base import Layout
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.geometry import Layout
 from edgekv.types import F32
 
 AXES: dict[str, int | tuple[int, ...] | None] = {

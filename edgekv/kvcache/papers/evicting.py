@@ -12,8 +12,9 @@ import numpy.typing as npt
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.codecs import F16
+from edgekv.kvcache.geometry import Geometry, Layout, Workspace
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.types import F32, I32, I64, Array
 

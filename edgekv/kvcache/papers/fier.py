@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.kvcache.base import Geometry, Layout
+from edgekv.kvcache.geometry import Geometry, Layout
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 from edgekv.types import Array

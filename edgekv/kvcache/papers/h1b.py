@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from edgekv.errors import CacheError
 from edgekv.kernels.memory import contiguous, to_host
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.kvcache.knobs import bad_knob, require_only
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch

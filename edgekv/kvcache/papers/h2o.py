@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.evicting import LowestFirst, check_budget
 

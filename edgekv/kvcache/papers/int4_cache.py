@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.base import Geometry
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.keepall import KeepAll
 
 BITS = 4

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.base import Geometry, Workspace
+from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.windowed import Sizes, Windowed

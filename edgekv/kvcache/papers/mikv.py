@@ -9,9 +9,9 @@ import numpy as np
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.base import Geometry, Layout, Workspace
 from edgekv.kvcache.codec_ints import KEY_BLOCK
 from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.geometry import Geometry, Layout, Workspace
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.codec_kivi import KiviValues
 from edgekv.kvcache.papers.evicting import LowestFirst, check_budget, pick

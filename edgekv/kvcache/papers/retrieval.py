@@ -10,8 +10,8 @@ import numpy as np
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import EXAMPLE, Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.geometry import EXAMPLE, Geometry, Layout, Workspace
 from edgekv.kvcache.keepall import KeepAll
 from edgekv.types import F32, I64, Array
 

@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from edgekv.errors import CacheError
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import Geometry, Layout
+from edgekv.kvcache.geometry import Geometry, Layout
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.evicting import Evicting, attention_received, check_budget, half_bits, highest
 from edgekv.types import F32, I32, I64

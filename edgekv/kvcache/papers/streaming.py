@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.base import Geometry
+from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.knobs import bad_knob
 from edgekv.kvcache.papers.evicting import Evicting, check_budget
 

@@ -92,7 +92,8 @@ def sketch(
 ) -> Any:
     """A codec of sign sketches of x times the transpose of ``projection`` (bits, head_dim)."""
     (g, blocks, _, block), (bits, head_dim) = codes.shape, projection.shape
-    parameters = {"bits": bits, "tau": tau, "projection": projection}
+    centre = np.zeros((g, head_dim), np.float32)
+    parameters = {"bits": bits, "tau": tau, "projection": projection, "centre": centre}
     return codec("signs", (g, blocks * block, head_dim), {"signs": codes}, **parameters)
 
 

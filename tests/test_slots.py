@@ -98,7 +98,7 @@ def test_forks_generate_in_threads(kv: str, tmp_path: pathlib.Path, monkeypatch:
 
 
 class Slow:
-    """A decoder whose passes say when they are made."""
+    """A decoder whose passes say when they are made, end when they may, and are one at a time."""
 
     threads, chunk = 1, 256
 
@@ -106,29 +106,42 @@ class Slow:
         self.passes: list[list[int]] = []
         self.fails: BaseException | None = None
         self.may_end, self.n_ended = threading.Event(), 0
+        self._computing = threading.Lock()
         self.may_end.set()
 
     def step(self, token: int, caches: Any) -> np.ndarray:
         return self.step_together([token], [caches])[0]
 
     def step_together(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
-        self.passes.append(list(tokens))
-        assert self.may_end.wait(60)
-        if self.fails:
-            raise self.fails
-        self.n_ended += 1
+        assert self._computing.acquire(blocking=False)
+        try:
+            self.passes.append(list(tokens))
+            assert self.may_end.wait(60)
+            if self.fails:
+                raise self.fails
+            self.n_ended += 1
+        finally:
+            self._computing.release()
         return np.repeat(np.float32(tokens)[:, None], 2, 1)
 
 
-def schedule_of(decoder: Slow) -> Together:
-    return Together(decoder)
+def n_waiting(schedule: Together) -> int:
+    """Tokens that wait for a pass, which no caller is told."""
+    return len(schedule._asked)
+
+
+def until(is_time: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_time():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a token of every text that goes on."""
     monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
     decoder = Slow()
-    schedule = schedule_of(decoder)
+    schedule = Together(decoder)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):
@@ -139,8 +152,7 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     with schedule.alone():
         for thread in threads:
             thread.start()
-        while len(schedule._asked) < SLOTS:
-            time.sleep(0.001)
+        until(lambda: n_waiting(schedule) == SLOTS)
     for thread in threads:
         thread.join()
     assert [len(tokens) for tokens in decoder.passes] == [SLOTS] * 8
@@ -149,7 +161,7 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_lets_tokens_go_first() -> None:
     """A token that was asked for while a prompt is read gets its logits at the next pause."""
     decoder = Slow()
-    schedule = schedule_of(decoder)
+    schedule = Together(decoder)
     reading, asked = threading.Event(), threading.Event()
     logits: list[Any] = []
 
@@ -173,7 +185,7 @@ def test_a_prompt_lets_tokens_go_first() -> None:
 def test_a_prompt_is_not_kept_out() -> None:
     """By a text that asks for its next token as soon as it has one."""
     decoder = Slow()
-    schedule = schedule_of(decoder)
+    schedule = Together(decoder)
     ended = threading.Event()
 
     def write() -> None:
@@ -192,7 +204,7 @@ def test_a_prompt_is_not_kept_out() -> None:
 def test_who_does_not_come_is_not_waited_for() -> None:
     """A text whose reader went away without a word holds nobody up for more than a moment."""
     decoder = Slow()
-    schedule = schedule_of(decoder)
+    schedule = Together(decoder)
     threading.Thread(target=schedule.step, args=(1, ())).start()
     for token in (2, 3):
         np.testing.assert_array_equal(schedule.step(token, ()), [token, token])
@@ -201,7 +213,7 @@ def test_who_does_not_come_is_not_waited_for() -> None:
 
 def test_a_failed_pass_is_told_to_all() -> None:
     decoder = Slow()
-    schedule = schedule_of(decoder)
+    schedule = Together(decoder)
     decoder.fails = MemoryError("no room")
 
     def fails(token: int) -> str:
@@ -236,13 +248,6 @@ class InterruptedThread:
         self._thread.join()
 
 
-def until(is_time: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_time():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 @contextlib.contextmanager
 def prompt_elsewhere(schedule: Together) -> Iterator[None]:
     """Another thread reads a prompt meanwhile."""
@@ -264,8 +269,8 @@ def prompt_elsewhere(schedule: Together) -> Iterator[None]:
 def test_an_interrupted_token_is_not_computed() -> None:
     """One that waits while a prompt is read."""
     decoder = Slow()
-    schedule = schedule_of(decoder)
-    interrupted = InterruptedThread(lambda: bool(schedule._asked))
+    schedule = Together(decoder)
+    interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
     with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
         schedule.step(1, ())
     np.testing.assert_array_equal(schedule.step(2, ()), [2, 2])
@@ -275,10 +280,15 @@ def test_an_interrupted_token_is_not_computed() -> None:
 def test_an_interrupted_prompt_keeps_nobody_out() -> None:
     """One that waits for its turn, and one that waits because it let tokens go first."""
     decoder = Slow()
-    schedule = schedule_of(decoder)
+    schedule = Together(decoder)
     decoder.may_end.clear()
-    thread = threading.Thread(target=schedule.step, args=(1, ()))
-    thread.start()
+
+    def write(token: int) -> None:
+        schedule.step(token, ())
+        schedule.leave()
+
+    threads = [threading.Thread(target=write, args=(token,)) for token in (1, 2, 3)]
+    threads[0].start()
     until(lambda: bool(decoder.passes))
     with (
         pytest.raises(KeyboardInterrupt),
@@ -286,24 +296,19 @@ def test_an_interrupted_prompt_keeps_nobody_out() -> None:
         schedule.alone(),
     ):
         pass
-    thread.join()
-
-    threads = [threading.Thread(target=schedule.step, args=(token, ())) for token in (2, 3)]
-    schedule._writing.clear()
+    threads[0].join()
 
     def read() -> None:
         with schedule.alone() as pause:
             decoder.may_end.clear()
-            threads[0].start()
-            until(lambda: bool(schedule._asked))
+            threads[1].start()
+            until(lambda: n_waiting(schedule) == 1)
             pause()
 
     with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: len(decoder.passes) == 2):
         read()
-    threads[1].start()
-    until(lambda: bool(schedule._asked))
-    time.sleep(0.05)
-    assert len(decoder.passes) == 2  # the pass goes on, and has its turn
+    threads[2].start()
+    until(lambda: n_waiting(schedule) == 1)  # the pass goes on, and has its turn
     decoder.may_end.set()
     for thread in threads:
         thread.join()
@@ -318,29 +323,39 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
     """
     monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
     decoder = Slow()
-    schedule = schedule_of(decoder)
-    decoder.may_end.clear()
-    may_begin, me = schedule._may_begin, threading.get_ident()
-    monkeypatch.setattr(schedule, "_may_begin", lambda: (threading.get_ident() == me) == computes and may_begin())
-    schedule._writing.add(me)  # the other one waits
+    schedule = Together(decoder)
+
+    def ask(token: int) -> Any:
+        return schedule.step(token, ())
+
+    def last(token: int) -> Any:
+        """A token of whoever is waited for, who then computes."""
+        until(lambda: n_waiting(schedule) == 1)
+        return ask(token)
+
+    mine, the_others = (last, ask) if computes else (ask, last)
 
     def step() -> None:
         try:
-            schedule.step(2, ())
+            mine(2)
         finally:
-            assert decoder.n_ended == (not computes)
+            assert decoder.n_ended == 2 + (not computes)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        other = pool.submit(schedule.step, 1, ())
-        until(lambda: bool(schedule._asked))
-        with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: bool(decoder.passes), decoder):
+        pool.submit(ask, 5).result(60)
+        other = pool.submit(last, 6)
+        ask(7)  # from here on each waits for the other
+        other.result(60)
+        decoder.may_end.clear()
+        other = pool.submit(the_others, 1)
+        with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: len(decoder.passes) == 3, decoder):
             step()
         if computes:
             with pytest.raises(SessionError, match="interrupted"):
                 other.result(60)
         else:
             np.testing.assert_array_equal(other.result(60), [1, 1])
-        assert decoder.passes == [[1, 2]]
+        assert decoder.passes == [[5], [7, 6], [1, 2] if computes else [2, 1]]
         decoder.may_end.set()
         monkeypatch.undo()
         np.testing.assert_array_equal(schedule.step(3, ()), [3, 3])
@@ -348,7 +363,7 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
 
 def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
     decoder = Slow()
-    for schedule in (schedule_of(decoder), OneAtATime(decoder)):
+    for schedule in (Together(decoder), OneAtATime(decoder)):
         with schedule.alone(), pytest.raises(SessionError):
             schedule.step(1, ())
         np.testing.assert_array_equal(schedule.step(2, ()), [2, 2])

@@ -60,7 +60,7 @@ def _execute(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
         needed = {"weights": model.weights_bytes(form)}
         for spec in specs:
-            needed[f"{spec.scheme.name} cache"] = spec.planned_bytes(model.config, max(depths) + room)
+            needed[f"{spec.short} cache"] = spec.planned_bytes(model.config, max(depths) + room)
         require_memory(needed, available_memory_bytes())
         decoder = find_device("cpu").decoder(model, form, capacity, arguments.threads, bars.update)
         bandwidth = Bandwidth()

@@ -246,7 +246,7 @@ def test_same_seed_same_text(shared: pathlib.Path) -> None:
     ("text", "message"),
     [
         ("nope", "accepted: dense, h1b"),
-        ("h1b:c=3", "accepted .defaults.: sketch_bits=256"),
+        ("h1b:c=3", "accepted .defaults.: h1b:sketch_bits=256"),
         ("h1b:sketch_bits=100", "multiples of 64"),
         ("h1b:sketch_bits=x", "must be a int"),
         ("h1b:tau=-1", "positive"),

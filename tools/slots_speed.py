@@ -19,11 +19,11 @@ import numpy as np
 
 from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
+from edgekv.machine import all_cores
 from edgekv.quality.shape_model import shape_model
 from edgekv.session.caches import open_caches
 from edgekv.session.devices import find_device
 from edgekv.session.model_runner import ModelRunner
-from edgekv.session.opening import all_cores
 from edgekv.session.schedule import OneAtATime, Schedule, Together
 from edgekv.session.state import State
 

@@ -201,6 +201,30 @@ def test_a_prompt_is_not_kept_out() -> None:
     thread.join()
 
 
+def test_a_pause_is_one_pass() -> None:
+    """Also where texts ask for their next token as soon as they have one."""
+    decoder = Slow()
+    schedule = Together(decoder)
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            schedule.step(1, ())
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with schedule.alone() as pause:
+        passes = [len(decoder.passes)]
+        while passes[-1] < passes[0] + 20:
+            pause()
+            passes.append(len(decoder.passes))
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert max(np.diff(passes)) == 1
+
+
 def test_who_does_not_come_is_not_waited_for() -> None:
     """A text whose reader went away without a word holds nobody up for more than a moment."""
     decoder = Slow()
@@ -292,7 +316,7 @@ def test_an_interrupted_prompt_keeps_nobody_out() -> None:
     until(lambda: bool(decoder.passes))
     with (
         pytest.raises(KeyboardInterrupt),
-        InterruptedThread(lambda: schedule._prompt_waits, decoder),
+        InterruptedThread(lambda: schedule._has_prompt, decoder),
         schedule.alone(),
     ):
         pass

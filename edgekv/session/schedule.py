@@ -120,7 +120,8 @@ class Together:
         self._prompt = threading.Lock()  # scratch of a prompt lives on while it pauses
         self._changed = threading.Condition()
         self._computing: int | None = None  # the thread whose turn it is
-        self._prompt_waits = False
+        self._has_prompt = False  # while one is read, a pass begins only where the prompt pauses for it
+        self._lets_pass = False
         self._writing: set[int] = set()  # threads whose text goes on
         self._asked: list[_Asked] = []
         self._pass: list[_Asked] = []  # what is being computed
@@ -159,9 +160,8 @@ class Together:
         self.leave()
         with self._prompt:
             try:
-                self._prompt_waits = True  # else texts that are quick to ask again would keep it out
+                self._has_prompt = True  # else texts that are quick to ask again would keep it out
                 self._take_turn()
-                self._prompt_waits = False
                 with blas_threads(self.decoder.threads):
                     yield self._pause
             finally:
@@ -181,9 +181,15 @@ class Together:
     def _pause(self) -> None:
         with self._changed:
             if self._is_due():
+                self._lets_pass = True
                 self._give_turn()
-                self._changed.wait_for(lambda: self._computing is None and not self._asked)
+                self._changed.wait_for(self._has_paused)
+                self._lets_pass = False
                 self._computing = threading.get_ident()
+
+    def _has_paused(self) -> bool:
+        """Whether one pass has come and gone since the prompt let it, or nobody wants one any more."""
+        return self._computing is None and not (self._lets_pass and self._asked)
 
     def _begins_pass(self, asked: _Asked) -> bool:
         """Waits for a pass. True: this thread is to compute it. False: another one has."""
@@ -193,7 +199,7 @@ class Together:
             self._changed.notify_all()
             while not asked.is_done:
                 if asked in self._asked and self._may_begin():
-                    self._computing = asked.thread
+                    self._computing, self._lets_pass = asked.thread, False
                     self._pass, self._asked = self._asked, []
                     self._writing = {each.thread for each in self._pass}  # who was waited for in vain is out
                     return True
@@ -216,7 +222,8 @@ class Together:
 
     def _may_begin(self) -> bool:
         """Whether it is the turn of a pass."""
-        return self._computing is None and not self._prompt_waits and self._is_due()
+        is_free = self._computing is None and (self._lets_pass or not self._has_prompt)
+        return is_free and self._is_due()
 
     def _is_due(self) -> bool:
         """Whether a pass should begin."""
@@ -238,7 +245,7 @@ class Together:
             self._changed.notify_all()
 
     def _end_prompt(self) -> None:
-        self._prompt_waits = False
+        self._has_prompt = self._lets_pass = False
         self._give_turn()
 
     def _compute(self, batch: Sequence[_Asked]) -> None:

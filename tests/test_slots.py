@@ -182,46 +182,44 @@ def test_a_prompt_lets_tokens_go_first() -> None:
     np.testing.assert_array_equal(logits[0], [7, 7])
 
 
-def test_a_prompt_is_not_kept_out() -> None:
-    """By a text that asks for its next token as soon as it has one."""
-    decoder = Slow()
-    schedule = Together(decoder)
+@contextlib.contextmanager
+def writers(schedule: Together, n: int) -> Iterator[None]:
+    """n texts, each in a thread of its own, that ask for their next token as soon as they have one."""
     ended = threading.Event()
 
     def write() -> None:
         while not ended.is_set():
             schedule.step(1, ())
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    for _ in range(20):
-        with schedule.alone():
-            pass
-    ended.set()
-    thread.join()
+    threads = [threading.Thread(target=write) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_prompt_is_not_kept_out() -> None:
+    """By a text that asks for its next token as soon as it has one."""
+    schedule = Together(Slow())
+    with writers(schedule, 1):
+        for _ in range(20):
+            with schedule.alone():
+                pass
 
 
 def test_a_pause_is_one_pass() -> None:
     """Also where texts ask for their next token as soon as they have one."""
     decoder = Slow()
     schedule = Together(decoder)
-    ended = threading.Event()
-
-    def write() -> None:
-        while not ended.is_set():
-            schedule.step(1, ())
-
-    threads = [threading.Thread(target=write) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    with schedule.alone() as pause:
+    with writers(schedule, 2), schedule.alone() as pause:
         passes = [len(decoder.passes)]
         while passes[-1] < passes[0] + 20:
             pause()
             passes.append(len(decoder.passes))
-    ended.set()
-    for thread in threads:
-        thread.join()
     assert max(np.diff(passes)) == 1
 
 

@@ -209,21 +209,8 @@ def test_time_is_estimated_by_the_weights(copy: Board, tmp_path: pathlib.Path) -
     assert job._estimate(step) == pytest.approx(10 * ratio)
 
 
-class Steady(trees.Signal):
-    """Four watts, whatever happens."""
-
-    name = "rpi-pmic"
-
-    def __init__(self) -> None:
-        super().__init__(lambda: 4.0)
-
-    @classmethod
-    def probe(cls, root: object = "/") -> "Steady":
-        return cls()
-
-
 def test_a_meter_gives_energies(copy: Board, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METERS, "rpi-pmic", Steady)
+    monkeypatch.setitem(METERS, "rpi-pmic", trees.Steady)
     copy.measured, copy.idle = [m for m in copy.measured if not isinstance(m, (Decode, Prompt))], None
     copy.plan = msgspec.structs.replace(copy.plan, seconds=0.5, idle_s=0.5)
     monkeypatch.setattr(measure, "MOST_TOKENS", 2000)

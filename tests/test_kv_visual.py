@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import cache_cases
 import numpy as np
@@ -327,6 +328,18 @@ def test_one_bit_is_the_nearer_end_and_more_bits_are_planes(backend: object) -> 
         assert not bits[10:].any()
 
 
+def read(backend: Any, codec: Any, case: Case, q: F32, p: F32, out: F32) -> tuple[F32, F32]:
+    """Scores of the case's tokens, beside which the poison stays, and ``out`` with their weighted sums."""
+    s, weights = (poisoned_scores(case, contiguous=case.g == 1) for _ in range(2))
+    sums = out.copy()
+    weights[:, :, inside(case)] = p
+    backend.scores(codec, q, case.t0, case.t1, s[:, :, inside(case)])
+    backend.sums(codec, weights[:, :, inside(case)], case.t0, case.t1, sums)
+    assert np.isnan(s[:, :, : case.s0]).all()
+    assert np.isnan(s[:, :, case.s0 + case.length :]).all()
+    return s[:, :, inside(case)], sums
+
+
 @EITHER_PATH
 @pytest.mark.parametrize(("case", "n_bits"), CASES, ids=str)
 @pytest.mark.parametrize("pull", [0.0, 0.5])
@@ -341,18 +354,10 @@ def test_numba_equals_numpy_by_channel(
     planes = rng.integers(0, 256, (case.g, case.capacity, n_bits, -(-case.d // 8)), np.uint8)
     codec = bound(codec, planes=planes, low=low, step=step)
     q, out = normal(rng, case.g, case.m, case.d) / np.float32(case.d**0.5), normal(rng, case.g, case.m, case.d)
-    p = poisoned_scores(case, contiguous=case.g == 1)
-    p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
-    results = []
-    for backend in (cpu, reference):
-        s, sums = poisoned_scores(case, contiguous=case.g == 1), out.copy()
-        backend.scores(codec, q, case.t0, case.t1, s[:, :, inside(case)])
-        backend.sums(codec, p[:, :, inside(case)], case.t0, case.t1, sums)
-        assert np.isnan(s[:, :, : case.s0]).all()
-        assert np.isnan(s[:, :, case.s0 + case.length :]).all()
-        results.append((s[:, :, inside(case)], sums))
-    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-4)
-    np.testing.assert_allclose(results[0][1], results[1][1], rtol=2e-5, atol=3e-4)
+    p = rng.random((case.g, case.m, case.length), np.float32)
+    (s, sums), (expected, expected_sums) = (read(backend, codec, case, q, p, out) for backend in (cpu, reference))
+    np.testing.assert_allclose(s, expected, atol=1e-4)
+    np.testing.assert_allclose(sums, expected_sums, rtol=2e-5, atol=3e-4)
 
 
 @pytest.mark.parametrize("group", ["tensor", "head", "head+token"])
@@ -379,17 +384,12 @@ def test_numba_equals_numpy(
     )
     decoded = decoded[:, case.t0 : case.t1]
     q, out = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
-    p = poisoned_scores(case, contiguous=case.g == 1)
-    p[:, :, inside(case)] = rng.random((case.g, case.m, case.length), np.float32)
+    p = rng.random((case.g, case.m, case.length), np.float32)
     codec = bound(LevelSpan(case.g, case.capacity, case.d, n_bits, group), planes=stores[0], low=low, step=step)
     for backend in (cpu, reference):
-        s, sums = poisoned_scores(case, contiguous=case.g == 1), out.copy()
-        backend.scores(codec, q, case.t0, case.t1, s[:, :, inside(case)])
-        backend.sums(codec, p[:, :, inside(case)], case.t0, case.t1, sums)
-        assert np.isnan(s[:, :, : case.s0]).all()
-        assert np.isnan(s[:, :, case.s0 + case.length :]).all()
-        np.testing.assert_allclose(s[:, :, inside(case)], q @ decoded.transpose(0, 2, 1), atol=1e-4)
-        np.testing.assert_allclose(sums, out + p[:, :, inside(case)].astype(float) @ decoded, rtol=2e-5, atol=2e-4)
+        s, sums = read(backend, codec, case, q, p, out)
+        np.testing.assert_allclose(s, q @ decoded.transpose(0, 2, 1), atol=1e-4)
+        np.testing.assert_allclose(sums, out + p.astype(float) @ decoded, rtol=2e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize(("text", "n_bytes"), [("f16", 2), ("f32", 4)])

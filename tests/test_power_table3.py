@@ -16,17 +16,6 @@ from edgekv.session.model import Model
 from edgekv.session.plan import SessionPlan
 
 
-class Steady(trees.Signal):
-    name = "rpi-pmic"
-
-    def __init__(self) -> None:
-        super().__init__(lambda: 4.0)
-
-    @classmethod
-    def probe(cls, root: object = "/") -> "Steady":
-        return cls()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
@@ -42,7 +31,7 @@ def test_every_row_and_the_paper(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(METERS, "rpi-pmic", Steady)
+    monkeypatch.setitem(METERS, "rpi-pmic", trees.Steady)
     assert table3.main(arguments(model, "--json", str(tmp_path / "t.json"))) == 0
     out = capsys.readouterr().out
     for name in ("dense", "int4", "h1b", "onebit", "bitplane", "FP16", "MiniCache", "H1B-KV"):

@@ -10,8 +10,9 @@ from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli import main
 from edgekv.linear import threads
+from edgekv.linear.cpu import cpu_linear
 from edgekv.linear.formats import WEIGHTS
-from edgekv.linear.onnx import LEAST_ROWS, OrtLinear
+from edgekv.linear.onnx import LEAST_ROWS
 from edgekv.linear.random import random_store
 from edgekv.linear.store import WeightStore
 from edgekv.types import Threads
@@ -104,9 +105,9 @@ def test_a_folder_that_can_not_be_written_costs_only_the_memory(
 def test_products_are_the_same_with_any_number_of_threads(store: WeightStore) -> None:
     """Of one row, and of prompts whose rows are shared by several callers."""
     c, rng = store.arch.config, np.random.default_rng(0)
-    plain = OrtLinear(store, Threads(1, 1))
+    plain = cpu_linear(store.form)(store, Threads(1, 1))
     for n_threads in (Threads(2, 2), Threads(1, 2), Threads(1, 4), Threads(2, 3)):
-        linear = OrtLinear(store, n_threads)
+        linear = cpu_linear(store.form)(store, n_threads)
         assert linear.threads == n_threads
         for n in (1, LEAST_ROWS, 2 * LEAST_ROWS + 1, 256):
             x = rng.standard_normal((n, c.hidden_size), np.float32)

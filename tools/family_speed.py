@@ -20,7 +20,7 @@ from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.linear.formats import WEIGHTS
-from edgekv.linear.onnx import OrtLinear
+from edgekv.linear.packed import PackedLinear
 from edgekv.linear.random import random_store
 from edgekv.machine import blas_threads
 from edgekv.types import Threads
@@ -34,7 +34,7 @@ DEPTH, STEPS, FASTEST = 500, 30, 6
 def opened(config: dict[str, Any]) -> tuple[CpuDecoder, list[KVCache]]:
     """A decoder of random weights and caches that hold DEPTH tokens."""
     store = random_store(config, WEIGHTS["int4"])
-    decoder = CpuDecoder(store, OrtLinear(store, Threads(1, 1)), numba_kernels(1), DEPTH + STEPS, 1)
+    decoder = CpuDecoder(store, PackedLinear(store, Threads(1, 1)), numba_kernels(1), DEPTH + STEPS, 1)
     caches = CacheSpec.parse("dense").layers(decoder.config, DEPTH + STEPS)
     for cache in caches:
         cache.allocate(decoder.kernels, decoder.workspace)

@@ -1,4 +1,4 @@
-"""Records an architecture's blocks as ONNX graphs whose weights stay outside, in a store's weights file."""
+"""Records an architecture's blocks as ONNX graphs whose float32 weights stay outside, in a store's file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, helper
 
-from edgekv.linear.formats import ITEM_BYTES, Specs, WeightFormat
+from edgekv.linear.formats import ITEM_BYTES, Specs
 from edgekv.models.architecture import Architecture, Ops
 
 OPSET, MICROSOFT = 18, "com.microsoft"
-ONNX_TYPES = {"F32": TensorProto.FLOAT, "U8": TensorProto.UINT8}
+ONNX_TYPES = {"F32": TensorProto.FLOAT}
 ACTIVATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "silu": ("QuickGelu", MICROSOFT, {"alpha": 1.0}),  # x * sigmoid(alpha x)
     "gelu_tanh": ("FastGelu", MICROSOFT, {}),
@@ -27,10 +27,8 @@ class GraphOps(Ops):
     ``offsets`` maps each tensor of ``specs`` to its byte position in the file ``location``.
     """
 
-    def __init__(
-        self, arch: Architecture, form: WeightFormat, specs: Specs, offsets: Mapping[str, int], location: str
-    ) -> None:
-        self.arch, self.form, self.specs, self.offsets, self.location = arch, form, specs, offsets, location
+    def __init__(self, arch: Architecture, specs: Specs, offsets: Mapping[str, int], location: str) -> None:
+        self.arch, self.specs, self.offsets, self.location = arch, specs, offsets, location
         self.linears = arch.linears()
         self.nodes: list[Any] = []
         self.initializers: dict[str, TensorProto] = {}
@@ -58,16 +56,8 @@ class GraphOps(Ops):
 
     def linear(self, x: str, name: str) -> str:
         linear = self.linears[name]
-        bias = self._weight(f"{name}.bias") if linear.biases else ""
-        form = self.form.of(name)
-        if form.bits == 32:
-            inputs = [x, self._weight(f"{name}.weight"), *([bias] if bias else [])]
-            return self._node("Gemm", inputs, transB=1)[0]
-        parts = ("codes", "scales", "zeros") if form.zeros else ("codes", "scales")
-        inputs = [x, *(self._weight(f"{name}.{part}") for part in parts)]
-        attributes = {"K": linear.columns, "N": linear.rows, "bits": form.bits, "block_size": form.block}
-        y = self._node("MatMulNBits", inputs, MICROSOFT, accuracy_level=4, **attributes)[0]
-        return self._node("Add", [y, bias])[0] if bias else y
+        bias = [self._weight(f"{name}.bias")] if linear.biases else []
+        return self._node("Gemm", [x, self._weight(f"{name}.weight"), *bias], transB=1)[0]
 
     def add_linear(self, x: str, y: str, name: str) -> str:
         return self._node("Add", [x, self.linear(y, name)])[0]
@@ -124,15 +114,13 @@ class GraphOps(Ops):
         return data
 
 
-def block_graphs(
-    arch: Architecture, form: WeightFormat, specs: Specs, offsets: Mapping[str, int], location: str
-) -> dict[str, bytes]:
+def block_graphs(arch: Architecture, specs: Specs, offsets: Mapping[str, int], location: str) -> dict[str, bytes]:
     """file name -> serialised graph of every block: ``{i}.in.onnx``, ``{i}.out.onnx``, ``head.onnx``."""
     c = arch.config
     hidden, fused = c.hidden_size, c.q_size + 2 * c.kv_size
 
     def record(block: Callable[[GraphOps], str], inputs: Mapping[str, int], width: int) -> bytes:
-        ops = GraphOps(arch, form, specs, offsets, location)
+        ops = GraphOps(arch, specs, offsets, location)
         return ops.model(inputs, block(ops), width)
 
     def attention_in(i: int) -> bytes:

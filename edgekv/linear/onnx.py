@@ -1,4 +1,4 @@
-"""The CPU backend: each block of each layer is one onnxruntime session over the store's mapped weights."""
+"""The CPU backend of float32 weights: each layer's blocks are onnxruntime sessions over the mapped store."""
 
 from __future__ import annotations
 
@@ -82,6 +82,14 @@ class OrtLinear(LinearBlocks):
         self.weights_bytes, self.threads = store.nbytes, threads
         self._callers = 1 + threads.prompt - threads.decode
         self._pool = ThreadPoolExecutor(self._callers, thread_name_prefix="edgekv-products")
+
+    @staticmethod
+    def block(store: WeightStore, name: str, threads: int) -> OnnxBlock:
+        """The first layer's ``attention_in`` or ``attention_out``, on so many threads."""
+        c = store.arch.config
+        if name == "attention_in":
+            return OnnxBlock(store.folder / "0.in.onnx", threads, c.q_size + 2 * c.kv_size)
+        return OnnxBlock(store.folder / "0.out.onnx", threads, c.hidden_size)
 
     def attention_in(self, i: int, x: F32) -> F32:
         return self._run(self._in[i], x=x)

@@ -1,4 +1,4 @@
-"""Block quantization of weights in onnxruntime's MatMulNBits layout: int4 and int8, symmetric.
+"""Block quantization of weights in the layout of onnxruntime's MatMulNBits: int4 and int8, symmetric.
 
 A row is cut into blocks of ``block`` inputs; each has one float32 scale and codes around a zero point of
 2^(bits-1). int4 searches the scale that minimises the block's squared error; int8 uses max|w| / 127.

@@ -2,7 +2,7 @@
 
 store.json            format, weight format, the checkpoint's identity, its config.json
 weights.safetensors   codes, scales, norms, biases and the embedding table
-*.onnx                the blocks' graphs, which point into weights.safetensors
+*.onnx                of float32 weights the blocks' graphs, which point into weights.safetensors
 tokenizer files       copied from the checkpoint
 """
 
@@ -28,6 +28,7 @@ from edgekv.files import atomic_write
 from edgekv.linear.formats import (
     WEIGHTS,
     MixedFormat,
+    Specs,
     WeightFormat,
     file_offsets,
     mixed_format,
@@ -79,7 +80,7 @@ class StoreFile(msgspec.Struct):
 
 
 class WeightStore:
-    """An opened store: weights by name, dequantized on request; `OrtLinear` maps the same file."""
+    """An opened store: weights by name, dequantized on request. `OrtLinear` and `PackedLinear` read it."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -178,12 +179,8 @@ def build(
             )
         partial.mkdir()
         _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress)
-        start = os.path.getsize(partial / WEIGHTS_FILE) - specs_bytes(specs)
-        from edgekv.linear.graph import block_graphs  # onnx takes 0.2 s to import, and only a new store needs it
-
-        graphs = block_graphs(weights.arch, form, specs, file_offsets(specs, start), WEIGHTS_FILE)
-        for name, graph in graphs.items():
-            (partial / name).write_bytes(graph)
+        if form.bits == 32:
+            _write_graphs(weights, specs, partial)
         for name in TOKENIZER_FILES:
             if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
                 shutil.copyfile(source.tokenizer_folder / name, partial / name)
@@ -202,6 +199,15 @@ def build(
         raise CheckpointError(f"{folder}: can't write the store ({error.strerror or error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_graphs(weights: CheckpointWeights, specs: Specs, folder: pathlib.Path) -> None:
+    from edgekv.linear.graph import block_graphs  # onnx takes 0.2 s to import, and only a new store needs it
+
+    start = os.path.getsize(folder / WEIGHTS_FILE) - specs_bytes(specs)
+    graphs = block_graphs(weights.arch, specs, file_offsets(specs, start), WEIGHTS_FILE)
+    for name, graph in graphs.items():
+        (folder / name).write_bytes(graph)
 
 
 def _write_weights(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ import numpy as np
 from edgekv.cache_folder import cache_root
 from edgekv.errors import EdgeKVError
 from edgekv.files import atomic_write
+from edgekv.linear.cpu import cpu_linear
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.onnx import OnnxBlock
 from edgekv.linear.store import WeightStore
 from edgekv.machine import all_cores, machine_info
 from edgekv.models.architecture import Architecture
@@ -59,10 +59,10 @@ def choice(decode_s: Mapping[int, float], prompt_s: Mapping[int, float]) -> Thre
 def measure(store: WeightStore, numbers: list[int]) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of one block by number of threads, the best of a few rounds: for a token, and for PROMPT_ROWS.
 
-    Every number has its own copy of the weights, and they take turns: small caches hold none until its next turn.
+    They take turns, on weights that small caches do not hold.
     """
-    name, widths, out = _block(store.arch)
-    blocks = {n: OnnxBlock(store.folder / name, n, out) for n in numbers}
+    name, widths = _block(store.arch)
+    blocks = {n: cpu_linear(store.form).block(store, name, n) for n in numbers}
     decode_s, prompt_s = dict.fromkeys(numbers, np.inf), dict.fromkeys(numbers, np.inf)
     rng = np.random.default_rng(0)
     rows = {part: rng.standard_normal((PROMPT_ROWS, width), np.float32) for part, width in widths.items()}
@@ -89,7 +89,7 @@ def remembered(arch: Architecture, form: WeightFormat) -> Threads | None:
     return found if is_usable else None
 
 
-def _time(blocks: Mapping[int, OnnxBlock], inputs: dict[str, F32], best: dict[int, float]) -> None:
+def _time(blocks: Mapping[int, Callable[..., F32]], inputs: dict[str, F32], best: dict[int, float]) -> None:
     for n, block in blocks.items():
         begun = time.perf_counter()
         block(**inputs)
@@ -100,14 +100,12 @@ def _fewest(seconds: Mapping[int, float]) -> int:
     return min(n for n, s in seconds.items() if s * ENOUGH <= min(seconds.values()))
 
 
-def _block(arch: Architecture) -> tuple[str, dict[str, int], int]:
-    """A block's file, the widths of its inputs and that of its output: the first layer's smaller one if that is
-    large enough."""
+def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
+    """A block's name and the widths of its inputs: the first layer's smaller one if that is large enough."""
     c = arch.config
-    fused = c.q_size + 2 * c.kv_size
-    if c.hidden_size * fused >= PROBE_WEIGHTS:
-        return "0.in.onnx", {"x": c.hidden_size}, fused
-    return "0.out.onnx", {"x": c.hidden_size, "attention": c.q_size}, c.hidden_size
+    if c.hidden_size * (c.q_size + 2 * c.kv_size) >= PROBE_WEIGHTS:
+        return "attention_in", {"x": c.hidden_size}
+    return "attention_out", {"x": c.hidden_size, "attention": c.q_size}
 
 
 def _key(arch: Architecture, form: WeightFormat) -> str:

@@ -12,8 +12,8 @@ from edgekv.errors import ConfigError, unknown
 from edgekv.kernels import Kernels, compiling
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.cpu import cpu_linear
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.onnx import OrtLinear
 from edgekv.linear.reference import NumpyLinear
 from edgekv.linear.threads import product_threads
 from edgekv.linear.weights import Weights
@@ -40,11 +40,11 @@ class HostDevice(Device):
         return CpuDecoder(weights, linear, kernels, capacity, all_cores(threads))
 
 
-def _onnxruntime(
+def _cores(
     model: Model, form: WeightFormat, threads: int | None, progress: StageProgress | None
 ) -> tuple[Weights, LinearBlocks]:
     store = model.store(form, progress)
-    return store, OrtLinear(store, product_threads(store, threads))
+    return store, cpu_linear(store.form)(store, product_threads(store, threads))
 
 
 def _numpy(
@@ -66,7 +66,7 @@ def _cuda() -> Device:
 
 
 DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": lambda: HostDevice(_onnxruntime, _numba),  # onnxruntime and Numba
+    "cpu": lambda: HostDevice(_cores, _numba),  # Numba, and onnxruntime for float32 weights
     "numpy": lambda: HostDevice(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
     "cuda": _cuda,  # CuPy
 }

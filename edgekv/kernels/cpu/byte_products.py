@@ -83,3 +83,5 @@ products = _choose()
 """(builder, words, codes, so_far): adds four products of bytes to each lane of so_far."""
 signed_products = {_arm: _arm_signed, _plain: _plain_signed}.get(products, products)
 """`products` of codes with signed bytes; x86 multiplies unsigned with signed anyway."""
+in_pairs = products in (_byte_pairs, _narrow_byte_pairs)
+"""Whether two products are summed in 16 bits, where they must fit."""

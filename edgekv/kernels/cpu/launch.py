@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import prange
 
 from edgekv.kernels import threads
+from edgekv.kernels.cpu.jit import intrinsic, parallel_jit
+from edgekv.kernels.cpu.loops import Loop, address_of, call
 
 # Multiply-adds (10 to 50 per nanosecond and core) below which waking threads costs more than it saves.
 MIN_PARALLEL_WORK = 1 << 19
@@ -42,3 +45,34 @@ def flat(x: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int, int]:
         return x.reshape(-1), gap_a, gap_b
     n_elements = (x.shape[0] - 1) * gap_a + (x.shape[1] - 1) * gap_b + x.shape[2]
     return np.lib.stride_tricks.as_strided(x, (n_elements,), (x.itemsize,)), gap_a, gap_b
+
+
+class Stage:
+    """items(first, last, part, numbers), called by address: it is compiled once, for one thread and for all.
+
+    numbers: the address of what it gets; part: which of the threads' shares of the items this is.
+    """
+
+    def __init__(self, items: Callable[[int, int, int, int], None]) -> None:
+        self._loop = Loop(items, 4)
+
+    def run(self, n_items: int, numbers: npt.NDArray[np.int64]) -> None:
+        """All items, on this thread."""
+        self._loop.call(0, n_items, 0, address_of(numbers))
+
+    def run_parallel(self, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int | None = None) -> None:
+        """All items, a share to each of n_threads, None: of `threads.count()`."""
+        n = n_threads or threads.count()
+        threads.run_parallel(_shares, n, n_items, self._loop.address, address_of(numbers), n_threads=n)
+
+
+@parallel_jit
+def _shares(n_parts: int, n_items: int, items: int, numbers: int) -> None:
+    for part in prange(n_parts):
+        _call_items(items, n_items * part // n_parts, n_items * (part + 1) // n_parts, part, numbers)
+
+
+@intrinsic
+def _call_items(context: Any, items: Any, first: Any, last: Any, part: Any, numbers: Any) -> Any:
+    """Calls a stage's function by its address."""
+    return call(4)

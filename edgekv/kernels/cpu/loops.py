@@ -56,6 +56,11 @@ class Loop:
         self._compiled = numba.cfunc(signature, **options)(self.function)
         return int(self._compiled.address)
 
+    def call(self, *numbers: int) -> None:
+        """Calls it from Python."""
+        assert self.address
+        self._compiled.ctypes(*numbers)
+
     def assembly(self) -> str:
         """The machine code, compiled by this process and not loaded from Numba's cache."""
         assert self.address
@@ -191,7 +196,8 @@ floats, halves, words = _pointer(types.float32), _pointer(types.uint16), _pointe
 chars, words32, ints, numbers = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
 
 
-def _call(n_arguments: int) -> Any:
+def call(n_arguments: int) -> Any:
+    """Signature and body of an intrinsic that calls a function of whole numbers by its address."""
     integer = ir.IntType(64)
     kind = ir.FunctionType(ir.VoidType(), [integer] * n_arguments)
 
@@ -205,13 +211,13 @@ def _call(n_arguments: int) -> Any:
 @intrinsic
 def call_prepare(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
     """Calls the `prepare_loop` at an address."""
-    return _call(5)
+    return call(5)
 
 
 @intrinsic
 def call_put(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
     """Calls the `put_loop` at an address."""
-    return _call(6)
+    return call(6)
 
 
 @intrinsic
@@ -219,13 +225,13 @@ def call_block(
     context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any
 ) -> Any:
     """Calls the `score_loop` or `add_loop` at an address."""
-    return _call(9)
+    return call(9)
 
 
 @intrinsic
 def call_finish(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Calls the `finish_loop` at an address."""
-    return _call(4)
+    return call(4)
 
 
 @intrinsic
@@ -247,4 +253,4 @@ def call_again(
     m: Any,
 ) -> Any:
     """Calls the `again_loop` at an address."""
-    return _call(13)
+    return call(13)

@@ -1,0 +1,48 @@
+"""Vectors of weight codes: loaded, unpacked and multiplied with bytes, as this processor can."""
+
+from typing import Any
+
+from llvmlite import ir
+
+from edgekv.kernels.cpu import arm, byte_products, emit
+from edgekv.kernels.cpu.byte_products import signed_products
+from edgekv.kernels.cpu.simd import LANES
+
+INTS = emit.vector(emit.I32, LANES)
+LOW = 0x0F0F0F0F
+SIGN = -0x7F7F7F80  # 0x80 in every byte
+# Where pairs of products are summed in 16 bits, codes of 8 bits would overflow: they are multiplied as 4 and 4.
+IN_HALVES = byte_products.in_pairs
+
+
+def load_some(b: Any, kind: Any, place: Any, offset: int, n: Any, each: int) -> Any:
+    """A vector; with n not None its first n * each lanes, the others 0 and not read."""
+    if n is None:
+        return emit.load(b, kind, place, offset)
+    numbers = emit.vector(emit.I32, kind.count)
+    end = emit.splat(b, b.trunc(b.mul(n, emit.I64(each)), emit.I32), kind.count)
+    mask = b.icmp_signed("<", ir.Constant(numbers, list(range(kind.count))), end)
+    pointer = b.inttoptr(b.add(place, emit.I64(offset)), kind.as_pointer())
+    name = f"llvm.masked.load.v{kind.count}{'f32' if kind.element == emit.F32 else 'i32'}.p0"
+    return emit.call(b, name, kind, pointer, emit.I32(1), mask, emit.constant(kind, 0))
+
+
+def unpack(b: Any, bits: int, word: Any) -> list[Any]:
+    """Codes of 4 bits: a vector of the low ones, one of the high ones; of 8 bits as `add_products` takes them."""
+    if bits == 8:
+        return [b.xor(word, emit.constant(INTS, SIGN)) if arm.IS_ARM else word]
+    return [b.and_(word, emit.constant(INTS, LOW)), high(b, word)]
+
+
+def high(b: Any, word: Any) -> Any:
+    """The upper four bits of every byte."""
+    return b.and_(b.lshr(word, emit.constant(INTS, 4)), emit.constant(INTS, LOW))
+
+
+def add_products(b: Any, bits: int, codes: Any, x: Any, so_far: Any) -> Any:
+    """so_far + the products of `unpack`'s codes with signed bytes, four to a lane."""
+    if bits == 4 or not IN_HALVES:
+        return signed_products(b, codes, x, so_far)
+    upper = signed_products(b, high(b, codes), x, emit.constant(INTS, 0))
+    so_far = signed_products(b, b.and_(codes, emit.constant(INTS, LOW)), x, so_far)
+    return b.add(so_far, b.shl(upper, emit.constant(INTS, 4)))

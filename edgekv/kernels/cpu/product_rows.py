@@ -1,0 +1,241 @@
+"""Rows of activations as bytes, in the order in which vectors of packed weights are unpacked.
+
+A block of elements gets a scale, max|x| / 127. The blocks whose codes fill a vector, or a block of several
+vectors, are a unit, and a row is a run of records, one for each unit:
+
+    elements    a byte each: of each vector of codes those of its bytes' low bits, then those of the high bits
+    sums        an int32 for each lane of codes: minus the weights' zero point times the sum of its elements,
+                or, as panels want it, of the whole block's
+    scales      a float32 for each lane: its block's
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu.jit import Scalar, fast_jit, intrinsic
+from edgekv.kernels.cpu.simd import LANES
+
+VECTOR = 4 * LANES  # bytes
+ZERO_POINTS = {4: 8, 8: 0 if arm.IS_ARM else 128}  # Arm multiplies signed bytes: codes of 8 bits become such
+TOP = 127
+LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
+EXACT = ("nsz",)
+ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
+
+
+class Layout(NamedTuple):
+    """A weight format: bits of a code, elements of a block."""
+
+    bits: int
+    block: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of its codes."""
+        return self.block * self.bits // 8
+
+    @property
+    def vectors(self) -> int:
+        """Of a unit's codes."""
+        return max(1, self.block_bytes // VECTOR)
+
+    @property
+    def blocks(self) -> int:
+        """Of a unit."""
+        return max(1, VECTOR // self.block_bytes)
+
+    @property
+    def parts(self) -> int:
+        """Elements of a byte of codes."""
+        return 8 // self.bits
+
+    @property
+    def sums_at(self) -> int:
+        """Bytes before a record's sums."""
+        return self.vectors * self.parts * VECTOR
+
+    @property
+    def scales_at(self) -> int:
+        """Bytes before a record's scales."""
+        return self.sums_at + VECTOR
+
+    @property
+    def record(self) -> int:
+        """Bytes of a unit of a row."""
+        return self.scales_at + VECTOR
+
+
+class Product(NamedTuple):
+    """One product as kernels get it: addresses and sizes. They are compiled for the class, hence its layout."""
+
+    x: int  # (n, columns) float32
+    n: int
+    columns: int
+    blocks: int  # of a row
+    is_panel: int
+    records: int
+    gap: int  # bytes of a row's records
+    codes: int
+    row_bytes: int  # of codes
+    scales: int
+    rows: int  # of weights
+    y: int  # (n, rows) float32
+    panels: int  # scratch of each thread
+
+
+class Int4(Product):
+    layout = Layout(4, 128)
+
+
+class Int4In32(Product):
+    layout = Layout(4, 32)
+
+
+class Int8(Product):
+    layout = Layout(8, 128)
+
+
+class Int8In32(Product):
+    layout = Layout(8, 32)
+
+
+PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32)}
+
+
+def layout_of(product: Any) -> Layout:
+    """Of the Numba type of a `Product`."""
+    layout: Layout = product.instance_class.layout
+    return layout
+
+
+def fields(b: Any, product: Any, *names: str) -> list[Any]:
+    """Of a `Product` inside a kernel."""
+    return [b.extract_value(product, Product._fields.index(name)) for name in names]
+
+
+@intrinsic
+def product_at(context: Any, product: Any, numbers: Any) -> Any:
+    """The `Product` of a class, whose fields are int64 at an address."""
+    kind = types.NamedUniTuple(types.intp, len(Product._fields), product.instance_class)
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        fields = [emit.load(b, emit.I64, args[1], 8 * i) for i in range(len(Product._fields))]
+        return context.make_tuple(b, kind, fields)
+
+    return kind(product, types.intp), build
+
+
+@fast_jit
+def prepare_rows(first: int, last: int, p: Product) -> None:
+    """Rows first..last of x into records, padded with zeros."""
+    block = block_size(p)
+    for m in range(first, last):
+        row, target, tail = p.x + 4 * m * p.columns, p.records + m * p.gap, p.records + p.n * p.gap + 4 * block * m
+        whole = p.columns // block
+        for b in range(whole):
+            _quantize_block(p, row + 4 * b * block, target, b)
+        n_left = p.columns - whole * block
+        for b in range(whole, whole_units(p)):
+            copy_block(row + 4 * b * block, n_left, tail, block)
+            _quantize_block(p, tail, target, b)
+            n_left = 0
+
+
+@intrinsic
+def block_size(context: Any, product: Any) -> Any:
+    """Elements of a block."""
+    block = layout_of(product).block
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return emit.I64(block)
+
+    return types.intp(product), build
+
+
+@fast_jit
+def whole_units(p: Product) -> Scalar:
+    """Blocks of a row, and those that its last unit lacks."""
+    n = blocks_of_unit(p)
+    return (p.blocks + n - 1) // n * n
+
+
+@intrinsic
+def blocks_of_unit(context: Any, product: Any) -> Any:
+    """Blocks of a unit."""
+    n = layout_of(product).blocks
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return emit.I64(n)
+
+    return types.intp(product), build
+
+
+@intrinsic
+def copy_block(context: Any, x: Any, n: Any, y: Any, size: Any) -> Any:
+    """y (size,) float32 = the n numbers x, then zeros."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, n, y, size = args
+        four = emit.I64(4)
+        with emit.loop(b, emit.I64(0), n, 1) as turn:
+            at = b.mul(turn.i, four)
+            emit.store(b, emit.load(b, emit.F32, b.add(x, at)), b.add(y, at))
+        with emit.loop(b, n, size, 1) as turn:
+            emit.store(b, emit.F32(0.0), b.add(y, b.mul(turn.i, four)))
+        return context.get_dummy_value()
+
+    return types.none(*[types.intp] * 4), build
+
+
+@intrinsic
+def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) -> Any:
+    """Block ``block`` of a row, x, into the row's records."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, *rest = args
+        is_panel = b.icmp_signed("!=", *fields(b, p, "is_panel"), emit.I64(0))
+        with b.if_else(is_panel) as cases:
+            for panel, case in zip((True, False), cases, strict=True):
+                with case:
+                    write = functools.partial(_emit_block, layout_of(product), panel)
+                    emit.call_own(b, f"quantize_{'panel' if panel else 'rows'}", write, *rest)
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 3), build
+
+
+def _emit_block(layout: Layout, panel: bool, b: Any, x: Any, row: Any, block: Any) -> None:
+    n = layout.block
+    wide, whole = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
+    elements = emit.load(b, wide, x)
+    peak = emit.largest(b, emit.call(b, f"llvm.fabs.v{n}f32", wide, elements))
+    is_nothing = b.fcmp_ordered("<", peak, emit.F32(float(LEAST)))
+    factor = b.select(is_nothing, emit.F32(0.0), b.fdiv(emit.F32(float(TOP)), peak))
+    scale = b.select(is_nothing, emit.F32(0.0), b.fmul(peak, emit.F32(float(np.float32(1 / TOP)))))
+    # Not fused: a fused one would round other halves than processors without it.
+    shifted = b.fadd(
+        b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(wide, ROUND), flags=EXACT
+    )
+    codes = b.sub(b.bitcast(shifted, whole), emit.constant(whole, int(np.float32(ROUND).view(np.int32))))
+    unit = b.sdiv(block, emit.I64(layout.blocks))
+    run = layout.block_bytes // layout.vectors  # bytes of codes of the block in a vector
+    inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
+    target = b.add(b.add(row, b.mul(unit, emit.I64(layout.record))), inside)
+    sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
+    for v in range(layout.vectors):
+        for part in range(layout.parts):
+            start = v * run * layout.parts + part
+            mine = emit.lanes(b, codes, range(start, start + run * layout.parts, layout.parts))
+            emit.store(b, b.trunc(mine, emit.vector(emit.I8, run)), target, (v * layout.parts + part) * VECTOR)
+            for i in range(0 if panel else 4):
+                sums = b.add(sums, emit.lanes(b, mine, range(i, run, 4)))
+    if panel:
+        name = f"llvm.vector.reduce.add.v{n}i32"
+        sums = emit.splat(b, emit.call(b, name, emit.I32, codes), run // 4)
+    zero = emit.constant(sums.type, -ZERO_POINTS[layout.bits])
+    emit.store(b, b.mul(sums, zero), target, layout.sums_at)
+    emit.store(b, emit.splat(b, scale, run // 4), target, layout.scales_at)

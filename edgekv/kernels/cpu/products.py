@@ -1,0 +1,188 @@
+"""Rows of activations times weights of 4 or 8 bits, which are read as the weight store has them.
+
+Products of bytes are summed in int32 for a block, or as many blocks as a vector holds, and times both scales in
+float32. A few rows take the same steps as one: a token's logits do not depend on which others are computed with
+it. Many rows go through panels (`product_panels`).
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from edgekv.kernels import threads
+from edgekv.kernels.cpu import emit, launch
+from edgekv.kernels.cpu.jit import fast_jit, intrinsic
+from edgekv.kernels.cpu.loops import address_of, aligned_size, scratch_memory
+from edgekv.kernels.cpu.product_codes import INTS, add_products, load_some, unpack
+from edgekv.kernels.cpu.product_panels import PANEL, PANEL_BYTES, multiply_panels
+from edgekv.kernels.cpu.product_rows import (
+    PRODUCTS,
+    VECTOR,
+    Layout,
+    Product,
+    fields,
+    layout_of,
+    prepare_rows,
+    product_at,
+)
+from edgekv.kernels.cpu.simd import LANES
+from edgekv.types import F32, U8
+
+FLOATS = emit.vector(emit.F32, LANES)
+OUTPUTS = 4  # rows of weights at a time
+ROW_COUNTS = 4, 2, 1  # rows of activations at a time
+FEW_ROWS = 8
+
+
+def multiply(x: F32, codes: U8, scales: F32, bits: int, block: int, n_threads: int | None = None) -> F32:
+    """x (n, columns) times the transpose of the weights (rows, columns): (n, rows).
+
+    codes and scales as `edgekv.linear.quantize` has them; rows at least OUTPUTS. n_threads: None, all of
+    `threads.count()`.
+    """
+    x = np.ascontiguousarray(x)
+    layout, (n, columns), (rows, blocks) = Layout(bits, block), x.shape, scales.shape
+    is_panel = n > FEW_ROWS and rows >= PANEL
+    gap, n_threads = -(-blocks // layout.blocks) * layout.record, n_threads or threads.count()
+    row_bytes = aligned_size(n * (gap + 4 * block))
+    memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
+    y = np.empty((n, rows), np.float32)
+    n_tiles = -(-rows // (PANEL if is_panel else OUTPUTS))
+    numbers = np.array(
+        (
+            *(address_of(x), n, columns, blocks, int(is_panel), memory, gap),
+            *(address_of(codes), layout.block_bytes * blocks, address_of(scales), rows, address_of(y)),
+            memory + row_bytes,
+        ),
+        np.int64,
+    )
+    prepare, tiles = stages(layout)
+    if n_threads == 1 or n * rows * columns < launch.MIN_PARALLEL_WORK:
+        prepare.run(n, numbers)
+        tiles.run(n_tiles, numbers)
+    else:
+        if n < n_threads:
+            prepare.run(n, numbers)
+        else:
+            prepare.run_parallel(n, numbers, n_threads)
+        tiles.run_parallel(n_tiles, numbers, n_threads)
+    return y
+
+
+@functools.cache
+def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
+    """What prepares rows of activations, and what multiplies tiles of weights with them."""
+    product = PRODUCTS[layout]
+
+    def prepare(first: int, last: int, part: int, numbers: int) -> None:
+        prepare_rows(first, last, product_at(product, numbers))
+
+    def tiles(first: int, last: int, part: int, numbers: int) -> None:
+        _multiply_tiles(first, last, part, product_at(product, numbers))
+
+    return launch.Stage(prepare), launch.Stage(tiles)
+
+
+@fast_jit
+def _multiply_tiles(first: int, last: int, part: int, p: Product) -> None:
+    if p.is_panel:
+        multiply_panels(first, last, p.panels + part * PANEL_BYTES, p)
+        return
+    for tile in range(first, last):
+        row = min(tile * OUTPUTS, p.rows - OUTPUTS)
+        _multiply_tile(p, p.codes + row * p.row_bytes, p.scales + 4 * row * p.blocks, p.y + 4 * row)
+
+
+@intrinsic
+def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) -> Any:
+    """y[m, r] of all rows m of activations and OUTPUTS rows r of weights."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, codes, scales, y = args
+        x, n, gap, row_bytes, blocks, rows = fields(b, p, "records", "n", "gap", "row_bytes", "blocks", "rows")
+        y_gap, done = b.mul(rows, emit.I64(4)), emit.I64(0)
+        for together in ROW_COUNTS:
+            with emit.loop(b, done, n, together) as turn:
+                own, target = b.add(x, b.mul(turn.i, gap)), b.add(y, b.mul(turn.i, y_gap))
+                write = functools.partial(_emit_tile, layout_of(product), together)
+                name = f"multiply_rows_{together}"
+                emit.call_own(b, name, write, own, gap, codes, row_bytes, scales, blocks, target, y_gap)
+            done = turn.i
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 3), build
+
+
+def _emit_tile(
+    layout: Layout,
+    n: int,
+    b: Any,
+    x: Any,
+    gap: Any,
+    codes: Any,
+    row_bytes: Any,
+    scales: Any,
+    blocks: Any,
+    y: Any,
+    y_gap: Any,
+) -> None:
+    zero = emit.constant(FLOATS, 0.0)
+    unit = functools.partial(_emit_unit, layout, n, b, x, gap, codes, row_bytes, scales, blocks)
+    with emit.loop(b, emit.I64(0), blocks, layout.blocks, [zero] * (n * OUTPUTS)) as turn:
+        turn.following = unit(turn.i, turn.values, None)
+    sums = turn.values
+    if layout.blocks > 1:  # what is no whole vector
+        some = b.add(blocks, emit.I64(layout.blocks - 1))
+        with emit.loop(b, turn.i, some, layout.blocks, sums) as last:
+            last.following = unit(last.i, last.values, b.sub(blocks, last.i))
+        sums = last.values
+    for m in range(n):
+        totals = emit.totals(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
+        emit.store(b, totals, b.add(y, b.mul(y_gap, emit.I64(m))))
+
+
+def _emit_unit(
+    layout: Layout,
+    n: int,
+    b: Any,
+    x: Any,
+    gap: Any,
+    codes: Any,
+    row_bytes: Any,
+    scales: Any,
+    blocks: Any,
+    block: Any,
+    sums: Any,
+    n_blocks: Any,
+) -> list[Any]:
+    """The sums after a unit from a block on; n_blocks: how many it has, None: all."""
+    record = b.add(x, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.record)))
+    at = b.add(codes, b.mul(block, emit.I64(layout.block_bytes)))
+    words, sizes = [], []
+    for r in range(OUTPUTS):
+        start = b.add(at, b.mul(row_bytes, emit.I64(r)))
+        if n_blocks is None:
+            emit.prefetch(b, b.add(start, b.mul(row_bytes, emit.I64(OUTPUTS))), layout.vectors * VECTOR)
+        vectors = (
+            load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
+        )
+        words.append([codes_of for vector in vectors for codes_of in unpack(b, layout.bits, vector)])
+        size = b.add(scales, b.mul(b.add(block, b.mul(blocks, emit.I64(r))), emit.I64(4)))
+        few = load_some(b, emit.vector(emit.F32, layout.blocks), size, 0, n_blocks, 1)
+        sizes.append(emit.lanes(b, few, [lane * layout.blocks // LANES for lane in range(LANES)]))
+    following = list(sums)
+    for m in range(n):
+        own = b.add(record, b.mul(gap, emit.I64(m)))
+        elements = [emit.load(b, INTS, own, VECTOR * i) for i in range(layout.vectors * layout.parts)]
+        middle = emit.load(b, INTS, own, VECTOR * len(elements))
+        x_size = emit.load(b, FLOATS, own, VECTOR * (len(elements) + 1))
+        for r in range(OUTPUTS):
+            whole = middle
+            for codes_of, x_of in zip(words[r], elements, strict=True):
+                whole = add_products(b, layout.bits, codes_of, x_of, whole)
+            scaled = b.fmul(b.sitofp(whole, FLOATS), x_size, flags=emit.CONTRACT)
+            i = m * OUTPUTS + r
+            following[i] = emit.multiply_add(b, scaled, sizes[r], following[i])
+    return following

@@ -1,0 +1,97 @@
+"""Linear layers of 4 and 8 bits on the CPU: products read the store's mapped weights as they are packed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from edgekv.kernels.cpu import layers, products
+from edgekv.linear.formats import WeightFormat
+from edgekv.linear.quantize import unpack_zeros
+from edgekv.linear.reference import NumpyLinear, NumpyOps
+from edgekv.linear.store import WeightStore
+from edgekv.types import F32, U8, Threads
+
+
+class Packed(NamedTuple):
+    """A linear layer as it is read: ``offsets`` (rows, blocks) are scales times zero points, where it has any."""
+
+    codes: U8
+    scales: F32
+    form: WeightFormat
+    bias: F32 | None
+    offsets: F32 | None
+
+
+class PackedOps(NumpyOps):
+    """Operators that compute at once, with kernels where the reference has NumPy."""
+
+    def __init__(self, store: WeightStore, threads: Threads) -> None:
+        super().__init__(store)
+        self._store, self._threads = store, threads
+        self._packed: dict[str, Packed] = {}
+        self._vectors: dict[str, F32] = {}
+
+    def linear(self, x: F32, name: str) -> F32:
+        packed = self._packed.get(name) or self._open(name)
+        if packed.form.bits == 32 or len(packed.scales) < products.OUTPUTS:
+            return super().linear(x, name)
+        n_threads = self._threads.decode if len(x) <= products.FEW_ROWS else self._threads.prompt
+        y = products.multiply(x, packed.codes, packed.scales, packed.form.bits, packed.form.block, n_threads)
+        if packed.offsets is not None:
+            y -= _block_sums(x, packed.form.block) @ packed.offsets.T
+        if packed.bias is not None:
+            y += packed.bias
+        return y
+
+    def add_linear(self, x: F32, y: F32, name: str) -> F32:
+        total = self.linear(y, name)
+        total += x
+        return total
+
+    def rms_norm(self, x: F32, name: str, eps: float) -> F32:
+        if name not in self._vectors:
+            self._vectors[name] = np.ascontiguousarray(self.weights.vector(name))
+        return layers.rms_norm(np.ascontiguousarray(x), self._vectors[name], eps)
+
+    def gated_linear(self, x: F32, name: str, kind: str) -> F32:
+        if kind not in layers.GATED:
+            return super().gated_linear(x, name, kind)
+        return layers.gated(self.linear(x, name), kind)
+
+    def _open(self, name: str) -> Packed:
+        store, form = self._store, self._store.form.of(name)
+        if form.bits == 32:
+            packed = Packed(np.empty(0, np.uint8), np.empty(0, np.float32), form, None, None)
+        else:
+            codes: U8 = np.ascontiguousarray(store.raw(f"{name}.codes"))
+            scales: F32 = np.ascontiguousarray(store.raw(f"{name}.scales"))
+            offsets = scales * unpack_zeros(store.raw(f"{name}.zeros"), scales.shape[1]) if form.zeros else None
+            packed = Packed(codes, scales, form, store.bias(name), offsets)
+        self._packed[name] = packed
+        return packed
+
+
+class PackedLinear(NumpyLinear):
+    """The three blocks of every layer over a store's mapped weights."""
+
+    def __init__(self, store: WeightStore, threads: Threads) -> None:
+        super().__init__(store)
+        self._ops = PackedOps(store, threads)
+        self.weights_bytes, self.threads = store.nbytes, threads
+
+    @classmethod
+    def block(cls, store: WeightStore, name: str, threads: int) -> Callable[..., F32]:
+        """The first layer's ``attention_in`` or ``attention_out``, on so many threads."""
+        return functools.partial(getattr(cls(store, Threads(threads, threads)), name), 0)
+
+
+def _block_sums(x: F32, block: int) -> F32:
+    """Of each block of the rows x (n, columns): (n, blocks)."""
+    n, columns = x.shape
+    whole = np.pad(x, ((0, 0), (0, -columns % block)))
+    sums: F32 = whole.reshape(n, -1, block).sum(axis=2)
+    return sums

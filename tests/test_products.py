@@ -1,0 +1,90 @@
+"""Products of activations with packed weights, against NumPy: formats, odd sizes, few rows and panels, threads."""
+
+import numpy as np
+import pytest
+
+from edgekv.kernels import threads
+from edgekv.kernels.cpu import layers
+from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
+from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply
+from edgekv.linear.formats import WEIGHTS
+from edgekv.linear.quantize import dequantize, n_blocks, quantize_numpy
+from edgekv.linear.reference import ACTIVATIONS
+from edgekv.types import F32
+
+PACKED = [form for form in WEIGHTS.values() if form.bits < 32]
+TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
+
+
+def rounded(x: F32, block: int) -> F32:
+    """x (n, columns) as bytes with a scale for each block, and back again."""
+    n, columns = x.shape
+    blocks = np.pad(x, ((0, 0), (0, -columns % block))).reshape(n, -1, block)
+    peak = np.abs(blocks).max(axis=2, keepdims=True)
+    factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    codes = np.rint(blocks * factor)
+    return (codes * (peak / np.float32(127))).reshape(n, -1)[:, :columns].astype(np.float32)
+
+
+@pytest.mark.parametrize("form", PACKED, ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    ("n", "rows", "columns"),
+    [
+        (1, OUTPUTS, 32),
+        (1, 7, 288),
+        (3, 13, 100),
+        (FEW_ROWS, 41, 515),
+        (FEW_ROWS + 1, PANEL - 1, 96),  # too few outputs for a panel
+        (FEW_ROWS + 1, PANEL, 128),
+        (13, PANEL + 5, STRETCH),
+        (17, 3 * PANEL + 1, STRETCH + 160),
+        (70, 2 * PANEL, 2 * STRETCH + 33),
+    ],
+)
+def test_products(form, n: int, rows: int, columns: int) -> None:
+    rng = np.random.default_rng(n * rows)
+    weight, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, columns), (n, columns)))
+    x[0, : min(columns, 40)] = 0
+    codes, scales = quantize_numpy(weight, form.bits, form.block)
+    meant = dequantize(codes, scales, form.bits, form.block, columns).astype(np.float64)
+    activations = rounded(x, form.block).astype(np.float64)
+    size = np.abs(activations) @ np.abs(meant).T
+    got = multiply(x, codes, scales, form.bits, form.block)
+    assert got.shape == (n, rows)
+    assert (np.abs(got - activations @ meant.T) <= TOLERANCE * size).all()
+
+
+@pytest.mark.parametrize("form", PACKED, ids=lambda form: form.name)
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(form) -> None:
+    rng = np.random.default_rng(1)
+    rows, columns = 3 * PANEL + 2, 700
+    codes = rng.integers(0, 256, (rows, n_blocks(columns, form.block), form.block * form.bits // 8), np.uint8)
+    scales = rng.random(codes.shape[:2], np.float32)
+    x = rng.standard_normal((64, columns)).astype(np.float32)
+    for few in (x[:FEW_ROWS], x):
+        whole = multiply(few, codes, scales, form.bits, form.block, 1)
+        assert np.array_equal(multiply(few, codes, scales, form.bits, form.block, threads.count()), whole)
+        for part in (few[:1], few[1:4], few[2:FEW_ROWS]) if len(few) <= FEW_ROWS else (few[3:20], few[30:]):
+            first = int(np.flatnonzero((few == part[0]).all(axis=1))[0])
+            alone = multiply(part, codes, scales, form.bits, form.block)
+            assert np.array_equal(alone, whole[first : first + len(part)])
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-38, 1e36, -1e36])
+def test_extreme_activations(x: float) -> None:
+    codes, scales = quantize_numpy(np.ones((OUTPUTS, 64), np.float32), 4, 32)
+    row = np.zeros((1, 64), np.float32)
+    row[0, 5] = x
+    assert np.allclose(multiply(row, codes, scales, 4, 32), x, rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("n", [1, 5, 300])
+def test_norms_and_gates(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x, weight = rng.standard_normal((n, 514)).astype(np.float32) * 3, rng.random(514, np.float32)
+    meant = x / np.sqrt(np.mean(np.square(x.astype(np.float64)), axis=1, keepdims=True) + 1e-5) * weight
+    assert np.allclose(layers.rms_norm(x, weight, 1e-5), meant, rtol=2e-6, atol=1e-7)
+    x[0, :4] = -200, 200, -1e-30, 0
+    gate, up = np.split(x, 2, axis=1)
+    for kind in layers.GATED:
+        assert np.allclose(layers.gated(x, kind), ACTIVATIONS[kind](gate) * up, rtol=1e-5, atol=2e-6)

@@ -1,4 +1,4 @@
-"""The decoder on this machine's cores: linear blocks of onnxruntime or NumPy, kernels of Numba or NumPy."""
+"""The decoder on this machine's cores: linear blocks and attention by kernels of Numba, or NumPy."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def count() -> int:
 
 
 def run_parallel(kernel: Callable[..., None], *args: Any, n_threads: int | None = None) -> None:
-    """Calls a `parallel_jit` kernel with ``n_threads``, or `count()` threads, from any Python thread."""
-    n_threads = n_threads or count()
+    """Calls a `parallel_jit` kernel with `count()` threads, or ``n_threads`` of them, from any Python thread."""
+    n_threads = min(n_threads or count(), int(numba.config.NUMBA_NUM_THREADS))
     before = numba.get_num_threads()  # Numba keeps it per Python thread
     if before != n_threads:
         numba.set_num_threads(n_threads)

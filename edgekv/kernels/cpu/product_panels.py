@@ -1,8 +1,8 @@
 """Many rows of activations times weights: PANEL rows of weights are unpacked once, side by side, for all of them.
 
 A lane is one output: four elements of a row of activations, in every lane, times four codes of each of the
-panel's rows. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked STRETCH elements at a
-time, which stay in the first cache while all rows pass.
+panel's rows. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked STRETCH
+elements at a time, which stay in the first cache while all rows pass.
 """
 
 import functools

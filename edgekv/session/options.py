@@ -30,8 +30,9 @@ class LoadOptions:
         "ngram" (what followed the latest tokens where they stood before), "auto" (ngram on the device cpu), or the
         path of a smaller model with the same vocabulary.
     device: "cpu" (Numba; onnxruntime for float32 weights), "cuda" (CuPy), "numpy" (the slow reference), or
-        "auto": cuda where CuPy, a GPU and the scheme's kernels are, else cpu. The command line's default is auto; here it is cpu, so that
-        a program gives the same text on every machine and takes no GPU that it was not told to take.
+        "auto": cuda where CuPy, a GPU and the scheme's kernels are, else cpu. The command line's default is auto;
+        here it is cpu, so that a program gives the same text on every machine and takes no GPU that it was not
+        told to take.
     threads: cores to use; None is all that this process may use, and for weight products as many of them as a
         short measurement at the first load finds fastest, which is then remembered.
     slots: conversations that may generate at once, each a `Session.fork` in a thread of its own: their tokens

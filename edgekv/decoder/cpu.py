@@ -90,6 +90,7 @@ class CpuDecoder(Decoder):
             type(cache).finish_prefill([cache])
 
         return [
+            *self.linear.warm_up(),
             split,
             functools.partial(attend, 1),
             prefill,

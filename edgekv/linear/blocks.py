@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from edgekv.types import F32, Threads
@@ -24,6 +25,10 @@ class LinearBlocks(Protocol):
 
         x may be changed.
         """
+
+    def warm_up(self) -> list[Callable[[], object]]:
+        """What is to be called so that all kernels are compiled."""
+        return []
 
     def head(self, x: F32) -> F32:
         """x (n, hidden) of the last layer -> logits (n, vocab)."""

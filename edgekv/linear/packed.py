@@ -80,8 +80,13 @@ class PackedLinear(NumpyLinear):
 
     def __init__(self, store: WeightStore, threads: Threads) -> None:
         super().__init__(store)
-        self._ops = PackedOps(store, threads)
+        self._ops, self._forms = PackedOps(store, threads), store.form
         self.weights_bytes, self.threads = store.nbytes, threads
+
+    def warm_up(self) -> list[Callable[[], object]]:
+        forms = {self._forms.of(name) for name in self.arch.linears()}
+        kernels = [functools.partial(products.warm_up, form.bits, form.block) for form in forms if form.bits < 32]
+        return [*kernels, layers.warm_up]
 
     @classmethod
     def block(cls, store: WeightStore, name: str, threads: int) -> Callable[..., F32]:

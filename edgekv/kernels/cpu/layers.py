@@ -35,6 +35,14 @@ def gated(x: F32, kind: str) -> F32:
     return out
 
 
+def warm_up() -> None:
+    """Compiles all of them."""
+    x = np.zeros((1, 2), np.float32)
+    rms_norm(x, x[0], 1.0)
+    for kind in GATED:
+        gated(x, kind)
+
+
 def _run(stage: launch.Stage, n: int, work: int, given: tuple[int, ...]) -> None:
     numbers = np.array(given, np.int64)
     if n < threads.count() or work < launch.MIN_PARALLEL_WORK:

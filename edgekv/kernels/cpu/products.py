@@ -71,6 +71,13 @@ def multiply(x: F32, codes: U8, scales: F32, bits: int, block: int, n_threads: i
     return y
 
 
+def warm_up(bits: int, block: int) -> None:
+    """Compiles what `multiply` calls for a format."""
+    codes = np.zeros((OUTPUTS, 1, Layout(bits, block).block_bytes), np.uint8)
+    multiply(np.zeros((1, block), np.float32), codes, np.zeros((OUTPUTS, 1), np.float32), bits, block)
+    stages(Layout(bits, block))[1].run_parallel(0, np.zeros(len(Product._fields), np.int64))
+
+
 @functools.cache
 def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
     """What prepares rows of activations, and what multiplies tiles of weights with them."""

@@ -49,14 +49,14 @@ class Timing:
     cache_bytes: int
 
 
-class TimedLinear(LinearBlocks):
+class TimedLinear:
     """`LinearBlocks`, their time counted as matmul."""
 
     def __init__(self, linear: LinearBlocks, watch: Stopwatch) -> None:
         self.weights_bytes, self.threads = linear.weights_bytes, linear.threads
-        self.attention_in = watch.timed("matmul", linear.attention_in)  # type: ignore[method-assign]
-        self.attention_out = watch.timed("matmul", linear.attention_out)  # type: ignore[method-assign]
-        self.head = watch.timed("matmul", linear.head)  # type: ignore[method-assign]
+        self.attention_in = watch.timed("matmul", linear.attention_in)
+        self.attention_out = watch.timed("matmul", linear.attention_out)
+        self.head, self.warm_up = watch.timed("matmul", linear.head), linear.warm_up
 
 
 class SchemeTimer:

@@ -1,7 +1,7 @@
 """Short convolutions and the gated delta rule: loops over tokens, channels or heads shared among threads.
 
-A head's matrix (64 KiB of float32, as a rule) stays in the caches of the core that works on the head, whatever the
-number of tokens. For each token it is read for what key and query find in it, and then written.
+A head's matrix (64 KiB of float32, as a rule) is worked on in groups of columns, which stay in the nearest cache
+of the core that works on the head, whatever the number of tokens.
 """
 
 import numpy as np
@@ -17,6 +17,7 @@ from edgekv.types import F32
 NONE = np.empty(0, np.float32)
 CHANNELS = 128  # of a convolution, per item of work
 LANES = simd.LANES
+WIDTH = 4 * LANES  # columns of a matrix that are worked on together
 ZERO, ONE, LENGTH_EPS = np.array([0, 1, 1e-6], np.float32)
 
 
@@ -46,9 +47,9 @@ def gated_delta(
     flat_x, y = x.reshape(-1), np.empty(n * convolved, np.float32)
     first = (*sizes, len(conv), flat_x, y, window.reshape(-1), conv.reshape(-1))
     run(_delta_inputs, _inputs_parallel, 2 * key_heads + value_heads, 2 * n * conv.size, first)
-    scratch = np.empty(2 * value_heads * value_dim, np.float32)
+    rates = np.empty(3 * value_heads * n, np.float32)  # of each token: decay, beta, and query times key
     weights = log_decay, time_bias, norm, np.float32(eps)
-    args = (*sizes, flat_x, y, matrix.reshape(-1), scratch, *weights, out.reshape(-1))
+    args = (*sizes, flat_x, y, matrix.reshape(-1), rates, *weights, out.reshape(-1))
     run(_delta_heads, _heads_parallel, value_heads, 4 * n * matrix.size, args)
 
 
@@ -126,111 +127,175 @@ def _delta_inputs(first: int, last: int, args: Args) -> None:
 
 @fast_jit
 def _delta_heads(first: int, last: int, args: Args) -> None:
+    """The rule, head by head; the columns of a matrix know nothing of each other."""
     n, key_heads, key_dim, value_heads, value_dim = args[:5]
-    x, y, matrix, scratch, log_decay, time_bias, norm, eps, out = args[5:]
+    x, y, matrix, rates, log_decay, time_bias, norm, eps, out = args[5:]
     n_keys, n_values = key_heads * key_dim, value_heads * value_dim
     channels = 2 * n_keys + n_values
     projected = channels + n_values + 2 * value_heads
+    whole = value_dim // WIDTH * WIDTH
     for head in range(first, last):
-        state, found, sums = head * key_dim * value_dim, 2 * head * value_dim, (2 * head + 1) * value_dim
-        rate = -np.exp(get(log_decay, head))
+        key_head, rate = head // (value_heads // key_heads) * key_dim, 3 * head * n
+        base = -np.exp(get(log_decay, head))
         for t in range(n):
-            q = t * channels + head // (value_heads // key_heads) * key_dim
-            value = t * channels + 2 * n_keys + head * value_dim
-            z = t * projected + channels + head * value_dim
             b = t * projected + channels + n_values + head
             time = get(x, b + value_heads) + get(time_bias, head)
-            softplus = np.log1p(np.exp(-abs(time))) + max(time, ZERO)
-            decay = np.exp(rate * softplus)
-            _read(y, q, q + n_keys, key_dim, value_dim, matrix, state, scratch, found, sums)
             same = ZERO
             for d in range(key_dim):
-                same += get(y, q + d) * get(y, q + n_keys + d)
-            _correct(y, value, value_dim, _sigmoid(get(x, b)), decay, same, scratch, found, sums)
-            _write(y, q + n_keys, key_dim, value_dim, matrix, state, decay, scratch, found)
-            squares = ZERO
+                i = t * channels + key_head + d
+                same += get(y, i) * get(y, i + n_keys)
+            put(rates, rate + 3 * t, np.exp(base * (np.log1p(np.exp(-abs(time))) + max(time, ZERO))))
+            put(rates, rate + 3 * t + 1, _sigmoid(get(x, b)))
+            put(rates, rate + 3 * t + 2, same)
+        state, value, to = head * key_dim * value_dim, 2 * n_keys + head * value_dim, head * value_dim
+        for a in range(0, whole, WIDTH):
+            _columns(
+                n,
+                y,
+                channels,
+                key_head,
+                n_keys,
+                value + a,
+                key_dim,
+                value_dim,
+                matrix,
+                state + a,
+                rates,
+                rate,
+                out,
+                to + a,
+                n_values,
+            )
+        for a in range(whole, value_dim):
+            _column(
+                n,
+                y,
+                channels,
+                key_head,
+                n_keys,
+                value + a,
+                key_dim,
+                value_dim,
+                matrix,
+                state + a,
+                rates,
+                rate,
+                out,
+                to + a,
+                n_values,
+            )
+        for t in range(n):
+            here, z, squares = t * n_values + to, t * projected + channels + to, ZERO
             for d in range(value_dim):
-                squares += get(scratch, sums + d) * get(scratch, sums + d)
+                squares += get(out, here + d) * get(out, here + d)
             factor = ONE / np.sqrt(squares / np.float32(value_dim) + eps)
             for d in range(value_dim):
                 gate = get(x, z + d)
                 gate *= _sigmoid(gate)
-                put(
-                    out, t * n_values + head * value_dim + d, get(scratch, sums + d) * factor * get(norm, d) * gate
-                )
+                put(out, here + d, get(out, here + d) * factor * get(norm, d) * gate)
 
 
 @fast_jit
-def _read(
+def _columns(
+    n: int,
     y: F32,
-    q: int,
-    k: int,
+    channels: int,
+    query_at: int,
+    n_keys: int,
+    value_at: int,
     key_dim: int,
     value_dim: int,
     matrix: F32,
     state: int,
-    scratch: F32,
-    found: int,
-    sums: int,
+    rates: F32,
+    rate: int,
+    out: F32,
+    to: int,
+    n_values: int,
 ) -> None:
-    """scratch[found:] = k S and scratch[sums:] = q S."""
-    whole = value_dim // (2 * LANES) * (2 * LANES)
-    for a in range(0, whole, 2 * LANES):
-        of_key, of_query = simd.splat(ZERO), simd.splat(ZERO)
-        of_key_2, of_query_2 = simd.splat(ZERO), simd.splat(ZERO)
+    """WIDTH columns of a head's matrix, through all tokens: they stay in the nearest cache.
+
+    With the matrix S before a token, q times the one behind it is decay * (q S) + (q k) * change, where the change
+    is what the key gets. The matrix is written as the next token reads it.
+    """
+    decay = simd.splat(ONE)
+    change_0, change_1, change_2, change_3 = decay, decay, decay, decay
+    for t in range(n):
+        query, key = t * channels + query_at, t * channels + query_at + n_keys
+        k_0 = k_1 = k_2 = k_3 = q_0 = q_1 = q_2 = q_3 = simd.splat(ZERO)
         for d in range(key_dim):
-            row = state + d * value_dim + a
-            here, there = simd.load(matrix, row), simd.load(matrix, row + LANES)
-            key, query = simd.broadcast(y, k + d), simd.broadcast(y, q + d)
-            of_key, of_key_2 = simd.multiply_add(here, key, of_key), simd.multiply_add(there, key, of_key_2)
-            of_query = simd.multiply_add(here, query, of_query)
-            of_query_2 = simd.multiply_add(there, query, of_query_2)
-        simd.store(scratch, found + a, of_key)
-        simd.store(scratch, found + a + LANES, of_key_2)
-        simd.store(scratch, sums + a, of_query)
-        simd.store(scratch, sums + a + LANES, of_query_2)
-    for a in range(whole, value_dim):
-        key_sum, query_sum = ZERO, ZERO
-        for d in range(key_dim):
-            number = get(matrix, state + d * value_dim + a)
-            key_sum += number * get(y, k + d)
-            query_sum += number * get(y, q + d)
-        put(scratch, found + a, key_sum)
-        put(scratch, sums + a, query_sum)
-
-
-@fast_jit
-def _correct(
-    y: F32,
-    value: int,
-    value_dim: int,
-    beta: Scalar,
-    decay: Scalar,
-    same: Scalar,
-    scratch: F32,
-    found: int,
-    sums: int,
-) -> None:
-    """scratch[found:] = what k gets, scratch[sums:] = q times the matrix that it then is; same: q times k."""
-    for d in range(value_dim):
-        change = beta * (get(y, value + d) - decay * get(scratch, found + d))
-        put(scratch, found + d, change)
-        put(scratch, sums + d, decay * get(scratch, sums + d) + same * change)
-
-
-@fast_jit
-def _write(
-    y: F32, k: int, key_dim: int, value_dim: int, matrix: F32, state: int, decay: Scalar, scratch: F32, change: int
-) -> None:
-    """S = decay * S + outer(k, scratch[change:])."""
-    whole, factor = value_dim // LANES * LANES, simd.splat(decay)
+            row = state + d * value_dim
+            s_0, s_1 = simd.load(matrix, row), simd.load(matrix, row + LANES)
+            s_2, s_3 = simd.load(matrix, row + 2 * LANES), simd.load(matrix, row + 3 * LANES)
+            if t:
+                k = simd.broadcast(y, key - channels + d)
+                s_0 = simd.multiply_add(s_0, decay, simd.multiply(k, change_0))
+                s_1 = simd.multiply_add(s_1, decay, simd.multiply(k, change_1))
+                s_2 = simd.multiply_add(s_2, decay, simd.multiply(k, change_2))
+                s_3 = simd.multiply_add(s_3, decay, simd.multiply(k, change_3))
+                simd.store(matrix, row, s_0)
+                simd.store(matrix, row + LANES, s_1)
+                simd.store(matrix, row + 2 * LANES, s_2)
+                simd.store(matrix, row + 3 * LANES, s_3)
+            k, q = simd.broadcast(y, key + d), simd.broadcast(y, query + d)
+            k_0, k_1 = simd.multiply_add(s_0, k, k_0), simd.multiply_add(s_1, k, k_1)
+            k_2, k_3 = simd.multiply_add(s_2, k, k_2), simd.multiply_add(s_3, k, k_3)
+            q_0, q_1 = simd.multiply_add(s_0, q, q_0), simd.multiply_add(s_1, q, q_1)
+            q_2, q_3 = simd.multiply_add(s_2, q, q_2), simd.multiply_add(s_3, q, q_3)
+        rate_t, v, o = rate + 3 * t, t * channels + value_at, t * n_values + to
+        decay, minus = simd.splat(get(rates, rate_t)), simd.splat(-get(rates, rate_t))
+        beta, same = simd.splat(get(rates, rate_t + 1)), simd.splat(get(rates, rate_t + 2))
+        change_0 = simd.multiply(beta, simd.multiply_add(minus, k_0, simd.load(y, v)))
+        change_1 = simd.multiply(beta, simd.multiply_add(minus, k_1, simd.load(y, v + LANES)))
+        change_2 = simd.multiply(beta, simd.multiply_add(minus, k_2, simd.load(y, v + 2 * LANES)))
+        change_3 = simd.multiply(beta, simd.multiply_add(minus, k_3, simd.load(y, v + 3 * LANES)))
+        simd.store(out, o, simd.multiply_add(decay, q_0, simd.multiply(same, change_0)))
+        simd.store(out, o + LANES, simd.multiply_add(decay, q_1, simd.multiply(same, change_1)))
+        simd.store(out, o + 2 * LANES, simd.multiply_add(decay, q_2, simd.multiply(same, change_2)))
+        simd.store(out, o + 3 * LANES, simd.multiply_add(decay, q_3, simd.multiply(same, change_3)))
+    last = (n - 1) * channels + query_at + n_keys
     for d in range(key_dim):
-        row, key = state + d * value_dim, simd.broadcast(y, k + d)
-        for a in range(0, whole, LANES):
-            new = simd.multiply(key, simd.load(scratch, change + a))
-            simd.store(matrix, row + a, simd.multiply_add(simd.load(matrix, row + a), factor, new))
-        for a in range(whole, value_dim):
-            put(matrix, row + a, get(matrix, row + a) * decay + get(y, k + d) * get(scratch, change + a))
+        row, k = state + d * value_dim, simd.broadcast(y, last + d)
+        s_0, s_1 = simd.load(matrix, row), simd.load(matrix, row + LANES)
+        s_2, s_3 = simd.load(matrix, row + 2 * LANES), simd.load(matrix, row + 3 * LANES)
+        simd.store(matrix, row, simd.multiply_add(s_0, decay, simd.multiply(k, change_0)))
+        simd.store(matrix, row + LANES, simd.multiply_add(s_1, decay, simd.multiply(k, change_1)))
+        simd.store(matrix, row + 2 * LANES, simd.multiply_add(s_2, decay, simd.multiply(k, change_2)))
+        simd.store(matrix, row + 3 * LANES, simd.multiply_add(s_3, decay, simd.multiply(k, change_3)))
+
+
+@fast_jit
+def _column(
+    n: int,
+    y: F32,
+    channels: int,
+    query_at: int,
+    n_keys: int,
+    value_at: int,
+    key_dim: int,
+    value_dim: int,
+    matrix: F32,
+    state: int,
+    rates: F32,
+    rate: int,
+    out: F32,
+    to: int,
+    n_values: int,
+) -> None:
+    """One column, as `_columns`."""
+    for t in range(n):
+        query, key = t * channels + query_at, t * channels + query_at + n_keys
+        found, total = ZERO, ZERO
+        for d in range(key_dim):
+            number = get(matrix, state + d * value_dim)
+            found += number * get(y, key + d)
+            total += number * get(y, query + d)
+        decay, beta, same = (get(rates, rate + 3 * t), get(rates, rate + 3 * t + 1), get(rates, rate + 3 * t + 2))
+        change = beta * (get(y, t * channels + value_at) - decay * found)
+        put(out, t * n_values + to, decay * total + same * change)
+        for d in range(key_dim):
+            i = state + d * value_dim
+            put(matrix, i, get(matrix, i) * decay + get(y, key + d) * change)
 
 
 @parallel_jit

@@ -76,6 +76,8 @@ def _execute(arguments: argparse.Namespace) -> int:
     print(f"{'kv':<10}{plan.kv.short} at --ctx {plan.ctx}, {facts['cache_bytes_per_token']:.1f} bytes per token")
     print(f"{'weights':<10}{bytes_text(plan.weights_bytes)} as {plan.weights}")
     print(f"{'cache':<10}{bytes_text(plan.cache_bytes)}")
+    if plan.state_bytes:
+        print(f"{'state':<10}{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots")
     print(f"{'scratch':<10}{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read")
     verdict = "fits in" if facts["fits"] else "does not fit in"
     print(f"{'total':<10}{bytes_text(facts['total_bytes'])}; {verdict} {format_bytes(free)} {where}")
@@ -144,6 +146,7 @@ def _facts(plan: SessionPlan, free: int, least: tuple[int, str] | None) -> dict[
         "weights": plan.weights,
         "weights_bytes": plan.weights_bytes,
         "cache_bytes": plan.cache_bytes,
+        "state_bytes": plan.state_bytes,
         "cache_bytes_per_token": plan.cache_bytes / plan.ctx,
         "scratch_bytes": plan.scratch_bytes,
         "total_bytes": _total(plan),

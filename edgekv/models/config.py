@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgekv.errors import ConfigError
+from edgekv.models.recurrence import Recurrence
 from edgekv.models.rope import RopeConfig
 from edgekv.schema import shown
 
@@ -22,7 +23,9 @@ class ModelConfig:
     sliding window in tokens (None: sees everything); ``layer_scales[i]`` multiplies the queries before the dot
     product (1/sqrt(head_dim) as a rule). ``embedding_scale`` multiplies the embeddings of tokens,
     ``residual_scale`` what a block adds to the residual stream, ``logit_scale`` the logits, which ``logit_cap``
-    then bounds softly, as ``score_cap`` does attention's scores before the softmax.
+    then bounds softly, as ``score_cap`` does attention's scores before the softmax. ``recurrences[i]`` is what
+    layer i has in place of attention (None: it attends); () where all attend. ``gated_attention``: whether gates,
+    as many as queries, come with the queries and pass attention by.
     """
 
     model_type: str
@@ -49,6 +52,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     score_cap: float | None = None
+    recurrences: tuple[Recurrence | None, ...] = ()
+    gated_attention: bool = False
 
     @property
     def ropes(self) -> list[RopeConfig]:
@@ -62,6 +67,16 @@ class ModelConfig:
     def keys_change(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``."""
         return any(rope.keys_change(before, after) for rope in self.ropes)
+
+    @property
+    def layer_recurrences(self) -> tuple[Recurrence | None, ...]:
+        """``recurrences``, an entry for each layer."""
+        return self.recurrences or (None,) * self.n_layers
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers that attend."""
+        return [i for i, recurrence in enumerate(self.layer_recurrences) if recurrence is None]
 
     @property
     def q_size(self) -> int:
@@ -112,6 +127,26 @@ def sliding_layers(layer_types: Sequence[str], window: int | None, n_layers: int
             "full_attention, sliding_attention"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def recurrent_layers(
+    layer_types: Sequence[str], kind: str, recurrence: Recurrence, n_layers: int
+) -> tuple[Recurrence | None, ...]:
+    """`ModelConfig.recurrences` of config.json's layer_types: that recurrence in layers of the type ``kind``.
+
+    ConfigError for another number or type of layers, and where none attends.
+    """
+    if len(layer_types) != n_layers:
+        raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
+    unknown = sorted(set(layer_types) - {"full_attention", kind})
+    if unknown:
+        raise ConfigError(
+            f"config.json: layer_types has {shown(unknown[0])}, which is not supported; supported: "
+            f"full_attention, {kind}"
+        )
+    if "full_attention" not in layer_types:
+        raise ConfigError("config.json: no layer attends; at least one must be of the type full_attention")
+    return tuple(recurrence if each == kind else None for each in layer_types)
 
 
 def check(config: ModelConfig) -> ModelConfig:

@@ -8,6 +8,7 @@ from edgekv.decoder.cpu import scratch_bytes
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
+from edgekv.kvcache.recurrent import recurrent_states
 from edgekv.machine import available_memory_bytes
 from edgekv.models.config import ModelConfig
 from edgekv.session.model import Model
@@ -25,8 +26,8 @@ class SessionPlan:
     """What a session will take. Bytes are exact but for ``scratch_bytes``, an upper estimate.
 
     ctx: tokens that it can hold. kv: its scheme. weights: the format's name. weights_bytes: what decoding maps.
-    cache_bytes: of all layers. scratch_bytes: while a prompt of ``ctx`` tokens is read. notes: what was chosen for
-    the user, or lost, a line each.
+    cache_bytes: of all KV caches. state_bytes: of layers that do not attend, with their snapshots. scratch_bytes:
+    while a prompt of ``ctx`` tokens is read. notes: what was chosen for the user, or lost, a line each.
     """
 
     ctx: int
@@ -34,6 +35,7 @@ class SessionPlan:
     weights: str
     weights_bytes: int
     cache_bytes: int
+    state_bytes: int
     scratch_bytes: int
     notes: tuple[str, ...]
 
@@ -65,10 +67,12 @@ class SessionPlan:
             )
         form = model.weight_format(weights)
         weights_bytes = model.weights_bytes(form)
+        state_bytes = sum(state.planned_bytes for state in recurrent_states(c, ctx))
 
         def auto_bytes() -> int:
             free = available_memory_bytes() if available is None else available
-            return max(0, min(free // 4, free - weights_bytes - scratch_bytes(c, ctx, sees_queries=False)))
+            taken = weights_bytes + state_bytes + scratch_bytes(c, ctx, sees_queries=False)
+            return max(0, min(free // 4, free - taken))
 
         spec, notes = resolve(kv, c, ctx, kv_budget, auto_bytes)
         caches = spec.layers(c, ctx)
@@ -80,6 +84,7 @@ class SessionPlan:
             weights=form.name,
             weights_bytes=weights_bytes,
             cache_bytes=sum(cache.planned_bytes for cache in caches),
+            state_bytes=state_bytes,
             scratch_bytes=scratch_bytes(c, ctx, sees_queries=caches[0].sees_queries),
             notes=tuple(notes),
         )
@@ -93,4 +98,5 @@ class SessionPlan:
     def parts(self, slots: int = 1) -> dict[str, int]:
         """Bytes by what they are for, of so many conversations at once."""
         caches = slots * self.cache_bytes
-        return {"weights": self.weights_bytes, "kv cache": caches, "scratch": self.scratch_bytes}
+        states = {"state": slots * self.state_bytes} if self.state_bytes else {}
+        return {"weights": self.weights_bytes, "kv cache": caches, **states, "scratch": self.scratch_bytes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Workspace
 from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.low_rank import Changes
 from edgekv.linear.weights import Weights
 from edgekv.types import F32, I64
 
@@ -98,6 +100,15 @@ class Decoder(abc.ABC):
 
         pause: see `prefill`.
         """
+
+    def with_changes(self, changes: Changes) -> Decoder:
+        """The same weights and scratch with low-rank changes beside them, for conversations of their own.
+
+        ConfigError where the device knows none.
+        """
+        other = copy.copy(self)
+        other.linear = self.linear.with_changes(changes)
+        return other
 
     def require_process(self) -> None:
         """EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for."""

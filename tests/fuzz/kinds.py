@@ -90,7 +90,10 @@ class Material:
         self.families = [golden_cases.write_checkpoint(name, folder / name) for name in FAMILIES]
         (folder / "packed").mkdir()
         self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
-        self.gguf = gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)
+        self.gguf = [gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)]
+        for name in ("gemma3", "phi3-longrope", "olmo2", "granite"):
+            checkpoint = golden_cases.write_checkpoint(name, folder / "gguf" / name)
+            self.gguf.append(gguf_writer.write_gguf(checkpoint, folder / f"{name}.gguf", "Q8_0", tokenizer=False))
         self.byte_pairs = folder / "byte-pairs"
         self.byte_pairs.mkdir()
         library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "Ġ": 3}, [("a", "b")]))
@@ -256,7 +259,7 @@ def template(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 
 def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    (folder / "model.gguf").write_bytes(damaged(m.gguf.read_bytes(), rng, HEAD))
+    (folder / "model.gguf").write_bytes(damaged(rng.choice(m.gguf).read_bytes(), rng, HEAD))
     used(folder / "model.gguf", weights="auto")
 
 
@@ -324,7 +327,10 @@ def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
     if rng.random() < 0.5:
         weights.write_bytes(damaged(weights.read_bytes(), rng))
     given = f"{place}:{rng.choice((1, 0.5, -1, 1e300, 'nan', 'x'))}"
-    Model.open(m.llama, lora=given).weights.matrix("1.qkv")
+    if rng.random() < 0.5:
+        Model.open(m.llama, loras={"a": given}).changes("a")
+    else:
+        Model.open(m.llama, lora=given).weights.matrix("1.qkv")
 
 
 def image(m: Material, folder: pathlib.Path, rng: Random) -> None:

@@ -101,9 +101,10 @@ class Material:
         library.decoder = tokenizers.decoders.ByteLevel()
         library.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.NFC()])
         library.save(str(self.byte_pairs / "tokenizer.json"))
-        self.store = folder / "store"
+        self.stores = [folder / f"store-{weights}" for weights in ("int8", "f32")]
         model = Model.open(self.llama)
-        build(model.weights, model.weight_format("int8"), self.store, None)
+        for place in self.stores:
+            build(model.weights, model.weight_format(place.name.removeprefix("store-")), place, None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
         """A saved text of each of SCHEMES, plain and compressed, and two loaded models that read them."""
@@ -367,14 +368,14 @@ def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
     place = folder / "store"
-    shutil.copytree(m.store, place)
-    what = rng.randrange(3)
-    if what == 0:
+    shutil.copytree(rng.choice(m.stores), place)
+    if rng.randrange(3) == 0:
         manifest = json.loads((place / "store.json").read_text())
         (place / "store.json").write_bytes(as_json(mutated(manifest, rng), rng))
     else:
-        name = rng.choice([path.name for path in sorted(place.iterdir()) if path.suffix == ".onnx"])
-        name = name if what == 1 else "weights.safetensors"
+        name = rng.choice(
+            [path.name for path in sorted(place.iterdir()) if path.suffix in (".onnx", ".safetensors")]
+        )
         (place / name).write_bytes(damaged((place / name).read_bytes(), rng, HEAD))
     used(place, weights="auto", device="cpu", threads=1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.low_rank import Changes, add_changes, nbytes
 from edgekv.linear.weights import Weights
 from edgekv.models.architecture import Ops
 from edgekv.types import F32
@@ -43,13 +45,20 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 
 
 class NumpyOps(Ops):
-    """Operators that compute at once; float32 in, float32 out."""
+    """Operators that compute at once; float32 in, float32 out. changes: beside the weights."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
+        self.changes: Changes = {}
         self._matrices: dict[str, F32] = {}
 
     def linear(self, x: F32, name: str) -> F32:
+        y = self._stored_linear(x, name)
+        if name in self.changes:
+            add_changes(x, y, self.changes[name])
+        return y
+
+    def _stored_linear(self, x: F32, name: str) -> F32:
         if name not in self._matrices:
             self._matrices[name] = self.weights.matrix(name)
         bias = self.weights.bias(name)
@@ -107,6 +116,13 @@ class NumpyLinear(LinearBlocks):
     def __init__(self, weights: Weights) -> None:
         self.arch, self._ops = weights.arch, NumpyOps(weights)
         self.weights_bytes = weights.nbytes
+
+    def with_changes(self, changes: Changes) -> NumpyLinear:
+        other = copy.copy(self)
+        other._ops = copy.copy(self._ops)
+        other._ops.changes, other.changes_bytes = changes, nbytes(changes)
+        other.weights_bytes = self.weights_bytes + other.changes_bytes
+        return other
 
     def attention_in(self, i: int, x: F32) -> F32:
         return np.asarray(self.arch.attention_in(self._ops, i, x), np.float32)

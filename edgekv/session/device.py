@@ -34,6 +34,10 @@ class Device(abc.ABC):
         """An EdgeKVError where so many conversations can't decode together."""
         return
 
+    def require_loras(self) -> None:
+        """An EdgeKVError where a LoRA can't be applied beside the weights."""
+        return
+
     def free_bytes(self) -> int:
         """Memory for weights and caches."""
         return available_memory_bytes()

@@ -85,6 +85,7 @@ def test_a_spread_leaves_least_noise_in_the_scores(head_dim: int) -> None:
 
     assert noise(factors) <= noise(np.ones(head_dim))
     assert spread_of(np.zeros(head_dim), rest).tolist() == [4] * 8
+    assert spread_of(np.linspace(1, 3, head_dim), np.linspace(2, 1, head_dim)).tolist() == [4] * 8  # not worth it
 
 
 def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
@@ -141,7 +142,9 @@ def test_every_layer_has_its_own_digits() -> None:
     assert [layer.value_codec.bits.tolist() for layer in layers] == [[1, 1], [1, 2]]
     np.testing.assert_allclose(layers[0].key_codec.key_scale, [1, 0.9])
     np.testing.assert_allclose(layers[1].key_codec.spread[0, [0, 4, 8, 33]], [2**1.5, 4, 0.25, 2**1.5])
-    assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2" in layers[0].notes()[0]
+    assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2; keys of 4 stretched" in layers[0].notes()[0]
+    even = HeadNoise(keys, values, np.full((2, 2, 8), 4))
+    assert PlanesKnobs(k_bits=1.5).with_bits(even, [None, None]).k_spread == ""
     with raises(CacheError, field="kv"):
         make(str(spec), (4, 2, 64), 300, layer=0, n_layers=3)
 

@@ -36,6 +36,9 @@ CHUNKS = 8
 MIDDLE_DIGIT, LAST_DIGIT = 4, 8
 """A digit d of a spread stands for the factor 2 ** ((d - MIDDLE_DIGIT) / 2)."""
 
+WORTH = 0.75
+"""What a spread must leave at most of a head's noise without one: smaller gains did not show in the logits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadNoise:
@@ -98,26 +101,32 @@ def head_noise(queries: F32, keys: F32, values: F32, sliding_window: int | None)
             of_values[g] += (square * size).sum(dtype=np.float64)
             energy += float(np.square(out).sum(dtype=np.float64))
         spread[g] = spread_of(looks, rest)
-        stretch = np.square(factors_of(spread[g], head_dim))
-        of_keys[g] = (looks / stretch).sum() * (rest * stretch).sum()
+        of_keys[g] = _noise_in_scores(looks, rest, spread[g])
     return LayerNoise(of_keys / (head_dim * energy or 1), of_values / (energy or 1), spread)
 
 
 def spread_of(looks: F64, rest: F64) -> I64:
-    """Digits (CHUNKS,) of factors of a key's channels that leave least noise in its scores.
+    """Digits (CHUNKS,) of factors of a key's channels that leave least noise in its scores, if they are WORTH it.
 
     looks, rest (head_dim,): squares of queries, by how much they matter, and of keys, of each channel. The codes'
     noise has one size in all channels: it is least in the scores with factors of (looks / rest) ** 0.25.
     """
-    chunks = _chunks(len(looks))
+    chunks, even = _chunks(len(looks)), np.full(CHUNKS, MIDDLE_DIGIT)
     sums = [np.bincount(chunks, x, CHUNKS) for x in (looks, rest)]
     known = (sums[0] > 0) & (sums[1] > 0)
     if not known.any():
-        return np.full(CHUNKS, MIDDLE_DIGIT)
+        return even
     halves = np.log2(sums[0][known] / sums[1][known]) / 2  # of an octave, of the factor
-    digits = np.full(CHUNKS, MIDDLE_DIGIT)
+    digits = even.copy()
     digits[known] = np.clip(np.rint(halves - halves.mean()) + MIDDLE_DIGIT, 0, LAST_DIGIT)
-    return digits
+    worth = _noise_in_scores(looks, rest, digits) <= WORTH * _noise_in_scores(looks, rest, even)
+    return digits if worth else even
+
+
+def _noise_in_scores(looks: F64, rest: F64, digits: I64) -> float:
+    """Times a constant: of codes that leave noise of one size in all channels of the stretched keys."""
+    stretch = np.square(factors_of(digits, len(looks)), dtype=np.float64)
+    return float((looks / stretch).sum() * (rest * stretch).sum())
 
 
 def factors_of(digits: I64, head_dim: int) -> F32:

@@ -32,7 +32,8 @@ class PlanesKnobs:
     by_need: bool, default False. Whether whole k_bits and v_bits are means, too.
     k_heads: digits, default none. What was given out: bits of the keys of each KV head, layer after layer.
     v_heads: digits, default none. Bits of the values of each KV head, likewise.
-    k_spread: digits, default none. Of each KV head 8: how far runs of RoPE's pairs are stretched in its keys.
+    k_spread: digits, default none. Of each KV head 8, found likewise: 2 ** ((digit - 4) / 2) is the factor of its
+        keys' channels in an eighth of RoPE's pairs.
     threshold: float, default 0. If above 0, all keys are scored by their first bit alone, and tokens with this
         attention probability or more are read in full: k_bits and v_bits are 4 then. At most 1.
     sink: int, default 4. First tokens of the context that stay in f16.
@@ -97,7 +98,7 @@ class PlanesKnobs:
             self,
             k_heads=given(noise.keys, self.k_bits, sliding_windows),
             v_heads=given(noise.values, self.v_bits, sliding_windows),
-            k_spread="".join(map(str, noise.spread.ravel())),
+            k_spread="".join(map(str, noise.spread.ravel())) if (noise.spread != MIDDLE_DIGIT).any() else "",
         )
 
     def notes(self) -> list[str]:
@@ -110,7 +111,12 @@ class PlanesKnobs:
         for digits in (self.k_heads, self.v_heads):
             counts = [f"{digits.count(bits)} of {bits}" for bits in "1234" if bits in digits]
             found.append(", ".join(counts))
-        return [f"{self.scheme}: bits by need, KV heads of all layers: keys {found[0]}; values {found[1]}"]
+        spreads = [self.k_spread[i : i + CHUNKS] for i in range(0, len(self.k_spread), CHUNKS)]
+        stretched = sum(set(spread) != {str(MIDDLE_DIGIT)} for spread in spreads)
+        of_spread = f"; keys of {stretched} stretched where queries look" if stretched else ""
+        return [
+            f"{self.scheme}: bits by need, KV heads of all layers: keys {found[0]}; values {found[1]}{of_spread}"
+        ]
 
     def layer_bits(self, geometry: Geometry) -> tuple[list[int], list[int]]:
         """Bits of the keys and of the values of a layer's KV heads. Raises CacheError for another model's."""

@@ -12,12 +12,15 @@ import pytest
 
 from edgekv import Session
 from edgekv.cli import main
+from edgekv.kernels import compiling
 from edgekv.kernels.compiling import CompileClock
 from edgekv.session.opening import WARM_UP
 
 AFTER_LOADING = """
 import numba.core.dispatcher as dispatcher
 from edgekv import Session
+from edgekv.kernels import compiling
+compiling.are_kept = lambda what: False
 session = Session.load("demo", kv="onebit", ctx=1024, draft="ngram")
 met = []
 compile = dispatcher.Dispatcher.compile
@@ -54,7 +57,8 @@ def test_the_clock_counts_compilations() -> None:
     assert clock.seconds == first
 
 
-def test_loading_says_what_it_does(tmp_path: pathlib.Path) -> None:
+def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "are_kept", lambda what: False)
     seen = []
     model = golden_cases.write_checkpoint("llama31", tmp_path)
     session = Session.load(model, progress=lambda stage, done, total: seen.append((stage, done, total)))

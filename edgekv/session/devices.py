@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -85,6 +87,8 @@ def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None
     """What ``auto`` means here for this scheme and model: cuda where it can be had; other names stay."""
     if name != AUTO:
         return name
+    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+        return "cpu"  # without a look at all that a GPU would need
     cuda = find_device("cuda")
     runs = cuda.runs_recurrences or config is None or not config.recurrences
     return "cuda" if runs and cuda.available(spec) else "cpu"

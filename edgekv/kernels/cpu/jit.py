@@ -24,8 +24,7 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 def _inner(function: F, **options: Any) -> F:
     """Called by what is compiled alone, and kept on disk as a part of that."""
     dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
-    made_for = dispatcher.targetdescr, dispatcher.targetoptions, dispatcher.locals
-    dispatcher._compiler = InnerCompiler(function, *made_for, dispatcher._compiler.pipeline_class)
+    dispatcher._compiler.__class__ = InnerCompiler
     return cast(F, dispatcher)
 
 

@@ -10,9 +10,16 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
-from numba.core.runtime import rtsys
+from numba.core.runtime._nrt_python import c_helpers
 
 from edgekv import numba_cache
+
+
+@functools.cache
+def _name_helpers() -> None:
+    """Tells LLVM where what kernels call of Numba's own is; a compilation does so by itself."""
+    for name, address in c_helpers.items():
+        llvm.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 
 
 @functools.cache
@@ -71,7 +78,7 @@ class KeptKernel:
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """The compiled function; None: it has not been compiled for this processor and these types."""
-        rtsys.initialize(target_context)
+        _name_helpers()
         return self._files._load_overload(signature, target_context)
 
     def save_overload(self, signature: Any, compiled: Any) -> None:

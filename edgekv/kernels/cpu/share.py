@@ -21,7 +21,7 @@ _I64 = ir.IntType(64)
 
 @team_loop
 def TEAM(n_parts: int, n_items: int, part_of: int, args: int) -> None:
-    """Calls part_of(first, last, part, args) for ``n_parts`` parts of the items, on the threads of Numba's pool."""
+    """Calls part_of(first, last, part, args) for each of ``n_parts`` parts of the items, on Numba's threads."""
     for part in prange(n_parts):
         call_part(part_of, n_items * part // n_parts, n_items * (part + 1) // n_parts, part, args)
 
@@ -52,7 +52,7 @@ def share(context: Any, team: Any, n_parts: Any, n_items: Any, items: Any, args:
 
 
 def _part_of(context: Any, module: Any, compiled: Any, packed: Any) -> Any:
-    """A function of whole numbers (first, last, part, address of the other arguments) that calls a compiled one."""
+    """A function of whole numbers (first, last, part, address of the arguments) that calls a compiled one."""
     kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
     function = cgutils.get_or_insert_function(module, kind, f"{compiled.llvm_func_name}.part")
     if function.is_declaration:

@@ -23,7 +23,15 @@ from edgekv.kvcache.geometry import Workspace
 from edgekv.machine import all_cores
 
 TOKENS = 700  # beyond the windows and budgets that the schemes have by default
-SMALL = SimpleNamespace(n_layers=1, n_heads=2, n_kv_heads=1, head_dim=64, layer_windows=(None,), score_cap=None)
+SMALL = SimpleNamespace(
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=64,
+    layer_windows=(None,),
+    layer_recurrences=(None,),
+    score_cap=None,
+)
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def load_model(options: LoadOptions, model: Model, *, progress: StageProgress | 
     require_memory(parts, place.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
     form = model.weight_format(plan.weights)
-    with memory_errors("loading", place.free_bytes):
+    with place.preparing(plan.kv), memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
         kv = give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress)
         plan = plan.with_kv(kv, model)

@@ -52,11 +52,20 @@ def scaled(builder: Any, p: Any, scale: Any) -> list[Any]:
 
 def rounded(builder: Any, weights: list[Any], highest: int) -> tuple[list[Any], Any]:
     """weights as integers of at most `highest`, ROUND added as floats, and the size of 1."""
-    top = emit.largest(builder, emit.tree(builder, emit.maximum, weights))
-    factor = builder.fdiv(emit.F32(highest), emit.maximum(builder, top, emit.F32(np.float32(LEAST_WEIGHT))))
-    factors, round_ = emit.splat(builder, factor, LANES), emit.constant(FLOATS, ROUND)
-    shifted = [emit.multiply_add(builder, weight, factors, round_) for weight in weights]
-    return shifted, builder.fmul(top, emit.F32(np.float32(1 / highest)))
+    (shifted,), size = all_rounded(builder, [weights], highest)
+    return shifted, size
+
+
+def all_rounded(builder: Any, blocks: list[list[Any]], highest: int) -> tuple[list[list[Any]], Any]:
+    """`rounded` of one block, or of four: their sizes are then a vector."""
+    top = emit.all_lanes(builder, emit.maximum, [emit.tree(builder, emit.maximum, x) for x in blocks])
+    least, most = (emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, highest))
+    factors = builder.fdiv(most, emit.maximum(builder, top, least))
+    shifted, round_ = [], emit.constant(FLOATS, ROUND)
+    for i, weights in enumerate(blocks):
+        each = emit.splat(builder, factors, LANES) if len(blocks) == 1 else emit.lanes(builder, factors, [i] * LANES)
+        shifted.append([emit.multiply_add(builder, weight, each, round_) for weight in weights])
+    return shifted, builder.fmul(top, emit.constant(top.type, np.float32(1 / highest)))
 
 
 def store_bytes(builder: Any, shifted: list[Any], byte: int, address: Any) -> None:

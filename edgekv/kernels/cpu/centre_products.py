@@ -1,0 +1,150 @@
+"""Products of queries in two bytes with blocks' centres in 4 bits, for a few pairs of a row and a block at a time.
+
+x86 multiplies pairs of 16 bits, to which the codes are widened. Arm multiplies bytes in dot products: there a
+query's high and low bytes have products of their own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from edgekv.kernels.contract.planes import CENTRES
+from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu.half import widen
+from edgekv.kernels.cpu.jit import CPU_FEATURES
+
+NEAR = CENTRES - 1  # scores of a row, each that of as many of a block's tokens
+PAIRS = 4 if emit.REGISTER == 16 else 2  # of a row and a block whose products are made together
+ROWS = {1: 1, 2: 2, 4: PAIRS}  # of those that a scan takes together, and
+BLOCKS = {1: PAIRS, 2: PAIRS // 2, 4: 1}  # blocks: by a scan's rows, what is done together
+BLOCKS_AHEAD = 4
+IN_BYTES = arm.IS_ARM
+LEVELS, MIDDLE = 15, 7.5
+
+Value = Any  # an llvmlite value
+N = emit.REGISTER
+STEP = 4 * N if IN_BYTES else 2 * N  # bytes of codes
+INTS, CODES, WORDS = emit.vector(emit.I32, N), emit.vector(emit.I8, STEP), emit.vector(emit.I16, 2 * N)
+NUMBERS = emit.vector(emit.F32, 4 * PAIRS)
+PRODUCTS = {64: "llvm.x86.avx512.pmaddw.d.512", 32: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.sse2.pmadd.wd"}
+
+
+def put_near(
+    b: Any,
+    n_rows: int,
+    queries: Value,
+    sizes: Value,
+    width: Value,
+    codes: Value,
+    steps: Value,
+    first: Value,
+    left: Value,
+    near: Value,
+) -> None:
+    """near (ROWS, BLOCKS, NEAR) float32 = rows' products with the centres of blocks from ``first`` on.
+
+    queries: what `centres.split` or `centres.as_words` has put, 2 * width bytes to a row. sizes (rows, 2): what
+    1 of a query stands for, and the sum of its numbers. Of ``left`` blocks that there are, the last stands for
+    those that there are not.
+    """
+    rows, together = ROWS[n_rows], BLOCKS[n_rows]
+    half = b.lshr(width, emit.I64(1))
+    last = b.sub(b.add(first, left), emit.I64(1))
+    blocks = []
+    for i in range(together):
+        block = b.add(first, emit.I64(i))
+        blocks.append(b.select(b.icmp_signed("<", block, last), block, last))
+    starts = [b.add(codes, b.mul(block, b.mul(half, emit.I64(CENTRES)))) for block in blocks]
+    sums = _sums(b, [b.add(queries, b.mul(width, emit.I64(2 * r))) for r in range(rows)], width, half, starts)
+    scales = [b.add(steps, b.mul(block, emit.I64(2 * CENTRES))) for block in blocks] * rows
+    firsts = b.sitofp(_first_sums(b, sums), emit.vector(emit.F32, PAIRS))
+    each = b.sitofp(_other_sums(b, sums), NUMBERS)
+    own = [(emit.load(b, emit.F32, sizes, 8 * r), emit.load(b, emit.F32, sizes, 8 * r + 4)) for r in range(rows)]
+    size, total = (emit.row(b, [own[r][i] for r in range(rows) for _ in range(together)]) for i in (0, 1))
+    middle = b.fmul(total, emit.constant(total.type, MIDDLE))
+    common = b.fmul(widen(b, emit.row(b, [emit.load(b, emit.I16, x) for x in scales])), b.fsub(firsts, middle))
+    step = emit.tree(b, emit.joined, [widen(b, emit.load(b, emit.vector(emit.I16, NEAR), x, 2)) for x in scales])
+    wide = [i for i in range(PAIRS) for _ in range(NEAR)]
+    size, middle, common = (emit.lanes(b, x, wide) for x in (size, middle, common))
+    product = emit.multiply_add(b, step, b.fsub(each, middle), common)
+    emit.store(b, b.fmul(size, product), near)
+
+
+def _sums(b: Any, queries: Sequence[Value], width: Value, half: Value, blocks: Sequence[Value]) -> list[Value]:
+    """For each row, block and centre a vector whose lanes add up to their product."""
+    count = len(queries) * len(blocks) * CENTRES
+    zeros = [emit.constant(INTS, 0)] * (2 * count if IN_BYTES else count)
+    ahead = b.mul(half, emit.I64(CENTRES * BLOCKS_AHEAD))
+    with emit.loop(b, emit.I64(0), half, STEP, zeros) as turn:
+        parts = [_parts_of(b, query, turn.i, width, half) for query in queries]
+        sums = list(turn.values)
+        for i, block in enumerate(blocks):
+            for centre in range(CENTRES):
+                address = b.add(b.add(block, turn.i), b.mul(half, emit.I64(centre)))
+                emit.prefetch(b, b.add(address, ahead), STEP)
+                lower, upper = _levels(b, emit.load(b, CODES, address))
+                for r, (low, high) in enumerate(parts):
+                    at = (r * len(blocks) + i) * CENTRES + centre
+                    for which, (x, y) in enumerate(zip(low, high, strict=True)):
+                        place = at + which * count
+                        sums[place] = _add_products(b, upper, y, _add_products(b, lower, x, sums[place]))
+        turn.following = sums
+    if not IN_BYTES:
+        return list(turn.values)
+    eight = emit.constant(INTS, 8)
+    return [b.add(b.shl(x, eight), y) for x, y in zip(turn.values[:count], turn.values[count:], strict=True)]
+
+
+def _parts_of(b: Any, query: Value, i: Value, width: Value, half: Value) -> tuple[list[Value], list[Value]]:
+    """What lower and upper codes of bytes i.. are multiplied with: one vector, or high and low bytes."""
+    if IN_BYTES:
+        starts = [b.add(query, b.add(i, offset)) for offset in (emit.I64(0), width)]
+        return [emit.load(b, INTS, x) for x in starts], [emit.load(b, INTS, b.add(x, half)) for x in starts]
+    start = b.add(query, b.mul(i, emit.I64(2)))
+    return [emit.load(b, WORDS, start)], [emit.load(b, WORDS, b.add(start, width))]
+
+
+def _levels(b: Any, codes: Value) -> tuple[Value, Value]:
+    if IN_BYTES:
+        both = b.and_(codes, emit.constant(CODES, LEVELS)), b.lshr(codes, emit.constant(CODES, 4))
+        lower, upper = (b.bitcast(x, INTS) for x in both)
+        return lower, upper
+    wide = b.zext(codes, WORDS)
+    return b.and_(wide, emit.constant(WORDS, LEVELS)), b.lshr(wide, emit.constant(WORDS, 4))
+
+
+def _add_products(b: Any, codes: Value, query: Value, so_far: Value) -> Value:
+    if IN_BYTES:
+        return arm.add_products(b, codes, query, so_far, "s")
+    if "+avx512vnni" in CPU_FEATURES and N == 16:
+        codes, query = b.bitcast(codes, INTS), b.bitcast(query, INTS)
+        return emit.call(b, "llvm.x86.avx512.vpdpwssd.512", INTS, so_far, codes, query)
+    return b.add(so_far, _pairs(b, codes, query))
+
+
+def _pairs(b: Any, x: Value, y: Value) -> Value:
+    """x * y, two neighbours' products added up."""
+    n_bytes = 2 * x.type.count
+    if n_bytes == 16 or (n_bytes == 64 and "+avx512bw" in CPU_FEATURES) or (n_bytes == 32 and "+avx2" in CPU_FEATURES):
+        return emit.call(b, PRODUCTS[n_bytes], emit.vector(emit.I32, x.type.count // 2), x, y)
+    return arm.by_register(b, lambda *parts: _pairs(b, *parts), x, y)
+
+
+def _first_sums(b: Any, sums: list[Value]) -> Value:
+    """Of each pair of a row and a block, its first centre's sum."""
+    four = emit.all_lanes(b, emit.add, (sums[::CENTRES] * 2)[:4])
+    return emit.lanes(b, four, list(range(PAIRS)))
+
+
+def _other_sums(b: Any, sums: list[Value]) -> Value:
+    """Of each pair of a row and a block, the sums of its other centres."""
+    vectors = [emit.in_fours(b, emit.add, sums[i + 1 : i + CENTRES]) for i in range(0, len(sums), CENTRES)]
+    while vectors[0].type.count > 4 and len(vectors) > 1:
+        vectors = [_added(b, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+    return emit.tree(b, emit.joined, vectors)
+
+
+def _added(b: Any, x: Value, y: Value) -> Value:
+    """Four lanes and the next four of x added up, then those of y."""
+    n = x.type.count
+    first = [i + j for i in range(0, 2 * n, 8) for j in range(4)]
+    return b.add(emit.lanes(b, x, first, y), emit.lanes(b, x, [i + 4 for i in first], y))

@@ -81,9 +81,10 @@ def _kernels(d: int, rows: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """Name, and what does INSIDE passes over TOKENS."""
     rng = np.random.default_rng(0)
     step = getattr(loops, "AT_ONCE", 64)
-    s, ends = rng.random((rows, step), np.float32), np.zeros((rows, END), np.float32)
+    s, ends = zeros((rows, step), np.float32), np.zeros((rows, END), np.float32)
     scratch, prepared = zeros((1 << 20,), np.uint8), zeros((1 << 20,), np.uint8)
     q, out = rng.standard_normal((rows, d), np.float32), zeros((rows, d), np.float32)
+    s[:] = rng.random(s.shape, np.float32)
     alive = s, ends, scratch, prepared, q, out
     for bits in (1, 2, 4):
         keys = _filled(CentredPlanes(1, TOKENS, d, bits=bits, key_scale=0.9, seed=0), rng)

@@ -25,6 +25,9 @@ N = emit.REGISTER
 STEP = 4 * N if IN_BYTES else 2 * N  # bytes of codes
 INTS, CODES, WORDS = emit.vector(emit.I32, N), emit.vector(emit.I8, STEP), emit.vector(emit.I16, 2 * N)
 NUMBERS = emit.vector(emit.F32, 4 * PAIRS)
+# Behind near, for each pair: sums of the other centres in fours of lanes, those of the first centre, the steps.
+NEAR_BYTES, FIRST_AT, STEPS_AT, PAIR_BYTES = 64, 4 * N, 8 * N, 8 * N + 64
+SCRATCH = NEAR_BYTES + PAIRS * PAIR_BYTES
 PRODUCTS = {64: "llvm.x86.avx512.pmaddw.d.512", 32: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.sse2.pmadd.wd"}
 
 
@@ -36,57 +39,62 @@ def put_near(
     width: Value,
     codes: Value,
     steps: Value,
-    first: Value,
-    left: Value,
+    n_blocks: Value,
     near: Value,
 ) -> None:
-    """near (ROWS, BLOCKS, NEAR) float32 = rows' products with the centres of blocks from ``first`` on.
+    """near (ROWS, BLOCKS, NEAR) float32 = rows' products with the centres of blocks, of which there are n_blocks.
 
     queries: what `centres.split` or `centres.as_words` has put, 2 * width bytes to a row. sizes (rows, 2): what
-    1 of a query stands for, and the sum of its numbers. Of ``left`` blocks that there are, the last stands for
-    those that there are not.
+    1 of a query stands for, and the sum of its numbers. Behind near lies room for what they are made of.
     """
     rows, together = ROWS[n_rows], BLOCKS[n_rows]
+    starts = [b.add(queries, b.mul(width, emit.I64(2 * r))) for r in range(rows)]
     half = b.lshr(width, emit.I64(1))
-    last = b.sub(b.add(first, left), emit.I64(1))
-    blocks = []
-    for i in range(together):
-        block = b.add(first, emit.I64(i))
-        blocks.append(b.select(b.icmp_signed("<", block, last), block, last))
-    starts = [b.add(codes, b.mul(block, b.mul(half, emit.I64(CENTRES)))) for block in blocks]
-    sums = _sums(b, [b.add(queries, b.mul(width, emit.I64(2 * r))) for r in range(rows)], width, half, starts)
-    scales = [b.add(steps, b.mul(block, emit.I64(2 * CENTRES))) for block in blocks] * rows
-    firsts = b.sitofp(_first_sums(b, sums), emit.vector(emit.F32, PAIRS))
-    each = b.sitofp(_other_sums(b, sums), NUMBERS)
+    block_bytes = b.mul(half, emit.I64(CENTRES))
+    with emit.loop(b, emit.I64(0), n_blocks, 1) as block:
+        first = b.add(codes, b.mul(block.i, block_bytes))
+        ahead = b.add(first, b.mul(block_bytes, emit.I64(BLOCKS_AHEAD)))
+        with emit.loop(b, ahead, b.add(ahead, block_bytes), emit.LINE // 2) as line:
+            emit.prefetch(b, line.i, 1)
+        sums = _sums(b, starts, width, half, first)
+        place, of_block = b.add(near, b.mul(block.i, emit.I64(PAIR_BYTES))), b.mul(block.i, emit.I64(2 * CENTRES))
+        step = widen(b, emit.load(b, emit.vector(emit.I16, NEAR), b.add(steps, of_block), 2))
+        first_step = widen(b, emit.load(b, emit.I16, b.add(steps, of_block)))
+        for r in range(rows):
+            own = sums[r * CENTRES : (r + 1) * CENTRES]
+            offset = NEAR_BYTES + PAIR_BYTES * r * together
+            emit.store(b, emit.in_fours(b, emit.add, own[1:]), place, offset)
+            emit.store(b, own[0], place, offset + FIRST_AT)
+            emit.store(b, step, place, offset + STEPS_AT)
+            emit.store(b, first_step, place, offset + STEPS_AT + 4 * NEAR)
+    pairs = [NEAR_BYTES + PAIR_BYTES * i for i in range(PAIRS)]
+    firsts = emit.all_lanes(b, emit.add, ([emit.load(b, INTS, near, i + FIRST_AT) for i in pairs] * 2)[:4])
+    firsts = b.sitofp(emit.lanes(b, firsts, range(PAIRS)), emit.vector(emit.F32, PAIRS))
+    each = b.sitofp(_joined_sums(b, [emit.load(b, INTS, near, i) for i in pairs]), NUMBERS)
     own = [(emit.load(b, emit.F32, sizes, 8 * r), emit.load(b, emit.F32, sizes, 8 * r + 4)) for r in range(rows)]
     size, total = (emit.row(b, [own[r][i] for r in range(rows) for _ in range(together)]) for i in (0, 1))
     middle = b.fmul(total, emit.constant(total.type, MIDDLE))
-    common = b.fmul(widen(b, emit.row(b, [emit.load(b, emit.I16, x) for x in scales])), b.fsub(firsts, middle))
-    step = emit.tree(b, emit.joined, [widen(b, emit.load(b, emit.vector(emit.I16, NEAR), x, 2)) for x in scales])
+    first_steps = emit.row(b, [emit.load(b, emit.F32, near, i + STEPS_AT + 4 * NEAR) for i in pairs])
+    common = b.fmul(first_steps, b.fsub(firsts, middle))
+    step = emit.tree(b, emit.joined, [emit.load(b, emit.vector(emit.F32, NEAR), near, i + STEPS_AT) for i in pairs])
     wide = [i for i in range(PAIRS) for _ in range(NEAR)]
     size, middle, common = (emit.lanes(b, x, wide) for x in (size, middle, common))
-    product = emit.multiply_add(b, step, b.fsub(each, middle), common)
-    emit.store(b, b.fmul(size, product), near)
+    emit.store(b, b.fmul(size, emit.multiply_add(b, step, b.fsub(each, middle), common)), near)
 
 
-def _sums(b: Any, queries: Sequence[Value], width: Value, half: Value, blocks: Sequence[Value]) -> list[Value]:
-    """For each row, block and centre a vector whose lanes add up to their product."""
-    count = len(queries) * len(blocks) * CENTRES
+def _sums(b: Any, queries: Sequence[Value], width: Value, half: Value, block: Value) -> list[Value]:
+    """For each row and centre a vector whose lanes add up to their product."""
+    count = len(queries) * CENTRES
     zeros = [emit.constant(INTS, 0)] * (2 * count if IN_BYTES else count)
-    ahead = b.mul(half, emit.I64(CENTRES * BLOCKS_AHEAD))
     with emit.loop(b, emit.I64(0), half, STEP, zeros) as turn:
         parts = [_parts_of(b, query, turn.i, width, half) for query in queries]
         sums = list(turn.values)
-        for i, block in enumerate(blocks):
-            for centre in range(CENTRES):
-                address = b.add(b.add(block, turn.i), b.mul(half, emit.I64(centre)))
-                emit.prefetch(b, b.add(address, ahead), STEP)
-                lower, upper = _levels(b, emit.load(b, CODES, address))
-                for r, (low, high) in enumerate(parts):
-                    at = (r * len(blocks) + i) * CENTRES + centre
-                    for which, (x, y) in enumerate(zip(low, high, strict=True)):
-                        place = at + which * count
-                        sums[place] = _add_products(b, upper, y, _add_products(b, lower, x, sums[place]))
+        for centre in range(CENTRES):
+            lower, upper = _levels(b, emit.load(b, CODES, b.add(b.add(block, turn.i), b.mul(half, emit.I64(centre)))))
+            for r, (low, high) in enumerate(parts):
+                for which, (x, y) in enumerate(zip(low, high, strict=True)):
+                    place = r * CENTRES + centre + which * count
+                    sums[place] = _add_products(b, upper, y, _add_products(b, lower, x, sums[place]))
         turn.following = sums
     if not IN_BYTES:
         return list(turn.values)
@@ -129,15 +137,8 @@ def _pairs(b: Any, x: Value, y: Value) -> Value:
     return arm.by_register(b, lambda *parts: _pairs(b, *parts), x, y)
 
 
-def _first_sums(b: Any, sums: list[Value]) -> Value:
-    """Of each pair of a row and a block, its first centre's sum."""
-    four = emit.all_lanes(b, emit.add, (sums[::CENTRES] * 2)[:4])
-    return emit.lanes(b, four, list(range(PAIRS)))
-
-
-def _other_sums(b: Any, sums: list[Value]) -> Value:
-    """Of each pair of a row and a block, the sums of its other centres."""
-    vectors = [emit.in_fours(b, emit.add, sums[i + 1 : i + CENTRES]) for i in range(0, len(sums), CENTRES)]
+def _joined_sums(b: Any, vectors: list[Value]) -> Value:
+    """Four lanes of each of `emit.in_fours`: its sums over all."""
     while vectors[0].type.count > 4 and len(vectors) > 1:
         vectors = [_added(b, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
     return emit.tree(b, emit.joined, vectors)

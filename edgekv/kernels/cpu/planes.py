@@ -7,15 +7,15 @@ import numpy as np
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu.centre_products import IN_BYTES
+from edgekv.kernels.cpu.centre_products import SCRATCH as NEAR_BYTES
 from edgekv.kernels.cpu.centres import as_words, split
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, address_of, chars, floats, numbers, prepare_loop, score_loop
 from edgekv.kernels.cpu.rotate import rotate_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, put
-from edgekv.kernels.cpu.tables import score_blocks, store_table
+from edgekv.kernels.cpu.tables import VECTOR, place_of_table, score_blocks, store_table
 from edgekv.types import F32, U8
 
-NEAR_BYTES = 64  # of a loop's scratch: scores of centres
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
 MOST = np.float32(LARGEST_FOUR)
 in_two_bytes = split if IN_BYTES else as_words
@@ -154,5 +154,7 @@ def _round_query(q: F32, row: int, width: int, rounded: F32) -> Scalar:
 @jit
 def _put_tables(rounded: F32, row: int, width: int, entries: U8, target: int) -> None:
     """Per four elements the 16 sums of + (bit 1) or - (bit 0) each, plus a middle, as `tables` wants them."""
-    for d in range(0, width, 4):
-        store_table(rounded, row + d, entries, target + 4 * d)
+    for column in range(width // 8):
+        at = target + place_of_table(column)
+        store_table(rounded, row + 8 * column, entries, at)
+        store_table(rounded, row + 8 * column + 4, entries, at + VECTOR)

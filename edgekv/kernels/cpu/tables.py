@@ -15,14 +15,15 @@ from llvmlite import ir
 from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
+from edgekv.kernels.contract.planes import CENTRES
 from edgekv.kernels.cpu import arm, centre_products, emit
 from edgekv.kernels.cpu.half import widen
-from edgekv.kernels.cpu.jit import CPU_FEATURES, intrinsic
+from edgekv.kernels.cpu.jit import CPU_FEATURES, intrinsic, jit
 from edgekv.kernels.cpu.scalar import pointer_to
 
 GROUP, RUN = 16, 16  # bytes of a group's channels, tokens that neighbour each other in a score
 GROUPS = 4 if "+avx512bw" in CPU_FEATURES else 2 if "+avx2" in CPU_FEATURES else 1  # in a vector
-COLUMNS = GROUPS  # of eight channels, in what is loaded at once
+COLUMNS, VECTOR = GROUPS, GROUPS * GROUP  # of eight channels, in what is loaded at once; its bytes
 PARTS = 4 // GROUPS  # vectors of a block
 # By rows, parts whose sums are made together: what the registers hold.
 TOGETHER = {1: PARTS, 2: PARTS, 4: min(PARTS, 1 if emit.FEW_REGISTERS else 2)}
@@ -35,6 +36,12 @@ Value = Any  # an llvmlite value
 BYTES, PAIRS = emit.vector(emit.I8, GROUPS * GROUP), emit.vector(emit.I16, GROUPS * GROUP // 2)
 TABLE, TOKENS = emit.vector(emit.I8, 16), 4 * GROUPS  # tokens of a run that a part has
 FLOATS, WHOLE = emit.vector(emit.F32, TOKENS), emit.vector(emit.I32, TOKENS)
+
+
+@jit
+def place_of_table(column: int) -> int:
+    """Of the table of a column's lower four channels; that of its upper four lies VECTOR bytes behind it."""
+    return column // COLUMNS * 2 * VECTOR + column % COLUMNS * GROUP
 
 
 @intrinsic
@@ -82,7 +89,8 @@ def score_blocks(
     """s[m * gap + t] = the score of row m with token t of n_blocks blocks.
 
     Addresses of the rows' tables (4 * width bytes each), of what `centre_products` wants of queries and their
-    sizes, and of their factors; of the first block's planes, scales, centres and their steps. near: 64 bytes.
+    sizes, and of their factors; of the first block's planes, scales, centres and their steps. near: room of
+    `centre_products.SCRATCH` bytes.
     """
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -124,15 +132,17 @@ def _score_rows(
     near: Value,
 ) -> None:
     block_bytes, together = b.mul(b.mul(bits, width), emit.I64(BLOCK // 8)), centre_products.BLOCKS[n_rows]
+    centre_bytes = b.mul(width, emit.I64(CENTRES))
     with emit.loop(b, emit.I64(0), b.add(n_blocks, emit.I64(together - 1)), together) as few:
         left = b.sub(n_blocks, few.i)
+        here = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
+        first = b.add(centres, b.lshr(b.mul(few.i, centre_bytes), emit.I64(1)))
+        own_steps = b.add(steps, b.mul(few.i, emit.I64(2 * CENTRES)))
         for row in range(0, n_rows, centre_products.ROWS[n_rows]):
             queries = b.add(words, b.mul(width, emit.I64(2 * row))), b.add(sizes, emit.I64(8 * row))
             target = b.add(near, emit.I64(4 * centre_products.NEAR * row))
-            centre_products.put_near(b, n_rows, *queries, width, centres, steps, few.i, left, target)
-        enough = b.icmp_signed("<", left, emit.I64(together))
-        stop = b.add(few.i, b.select(enough, left, emit.I64(together)))
-        with emit.loop(b, few.i, stop, 1) as block:
+            centre_products.put_near(b, n_rows, *queries, width, first, own_steps, here, target)
+        with emit.loop(b, few.i, b.add(few.i, here), 1) as block:
             at = b.add(near, b.mul(b.sub(block.i, few.i), emit.I64(4 * centre_products.NEAR)))
             _scan_block(
                 *(n_rows, b, tables, width, b.add(planes, b.mul(block.i, block_bytes)), bits),
@@ -157,6 +167,9 @@ def _scan_block(
 ) -> None:
     """s = near + factor * scale * (sums over all planes of a block), for n_rows rows."""
     emit.prefetch(b, b.add(scale, emit.I64(2 * BLOCK * BLOCKS_AHEAD)), 2 * BLOCK)
+    ahead = b.add(planes, b.mul(block_bytes, emit.I64(BLOCKS_AHEAD)))
+    with emit.loop(b, ahead, b.add(ahead, block_bytes), 4 * emit.LINE) as lines:
+        emit.prefetch(b, lines.i, 4 * emit.LINE)
     targets = [b.add(s, b.mul(gap, emit.I64(4 * r))) for r in range(n_rows)]
     for r, target in enumerate(targets):
         for run in range(centre_products.NEAR):
@@ -164,7 +177,7 @@ def _scan_block(
             emit.store(b, emit.splat(b, emit.load(b, emit.F32, near, place), RUN), target, 4 * RUN * run)
     unit = emit.F32(2.0**-16)  # sums come in the upper 16 bits of 32
     each = [emit.splat(b, b.fmul(emit.load(b, emit.F32, factors, 4 * r), unit), TOKENS) for r in range(n_rows)]
-    below, ahead = b.sub(b.shl(emit.I64(1), bits), emit.I64(1)), b.mul(block_bytes, emit.I64(BLOCKS_AHEAD))
+    below = b.sub(b.shl(emit.I64(1), bits), emit.I64(1))
     with emit.loop(b, emit.I64(0), b.add(width, emit.I64(CHUNK - 1)), CHUNK) as chunk:
         left = b.sub(width, chunk.i)
         channels = b.select(b.icmp_signed("<", left, emit.I64(CHUNK)), left, emit.I64(CHUNK))
@@ -174,7 +187,7 @@ def _scan_block(
             first = b.add(planes, b.mul(part.i, b.mul(width, emit.I64(2 * GROUPS))))
             first = b.add(first, b.mul(chunk.i, emit.I64(2)))
             entries = b.add(tables, b.mul(chunk.i, emit.I64(4)))
-            totals = _sums(b, n_rows, TOGETHER[n_rows], entries, width, first, bits, channels, ahead)
+            totals = _sums(b, n_rows, TOGETHER[n_rows], entries, width, first, bits, channels)
             for p in range(TOGETHER[n_rows]):
                 place = b.add(part.i, emit.I64(p))
                 scales = b.add(scale, b.mul(place, emit.I64(2 * TOKENS)))
@@ -191,18 +204,12 @@ def _scan_block(
 
 
 def _sums(
-    b: Any,
-    n_rows: int,
-    n_parts: int,
-    tables: Value,
-    width: Value,
-    planes: Value,
-    bits: Value,
-    channels: Value,
-    ahead: Value,
+    b: Any, n_rows: int, n_parts: int, tables: Value, width: Value, planes: Value, bits: Value, channels: Value
 ) -> list[tuple[Value, Value]]:
     """Of each part and row, 16 bits wide: sums of even bytes (with the odd ones' above them), and of odd bytes."""
-    zeros = [emit.constant(PAIRS, 0)] * (2 * n_parts * n_rows)
+    alone = n_rows == 1  # then columns are added up at the end, else groups are brought together before
+    n_sums = n_parts * n_rows * (GROUPS if alone else 1)
+    zeros = [emit.constant(PAIRS, 0)] * (2 * n_sums)
     group_bytes, row_bytes = b.mul(width, emit.I64(2)), b.mul(width, emit.I64(4))
     with emit.loop(b, emit.I64(0), bits, 1, zeros) as plane:
         doubled = [b.add(x, x) for x in plane.values]
@@ -213,30 +220,43 @@ def _sums(
             for p in range(n_parts):
                 place = b.add(code, b.mul(column.i, emit.I64(GROUP)))
                 place = b.add(place, b.mul(group_bytes, emit.I64(p * GROUPS)))
-                for c, x in enumerate(_columns(b, place, group_bytes, ahead)):
+                groups = [
+                    emit.load(b, BYTES, b.add(place, b.mul(group_bytes, emit.I64(group)))) for group in range(GROUPS)
+                ]
+                for i, x in enumerate(groups if alone else _transposed(b, groups)):
                     lower = b.and_(x, emit.constant(BYTES, 15))
                     upper = b.lshr(x, emit.constant(BYTES, 4))
                     for r in range(n_rows):
                         own = b.add(table, b.mul(row_bytes, emit.I64(r)))
+                        kind, offset = (BYTES, 0) if alone else (TABLE, GROUP * i)
                         entries = b.add(
-                            _look_up(b, own, 2 * GROUP * c, lower), _look_up(b, own, 2 * GROUP * c + GROUP, upper)
+                            _look_up(b, emit.load(b, kind, own, offset), lower),
+                            _look_up(b, emit.load(b, kind, own, offset + VECTOR), upper),
                         )
-                        at, pairs = 2 * (p * n_rows + r), b.bitcast(entries, PAIRS)
+                        at, pairs = 2 * (p * GROUPS + i if alone else p * n_rows + r), b.bitcast(entries, PAIRS)
                         sums[at] = b.add(sums[at], pairs)
                         sums[at + 1] = b.add(sums[at + 1], b.lshr(pairs, emit.constant(PAIRS, 8)))
             column.following = sums
         plane.following = column.values
-    return list(zip(plane.values[::2], plane.values[1::2], strict=True))
+    first, second = plane.values[::2], plane.values[1::2]
+    if alone:
+        starts = range(0, n_sums, GROUPS)
+        first, second = ([_columns_added(b, x[i : i + GROUPS]) for i in starts] for x in (first, second))
+    return list(zip(first, second, strict=True))
 
 
-def _columns(b: Any, address: Value, group_bytes: Value, ahead: Value) -> list[Value]:
-    """Of each of COLUMNS neighbouring bytes of a token, a vector of those of GROUPS groups' tokens."""
-    groups = []
-    for group in range(GROUPS):
-        own = b.add(address, b.mul(group_bytes, emit.I64(group)))
-        emit.prefetch(b, b.add(own, ahead), BYTES.count)
-        groups.append(emit.load(b, BYTES, own))
-    return _transposed(b, groups)
+def _columns_added(b: Any, groups: list[Value]) -> Value:
+    """For each of as many groups as columns the sums over columns."""
+    while len(groups) > 1:
+        pairs = zip(groups[::2], groups[1::2], strict=True)
+        groups = [b.add(*(_every_other(b, x, y, i) for i in (0, 1))) for x, y in pairs]
+    return groups[0]
+
+
+def _every_other(b: Any, x: Value, y: Value, first: int) -> Value:
+    """16 bytes each: the first, third, ... of x, then of y; or the second, fourth, ..."""
+    size = PAIRS.count // GROUPS
+    return emit.lanes(b, x, [size * i + j for i in range(first, 2 * GROUPS, 2) for j in range(size)], y)
 
 
 def _transposed(b: Any, xs: Sequence[Value]) -> list[Value]:
@@ -266,9 +286,8 @@ def _in_runs(b: Any, sums: tuple[Value, Value], less: Value) -> list[Value]:
     return result
 
 
-def _look_up(b: Any, address: Value, offset: int, index: Value) -> Value:
-    """The entries of the table at an address that the bytes of ``index`` choose."""
-    table = emit.load(b, TABLE, address, offset)
+def _look_up(b: Any, table: Value, index: Value) -> Value:
+    """The entries of a table, or of one in each 16 bytes, that the bytes of ``index`` choose."""
     name = {
         (False, 4): "llvm.x86.avx512.pshuf.b.512",
         (False, 2): "llvm.x86.avx2.pshuf.b",
@@ -277,7 +296,9 @@ def _look_up(b: Any, address: Value, offset: int, index: Value) -> Value:
     }[arm.IS_ARM, GROUPS]
     if not name:
         return _look_up_one_by_one(b, table, index)
-    return emit.call(b, name, BYTES, emit.lanes(b, table, list(range(16)) * GROUPS), index)
+    if table.type != index.type:
+        table = emit.lanes(b, table, list(range(16)) * GROUPS)
+    return emit.call(b, name, BYTES, table, index)
 
 
 def _look_up_one_by_one(b: Any, table: Value, index: Value) -> Value:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -31,7 +32,7 @@ from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 
 TOKENS = 8192
 SHAPES = tuple((d, rows) for d in (64, 128) for rows in (1, 4))
-INSIDE = 8  # passes over the tokens in one measurement
+INSIDE = 64  # passes over the tokens in one measurement: calling it from Python takes as long as a pass
 # Our loop -> what the C program of a file prints for the same work.
 C = {"scan, 1 bit": ("limit_scan_x86.c", "nibble table, 1 bit"), "values, 2 bits": ("limit_values_x86.c", "values 2 bits")}
 
@@ -81,35 +82,28 @@ def _kernels(d: int, rows: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """Name, and what does INSIDE passes over TOKENS."""
     rng = np.random.default_rng(0)
     step = getattr(loops, "AT_ONCE", 64)
-    s, ends = zeros((rows, step), np.float32), np.zeros((rows, END), np.float32)
+    s, out, ends = zeros((rows, step), np.float32), zeros((rows, d), np.float32), zeros((rows, END), np.float32)
     scratch, prepared = zeros((1 << 20,), np.uint8), zeros((1 << 20,), np.uint8)
-    q, out = rng.standard_normal((rows, d), np.float32), zeros((rows, d), np.float32)
+    q = rng.standard_normal((rows, d), np.float32)
     s[:] = rng.random(s.shape, np.float32)
-    alive = s, ends, scratch, prepared, q, out
+    to_s, to_out, to_scratch = address_of(s), address_of(out), address_of(scratch)
+    kept: list[Any] = [s, out, ends, scratch, prepared, q]  # what the addresses point to
     for bits in (1, 2, 4):
         keys = _filled(CentredPlanes(1, TOKENS, d, bits=bits, key_scale=0.9, seed=0), rng)
-        state = bound(keys)
+        state, place = bound(keys), address_of(prepared)
+        kept += [keys, state]
         store, loop = address_of(state.numbers), state.loops.score.address
-
-        def score(keys: Any = keys, state: Any = state, store: int = store, loop: int = loop) -> None:
-            _prepare(state.loops.prepare.address, store, address_of(q), rows, address_of(prepared))
-            _score(loop, store, address_of(prepared), rows, TOKENS, step, address_of(s), address_of(scratch))
-
-        yield f"scan, {bits} bit{'s' * (bits > 1)}", score
+        _prepare(state.loops.prepare.address, store, address_of(q), rows, place)
+        args = loop, store, place, rows, TOKENS, step, to_s, to_scratch
+        yield f"scan, {bits} bit{'s' * (bits > 1)}", functools.partial(_score, *args)
     for bits in (1, 2, 4):
         values = _filled(InterleavedValues(1, TOKENS, d, bits=bits, seed=0), rng)
         state = bound(values)
-        store, loop = address_of(state.numbers), state.loops.add.address
-
-        def add(values: Any = values, state: Any = state, store: int = store, loop: int = loop) -> None:
-            _add(loop, store, address_of(s), rows, TOKENS, step, address_of(out), address_of(scratch))
-
-        yield f"values, {bits} bit{'s' * (bits > 1)}", add
-
-    def soften(alive: Any = alive) -> None:
-        _weigh(address_of(s), rows, TOKENS, step, address_of(ends))
-
-    yield "softmax", soften
+        kept += [values, state]
+        args = state.loops.add.address, address_of(state.numbers), to_s, rows, TOKENS, step, to_out, to_scratch
+        yield f"values, {bits} bit{'s' * (bits > 1)}", functools.partial(_add, *args)
+    yield "softmax", functools.partial(_weigh, to_s, rows, TOKENS, step, address_of(ends))
+    kept.clear()
 
 
 def in_c(folder: pathlib.Path, work: pathlib.Path, d: int, rows: int) -> Callable[[], dict[str, float]]:
@@ -132,18 +126,19 @@ def in_c(folder: pathlib.Path, work: pathlib.Path, d: int, rows: int) -> Callabl
 
 
 def measure(d: int, rows: int, rounds: int, c: Callable[[], dict[str, float]] | None) -> list[Measured]:
-    """The least of ``rounds`` rounds of 20 repeats each, C's programs in between."""
-    kernels, best, best_c = list(_kernels(d, rows)), {}, {}
+    """The least of ``rounds`` rounds of 5 repeats each, C's programs in between."""
+    best: dict[str, float] = {}
+    best_c: dict[str, float] = {}
     for _ in range(rounds):
-        for name, run in kernels:
-            for _ in range(20):
+        for name, run in _kernels(d, rows):
+            for _ in range(5):
                 begin = time.perf_counter()
                 run()
                 taken = (time.perf_counter() - begin) * 1e9 / (INSIDE * TOKENS * rows)
                 best[name] = min(best.get(name, taken), taken)
         for name, taken in c().items() if c else ():
             best_c[name] = min(best_c.get(name, taken), taken)
-    return [Measured(name, d, rows, round(best[name], 3), best_c.get(name)) for name, _ in kernels]
+    return [Measured(name, d, rows, round(best[name], 3), best_c.get(name)) for name in best]
 
 
 def main() -> None:

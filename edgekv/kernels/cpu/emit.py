@@ -203,6 +203,24 @@ def loop(builder: Any, start: Value, stop: Value, step: int, values: Sequence[Va
     builder.position_at_end(after)
 
 
+def either(
+    builder: Any, condition: Value, make: Callable[[], Sequence[Value]], otherwise: Callable[[], Sequence[Value]]
+) -> list[Value]:
+    """What one of two makes, by a branch: for what is the same nearly always."""
+    ways: list[tuple[Sequence[Value], Any]] = []
+    with builder.if_else(condition) as both:
+        for way, write in zip(both, (make, otherwise), strict=True):
+            with way:
+                ways.append((write(), builder.block))
+    chosen = []
+    for i, x in enumerate(ways[0][0]):
+        phi = builder.phi(x.type)
+        for values, block in ways:
+            phi.add_incoming(values[i], block)
+        chosen.append(phi)
+    return chosen
+
+
 def call_own(
     builder: Any, name: str, write: Callable[..., Value | None], *args: Value, result: Kind = _VOID
 ) -> Value:

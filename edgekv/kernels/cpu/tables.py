@@ -8,7 +8,7 @@ up all of its tokens.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -171,10 +171,6 @@ def _scan_block(
     with emit.loop(b, ahead, b.add(ahead, block_bytes), 4 * emit.LINE) as lines:
         emit.prefetch(b, lines.i, 4 * emit.LINE)
     targets = [b.add(s, b.mul(gap, emit.I64(4 * r))) for r in range(n_rows)]
-    for r, target in enumerate(targets):
-        for run in range(centre_products.NEAR):
-            place = 4 * (r * centre_products.BLOCKS[n_rows] * centre_products.NEAR + run)
-            emit.store(b, emit.splat(b, emit.load(b, emit.F32, near, place), RUN), target, 4 * RUN * run)
     unit = emit.F32(2.0**-16)  # sums come in the upper 16 bits of 32
     each = [emit.splat(b, b.fmul(emit.load(b, emit.F32, factors, 4 * r), unit), TOKENS) for r in range(n_rows)]
     below = b.sub(b.shl(emit.I64(1), bits), emit.I64(1))
@@ -195,12 +191,28 @@ def _scan_block(
                     widen(b, emit.load(b, emit.vector(emit.I16, TOKENS), scales, 2 * RUN * run))
                     for run in range(BLOCK // RUN)
                 ]
-                for r, target in enumerate(targets):
-                    at = b.add(target, b.mul(place, emit.I64(4 * TOKENS)))
+                places = [b.add(target, b.mul(place, emit.I64(4 * TOKENS))) for target in targets]
+                so_far = emit.either(
+                    b,
+                    b.icmp_signed(">", chunk.i, emit.I64(0)),
+                    functools.partial(_all_runs, lambda r, run: emit.load(b, FLOATS, places[r], 4 * RUN * run), places),
+                    functools.partial(_all_runs, functools.partial(_near, b, n_rows, near), places),
+                )
+                for r, at in enumerate(places):
                     for run, x in enumerate(_in_runs(b, totals[p * n_rows + r], less)):
-                        so_far = emit.load(b, FLOATS, at, 4 * RUN * run)
                         product = b.fmul(b.sitofp(x, FLOATS), widths[run])
-                        emit.store(b, emit.multiply_add(b, product, each[r], so_far), at, 4 * RUN * run)
+                        total = emit.multiply_add(b, product, each[r], so_far[r * (BLOCK // RUN) + run])
+                        emit.store(b, total, at, 4 * RUN * run)
+
+
+def _all_runs(make: Callable[[int, int], Value], rows: Sequence[Value]) -> list[Value]:
+    return [make(r, run) for r in range(len(rows)) for run in range(BLOCK // RUN)]
+
+
+def _near(b: Any, n_rows: int, near: Value, r: int, run: int) -> Value:
+    """The score of a row with the centre of a run."""
+    place = 4 * (r * centre_products.BLOCKS[n_rows] * centre_products.NEAR + run)
+    return emit.splat(b, emit.load(b, emit.F32, near, place), TOKENS)
 
 
 def _sums(
@@ -212,7 +224,10 @@ def _sums(
     zeros = [emit.constant(PAIRS, 0)] * (2 * n_sums)
     group_bytes, row_bytes = b.mul(width, emit.I64(2)), b.mul(width, emit.I64(4))
     with emit.loop(b, emit.I64(0), bits, 1, zeros) as plane:
-        doubled = [b.add(x, x) for x in plane.values]
+        values = plane.values
+        doubled = emit.either(
+            b, b.icmp_signed(">", plane.i, emit.I64(0)), lambda: [b.add(x, x) for x in values], lambda: values
+        )
         code = b.add(planes, b.mul(plane.i, b.mul(width, emit.I64(8))))
         with emit.loop(b, emit.I64(0), b.lshr(channels, emit.I64(3)), COLUMNS, doubled) as column:
             sums = list(column.values)

@@ -171,6 +171,7 @@ def _scan_block(
     with emit.loop(b, ahead, b.add(ahead, block_bytes), 4 * emit.LINE) as lines:
         emit.prefetch(b, lines.i, 4 * emit.LINE)
     targets = [b.add(s, b.mul(gap, emit.I64(4 * r))) for r in range(n_rows)]
+    near_bytes = 4 * centre_products.BLOCKS[n_rows] * centre_products.NEAR  # of a row
     unit = emit.F32(2.0**-16)  # sums come in the upper 16 bits of 32
     each = [emit.splat(b, b.fmul(emit.load(b, emit.F32, factors, 4 * r), unit), TOKENS) for r in range(n_rows)]
     below = b.sub(b.shl(emit.I64(1), bits), emit.I64(1))
@@ -191,28 +192,27 @@ def _scan_block(
                     widen(b, emit.load(b, emit.vector(emit.I16, TOKENS), scales, 2 * RUN * run))
                     for run in range(BLOCK // RUN)
                 ]
-                places = [b.add(target, b.mul(place, emit.I64(4 * TOKENS))) for target in targets]
-                so_far = emit.either(
-                    b,
-                    b.icmp_signed(">", chunk.i, emit.I64(0)),
-                    functools.partial(_all_runs, lambda r, run: emit.load(b, FLOATS, places[r], 4 * RUN * run), places),
-                    functools.partial(_all_runs, functools.partial(_near, b, n_rows, near), places),
-                )
-                for r, at in enumerate(places):
+                for r, target in enumerate(targets):
+                    at = b.add(target, b.mul(place, emit.I64(4 * TOKENS)))
+                    so_far = emit.either(
+                        b,
+                        b.icmp_signed(">", chunk.i, emit.I64(0)),
+                        functools.partial(_so_far, b, at),
+                        functools.partial(_near, b, b.add(near, emit.I64(near_bytes * r))),
+                    )
                     for run, x in enumerate(_in_runs(b, totals[p * n_rows + r], less)):
                         product = b.fmul(b.sitofp(x, FLOATS), widths[run])
-                        total = emit.multiply_add(b, product, each[r], so_far[r * (BLOCK // RUN) + run])
+                        total = emit.multiply_add(b, product, each[r], so_far[run])
                         emit.store(b, total, at, 4 * RUN * run)
 
 
-def _all_runs(make: Callable[[int, int], Value], rows: Sequence[Value]) -> list[Value]:
-    return [make(r, run) for r in range(len(rows)) for run in range(BLOCK // RUN)]
+def _so_far(b: Any, s: Value) -> list[Value]:
+    return [emit.load(b, FLOATS, s, 4 * RUN * run) for run in range(BLOCK // RUN)]
 
 
-def _near(b: Any, n_rows: int, near: Value, r: int, run: int) -> Value:
-    """The score of a row with the centre of a run."""
-    place = 4 * (r * centre_products.BLOCKS[n_rows] * centre_products.NEAR + run)
-    return emit.splat(b, emit.load(b, emit.F32, near, place), TOKENS)
+def _near(b: Any, near: Value) -> list[Value]:
+    """The scores of a row with the centres of the runs."""
+    return [emit.splat(b, emit.load(b, emit.F32, near, 4 * run), TOKENS) for run in range(BLOCK // RUN)]
 
 
 def _sums(

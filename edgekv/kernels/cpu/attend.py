@@ -66,6 +66,9 @@ def _attend_parallel(n_parts: int, plan: Any, runs: Any) -> None:
     n_items, n_groups = plan[0].n_groups * plan[0].splits, plan[0].n_groups
     for part in prange(n_parts):
         _attend_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, plan, runs)
+    if not plan[0].any_kept:  # a microsecond: less than waking threads again
+        _finish_groups(0, n_groups, plan, runs)
+        return
     for part in prange(n_parts):
         _finish_groups(n_groups * part // n_parts, n_groups * (part + 1) // n_parts, plan, runs)
 

@@ -34,7 +34,10 @@ TOKENS = 8192
 SHAPES = tuple((d, rows) for d in (64, 128) for rows in (1, 4))
 INSIDE = 64  # passes over the tokens in one measurement: calling it from Python takes as long as a pass
 # Our loop -> what the C program of a file prints for the same work.
-C = {"scan, 1 bit": ("limit_scan_x86.c", "nibble table, 1 bit"), "values, 2 bits": ("limit_values_x86.c", "values 2 bits")}
+C = {
+    "scan, 1 bit": ("limit_scan_x86.c", "nibble table, 1 bit"),
+    "values, 2 bits": ("limit_values_x86.c", "values 2 bits"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +114,23 @@ def in_c(folder: pathlib.Path, work: pathlib.Path, d: int, rows: int) -> Callabl
     programs = {}
     for file in {file for file, _ in C.values()}:
         programs[file] = work / f"{pathlib.Path(file).stem}-{d}-{rows}"
-        command = ["gcc", "-O3", "-march=native", f"-DD={d}", f"-DR={rows}", str(folder / file), "-o", str(programs[file])]
+        command = [
+            "gcc",
+            "-O3",
+            "-march=native",
+            f"-DD={d}",
+            f"-DR={rows}",
+            str(folder / file),
+            "-o",
+            str(programs[file]),
+        ]
         subprocess.run(command, check=True)
 
     def run() -> dict[str, float]:
-        said = {file: subprocess.run([program], capture_output=True, text=True).stdout for file, program in programs.items()}
+        said = {
+            file: subprocess.run([program], capture_output=True, text=True).stdout
+            for file, program in programs.items()
+        }
         found = {}
         for name, (file, printed) in C.items():
             line = next(line for line in said[file].splitlines() if printed in line)
@@ -152,10 +167,17 @@ def main() -> None:
         for d, rows in SHAPES:
             c = in_c(arguments.c, pathlib.Path(work), d, rows) if arguments.c else None
             found += measure(d, rows, arguments.rounds, c)
-    print(f"{'ns per token and row':<18}" + "".join(f"{f'D {d}, {rows} row' + 's' * (rows > 1):>22}" for d, rows in SHAPES))
+    print(
+        f"{'ns per token and row':<18}"
+        + "".join(f"{f'D {d}, {rows} row' + 's' * (rows > 1):>22}" for d, rows in SHAPES)
+    )
     for name in dict.fromkeys(one.name for one in found):
         each = [one for one in found if one.name == name]
-        cells = [f"{one.nanoseconds:.2f}" + (f" (C {one.in_c:.2f}: x{one.nanoseconds / one.in_c:.2f})" if one.in_c else "") for one in each]
+        cells = [
+            f"{one.nanoseconds:.2f}"
+            + (f" (C {one.in_c:.2f}: x{one.nanoseconds / one.in_c:.2f})" if one.in_c else "")
+            for one in each
+        ]
         print(f"{name:<18}" + "".join(f"{cell:>22}" for cell in cells))
     if arguments.json:
         facts = {"tokens": TOKENS, "results": [dataclasses.asdict(one) for one in found]}

@@ -28,7 +28,12 @@ NUMBERS = emit.vector(emit.F32, 4 * PAIRS)
 # Behind near, for each pair: sums of the other centres in fours of lanes, those of the first centre, the steps.
 NEAR_BYTES, FIRST_AT, STEPS_AT, PAIR_BYTES = 64, 4 * N, 8 * N, 8 * N + 64
 SCRATCH = NEAR_BYTES + PAIRS * PAIR_BYTES
-PRODUCTS = {64: "llvm.x86.avx512.pmaddw.d.512", 32: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.sse2.pmadd.wd"}
+# By bytes of a vector: what a processor needs for its products, and their name.
+PRODUCTS = {
+    64: ("+avx512bw", "llvm.x86.avx512.pmaddw.d.512"),
+    32: ("+avx2", "llvm.x86.avx2.pmadd.wd"),
+    16: ("", "llvm.x86.sse2.pmadd.wd"),
+}
 
 
 def put_near(
@@ -76,7 +81,8 @@ def put_near(
     middle = b.fmul(total, emit.constant(total.type, MIDDLE))
     first_steps = emit.row(b, [emit.load(b, emit.F32, near, i + STEPS_AT + 4 * NEAR) for i in pairs])
     common = b.fmul(first_steps, b.fsub(firsts, middle))
-    step = emit.tree(b, emit.joined, [emit.load(b, emit.vector(emit.F32, NEAR), near, i + STEPS_AT) for i in pairs])
+    four = emit.vector(emit.F32, NEAR)
+    step = emit.tree(b, emit.joined, [emit.load(b, four, near, i + STEPS_AT) for i in pairs])
     wide = [i for i in range(PAIRS) for _ in range(NEAR)]
     size, middle, common = (emit.lanes(b, x, wide) for x in (size, middle, common))
     emit.store(b, b.fmul(size, emit.multiply_add(b, step, b.fsub(each, middle), common)), near)
@@ -90,7 +96,8 @@ def _sums(b: Any, queries: Sequence[Value], width: Value, half: Value, block: Va
         parts = [_parts_of(b, query, turn.i, width, half) for query in queries]
         sums = list(turn.values)
         for centre in range(CENTRES):
-            lower, upper = _levels(b, emit.load(b, CODES, b.add(b.add(block, turn.i), b.mul(half, emit.I64(centre)))))
+            address = b.add(b.add(block, turn.i), b.mul(half, emit.I64(centre)))
+            lower, upper = _levels(b, emit.load(b, CODES, address))
             for r, (low, high) in enumerate(parts):
                 for which, (x, y) in enumerate(zip(low, high, strict=True)):
                     place = r * CENTRES + centre + which * count
@@ -131,9 +138,9 @@ def _add_products(b: Any, codes: Value, query: Value, so_far: Value) -> Value:
 
 def _pairs(b: Any, x: Value, y: Value) -> Value:
     """x * y, two neighbours' products added up."""
-    n_bytes = 2 * x.type.count
-    if n_bytes == 16 or (n_bytes == 64 and "+avx512bw" in CPU_FEATURES) or (n_bytes == 32 and "+avx2" in CPU_FEATURES):
-        return emit.call(b, PRODUCTS[n_bytes], emit.vector(emit.I32, x.type.count // 2), x, y)
+    feature, name = PRODUCTS[2 * x.type.count]
+    if feature in CPU_FEATURES:
+        return emit.call(b, name, emit.vector(emit.I32, x.type.count // 2), x, y)
     return arm.by_register(b, lambda *parts: _pairs(b, *parts), x, y)
 
 

@@ -123,7 +123,7 @@ def totals(builder: Any, xs: Sequence[Value]) -> Value:
 
 
 def all_lanes(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
-    """operation, `add` or `maximum`, over the lanes of one vector, or of each of four: a vector of four results."""
+    """The operation, `add` or `maximum`, over the lanes of one vector, or of each of four: a vector of four."""
     if len(xs) == 1:
         return (largest if operation is maximum else total)(builder, xs[0])
     return halved(builder, operation, in_fours(builder, operation, xs))

@@ -8,7 +8,7 @@ from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import arm, block_weights, dot, emit
-from edgekv.kernels.cpu.block_weights import ROUND, copy_floats, copy_halves
+from edgekv.kernels.cpu.block_weights import MORE, ROWS, copy_floats, copy_halves
 from edgekv.kernels.cpu.jit import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
 from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
@@ -16,7 +16,6 @@ from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.types import F32
 
-ROWS = 4  # that share each unpacked code
 ROW_COUNTS = 1, 2, 4
 # By rows, blocks whose weights are rounded before they are used, and rows of which this is done at once: four
 # rounded together share their ways across lanes, where registers hold them.
@@ -25,13 +24,11 @@ ROUNDED = {1: 1, 2: 2, 4: 4} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
 TOGETHER_1, TOGETHER_2 = TOGETHER[1], TOGETHER[2]
 # In a loop's scratch: weights in bytes, by row and block; their sizes, and MORE bytes behind these their shifts;
 # copies of scales and of weights of what is no whole block.
-SIZES_AT, MORE = ROWS * BLOCK, 4 * ROWS
+SIZES_AT = ROWS * BLOCK
 PART_AT = SIZES_AT + 2 * MORE
 ROWS_AT = PART_AT + 2 * BLOCK
 SCRATCH = ROWS_AT + 4 * ROWS * BLOCK
 BLOCKS_AHEAD = 4
-TOP_WEIGHT = 255
-ROUND_BITS = int(np.float32(ROUND).view(np.int32))
 # By rows, vectors of channels at a time: as many sums as hide a product's latency, and fit the registers.
 COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
 # Bits of a code, in parts that divide a byte: (bits, rows of the store before it).
@@ -72,7 +69,7 @@ def _add_blocks(
 ) -> Any:
     """out (rows, head_dim) += p * scale times (codes - their middle) of n_blocks blocks, rows in ROW_COUNTS.
 
-    Channels behind the last whole vector are left out. In whole remains what `_round_weights` put there last.
+    Channels behind the last whole vector are left out. In whole remains what `round_blocks` put there last.
     """
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -116,7 +113,7 @@ def _write_blocks(
         for row in range(0, n_rows, ROUNDED[n_rows]):
             own = b.add(first[0], b.mul(gap, emit.I64(4 * row)))
             rows = ROUNDED[n_rows]
-            write = functools.partial(_round_weights, rows, together)
+            write = functools.partial(block_weights.round_blocks, rows, together)
             target = b.add(whole, emit.I64(row * BLOCK)), b.add(whole, emit.I64(SIZES_AT + 4 * row))
             emit.call_own(b, f"round_weights_{rows}", write, own, gap, first[1], here, middle, *target)
         with emit.loop(b, emit.I64(0), here, 1) as block:
@@ -125,36 +122,6 @@ def _write_blocks(
             place = b.add(codes, b.mul(b.add(few.i, block.i), block_bytes))
             write = functools.partial(_add_columns, bits, n_rows)
             emit.call_own(b, f"add_columns_{bits}_{n_rows}", write, weights, sizes, place, head_dim, out)
-
-
-def _round_weights(
-    n_rows: int, together: int, b: Any, p: Any, gap: Any, scale: Any, n_blocks: Any, middle: Any, whole: Any, sizes: Any
-) -> None:
-    """whole (rows, blocks, BLOCK) = p * scale as bytes; sizes (rows, blocks): of 1, and MORE bytes behind it what the
-    sum of (code - middle) has beyond that of the codes. Of missing blocks the last is taken."""
-    last = b.sub(n_blocks, emit.I64(1))
-    blocks = [emit.I64(0)]
-    for i in range(1, together):
-        blocks.append(b.select(b.icmp_signed("<", emit.I64(i), last), emit.I64(i), last))
-    weights = [
-        block_weights.scaled(
-            b,
-            b.add(p, b.add(b.mul(gap, emit.I64(4 * r)), b.mul(block, emit.I64(4 * BLOCK)))),
-            b.add(scale, b.mul(block, emit.I64(2 * BLOCK))),
-        )
-        for r in range(n_rows)
-        for block in blocks
-    ]
-    shifted, size = block_weights.all_rounded(b, weights, TOP_WEIGHT)
-    for i, x in enumerate(shifted):
-        block_weights.store_bytes(b, x, 0, b.add(whole, emit.I64(i * BLOCK)))
-    totals = [emit.tree(b, type(b).add, [b.bitcast(x, block_weights.INTS) for x in each]) for each in shifted]
-    total = emit.all_lanes(b, emit.add, totals)
-    total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
-    middles = middle if len(weights) == 1 else emit.splat(b, middle, len(weights))
-    shift = b.fmul(b.fmul(size, middles), b.sitofp(total, size.type))
-    emit.store(b, size, sizes)
-    emit.store(b, b.fneg(shift), sizes, MORE)
 
 
 def _add_columns(
@@ -258,7 +225,9 @@ def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: i
             _add_blocks(bits, together, own, row_gap, scale, n_blocks, codes, head_dim, target, scratch)
             for d in range(head_dim // LANES * LANES, head_dim):
                 for r in range(together):
-                    _add_channel(bits, scratch, r, together, codes + 4 * d, head_dim, floats(target), r * head_dim + d)
+                    _add_channel(
+                        bits, scratch, r, together, codes + 4 * d, head_dim, floats(target), r * head_dim + d
+                    )
             m += together
         done += few
 

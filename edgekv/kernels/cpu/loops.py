@@ -104,7 +104,7 @@ class Loops:
 
     store: (codec) -> the numbers that the loops get, addresses of arrays among them; the arrays stay alive as long
     as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once:
-    tokens that one call of ``score`` or ``add`` takes at most, a multiple of 64: those of a block, if they are more.
+    tokens that one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64.
     prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
     sums, before ``finish``. counts: whether ``again`` leaves two numbers of tokens per KV head at an address that
     is the last of its numbers; their means per query token become the codec's ``counts``. encode: (codec,

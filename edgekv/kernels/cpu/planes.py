@@ -13,7 +13,8 @@ from edgekv.kernels.cpu.jit import Scalar, fast_jit, jit
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, address_of, chars, floats, numbers, prepare_loop, score_loop
 from edgekv.kernels.cpu.rotate import rotate_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, put
-from edgekv.kernels.cpu.tables import VECTOR, place_of_table, score_blocks, store_table
+from edgekv.kernels.cpu.scan import score_blocks
+from edgekv.kernels.cpu.tables import VECTOR, place_of_table, store_table
 from edgekv.types import F32, U8
 
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)

@@ -22,7 +22,7 @@ import subprocess
 from typing import Any
 
 from arm_kernels import KERNELS, Kernel
-from arm_loops import CALLS, Instruction, chains, functions
+from arm_loops import CALLS, Instruction, chains, functions, whole
 
 ITERATIONS = 200
 # Of each processor: LLVM's model, and instructions decoded a cycle. LLVM has none for the A76 and the A78 and
@@ -62,7 +62,7 @@ def measure(name: str, kernel: Kernel, compiled: Compiled, cpu: str = "") -> Fou
         for assembly in assemblies(kernel, compiled)
         for symbol, code, labels in functions(assembly)
         if not symbol.startswith(("_ZN7cpython", "cfunc")) and (not emitted or symbol == function)
-        for loop, around in chains(code, labels)
+        for loop, around in ([(whole(code), [])] if kernel.straight else chains(code, labels))
         if loop.work(kernel.work)
     ]
     if not candidates:

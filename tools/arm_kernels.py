@@ -22,6 +22,7 @@ class Kernel:
     rank: int = 0  # among the loops with work, by how much
     parts: int = 0  # codes in a byte, where a function is compiled for several numbers of them
     loop: str = ""
+    straight: bool = False  # a function without a loop: all of it is counted
 
 
 DOT = ("udot.4s", "sdot.4s", "umull.8h", "umull2.8h", "smull.8h", "smull2.8h")
@@ -31,7 +32,7 @@ TABLE = ("tbl.16b",)
 HALF = ("fcvtl.4s", "fcvtl2.4s")
 TESTS, SHIFTS = ("cmtst.4s", "cmeq.4s"), ("ushl.16b",)
 BITS = (1, 2, 3, 4)
-F16_SCORE, F16_ADD, COLUMNS = "f16.score", "f16.add", "interleaved.add"
+F16_SCORE, F16_ADD, COLUMNS, SCAN = "f16.score", "f16.add", "interleaved.add", "centred_planes.score"
 
 KERNELS = {
     "scores f16": Kernel("score_rows_1", FLOAT, 128, (4,), loop=F16_SCORE),
@@ -52,13 +53,16 @@ KERNELS = {
     "kivi values, 4 rows": Kernel("codes.add_four_rows", FLOAT, 128, parts=4),
     "h1b scores": Kernel("papers.signs._score_block", COUNT, 256, (32,)),
     "h1b values": Kernel("add_nibbles", DOT, 2 * 128, loop="int4.add"),
-    **{f"{bits}-bit scan": Kernel("planes._scan_row", TABLE, 128 * bits, (64 / bits, 64)) for bits in BITS},
     **{
-        f"{bits}-bit scan, 2 rows": Kernel("planes._scan_two_rows", TABLE, 128 * bits, (128 / bits, 128))
+        f"{bits}-bit scan" + ("" if rows == 1 else f", {rows} rows"): Kernel(
+            f"score_planes_{rows}", TABLE, 128 * bits, (outer[0] / bits, *outer[1:]), loop=SCAN
+        )
         for bits in BITS
+        for rows, outer in {1: (64, 64, 64), 2: (128, 128, 128), 4: (128, 128, 256, 256)}.items()
     },
-    "centres": Kernel("centres.centre_scores", DOT, 20),
-    "weights in bytes": Kernel("_add_block", HALF, 1, loop=COLUMNS),
+    "centres": Kernel("score_planes_1", DOT, 20, (64,), loop=SCAN),
+    "centres, 2 rows": Kernel("score_planes_2", DOT, 20, (128,), loop=SCAN),
+    "weights in bytes": Kernel("round_weights_1", HALF, 1, loop=COLUMNS, straight=True),
     **{
         f"{bits}-bit values" + ("" if rows == 1 else f", {rows} rows"): Kernel(
             f"add_columns_{bits}_{rows}", DOT, 128, loop=COLUMNS

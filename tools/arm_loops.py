@@ -151,6 +151,11 @@ def loops(parts: list[list[Instruction]], following: list[list[int]]) -> list[Lo
     ]
 
 
+def whole(code: list[Instruction]) -> Loop:
+    """All of a function, for what has no loop."""
+    return Loop(0, frozenset({0}), code)
+
+
 def chains(code: list[Instruction], labels: dict[str, int]) -> Iterator[tuple[Loop, list[list[Instruction]]]]:
     """Every innermost loop, and from the inside out what one pass of each loop around it adds.
 

@@ -64,7 +64,10 @@ def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, ou
 def _attend(team: int, n_parts: int, plan: Any, runs: Any) -> None:
     p = plan[0]
     share(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
-    share(team, n_parts, p.n_groups, _finish_groups, (plan, runs))
+    if p.any_kept:
+        share(team, n_parts, p.n_groups, _finish_groups, (plan, runs))
+    else:  # a microsecond: less than waking threads again
+        _finish_groups(0, p.n_groups, plan, runs)
 
 
 @fast_jit
@@ -116,7 +119,7 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
         partly = run.masked and not in_sight  # asked here: a call that passes arrays costs as much as scores do
         if run.again:  # scores alone: their sum is made when all of them are there
             target = p.kept + 4 * (g * p.rows * p.kept_gap + run.column + t - run.first)
-            call_block(run.score, run.key_store, prepared, p.rows, g, t, n, target, p.kept_gap, scratch)
+            _score(run, prepared, p.rows, g, t, n, target, p.kept_gap, scratch)
             if partly:
                 _mask(floats(target), p.kept_gap, g, t, n, position, plan, runs, i)
             for m in range(p.rows):
@@ -124,7 +127,7 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
                 if shrink != ONE:
                     _rescale(m, shrink, memory, plan, runs)
             continue
-        call_block(run.score, run.key_store, prepared, p.rows, g, t, n, own, run.block, scratch)
+        _score(run, prepared, p.rows, g, t, n, own, run.block, scratch)
         if partly:
             _mask(s, run.block, g, t, n, position, plan, runs, i)
         for m in range(p.rows if run.kept else 0):
@@ -137,7 +140,27 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
             for m in range(p.rows):
                 if get(ends, END * m + 2) != ONE:
                     _rescale(m, get(ends, END * m + 2), memory, plan, runs)
-        call_block(run.add, run.value_store, own, run.block, p.rows, g, t, n, sums, scratch)
+        _add(run, own, run.block, p.rows, g, t, n, sums, scratch)
+
+
+@fast_jit
+def _score(run: Any, prepared: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+    """Tokens t..t + n in as many calls as the keys' loop needs."""
+    done = 0
+    while done < n:
+        few = min(n - done, run.score_step - (t + done) % run.score_step)
+        call_block(run.score, run.key_store, prepared, rows, g, t + done, few, s + 4 * done, gap, scratch)
+        done += few
+
+
+@fast_jit
+def _add(run: Any, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+    """Tokens t..t + n in as many calls as the values' loop needs."""
+    done = 0
+    while done < n:
+        few = min(n - done, run.add_step - (t + done) % run.add_step)
+        call_block(run.add, run.value_store, p + 4 * done, gap, rows, g, t + done, few, out, scratch)
+        done += few
 
 
 @fast_jit

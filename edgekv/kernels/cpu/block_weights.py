@@ -13,6 +13,10 @@ from edgekv.kernels.cpu.half import widen
 from edgekv.kernels.cpu.jit import intrinsic
 
 ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer, halves to even; |x| < 2 ** 22
+ROUND_BITS = int(np.float32(ROUND).view(np.int32))
+ROWS = 4  # that share each unpacked code
+MORE = 4 * ROWS  # bytes between sizes and shifts
+TOP_WEIGHT = 255
 LANES = 16
 FLOATS, INTS, HALVES, BYTES = (emit.vector(kind, LANES) for kind in (emit.F32, emit.I32, emit.I16, emit.I8))
 
@@ -52,11 +56,23 @@ def scaled(builder: Any, p: Any, scale: Any) -> list[Any]:
 
 def rounded(builder: Any, weights: list[Any], highest: int) -> tuple[list[Any], Any]:
     """weights as integers of at most `highest`, ROUND added as floats, and the size of 1."""
-    top = emit.largest(builder, emit.tree(builder, emit.maximum, weights))
-    factor = builder.fdiv(emit.F32(highest), emit.maximum(builder, top, emit.F32(np.float32(LEAST_WEIGHT))))
-    factors, round_ = emit.splat(builder, factor, LANES), emit.constant(FLOATS, ROUND)
-    shifted = [emit.multiply_add(builder, weight, factors, round_) for weight in weights]
-    return shifted, builder.fmul(top, emit.F32(np.float32(1 / highest)))
+    (shifted,), size = all_rounded(builder, [weights], highest)
+    return shifted, size
+
+
+def all_rounded(builder: Any, blocks: list[list[Any]], highest: int) -> tuple[list[list[Any]], Any]:
+    """`rounded` of one block, or of four: their sizes are then a vector."""
+    top = emit.all_lanes(builder, emit.maximum, [emit.tree(builder, emit.maximum, x) for x in blocks])
+    least, most = (emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, highest))
+    factors = builder.fdiv(most, emit.maximum(builder, top, least))
+    shifted, round_ = [], emit.constant(FLOATS, ROUND)
+    for i, weights in enumerate(blocks):
+        if len(blocks) == 1:
+            each = emit.splat(builder, factors, LANES)
+        else:
+            each = emit.lanes(builder, factors, [i] * LANES)
+        shifted.append([emit.multiply_add(builder, weight, each, round_) for weight in weights])
+    return shifted, builder.fmul(top, emit.constant(top.type, np.float32(1 / highest)))
 
 
 def store_bytes(builder: Any, shifted: list[Any], byte: int, address: Any) -> None:
@@ -66,3 +82,44 @@ def store_bytes(builder: Any, shifted: list[Any], byte: int, address: Any) -> No
         if byte:
             bits = builder.lshr(bits, emit.constant(INTS, 8 * byte))
         emit.store(builder, builder.trunc(bits, BYTES), address, LANES * j)
+
+
+def round_blocks(
+    n_rows: int,
+    together: int,
+    b: Any,
+    p: Any,
+    gap: Any,
+    scale: Any,
+    n_blocks: Any,
+    middle: Any,
+    whole: Any,
+    sizes: Any,
+) -> None:
+    """whole (n_rows, together, BLOCK) = p * scale of blocks as bytes; of missing ones the last is taken.
+
+    sizes (n_rows, together): what 1 stands for, and MORE bytes behind it what the sum of weights times
+    (code - middle) has beyond that of weights times codes.
+    """
+    last = b.sub(n_blocks, emit.I64(1))
+    numbers = [emit.I64(i) for i in range(together)]
+    blocks = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers] if together > 1 else numbers
+    weights = [
+        scaled(
+            b,
+            b.add(p, b.add(b.mul(gap, emit.I64(4 * r)), b.mul(block, emit.I64(4 * BLOCK)))),
+            b.add(scale, b.mul(block, emit.I64(2 * BLOCK))),
+        )
+        for r in range(n_rows)
+        for block in blocks
+    ]
+    shifted, size = all_rounded(b, weights, TOP_WEIGHT)
+    for i, x in enumerate(shifted):
+        store_bytes(b, x, 0, b.add(whole, emit.I64(i * BLOCK)))
+    each = [emit.tree(b, emit.add, [b.bitcast(x, INTS) for x in block]) for block in shifted]
+    total = emit.all_lanes(b, emit.add, each)
+    total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
+    middles = middle if len(weights) == 1 else emit.splat(b, middle, len(weights))
+    shift = b.fmul(b.fmul(size, middles), b.sitofp(total, size.type))
+    emit.store(b, size, sizes)
+    emit.store(b, b.fneg(shift), sizes, MORE)

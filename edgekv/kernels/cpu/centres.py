@@ -1,19 +1,17 @@
-"""Means of 64 and of 16 keys in 4 bits, scored with queries split into two signed bytes."""
+"""Means of 64 and of 16 keys in 4 bits, and queries in two bytes, as `centre_products` multiplies them."""
 
 import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
 from edgekv.kernels.contract.planes import CENTRE, CENTRES
-from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.rounding import round_to_even
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
-VECTOR = 4 * simd.LANES  # bytes
-ZERO, ONE, HALF, TWO, EIGHT = np.array([0, 1, 0.5, 2, 8], np.float32)
+ZERO, ONE, EIGHT = np.array([0, 1, 8], np.float32)
 MIDDLE, HIGHEST, LARGEST_SPLIT = np.array([7.5, 15, 127 * 256], np.float32)
 
 
@@ -72,11 +70,7 @@ def split(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, 
 
     Returns size, and the sum of all 256 * high + low. The error is at most 2 ** -16 of the largest element.
     """
-    largest = ZERO
-    for d in range(start, start + n):
-        largest = maximum(largest, abs(get(x, d)))
-    size = largest / LARGEST_SPLIT
-    divisor = ONE if size == ZERO else size
+    size, divisor = _size_of(x, start, n)
     total = 0
     for d in range(n):
         whole = np.int32(round_to_even(get(x, start + d) / divisor))
@@ -86,57 +80,24 @@ def split(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, 
     return size, total
 
 
-@inline_jit
-def centre_scores(
-    halves: U8,
-    query: int,
-    width: int,
-    size: Scalar,
-    total: Scalar,
-    codes: U8,
-    step: U16,
-    block: int,
-    s: F32,
-    i: int,
-) -> None:
-    """s[i:][: CENTRES - 1] = the products of a row from `split` with the block's centres."""
-    half, first = width // 2, block * CENTRES * (width // 2)
-    h0 = h1 = h2 = h3 = h4 = l0 = l1 = l2 = l3 = l4 = dot.no_sums()
-    whole = half // VECTOR * VECTOR
-    for d in range(0, whole, VECTOR):
-        q, code = query + d, first + d
-        a, b = dot.load_bytes(halves, q), dot.load_bytes(halves, q + half)
-        c, e = dot.load_bytes(halves, q + width), dot.load_bytes(halves, q + width + half)
-        h0, l0 = _add_codes(dot.load_bytes(codes, code), a, b, c, e, h0, l0)
-        h1, l1 = _add_codes(dot.load_bytes(codes, code + half), a, b, c, e, h1, l1)
-        h2, l2 = _add_codes(dot.load_bytes(codes, code + 2 * half), a, b, c, e, h2, l2)
-        h3, l3 = _add_codes(dot.load_bytes(codes, code + 3 * half), a, b, c, e, h3, l3)
-        h4, l4 = _add_codes(dot.load_bytes(codes, code + 4 * half), a, b, c, e, h4, l4)
-    if whole < half:  # the width is a multiple of 64: half a vector is left
-        q, code = query + whole, first + whole
-        a, b = dot.load_half(halves, q), dot.load_half(halves, q + half)
-        c, e = dot.load_half(halves, q + width), dot.load_half(halves, q + width + half)
-        h0, l0 = _add_codes(dot.load_half(codes, code), a, b, c, e, h0, l0)
-        h1, l1 = _add_codes(dot.load_half(codes, code + half), a, b, c, e, h1, l1)
-        h2, l2 = _add_codes(dot.load_half(codes, code + 2 * half), a, b, c, e, h2, l2)
-        h3, l3 = _add_codes(dot.load_half(codes, code + 3 * half), a, b, c, e, h3, l3)
-        h4, l4 = _add_codes(dot.load_half(codes, code + 4 * half), a, b, c, e, h4, l4)
-    middle, at = MIDDLE * total, block * CENTRES
-    common = as_float(get(step, at)) * (np.float32(dot.total(dot.multiply_add(h0, 256, l0))) - middle)
-    totals = dot.totals(
-        dot.multiply_add(h1, 256, l1),
-        dot.multiply_add(h2, 256, l2),
-        dot.multiply_add(h3, 256, l3),
-        dot.multiply_add(h4, 256, l4),
-    )
-    dot.store_products(s, i, size, totals, middle, step, at + 1, common)
+@jit
+def as_words(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
+    """`split`, as words of two bytes that have a sign."""
+    size, divisor = _size_of(x, start, n)
+    total = 0
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, start + d) / divisor))
+        put(halves, target + 2 * d, np.uint8(whole & 255))
+        put(halves, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
+        total += whole
+    return size, total
 
 
-@inline_jit
-def _add_codes(
-    x: dot.Ints, a: dot.Ints, b: dot.Ints, c: dot.Ints, e: dot.Ints, high: dot.Ints, low: dot.Ints
-) -> tuple[dot.Ints, dot.Ints]:
-    """The codes of x times the high bytes (a of the lower, b of the upper codes) and the low ones (c, e)."""
-    lower, upper = dot.codes_of(x, 0, 4), dot.codes_of(x, 4, 4)
-    high = dot.add_signed(upper, b, dot.add_signed(lower, a, high))
-    return high, dot.add_signed(upper, e, dot.add_signed(lower, c, low))
+@jit
+def _size_of(x: F32, start: int, n: int) -> tuple[Scalar, Scalar]:
+    """What 1 of two bytes stands for, and what to divide by."""
+    largest = ZERO
+    for d in range(start, start + n):
+        largest = maximum(largest, abs(get(x, d)))
+    size = largest / LARGEST_SPLIT
+    return size, ONE if size == ZERO else size

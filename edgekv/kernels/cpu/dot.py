@@ -3,7 +3,6 @@
 Most processors have an instruction for these products of codes of at most 127 with bytes of at most 255.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -14,7 +13,6 @@ from edgekv.kernels.cpu import arm
 from edgekv.kernels.cpu.byte_products import INTS as INTS
 from edgekv.kernels.cpu.byte_products import call, signed_products
 from edgekv.kernels.cpu.byte_products import products as products
-from edgekv.kernels.cpu.half import widen
 from edgekv.kernels.cpu.jit import intrinsic
 from edgekv.kernels.cpu.scalar import pointer_to
 from edgekv.kernels.cpu.simd import LANES
@@ -32,12 +30,7 @@ class _IntsType(types.Type):  # type: ignore[misc]
         super().__init__(f"int32x{LANES}")
 
 
-class _FourType(types.Type):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__("int32x4")
-
-
-ints, four = _IntsType(), _FourType()
+ints = _IntsType()
 
 
 @register_model(_IntsType)
@@ -46,30 +39,12 @@ class _IntsModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, INTS)
 
 
-@register_model(_FourType)
-class _FourModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, ir.VectorType(_I32, 4))
-
-
 @intrinsic
 def load_bytes(context: Any, array: Any, index: Any) -> Any:
     """Bytes index.. of a flat uint8 array."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _load(context, builder, array, args, INTS)
-
-    return ints(array, types.intp), build
-
-
-@intrinsic
-def load_half(context: Any, array: Any, index: Any) -> Any:
-    """Half as many bytes index.. of a flat uint8 array, then zeros."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        half = ir.VectorType(_I32, LANES // 2)
-        zeros, whole = ir.Constant(half, [0] * (LANES // 2)), ir.Constant(INTS, list(range(LANES)))
-        return builder.shuffle_vector(_load(context, builder, array, args, half), zeros, whole)
 
     return ints(array, types.intp), build
 
@@ -108,18 +83,6 @@ def store_bytes(context: Any, array: Any, index: Any, codes: Any) -> Any:
 
 
 @intrinsic
-def codes_of(context: Any, packed: Any, shift: Any, bits: Any) -> Any:
-    """The `bits` bits from bit `shift` on of each byte."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        packed, shift, bits = args[0], builder.trunc(args[1], _I32), builder.trunc(args[2], _I32)
-        mask = builder.mul(builder.sub(builder.shl(_I32(1), bits), _I32(1)), _I32(0x01010101))
-        return builder.and_(builder.lshr(packed, _splat(builder, shift)), _splat(builder, mask))
-
-    return ints(ints, types.intp, types.intp), build
-
-
-@intrinsic
 def no_sums(context: Any) -> Any:
     """LANES sums of 0."""
 
@@ -127,16 +90,6 @@ def no_sums(context: Any) -> Any:
         return ir.Constant(INTS, [0] * LANES)
 
     return ints(), build
-
-
-@intrinsic
-def add_products(context: Any, word: Any, codes: Any, so_far: Any) -> Any:
-    """Adds to each sum the four bytes of the uint32 `word` times its four codes."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return products(builder, _splat(builder, args[0]), args[1], args[2])
-
-    return ints(types.uint32, ints, ints), build
 
 
 @intrinsic
@@ -168,61 +121,6 @@ def total(context: Any, a: Any) -> Any:
         return call(builder, f"llvm.vector.reduce.add.v{LANES}i32", _I32, args[0])
 
     return types.int32(ints), build
-
-
-@intrinsic
-def totals(context: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """The sums of all lanes of four vectors."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        a, b, c, d = args
-        result = _add_pairs(builder, _add_pairs(builder, a, c), _add_pairs(builder, b, d))
-        while result.type.count > 4:
-            half = result.type.count // 2
-            result = builder.add(*(_shuffle(builder, result, result, range(i, i + half)) for i in (0, half)))
-        return result
-
-    return four(ints, ints, ints, ints), build
-
-
-@intrinsic
-def store_products(
-    context: Any, s: Any, i: Any, size: Any, whole: Any, middle: Any, step: Any, at: Any, common: Any
-) -> Any:
-    """s[i + k] = size * (common + step[at + k] * (whole[k] - middle)) for four `totals`; step in float16 bits."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        size, whole, middle, common = (args[2], args[3], args[4], args[7])
-        pointer = builder.bitcast(
-            pointer_to(context, builder, step, args[5:7]), ir.VectorType(_I16, 4).as_pointer()
-        )
-        steps = widen(builder, builder.load(pointer, align=2))
-        size, middle, common = (_four_times(builder, x) for x in (size, middle, common))
-        centred = builder.fsub(builder.sitofp(whole, steps.type), middle)
-        result = builder.fmul(size, builder.fadd(common, builder.fmul(steps, centred)))
-        target = builder.bitcast(pointer_to(context, builder, s, args), result.type.as_pointer())
-        builder.store(result, target, align=4)
-        return context.get_dummy_value()
-
-    f32 = types.float32
-    return types.none(s, types.intp, f32, four, f32, step, types.intp, f32), build
-
-
-def _add_pairs(builder: Any, x: Value, y: Value) -> Value:
-    """Per four lanes: x0 + x2, y0 + y2, x1 + x3, y1 + y3."""
-    lanes = range(0, LANES, 4)
-    first = [lane for i in lanes for lane in (i, i + LANES, i + 1, i + 1 + LANES)]
-    return builder.add(_shuffle(builder, x, y, first), _shuffle(builder, x, y, [lane + 2 for lane in first]))
-
-
-def _four_times(builder: Any, x: Value) -> Value:
-    empty = ir.Constant(ir.VectorType(ir.FloatType(), 4), ir.Undefined)
-    return _shuffle(builder, builder.insert_element(empty, x, _I32(0)), empty, [0] * 4)
-
-
-def _shuffle(builder: Any, a: Value, b: Value, lanes: Iterable[int]) -> Value:
-    chosen = list(lanes)
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(chosen)), chosen))
 
 
 def _load(context: Any, builder: Any, kind: Any, args: Any, target: Any) -> Value:

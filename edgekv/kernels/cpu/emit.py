@@ -113,28 +113,58 @@ def total(builder: Any, x: Value) -> Value:
 
 def totals(builder: Any, xs: Sequence[Value]) -> Value:
     """The sum of each of one, two or four vectors' lanes: a number, or a vector of them."""
-    if len(xs) == 1:
-        return total(builder, xs[0])
-    while xs[0].type.count > REGISTER:
+    while len(xs) > 1 and xs[0].type.count > REGISTER:
         half = xs[0].type.count // 2
-        xs = [builder.fadd(*(lanes(builder, x, range(i, i + half)) for i in (0, half))) for x in xs]
-    n_vectors, n = len(xs), xs[0].type.count
-    while len(xs) > 1:
-        xs = [_pair_sums(builder, *xs[i : i + 2]) for i in range(0, len(xs), 2)]
-    parts = [lanes(builder, xs[0], range(i, i + 4)) for i in range(0, n, 4)]
-    sums = tree(builder, type(builder).fadd, parts)
-    if n_vectors == 4:
-        return sums
-    return builder.fadd(lanes(builder, sums, (0, 2)), lanes(builder, sums, (1, 3)))
+        xs = [add(builder, *(lanes(builder, x, range(i, i + half)) for i in (0, half))) for x in xs]
+    if len(xs) != 2:
+        return all_lanes(builder, add, xs)
+    sums = halved(builder, add, _pairwise(builder, add, *xs))
+    return add(builder, lanes(builder, sums, (0, 2)), lanes(builder, sums, (1, 3)))
 
 
-def _pair_sums(builder: Any, x: Value, y: Value) -> Value:
-    """In each 128 bits, the sums of both pairs of x's lanes, then of y's."""
+def all_lanes(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
+    """The operation, `add` or `maximum`, over the lanes of one vector, or of each of four: a vector of four."""
+    if len(xs) == 1:
+        return (largest if operation is maximum else total)(builder, xs[0])
+    return halved(builder, operation, in_fours(builder, operation, xs))
+
+
+def in_fours(builder: Any, operation: Any, xs: Sequence[Value]) -> Value:
+    """In each 128 bits, the operation over the four lanes there of each of four vectors."""
+    return _pairwise(builder, operation, *(_pairwise(builder, operation, *xs[i : i + 2]) for i in (0, 2)))
+
+
+def halved(builder: Any, operation: Any, x: Value) -> Value:
+    """The operation over all 128 bits of x."""
+    return tree(builder, operation, [lanes(builder, x, range(i, i + 4)) for i in range(0, x.type.count, 4)])
+
+
+def add(builder: Any, x: Value, y: Value) -> Value:
+    """x + y, of whole numbers or of float32."""
+    return builder.fadd(x, y) if x.type.element == F32 else builder.add(x, y)
+
+
+def joined(builder: Any, x: Value, y: Value) -> Value:
+    """The lanes of x, then those of y."""
+    return lanes(builder, x, range(2 * x.type.count), y)
+
+
+def row(builder: Any, xs: Sequence[Value]) -> Value:
+    """A vector of numbers."""
+    result = ir.Constant(vector(xs[0].type, len(xs)), ir.Undefined)
+    for i, x in enumerate(xs):
+        result = builder.insert_element(result, x, I32(i))
+    return result
+
+
+def _pairwise(builder: Any, operation: Any, x: Value, y: Value) -> Value:
+    """In each 128 bits, the operation on both pairs of x's lanes, then of y's."""
     n = x.type.count
-    if arm.IS_ARM:
-        return call(builder, "llvm.aarch64.neon.faddp.v4f32", x.type, x, y)
+    if arm.IS_ARM and operation is add:
+        name = "llvm.aarch64.neon.faddp.v4f32" if x.type.element == F32 else "llvm.aarch64.neon.addp.v4i32"
+        return call(builder, name, x.type, x, y)
     first = [i + j for i in range(0, n, 4) for j in (0, 2, n, n + 2)]
-    return builder.fadd(lanes(builder, x, first, y), lanes(builder, x, [i + 1 for i in first], y))
+    return operation(builder, lanes(builder, x, first, y), lanes(builder, x, [i + 1 for i in first], y))
 
 
 def call(builder: Any, name: str, kind: Kind, *args: Value, flags: Sequence[str] = ()) -> Value:
@@ -171,6 +201,24 @@ def loop(builder: Any, start: Value, stop: Value, step: int, values: Sequence[Va
         phi.add_incoming(then, builder.block)
     builder.branch(head)
     builder.position_at_end(after)
+
+
+def either(
+    builder: Any, condition: Value, make: Callable[[], Sequence[Value]], otherwise: Callable[[], Sequence[Value]]
+) -> list[Value]:
+    """What one of two makes, by a branch: for what is the same nearly always."""
+    ways: list[tuple[Sequence[Value], Any]] = []
+    with builder.if_else(condition) as both:
+        for way, write in zip(both, (make, otherwise), strict=True):
+            with way:
+                ways.append((write(), builder.block))
+    chosen = []
+    for i, x in enumerate(ways[0][0]):
+        phi = builder.phi(x.type)
+        for values, block in ways:
+            phi.add_incoming(values[i], block)
+        chosen.append(phi)
+    return chosen
 
 
 def call_own(

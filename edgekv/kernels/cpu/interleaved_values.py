@@ -8,24 +8,27 @@ from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import arm, block_weights, dot, emit
-from edgekv.kernels.cpu.block_weights import ROUND, copy_floats, copy_halves
+from edgekv.kernels.cpu.block_weights import MORE, ROWS, copy_floats, copy_halves
 from edgekv.kernels.cpu.jit import fast_jit, intrinsic
-from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, finish_loop, floats, numbers
+from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
 from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.types import F32
 
-ROWS = 4  # that share each unpacked code
-# In a loop's scratch: each row's weights in bytes, its (size, shift), and a copy of what is no whole block.
-SIZES_AT = ROWS * BLOCK
-PART_AT = SIZES_AT + 8 * ROWS
-SCRATCH = PART_AT + 6 * BLOCK
-BLOCKS_AHEAD = 4
-TOP_WEIGHT = 255
-ROUND_BITS = int(np.float32(ROUND).view(np.int32))
-TWO = np.float32(2)
 ROW_COUNTS = 1, 2, 4
+# By rows, blocks whose weights are rounded before they are used, and rows of which this is done at once: four
+# rounded together share their ways across lanes, where registers hold them.
+TOGETHER = {1: 4, 2: 2, 4: 1} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
+ROUNDED = {1: 1, 2: 2, 4: 4} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
+TOGETHER_1, TOGETHER_2 = TOGETHER[1], TOGETHER[2]
+# In a loop's scratch: weights in bytes, by row and block; their sizes, and MORE bytes behind these their shifts;
+# copies of scales and of weights of what is no whole block.
+SIZES_AT = ROWS * BLOCK
+PART_AT = SIZES_AT + 2 * MORE
+ROWS_AT = PART_AT + 2 * BLOCK
+SCRATCH = ROWS_AT + 4 * ROWS * BLOCK
+BLOCKS_AHEAD = 4
 # By rows, vectors of channels at a time: as many sums as hide a product's latency, and fit the registers.
 COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
 # Bits of a code, in parts that divide a byte: (bits, rows of the store before it).
@@ -51,31 +54,22 @@ AT = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
 
 
 @intrinsic
-def _round_weights(context: Any, p: Any, scale: Any, middle: Any, whole: Any, sizes: Any) -> Any:
-    """whole = p * scale of a block's tokens as bytes; to sizes, what they stand for.
+def _add_blocks(
+    context: Any,
+    bits: Any,
+    rows: Any,
+    p: Any,
+    gap: Any,
+    scale: Any,
+    n_blocks: Any,
+    codes: Any,
+    head_dim: Any,
+    out: Any,
+    whole: Any,
+) -> Any:
+    """out (rows, head_dim) += p * scale times (codes - their middle) of n_blocks blocks, rows in ROW_COUNTS.
 
-    sizes[0]: the size of 1, sizes[1]: what the sum of (code - middle) has beyond that of the codes.
-    """
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, scale, middle, whole, sizes = args
-        weights, size = block_weights.rounded(b, block_weights.scaled(b, p, scale), TOP_WEIGHT)
-        block_weights.store_bytes(b, weights, 0, whole)
-        total = emit.total(b, emit.tree(b, type(b).add, [b.bitcast(x, block_weights.INTS) for x in weights]))
-        total = b.sub(total, emit.I32(BLOCK * ROUND_BITS & 0xFFFFFFFF))
-        shift = b.fmul(b.fmul(size, middle), b.sitofp(total, emit.F32))
-        emit.store(b, size, sizes)
-        emit.store(b, b.fneg(shift), sizes, 4)
-        return context.get_dummy_value()
-
-    return types.none(types.intp, types.intp, types.float32, types.intp, types.intp), build
-
-
-@intrinsic
-def _add_columns(context: Any, bits: Any, rows: Any, whole: Any, codes: Any, head_dim: Any, out: Any) -> Any:
-    """out (rows, head_dim) += size * (weights times the block's codes) + shift, rows at most ROWS.
-
-    Channels behind the last whole vector are left out.
+    Channels behind the last whole vector are left out. In whole remains what `round_blocks` put there last.
     """
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -88,19 +82,55 @@ def _add_columns(context: Any, bits: Any, rows: Any, whole: Any, codes: Any, hea
                 cases.add_case(emit.I64(8 * n_bits + n_rows), case)
                 b.position_at_end(case)
                 emit.call_own(
-                    b, f"add_columns_{n_bits}_{n_rows}", functools.partial(_emit_columns, n_bits, n_rows), *rest
+                    b, f"add_blocks_{n_bits}_{n_rows}", functools.partial(_write_blocks, n_bits, n_rows), *rest
                 )
                 b.branch(end)
         b.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.none(*[types.intp] * 6), build
+    return types.none(*[types.intp] * 10), build
 
 
-def _emit_columns(bits: int, n_rows: int, b: Any, whole: Any, codes: Any, head_dim: Any, out: Any) -> None:
-    words = [_load_words(b, b.add(whole, emit.I64(r * BLOCK))) for r in range(n_rows)]
-    sizes = [
-        [emit.splat(b, emit.load(b, emit.F32, whole, SIZES_AT + 8 * r + i), LANES) for i in (0, 4)]
+def _write_blocks(
+    bits: int,
+    n_rows: int,
+    b: Any,
+    p: Any,
+    gap: Any,
+    scale: Any,
+    n_blocks: Any,
+    codes: Any,
+    head_dim: Any,
+    out: Any,
+    whole: Any,
+) -> None:
+    together, middle = TOGETHER[n_rows], emit.F32(((1 << bits) - 1) / 2)
+    block_bytes = b.mul(head_dim, emit.I64(8 * bits))
+    with emit.loop(b, emit.I64(0), b.add(n_blocks, emit.I64(together - 1)), together) as few:
+        left = b.sub(n_blocks, few.i)
+        here = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
+        first = b.add(p, b.mul(few.i, emit.I64(4 * BLOCK))), b.add(scale, b.mul(few.i, emit.I64(2 * BLOCK)))
+        for row in range(0, n_rows, ROUNDED[n_rows]):
+            own = b.add(first[0], b.mul(gap, emit.I64(4 * row)))
+            rows = ROUNDED[n_rows]
+            write = functools.partial(block_weights.round_blocks, rows, together)
+            target = b.add(whole, emit.I64(row * BLOCK)), b.add(whole, emit.I64(SIZES_AT + 4 * row))
+            emit.call_own(b, f"round_weights_{rows}", write, own, gap, first[1], here, middle, *target)
+        with emit.loop(b, emit.I64(0), here, 1) as block:
+            weights = b.add(whole, b.mul(block.i, emit.I64(BLOCK)))
+            sizes = b.add(whole, b.add(emit.I64(SIZES_AT), b.mul(block.i, emit.I64(4))))
+            place = b.add(codes, b.mul(b.add(few.i, block.i), block_bytes))
+            write = functools.partial(_add_columns, bits, n_rows)
+            emit.call_own(b, f"add_columns_{bits}_{n_rows}", write, weights, sizes, place, head_dim, out)
+
+
+def _add_columns(
+    bits: int, n_rows: int, b: Any, whole: Any, sizes: Any, codes: Any, head_dim: Any, out: Any
+) -> None:
+    """out (rows, head_dim) += size * (weights times the block's codes) + shift."""
+    words = [_load_words(b, b.add(whole, emit.I64(r * TOGETHER[n_rows] * BLOCK))) for r in range(n_rows)]
+    each = [
+        [emit.splat(b, emit.load(b, emit.F32, sizes, 4 * r * TOGETHER[n_rows] + i), LANES) for i in (0, MORE)]
         for r in range(n_rows)
     ]
     row_bytes, done = b.mul(head_dim, emit.I64(4)), emit.I64(0)
@@ -111,7 +141,7 @@ def _emit_columns(bits: int, n_rows: int, b: Any, whole: Any, codes: Any, head_d
             start = b.add(codes, b.mul(d, emit.I64(4)))
             sums = _sums(b, bits, start, row_bytes, block_bytes, n_rows, n_columns, words)
             for r in range(n_rows):
-                size, shift = sizes[r]
+                size, shift = each[r]
                 target = b.add(out, b.mul(b.add(b.mul(head_dim, emit.I64(r)), d), emit.I64(4)))
                 for c in range(n_columns):
                     kind = emit.vector(emit.F32, LANES)
@@ -169,32 +199,37 @@ def _sums(
 
 
 @add_loop
-def _add_block(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = numbers(store)
-    bits, head_dim, i = get(numbers(get(x, AT.bits)), g), get(x, AT.head_dim), t % BLOCK
-    scale = get(x, AT.scale) + 2 * (g * get(x, AT.capacity) + t - i)
-    first = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks)
-    codes = get(x, AT.codes) + (first + t // BLOCK * bits) * 8 * head_dim
-    middle = np.float32((1 << bits) - 1) / TWO
-    if n < BLOCK:
-        part = scratch + PART_AT + 4 * BLOCK
-        copy_halves(scale + 2 * i, i, n, part)
-        scale = part
-    m = 0
-    while m < rows:
-        together = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
-        for r in range(together):
-            row = p + 4 * gap * (m + r)
-            if n < BLOCK:
-                copy_floats(row, i, n, scratch + PART_AT)
-                row = scratch + PART_AT
-            _round_weights(row, scale, middle, scratch + r * BLOCK, scratch + SIZES_AT + 8 * r)
-        target = out + 4 * m * head_dim
-        _add_columns(bits, together, scratch, codes, head_dim, target)
-        for d in range(head_dim // LANES * LANES, head_dim):
-            for r in range(together):
-                _add_channel(bits, scratch, r, codes + 4 * d, head_dim, floats(target), r * head_dim + d)
-        m += together
+    bits, head_dim, first = get(numbers(get(x, AT.bits)), g), get(x, AT.head_dim), get(x, AT.scale)
+    first += 2 * g * get(x, AT.capacity)
+    whole_only, done = head_dim % LANES == 0, 0
+    while done < n:
+        i = (t + done) % BLOCK
+        few, row, row_gap, scale = min(BLOCK - i, n - done), p + 4 * done, gap, first + 2 * (t + done - i)
+        if few < BLOCK:
+            copy_halves(scale + 2 * i, i, few, scratch + PART_AT)
+            scale = scratch + PART_AT
+        elif whole_only:
+            few = (n - done) // BLOCK * BLOCK
+        plane = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + (t + done) // BLOCK * bits
+        codes, m = get(x, AT.codes) + 8 * head_dim * plane, 0
+        while m < rows:
+            together = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
+            own, target = row + 4 * gap * m, out + 4 * m * head_dim
+            if few < BLOCK:
+                for r in range(together):
+                    copy_floats(own + 4 * gap * r, i, few, scratch + ROWS_AT + 4 * BLOCK * r)
+                own, row_gap = scratch + ROWS_AT, BLOCK
+            n_blocks = max(few // BLOCK, 1)
+            _add_blocks(bits, together, own, row_gap, scale, n_blocks, codes, head_dim, target, scratch)
+            for d in range(head_dim // LANES * LANES, head_dim):
+                for r in range(together):
+                    _add_channel(
+                        bits, scratch, r, together, codes + 4 * d, head_dim, floats(target), r * head_dim + d
+                    )
+            m += together
+        done += few
 
 
 @finish_loop
@@ -216,13 +251,20 @@ def _store_numbers(codec: Any) -> ValueNumbers:
     )
 
 
-LOOPS = {"interleaved": Loops(_store_numbers, add=_add_block, finish=_finish, scratch=lambda codec, rows: SCRATCH)}
+LOOPS = {
+    "interleaved": Loops(
+        _store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE
+    )
+}
 
 
 @fast_jit
-def _add_channel(bits: int, scratch: int, r: int, codes: int, head_dim: int, out: F32, target: int) -> None:
-    """`_add_columns` for one channel of row r, of any head_dim."""
-    packed, whole, sizes = chars(codes), chars(scratch + r * BLOCK), floats(scratch + SIZES_AT + 8 * r)
+def _add_channel(
+    bits: int, scratch: int, r: int, rows: int, codes: int, head_dim: int, out: F32, target: int
+) -> None:
+    """`_add_columns` for one channel of row r of `rows`, of any head_dim."""
+    place = r * (TOGETHER_1 if rows == 1 else TOGETHER_2 if rows == 2 else 1)
+    packed, whole, sizes = chars(codes), chars(scratch + place * BLOCK), floats(scratch + SIZES_AT + 4 * place)
     part, worth = (2, 2) if bits == 3 else (bits, 1)
     row = total = 0
     while row < 2 * bits:
@@ -233,4 +275,4 @@ def _add_channel(bits: int, scratch: int, r: int, codes: int, head_dim: int, out
                     weight = np.int64(get(whole, 4 * (q + field * 2 * part) + i))
                     total += worth * weight * (byte >> field * part & (1 << part) - 1)
         row, part, worth = row + 2 * part, 1, 1
-    put(out, target, get(out, target) + get(sizes, 0) * np.float32(total) + get(sizes, 1))
+    put(out, target, get(out, target) + get(sizes, 0) * np.float32(total) + get(sizes, ROWS))

@@ -8,7 +8,7 @@ that share it, each with all query tokens.
     prepare(store, q, rows, g, prepared)
         queries (rows, head_dim) float32 as the scores want them, into ``prepared``
     score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
-        s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one block
+        s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one run of `Loops.at_once`
     add(store, p, gap, rows, g, t, n_tokens, out, scratch)
         out (rows, width) += p[m * gap + i] times token t + i
     finish(store, sums, out, rows)
@@ -42,6 +42,7 @@ from edgekv.kernels.kinds import find_loops
 from edgekv.types import F32
 
 ALIGNMENT = 64
+AT_ONCE = 256  # tokens that attention takes through its steps together
 
 
 class Loop:
@@ -115,7 +116,8 @@ class Loops:
     """How the tokens of a kind of codec are read.
 
     store: (codec) -> the numbers that the loops get, addresses of arrays among them; the arrays stay alive as long
-    as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32.
+    as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once:
+    tokens that one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64.
     prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
     sums, before ``finish``. counts: whether ``again`` leaves two numbers of tokens per KV head at an address that
     is the last of its numbers; their means per query token become the codec's ``counts``. encode: (codec,
@@ -130,6 +132,7 @@ class Loops:
     again: Loop | None = None
     put: Loop | None = None
     block: Callable[[Any], int] = lambda codec: 64
+    at_once: int = 64
     prepared: Callable[[Any, int], int] = lambda codec, rows: 0
     scratch: Callable[[Any, int], int] = lambda codec, rows: 0
     width: Callable[[Any], int] = lambda codec: codec.head_dim

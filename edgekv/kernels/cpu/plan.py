@@ -11,11 +11,12 @@ import numpy.typing as npt
 from edgekv.kernels import threads
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.loops import Bound, Loop, address_of, aligned_size, bound, scratch_memory
+from edgekv.kernels.cpu.loops import AT_ONCE, Bound, Loop, address_of, aligned_size, bound, scratch_memory
 from edgekv.kernels.cpu.softmax import END
 from edgekv.kernels.cpu.sparse_attention import CHOSEN
 from edgekv.types import F32
 
+FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache
 PLAN = np.dtype(
     [
         (name, np.int64)
@@ -34,6 +35,7 @@ RUN = np.dtype(
         for name in (
             *("key_store", "value_store", "prepare", "score", "add", "finish", "again"),  # addresses, 0: none
             *("first", "stop", "position", "positions", "positions_gap", "masked", "block"),
+            *("score_step", "add_step"),  # tokens of one call, at most
             *("width", "prepared_at", "sums_at"),  # width 0: values are added to the result itself
             *("kept", "column"),
         )
@@ -66,6 +68,7 @@ class PairPlan(NamedTuple):
     addresses: tuple[int, ...]  # of the stores, then of the loops, as RUN begins
     keeps_scores: bool
     block: int
+    steps: tuple[int, int]  # tokens that one call of score and of add takes
     width: int
     prepared_bytes: int
     sums_bytes: int
@@ -92,7 +95,7 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
         sums_at = place + pair.prepared_bytes
         where = (0, 0) if positions is None else (address_of(positions), positions.shape[1])
         runs[i] = (
-            *(*pair.addresses, first, stop, position, *where, chosen is None, block),
+            *(*pair.addresses, first, stop, position, *where, chosen is None, block, *pair.steps),
             *(width, place, sums_at, kept, column),
         )
         pairs.append(pair)
@@ -142,10 +145,12 @@ def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> 
     loops = k.prepare, k.score, v.add, v.finish, v.again
     width = v.width(segment.values) if v.finish else 0
     scratch_bytes = max(k.scratch(segment.keys, rows), v.scratch(segment.values, rows))
+    steps = max(k.block(segment.keys), k.at_once), max(v.block(segment.values), v.at_once)
+    least = max(k.block(segment.keys), v.block(segment.values))
     return PairPlan(
         *(keys, values.numbers, values.counts, rows),
         (address_of(keys.numbers), address_of(values.numbers), *map(_address, loops)),
-        *(v.again is not None, max(k.block(segment.keys), v.block(segment.values)), width),
+        *(v.again is not None, max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps, width),
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),

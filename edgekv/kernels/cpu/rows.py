@@ -10,7 +10,17 @@ from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, put_loop, score_loop
+from edgekv.kernels.cpu.loops import (
+    AT_ONCE,
+    Loops,
+    add_loop,
+    address_of,
+    floats,
+    halves,
+    numbers,
+    put_loop,
+    score_loop,
+)
 from edgekv.kernels.cpu.row_products import add_rows, score_rows
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32, U16
@@ -107,8 +117,8 @@ def _encode_single(codec: Any, x: F32, t0: int) -> None:
 
 
 LOOPS = {
-    "f16": Loops(_half_store, score=_score_f16, add=_add_f16, put=_put_f16, encode=_encode_half),
-    "f32": Loops(_single_store, score=_score_f32, add=_add_f32, put=_put_f32, encode=_encode_single),
+    "f16": Loops(_half_store, _score_f16, _add_f16, put=_put_f16, encode=_encode_half, at_once=AT_ONCE),
+    "f32": Loops(_single_store, _score_f32, _add_f32, put=_put_f32, encode=_encode_single, at_once=AT_ONCE),
 }
 
 

@@ -7,7 +7,7 @@ from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, intrinsic
+from edgekv.kernels.cpu.jit import CPU_FEATURES, Args, Scalar, fast_jit, inline_jit, intrinsic
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get, maximum, put
 from edgekv.types import F32, I64
@@ -21,6 +21,11 @@ LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # Cody and Waite: n * high is exact
 # exp(x) = 1 + x + x^2 * (C2 + x * (C3 + ...)), least relative error over |x| <= ln(2) / 2: 1e-7
 C2, C3, C4, C5 = np.array([0.49999231, 0.16667114, 0.041890144, 0.0083125187], np.float32)
+# 2 ** f = 1 + f * (...), least relative error: 9e-8 over |f| <= 1 / 2, and over 0 <= f <= 1
+POWERS = 1.0, 0.693146978, 0.240222421, 0.0555073374, 0.00967151264, 0.00132647271
+POWERS_ABOVE = 1.0, 0.693151312, 0.24016445, 0.0557999131, 0.0090170303, 0.00186713008
+LEAST_POWER = -127.0  # 2 to it has no bits: 0
+SCALES, DOWN = {"+avx512f", "+avx512dq"} <= set(CPU_FEATURES.split(",")), 9  # what is left above the whole number
 ZERO, HALF, ONE, MINUS_INFINITY = np.array([0, 0.5, 1, -np.inf], np.float32)
 ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
@@ -118,16 +123,29 @@ def _any_above(b: Any, x: Any, limit: Any) -> Any:
 def _exp_of_negative(b: Any, x: Any) -> Any:
     """`exp_of_negative` of a number, or of each lane of a vector."""
     kind, whole = x.type, emit.like(x, emit.I32)
-    rounded = emit.multiply_add(b, x, emit.constant(kind, float(LOG2_E)), emit.constant(kind, ROUND))
-    n = emit.subtract(b, rounded, emit.constant(kind, ROUND))
-    f = emit.multiply_add(b, n, emit.constant(kind, -float(LN2_HIGH)), x)
-    f = emit.multiply_add(b, n, emit.constant(kind, -float(LN2_LOW)), f)
-    mantissa = emit.constant(kind, float(C5))
-    for c in (C4, C3, C2, ONE, ONE):
-        mantissa = emit.multiply_add(b, mantissa, f, emit.constant(kind, float(c)))
+    y = b.fmul(x, emit.constant(kind, float(LOG2_E)))
+    if SCALES and kind == WIDE:
+        f = _in_lanes(b, "reduce", y, emit.I32(DOWN))
+        return _in_lanes(b, "scalef", _power(b, f, POWERS_ABOVE), y)
+    y = emit.maximum(b, y, emit.constant(kind, LEAST_POWER))
+    rounded = b.fadd(y, emit.constant(kind, ROUND), flags=emit.CONTRACT)
+    f = emit.subtract(b, y, emit.subtract(b, rounded, emit.constant(kind, ROUND)))
     exponent = b.shl(b.bitcast(rounded, whole), emit.constant(whole, int(EXPONENT_SHIFT)))  # ROUND's bits leave
-    result = b.bitcast(b.add(b.bitcast(mantissa, whole), exponent), kind)
-    return b.select(b.fcmp_ordered(">", x, emit.constant(kind, float(LOWEST))), result, emit.constant(kind, 0))
+    return b.bitcast(b.add(b.bitcast(_power(b, f, POWERS), whole), exponent), kind)
+
+
+def _power(b: Any, f: Any, powers: tuple[float, ...]) -> Any:
+    """2 ** f."""
+    result = emit.constant(f.type, powers[-1])
+    for c in powers[-2::-1]:
+        result = emit.multiply_add(b, result, f, emit.constant(f.type, c))
+    return result
+
+
+def _in_lanes(b: Any, name: str, x: Any, y: Any) -> Any:
+    """An operation of AVX-512 on all lanes, in the rounding mode that is set."""
+    mask, mode = emit.integer(WIDE.count)(-1), emit.I32(4)
+    return emit.call(b, f"llvm.x86.avx512.mask.{name}.ps.512", WIDE, x, y, x, mask, mode)
 
 
 @fast_jit

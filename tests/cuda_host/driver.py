@@ -127,7 +127,7 @@ class HostDriver:
     """
 
     multiprocessors, memory_bytes = 2, 1 << 20
-    multiplies_halves = has_matrix_tiles = True
+    multiplies_halves = has_matrix_tiles = has_whole_tiles = True
     free = 1 << 40  # bytes that an allocation may have
 
     def __init__(self) -> None:

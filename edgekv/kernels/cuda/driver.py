@@ -31,6 +31,7 @@ class CupyDriver:
         self.memory_bytes = int(properties["totalGlobalMem"])
         generation = int(properties["major"]), int(properties["minor"])
         self.multiplies_halves, self.has_matrix_tiles = generation >= (7, 0), generation >= (7, 5)
+        self.has_whole_tiles = generation >= (8, 0)
         self._cuda = int(runtime.runtimeGetVersion())
         self.stream = self.cupy.cuda.Stream()
         self.stream.use()

@@ -23,10 +23,9 @@ from edgekv.checkpoint.shapes import load_shape  # noqa: E402
 from edgekv.kernels.cuda import attend, matvec, tiled_planes  # noqa: E402
 
 TILINGS = [
-    *(matvec.Tiling(16, ahead, 1) for ahead in (2, 3, 4, 6)),
-    *(matvec.Tiling(8, ahead, 2) for ahead in (2, 4, 6)),
-    *(matvec.Tiling(8, ahead, 1) for ahead in (6, 8)),
-    *(matvec.Tiling(4, ahead, 4) for ahead in (3, 6)),
+    *(matvec.Tiling(16, ahead, 1) for ahead in (2, 4, 6)),
+    *(matvec.Tiling(8, ahead, 2) for ahead in (4, 6)),
+    matvec.Tiling(4, 6, 4),
 ]
 PRODUCTS = {  # rows, columns, norm, gate: of Llama 2 7B
     "qkv": (12288, 4096, True, None),
@@ -48,29 +47,20 @@ def products(gpu: gpu_measure.Gpu) -> None:
         gpu.driver.has_whole_tiles = tiling is not None
         matvec.TILING = tiling or matvec.TILING
         times = []
-        for name, (rows, columns, norm, gate) in PRODUCTS.items():
-            x, weight = gpu.normal(1, columns), cupy.ones(columns, np.float32)
-            x = expected.setdefault(f"{name}.x", x)
+        for name, (_, columns, norm, gate) in PRODUCTS.items():
+            x = expected.setdefault(f"{name}.x", gpu.normal(1, columns))
+            more = {"norm": (cupy.ones(columns, np.float32), 1e-5) if norm else None, "gate": gate}
 
-            def one(codes: Any, scales: Any, columns: int = columns, norm: bool = norm, gate: Any = gate) -> Any:
-                more = {"norm": (weight, 1e-5) if norm else None, "gate": gate}  # noqa: B023
-                return matvec.packed_matvec(
-                    gpu.driver,
-                    x,
-                    codes,
-                    scales,
-                    bits=4,
-                    block=128,
-                    columns=columns,
-                    **more,  # noqa: B023
-                )
+            def run(n: int | None, x: Any = x, more: Any = more, name: str = name) -> Any:
+                for codes, scales in operands[name][:n]:
+                    form = {"bits": 4, "block": 128, "columns": x.shape[1], **more}
+                    y = matvec.packed_matvec(gpu.driver, x, codes, scales, **form)
+                return y
 
-            y = one(*operands[name][0])
-            y = cupy.asnumpy(y)
+            y = cupy.asnumpy(run(1))
             wanted = expected.setdefault(name, y)
             assert np.abs(y - wanted).max() < 1e-4 * np.abs(wanted).max(), (tiling, name)
-            run = lambda one=one, pairs=operands[name]: [one(*pair) for pair in pairs]  # noqa: E731
-            times.append(gpu.seconds(run) / len(operands[name]) * 1e6)
+            times.append(gpu.seconds(lambda run=run: run(None)) / len(operands[name]) * 1e6)
         shown = "as before" if tiling is None else ", ".join(map(str, tiling))
         print(f"| {shown} | {' | '.join(f'{t:.2f}' for t in times)} | {sum(times):.2f} |", flush=True)
 
@@ -83,7 +73,7 @@ def _operands(gpu: gpu_measure.Gpu, rows: int, columns: int) -> Iterator[tuple[A
 
 
 def attention(gpu: gpu_measure.Gpu) -> None:
-    """Microseconds of a layer's attention by blocks that a multiprocessor holds and tiles of a block of exact tokens."""
+    """Microseconds of a layer's attention by blocks of a multiprocessor and tiles of a block of exact tokens."""
     print("| scheme | tokens | as before |", end="")
     cuts = [(held, tiles) for held in (2, 3) for tiles in (1, 2, 3)]
     print(" | ".join(f"{held}, {tiles}" for held, tiles in cuts), "|")
@@ -121,11 +111,8 @@ def whole(gpu: gpu_measure.Gpu) -> None:
     gpu.driver.has_whole_tiles = True
     gpu_decode.PROMPTS = ()
     for r in gpu_decode.end_to_end(gpu, load_shape("llama2-7b"), WHOLE):
-        energy = r["mj_per_token"] or 0
-        print(
-            f"| {r['scheme']} | {r['depth']:,} | {r['ms_per_token']:.3f} | {r['ms_per_token_mean']:.3f} | {energy:.0f} |",
-            flush=True,
-        )
+        figures = (r[name] or 0 for name in ("ms_per_token", "ms_per_token_mean", "mj_per_token"))
+        print(f"| {r['scheme']} | {r['depth']:,} | {' | '.join(f'{x:.3f}' for x in figures)} |", flush=True)
 
 
 def main(names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ PAIRS = [
     "1- and 3-bit keys of heads",
     "4- and 2-bit keys of heads",
 ]
+TOKENS = 1088  # of which two tiles at a time are three rounds of a warp
 
 
 @pytest.fixture
@@ -41,13 +42,15 @@ def test_planes(
 ) -> None:
     """Tiles that are cut anywhere; a window; two pairs in a launch each; a query that sees nothing."""
     monkeypatch.setitem(test_cuda_attend.SHAPES, "some", shape)
+    monkeypatch.setattr(test_cuda_attend, "CAPACITY", TOKENS)
+    monkeypatch.setattr(device.driver, "multiprocessors", 2)  # several rounds to a warp
     both = Both(device, "some")
     both.add("f16", 0, 3, 0)
-    both.add(pair, 0, 192, 3)
-    both.add("f16", 1, 38, 195)
+    both.add(pair, 0, TOKENS - 64, 3)
+    both.add("f16", 1, 38, TOKENS - 61)
     kernels.clear()
-    both.check(1, *causal(1, 232, None), False, TOLERANCE)
-    both.check(1, *causal(1, 232, 150), False, TOLERANCE)
+    both.check(1, *causal(1, TOKENS - 24, None), False, TOLERANCE)
+    both.check(1, *causal(1, TOKENS - 24, 150), False, TOLERANCE)
     both.check(1, np.array([70]), np.array([80]), False, TOLERANCE)
     assert "tiled_planes" in kernels
     assert "rotate" not in kernels
@@ -89,7 +92,7 @@ def test_packed_products(
     stored = [device.up(each) for each in (codes, scales)]
     form = {"bits": bits, "block": block, "columns": columns}
 
-    error = 6e-5 if is_tiled else 4e-6  # inputs of 16 bits
+    error = 2e-4 if is_tiled else 4e-6  # inputs of 16 bits
 
     def close(found: object, expected: np.ndarray) -> None:
         np.testing.assert_allclose(to_host(found), expected, atol=error * np.abs(expected).max(), rtol=0)

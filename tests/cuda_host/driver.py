@@ -168,7 +168,7 @@ class HostDriver:
         return step
 
     def launch(self, launch: Launch, *arguments: Any) -> None:
-        program, kernel, grid, block = launch
+        program, kernel, grid, block, _ = launch
         assert all(n > 0 for n in grid)
         assert block > 0
         self.backwards = not self.backwards

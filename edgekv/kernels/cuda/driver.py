@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from edgekv.cache_folder import cache_root
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write
 from edgekv.kernels.cuda.counter import N_MOVES
+from edgekv.kernels.cuda.early import EarlyLauncher
 from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 
 # Of cuBLAS.
@@ -32,6 +34,7 @@ class CupyDriver:
         generation = int(properties["major"]), int(properties["minor"])
         self.multiplies_halves, self.has_matrix_tiles = generation >= (7, 0), generation >= (7, 5)
         self.has_whole_tiles = generation >= (8, 0)
+        self._launch_early = _early_launcher() if generation >= (9, 0) else None
         self._cuda = int(runtime.runtimeGetVersion())
         self.stream = self.cupy.cuda.Stream()
         self.stream.use()
@@ -58,11 +61,15 @@ class CupyDriver:
         return int(self.cupy.cuda.runtime.memGetInfo()[0]) + int(unused)
 
     def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
-        program, kernel, grid, block = launch
+        program, kernel, grid, block, early = launch
         function = self._kernels.get((program, kernel))
         if function is None:
             function = self._kernels[program, kernel] = self._compile(program, kernel)
-        function(grid, (block,), tuple(map(_argument, arguments)))
+        if early and self._launch_early is not None:
+            values = [_ctypes_argument(x) for x in arguments]
+            self._launch_early(function.kernel.ptr, grid, block, self.stream.ptr, values)
+        else:
+            function(grid, (block,), tuple(map(_argument, arguments)))
 
     def _compile(self, program: Program, kernel: str) -> Any:
         try:
@@ -110,6 +117,20 @@ class CupyDriver:
             graph.launch(self.stream)
 
         return replay
+
+
+def _early_launcher() -> EarlyLauncher | None:
+    """None: this driver has none."""
+    try:
+        return EarlyLauncher()
+    except (OSError, AttributeError):
+        return None
+
+
+def _ctypes_argument(x: Array | int | float) -> Any:
+    if isinstance(x, int):
+        return ctypes.c_int(x)
+    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_void_p(x.data.ptr)
 
 
 def _argument(x: Array | int | float) -> Any:

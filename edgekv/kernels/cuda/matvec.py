@@ -16,11 +16,15 @@ MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed we
 
 
 class Tiling(NamedTuple):
-    """How tiled_linear.cu is cut: warps of a block, spans that each has on its way, blocks to a multiprocessor."""
+    """How tiled_linear.cu is cut: warps of a block, spans that each has on its way, blocks to a multiprocessor.
+
+    waits: whether the activation is read before the first weights.
+    """
 
     warps: int = 16
     ahead: int = 4
     blocks: int = 1
+    waits: bool = True
 
 
 TILING = Tiling()
@@ -121,10 +125,11 @@ def _tiled_launch(
     macros = (
         *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", _most(chunks) // 4)),
         *(("WARPS_OF_BLOCK", warps), ("AHEAD", TILING.ahead), ("BLOCKS_AT_ONCE", TILING.blocks)),
+        ("WAITS_FIRST", int(TILING.waits)),
     )
     tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
     grid = min(tiles, driver.multiprocessors * TILING.blocks)
-    return Launch(Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps)
+    return Launch(Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, True)
 
 
 @functools.cache

@@ -44,12 +44,16 @@ def _text(name: str) -> str:
 
 
 class Launch(NamedTuple):
-    """A kernel of a program, run by ``grid`` blocks of ``block`` threads."""
+    """A kernel of a program, run by ``grid`` blocks of ``block`` threads.
+
+    early: it may begin before the launches before it have ended, and waits for them by itself (`wait_for_inputs`).
+    """
 
     program: Program
     kernel: str
     grid: tuple[int, ...]
     block: int
+    early: bool = False
 
 
 class CannotRecord(Exception):

@@ -126,6 +126,22 @@ __device__ __forceinline__ void multiply_bits(int (&c)[4], u32 a0, u32 a1, u32 b
 }
 #endif
 
+// A kernel that is launched early (Launch.early) may do what needs nothing of the launches before it, then has to wait for
+// their results; and lets the next one begin when all its blocks run. From sm_90 on.
+__device__ __forceinline__ void wait_for_inputs()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_begin()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // 2 ** x, to about 2 units in the last place.
 __device__ __forceinline__ float power_of_two(float x)
 {

@@ -3,13 +3,15 @@
 // rows, or 8 and the 8 that they gate; a warp takes a span of it at a time, 16 bytes to a lane and row: lane 4 i + j has
 // those of rows i and i + 8 at chunk j of the span. Column 2 j + d of the second factor is digit d of chunk j's inputs and
 // zero for other chunks, so that each chunk's sum comes out by itself, at lane j of its row.
-// WARPS_OF_BLOCK warps share a tile's spans; each has AHEAD spans on their way. At most MOST_SPANS spans to a row.
+// WARPS_OF_BLOCK warps share a tile's spans; each has AHEAD spans on their way. At most MOST_SPANS spans to a row. WAITS_FIRST:
+// the activation is read before the first weights.
 
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // inputs of a chunk
 #define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
 #define HALVES (8 / WEIGHT_BITS)      // times 16 bytes of digits to a chunk and digit
 #define LARGEST 32639                 // 127 * 256 + 127
+#define BATCH least(6, divide_up(MOST_SPANS * 4 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
 
 struct Chunk {
     float unit;
@@ -89,6 +91,43 @@ struct Piece {
     }
 };
 
+// Four inputs, times their weights of the norm if it has one, to their places; returns the sum of their squares before.
+__device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, int fours, int has_norm, const float (&x)[4],
+                                          const float (&weight)[4])
+{
+    float v[4], square = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) square += x[k] * x[k], v[k] = has_norm ? x[k] * weight[k] : x[k];
+    float most = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+#pragma unroll
+    for (int k = 1; k < FOURS; k *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY_LANE, most, k));
+    float inverse = most > 1e-30f ? LARGEST / most : 0;
+    int whole[4], total = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
+#pragma unroll
+    for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(EVERY_LANE, total, k);
+    if (f >= fours) return square;
+    put_digits(staged, f, whole);
+    Chunk chunk = {most * (1.0f / LARGEST), -ZERO * total};
+    if (f % FOURS == 0) chunk_of[f / FOURS] = chunk;
+    return square;
+}
+
+// The first AHEAD spans of a warp; where the next one is.
+__device__ __forceinline__ void load_pieces(Piece (&ring)[AHEAD], const u8* weights, const float* scales, int tiles, int outputs,
+                                            int second, int last, int chunks, int blocks, int spans, int& tile, int& s)
+{
+    int warp = threadIdx.x / 32, i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+        int row[2] = {least(tile * outputs + i, last), least(tile * outputs + i + second, last)};
+        if (tile < tiles) ring[a].load(weights, scales, row, chunks, blocks, 4 * s + j);
+        s += WARPS_OF_BLOCK;
+        if (s >= spans) s = warp, tile += gridDim.x;
+    }
+}
+
 // y and all arguments as packed_matvec's. Grid (any, n).
 extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE)
 tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
@@ -103,42 +142,28 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
     int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs), second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
     int tile = blockIdx.x, s = warp, then = tile, then_s = warp;  // what is computed next, and what is read
     Piece ring[AHEAD];
-    int row[2];
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-        row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
-        if (then < tiles) ring[a].load(weights, scales, row, chunks, blocks, 4 * then_s + j);
-        then_s += WARPS_OF_BLOCK;
-        if (then_s >= spans) then_s = warp, then += gridDim.x;
-    }
-
+    int row[2], fours = spans * 4 * FOURS;
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += has_onto ? (i64)blockIdx.y * rows : 0;
-    float square = 0;
-    for (int base = 0; base < spans * 4 * FOURS; base += 32 * WARPS_OF_BLOCK) {
-        int f = base + threadIdx.x;
-        float v[4], weight[4];
-        load_four(x, 4 * f, columns, v);
+    let_next_begin();
+    if (!WAITS_FIRST) load_pieces(ring, weights, scales, tiles, outputs, second, last, chunks, blocks, spans, then, then_s);
+    wait_for_inputs();
+    float v[BATCH][4], weight[BATCH][4], square = 0;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) square += v[k] * v[k];
-        if (has_norm) {
-            load_four(norm, 4 * f, columns, weight);
+    for (int k = 0; k < BATCH; ++k) {
+        int f = k * 32 * WARPS_OF_BLOCK + threadIdx.x;
+        load_four(x, 4 * f, columns, v[k]);
+        if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
+    }
+    if (WAITS_FIRST) load_pieces(ring, weights, scales, tiles, outputs, second, last, chunks, blocks, spans, then, then_s);
+    for (int base = 0; base < fours; base += BATCH * 32 * WARPS_OF_BLOCK) {
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[k] *= weight[k];
-        }
-        float most = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-#pragma unroll
-        for (int k = 1; k < FOURS; k *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY_LANE, most, k));
-        float inverse = most > 1e-30f ? LARGEST / most : 0;
-        int whole[4], total = 0;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
-#pragma unroll
-        for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(EVERY_LANE, total, k);
-        if (f >= spans * 4 * FOURS) continue;
-        put_digits((u8*)staged, f, whole);
-        if (f % FOURS == 0) {
-            Chunk chunk = {most * (1.0f / LARGEST), -ZERO * total};
-            chunk_of[f / FOURS] = chunk;
+        for (int k = 0; k < BATCH; ++k) {
+            int f = base + k * 32 * WARPS_OF_BLOCK + threadIdx.x;
+            if (base > 0) {
+                load_four(x, 4 * f, columns, v[k]);
+                if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
+            }
+            square += put_four((u8*)staged, chunk_of, f, fours, has_norm, v[k], weight[k]);
         }
     }
     if (threadIdx.x == 0) {
@@ -150,12 +175,19 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
 
     bool own = i / 2 == j;  // else this lane's chunk has no part in its column
     const uint4* digits = own ? staged + i : staged + MOST_SPANS * HALVES * 8;
-    int stride = own ? 8 : 0, turn = 0;
-    float sum[2] = {};
+    int stride = own ? 8 : 0, turn = 0, k = lane % 16;
+    float sum[2] = {}, added = 0, residual = 0;  // what comes to a row's sum: read ahead by the warp that will add it
+    bool adds = warp == 0 && tile < tiles;
     while (tile < tiles) {
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
             if (tile >= tiles) break;
+            if (adds) {
+                int first = tile * outputs;
+                if (has_bias) added = bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
+                if (has_onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
+                adds = false;
+            }
             ring[a].multiply(digits + s * HALVES * stride, stride, chunk_of[4 * s + j], sum);
             if (then < tiles) {
                 row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
@@ -169,17 +201,19 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
             if (j == 0) parts[turn % 2][warp][i] = sum[0], parts[turn % 2][warp][i + 8] = sum[1];
             __syncthreads();
             if (warp == turn % WARPS_OF_BLOCK) {
-                int k = lane % 16, first = tile * outputs;
+                int first = tile * outputs;
                 float total = 0;
-                for (int w = lane / 16; w < WARPS_OF_BLOCK; w += 2) total += parts[turn % 2][w][k];
-                total = (total + __shfl_xor_sync(EVERY_LANE, total, 16)) * factor;
-                if (has_bias) total += bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
+#pragma unroll
+                for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
+                    if (w + lane / 16 < WARPS_OF_BLOCK) total += parts[turn % 2][w + lane / 16][k];
+                total = (total + __shfl_xor_sync(EVERY_LANE, total, 16)) * factor + added;
                 float up = __shfl_xor_sync(EVERY_LANE, total, 8);
                 if (gated) total = activate(total, gate) * up;
-                if (lane < outputs && first + lane < rows) y[first + lane] = total + (has_onto ? onto[first + lane] : 0);
+                if (lane < outputs && first + lane < rows) y[first + lane] = total + residual;
             }
             sum[0] = sum[1] = 0, ++turn;
             s = warp, tile += gridDim.x;
+            adds = warp == turn % WARPS_OF_BLOCK && tile < tiles;
         }
     }
 }

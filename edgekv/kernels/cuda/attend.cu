@@ -120,7 +120,11 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
 #ifndef BLOCKS_AT_ONCE
 #define BLOCKS_AT_ONCE (ROWS > 1 ? 2 : __CUDA_ARCH__ < 700 ? 3 : 4)  // of a processor: how many registers there are to a thread
 #endif
+#ifdef TILED
+#define EXACT_FLIGHT 8
+#else
 #define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
+#endif
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 attend(const float* q, const void* codes, const float* scale,
        const void* ka, const void* kb, const void* kc, const void* kd, const void* ke, const void* va, const void* vb,
@@ -137,6 +141,12 @@ attend(const float* q, const void* codes, const float* scale,
     __shared__ TiledShared tiled;
 #endif
     int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x;
+    let_next_begin();
+#ifdef TILED
+    if (share >= main_parts) wait_for_inputs();
+#else
+    wait_for_inputs();
+#endif
     ends += (i64)g * shares * ROWS * 2;
     sums += (i64)g * shares * ROWS * HEAD_DIM;
     hi += *shift, lo += lo > 0 ? *shift : 0;

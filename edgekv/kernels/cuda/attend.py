@@ -29,7 +29,6 @@ from edgekv.kernels.cuda.tiles import MOST_ROWS, THREADS, n_rounds, tiles_at_onc
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
 MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
 MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
-EXACT_TILES = 1  # of a block that takes exact tokens
 
 
 class Part(NamedTuple):
@@ -130,9 +129,10 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         keys, values = main.keys, main.values
         assert values is not None
         is_tiled = tiled_planes.takes(self.driver, main.segment.keys, main.segment.values)
-        held = tiled_planes.HELD.of(rows) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
+        held = tiled_planes.blocks_held(rows, keys, values) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
+        exact_tiles = tiled_planes.EXACT_TILES if is_tiled else 1
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
-        exact_shares = [n_rounds(part.segment.first, part.most, EXACT_TILES) for part in exact]
+        exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
         shares = self.splits(rounds, n_kv_heads, held, sum(exact_shares))
         n_shares = shares + sum(exact_shares)
         ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
@@ -152,7 +152,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
             *self.store_arguments(values, 4),
         )
         results = ends, sums, self._done(n_kv_heads), end, rotated, out
-        launch = Launch(program, "attend", (n_shares, n_kv_heads), THREADS)
+        launch = Launch(program, "attend", (n_shares, n_kv_heads), THREADS, early=True)
         self.driver.launch(launch, *arrays, *place, *self._exact_arguments(exact, exact_shares), *seen, *results)
         if values.rotation is not None:
             self.rotate_back(values.rotation, rotated, out)
@@ -214,9 +214,9 @@ def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is
     """attend.cu for a pair, beside exact tokens or not; is_tiled: on tensor cores."""
     pair = (tiled_planes.FILE,) if is_tiled else (keys.file, values.file)
     files = dict.fromkeys((*pair, *(["rows"] if with_exact else []), "attend"))
-    tiles = tiles_at_once(rows, keys, values)
+    tiles = 1 if is_tiled else tiles_at_once(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
     sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
     exact = (("EXACT", 1),) if with_exact else ()
-    more = tiled_planes.macros(keys.width, rows) if is_tiled else ()
+    more = tiled_planes.macros(rows, keys, values) if is_tiled else ()
     return Program(tuple(files), (*types, *sizes, *exact, *keys.macros, *values.macros, *more))

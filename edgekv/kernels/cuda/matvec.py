@@ -129,7 +129,7 @@ def _tiled_launch(
     )
     tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
     grid = min(tiles, driver.multiprocessors * TILING.blocks)
-    return Launch(Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, True)
+    return Launch(Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, early=True)
 
 
 @functools.cache

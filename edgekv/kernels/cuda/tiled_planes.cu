@@ -417,13 +417,14 @@ struct TiledWarp {
         float s[ROWS][4];
         scores(tile, s);
         load_keys(tile + 2);
+        if (ROWS > 1) load_values(0, tile), load_values(1, tile);
         weigh(s);
         load_scales(tile + 2);
         if (TOGETHER) add(0, 2);
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
             if (!TOGETHER) add(u, 1);
-            load_values(u, tile + 2);
+            if (ROWS == 1) load_values(u, tile + 2);
         }
     }
 
@@ -460,7 +461,8 @@ __device__ void tiled_share(TiledShared& shared, const Queries& queries, const S
     TiledWarp mine(shared, keys, values, span, last, g);
     mine.load_keys(tile);
     mine.load_scales(tile);
-    mine.load_values(0, tile), mine.load_values(1, tile);
+    if (ROWS == 1) mine.load_values(0, tile), mine.load_values(1, tile);  // else there are too few registers
+    wait_for_inputs();  // what is packed was there before this token
     for (int base = 0; base < ROWS; base += ROWS_TURNED) {
         for (int k = threadIdx.x; k < ROWS_TURNED * HEAD_DIM; k += THREADS) {
             int m = base + k / HEAD_DIM, c = k % HEAD_DIM;

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from edgekv.kernels.contract.planes import LARGEST_FOUR
-from edgekv.kernels.cuda.loops import Queries
+from edgekv.kernels.cuda.loops import Queries, Reader
 from edgekv.kernels.cuda.program import Array, Driver, Macros
 
 FILE = "tiled_planes"
 WIDTHS = (64, 128)  # of a head, as it is stored
 
 
-class Held(NamedTuple):
-    """Blocks of the kernel that a multiprocessor holds, of one query row and of more."""
-
-    one: int = 3
-    more: int = 2
-
-    def of(self, rows: int) -> int:
-        """With ``rows`` query rows."""
-        return self.one if rows == 1 else self.more
+EXACT_TILES = 3  # of a block that takes exact tokens beside them
 
 
-HELD = Held()
+def blocks_held(rows: int, keys: Reader, values: Reader) -> int:
+    """Blocks that a multiprocessor holds: how many registers there are to a thread."""
+    bits = dict((*keys.macros, *values.macros))
+    return 3 if rows == 1 and max(int(bits["KEY_BITS"]), int(bits["VALUE_BITS"])) <= 2 else 2
 
 
 def takes(driver: Driver, keys: Any, values: Any) -> bool:
@@ -35,12 +30,12 @@ def takes(driver: Driver, keys: Any, values: Any) -> bool:
     return keys.width == keys.head_dim == values.head_dim and keys.width in WIDTHS
 
 
-def macros(width: int, rows: int) -> Macros:
+def macros(rows: int, keys: Reader, values: Reader) -> Macros:
     """Beside those of all pairs."""
-    factor = f"{np.float32(1 / np.sqrt(width)):.9g}f"
+    factor = f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
     return (
         ("TILED", 1),
-        ("BLOCKS_AT_ONCE", HELD.of(rows)),
+        ("BLOCKS_AT_ONCE", blocks_held(rows, keys, values)),
         ("TURN_FACTOR", factor),
         ("LARGEST_FOUR", LARGEST_FOUR),
     )

@@ -12,19 +12,19 @@ from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
 PACKED_WARPS = 16  # of a block of packed_linear.cu, one to a multiprocessor
+SHARED_BYTES, PIECE_BYTES = 48 << 10, 1280  # of a block of tiled_linear.cu; of a span of a warp
 MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
 
 
 class Tiling(NamedTuple):
     """How tiled_linear.cu is cut: warps of a block, spans that each has on its way, blocks to a multiprocessor.
 
-    waits: whether the activation is read before the first weights.
+    Fewer on their way where a block's shared memory holds no more beside a long activation.
     """
 
-    warps: int = 16
-    ahead: int = 4
-    blocks: int = 1
-    waits: bool = True
+    warps: int = 8
+    ahead: int = 3
+    blocks: int = 3
 
 
 TILING = Tiling()
@@ -122,14 +122,26 @@ def _tiled_launch(
     """For sm_80 on: tiles of 16 rows."""
     rows, n = shape
     warps = min(TILING.warps, 1 << (-(-chunks // 4)).bit_length() - 1)  # none without a span
+    spans = _most(chunks) // 4
     macros = (
-        *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", _most(chunks) // 4)),
-        *(("WARPS_OF_BLOCK", warps), ("AHEAD", TILING.ahead), ("BLOCKS_AT_ONCE", TILING.blocks)),
-        ("WAITS_FIRST", int(TILING.waits)),
+        *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", spans)),
+        *(
+            ("WARPS_OF_BLOCK", warps),
+            ("AHEAD", min(TILING.ahead, _most_ahead(bits, spans, warps))),
+            ("BLOCKS_AT_ONCE", TILING.blocks),
+        ),
     )
     tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
     grid = min(tiles, driver.multiprocessors * TILING.blocks)
-    return Launch(Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, early=True)
+    return Launch(
+        Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, early=True
+    )
+
+
+def _most_ahead(bits: int, spans: int, warps: int) -> int:
+    """Spans that each warp can have on its way: a block has 48 KB of shared memory."""
+    activation = spans * (8 // bits * 128 + 32) + warps * 128 + 256
+    return max(1, (SHARED_BYTES - activation) // (warps * PIECE_BYTES))
 
 
 @functools.cache

@@ -3,8 +3,7 @@
 // rows, or 8 and the 8 that they gate; a warp takes a span of it at a time, 16 bytes to a lane and row: lane 4 i + j has
 // those of rows i and i + 8 at chunk j of the span. Column 2 j + d of the second factor is digit d of chunk j's inputs and
 // zero for other chunks, so that each chunk's sum comes out by itself, at lane j of its row.
-// WARPS_OF_BLOCK warps share a tile's spans; each has AHEAD spans on their way. At most MOST_SPANS spans to a row. WAITS_FIRST:
-// the activation is read before the first weights.
+// WARPS_OF_BLOCK warps share a tile's spans; each has AHEAD spans on their way. At most MOST_SPANS spans to a row.
 
 #define ZERO (1 << (WEIGHT_BITS - 1))
 #define PER_LOAD (128 / WEIGHT_BITS)  // inputs of a chunk
@@ -50,44 +49,49 @@ __device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
     }
 }
 
-// 16 bytes of each of a lane's two rows.
+// 16 bytes of each of a lane's two rows, on their way through shared memory: registers that are loaded ahead are all waited
+// for at once.
 struct Piece {
-    u32 words[2][4];
-    float scale[2];
+    uint4 words[2][32];
+    float scale[2][32];
 
-    __device__ __forceinline__ void load(const u8* weights, const float* scales, const int (&row)[2], int chunks, int blocks, int at)
+    __device__ __forceinline__ void begin(const u8* weights, const float* scales, const int (&row)[2], int chunks, int blocks, int at)
     {
+        int lane = threadIdx.x % 32;
         at = least(at, chunks - 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            load_words<4>(weights + ((i64)row[r] * chunks + at) * 16, words[r]);
-            scale[r] = scales[(i64)row[r] * blocks + at * PER_LOAD / BLOCK];
+            begin_copy(&words[r][lane], weights + ((i64)row[r] * chunks + at) * 16, true);
+            begin_word(&scale[r][lane], scales + (i64)row[r] * blocks + at * PER_LOAD / BLOCK);
         }
     }
 
     // sum[r] += the products with a span's digits, those of this lane's column.
     __device__ __forceinline__ void multiply(const uint4* digits, int stride, const Chunk& chunk, float (&sum)[2]) const
     {
-        int c[4] = {0, chunk.offset, 0, chunk.offset};
+        int lane = threadIdx.x % 32, c[4] = {0, chunk.offset, 0, chunk.offset};
+        u32 x[2][4];
+        float unit[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) load_words<4>(&words[r][lane], x[r]), unit[r] = scale[r][lane] * chunk.unit;
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
             uint4 b = digits[h * stride];
             if (WEIGHT_BITS == 8) {
-                u32 a0[4] = {words[0][0], words[1][0], words[0][1], words[1][1]};
-                u32 a1[4] = {words[0][2], words[1][2], words[0][3], words[1][3]};
+                u32 a0[4] = {x[0][0], x[1][0], x[0][1], x[1][1]}, a1[4] = {x[0][2], x[1][2], x[0][3], x[1][3]};
                 multiply_bytes(c, a0, b.x, b.y);
                 multiply_bytes(c, a1, b.z, b.w);
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    u32 w0 = words[0][2 * h % 4 + i], w1 = words[1][2 * h % 4 + i], low = 0x0f0f0f0fu;
-                    u32 a[4] = {w0 & low, w1 & low, w0 >> 4 & low, w1 >> 4 & low};
+                    u32 x0 = x[0][2 * h % 4 + i], x1 = x[1][2 * h % 4 + i], low = 0x0f0f0f0fu;
+                    u32 a[4] = {x0 & low, x1 & low, x0 >> 4 & low, x1 >> 4 & low};
                     multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
                 }
             }
         }
-        sum[0] += (float)(256 * c[0] + c[1]) * (chunk.unit * scale[0]);
-        sum[1] += (float)(256 * c[2] + c[3]) * (chunk.unit * scale[1]);
+        sum[0] += (float)(256 * c[0] + c[1]) * unit[0];
+        sum[1] += (float)(256 * c[2] + c[3]) * unit[1];
     }
 };
 
@@ -114,19 +118,16 @@ __device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, in
     return square;
 }
 
-// The first AHEAD spans of a warp; where the next one is.
-__device__ __forceinline__ void load_pieces(Piece (&ring)[AHEAD], const u8* weights, const float* scales, int tiles, int outputs,
-                                            int second, int last, int chunks, int blocks, int spans, int& tile, int& s)
-{
-    int warp = threadIdx.x / 32, i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) {
-        int row[2] = {least(tile * outputs + i, last), least(tile * outputs + i + second, last)};
-        if (tile < tiles) ring[a].load(weights, scales, row, chunks, blocks, 4 * s + j);
+// A warp's way through the spans of its block's tiles.
+struct Place {
+    int tile, s;
+
+    __device__ void advance(int spans)
+    {
         s += WARPS_OF_BLOCK;
-        if (s >= spans) s = warp, tile += gridDim.x;
+        if (s >= spans) s = threadIdx.x / 32, tile += gridDim.x;
     }
-}
+};
 
 // y and all arguments as packed_matvec's. Grid (any, n).
 extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE)
@@ -136,33 +137,35 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
     __shared__ uint4 staged[MOST_SPANS * HALVES * 8 + 1];  // and a zero
     __shared__ Chunk chunk_of[MOST_SPANS * 4];
     __shared__ float parts[2][WARPS_OF_BLOCK][16];
+    __shared__ Piece ring[WARPS_OF_BLOCK][AHEAD];
     int chunks = blocks * BLOCK / PER_LOAD, spans = divide_up(chunks, 4), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int i = lane / 4, j = lane % 4;
     bool gated = gate >= 0;
     int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs), second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
-    int tile = blockIdx.x, s = warp, then = tile, then_s = warp;  // what is computed next, and what is read
-    Piece ring[AHEAD];
-    int row[2], fours = spans * 4 * FOURS;
+    int fours = spans * 4 * FOURS;
+    Place now = {(int)blockIdx.x, warp}, then = now;  // what is computed next, and what is read
+    auto read_next = [&](Piece& piece) {
+        int first = then.tile * outputs + i, row[2] = {least(first, last), least(first + second, last)};
+        if (then.tile < tiles) piece.begin(weights, scales, row, chunks, blocks, 4 * then.s + j);
+        end_copies();
+        then.advance(spans);
+    };
     x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += has_onto ? (i64)blockIdx.y * rows : 0;
     let_next_begin();
-    if (!WAITS_FIRST) load_pieces(ring, weights, scales, tiles, outputs, second, last, chunks, blocks, spans, then, then_s);
+    for (int a = 0; a < AHEAD; ++a) read_next(ring[warp][a]);
     wait_for_inputs();
-    float v[BATCH][4], weight[BATCH][4], square = 0;
-#pragma unroll
-    for (int k = 0; k < BATCH; ++k) {
-        int f = k * 32 * WARPS_OF_BLOCK + threadIdx.x;
-        load_four(x, 4 * f, columns, v[k]);
-        if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
-    }
-    if (WAITS_FIRST) load_pieces(ring, weights, scales, tiles, outputs, second, last, chunks, blocks, spans, then, then_s);
+    float square = 0;
     for (int base = 0; base < fours; base += BATCH * 32 * WARPS_OF_BLOCK) {
+        float v[BATCH][4], weight[BATCH][4];
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             int f = base + k * 32 * WARPS_OF_BLOCK + threadIdx.x;
-            if (base > 0) {
-                load_four(x, 4 * f, columns, v[k]);
-                if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
-            }
+            load_four(x, 4 * f, columns, v[k]);
+            if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            int f = base + k * 32 * WARPS_OF_BLOCK + threadIdx.x;
             square += put_four((u8*)staged, chunk_of, f, fours, has_norm, v[k], weight[k]);
         }
     }
@@ -175,45 +178,37 @@ tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_
 
     bool own = i / 2 == j;  // else this lane's chunk has no part in its column
     const uint4* digits = own ? staged + i : staged + MOST_SPANS * HALVES * 8;
-    int stride = own ? 8 : 0, turn = 0, k = lane % 16;
+    int stride = own ? 8 : 0, turn = 0, k = lane % 16, slot = 0;
     float sum[2] = {}, added = 0, residual = 0;  // what comes to a row's sum: read ahead by the warp that will add it
-    bool adds = warp == 0 && tile < tiles;
-    while (tile < tiles) {
-#pragma unroll
-        for (int a = 0; a < AHEAD; ++a) {
-            if (tile >= tiles) break;
-            if (adds) {
-                int first = tile * outputs;
-                if (has_bias) added = bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
-                if (has_onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
-                adds = false;
-            }
-            ring[a].multiply(digits + s * HALVES * stride, stride, chunk_of[4 * s + j], sum);
-            if (then < tiles) {
-                row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
-                ring[a].load(weights, scales, row, chunks, blocks, 4 * then_s + j);
-            }
-            then_s += WARPS_OF_BLOCK;
-            if (then_s >= spans) then_s = warp, then += gridDim.x;
-            s += WARPS_OF_BLOCK;
-            if (s < spans) continue;
-            sum[0] = lane_sum(sum[0], 4), sum[1] = lane_sum(sum[1], 4);
-            if (j == 0) parts[turn % 2][warp][i] = sum[0], parts[turn % 2][warp][i + 8] = sum[1];
-            __syncthreads();
-            if (warp == turn % WARPS_OF_BLOCK) {
-                int first = tile * outputs;
-                float total = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
-                    if (w + lane / 16 < WARPS_OF_BLOCK) total += parts[turn % 2][w + lane / 16][k];
-                total = (total + __shfl_xor_sync(EVERY_LANE, total, 16)) * factor + added;
-                float up = __shfl_xor_sync(EVERY_LANE, total, 8);
-                if (gated) total = activate(total, gate) * up;
-                if (lane < outputs && first + lane < rows) y[first + lane] = total + residual;
-            }
-            sum[0] = sum[1] = 0, ++turn;
-            s = warp, tile += gridDim.x;
-            adds = warp == turn % WARPS_OF_BLOCK && tile < tiles;
+    bool adds = warp == 0;
+    while (now.tile < tiles) {
+        int first = now.tile * outputs;
+        if (adds) {
+            if (has_bias) added = bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
+            if (has_onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
+            adds = false;
         }
+        finish_copies<AHEAD - 1>();
+        ring[warp][slot].multiply(digits + now.s * HALVES * stride, stride, chunk_of[4 * now.s + j], sum);
+        read_next(ring[warp][slot]);
+        slot = slot + 1 < AHEAD ? slot + 1 : 0;
+        int tile = now.tile;
+        now.advance(spans);
+        if (now.tile == tile) continue;
+        sum[0] = lane_sum(sum[0], 4), sum[1] = lane_sum(sum[1], 4);
+        if (j == 0) parts[turn % 2][warp][i] = sum[0], parts[turn % 2][warp][i + 8] = sum[1];
+        __syncthreads();
+        if (warp == turn % WARPS_OF_BLOCK) {
+            float total = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
+                if (w + lane / 16 < WARPS_OF_BLOCK) total += parts[turn % 2][w + lane / 16][k];
+            total = (total + __shfl_xor_sync(EVERY_LANE, total, 16)) * factor + added;
+            float up = __shfl_xor_sync(EVERY_LANE, total, 8);
+            if (gated) total = activate(total, gate) * up;
+            if (lane < outputs && first + lane < rows) y[first + lane] = total + residual;
+        }
+        sum[0] = sum[1] = 0, ++turn;
+        adds = warp == turn % WARPS_OF_BLOCK;
     }
 }

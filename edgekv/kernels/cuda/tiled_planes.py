@@ -20,7 +20,7 @@ EXACT_TILES = 3  # of a block that takes exact tokens beside them
 def blocks_held(rows: int, keys: Reader, values: Reader) -> int:
     """Blocks that a multiprocessor holds: how many registers there are to a thread."""
     bits = dict((*keys.macros, *values.macros))
-    return 3 if rows == 1 and max(int(bits["KEY_BITS"]), int(bits["VALUE_BITS"])) <= 2 else 2
+    return 4 if rows == 1 and max(int(bits["KEY_BITS"]), int(bits["VALUE_BITS"])) <= 2 else 2
 
 
 def takes(driver: Driver, keys: Any, values: Any) -> bool:

@@ -24,9 +24,9 @@ from edgekv.checkpoint.shapes import load_shape  # noqa: E402
 from edgekv.kernels.cuda import matvec, tiled_planes  # noqa: E402
 
 TILINGS = [
-    *(matvec.Tiling(8, ahead, blocks) for ahead, blocks in ((2, 2), (3, 2), (2, 3), (3, 3), (2, 4), (3, 4))),
-    *(matvec.Tiling(4, ahead, blocks) for ahead, blocks in ((3, 4), (4, 4), (6, 4), (4, 6), (3, 6))),
-    matvec.Tiling(16, 1, 2),
+    *(matvec.Tiling(8, ahead, 2) for ahead in (1, 2, 3)),
+    *(matvec.Tiling(16, ahead, 1) for ahead in (1, 2, 3)),
+    *(matvec.Tiling(4, ahead, 4) for ahead in (2, 3)),
 ]
 EXACT = (1, 2, 3)  # tiles of a block of exact tokens
 EARLY = (False, True)  # whether a product may begin before the one before it has ended

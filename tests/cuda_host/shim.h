@@ -291,6 +291,5 @@ inline void begin_copy(void* to, const void* from, bool there)
     if (there) memcpy(to, from, 16);
     else memset(to, 0, 16);
 }
-inline void begin_word(void* to, const void* from) { memcpy(to, from, 4); }
 inline void end_copies() {}
 template <int N> void finish_copies() {}

@@ -12,19 +12,15 @@ from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
 PACKED_WARPS = 16  # of a block of packed_linear.cu, one to a multiprocessor
-SHARED_BYTES, PIECE_BYTES = 48 << 10, 1280  # of a block of tiled_linear.cu; of a span of a warp
 MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
 
 
 class Tiling(NamedTuple):
-    """How tiled_linear.cu is cut: warps of a block, spans that each has on its way, blocks to a multiprocessor.
-
-    Fewer on their way where a block's shared memory holds no more beside a long activation.
-    """
+    """How tiled_linear.cu is cut: warps of a block, spans that each has on its way, blocks to a multiprocessor."""
 
     warps: int = 8
-    ahead: int = 3
-    blocks: int = 3
+    ahead: int = 2
+    blocks: int = 2
 
 
 TILING = Tiling()
@@ -121,27 +117,16 @@ def _tiled_launch(
 ) -> Launch:
     """For sm_80 on: tiles of 16 rows."""
     rows, n = shape
-    warps = min(TILING.warps, 1 << (-(-chunks // 4)).bit_length() - 1)  # none without a span
-    spans = _most(chunks) // 4
+    warps = min(TILING.warps, 1 << (-(-chunks // 8)).bit_length() - 1)  # none without a span
     macros = (
-        *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", spans)),
-        *(
-            ("WARPS_OF_BLOCK", warps),
-            ("AHEAD", min(TILING.ahead, _most_ahead(bits, spans, warps))),
-            ("BLOCKS_AT_ONCE", TILING.blocks),
-        ),
+        *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", _most(chunks) // 8)),
+        *(("WARPS_OF_BLOCK", warps), ("AHEAD", TILING.ahead), ("BLOCKS_AT_ONCE", TILING.blocks)),
     )
     tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
     grid = min(tiles, driver.multiprocessors * TILING.blocks)
     return Launch(
         Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, early=True
     )
-
-
-def _most_ahead(bits: int, spans: int, warps: int) -> int:
-    """Spans that each warp can have on its way: a block has 48 KB of shared memory."""
-    activation = spans * (8 // bits * 128 + 32) + warps * 128 + 256
-    return max(1, (SHARED_BYTES - activation) // (warps * PIECE_BYTES))
 
 
 @functools.cache

@@ -87,17 +87,6 @@ __device__ __forceinline__ void begin_copy(void* to, const void* from, bool ther
 #endif
 }
 
-// 4 bytes, likewise.
-__device__ __forceinline__ void begin_word(void* to, const void* from)
-{
-#if __CUDA_ARCH__ >= 800
-    u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at), "l"(from) : "memory");
-#else
-    *(u32*)to = *(const u32*)from;
-#endif
-}
-
 __device__ __forceinline__ void end_copies()
 {
 #if __CUDA_ARCH__ >= 800

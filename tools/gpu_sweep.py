@@ -1,4 +1,4 @@
-"""How the kernels on tensor cores are best cut: their products and attention in several ways, on the card that is there.
+"""How the kernels on tensor cores are best cut: products and attention in several ways, on the card that is there.
 
 usage: python tools/gpu_sweep.py [products] [attention] [whole]
 """
@@ -24,11 +24,10 @@ from edgekv.checkpoint.shapes import load_shape  # noqa: E402
 from edgekv.kernels.cuda import matvec, tiled_planes  # noqa: E402
 
 TILINGS = [
-    *(matvec.Tiling(8, ahead, 2) for ahead in (1, 2, 3)),
+    *(matvec.Tiling(8, ahead, 2) for ahead in (2, 3)),
     *(matvec.Tiling(16, ahead, 1) for ahead in (1, 2, 3)),
-    *(matvec.Tiling(4, ahead, 4) for ahead in (2, 3)),
 ]
-EXACT = (1, 2, 3)  # tiles of a block of exact tokens
+EXACT = (1, 2, 3)  # tiles of a block of exact tokens, at most
 EARLY = (False, True)  # whether a product may begin before the one before it has ended
 PRODUCTS = {  # rows, columns, norm, gate: of Llama 2 7B
     "qkv": (12288, 4096, True, None),
@@ -49,7 +48,7 @@ def products(gpu: gpu_measure.Gpu) -> None:
     launcher = gpu.driver._launch_early
     for early, tiling in [(False, None), *itertools.product(EARLY, TILINGS)]:
         gpu.driver.has_whole_tiles, gpu.driver._launch_early = tiling is not None, launcher if early else None
-        matvec.TILING = tiling or matvec.TILING
+        matvec.TILING = matvec.FEW_TILES = tiling or matvec.TILING
         times = []
         for name, (_, columns, norm, gate) in PRODUCTS.items():
             x = expected.setdefault(f"{name}.x", gpu.normal(1, columns))
@@ -115,12 +114,13 @@ def whole(gpu: gpu_measure.Gpu) -> None:
 
 def main(names: Sequence[str]) -> None:
     gpu, begin = gpu_measure.Gpu(), time.perf_counter()
+    cut = matvec.TILING, matvec.FEW_TILES
     for section in (products, attention, whole):
         if not names or section.__name__ in names:
             print(f"\n== {section.__doc__}")
             section(gpu)
             print(f"{time.perf_counter() - begin:.0f} s so far")
-            matvec.TILING = matvec.Tiling()
+            matvec.TILING, matvec.FEW_TILES = cut
 
 
 if __name__ == "__main__":

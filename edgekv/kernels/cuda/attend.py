@@ -128,10 +128,13 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
         assert values is not None
-        is_tiled = tiled_planes.takes(self.driver, main.segment.keys, main.segment.values)
+        is_tiled = tiled_planes.takes(self.driver, main.segment.keys, main.segment.values, rows)
         held = tiled_planes.blocks_held(rows, keys, values) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
-        exact_tiles = tiled_planes.EXACT_TILES if is_tiled else 1
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
+        n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
+        exact_tiles = (
+            tiled_planes.exact_tiles(n_tiles // self.splits(n_tiles, n_kv_heads, held)) if is_tiled else 1
+        )
         exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
         shares = self.splits(rounds, n_kv_heads, held, sum(exact_shares))
         n_shares = shares + sum(exact_shares)

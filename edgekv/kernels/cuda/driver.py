@@ -19,6 +19,7 @@ from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 # Of cuBLAS.
 AS_IT_IS, TRANSPOSED, SINGLE, HALF, SINGLE_SUMS, TENSOR_CORES = 0, 1, 0, 2, 68, 99
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+OUT_OF_MEMORY = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
 INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
 
 

@@ -1,10 +1,11 @@
-"""Launches that begin before the one before them has ended: a call of the CUDA driver that CuPy has no function for."""
+"""Launches that begin before the one before them has ended: a call of the CUDA driver that CuPy lacks."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -33,11 +34,13 @@ class EarlyLauncher:
     def __call__(
         self, function: int, grid: tuple[int, ...], block: int, stream: int, arguments: list[Any]
     ) -> None:
-        """Runs a kernel by its handle; arguments are values of ctypes. Raises RuntimeError."""
+        """Runs a kernel by its handle; arguments are values of ctypes. Raises RuntimeError, MemoryError."""
         attribute = _Attribute(OVERLAPS, 0, 1)
         x, y, z = (*grid, 1, 1)[:3]
         config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
         status = self._launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
+        if status == OUT_OF_MEMORY:
+            raise MemoryError("Out of memory launching a kernel")
         if status:
             raise RuntimeError(f"cuLaunchKernelEx: CUDA driver error {status}")

@@ -23,7 +23,7 @@ class Tiling(NamedTuple):
     blocks: int = 2
 
 
-TILING = Tiling()
+TILING, FEW_TILES = Tiling(), Tiling(16, 2, 1)  # the second where a block has few tiles of 16 rows to do
 
 
 def matvec(
@@ -117,13 +117,14 @@ def _tiled_launch(
 ) -> Launch:
     """For sm_80 on: tiles of 16 rows."""
     rows, n = shape
-    warps = min(TILING.warps, 1 << (-(-chunks // 8)).bit_length() - 1)  # none without a span
+    tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
+    tiling = TILING if tiles >= 4 * driver.multiprocessors else FEW_TILES
+    warps = min(tiling.warps, 1 << (-(-chunks // 8)).bit_length() - 1)  # none without a span
     macros = (
         *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", _most(chunks) // 8)),
-        *(("WARPS_OF_BLOCK", warps), ("AHEAD", TILING.ahead), ("BLOCKS_AT_ONCE", TILING.blocks)),
+        *(("WARPS_OF_BLOCK", warps), ("AHEAD", tiling.ahead), ("BLOCKS_AT_ONCE", tiling.blocks)),
     )
-    tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
-    grid = min(tiles, driver.multiprocessors * TILING.blocks)
+    grid = min(tiles, driver.multiprocessors * tiling.blocks)
     return Launch(
         Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, early=True
     )

@@ -12,38 +12,6 @@
 #define SLOTS (VALUE_BITS > 2 ? 2 : 1)    // words of values and channel that a lane reads of a tile
 #define ROWS_TURNED (2 * THREADS / HEAD_DIM)
 #define LARGEST 32639                     // 127 * 256 + 127
-#define KEY_LINES (KEY_BITS * WIDE)       // of 16 bytes, of a lane and step
-#define VALUE_LINES (2 * SLOTS * WIDE)
-#define STREAMS (KEY_LINES + VALUE_LINES <= 16 && ROWS <= 4)  // whether they come through shared memory
-
-#define AHEAD (STREAMS || ROWS == 1)      // else there are too few registers for a step's values beside those before
-
-// N lines of 16 bytes for each lane of a warp on their way, N counted from the first of the warp's: in shared memory, where
-// some can be waited for while others are on their way, or in registers, all of which are waited for at once.
-template <int N, bool STREAMED> struct Lines {
-    uint4 (*at)[32];
-    __device__ __forceinline__ void begin(int k, const uint4* from, bool there) { begin_copy(&at[k][threadIdx.x % 32], from, there); }
-    __device__ __forceinline__ void take(int k, u32 (&x)[4]) const { load_words<4>(&at[k][threadIdx.x % 32], x); }
-};
-template <int N> struct Lines<N, false> {
-    uint4 (*at)[32];
-    u32 held[N][4];
-    __device__ __forceinline__ void begin(int k, const uint4* from, bool there)
-    {
-        held[k][0] = held[k][1] = held[k][2] = held[k][3] = 0;
-        if (there) load_words<4>(from, held[k]);
-    }
-    __device__ __forceinline__ void take(int k, u32 (&x)[4]) const
-    {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = held[k][i];
-    }
-};
-
-union WarpShared {
-    uint4 lines[STREAMS ? KEY_LINES + VALUE_LINES : 1][32];
-    float sums[ROWS][HEAD_DIM];  // at the end
-};
 
 struct TiledShared {
     alignas(16) u8 digits[ROWS][2][HEAD_DIM];  // of the rotated queries, high ones first
@@ -55,7 +23,7 @@ struct TiledShared {
     int offset[ROWS];                    // twice what the codes' middle adds, in digits
     float peaks[WARPS][ROWS], totals[WARPS][ROWS], offsets[WARPS][ROWS];
     float turned[ROWS_TURNED][2][HEAD_DIM];
-    alignas(16) WarpShared warps[WARPS];
+    float parts[WARPS][ROWS][HEAD_DIM];
 };
 
 // The Walsh-Hadamard transform of ROWS_TURNED rows, pairs HEAD_DIM / 2 apart in every stage; returns on which side they are.
@@ -126,9 +94,7 @@ struct TiledWarp {
     int warp, i, j, last, from, to;  // tiles from `last` on are not there; tokens from .. to are seen
     int key_bits, value_bits, rows_of_values[2];
     u32 digits[SETS][2][WIDE], bits[ROWS];
-    Lines<KEY_LINES, STREAMS> key;
-    Lines<VALUE_LINES, STREAMS> value;
-    u32 centre[2][WIDE];
+    u32 key[KEY_BITS][WIDE][4], centre[2][WIDE], value[2][SLOTS][WIDE][4];
     uint2 key_width, value_width;
     float step_of_centre[2];
     float peak[ROWS], total[ROWS], offset[ROWS];
@@ -152,7 +118,6 @@ struct TiledWarp {
         centres = (const uint4*)((const u8*)keys.c + (i64)g * key_blocks * 5 * (HEAD_DIM / 2) + j * (HEAD_DIM / 8));
         rows_of_values[0] = value_bits == 1 ? j % 2 : value_bits == 4 ? 2 * j : j;
         rows_of_values[1] = value_bits == 3 ? 4 + j % 2 : 2 * j + 1;
-        key.at = shared.warps[warp].lines, value.at = shared.warps[warp].lines + (STREAMS ? KEY_LINES : 0);
         from = most(span.t0, span.lo - span.position + span.t0);
         to = least(least(span.t1, span.hi - span.position + span.t0), last * TILE);
 #pragma unroll
@@ -194,9 +159,11 @@ struct TiledWarp {
 #pragma unroll
         for (int p = 0; p < KEY_BITS; ++p)
 #pragma unroll
-            for (int k = 0; k < WIDE; ++k)
-                key.begin(p * WIDE + k, planes + ((i64)at * key_bits + p) * (HEAD_DIM / 2) + 4 * k, at < last && p < key_bits);
-        end_copies();
+            for (int k = 0; k < WIDE; ++k) {
+                uint4 x = {0, 0, 0, 0};
+                if (at < last && p < key_bits) x = planes[((i64)at * key_bits + p) * (HEAD_DIM / 2) + 4 * k];
+                key[p][k][0] = x.x, key[p][k][1] = x.y, key[p][k][2] = x.z, key[p][k][3] = x.w;
+            }
     }
 
     __device__ void load_scales(int tile)
@@ -222,11 +189,11 @@ struct TiledWarp {
         for (int slot = 0; slot < SLOTS; ++slot)
 #pragma unroll
             for (int y = 0; y < WIDE; ++y) {
+                uint4 x = {0, 0, 0, 0};
                 i64 row = (i64)(tile + u) * 2 * value_bits + rows_of_values[slot];
-                bool there = tile + u < last && (slot == 0 || value_bits > 2);
-                value.begin((u * SLOTS + slot) * WIDE + y, codes + row * (HEAD_DIM / 4) + 8 * y, there);
+                if (tile + u < last && (slot == 0 || value_bits > 2)) x = codes[row * (HEAD_DIM / 4) + 8 * y];
+                value[u][slot][y][0] = x.x, value[u][slot][y][1] = x.y, value[u][slot][y][2] = x.z, value[u][slot][y][3] = x.w;
             }
-        if (u == 1) end_copies();
     }
 
     // The products of all rows with this lane's tokens: number times 2 ** (bits - 1 - plane) * sign, and once more.
@@ -236,14 +203,12 @@ struct TiledWarp {
 #pragma unroll
         for (int p = 0; p < KEY_BITS; ++p) {
             if (p > 0 && p >= key_bits) break;
-            u32 token[16], line[WIDE][4];
-#pragma unroll
-            for (int k = 0; k < WIDE; ++k) key.take(p * WIDE + k, line[k]);
+            u32 token[16];
 #pragma unroll
             for (int a = 0; a < 4; ++a) {
-                u32 low = __byte_perm(line[0][a], line[1][a], 0x5140), high = __byte_perm(line[0][a], line[1][a], 0x7362);
-                u32 low2 = WIDE > 2 ? __byte_perm(line[2 % WIDE][a], line[3 % WIDE][a], 0x5140) : 0;
-                u32 high2 = WIDE > 2 ? __byte_perm(line[2 % WIDE][a], line[3 % WIDE][a], 0x7362) : 0;
+                u32 low = __byte_perm(key[p][0][a], key[p][1][a], 0x5140), high = __byte_perm(key[p][0][a], key[p][1][a], 0x7362);
+                u32 low2 = WIDE > 2 ? __byte_perm(key[p][2 % WIDE][a], key[p][3 % WIDE][a], 0x5140) : 0;
+                u32 high2 = WIDE > 2 ? __byte_perm(key[p][2 % WIDE][a], key[p][3 % WIDE][a], 0x7362) : 0;
                 token[4 * a] = __byte_perm(low, low2, 0x5410), token[4 * a + 1] = __byte_perm(low, low2, 0x7632);
                 token[4 * a + 2] = __byte_perm(high, high2, 0x5410), token[4 * a + 3] = __byte_perm(high, high2, 0x7632);
             }
@@ -285,15 +250,10 @@ struct TiledWarp {
         }
     }
 
-    __device__ __forceinline__ void scores(int tile, float (&s)[ROWS][4])
+    // s = the scores of a step's tokens, from what was multiplied and their scales.
+    __device__ __forceinline__ void scores(int tile, const int (&product)[ROWS][4], const float (&near)[SETS][2], const float (&width)[4],
+                                           float (&s)[ROWS][4])
     {
-        int product[ROWS][4];
-        multiply_signs(product);
-        float near[SETS][2];
-#pragma unroll
-        for (int set = 0; set < SETS; ++set) multiply_centres(set, near[set]);
-        float width[4];
-        unpack(key_width, width);
         int at = (tile + i / 4) * TILE + 16 * j + 4 * (i % 4);
         bool whole = tile * TILE >= from && (tile + 2) * TILE <= to;
 #pragma unroll
@@ -317,10 +277,9 @@ struct TiledWarp {
     }
 
     // The weights of a step's tokens into shared memory, in bytes; what was summed before shrinks where a maximum rises.
-    __device__ __forceinline__ void weigh(const float (&s)[ROWS][4])
+    __device__ __forceinline__ void weigh(const float (&s)[ROWS][4], const float (&width)[4])
     {
-        float width[4], shrink[ROWS];
-        unpack(value_width, width);
+        float shrink[ROWS];
         bool shrinks = false;
         __syncwarp();
 #pragma unroll
@@ -378,16 +337,13 @@ struct TiledWarp {
         }
         u32 low = PART == 1 ? 0x01010101u : PART == 2 ? 0x03030303u : 0x0f0f0f0fu, high = low << (PART == 1 ? 2 : 4);
 #pragma unroll
-        for (int y = 0; y < WIDE; ++y) {
-            u32 line[4], other[4];
-            value.take((u * SLOTS + SLOT) * WIDE + y, line);
-            if (PART == 4) value.take((u * SLOTS + SLOTS - 1) * WIDE + y, other);
+        for (int y = 0; y < WIDE; ++y)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                u32 x0 = line[2 * h], x1 = line[2 * h + 1], y0, y1;
+                u32 x0 = value[u][SLOT][y][2 * h], x1 = value[u][SLOT][y][2 * h + 1], y0, y1;
                 if (PART == 1) x0 >>= 4 * (j / 2), x1 >>= 4 * (j / 2);
                 if (PART == 4)
-                    y0 = other[2 * h], y1 = other[2 * h + 1];
+                    y0 = value[u][SLOTS - 1][y][2 * h], y1 = value[u][SLOTS - 1][y][2 * h + 1];
                 else
                     y0 = x0 >> PART, y1 = x1 >> PART;
                 u32 lower[4] = {x0 & low, x1 & low, y0 & low, y1 & low};
@@ -399,7 +355,6 @@ struct TiledWarp {
                     multiply_codes(c[set][y][h], upper, is_upper ? weight[set][0] : 0, is_upper ? weight[set][1] : 0);
                 }
             }
-        }
     }
 
     __device__ __forceinline__ void clear_products()
@@ -451,29 +406,29 @@ struct TiledWarp {
         } else add_part<4, 0>(u, n, 1);
     }
 
+    // All reads begin at one place: what waits for some of a warp's reads waits for all of them.
     __device__ __forceinline__ void step(int tile)
     {
-        float s[ROWS][4];
-        finish_copies<1>();  // all but the values
-        scores(tile, s);
-        load_keys(tile + 2);
-        if (!AHEAD) load_values(0, tile), load_values(1, tile);
-        weigh(s);
-        load_scales(tile + 2);
-        finish_copies<1>();  // all but the next keys
-        if (TOGETHER) add(0, 2);
+        int product[ROWS][4];
+        float near[SETS][2], key_widths[4], value_widths[4], s[ROWS][4];
+        multiply_signs(product);
 #pragma unroll
-        for (int u = 0; u < 2; ++u) {
-            if (!TOGETHER) add(u, 1);
-            if (AHEAD) load_values(u, tile + 2);
-        }
+        for (int set = 0; set < SETS; ++set) multiply_centres(set, near[set]);
+        unpack(key_width, key_widths), unpack(value_width, value_widths);
+        load_values(0, tile), load_values(1, tile);
+        load_keys(tile + 2);
+        load_scales(tile + 2);
+        scores(tile, product, near, key_widths, s);
+        weigh(s, value_widths);
+        if (TOGETHER)
+            add(0, 2);
+        else
+            add(0, 1), add(1, 1);
     }
 
     // Leaves what this warp has found to the block.
     __device__ void finish()
     {
-        finish_copies<0>();
-        __syncwarp();
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
 #pragma unroll
@@ -483,7 +438,7 @@ struct TiledWarp {
                     float x = sum[set][y][k / 2][k % 2];
                     if (TOGETHER) x += __shfl_xor_sync(EVERY_LANE, x, 1);
                     int m = TOGETHER ? j / 2 : 4 * set + j;
-                    if (m < ROWS && (!TOGETHER || j % 2 == 0)) shared.warps[warp].sums[m][32 * y + 4 * i + k] = x;
+                    if (m < ROWS && (!TOGETHER || j % 2 == 0)) shared.parts[warp][m][32 * y + 4 * i + k] = x;
                 }
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
@@ -504,7 +459,6 @@ __device__ void tiled_share(TiledShared& shared, const Queries& queries, const S
     TiledWarp mine(shared, keys, values, span, last, g);
     mine.load_keys(tile);
     mine.load_scales(tile);
-    if (AHEAD) mine.load_values(0, tile), mine.load_values(1, tile);
     wait_for_inputs();  // what is packed was there before this token
     for (int base = 0; base < ROWS; base += ROWS_TURNED) {
         for (int k = threadIdx.x; k < ROWS_TURNED * HEAD_DIM; k += THREADS) {
@@ -529,7 +483,7 @@ __device__ void tiled_share(TiledShared& shared, const Queries& queries, const S
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
             float factor = __expf(shared.peaks[w][m] - (peak == MINUS_INFINITY ? 0 : peak));
-            total += factor * shared.totals[w][m], x += factor * (shared.warps[w].sums[m][c] + shared.offsets[w][m]);
+            total += factor * shared.totals[w][m], x += factor * (shared.parts[w][m][c] + shared.offsets[w][m]);
         }
         out[m][c] = x;
         if (c == 0) ends[2 * m] = peak, ends[2 * m + 1] = total;

@@ -136,7 +136,8 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
             tiled_planes.exact_tiles(n_tiles // self.splits(n_tiles, n_kv_heads, held)) if is_tiled else 1
         )
         exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
-        shares = self.splits(rounds, n_kv_heads, held, sum(exact_shares))
+        beside = sum(exact_shares)
+        shares = min(self.splits(rounds, n_kv_heads, held, beside if is_tiled else 0), MOST_SHARES - beside)
         n_shares = shares + sum(exact_shares)
         ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
         sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))

@@ -57,8 +57,8 @@ class Backend:
 
         All of them run at once where a multiprocessor holds `blocks`: a few more would take as long again.
         """
-        at_once = self.driver.multiprocessors * blocks // others
-        return max(1, min(rounds, at_once - beside, MOST_SHARES - beside))
+        at_once = self.driver.multiprocessors * blocks // others - beside
+        return max(1, min(rounds, at_once, MOST_SHARES))
 
     def per_token(self, *numbers: I64) -> tuple[Any, ...]:
         """For a kernel: whether query tokens differ, their numbers (len(numbers), n), and the first token's."""

@@ -63,14 +63,18 @@ class CupyDriver:
 
     def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
         program, kernel, grid, block, early = launch
-        function = self._kernels.get((program, kernel))
-        if function is None:
-            function = self._kernels[program, kernel] = self._compile(program, kernel)
-        if early and self._launch_early is not None:
-            values = [_ctypes_argument(x) for x in arguments]
-            self._launch_early(function.kernel.ptr, grid, block, self.stream.ptr, values)
-        else:
-            function(grid, (block,), tuple(map(_argument, arguments)))
+        try:
+            function = self._kernels.get((program, kernel))
+            if function is None:
+                function = self._kernels[program, kernel] = self._compile(program, kernel)
+            if early and self._launch_early is not None:
+                values = [_ctypes_argument(x) for x in arguments]
+                self._launch_early(function.kernel.ptr, grid, block, self.stream.ptr, values)
+            else:
+                function(grid, (block,), tuple(map(_argument, arguments)))
+        except RuntimeError as error:
+            _raise_memory_error(error, f"for {kernel}")
+            raise
 
     def _compile(self, program: Program, kernel: str) -> Any:
         try:
@@ -92,10 +96,16 @@ class CupyDriver:
         (n, k), rows, stride = x.shape, len(w), y.strides[0] // y.itemsize
         one, onto = ONE.ctypes.data, (ONE if adds else ZERO).ctypes.data
         sums = SINGLE_SUMS if self._cuda >= 11000 else SINGLE
-        cublas.gemmEx(  # by columns: y.T = w x.T
-            *(self.cupy.cuda.device.get_cublas_handle(), TRANSPOSED, AS_IT_IS, rows, n, k),
-            *(one, w.data.ptr, HALF, k, x.data.ptr, HALF, k, onto, y.data.ptr, SINGLE, stride, sums, TENSOR_CORES),
-        )
+        factors = w.data.ptr, HALF, k, x.data.ptr, HALF, k
+        try:
+            handle = self.cupy.cuda.device.get_cublas_handle()
+            cublas.gemmEx(  # by columns: y.T = w x.T
+                *(handle, TRANSPOSED, AS_IT_IS, rows, n, k, one, *factors),
+                *(onto, y.data.ptr, SINGLE, stride, sums, TENSOR_CORES),
+            )
+        except RuntimeError as error:
+            _raise_memory_error(error, "for a product of cuBLAS")
+            raise
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """A function that does on the device again what ``step`` would do now; ``step`` itself does nothing there.
@@ -118,6 +128,12 @@ class CupyDriver:
             graph.launch(self.stream)
 
         return replay
+
+
+def _raise_memory_error(error: RuntimeError, what: str) -> None:
+    """MemoryError, as CuPy's own allocations raise, where the driver or cuBLAS found too little memory."""
+    if any(name in str(error) for name in OUT_OF_MEMORY):
+        raise MemoryError(f"Out of memory {what} ({error})") from error
 
 
 def _early_launcher() -> EarlyLauncher | None:

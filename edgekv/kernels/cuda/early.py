@@ -34,13 +34,12 @@ class EarlyLauncher:
     def __call__(
         self, function: int, grid: tuple[int, ...], block: int, stream: int, arguments: list[Any]
     ) -> None:
-        """Runs a kernel by its handle; arguments are values of ctypes. Raises RuntimeError, MemoryError."""
+        """Runs a kernel by its handle; arguments are values of ctypes. Raises RuntimeError."""
         attribute = _Attribute(OVERLAPS, 0, 1)
         x, y, z = (*grid, 1, 1)[:3]
         config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
         status = self._launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
-        if status == OUT_OF_MEMORY:
-            raise MemoryError("Out of memory launching a kernel")
         if status:
-            raise RuntimeError(f"cuLaunchKernelEx: CUDA driver error {status}")
+            name = "CUDA_ERROR_OUT_OF_MEMORY" if status == OUT_OF_MEMORY else f"CUDA driver error {status}"
+            raise RuntimeError(f"cuLaunchKernelEx: {name}")

@@ -5,7 +5,6 @@ usage: python tools/gpu_sweep.py [products] [attention] [whole]
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pathlib
 import sys
@@ -28,7 +27,7 @@ TILINGS = [
     *(matvec.Tiling(8, ahead, 2) for ahead in (2, 3)),
     *(matvec.Tiling(16, ahead, 1) for ahead in (1, 2, 3)),
 ]
-CUTS = tuple(itertools.product((1, 2, 3), (True, False)))  # at most so many exact tiles to a block; see _splits
+EXACT = (1, 2, 3)  # tiles of a block of exact tokens, at most
 EARLY = (False, True)  # whether a product may begin before the one before it has ended
 PRODUCTS = {  # rows, columns, norm, gate: of Llama 2 7B
     "qkv": (12288, 4096, True, None),
@@ -77,8 +76,8 @@ def _operands(gpu: gpu_measure.Gpu, rows: int, columns: int) -> Iterator[tuple[A
 
 
 def attention(gpu: gpu_measure.Gpu) -> None:
-    """Microseconds of a layer's attention by how the tokens are shared."""
-    print(f"| scheme | tokens | as before | {' | '.join(map(str, CUTS))} |")
+    """Microseconds of a layer's attention by tiles of a block of exact tokens."""
+    print(f"| scheme | tokens | as before | {' | '.join(map(str, EXACT))} |")
     for text in SCHEMES:
         for depth in DEPTHS:
             gpu.driver.has_whole_tiles = False
@@ -93,22 +92,15 @@ def attention(gpu: gpu_measure.Gpu) -> None:
 
             expected, times = result(), [gpu.seconds(layers.attend) / n * 1e6]
             gpu.driver.has_whole_tiles = True
-            for tiles, leaves_room in CUTS:
+            for tiles in EXACT:
                 tiled_planes.EXACT_TILES = tiles
-                gpu.kernels.splits = functools.partial(_splits, gpu.kernels, leaves_room)
                 error = np.linalg.norm(result() - expected) / np.linalg.norm(expected)
                 assert error < 4e-3, (text, depth, error)
                 times.append(gpu.seconds(layers.attend) / n * 1e6)
             print(f"| {text} | {depth:,} | {' | '.join(f'{t:.1f}' for t in times)} |", flush=True)
             tiled_planes.EXACT_TILES = 3
-            del gpu.kernels.splits
             del layers
             cupy.get_default_memory_pool().free_all_blocks()
-
-
-def _splits(kernels: Any, leaves_room: bool, rounds: int, others: int, blocks: int = 8, beside: int = 0) -> int:
-    """As `Backend.splits`, or as if there were no blocks beside."""
-    return type(kernels).splits(kernels, rounds, others, blocks, beside if leaves_room else 0)
 
 
 def whole(gpu: gpu_measure.Gpu) -> None:

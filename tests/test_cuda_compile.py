@@ -9,18 +9,25 @@ import pathlib
 import re
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
-from edgekv.kernels.cuda import backend
+from edgekv.kernels.cuda import backend, matvec
+from edgekv.kernels.cuda.attend import attend_program
 from edgekv.kernels.cuda.gather import GATHER
+from edgekv.kernels.cuda.loops import Reader
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
 from edgekv.kernels.cuda.papers import fier, huffman, int4, kivi, quest, signs
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.program import FOLDER, Program
 from edgekv.kernels.cuda.rows import ENCODE
 
-LEAST = {"prompt_attention": 75}  # of what is only launched from a generation on
+LEAST = {
+    "prompt_attention": 75,
+    "tiled_linear": 80,
+    "tiled_planes": 80,
+}  # of what is only launched from a generation on
 ARCHITECTURES = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90: "H100, H200"}
 REPORT = re.compile(
     r"Function properties for (\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
@@ -59,6 +66,22 @@ KIVI = {
 }
 
 
+SIGNS = KEYS["centred"] | VALUES["interleaved_values"]
+TILED = [
+    (1, 128, SIGNS),
+    (1, 128, SIGNS | {"KEY_BITS": 2}),
+    (1, 64, SIGNS),
+    (1, 128, HEADS),
+    (4, 128, SIGNS),
+    (4, 128, HEADS),
+]
+TILED_LINEAR = {
+    "WARPS_OF_BLOCK": matvec.TILING.warps,
+    "AHEAD": matvec.TILING.ahead,
+    "BLOCKS_AT_ONCE": matvec.TILING.blocks,
+}
+
+
 def program(files: tuple[str, ...], **macros: object) -> Program:
     return Program(tuple(dict.fromkeys(files)), tuple(macros.items()))
 
@@ -66,6 +89,15 @@ def program(files: tuple[str, ...], **macros: object) -> Program:
 def attend(files: tuple[str, ...], exact: bool, macros: dict[str, object]) -> Program:
     more = {"MOST_SHARES": backend.MOST_SHARES} | ({"EXACT": 1} if exact else {})
     return program((*files, *(["rows"] if exact else []), "attend"), **ROWS | macros | more)
+
+
+def tiled(rows: int, width: int, macros: dict[str, Any]) -> Program:
+    """attend.cu on tensor cores, beside exact tokens."""
+    keys, values = (
+        Reader("", "", (), 64, width, tuple((name, macros[name]) for name in names))
+        for names in (("KEY_BITS", "KEY_HEADS"), ("VALUE_BITS", "VALUE_HEADS"))
+    )
+    return attend_program(keys, values, rows, True, is_tiled=True)
 
 
 PROGRAMS = {
@@ -87,6 +119,20 @@ PROGRAMS = {
             ("activations", "packed_linear"), WEIGHT_BITS=bits, BLOCK=32, ROWS=rows, MOST_CHUNKS=MOST_CHUNKS[-1]
         )
         for bits, rows in ((4, 2), (4, 4), (8, 2))
+    },
+    **{
+        f"tiled_linear-{bits}-{block}": program(
+            ("activations", "tiled_linear"),
+            WEIGHT_BITS=bits,
+            BLOCK=block,
+            MOST_SPANS=MOST_CHUNKS[-1] // 8,
+            **TILED_LINEAR,
+        )
+        for bits, block in ((4, 32), (4, 128), (8, 32))
+    },
+    **{
+        f"attend-tiled-{rows}-{width}-{macros['KEY_BITS']}": tiled(rows, width, macros)
+        for rows, width, macros in TILED
     },
     "gather": program(("gather",), ROWS=4, KEY_DIM=128, **dict(GATHER)),
     **{
@@ -162,11 +208,16 @@ def test_every_source_file_is_compiled_here() -> None:
     assert compiled == {str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.cu")}
 
 
+def least(each: Program) -> int:
+    """The generation from which on a program is launched."""
+    return max(LEAST.get(file, 0) for file in each.files)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_programs_compile_without_spills(nvrtc: Nvrtc, architecture: int) -> None:
     if architecture not in nvrtc.architectures():
         pytest.skip(f"this NVRTC no longer compiles for sm_{architecture} ({ARCHITECTURES[architecture]})")
-    programs = {name: each for name, each in PROGRAMS.items() if architecture >= LEAST.get(each.files[-1], 0)}
+    programs = {name: each for name, each in PROGRAMS.items() if architecture >= least(each)}
     as_cupy_does = "-ftz=true", f"-arch=sm_{architecture}", "--ptxas-options=-v"
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = pool.map(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -136,6 +137,23 @@ def test_the_log_of_a_kernel_that_does_not_compile_is_kept(monkeypatch: pytest.M
     assert "what is this?" in log.read_text()
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("CUDA_ERROR_OUT_OF_MEMORY: out of memory", MemoryError), ("CUDA_ERROR_INVALID_VALUE", RuntimeError)],
+)
+def test_too_little_memory_for_a_launch(monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros))
+    driver, launch = cupy_driver.CupyDriver(), Launch(Program(("softmax",)), "softmax", (1,), 256)
+    driver._kernels[launch.program, launch.kernel] = refuse
+    with pytest.raises(kind, match=text.split(":")[0]):
+        driver.launch(launch)
+
+
 def test_scalars_reach_a_kernel_as_its_own_types() -> None:
+    early = [cupy_driver._ctypes_argument(x) for x in (3, 0.5)]
+    assert [(type(x), x.value) for x in early] == [(ctypes.c_int, 3), (ctypes.c_float, 0.5)]
     values = [cupy_driver._argument(x) for x in (3, 0.5, None)]
     assert [type(x) for x in values] == [np.int32, np.float32, type(None)]

@@ -127,7 +127,7 @@ class HostDriver:
     """
 
     multiprocessors, memory_bytes = 2, 1 << 20
-    multiplies_halves = has_matrix_tiles = True
+    multiplies_halves = has_matrix_tiles = has_whole_tiles = True
     free = 1 << 40  # bytes that an allocation may have
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class HostDriver:
         return step
 
     def launch(self, launch: Launch, *arguments: Any) -> None:
-        program, kernel, grid, block = launch
+        program, kernel, grid, block, _ = launch
         assert all(n > 0 for n in grid)
         assert block > 0
         self.backwards = not self.backwards

@@ -200,6 +200,8 @@ inline unsigned dot_bytes(unsigned a, unsigned b, unsigned sum)
 
 inline unsigned short finite_half(float x) { return float_to_half(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
 inline unsigned two_halves(float a, float b) { return float_to_half(a) | (unsigned)float_to_half(b) << 16; }
+inline void wait_for_inputs() {}
+inline void let_next_begin() {}
 inline float power_of_two(float x) { return exp2f(x); }
 
 // What the lanes of a warp show each other, until all have looked.
@@ -232,6 +234,42 @@ inline void multiply_tile(float (&c)[4], const unsigned (&a)[4], unsigned b0, un
             unsigned x = left.a[i / 2 + k / 8 * 2], y = right.b[k / 8];
             c[i] += k % 2 ? high_half(x) * high_half(y) : low_half(x) * low_half(y);
         }
+}
+template <class B> void multiply_whole(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    Factors mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    Shown<Factors> all(mine);
+    int lane = fibers::current % 32;
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 32; ++k) {
+            const Factors& left = *all.lanes[lane / 4 * 4 + k % 16 / 4];
+            const Factors& right = *all.lanes[(lane % 4 * 2 + i % 2) * 4 + k % 16 / 4];
+            c[i] += (int)(unsigned char)(left.a[i / 2 + k / 16 * 2] >> k % 4 * 8) * (B)(right.b[k / 16] >> k % 4 * 8);
+        }
+}
+inline void multiply_bytes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    multiply_whole<signed char>(c, a, b0, b1);
+}
+inline void multiply_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
+{
+    multiply_whole<unsigned char>(c, a, b0, b1);
+}
+inline void multiply_bits(int (&c)[4], unsigned a0, unsigned a1, unsigned b)
+{
+    Factors mine = {{a0, a1, 0, 0}, {b, 0}};
+    Shown<Factors> all(mine);
+    int lane = fibers::current % 32;
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 4; ++k)
+            c[i] += __builtin_popcount(all.lanes[lane / 4 * 4 + k]->a[i / 2] & all.lanes[(lane % 4 * 2 + i % 2) * 4 + k]->b[0]);
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned order)
+{
+    unsigned long long both = x | (unsigned long long)y << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return result;
 }
 inline void load_matrices(unsigned (&x)[4], const unsigned short* row)
 {

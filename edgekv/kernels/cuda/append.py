@@ -39,7 +39,7 @@ class AppendKernels(Backend):
         (k, k_stride), (v, v_stride) = per_head(k), per_head(v)
         key_store, value_store = keys.arrays["half"], values.arrays["half"]
         n_kv_heads, capacity, d = key_store.shape
-        launch = Launch(ENCODE, "append_f16", (2, n_kv_heads), THREADS)
+        launch = Launch(ENCODE, "append_f16", (2, n_kv_heads), THREADS, early=True)
         stores = key_store, capacity, value_store, value_store.shape[1]
         self.driver.launch(launch, k, k_stride, v, v_stride, d, *stores, *place(self.driver, t0))
 

@@ -1,16 +1,6 @@
 // Attention in one launch, for the codecs KEYS and VALUES, beside exact tokens. Every block makes the softmax over a share of the tokens (a
 // running maximum, the sum of the weights, the weighted values); the last block of a KV head puts the shares together.
 
-// Tokens t0 .. t1 of a store, the first at `position`; positions lo .. hi are visible.
-struct Span {
-    int t0, t1, position, lo, hi;
-    __device__ bool sees(int t) const
-    {
-        int at = position + t - t0;
-        return t >= t0 && t < t1 && at >= lo && at < hi;
-    }
-};
-
 template <class K, class V>
 __device__ void attend_share(const Queries& queries, const Store& key_store, const Store& value_store, const Span& span,
                              int part, int parts, int g, float* ends, float (*out)[HEAD_DIM])
@@ -127,8 +117,14 @@ __device__ void add_shares(const float* sums, const float (*weights)[ROWS], int 
 // out_main and out_exact (G, ROWS, HEAD_DIM) get the two sums, both over all weights; or one array gets their sum. whole (G,
 // ROWS, 2) gets the maximum and the sum of all weights. Scratch: ends (G, blocks, ROWS, 2),
 // the maximum and the sum of weights that a block found, and sums (G, blocks, ROWS, HEAD_DIM). done (G): zeros, left so.
+#ifndef BLOCKS_AT_ONCE
 #define BLOCKS_AT_ONCE (ROWS > 1 ? 2 : __CUDA_ARCH__ < 700 ? 3 : 4)  // of a processor: how many registers there are to a thread
+#endif
+#ifdef TILED
+#define EXACT_FLIGHT 8
+#else
 #define EXACT_FLIGHT (ROWS == 1 ? 32 : 16)
+#endif
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_AT_ONCE)
 attend(const float* q, const void* codes, const float* scale,
        const void* ka, const void* kb, const void* kc, const void* kd, const void* ke, const void* va, const void* vb,
@@ -141,7 +137,16 @@ attend(const float* q, const void* codes, const float* scale,
 {
     __shared__ float out[ROWS][HEAD_DIM];
     __shared__ bool is_last;
+#ifdef TILED
+    __shared__ TiledShared tiled;
+#endif
     int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x;
+    let_next_begin();
+#ifdef TILED
+    if (share >= main_parts) wait_for_inputs();
+#else
+    wait_for_inputs();
+#endif
     ends += (i64)g * shares * ROWS * 2;
     sums += (i64)g * shares * ROWS * HEAD_DIM;
     hi += *shift, lo += lo > 0 ? *shift : 0;
@@ -150,7 +155,11 @@ attend(const float* q, const void* codes, const float* scale,
         Queries queries = {q, codes, scale, ROWS};
         Store keys = {ka, kb, kc, kd, ke, 0, capacity}, values = {va, vb, vc, vd, 0, 0, value_capacity};
         Span span = {t0, t1 + *t1_moves, position + *position_moves, lo, hi};
+#ifdef TILED
+        tiled_share(tiled, queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
+#else
         attend_share<KEYS, VALUES>(queries, keys, values, span, share, main_parts, g, ends + share * ROWS * 2, out);
+#endif
     } else {
 #ifdef EXACT
         bool second = share - main_parts >= parts1;
@@ -191,7 +200,14 @@ attend(const float* q, const void* codes, const float* scale,
         }
     }
     __syncthreads();
+#ifdef TILED
+    out_exact += (i64)g * ROWS * HEAD_DIM;
+    add_shares(sums, weights, main_parts, shares, out_exact);
+    add_shares(sums, weights, 0, main_parts, out[0]);
+    turn_back(tiled, out, (const float*)vd, out_exact);
+#else
     bool together = out_main == out_exact;
     add_shares(sums, weights, 0, together ? shares : main_parts, out_main + (i64)g * ROWS * HEAD_DIM);
     if (!together) add_shares(sums, weights, main_parts, shares, out_exact + (i64)g * ROWS * HEAD_DIM);
+#endif
 }

@@ -8,6 +8,7 @@ reads take a buffer of scores.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
+from edgekv.kernels.cuda import tiled_planes
 from edgekv.kernels.cuda.backend import MOST_SHARES
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
 from edgekv.kernels.cuda.loops import Queries, Reader, loops_of, read_keys, read_values
@@ -30,11 +32,11 @@ MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
 
 
 class Part(NamedTuple):
-    """A segment as the kernels take it. ``values`` None: a second stage reads them."""
+    """A segment as the kernels take it, for queries ``q``. ``values`` None: a second stage reads them."""
 
     segment: Segment
     keys: Reader
-    queries: Queries
+    q: Array
     values: Reader | None
 
     @property
@@ -87,20 +89,21 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         elif n == 1 and shape[1] <= MOST_ROWS and weights is None and all(part.joins for part in parts):
             self._attend_at_once(parts, visible, result)
         else:
-            self._attend_through_scores(parts, q, visible, result, weights)
+            self._attend_through_scores(parts, visible, result, weights)
 
     def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
-        prepared = loops_of(codec.kind).queries(self, codec, queries)
-        self.launch_scores(read_keys(codec), prepared, t0, t1, s)
+        self.launch_scores(read_keys(codec), self._prepared(codec, queries), t0, t1, s)
 
     def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
         self.launch_values(read_values(codec), p, t0, t1, out)
 
     def _part(self, segment: Segment, q: Array) -> Part:
-        keys, values = segment.keys, segment.values
-        queries = loops_of(keys.kind).queries(self, keys, q)
-        two_stages = loops_of(values.kind).second_stage is not None
-        return Part(segment, read_keys(keys), queries, None if two_stages else read_values(values))
+        two_stages = loops_of(segment.values.kind).second_stage is not None
+        return Part(segment, read_keys(segment.keys), q, None if two_stages else read_values(segment.values))
+
+    def _prepared(self, keys: Any, q: Array) -> Queries:
+        """The queries as the scores of these keys want them."""
+        return loops_of(keys.kind).queries(self, keys, q)
 
     def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
         long, short = [part for part in parts if not part.is_short], [part for part in parts if part.is_short]
@@ -125,30 +128,42 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
         assert values is not None
+        is_tiled = tiled_planes.takes(self.driver, main.segment.keys, main.segment.values, rows)
+        held = tiled_planes.blocks_held(rows, keys, values) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
-        exact_shares = [n_rounds(part.segment.first, part.most, 1) for part in exact]
-        most = MOST_SHARES - sum(exact_shares)
-        shares = min(self.splits(rounds, n_kv_heads, ATTEND_BLOCKS.get(rows, 2)), most)
+        n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
+        exact_tiles = (
+            tiled_planes.exact_tiles(n_tiles // self.splits(n_tiles, n_kv_heads, held)) if is_tiled else 1
+        )
+        exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
+        beside = sum(exact_shares)
+        shares = min(self.splits(rounds, n_kv_heads, held, beside if is_tiled else 0), MOST_SHARES - beside)
         n_shares = shares + sum(exact_shares)
         ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
         sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))
-        rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
+        place = keys.capacity, values.capacity, *self._place(main.segment), shares
+        seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
+        program = attend_program(keys, values, rows, bool(exact), is_tiled)
+        if is_tiled:
+            rotated, queries = out, tiled_planes.queries(main.segment.keys, main.q)
+            values = dataclasses.replace(values, arrays=(*values.arrays, values.rotation.flips), rotation=None)
+        else:
+            rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
+            queries = self._prepared(main.segment.keys, main.q)
         arrays = (
-            *self.query_arguments(main.queries),
+            *self.query_arguments(queries),
             *self.store_arguments(keys, 5),
             *self.store_arguments(values, 4),
         )
-        place = keys.capacity, values.capacity, *self._place(main.segment), shares
-        seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
         results = ends, sums, self._done(n_kv_heads), end, rotated, out
-        launch = Launch(attend_program(keys, values, rows, bool(exact)), "attend", (n_shares, n_kv_heads), THREADS)
+        launch = Launch(program, "attend", (n_shares, n_kv_heads), THREADS, early=True)
         self.driver.launch(launch, *arrays, *place, *self._exact_arguments(exact, exact_shares), *seen, *results)
         if values.rotation is not None:
             self.rotate_back(values.rotation, rotated, out)
 
     def _exact_arguments(self, parts: list[Part], shares: list[int]) -> list[Any]:
         nothing = self.driver.still
-        arguments = [parts[0].queries.x if parts else nothing]
+        arguments = [parts[0].q if parts else nothing]
         for part in parts:
             s = part.segment
             arguments += [s.keys.arrays["half"], s.values.arrays["half"], part.keys.capacity, *self._place(s)]
@@ -166,23 +181,24 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         return self._scratch["attend.done"]
 
     def _attend_through_scores(
-        self, parts: list[Part], q: Array, visible: Visible, out: Array, weights: Array | None
+        self, parts: list[Part], visible: Visible, out: Array, weights: Array | None
     ) -> None:
-        n_kv_heads, rows, _ = q.shape
+        n_kv_heads, rows, _ = out.shape
+        prepared = [self._prepared(part.segment.keys, part.q) for part in parts]
         ends = list(itertools.accumulate((part.columns for part in parts), initial=0))
         shape = n_kv_heads, rows, ends[-1]
         buffer = self.scratch("attend.scores", shape) if weights is None else weights
         columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
-        for part, s in zip(parts, columns, strict=True):
+        for part, queries, s in zip(parts, prepared, columns, strict=True):
             chosen, segment = part.segment.chosen, part.segment
             if chosen is not None:
-                self.scores_at(q, segment.keys.arrays["half"], *chosen, s)
+                self.scores_at(part.q, segment.keys.arrays["half"], *chosen, s)
             else:
-                self.launch_scores(part.keys, part.queries, segment.first, part.most, s, segment, visible)
+                self.launch_scores(part.keys, queries, segment.first, part.most, s, segment, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
         change = None  # of the sum of a row's probabilities, by second stages
-        for part, p in zip(parts, columns, strict=True):
+        for part, queries, p in zip(parts, prepared, columns, strict=True):
             chosen, segment = part.segment.chosen, part.segment
             if chosen is not None:
                 self.values_at(p, segment.values.arrays["half"], *chosen, out)
@@ -192,17 +208,19 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
                 segment = segment._replace(stop=part.most)
                 second_stage = loops_of(segment.values.kind).second_stage
                 assert second_stage is not None
-                moved = second_stage(self, segment, part.queries, p, len(visible[0]), out)
+                moved = second_stage(self, segment, queries, p, len(visible[0]), out)
                 change = moved if change is None else change + moved
         if change is not None:
             out /= (1 + change)[..., None]
 
 
-def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool) -> Program:
-    """attend.cu for a pair, beside exact tokens or not."""
-    files = dict.fromkeys((keys.file, values.file, *(["rows"] if with_exact else []), "attend"))
-    tiles = tiles_at_once(rows, keys, values)
+def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is_tiled: bool = False) -> Program:
+    """attend.cu for a pair, beside exact tokens or not; is_tiled: on tensor cores."""
+    pair = (tiled_planes.FILE,) if is_tiled else (keys.file, values.file)
+    files = dict.fromkeys((*pair, *(["rows"] if with_exact else []), "attend"))
+    tiles = 1 if is_tiled else tiles_at_once(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
     sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
     exact = (("EXACT", 1),) if with_exact else ()
-    return Program(tuple(files), (*types, *sizes, *exact, *keys.macros, *values.macros))
+    more = tiled_planes.macros(rows, keys, values) if is_tiled else ()
+    return Program(tuple(files), (*types, *sizes, *exact, *keys.macros, *values.macros, *more))

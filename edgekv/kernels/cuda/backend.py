@@ -52,12 +52,13 @@ class Backend:
         launch = Launch(Program(("add_partial",)), "add_partial", (-(-n // 256),), 256)
         self.driver.launch(launch, partial, splits, n // n_kv_heads, n, out)
 
-    def splits(self, rounds: int, others: int, blocks: int = 8) -> int:
-        """Into how many parts to cut a range of rounds of which there are `others`.
+    def splits(self, rounds: int, others: int, blocks: int = 8, beside: int = 0) -> int:
+        """Into how many parts to cut a range of rounds, of which there are `others`, each beside some blocks.
 
         All of them run at once where a multiprocessor holds `blocks`: a few more would take as long again.
         """
-        return max(1, min(rounds, self.driver.multiprocessors * blocks // others, MOST_SHARES))
+        at_once = self.driver.multiprocessors * blocks // others - beside
+        return max(1, min(rounds, at_once, MOST_SHARES))
 
     def per_token(self, *numbers: I64) -> tuple[Any, ...]:
         """For a kernel: whether query tokens differ, their numbers (len(numbers), n), and the first token's."""

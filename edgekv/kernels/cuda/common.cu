@@ -143,6 +143,16 @@ struct Queries {
     int rows;
 };
 
+// Tokens t0 .. t1 of a store, the first at `position`; positions lo .. hi are visible.
+struct Span {
+    int t0, t1, position, lo, hi;
+    __device__ bool sees(int t) const
+    {
+        int at = position + t - t0;
+        return t >= t0 && t < t1 && at >= lo && at < hi;
+    }
+};
+
 // sums[warp][row] = what the lanes of each warp have of a row, where x[turn] is of row (turn * WARPS + warp) / PER_ROW.
 template <int PER_ROW, int TURNS, int N> __device__ __forceinline__ void add_by_row(const float (&x)[TURNS], float (*sums)[N])
 {

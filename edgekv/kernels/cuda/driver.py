@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,13 @@ from edgekv.cache_folder import cache_root
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write
 from edgekv.kernels.cuda.counter import N_MOVES
+from edgekv.kernels.cuda.early import EarlyLauncher
 from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 
 # Of cuBLAS.
 AS_IT_IS, TRANSPOSED, SINGLE, HALF, SINGLE_SUMS, TENSOR_CORES = 0, 1, 0, 2, 68, 99
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+OUT_OF_MEMORY = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
 INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
 
 
@@ -31,6 +34,8 @@ class CupyDriver:
         self.memory_bytes = int(properties["totalGlobalMem"])
         generation = int(properties["major"]), int(properties["minor"])
         self.multiplies_halves, self.has_matrix_tiles = generation >= (7, 0), generation >= (7, 5)
+        self.has_whole_tiles = generation >= (8, 0)
+        self._launch_early = _early_launcher() if generation >= (9, 0) else None
         self._cuda = int(runtime.runtimeGetVersion())
         self.stream = self.cupy.cuda.Stream()
         self.stream.use()
@@ -57,11 +62,19 @@ class CupyDriver:
         return int(self.cupy.cuda.runtime.memGetInfo()[0]) + int(unused)
 
     def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
-        program, kernel, grid, block = launch
-        function = self._kernels.get((program, kernel))
-        if function is None:
-            function = self._kernels[program, kernel] = self._compile(program, kernel)
-        function(grid, (block,), tuple(map(_argument, arguments)))
+        program, kernel, grid, block, early = launch
+        try:
+            function = self._kernels.get((program, kernel))
+            if function is None:
+                function = self._kernels[program, kernel] = self._compile(program, kernel)
+            if early and self._launch_early is not None:
+                values = [_ctypes_argument(x) for x in arguments]
+                self._launch_early(function.kernel.ptr, grid, block, self.stream.ptr, values)
+            else:
+                function(grid, (block,), tuple(map(_argument, arguments)))
+        except RuntimeError as error:
+            _raise_memory_error(error, f"for {kernel}")
+            raise
 
     def _compile(self, program: Program, kernel: str) -> Any:
         try:
@@ -83,10 +96,16 @@ class CupyDriver:
         (n, k), rows, stride = x.shape, len(w), y.strides[0] // y.itemsize
         one, onto = ONE.ctypes.data, (ONE if adds else ZERO).ctypes.data
         sums = SINGLE_SUMS if self._cuda >= 11000 else SINGLE
-        cublas.gemmEx(  # by columns: y.T = w x.T
-            *(self.cupy.cuda.device.get_cublas_handle(), TRANSPOSED, AS_IT_IS, rows, n, k),
-            *(one, w.data.ptr, HALF, k, x.data.ptr, HALF, k, onto, y.data.ptr, SINGLE, stride, sums, TENSOR_CORES),
-        )
+        factors = w.data.ptr, HALF, k, x.data.ptr, HALF, k
+        try:
+            handle = self.cupy.cuda.device.get_cublas_handle()
+            cublas.gemmEx(  # by columns: y.T = w x.T
+                *(handle, TRANSPOSED, AS_IT_IS, rows, n, k, one, *factors),
+                *(onto, y.data.ptr, SINGLE, stride, sums, TENSOR_CORES),
+            )
+        except RuntimeError as error:
+            _raise_memory_error(error, "for a product of cuBLAS")
+            raise
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """A function that does on the device again what ``step`` would do now; ``step`` itself does nothing there.
@@ -109,6 +128,26 @@ class CupyDriver:
             graph.launch(self.stream)
 
         return replay
+
+
+def _raise_memory_error(error: RuntimeError, what: str) -> None:
+    """MemoryError, as CuPy's own allocations raise, where the driver or cuBLAS found too little memory."""
+    if any(name in str(error) for name in OUT_OF_MEMORY):
+        raise MemoryError(f"Out of memory {what} ({error})") from error
+
+
+def _early_launcher() -> EarlyLauncher | None:
+    """None: this driver has none."""
+    try:
+        return EarlyLauncher()
+    except (OSError, AttributeError):
+        return None
+
+
+def _ctypes_argument(x: Array | int | float) -> Any:
+    if isinstance(x, int):
+        return ctypes.c_int(x)
+    return ctypes.c_float(x) if isinstance(x, float) else ctypes.c_void_p(x.data.ptr)
 
 
 def _argument(x: Array | int | float) -> Any:

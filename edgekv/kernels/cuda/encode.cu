@@ -12,6 +12,8 @@ extern "C" __global__ void encode_f16(const float* x, int stride, int d, u16* st
 extern "C" __global__ void append_f16(const float* k, int k_stride, const float* v, int v_stride, int d, u16* keys, int capacity,
                                       u16* values, int value_capacity, int t0, const int* t0_moves)
 {
+    let_next_begin();
+    wait_for_inputs();
     bool is_value = blockIdx.x;
     const float* from = is_value ? v + (i64)blockIdx.y * v_stride : k + (i64)blockIdx.y * k_stride;
     i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0 + *t0_moves;

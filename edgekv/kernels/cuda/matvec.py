@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,17 @@ MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
 PACKED_WARPS = 16  # of a block of packed_linear.cu, one to a multiprocessor
 MOST_CHUNKS = (32, 64, 128, 192, 256, 352)  # of 16 bytes, in a row of packed weights: sizes that are compiled
+
+
+class Tiling(NamedTuple):
+    """How tiled_linear.cu is cut: warps of a block, spans that each has on its way, blocks to a multiprocessor."""
+
+    warps: int = 8
+    ahead: int = 2
+    blocks: int = 2
+
+
+TILING, FEW_TILES = Tiling(), Tiling(16, 2, 1)  # the second where a block has few tiles of 16 rows to do
 
 
 def matvec(
@@ -73,20 +85,49 @@ def packed_matvec(
     first. gate: (n, rows / 2), the first half of the rows through the activation of this number, times the second.
     """
     rows, n = codes.shape[0], x.size // columns
-    at_once = 4 if bits == 4 and rows >= 8 * PACKED_WARPS * driver.multiprocessors else 2
-    most = next(size for size in MOST_CHUNKS if size >= _chunks(bits, scales, block))
-    macros = ("WEIGHT_BITS", bits), ("BLOCK", block), ("ROWS", at_once), ("MOST_CHUNKS", most)
-    program = Program(("activations", "packed_linear"), macros)
-    grid = min(-(-rows // (at_once * PACKED_WARPS)), driver.multiprocessors)
+    launch = (_tiled_launch if driver.has_whole_tiles else _packed_launch)(
+        driver, (rows, n), _chunks(bits, scales, block), gate is not None, bits, block
+    )
     outputs = rows if gate is None else rows // 2
     y = driver.empty((n, outputs), np.float32)
     weight, eps = norm or (None, 0.0)
     given = ((driver.shift, 0) if each is None else (each, 1) for each in (bias, onto, weight))
     added = (each for pair in given for each in pair)
     sizes = outputs, columns, scales.shape[1]
-    launch = Launch(program, "packed_matvec", (grid, n), 32 * PACKED_WARPS)
     driver.launch(launch, codes, scales, *added, float(eps), -1 if gate is None else gate, x, *sizes, y)
     return y
+
+
+def _most(chunks: int) -> int:
+    return next(size for size in MOST_CHUNKS if size >= chunks)
+
+
+def _packed_launch(
+    driver: Driver, shape: tuple[int, int], chunks: int, gated: bool, bits: int, block: int
+) -> Launch:
+    rows, n = shape
+    at_once = 4 if bits == 4 and rows >= 8 * PACKED_WARPS * driver.multiprocessors else 2
+    macros = ("WEIGHT_BITS", bits), ("BLOCK", block), ("ROWS", at_once), ("MOST_CHUNKS", _most(chunks))
+    grid = min(-(-rows // (at_once * PACKED_WARPS)), driver.multiprocessors)
+    return Launch(Program(("activations", "packed_linear"), macros), "packed_matvec", (grid, n), 32 * PACKED_WARPS)
+
+
+def _tiled_launch(
+    driver: Driver, shape: tuple[int, int], chunks: int, gated: bool, bits: int, block: int
+) -> Launch:
+    """For sm_80 on: tiles of 16 rows."""
+    rows, n = shape
+    tiles = -(-rows // 2 // 8) if gated else -(-rows // 16)
+    tiling = TILING if tiles >= 4 * driver.multiprocessors else FEW_TILES
+    warps = min(tiling.warps, 1 << (-(-chunks // 8)).bit_length() - 1)  # none without a span
+    macros = (
+        *(("WEIGHT_BITS", bits), ("BLOCK", block), ("MOST_SPANS", _most(chunks) // 8)),
+        *(("WARPS_OF_BLOCK", warps), ("AHEAD", tiling.ahead), ("BLOCKS_AT_ONCE", tiling.blocks)),
+    )
+    grid = min(tiles, driver.multiprocessors * tiling.blocks)
+    return Launch(
+        Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, early=True
+    )
 
 
 @functools.cache

@@ -44,12 +44,16 @@ def _text(name: str) -> str:
 
 
 class Launch(NamedTuple):
-    """A kernel of a program, run by ``grid`` blocks of ``block`` threads."""
+    """A kernel of a program, run by ``grid`` blocks of ``block`` threads.
+
+    early: it may begin before the launches before it have ended, and waits for them by itself (`wait_for_inputs`).
+    """
 
     program: Program
     kernel: str
     grid: tuple[int, ...]
     block: int
+    early: bool = False
 
 
 class CannotRecord(Exception):
@@ -66,6 +70,8 @@ class Driver(Protocol):
     """Whether products of halves are faster than those of float32: on tensor cores, from sm_70 on."""
     has_matrix_tiles: bool
     """Whether prompt_attention.cu compiles: from sm_75 on."""
+    has_whole_tiles: bool
+    """Whether tiled_linear.cu and tiled_planes.cu compile: from sm_80 on."""
     moves: Array
     """int32: how far the counters of a replayed step have moved since it was recorded, else 0."""
     shift: Array

@@ -102,6 +102,46 @@ template <int N> __device__ __forceinline__ void finish_copies()
 }
 #endif
 
+// For products of whole numbers on tensor cores, from sm_80 on. Lane 4 i + j has, of a, rows i and i + 8 at words j and (of
+// 16 x 32 bytes) then both again 4 words further; of b, by columns, the same of column i; of c rows i and i + 8 of columns
+// 2 j, 2 j + 1.
+#if __CUDA_ARCH__ >= 800
+#define EDGEKV_WHOLE_TILE(types)                                                                                        \
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." types ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"      \
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// c (16 x 8) += a (16 x 32), bytes from 0 to 255, times b (32 x 8), bytes from -128 to 127.
+__device__ __forceinline__ void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_WHOLE_TILE("u8.s8"); }
+
+// Both from 0 to 255.
+__device__ __forceinline__ void multiply_codes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { EDGEKV_WHOLE_TILE("u8.u8"); }
+
+// c (16 x 8) += how many bits are set both in a row of a (16 x 128) and in a column of b (128 x 8).
+__device__ __forceinline__ void multiply_bits(int (&c)[4], u32 a0, u32 a1, u32 b)
+{
+    asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+#endif
+
+// A kernel that is launched early (Launch.early) may do what needs nothing of the launches before it, then has to wait for
+// their results; and lets the next one begin when all its blocks run. From sm_90 on.
+__device__ __forceinline__ void wait_for_inputs()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_begin()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // 2 ** x, to about 2 units in the last place.
 __device__ __forceinline__ float power_of_two(float x)
 {

@@ -44,6 +44,8 @@ split_rope(const float* qkv, const float* cos, const float* sin, int half, const
            float* k, int k_stride, float* v, int v_stride, int n_heads, int n_kv_heads, int head_dim, float scale,
            const float* q_norm, const float* k_norm, int normalised, float eps)
 {
+    let_next_begin();
+    wait_for_inputs();
     Projected x(qkv, cos, sin, half, shift, n_heads, n_kv_heads, head_dim, scale, q_norm, k_norm, normalised, eps);
     int token = blockIdx.x, head = blockIdx.y;
     float* out = x.is_query  ? q + (i64)head * q_stride

@@ -65,7 +65,8 @@ class RopeKernels(Backend):
             _, capacity, width = halves.k.shape
             more = int(q is not None), halves.q, halves.k, halves.v, width, capacity, halves.first
         kernel = "split_rope_half" if more else "split_rope"
-        launch = Launch(Program(("rope",)), kernel, (n, n_heads + 2 * n_kv_heads), THREADS)
+        grid = n, n_heads + 2 * n_kv_heads
+        launch = Launch(Program(("rope",)), kernel, grid, THREADS, early=kernel == "split_rope")
         self.driver.launch(launch, *arguments, float(scale), *norms, float(eps), *more)
 
 

@@ -1,0 +1,225 @@
+// packed_linear.cu on tensor cores, from sm_80 on. Weights are multiplied as the whole numbers that they are stored as, the
+// activation as whole numbers of 16 bits: each 16 bytes of weights, a chunk, have a unit of their own for their inputs. A tile
+// is 16 rows, or 8 and the 8 that they gate; a warp takes a span of it at a time, 128 bytes of each row, so that whole lines
+// are asked for: lane 4 i + j has chunks 2 j and 2 j + 1 of rows i and i + 8. In the product of chunks 2 j + h, column 2 j + d
+// of the second factor is digit d of chunk 2 j + h's inputs and zero for other chunks, so that each chunk's sum comes out by
+// itself, at lane j of its row. WARPS_OF_BLOCK warps share a tile's spans; each has AHEAD spans on their way. At most
+// MOST_SPANS spans to a row.
+
+#define ZERO (1 << (WEIGHT_BITS - 1))
+#define PER_LOAD (128 / WEIGHT_BITS)  // inputs of a chunk
+#define FOURS (PER_LOAD / 4)          // threads that put a chunk into shared memory
+#define HALVES (8 / WEIGHT_BITS)      // times 16 bytes of digits to a chunk and digit
+#define SCALES (BLOCK >= 2 * PER_LOAD ? 1 : 2)  // of a lane's chunks in a row
+#define LARGEST 32639                 // 127 * 256 + 127
+#define BATCH least(4, divide_up(MOST_SPANS * 8 * FOURS, 32 * WARPS_OF_BLOCK))  // fours of inputs that a thread reads at once
+
+struct Chunk {
+    float unit;
+    int offset;  // what the weights' zero adds to their sum
+};
+
+// Inputs k .. k + 3 of x, 0 from `columns` on.
+__device__ __forceinline__ void load_four(const float* x, int k, int columns, float* v)
+{
+    if (columns % 4 == 0 && k < columns) {
+        float4 a = *(const float4*)(x + k);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = k + i < columns ? x[k + i] : 0;
+    }
+}
+
+// Two digits of four inputs to their places: thread f of a row's.
+__device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
+{
+    int chunk = f / FOURS, group = chunk / 8 * 2 + chunk % 2, column = chunk % 8 / 2 * 2, high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) high[i] = x[i] + 128 >> 8, low[i] = x[i] - 256 * high[i];
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+        const int* digit = d ? low : high;
+        u32 a = digit[0] & 255, b = digit[1] & 255, c = digit[2] & 255, e = digit[3] & 255;
+        if (WEIGHT_BITS == 8) {
+            *(u32*)(staged + ((group * 8 + column + d) * 16 + f % 4 * 4)) = a | b << 8 | c << 16 | e << 24;
+        } else {  // a word of weights has even inputs in its low nibbles
+            int word = f % FOURS / 2, slot = (group * HALVES + word / 2) * 8 + column + d;
+            u8* to = staged + slot * 16 + word % 2 * 8 + f % 2 * 2;
+            *(u16*)to = (u16)(a | c << 8), *(u16*)(to + 4) = (u16)(b | e << 8);
+        }
+    }
+}
+
+// 32 bytes of each of a lane's two rows.
+struct Piece {
+    u32 words[2][2][4];  // row, chunk
+    float scale[2][SCALES];
+
+    __device__ __forceinline__ void load(const u8* weights, const float* scales, const int (&row)[2], int chunks, int blocks, int at)
+    {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) load_words<4>(weights + ((i64)row[r] * chunks + least(at + h, chunks - 1)) * 16, words[r][h]);
+#pragma unroll
+            for (int h = 0; h < SCALES; ++h)
+                scale[r][h] = scales[(i64)row[r] * blocks + least(at + h, chunks - 1) * PER_LOAD / BLOCK];
+        }
+    }
+
+    // sum[r] += the products with a span's digits, those of this lane's column.
+    __device__ __forceinline__ void multiply(const uint4* digits, int stride, const Chunk* chunk, float (&sum)[2]) const
+    {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            Chunk mine = chunk[k];
+            int c[4] = {0, mine.offset, 0, mine.offset};
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                uint4 b = digits[(k * HALVES + h) * stride];
+                const u32 *x = words[0][k], *y = words[1][k];
+                if (WEIGHT_BITS == 8) {
+                    u32 a0[4] = {x[0], y[0], x[1], y[1]}, a1[4] = {x[2], y[2], x[3], y[3]};
+                    multiply_bytes(c, a0, b.x, b.y);
+                    multiply_bytes(c, a1, b.z, b.w);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        u32 x0 = x[2 * h % 4 + i], y0 = y[2 * h % 4 + i], low = 0x0f0f0f0fu;
+                        u32 a[4] = {x0 & low, y0 & low, x0 >> 4 & low, y0 >> 4 & low};
+                        multiply_bytes(c, a, i ? b.z : b.x, i ? b.w : b.y);
+                    }
+                }
+            }
+            sum[0] += (float)(256 * c[0] + c[1]) * (mine.unit * scale[0][k % SCALES]);
+            sum[1] += (float)(256 * c[2] + c[3]) * (mine.unit * scale[1][k % SCALES]);
+        }
+    }
+};
+
+// Four inputs, times their weights of the norm if it has one, to their places; returns the sum of their squares before.
+__device__ __forceinline__ float put_four(u8* staged, Chunk* chunk_of, int f, int fours, int has_norm, const float (&x)[4],
+                                          const float (&weight)[4])
+{
+    float v[4], square = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) square += x[k] * x[k], v[k] = has_norm ? x[k] * weight[k] : x[k];
+    float most = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+#pragma unroll
+    for (int k = 1; k < FOURS; k *= 2) most = fmaxf(most, __shfl_xor_sync(EVERY_LANE, most, k));
+    float inverse = most > 1e-30f ? LARGEST / most : 0;
+    int whole[4], total = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) total += whole[k] = __float2int_rn(v[k] * inverse);
+#pragma unroll
+    for (int k = 1; k < FOURS; k *= 2) total += __shfl_xor_sync(EVERY_LANE, total, k);
+    if (f >= fours) return square;
+    put_digits(staged, f, whole);
+    Chunk chunk = {most * (1.0f / LARGEST), -ZERO * total};
+    if (f % FOURS == 0) chunk_of[f / FOURS] = chunk;
+    return square;
+}
+
+// The first AHEAD spans of a warp; where the next one is.
+__device__ __forceinline__ void load_pieces(Piece (&ring)[AHEAD], const u8* weights, const float* scales, int tiles, int outputs,
+                                            int second, int last, int chunks, int blocks, int spans, int& tile, int& s)
+{
+    int warp = threadIdx.x / 32, i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+        int row[2] = {least(tile * outputs + i, last), least(tile * outputs + i + second, last)};
+        if (tile < tiles) ring[a].load(weights, scales, row, chunks, blocks, 8 * s + 2 * j);
+        s += WARPS_OF_BLOCK;
+        if (s >= spans) s = warp, tile += gridDim.x;
+    }
+}
+
+// y and all arguments as packed_matvec's. Grid (any, n).
+extern "C" __global__ void __launch_bounds__(32 * WARPS_OF_BLOCK, BLOCKS_AT_ONCE)
+tiled_matvec(const u8* weights, const float* scales, const float* bias, int has_bias, const float* onto, int has_onto,
+             const float* norm, int has_norm, float eps, int gate, const float* x, int rows, int columns, int blocks, float* y)
+{
+    __shared__ uint4 staged[MOST_SPANS * 2 * HALVES * 8 + 1];  // and a zero
+    __shared__ Chunk chunk_of[MOST_SPANS * 8];
+    __shared__ float parts[2][WARPS_OF_BLOCK][16];
+    int chunks = blocks * BLOCK / PER_LOAD, spans = divide_up(chunks, 8), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int i = lane / 4, j = lane % 4;
+    bool gated = gate >= 0;
+    int outputs = gated ? 8 : 16, tiles = divide_up(rows, outputs), second = gated ? rows : 8, last = gated ? 2 * rows - 1 : rows - 1;
+    int tile = blockIdx.x, s = warp, then = tile, then_s = warp;  // what is computed next, and what is read
+    Piece ring[AHEAD];
+    int row[2], fours = spans * 8 * FOURS;
+    x += (i64)blockIdx.y * columns, y += (i64)blockIdx.y * rows, onto += has_onto ? (i64)blockIdx.y * rows : 0;
+    let_next_begin();
+    load_pieces(ring, weights, scales, tiles, outputs, second, last, chunks, blocks, spans, then, then_s);
+    wait_for_inputs();
+    float v[BATCH][4], weight[BATCH][4], square = 0;
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+        int f = k * 32 * WARPS_OF_BLOCK + threadIdx.x;
+        load_four(x, 4 * f, columns, v[k]);
+        if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
+    }
+    for (int base = 0; base < fours; base += BATCH * 32 * WARPS_OF_BLOCK) {
+#pragma unroll
+        for (int k = 0; k < BATCH; ++k) {
+            int f = base + k * 32 * WARPS_OF_BLOCK + threadIdx.x;
+            if (base > 0) {
+                load_four(x, 4 * f, columns, v[k]);
+                if (has_norm) load_four(norm, 4 * f, columns, weight[k]);
+            }
+            square += put_four((u8*)staged, chunk_of, f, fours, has_norm, v[k], weight[k]);
+        }
+    }
+    if (threadIdx.x == 0) {
+        uint4 nothing = {0, 0, 0, 0};
+        staged[MOST_SPANS * 2 * HALVES * 8] = nothing;
+    }
+    float factor = has_norm ? 1 / sqrtf(block_sum(square) / columns + eps) : 1;
+    __syncthreads();
+
+    bool own = i / 2 == j;  // else this lane's chunk has no part in its column
+    const uint4* digits = own ? staged + i : staged + MOST_SPANS * 2 * HALVES * 8;
+    int stride = own ? 8 : 0, turn = 0, k = lane % 16;
+    float sum[2] = {}, added = 0, residual = 0;  // what comes to a row's sum: read ahead by the warp that will add it
+    bool adds = warp == 0 && tile < tiles;
+    while (tile < tiles) {
+#pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            if (tile >= tiles) break;
+            if (adds) {
+                int first = tile * outputs;
+                if (has_bias) added = bias[least(gated && k >= 8 ? rows + first + k - 8 : first + k, last)];
+                if (has_onto && lane < outputs && first + lane < rows) residual = onto[first + lane];
+                adds = false;
+            }
+            ring[a].multiply(digits + s * 2 * HALVES * stride, stride, chunk_of + 8 * s + 2 * j, sum);
+            if (then < tiles) {
+                row[0] = least(then * outputs + i, last), row[1] = least(then * outputs + i + second, last);
+                ring[a].load(weights, scales, row, chunks, blocks, 8 * then_s + 2 * j);
+            }
+            then_s += WARPS_OF_BLOCK;
+            if (then_s >= spans) then_s = warp, then += gridDim.x;
+            s += WARPS_OF_BLOCK;
+            if (s < spans) continue;
+            sum[0] = lane_sum(sum[0], 4), sum[1] = lane_sum(sum[1], 4);
+            if (j == 0) parts[turn % 2][warp][i] = sum[0], parts[turn % 2][warp][i + 8] = sum[1];
+            __syncthreads();
+            if (warp == turn % WARPS_OF_BLOCK) {
+                int first = tile * outputs;
+                float total = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS_OF_BLOCK; w += 2)
+                    if (w + lane / 16 < WARPS_OF_BLOCK) total += parts[turn % 2][w + lane / 16][k];
+                total = (total + __shfl_xor_sync(EVERY_LANE, total, 16)) * factor + added;
+                float up = __shfl_xor_sync(EVERY_LANE, total, 8);
+                if (gated) total = activate(total, gate) * up;
+                if (lane < outputs && first + lane < rows) y[first + lane] = total + residual;
+            }
+            sum[0] = sum[1] = 0, ++turn;
+            s = warp, tile += gridDim.x;
+            adds = warp == turn % WARPS_OF_BLOCK && tile < tiles;
+        }
+    }
+}

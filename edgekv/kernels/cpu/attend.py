@@ -64,10 +64,8 @@ def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, ou
 def _attend(team: int, n_parts: int, plan: Any, runs: Any) -> None:
     p = plan[0]
     share(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
-    if p.any_kept:
-        share(team, n_parts, p.n_groups, _finish_groups, (plan, runs))
-    else:  # a microsecond: less than waking threads again
-        _finish_groups(0, p.n_groups, plan, runs)
+    few = n_parts if p.any_kept else 1  # without a second stage a microsecond: less than waking threads again
+    share(team, few, p.n_groups, _finish_groups, (plan, runs))
 
 
 @fast_jit

@@ -62,8 +62,8 @@ def parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, 
 def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     x = numbers(store)
     width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
-    key_scale = get(floats(get(x, AT.key_scale)), g)
     factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
+    key_scale = get(floats(get(x, AT.key_scale)), g)
     tables_at, rotated, rounded, words, sizes = parts_of(prepared, rows, width)
     for m in range(rows):
         row = m * width

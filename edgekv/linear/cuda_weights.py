@@ -26,7 +26,7 @@ LOADING = "loading to the GPU"
 class Matrix:
     """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,).
 
-    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points.
+    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points or offsets.
     """
 
     rows: int
@@ -41,7 +41,9 @@ class Matrix:
 
 
 def _shift(store: WeightStore, name: str) -> F32:
-    """What the zero points of a linear's blocks change: the kernels know one for all."""
+    """What the zero points or offsets of a linear's blocks change: the kernels know one zero point for all."""
+    if store.form.of(name).offsets:
+        return np.ascontiguousarray(store.raw(f"{name}.offsets"))
     scales = store.raw(f"{name}.scales")
     shift: F32 = -unpack_zeros(store.raw(f"{name}.zeros"), scales.shape[1]) * scales
     return shift
@@ -65,7 +67,7 @@ class DeviceWeights:
             blocks = scales[0].shape[1] if scales else 0
             uploaded = None if bias is None else driver.upload(bias)
             shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
-            shift = driver.upload(_shift(store, name)) if form.zeros else None
+            shift = driver.upload(_shift(store, name)) if form.zeros or form.offsets else None
             self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded, shift)
             if progress:
                 progress(LOADING, done, len(names))

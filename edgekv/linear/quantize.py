@@ -132,8 +132,17 @@ def unpack_zeros(packed: U8, blocks: int) -> F32:
     return zeros
 
 
-def dequantize(codes: U8, scales: F32, bits: int, block: int, columns: int, zeros: U8 | None = None) -> F32:
-    """(r, columns) float32 from codes, scales and packed zero points."""
+def dequantize(
+    codes: U8,
+    scales: F32,
+    bits: int,
+    block: int,
+    columns: int,
+    *,
+    zeros: U8 | None = None,
+    offsets: F32 | None = None,
+) -> F32:
+    """(r, columns) float32 from codes, scales, and packed zero points or offsets (r, blocks)."""
     rows = codes.shape[0]
     if bits == 4:
         wide = np.empty((*codes.shape[:2], block), np.uint8)
@@ -143,4 +152,6 @@ def dequantize(codes: U8, scales: F32, bits: int, block: int, columns: int, zero
     if zeros is not None:
         centred -= unpack_zeros(zeros, scales.shape[1])[..., None]
     values: F32 = centred * scales[..., None]
+    if offsets is not None:
+        values += offsets[..., None]
     return values.reshape(rows, -1)[:, :columns]

@@ -18,7 +18,7 @@ FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64"}  # GGUF's ty
 
 
 class Blocks(NamedTuple):
-    """Of rows: whole numbers (r, blocks, 32), which times scales (r, blocks) are the weights, plus offsets (r, blocks).
+    """Of rows: weights are whole numbers (r, blocks, 32) times scales (r, blocks), plus offsets (r, blocks).
 
     offsets: None where all are 0.
     """

@@ -26,7 +26,8 @@ LOADING = "loading to the GPU"
 class Matrix:
     """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,).
 
-    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points or offsets.
+    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points or
+    offsets.
     """
 
     rows: int

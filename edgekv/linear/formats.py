@@ -18,8 +18,8 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 class WeightFormat:
     """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
-    zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets: whether
-    to each block a number of its own is added instead, any float32.
+    zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
+    whether instead a float32 of its own is added to each block.
     """
 
     name: str

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from edgekv import numba_cache
 from edgekv.types import F32, U8
 
-SHRINK = np.array([1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7], np.float32)  # candidates for the clipped range
+SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
+"""Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
 
 
 def n_blocks(columns: int, block: int) -> int:

@@ -86,7 +86,8 @@ NEAREST = dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "int8-32")
 def blocks_of(raw: U8, kind: str) -> Blocks:
     """Of rows (r, bytes) of a type in LAYOUTS."""
     size, unpack, _ = LAYOUTS[kind]
-    return unpack(np.ascontiguousarray(raw).reshape(len(raw), -1, size))
+    with np.errstate(invalid="ignore"):  # infinite scales of a damaged file
+        return unpack(np.ascontiguousarray(raw).reshape(len(raw), -1, size))
 
 
 def dequantize(raw: U8, kind: str) -> npt.NDArray[Any]:

@@ -35,7 +35,7 @@ from edgekv.linear.formats import (
     specs_bytes,
     store_specs,
 )
-from edgekv.linear.quantize import dequantize, n_blocks, quantize
+from edgekv.linear.quantize import dequantize, n_blocks, quantize, unpack_zeros
 from edgekv.linear.weights import CheckpointWeights, Codes, Ids
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
@@ -152,6 +152,16 @@ class WeightStore:
         offsets = self._file.array(f"{name}.offsets") if form.offsets else None
         columns = self._linears[name].columns
         return dequantize(codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets)
+
+    def shift(self, name: str) -> F32 | None:
+        """(rows, blocks) float32: what zero points or offsets add to the weights of each block; None: nothing."""
+        form = self.form.of(name)
+        if form.offsets:
+            return to_float32(self._file.array(f"{name}.offsets"))
+        if not form.zeros:
+            return None
+        scales: F32 = self._file.array(f"{name}.scales")
+        return -unpack_zeros(self._file.array(f"{name}.zeros"), scales.shape[1]) * scales
 
     def bias(self, name: str) -> F32 | None:
         """(rows,) float32; None: the linear has none."""

@@ -123,8 +123,8 @@ def test_rounding_where_the_text_says_little() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "WINDOW", 512)
-    monkeypatch.setattr(calibration, "MOST_TOKENS", 2048)
+    monkeypatch.setattr(calibration, "WINDOW", 256)
+    monkeypatch.setattr(calibration, "MOST_TOKENS", 1024)
 
 
 @pytest.fixture
@@ -147,12 +147,12 @@ def test_a_calibrated_store(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     rounded = quantized(tmp_path / "rounded", *weights, "--calibrate", str(text))
     stores = [WeightStore(folder) for folder in (plain, rounded)]
     assert stores[0].nbytes == stores[1].nbytes
-    assert (stores[0].calibration, "2048 tokens" in str(stores[1].calibration)) == (None, True)
+    assert (stores[0].calibration, "1024 tokens" in str(stores[1].calibration)) == (None, True)
     assert stores[0].identity == Model.open(DEMO).identity != stores[1].identity
     np.testing.assert_array_equal(stores[0].matrix("head"), stores[1].matrix("head"))
-    following = Session.load(DEMO, ctx=1024).encode(PROSE[len(PROSE) // 2 :])[:512]
+    following = Session.load(DEMO, ctx=1024).encode(PROSE[len(PROSE) // 2 :])[:256]
     exact, *others = (
-        Session.load(path, kv="dense:dtype=f32", ctx=1024, weights=name, device="numpy").logits(following)
+        Session.load(path, kv="dense:dtype=f32", ctx=1024, weights=name).logits(following)
         for path, name in ((DEMO, "f32"), (plain, "auto"), (rounded, "auto"))
     )
     losses = [divergence(exact, logits) for logits in others]
@@ -175,7 +175,7 @@ def test_it_is_found_in_the_cache_folder(text: pathlib.Path, capsys: pytest.Capt
         folders.append(capsys.readouterr().out.split(":")[0])
     assert folders[0] != folders[1] == folders[2]
     assert main(["info", "--model", folders[1]]) == 0
-    assert "2048 tokens" in capsys.readouterr().out
+    assert "1024 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short")

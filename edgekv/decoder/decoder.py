@@ -215,14 +215,14 @@ class Decoder(abc.ABC):
         """
         c, rotations = self.config, self._ropes.at(0, n)
         q, k, v = self._qkv_buffers("prefill", n)
-        merged = self.workspace.array("together", (len(x), c.q_size))
         for i in range(c.n_layers):
-            qkv = self.linear.attention_in(i, x)
+            projected, merged = self.linear.attention_in(i, x), []
             for a in range(0, len(x), n):
-                self._split(i, qkv[a : a + n], rotations[i], q, k, v)
+                part = projected[a : a + n]
+                self._split(i, part, rotations[i], q, k, v)
                 self._exact_attention(q, k, v, c.layer_windows[i], c.score_cap)
-                merged[a : a + n] = self._merge(q)
-            x = self.linear.attention_out(i, x, merged)
+                merged.append(self._merge(q, part).copy())
+            x = self.linear.attention_out(i, x, np.concatenate(merged))
         return x
 
     def _exact_layer(

@@ -46,6 +46,12 @@ class Calibration:
                 f"{model.path} is a store, whose weights are rounded already; give the original checkpoint",
                 field="calibrate",
             )
+        if any(model.config.layer_recurrences):
+            raise ConfigError(
+                f"`calibrate` reads a text through attention alone, and {model.config.model_type} has layers that "
+                "carry a state; leave it out",
+                field="calibrate",
+            )
         if model.adapter:
             raise ConfigError(
                 f"`calibrate` reads the text with the dense cache, and {model.adapter.path} was trained for "

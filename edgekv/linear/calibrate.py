@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.quantize import dequantize
-from edgekv.linear.reference import NumpyOps
+from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.rounding import Rounder
 from edgekv.linear.store import Write
 from edgekv.linear.weights import CheckpointWeights
@@ -48,22 +47,16 @@ class CalibratingOps(NumpyOps):
         return dequantize(codes, scales, own.bits, own.block, columns)
 
 
-class CalibratingLinear(LinearBlocks):
+class CalibratingLinear(NumpyLinear):
     """The three blocks of every layer, each of which is to be called once, in order, with a whole text."""
 
     def __init__(self, weights: CheckpointWeights, form: WeightFormat, write: Write) -> None:
-        self.arch, self._ops = weights.arch, CalibratingOps(weights, form, write)
-        self.weights_bytes = weights.nbytes
-
-    def attention_in(self, i: int, x: F32) -> F32:
-        return np.asarray(self.arch.attention_in(self._ops, i, x), np.float32)
-
-    def attention_out(self, i: int, x: F32, attention: F32) -> F32:
-        return np.asarray(self.arch.attention_out(self._ops, i, x, attention), np.float32)
+        super().__init__(weights)
+        self._ops = self._rounding = CalibratingOps(weights, form, write)
 
     def head(self, x: F32) -> F32:
         """Rounds the head; gives nothing, since nobody reads what it says."""
-        self._ops.rounded(self.arch.final_norm(self._ops, x), "head")
+        self._rounding.rounded(self.arch.final_norm(self._ops, x), "head")
         return np.empty((0, self.arch.config.vocab_size), np.float32)
 
 

@@ -7,7 +7,7 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gguf
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tokenizers
+from cuda_cases import OnDevice
 from helpers import raises
 from safetensors.numpy import save_file
 
@@ -28,9 +29,14 @@ from edgekv.checkpoint.gguf_file import GgufFile
 from edgekv.checkpoint.gguf_import import imported
 from edgekv.checkpoint.gguf_layout import FAMILIES, Facts, make_config
 from edgekv.cli import main
+from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache import CacheSpec
+from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.store import WeightStore
 from edgekv.models import architecture
+from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 from edgekv.tokenizer import load_tokenizer
 
@@ -50,7 +56,8 @@ CASES = [
     "qwen3",
     "gpt2",
 ]
-QUANTISED = {"Q4_0": "int4-32", "Q8_0": "int8-32"}
+QUANTISED = {"Q4_0": "int4-32", "Q8_0": "int8-32", "Q4_1": "int4-32-offsets"}
+ROUNDING = {"Q4_0": 0, "Q8_0": 0, "Q4_1": 3e-7}  # of the sums
 K_BLOCK = 256
 
 
@@ -119,10 +126,12 @@ def test_equal_blocks_are_taken_over(name: str, kind: str, tmp_path: pathlib.Pat
     for linear in model.arch.linears():
         assert form.of(linear).name == QUANTISED[kind]
         np.testing.assert_array_equal(store.matrix(linear), model.weights.matrix(linear))
-    wider = model.store(model.weight_format("int8-32"))  # 4 bits fit into 8
-    np.testing.assert_array_equal(wider.matrix("0.up"), store.matrix("0.up"))
+    if kind != "Q4_1":
+        wider = model.store(model.weight_format("int8-32"))  # 4 bits fit into 8
+        np.testing.assert_array_equal(wider.matrix("0.up"), store.matrix("0.up"))
     expected = gguf.quants.quantize(reference(folder, "0.up"), gguf_writer.TYPES[kind])
-    np.testing.assert_array_equal(store.matrix("0.up"), gguf.quants.dequantize(expected, gguf_writer.TYPES[kind]))
+    theirs = gguf.quants.dequantize(expected, gguf_writer.TYPES[kind])
+    np.testing.assert_allclose(store.matrix("0.up"), theirs, rtol=0, atol=ROUNDING[kind] * np.abs(theirs).max())
 
 
 def widened(folder: pathlib.Path) -> None:
@@ -154,7 +163,7 @@ def test_logits_of_quantized_files(kind: str, device: str, tmp_path: pathlib.Pat
     assert error < (0.05 if device == "cpu" else 2e-3) * expected.std()  # the table is rounded to float16
 
 
-@pytest.mark.parametrize(("kind", "form"), [("Q4_1", "int8-32"), ("Q5_0", "int8-32"), ("Q5_1", "int8-32")])
+@pytest.mark.parametrize(("kind", "form"), [("Q5_0", "int8-32"), ("Q5_1", "int8-32")])
 def test_other_blocks_are_quantized_again_and_it_is_said(kind: str, form: str, tmp_path: pathlib.Path) -> None:
     folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "folder")
     path = gguf_writer.write_gguf(folder, tmp_path / "model.gguf", kind)
@@ -166,37 +175,84 @@ def test_other_blocks_are_quantized_again_and_it_is_said(kind: str, form: str, t
         assert np.linalg.norm(x - y) < 0.01 * np.linalg.norm(x)
 
 
-@pytest.mark.parametrize(("kind", "form", "error"), [("Q4_K", "int4-32", 0.12), ("Q6_K", "int8-32", 0.01)])
-def test_k_quants(kind: str, form: str, error: float, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("kind", ["Q5_K", "Q6_K"])
+def test_k_quants_of_more_bits_are_quantized_again(kind: str, tmp_path: pathlib.Path) -> None:
     path, expected = write_k_quants(tmp_path, kind)
     session = Session.load(path, kv="dense:dtype=f32")
-    assert kind in session.plan.notes[0]
-    assert form in session.plan.notes[0]
-    assert ("weights='int8-32'" in session.plan.notes[0]) == (form == "int4-32")
+    assert session.plan.notes == (f"weights of type {kind} were quantized a second time, to int8-32",)
     np.testing.assert_array_equal(session.model.weights.matrix("0.down"), expected)
     store = session.model.store(session.model.weight_format("auto"))
-    assert np.linalg.norm(store.matrix("0.down") - expected) < error * np.linalg.norm(expected)
+    assert np.linalg.norm(store.matrix("0.down") - expected) < 0.01 * np.linalg.norm(expected)
     assert np.isfinite(session.logits([1, 2, 3])).all()
 
 
-def write_k_quants(folder: pathlib.Path, kind: str) -> tuple[pathlib.Path, np.ndarray]:
-    """A model of one layer with random blocks: gguf can read K-quants, not make them. Also 0.down's weights."""
+def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
+    """The library's values up to the rounding of a sum; products on every path, of a prompt and of a token."""
+    path, expected = write_k_quants(tmp_path, "Q4_K")
+    model, near = Model.open(path), 1e-6 * np.abs(expected).max()
+    form = model.weight_format("auto")
+    assert {form.of(name).name for name in model.arch.linears()} == {"int4-32-offsets"}
+    assert model.weights_note(form) is None
+    assert "int8-32" in str(model.weights_note(model.weight_format("int8-32")))
+    np.testing.assert_allclose(model.weights.matrix("0.down"), expected, atol=near, rtol=0)
+    store = model.store(form)
+    np.testing.assert_allclose(store.matrix("0.down"), expected, atol=near, rtol=0)
+    assert WeightStore(store.folder).form == form
+    cuda = CudaDecoder(DeviceWeights(store, device.driver, None), device.driver, 48, 1)
+    decoders = [find_device(where).decoder(model, form, 48, 1, None) for where in ("numpy", "cpu")]
+    rows = []
+    for each in (*decoders, cuda):
+        caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, 48)
+        for cache in caches:
+            cache.allocate(each.kernels, each.workspace)
+        hidden = each.prefill(each.embed(range(40), 0), caches)
+        rows.append(np.concatenate([to_host(each.head(hidden)), to_host(each.step(40, caches))[None]]).copy())
+    rounded = 0.01 * np.abs(rows[0]).max() if cuda.driver.has_matrix_tiles else 2e-4
+    np.testing.assert_allclose(rows[2], rows[0], atol=rounded, rtol=0)
+    assert np.linalg.norm(rows[1] - rows[0]) < 0.06 * np.linalg.norm(rows[0])  # onnxruntime rounds the inputs
+
+
+def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
+    """Fused projections of which one has more bits, as llama.cpp mixes them."""
+    path, _ = write_k_quants(tmp_path, "Q4_K", {"v_proj": "Q6_K", "gate_proj": "Q4_0"})
+    model = Model.open(path)
+    form = model.weight_format("auto")
+    names = {name: form.of(name).name for name in ("0.qkv", "0.out", "0.up")}
+    assert names == {"0.qkv": "int8-32", "0.out": "int4-32-offsets", "0.up": "int4-32-offsets"}
+    assert model.weights_note(form) is not None
+    store = model.store(form)
+    for name, error in (("0.qkv", 0.01), ("0.up", 1e-6)):
+        expected = model.weights.matrix(name)
+        assert np.linalg.norm(store.matrix(name) - expected) < error * np.linalg.norm(expected)
+
+
+HALVES = {"Q4_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [-2]}  # where scale and least are
+
+
+def write_k_quants(
+    folder: pathlib.Path, kind: str, others: Mapping[str, str] | None = None
+) -> tuple[pathlib.Path, np.ndarray]:
+    """A model of one layer with random blocks: gguf can read K-quants, not make them. Also 0.down's weights.
+
+    others: types of other projections, by the end of their names.
+    """
     config = golden_cases.LLAMA | {"hidden_size": K_BLOCK, "intermediate_size": K_BLOCK, "num_hidden_layers": 1}
     from edgekv.models import architecture
 
     writer, rng = gguf.GGUFWriter(str(folder / "k.gguf"), "llama"), np.random.default_rng(0)
     gguf_writer._write_config(writer, config)
-    names, chosen = gguf_writer.gguf_names(config), gguf_writer.TYPES[kind]
-    _, size = gguf.GGML_QUANT_SIZES[chosen]
+    names = gguf_writer.gguf_names(config)
     for tensor, shape in architecture(config).tensors().items():
         if len(shape) == 1:
             writer.add_tensor(names[tensor], np.ones(shape, np.float32))
             continue
-        raw = rng.integers(0, 256, (shape[0], shape[1] // K_BLOCK, size), np.uint8)
-        halves = {"Q4_K": [0, 2], "Q6_K": [size - 2]}[kind]  # where scale and least are
-        for start in halves:
-            scale = np.full((*raw.shape[:2], 1), 2e-3 if kind == "Q4_K" else 1e-4, np.float16)
-            raw[..., start : start + 2] = scale.view(np.uint8)
+        own = next((other for end, other in (others or {}).items() if f"{end}.weight" in tensor), kind)
+        chosen = gguf.GGMLQuantizationType[own]
+        block, size = gguf.GGML_QUANT_SIZES[chosen]
+        raw = rng.integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
+        for start in HALVES[own]:
+            scale = np.full((*raw.shape[:2], 1), 1e-4 if own == "Q6_K" else 2e-3, np.float16)
+            raw[..., start % size : start % size + 2] = scale.view(np.uint8)
         raw = raw.reshape(shape[0], -1)
         writer.add_tensor(names[tensor], raw, raw_dtype=chosen)
         if tensor.endswith("down_proj.weight"):

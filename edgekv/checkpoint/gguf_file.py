@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.checkpoint.gguf_blocks import FLOATS, FORMATS, NEAREST, SYMMETRIC, dequantize, symmetric_blocks
+from edgekv.checkpoint.gguf_blocks import FLOATS, LAYOUTS, NEAREST, blocks_of, dequantize
 from edgekv.checkpoint.tensors import DTYPES, TensorFile, TensorInfo
 from edgekv.errors import CheckpointError
 from edgekv.types import Array
@@ -63,10 +63,16 @@ class GgufFile(TensorFile):
         kind = self.quantized(name)
         if kind is None:
             return None, "f32"
-        return FORMATS.get(kind), FORMATS.get(kind) or NEAREST.get(kind, "int4-32")
+        if kind in LAYOUTS:
+            return (LAYOUTS[kind][2],) * 2
+        return None, NEAREST.get(kind, "int4-32")
 
     def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-        return symmetric_blocks(self._raw(name, lo, hi), self.kind(name))
+        return blocks_of(self._raw(name, lo, hi), self.kind(name))[:2]
+
+    def offsets(self, name: str, lo: int, hi: int) -> npt.NDArray[np.float32] | None:
+        kind = self.kind(name)
+        return blocks_of(self._raw(name, lo, hi), kind).offsets if kind in LAYOUTS else None
 
     def _values(self, name: str, lo: int, hi: int) -> Array:
         """Rows lo..hi of (rows, columns) as the file has them, in the checkpoint's order."""
@@ -74,9 +80,10 @@ class GgufFile(TensorFile):
         if kind in FLOATS:
             values, offset = raw.view(DTYPES[FLOATS[kind]]), self._entries[name]["offset"]
             return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
-        if kind in SYMMETRIC:
-            codes, scales = symmetric_blocks(raw, kind)
-            return (codes * scales[..., None]).reshape(len(raw), -1)
+        if kind in LAYOUTS:
+            codes, scales, offsets = blocks_of(raw, kind)
+            values = codes * scales[..., None]
+            return (values if offsets is None else values + offsets[..., None]).reshape(len(raw), -1)
         return dequantize(raw, kind)
 
     def _raw(self, name: str, lo: int, hi: int) -> npt.NDArray[np.uint8]:

@@ -105,6 +105,9 @@ class MergedTensors(TensorFile):
     def zero_points(self, name: str, lo: int, hi: int) -> I8 | None:
         return None if name in self._deltas else self._inner.zero_points(name, lo, hi)
 
+    def offsets(self, name: str, lo: int, hi: int) -> F32 | None:
+        return None if name in self._deltas else self._inner.offsets(name, lo, hi)
+
     def release(self, name: str) -> None:
         self._inner.release(name)
 

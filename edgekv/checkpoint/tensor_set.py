@@ -74,6 +74,10 @@ class TensorSet:
         """As TensorFile.zero_points."""
         return self._home(name).zero_points(name, lo, hi)
 
+    def offsets(self, name: str, lo: int, hi: int) -> npt.NDArray[np.float32] | None:
+        """As TensorFile.offsets."""
+        return self._home(name).offsets(name, lo, hi)
+
     def replaced(self, file: TensorFile, names: Iterable[str]) -> TensorSet:
         """The same checkpoint with these of its tensors taken from another file."""
         changed = TensorSet(self.files)

@@ -141,6 +141,10 @@ class TensorFile:
         """What the 4-bit numbers of `blocks` had been taken off: (rows, blocks) in -8..7, None where it is 0."""
         return None
 
+    def offsets(self, name: str, lo: int, hi: int) -> npt.NDArray[np.float32] | None:
+        """What is added to the products of `blocks`: (rows, blocks), None where it is 0."""
+        return None
+
     def release(self, name: str) -> None:
         """Give a tensor's mapped pages back, so that streaming a big file keeps the resident memory small.
 

@@ -24,6 +24,7 @@ SHARED_NAMES = (
     "json_schema",
     "session",
     "output",
+    "calibrate",
     "max_request",
     "prefix_cache",
 )

@@ -39,6 +39,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "sliding_window": next((w for w in c.layer_windows if w), None),
         "tied_embeddings": c.tied_embeddings,
         "quantized": ", ".join(model.quantized) or None,
+        "calibrated": model.calibration,
         "tokenizer": str(model.tokenizer_path) if model.tokenizer_path else None,
         "image_token": model.image_token,
         "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},

@@ -94,7 +94,12 @@ def add_adapter_option(parser: argparse.ArgumentParser) -> None:
 def add_weights_option(parser: argparse.ArgumentParser) -> None:
     """--weights."""
     accepted = ", ".join(("auto", *WEIGHTS))
-    parser.add_argument("--weights", default="auto", metavar="FORMAT", help=f"{accepted} (default auto: by size)")
+    parser.add_argument(
+        "--weights",
+        default="auto",
+        metavar="FORMAT",
+        help=f"{accepted} (default auto: by size); with ,head=FORMAT the language-model head has another one",
+    )
 
 
 def add_kv_options(parser: argparse.ArgumentParser) -> None:

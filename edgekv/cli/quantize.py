@@ -15,8 +15,11 @@ from edgekv.cli.options import (
     bytes_text,
     model_path,
 )
+from edgekv.cli.prompt import read_text
 from edgekv.errors import CheckpointError
+from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import WeightStore, build
+from edgekv.session.calibration import Calibration
 from edgekv.session.model import Model
 from edgekv.vision import copy_vision
 
@@ -29,6 +32,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FOLDER", help="a new folder (default: the cache folder that run looks in)"
     )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="a UTF-8 text of what the model is for, best 200 kB or more: 4-bit weights are rounded so that the "
+        "model reads it as it did before",
+    )
 
 
 def _execute(arguments: argparse.Namespace) -> int:
@@ -37,20 +46,33 @@ def _execute(arguments: argparse.Namespace) -> int:
     )
     form = model.weight_format(arguments.weights)
     with Bars() as bars:
+        rounding = _calibration(model, form, arguments.calibrate)
         at_home = arguments.output is None
-        store = model.store(form, bars.update) if at_home else _build_at(model, arguments, bars)
+        store = (
+            model.store(form, bars.update, rounding)
+            if at_home
+            else _build_at(model, form, arguments, bars, rounding)
+        )
     print(f"{store.folder}: {store.form.name}, {bytes_text(store.nbytes)}")
     return 0
 
 
-def _build_at(model: Model, arguments: argparse.Namespace, bars: Bars) -> WeightStore:
+def _calibration(model: Model, form: WeightFormat, path: str | None) -> Calibration | None:
+    if path is None:
+        return None
+    return Calibration(model, form, read_text(path, "--calibrate"))
+
+
+def _build_at(
+    model: Model, form: WeightFormat, arguments: argparse.Namespace, bars: Bars, rounding: Calibration | None
+) -> WeightStore:
     folder = pathlib.Path(arguments.output).expanduser()
     if isinstance(model.weights, WeightStore):
         raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
     if folder.exists():
         raise CheckpointError(f"--output {folder} exists; give a new folder or remove it")
-    form = model.weight_format(arguments.weights)
-    build(model.weights, form, folder, bars.update, lambda store: copy_vision(model, store))
+    weights = rounding.weights if rounding else model.weights
+    build(weights, form, folder, bars.update, lambda store: copy_vision(model, store), rounding)
     return WeightStore(folder)
 
 

@@ -208,6 +208,23 @@ class Decoder(abc.ABC):
             type(attended[0]).finish_prefill(attended)
         return x
 
+    def read_together(self, x: F32, n: int) -> F32:
+        """Hidden states of prompts of n tokens each, x (m * n, hidden), in one pass of the linear layers.
+
+        No conversation goes on from them: nothing is kept.
+        """
+        c, rotations = self.config, self._ropes.at(0, n)
+        q, k, v = self._qkv_buffers("prefill", n)
+        for i in range(c.n_layers):
+            projected, merged = self.linear.attention_in(i, x), []
+            for a in range(0, len(x), n):
+                part = projected[a : a + n]
+                self._split(i, part, rotations[i], q, k, v)
+                self._exact_attention(q, k, v, c.layer_windows[i], c.score_cap)
+                merged.append(self._merge(q, part).copy())
+            x = self.linear.attention_out(i, x, np.concatenate(merged))
+        return x
+
     def _exact_layer(
         self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
     ) -> None:

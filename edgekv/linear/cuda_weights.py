@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
-from edgekv.linear.quantize import unpack_zeros
 from edgekv.linear.store import WeightStore
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, StageProgress
@@ -26,7 +25,8 @@ LOADING = "loading to the GPU"
 class Matrix:
     """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,).
 
-    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points.
+    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points or
+    offsets.
     """
 
     rows: int
@@ -38,13 +38,6 @@ class Matrix:
     scales: Array | None
     bias: Array | None
     shift: Array | None = None
-
-
-def _shift(store: WeightStore, name: str) -> F32:
-    """What the zero points of a linear's blocks change: the kernels know one for all."""
-    scales = store.raw(f"{name}.scales")
-    shift: F32 = -unpack_zeros(store.raw(f"{name}.zeros"), scales.shape[1]) * scales
-    return shift
 
 
 class DeviceWeights:
@@ -65,7 +58,8 @@ class DeviceWeights:
             blocks = scales[0].shape[1] if scales else 0
             uploaded = None if bias is None else driver.upload(bias)
             shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
-            shift = driver.upload(_shift(store, name)) if form.zeros else None
+            shift = store.shift(name)
+            shift = None if shift is None else driver.upload(np.ascontiguousarray(shift))
             self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded, shift)
             if progress:
                 progress(LOADING, done, len(names))

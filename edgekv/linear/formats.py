@@ -18,13 +18,15 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 class WeightFormat:
     """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
-    zeros: whether each block has a zero point of its own, else it is half the range.
+    zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
+    whether instead a float32 of its own is added to each block.
     """
 
     name: str
     bits: int
     block: int
     zeros: bool = False
+    offsets: bool = False
 
     def of(self, linear: str) -> WeightFormat:
         """The format of one linear layer."""
@@ -33,7 +35,7 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True)
 class MixedFormat(WeightFormat):
-    """As a quantized file has it: ``linears`` names the format in FORMATS of each linear layer."""
+    """Of several: ``linears`` names the format in FORMATS of each linear layer."""
 
     linears: tuple[tuple[str, str], ...] = ()
 
@@ -53,20 +55,35 @@ WEIGHTS: dict[str, WeightFormat] = {
 FORMATS = WEIGHTS | {
     "int4-zeros": WeightFormat("int4-zeros", 4, 128, zeros=True),
     "int4-32-zeros": WeightFormat("int4-32-zeros", 4, 32, zeros=True),
+    "int4-32-offsets": WeightFormat("int4-32-offsets", 4, 32, offsets=True),
 }
 """With those that are only taken over from checkpoints, where edgekv itself quantizes without zero points."""
 
+HEAD = ",head="
+
 
 def mixed_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
-    """The format of a checkpoint that is quantized already, from each linear layer's; name: of its method."""
+    """The format of linear layers that have one each; name: of all, such as a quantized checkpoint's method."""
     return MixedFormat(name, 0, 0, linears=tuple(linears.items()))
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
     """The named format; ``auto`` is f32 below 100M linear parameters, int8 below 1B, else int4.
 
-    own: that of a file which is quantized already; ``auto`` and its own name keep it.
+    ``NAME,head=NAME`` gives the language-model head another one. own: that of a file which is quantized already;
+    ``auto`` and its own name keep it. Raises ConfigError (field weights).
     """
+    base, separator, head = name.partition(HEAD)
+    form = _named(base, arch, own)
+    if not separator or head == form.of("head").name:
+        return form
+    if head not in WEIGHTS:
+        raise unknown(ConfigError, "weights", name, [f"{form.name}{HEAD}{each}" for each in WEIGHTS])
+    linears = {linear: form.of(linear).name for linear in arch.linears()}
+    return mixed_format(f"{form.name}{HEAD}{head}", linears | {"head": head})
+
+
+def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFormat:
     if own is not None and name in ("auto", own.name):
         return own
     if name == "auto":
@@ -90,6 +107,8 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
             specs[f"{name}.scales"] = ("F32", (linear.rows, blocks))
             if own.zeros:
                 specs[f"{name}.zeros"] = ("U8", (linear.rows, -(-blocks // 2)))
+            if own.offsets:
+                specs[f"{name}.offsets"] = ("F32", (linear.rows, blocks))
         if linear.biases:
             specs[f"{name}.bias"] = ("F32", (linear.rows,))
     for name, (_, size) in arch.vectors().items():

@@ -10,14 +10,13 @@ import numpy as np
 
 from edgekv.kernels.cpu import layers, products
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.quantize import unpack_zeros
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
 from edgekv.types import F32, U8, Threads
 
 
 class Packed(NamedTuple):
-    """A linear layer as it is read: ``offsets`` (rows, blocks) are scales times zero points, where it has any."""
+    """A linear layer as it is read: ``offsets`` (rows, blocks) are added to each weight of a block, if any."""
 
     codes: U8
     scales: F32
@@ -42,7 +41,7 @@ class PackedOps(NumpyOps):
         n_threads = self._threads.decode if len(x) <= products.FEW_ROWS else self._threads.prompt
         y = products.multiply(x, packed.codes, packed.scales, packed.form.bits, packed.form.block, n_threads)
         if packed.offsets is not None:
-            y -= _block_sums(x, packed.form.block) @ packed.offsets.T
+            y += _block_sums(x, packed.form.block) @ packed.offsets.T
         if packed.bias is not None:
             y += packed.bias
         return y
@@ -69,8 +68,7 @@ class PackedOps(NumpyOps):
         else:
             codes: U8 = np.ascontiguousarray(store.raw(f"{name}.codes"))
             scales: F32 = np.ascontiguousarray(store.raw(f"{name}.scales"))
-            offsets = scales * unpack_zeros(store.raw(f"{name}.zeros"), scales.shape[1]) if form.zeros else None
-            packed = Packed(codes, scales, form, store.bias(name), offsets)
+            packed = Packed(codes, scales, form, store.bias(name), store.shift(name))
         self._packed[name] = packed
         return packed
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from edgekv import numba_cache
 from edgekv.types import F32, U8
 
-SHRINK = np.array([1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7], np.float32)  # candidates for the clipped range
+SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
+"""Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
 
 
 def n_blocks(columns: int, block: int) -> int:
@@ -132,8 +133,17 @@ def unpack_zeros(packed: U8, blocks: int) -> F32:
     return zeros
 
 
-def dequantize(codes: U8, scales: F32, bits: int, block: int, columns: int, zeros: U8 | None = None) -> F32:
-    """(r, columns) float32 from codes, scales and packed zero points."""
+def dequantize(
+    codes: U8,
+    scales: F32,
+    bits: int,
+    block: int,
+    columns: int,
+    *,
+    zeros: U8 | None = None,
+    offsets: F32 | None = None,
+) -> F32:
+    """(r, columns) float32 from codes, scales, and packed zero points or offsets (r, blocks)."""
     rows = codes.shape[0]
     if bits == 4:
         wide = np.empty((*codes.shape[:2], block), np.uint8)
@@ -143,4 +153,6 @@ def dequantize(codes: U8, scales: F32, bits: int, block: int, columns: int, zero
     if zeros is not None:
         centred -= unpack_zeros(zeros, scales.shape[1])[..., None]
     values: F32 = centred * scales[..., None]
+    if offsets is not None:
+        values += offsets[..., None]
     return values.reshape(rows, -1)[:, :columns]

@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -35,8 +35,8 @@ from edgekv.linear.formats import (
     specs_bytes,
     store_specs,
 )
-from edgekv.linear.quantize import dequantize, n_blocks, quantize
-from edgekv.linear.weights import CheckpointWeights, Ids
+from edgekv.linear.quantize import dequantize, n_blocks, quantize, unpack_zeros
+from edgekv.linear.weights import CheckpointWeights, Codes, Ids
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.schema import read
@@ -67,16 +67,38 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
     return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
 
+Write = Callable[[str, "tuple[Codes, F32] | None"], None]
+"""Takes each linear layer in the order of the store: its name, and codes and scales where they are known."""
+
+
+class Rounding(Protocol):
+    """What hands on the linear layers in place of `build`, rounded in its own way.
+
+    note: what store.json says of it. weights: the checkpoint's, with an identity that tells of the rounding.
+    """
+
+    note: str
+    weights: CheckpointWeights
+
+    def __call__(self, form: WeightFormat, write: Write) -> None:
+        """Calls ``write`` for each."""
+
+
 class StoreFile(msgspec.Struct):
-    """store.json."""
+    """store.json. linears: formats of FORMATS. calibration: with what text the weights were rounded."""
 
     format: int
     weights: str
     identity: str
     config: dict[str, Any]
     linears: (
-        dict[str, Literal["f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros"]] | None
-    ) = None  # FORMATS
+        dict[
+            str,
+            Literal["f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros", "int4-32-offsets"],
+        ]
+        | None
+    ) = None
+    calibration: str | None = None
 
 
 class WeightStore:
@@ -91,7 +113,7 @@ class WeightStore:
         except (OSError, ValueError, RecursionError, CheckpointError) as error:
             raise CheckpointError(f"{folder}/store.json: not a weight store ({error}); {hint}") from error
         version, name, linears = file.format, file.weights, file.linears
-        self.identity, self.config = file.identity, file.config
+        self.identity, self.config, self.calibration = file.identity, file.config, file.calibration
         if version != FORMAT or (name not in WEIGHTS and not linears):
             raise CheckpointError(
                 f"{folder}: store format {version} with weights {name!r}, this edgekv reads format {FORMAT}; "
@@ -127,7 +149,19 @@ class WeightStore:
             return to_float32(self._file.array(f"{name}.weight"))
         codes, scales = (self._file.array(f"{name}.{part}") for part in ("codes", "scales"))
         zeros = self._file.array(f"{name}.zeros") if form.zeros else None
-        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns, zeros)
+        offsets = self._file.array(f"{name}.offsets") if form.offsets else None
+        columns = self._linears[name].columns
+        return dequantize(codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets)
+
+    def shift(self, name: str) -> F32 | None:
+        """(rows, blocks) float32: what zero points or offsets add to the weights of each block; None: nothing."""
+        form = self.form.of(name)
+        if form.offsets:
+            return to_float32(self._file.array(f"{name}.offsets"))
+        if not form.zeros:
+            return None
+        scales: F32 = self._file.array(f"{name}.scales")
+        return -unpack_zeros(self._file.array(f"{name}.zeros"), scales.shape[1]) * scales
 
     def bias(self, name: str) -> F32 | None:
         """(rows,) float32; None: the linear has none."""
@@ -146,15 +180,26 @@ class WeightStore:
         return to_float32(self._file.array(table)[ids])
 
 
-def open_or_build(weights: CheckpointWeights, form: WeightFormat, progress: StageProgress | None) -> WeightStore:
-    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable."""
+def open_or_build(
+    weights: CheckpointWeights,
+    form: WeightFormat,
+    progress: StageProgress | None,
+    rounding: Rounding | None = None,
+) -> WeightStore:
+    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable.
+
+    rounding: see `build`.
+    """
     folder = default_folder(weights.source.identity, form)
     if is_store(folder):
         try:
-            return WeightStore(folder)
+            store = WeightStore(folder)
         except EdgeKVError:
-            shutil.rmtree(folder, ignore_errors=True)
-    build(weights, form, folder, progress)
+            store = None
+        if store and store.form == form:
+            return store
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or of a version that chose other formats
+    build(weights, form, folder, progress, rounding=rounding)
     return WeightStore(folder)
 
 
@@ -164,10 +209,12 @@ def build(
     folder: pathlib.Path,
     progress: StageProgress | None,
     beside: Callable[[pathlib.Path], None] | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    beside(folder) adds files of its own. Streams: at most about 0.3 GiB beside the mapped checkpoint. Raises
+    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: at most
+    about 0.3 GiB beside the mapped checkpoint, and what a rounding takes. Raises
     CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
@@ -182,7 +229,7 @@ def build(
                 f"free; make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
             )
         partial.mkdir()
-        _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress)
+        _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
         if form.bits == 32:
             _write_graphs(weights, specs, partial)
         for name in TOKENIZER_FILES:
@@ -193,6 +240,8 @@ def build(
         manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
         if isinstance(form, MixedFormat):
             manifest["linears"] = dict(form.linears)
+        if rounding:
+            manifest["calibration"] = rounding.note
         atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
         try:
             partial.rename(folder)
@@ -220,6 +269,7 @@ def _write_weights(
     specs: dict[str, tuple[str, tuple[int, ...]]],
     path: pathlib.Path,
     progress: StageProgress | None,
+    rounding: Rounding | None,
 ) -> None:
     arch, linears = weights.arch, weights.arch.linears()
     total, done = specs_bytes(specs), 0
@@ -232,22 +282,29 @@ def _write_weights(
             if progress:
                 progress("quantizing" if form.bits < 32 else "converting", done, total)
 
-        for name, linear in linears.items():
-            own = form.of(name)
+        def write_linear(name: str, rounded: tuple[Codes, F32] | None = None) -> None:
+            linear, own = linears[name], form.of(name)
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
             else:
-                codes, scales = weights.taken_over(name, own) or _quantized(
-                    weights, name, own, linear.rows, linear.columns
-                )
+                taken = rounded or weights.taken_over(name, own)
+                codes, scales = taken or _quantized(weights, name, own, linear.rows, linear.columns)
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)
                 if own.zeros:
                     write(f"{name}.zeros", weights.zero_points(name, own))
+                if own.offsets:
+                    write(f"{name}.offsets", weights.offsets(name) if taken else np.zeros_like(scales))
             bias = weights.bias(name)
             if bias is not None:
                 write(f"{name}.bias", bias)
             weights.release(name)
+
+        if rounding:
+            rounding(form, write_linear)
+        else:
+            for name in linears:
+                write_linear(name)
         for name in arch.vectors():
             write(name, weights.vector(name))
         for name in arch.arrays():

@@ -50,7 +50,8 @@ class Weights(Protocol):
         """(n, hidden) float32: rows ``ids`` of the table ``embed`` or ``positions``."""
 
 
-WIDTH = ("int4", "int4-zeros", "int4-32", "int4-32-zeros", "int8", "int8-32", "f32")
+OFFSET_BLOCK = FORMATS["int4-32-offsets"].block
+WIDTH = ("int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "int8", "int8-32", "f32")
 
 
 def _keeps(exact: str | None, form: WeightFormat) -> bool:
@@ -58,7 +59,8 @@ def _keeps(exact: str | None, form: WeightFormat) -> bool:
     if exact is None or form.bits == 32:
         return exact is not None
     own = FORMATS[exact]
-    fits = own.bits < form.bits or (own.bits == form.bits and own.zeros <= form.zeros)
+    same = own.zeros <= form.zeros and own.offsets <= form.offsets
+    fits = same if own.bits == form.bits else own.bits < form.bits and not own.offsets
     return fits and own.block % form.block == 0
 
 
@@ -149,6 +151,16 @@ class CheckpointWeights:
     def zero_points(self, name: str, form: WeightFormat) -> Codes:
         """Packed zero points of a linear that `taken_over` gives in a format with zeros."""
         return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
+
+    def offsets(self, name: str) -> F32:
+        """Offsets (rows, blocks) of a linear that `taken_over` gives in a format with them."""
+        return np.concatenate([self._part_offsets(part) for part in self._linears[name].parts])
+
+    def _part_offsets(self, part: WeightPart) -> F32:
+        offsets = self._tensors.offsets(part.tensor, 0, part.rows)
+        return (
+            np.zeros((part.rows, n_blocks(part.columns, OFFSET_BLOCK)), np.float32) if offsets is None else offsets
+        )
 
     def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
         """(rows, blocks) in -8..7."""

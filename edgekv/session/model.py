@@ -18,7 +18,7 @@ from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
 from edgekv.linear.formats import WeightFormat, specs_bytes, store_specs, weight_format
 from edgekv.linear.low_rank import Changes, low_rank, low_rank_bytes
-from edgekv.linear.store import WeightStore, is_store, open_or_build
+from edgekv.linear.store import Rounding, WeightStore, is_store, open_or_build
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
@@ -161,6 +161,11 @@ class Model:
         return self.weights.kinds if isinstance(self.weights, CheckpointWeights) else ()
 
     @property
+    def calibration(self) -> str | None:
+        """With what text a store's weights were rounded; None: without one."""
+        return self.weights.calibration if isinstance(self.weights, WeightStore) else None
+
+    @property
     def n_parameters(self) -> int:
         """Weights of the model; a tied embedding counts once."""
         tables = sum(rows * columns for _, (rows, columns) in self.arch.tables().values())
@@ -213,8 +218,13 @@ class Model:
         """Bytes of a store in this format: what decoding maps."""
         return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
 
-    def store(self, form: WeightFormat, progress: StageProgress | None = None) -> WeightStore:
-        """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder."""
+    def store(
+        self, form: WeightFormat, progress: StageProgress | None = None, rounding: Rounding | None = None
+    ) -> WeightStore:
+        """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder.
+
+        rounding: where not every block is rounded by itself.
+        """
         if isinstance(self.weights, WeightStore):
             return self.weights
-        return open_or_build(self.weights, form, progress)
+        return open_or_build(rounding.weights if rounding else self.weights, form, progress, rounding)

@@ -25,7 +25,8 @@ class LoadOptions:
         one within ``kv_budget``. None is "dense", or with a ``kv_budget`` "steps": ever fewer bits for the oldest
         tokens, so that the budget holds.
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
-    weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size.
+    weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
+        ",head=int8" behind it the language-model head has another format.
     kv_budget: bytes that the cache may take; None is no bound (for kv "auto" a quarter of the free memory,
         or less, so that the weights fit too).
     overflow: what happens when the conversation outgrows ``ctx``: a name of CONTEXT_SHIFTS, "stop" or "slide".

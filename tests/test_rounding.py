@@ -1,0 +1,270 @@
+"""Weights in 4 and 8 bits: the kernels against NumPy, rounding with a text, formats of the head."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import golden_cases
+import numpy as np
+import pytest
+from helpers import raises
+
+from edgekv import Session
+from edgekv.cli import main
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.linear import calibrate
+from edgekv.linear.calibrate import hessian
+from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
+from edgekv.linear.rounding import DAMPING, SHRINK, Rounder
+from edgekv.linear.store import WeightStore
+from edgekv.session import calibration
+from edgekv.session.calibration import windows
+from edgekv.session.model import Model
+from edgekv.types import F32
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DEMO = ROOT / "models" / "demo"
+PROSE = (DEMO / "prose.txt").read_text()
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> F32:
+    """Weights with a few large ones."""
+    w = np.random.default_rng(seed).standard_t(5, (rows, columns)).astype(np.float32)
+    w[rows // 2] = 0
+    return w
+
+
+@pytest.mark.parametrize("columns", [256, 200, 32])
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 128), (8, 32), (8, 128)])
+def test_blocks_are_numpys(bits: int, block: int, columns: int) -> None:
+    w, n = drawn(12, columns), n_blocks(columns, block)
+    codes, scales = np.empty((12, n, block * bits // 8), np.uint8), np.empty((12, n), np.float32)
+    quantize(w, bits, block, codes, scales)
+    expected = quantize_numpy(w, bits, block)
+    np.testing.assert_allclose(scales, expected[1], rtol=1e-4, atol=1e-7)
+    ours, theirs = (dequantize(*each, bits, block, columns) for each in ((codes, scales), expected))
+    errors = [np.square(values - w).sum() for values in (ours, theirs)]
+    np.testing.assert_allclose(errors[0], errors[1], rtol=1e-4)
+    assert np.sqrt(errors[0] / np.square(w).sum()) < (0.16 if bits == 4 else 0.01)
+
+
+def inputs(tokens: int, columns: int) -> F32:
+    """Inputs of a layer whose channels depend on each other and have uneven sizes."""
+    rng = np.random.default_rng(3)
+    mixed = rng.standard_normal((tokens, 24)) @ rng.standard_normal((24, columns))
+    mixed += 0.5 * rng.standard_normal((tokens, columns))
+    return (mixed * np.exp(rng.standard_normal(columns))).astype(np.float32)
+
+
+def one_after_the_other(weight: F32, h: F32, block: int) -> np.ndarray[Any, Any]:
+    """The rounded weights by the formula, in float64."""
+    columns = len(h)
+    n = n_blocks(columns, block)
+    diagonal = h.diagonal()
+    sums = [diagonal[b * block : (b + 1) * block].sum(dtype=np.float64) for b in range(n)]
+    groups = [
+        b * block + np.argsort(diagonal[b * block : (b + 1) * block], kind="stable") for b in np.argsort(sums)
+    ]
+    order = np.concatenate(groups)
+    damped = h.astype(np.float64)[np.ix_(order, order)] + DAMPING * diagonal.mean() * np.eye(columns)
+    factor = np.linalg.cholesky(damped)
+    w = weight[:, order].astype(np.float64)
+    q, hi = w.copy(), columns
+    for group in groups[::-1]:
+        lo = hi - len(group)
+        for row in range(len(w)):
+            targets = w[row, lo:hi] + (w[row, hi:] - q[row, hi:]) @ factor[hi:, lo:hi] / factor.diagonal()[lo:hi]
+            peak = targets[np.abs(targets).argmax()]
+            best = np.inf
+            for step in peak * SHRINK.astype(np.float64) / -8:
+                trial, error = w[row, lo:hi].copy(), 0.0
+                for j in range(hi - 1, lo - 1, -1):
+                    after = w[row, j + 1 : hi] - trial[j + 1 - lo :]
+                    target = targets[j - lo] + after @ factor[j + 1 : hi, j] / factor[j, j]
+                    trial[j - lo] = step * np.clip(np.rint(target / step) if step else 0, -8, 7)
+                    error += (factor[j, j] * (target - trial[j - lo])) ** 2
+                if error < best:
+                    best, q[row, lo:hi] = error, trial
+        hi = lo
+    restored = np.empty_like(q)
+    restored[:, order] = q
+    return restored
+
+
+@pytest.mark.parametrize(("columns", "block"), [(96, 32), (320, 32), (200, 128), (600, 128)])
+def test_rounding_is_the_formula(columns: int, block: int) -> None:
+    w, x = drawn(6, columns), inputs(400, columns)
+    codes, scales, errors = Rounder(hessian(x), block).round(w)
+    ours = dequantize(codes, scales, 4, block, columns)
+    np.testing.assert_allclose(w - ours, errors, atol=1e-5)
+    expected = one_after_the_other(w, hessian(x), block)
+    lost = [np.square((w - each) @ x.T).sum(1) for each in (ours, expected)]
+    np.testing.assert_allclose(
+        lost[0].sum(), lost[1].sum(), rtol=0.02
+    )  # where two levels are as near, all after differs
+    assert (np.abs(ours - expected) < 1e-4).mean() > 0.9
+    n = n_blocks(columns, block)
+    plain = np.empty((6, n, block // 2), np.uint8), np.empty((6, n), np.float32)
+    quantize(w, 4, block, *plain)
+    alone = np.square((w - dequantize(*plain, 4, block, columns)) @ x.T).sum()
+    assert lost[0].sum() < 0.6 * alone
+
+
+def test_rounding_where_the_text_says_little() -> None:
+    """Fewer inputs than columns, channels that are always 0, none at all: rounded all the same."""
+    w = drawn(4, 64)
+    for x in (inputs(5, 64), inputs(50, 64) * (np.arange(64) % 2), np.zeros((3, 64), np.float32)):
+        codes, scales, _ = Rounder(hessian(x.astype(np.float32)), 32).round(w)
+        assert np.square(w - dequantize(codes, scales, 4, 32, 64)).sum() < 0.1 * np.square(w).sum()
+    with pytest.raises(EdgeKVError, match="not finite"):
+        Rounder(hessian(np.full((2, 64), np.inf, np.float32)), 32)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "WINDOW", 256)
+    monkeypatch.setattr(calibration, "MOST_TOKENS", 1024)
+
+
+@pytest.fixture
+def text(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "text.txt"
+    path.write_text(PROSE[: len(PROSE) // 2])
+    return path
+
+
+def quantized(folder: pathlib.Path, *options: str) -> pathlib.Path:
+    assert main(["quantize", "--model", str(DEMO), "--output", str(folder), *options]) == 0
+    return folder
+
+
+@pytest.mark.usefixtures("short")
+def test_a_calibrated_store(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """On a text that it was not rounded with it is nearer to the exact model, in as many bytes."""
+    weights = "--weights", "int4,head=int8"
+    plain = quantized(tmp_path / "plain", *weights)
+    rounded = quantized(tmp_path / "rounded", *weights, "--calibrate", str(text))
+    stores = [WeightStore(folder) for folder in (plain, rounded)]
+    assert stores[0].nbytes == stores[1].nbytes
+    assert (stores[0].calibration, "1024 tokens" in str(stores[1].calibration)) == (None, True)
+    assert stores[0].identity == Model.open(DEMO).identity != stores[1].identity
+    np.testing.assert_array_equal(stores[0].matrix("head"), stores[1].matrix("head"))
+    following = Session.load(DEMO, ctx=1024).encode(PROSE[len(PROSE) // 2 :])[:256]
+    exact, *others = (
+        Session.load(path, kv="dense:dtype=f32", ctx=1024, weights=name).logits(following)
+        for path, name in ((DEMO, "f32"), (plain, "auto"), (rounded, "auto"))
+    )
+    losses = [divergence(exact, logits) for logits in others]
+    assert losses[1] < 0.75 * losses[0], losses
+
+
+def divergence(exact: F32, other: F32) -> float:
+    """The mean KL of two sets of logits."""
+    p, q = (x - np.log(np.exp(x.astype(np.float64)).sum(1, keepdims=True)) for x in (exact, other))
+    return float((np.exp(p) * (p - q)).sum(1).mean())
+
+
+@pytest.mark.usefixtures("short")
+def test_it_is_found_in_the_cache_folder(text: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each text has its own; the plain store stays what it is."""
+    command = ["quantize", "--model", str(DEMO), "--weights", "int4-32"]
+    folders = []
+    for options in ([], ["--calibrate", str(text)], ["--calibrate", str(text)]):
+        assert main([*command, *options]) == 0
+        folders.append(capsys.readouterr().out.split(":")[0])
+    assert folders[0] != folders[1] == folders[2]
+    assert main(["info", "--model", folders[1]]) == 0
+    assert "1024 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("short")
+def test_interrupted_it_leaves_nothing(
+    text: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def interrupted(x: F32) -> F32:
+        seen.append(x.shape)
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        return hessian(x)
+
+    monkeypatch.setattr(calibrate, "hessian", interrupted)
+    arguments = ["quantize", "--model", str(DEMO), "--output", str(tmp_path / "new" / "s"), "--weights", "int4"]
+    main([*arguments, "--calibrate", str(text)])
+    assert len(seen) == 6
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    texts = {"short": b"Too short.", "bytes": b"\xff\xfe" * 9000, "long": PROSE.encode()}
+    for name, data in texts.items():
+        (tmp_path / name).write_bytes(data)
+    store = quantized(tmp_path / "store", "--weights", "int4")
+    capsys.readouterr()
+    cases: list[tuple[str, pathlib.Path, str, str]] = [
+        ("short", DEMO, "int4", "fewer than 2048 tokens"),
+        ("bytes", DEMO, "int4", "not UTF-8"),
+        ("absent", DEMO, "int4", "can't be read"),
+        ("long", DEMO, "int8", "rounds weights to 4 bits"),
+        ("long", store, "auto", "is a store"),
+    ]
+    for name, model, weights, part in cases:
+        arguments = ["--model", str(model), "--weights", weights, "--calibrate", str(tmp_path / name)]
+        assert main(["quantize", *arguments, "--output", str(output)]) == 2
+        error = capsys.readouterr().err
+        assert part in error
+        assert "--calibrate" in error or model == store
+        assert error.count("\n") == 1
+        assert not output.exists()
+
+
+def test_windows_come_from_all_over_the_text() -> None:
+    class Letters:
+        def encode(self, text: str) -> list[int]:
+            return [ord(letter) for letter in text]
+
+    def of(text: str, n: int, most: int) -> list[str]:
+        return ["".join(map(chr, window)) for window in windows(Letters(), text, n, most)]  # type: ignore[arg-type]
+
+    assert of("abcdefgh", 2, 2) == ["ab", "ef"]
+    assert of("abcdefg", 3, 5) == ["abc", "def"]
+    assert of("ab", 3, 5) == []
+    long = "".join(chr(97 + i // 100) for i in range(1000))
+    assert of(long, 3, 5) == ["aaa", "ccc", "eee", "ggg", "iii"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("head") / "m")
+
+
+@pytest.mark.parametrize("weights", ["int4,head=int8", "int4-32,head=f32", "f32,head=int4", "auto,head=int8-32"])
+def test_the_head_has_bits_of_its_own(weights: str, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    opened = Model.open(model)
+    form = opened.weight_format(weights)
+    base, head = form.name.split(",head=")
+    assert (form.of("0.qkv").name, form.of("head").name) == (base, head)
+    store = opened.store(form)
+    assert store.form == form
+    assert form.name in store.folder.name
+    sizes = [opened.weights_bytes(opened.weight_format(name)) for name in (base, head)]
+    assert min(sizes) < opened.weights_bytes(form) == store.nbytes < max(sizes)
+    np.testing.assert_array_equal(store.matrix("head"), opened.store(opened.weight_format(head)).matrix("head"))
+    session = Session.load(model, weights=weights)
+    logits = session.logits([1, 2, 3])
+    session.save(tmp_path / "session")
+    assert Session.restore(tmp_path / "session", model).plan.weights == form.name
+    assert session.report().settings["weights"] == form.name
+    reference = Session.load(model, weights=weights, device="numpy").logits([1, 2, 3])
+    assert np.sqrt(np.mean(np.square(logits - reference))) < 0.05 * reference.std()
+
+
+def test_heads_that_are_refused(model: pathlib.Path) -> None:
+    opened = Model.open(model)
+    assert opened.weight_format("int4,head=int4") == opened.weight_format("int4")
+    for weights in ("int4,head=int5", "int5,head=int4", "int4,head=", "int4,tail=int8", "int4, head=int8"):
+        with raises(ConfigError, field="weights", match="accepted"):
+            opened.weight_format(weights)

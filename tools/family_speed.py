@@ -23,9 +23,11 @@ from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.packed import PackedLinear
 from edgekv.linear.random import random_store
 from edgekv.machine import blas_threads
+from edgekv.models import architecture
 from edgekv.types import Threads
 
 SHAPES = ("gemma2-2b", "gemma3-1b", "phi3-mini-4k", "smollm3-3b", "olmo2-1b", "granite3.3-2b", "ministral3-3b")
+SHAPES += ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_SIZES = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "max_position_embeddings")
 DEPTH, STEPS, FASTEST = 500, 30, 6
@@ -43,10 +45,24 @@ def opened(config: dict[str, Any]) -> tuple[CpuDecoder, list[KVCache]]:
     return decoder, caches
 
 
+def llama_of(config: dict[str, Any]) -> dict[str, Any]:
+    """A Llama of the same sizes; of a mixture of experts, as wide as those that a token goes through."""
+    llama = {key: config[key] for key in (*SIZES, *MORE_SIZES) if key in config} | {"model_type": "llama"}
+    experts = architecture(config).config.experts
+    return llama | {"intermediate_size": experts.per_token * experts.size} if experts else llama
+
+
+def with_few_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """At most three times as many as a token goes through: the others are not read, but take room."""
+    experts = architecture(config).config.experts
+    few = min(experts.count, 3 * experts.per_token) if experts else 0
+    return config | {key: few for key in ("num_experts", "num_local_experts") if key in config}
+
+
 def main() -> None:
     for name in sys.argv[1:] or SHAPES:
-        config = load_shape(name, 4) | {"vocab_size": 32000}
-        llama = {key: config[key] for key in (*SIZES, *MORE_SIZES) if key in config} | {"model_type": "llama"}
+        config = with_few_experts(load_shape(name, 4) | {"vocab_size": 32000})
+        llama = llama_of(config)
         models, times = [opened(each) for each in (config, llama)], np.empty((2, STEPS))
         for step in range(STEPS):
             for k, (decoder, caches) in enumerate(models):

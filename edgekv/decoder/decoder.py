@@ -31,11 +31,20 @@ def _no_pause() -> None:
 class PromptAttention(Protocol):
     """Exact causal attention over a prompt."""
 
-    def __call__(self, queries: F32, keys: F32, values: F32, window: int | None, cap: float | None = None) -> None:
+    def __call__(
+        self,
+        queries: F32,
+        keys: F32,
+        values: F32,
+        window: int | None,
+        cap: float | None = None,
+        sinks: F32 | None = None,
+    ) -> None:
         """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
 
         keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
         token t sees keys max(0, t + 1 - window)..t; None: all up to t. cap: the soft bound of scores.
+        sinks (n_heads,): a score of each head that belongs to no token.
         """
 
 
@@ -69,9 +78,10 @@ class Decoder(abc.ABC):
         self._ropes = LayerRopes(self.config.layer_ropes, capacity, upload)
         self._learned_positions = weights.arch.learned_positions
         names = ("norm_q", "norm_k") if self.config.qk_norm else ()
-        layers = range(self.config.n_layers)
+        layers, has_sinks = range(self.config.n_layers), self.config.attention_sinks
         # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
         vectors = [tuple(upload(weights.vector(f"{i}.{name}").copy()) for name in names) for i in layers]
+        self._sinks = [upload(weights.vector(f"{i}.sinks").copy()) if has_sinks else None for i in layers]
         self._norms = [pair or (upload(NONE), upload(NONE)) for pair in vectors]
 
     @abc.abstractmethod
@@ -144,7 +154,7 @@ class Decoder(abc.ABC):
             qkv = self.linear.attention_in(i, x)
             for j, caches in enumerate(conversations):
                 self._split(i, qkv[j : j + 1], rotations[j][i], q, k, v)
-                merged[j : j + 1] = self._merge(caches[i].attend(q, k, v))
+                merged[j : j + 1] = self._merge(caches[i].attend(q, k, v, self._sinks[i]))
             x = self.linear.attention_out(i, x, merged)
         return self.head(x)
 
@@ -155,7 +165,7 @@ class Decoder(abc.ABC):
         q, k, v = self._qkv_buffers("step", n)
         for i, cache in enumerate(caches):
             self._project(i, x, rotations[i], q, k, v)
-            out = cache.attend(q, k, v)  # (n_heads, n, head_dim)
+            out = cache.attend(q, k, v, self._sinks[i])  # (n_heads, n, head_dim)
             x = self.linear.attention_out(i, x, self._merge(out))
         return x
 
@@ -206,7 +216,7 @@ class Decoder(abc.ABC):
             self._project(i, x[a:b], rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
-            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap)
+            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap, self._sinks[i])
             x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out))
             pause()
         cache.prefill(q, k, v)
@@ -224,7 +234,7 @@ class Decoder(abc.ABC):
             out = self.workspace.array("step.out", q.shape)
             for b in range(0, part.stop - part.start, block):
                 rows = slice(b, b + block)
-                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows])
+                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], self._sinks[i])
             x[part] = self.linear.attention_out(i, x[part], self._merge(out))
             pause()
 

@@ -11,6 +11,8 @@ from edgekv.linear.quantize import n_blocks
 from edgekv.models.architecture import Architecture
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
+ROUTER = ".router"
+PARTS = ("weight", "codes", "scales", "zeros", "bias")  # of a linear layer
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
@@ -18,17 +20,19 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 class WeightFormat:
     """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
-    zeros: whether each block has a zero point of its own, else it is half the range.
+    zeros: whether each block has a zero point of its own, else it is half the range. e2m1: whether codes are
+    floating-point numbers (`quantize.E2M1`).
     """
 
     name: str
     bits: int
     block: int
     zeros: bool = False
+    e2m1: bool = False
 
     def of(self, linear: str) -> WeightFormat:
-        """The format of one linear layer."""
-        return self
+        """The format of one linear layer. What chooses experts is exact: a near tie would choose others."""
+        return FORMATS["f32"] if linear.endswith(ROUTER) else self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,7 @@ class MixedFormat(WeightFormat):
     linears: tuple[tuple[str, str], ...] = ()
 
     def of(self, linear: str) -> WeightFormat:
-        return FORMATS[dict(self.linears)[linear]]
+        return super().of(linear) if linear.endswith(ROUTER) else FORMATS[dict(self.linears)[linear]]
 
 
 WEIGHTS: dict[str, WeightFormat] = {
@@ -53,6 +57,7 @@ WEIGHTS: dict[str, WeightFormat] = {
 FORMATS = WEIGHTS | {
     "int4-zeros": WeightFormat("int4-zeros", 4, 128, zeros=True),
     "int4-32-zeros": WeightFormat("int4-32-zeros", 4, 32, zeros=True),
+    "fp4-32": WeightFormat("fp4-32", 4, 32, e2m1=True),
 }
 """With those that are only taken over from checkpoints, where edgekv itself quantizes without zero points."""
 
@@ -102,6 +107,16 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
 def specs_bytes(specs: Specs) -> int:
     """Bytes of the tensors' data."""
     return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in specs.values())
+
+
+def token_bytes(arch: Architecture, specs: Specs) -> int:
+    """Bytes that one decode step reads: all but the tables, of which it reads a row, and idle experts."""
+    nbytes = specs_bytes({name: spec for name, spec in specs.items() if name not in arch.tables()})
+    for name, linear in arch.linears().items():
+        if linear.n_experts:
+            of_all = specs_bytes({key: specs[key] for key in (f"{name}.{part}" for part in PARTS) if key in specs})
+            nbytes -= of_all // linear.n_experts * (linear.n_experts - arch.active_experts)
+    return nbytes
 
 
 def file_offsets(specs: Specs, data_start: int) -> dict[str, int]:

@@ -10,8 +10,10 @@ import numpy as np
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.experts import graph_width, mixed
 from edgekv.linear.runtime import ort
 from edgekv.linear.store import WeightStore
+from edgekv.linear.stored_experts import StoredExperts
 from edgekv.machine import return_large_blocks
 from edgekv.types import F32, Threads
 
@@ -72,13 +74,14 @@ class OrtLinear(LinearBlocks):
         c = store.arch.config
         widths: dict[str, int] = {}
         for i in range(c.n_layers):
-            widths |= {f"{i}.in.onnx": c.q_size + 2 * c.kv_size, f"{i}.out.onnx": c.hidden_size}
+            widths |= {f"{i}.in.onnx": c.q_size + 2 * c.kv_size, f"{i}.out.onnx": graph_width(c, i)}
         widths["head.onnx"] = c.vocab_size
         with ThreadPoolExecutor(threads.prompt) as pool:
             blocks = list(
                 pool.map(lambda item: OnnxBlock(store.folder / item[0], threads.decode, item[1]), widths.items())
             )
         self._in, self._out, self._head = blocks[0:-1:2], blocks[1:-1:2], blocks[-1]
+        self._config, self._experts = c, StoredExperts(store)
         self.weights_bytes, self.threads = store.nbytes, threads
         self._callers = 1 + threads.prompt - threads.decode
         self._pool = ThreadPoolExecutor(self._callers, thread_name_prefix="edgekv-products")
@@ -89,13 +92,18 @@ class OrtLinear(LinearBlocks):
         c = store.arch.config
         if name == "attention_in":
             return OnnxBlock(store.folder / "0.in.onnx", threads, c.q_size + 2 * c.kv_size)
-        return OnnxBlock(store.folder / "0.out.onnx", threads, c.hidden_size)
+        return OnnxBlock(store.folder / "0.out.onnx", threads, graph_width(c, 0))
 
     def attention_in(self, i: int, x: F32) -> F32:
         return self._run(self._in[i], x=x)
 
     def attention_out(self, i: int, x: F32, attention: F32) -> F32:
-        return self._run(self._out[i], x=x, attention=attention)
+        y = self._run(self._out[i], x=x, attention=attention)
+        if self._config.experts_of(i) is None:
+            return y
+        size = self._config.hidden_size
+        x, normed, logits = np.split(y, (size, 2 * size), axis=1)
+        return mixed(self._config, i, x, normed, logits, self._experts)
 
     def head(self, x: F32) -> F32:
         return self._run(self._head, x=x)

@@ -13,7 +13,8 @@ from edgekv.linear.formats import WeightFormat
 from edgekv.linear.quantize import unpack_zeros
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
-from edgekv.types import F32, U8, Threads
+from edgekv.linear.stored_experts import StoredExperts
+from edgekv.types import F32, I64, U8, Threads
 
 
 class Packed(NamedTuple):
@@ -34,6 +35,7 @@ class PackedOps(NumpyOps):
         self._store, self._threads = store, threads
         self._packed: dict[str, Packed] = {}
         self._vectors: dict[str, F32] = {}
+        self._experts = StoredExperts(store)
 
     def linear(self, x: F32, name: str) -> F32:
         packed = self._packed.get(name) or self._open(name)
@@ -61,6 +63,9 @@ class PackedOps(NumpyOps):
         if kind not in layers.GATED:
             return super().gated_linear(x, name, kind)
         return layers.gated(self.linear(x, name), kind)
+
+    def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
+        return self._experts(rows, of, name)
 
     def _open(self, name: str) -> Packed:
         store, form = self._store, self._store.form.of(name)

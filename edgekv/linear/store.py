@@ -34,6 +34,7 @@ from edgekv.linear.formats import (
     mixed_format,
     specs_bytes,
     store_specs,
+    token_bytes,
 )
 from edgekv.linear.quantize import dequantize, n_blocks, quantize
 from edgekv.linear.weights import CheckpointWeights, Ids
@@ -67,6 +68,9 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
     return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
 
+FormatName = Literal["f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros", "fp4-32"]
+
+
 class StoreFile(msgspec.Struct):
     """store.json."""
 
@@ -74,9 +78,7 @@ class StoreFile(msgspec.Struct):
     weights: str
     identity: str
     config: dict[str, Any]
-    linears: (
-        dict[str, Literal["f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros"]] | None
-    ) = None  # FORMATS
+    linears: dict[str, FormatName] | None = None  # FORMATS
 
 
 class WeightStore:
@@ -112,8 +114,7 @@ class WeightStore:
                     f"{list(shape)}; quantize the model again"
                 )
         self.nbytes = specs_bytes(specs)
-        tables = {name: specs[name] for name in self.arch.tables()}
-        self.token_bytes = self.nbytes - specs_bytes(tables)  # what one decode step reads, but for a row
+        self.token_bytes = token_bytes(self.arch, specs)
         self._linears = self.arch.linears()
 
     def raw(self, tensor: str) -> npt.NDArray[Any]:
@@ -127,7 +128,8 @@ class WeightStore:
             return to_float32(self._file.array(f"{name}.weight"))
         codes, scales = (self._file.array(f"{name}.{part}") for part in ("codes", "scales"))
         zeros = self._file.array(f"{name}.zeros") if form.zeros else None
-        return dequantize(codes, scales, form.bits, form.block, self._linears[name].columns, zeros)
+        columns = self._linears[name].columns
+        return dequantize(codes, scales, form.bits, form.block, columns, zeros, form.e2m1)
 
     def bias(self, name: str) -> F32 | None:
         """(rows,) float32; None: the linear has none."""

@@ -7,14 +7,17 @@ from edgekv.models.architecture import Architecture
 from edgekv.models.config import Raw
 from edgekv.models.gemma import Gemma2, Gemma3, Gemma3WithVision
 from edgekv.models.gpt2 import GPT2
+from edgekv.models.gpt_oss import GptOss
 from edgekv.models.granite import Granite
 from edgekv.models.llama import Llama
 from edgekv.models.llava import Llava
 from edgekv.models.ministral3 import Ministral3, Mistral3
 from edgekv.models.mistral import Mistral
+from edgekv.models.mixtral import Mixtral
 from edgekv.models.olmo2 import Olmo2
 from edgekv.models.phi3 import Phi3
 from edgekv.models.qwen import Qwen2, Qwen3
+from edgekv.models.qwen3_moe import Qwen3Moe
 from edgekv.models.smollm3 import SmolLM3
 from edgekv.schema import shown
 
@@ -33,6 +36,9 @@ MODELS: dict[str, type[Architecture]] = {
     "granite": Granite,
     "ministral3": Ministral3,
     "mistral3": Mistral3,
+    "qwen3_moe": Qwen3Moe,
+    "mixtral": Mixtral,
+    "gpt_oss": GptOss,
     "llava": Llava,
 }
 

@@ -7,6 +7,7 @@ from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.loops import CUDA_KINDS
 from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.linear.cuda_ops import refuse_experts
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.machine import all_cores
@@ -61,6 +62,8 @@ class CudaDevice(Device):
     def decoder(
         self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
     ) -> CudaDecoder:
+        if model.config.experts:
+            raise refuse_experts()
         driver = cupy_driver.CupyDriver()
         weights = DeviceWeights(model.store(form, progress), driver, progress)
         return CudaDecoder(weights, driver, capacity, all_cores(threads))

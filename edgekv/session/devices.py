@@ -79,8 +79,10 @@ def find_device(name: str) -> Device:
     return DEVICES[name]()
 
 
-def resolve_device(name: str, spec: CacheSpec) -> str:
-    """What ``auto`` means on this machine for this scheme: cuda where it can be had; other names stay."""
+def resolve_device(name: str, spec: CacheSpec, has_experts: bool = False) -> str:
+    """What ``auto`` means on this machine for this scheme, and a model that may have experts: cuda where it can be
+    had; other names stay.
+    """
     if name != AUTO:
         return name
-    return "cuda" if find_device("cuda").available(spec) else "cpu"
+    return "cuda" if not has_experts and find_device("cuda").available(spec) else "cpu"

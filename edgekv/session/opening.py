@@ -82,7 +82,7 @@ def load_model(options: LoadOptions, model: Model, *, progress: StageProgress | 
     )
     if model.adapter:
         model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
-    device = resolve_device(options.device, plan.kv)
+    device = resolve_device(options.device, plan.kv, model.config.experts is not None)
     place = find_device(device)
     place.require(plan.kv)
     place.require_slots(options.slots)

@@ -1,0 +1,53 @@
+"""Products with the experts of a weight store: of the mapped file only the rows of the chosen ones are read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgekv.kernels.cpu.chosen_products import multiply_chosen
+from edgekv.linear.experts import expert_rows, groups
+from edgekv.linear.formats import WeightFormat
+from edgekv.linear.quantize import unpack_zeros
+from edgekv.linear.store import WeightStore
+from edgekv.types import F32, I64, Array
+
+
+class StoredExperts:
+    """A `Product` of the store's own codes."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        linears = {name: linear for name, linear in store.arch.linears().items() if linear.n_experts}
+        self._n_experts = {name: linear.n_experts for name, linear in linears.items()}
+        self._biases = {name: store.bias(name) for name in linears}
+        self._forms = {name: store.form.of(name) for name in linears}
+        self._arrays = {name: _arrays(store, name, form) for name, form in self._forms.items()}
+
+    def __call__(self, rows: F32, of: I64, name: str) -> F32:
+        form, bias, n_experts = self._forms[name], self._biases[name], self._n_experts[name]
+        if form.bits == 32:
+            return expert_rows(rows, of, self._arrays[name][0], bias, n_experts)
+        codes, scales = self._arrays[name]
+        n = len(codes) // n_experts
+        result = np.empty((len(rows), n), np.float32)
+        multiply_chosen(rows, of, codes, scales, form.bits, result, e2m1=form.e2m1)
+        if form.zeros:
+            self._take_off_zeros(rows, of, name, form, result)
+        if bias is not None:
+            result += bias.reshape(n_experts, n)[of]
+        return result
+
+    def _take_off_zeros(self, rows: F32, of: I64, name: str, form: WeightFormat, result: F32) -> None:
+        """The products are of codes around half their range: less each block's zero point times its inputs."""
+        scales, zeros = self._arrays[name][1], self._store.raw(f"{name}.zeros")
+        blocks, n = scales.shape[1], result.shape[1]
+        padded = np.pad(rows, ((0, 0), (0, blocks * form.block - rows.shape[1])))
+        sums = padded.reshape(len(rows), blocks, form.block).sum(axis=2)
+        for expert, pairs in groups(of):
+            own = slice(expert * n, (expert + 1) * n)
+            result[pairs] -= sums[pairs] @ (unpack_zeros(zeros[own], blocks) * scales[own]).T
+
+
+def _arrays(store: WeightStore, name: str, form: WeightFormat) -> list[Array]:
+    parts = ("weight",) if form.bits == 32 else ("codes", "scales")
+    return [store.raw(f"{name}.{part}") for part in parts]

@@ -74,7 +74,8 @@ def _execute(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{'model':<10}{model.name}, {model.n_parameters / 1e6:,.0f} M parameters")
     print(f"{'kv':<10}{plan.kv.short} at --ctx {plan.ctx}, {facts['cache_bytes_per_token']:.1f} bytes per token")
-    print(f"{'weights':<10}{bytes_text(plan.weights_bytes)} as {plan.weights}")
+    idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
+    print(f"{'weights':<10}{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}")
     print(f"{'cache':<10}{bytes_text(plan.cache_bytes)}")
     print(f"{'scratch':<10}{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read")
     verdict = "fits in" if facts["fits"] else "does not fit in"
@@ -143,6 +144,7 @@ def _facts(plan: SessionPlan, free: int, least: tuple[int, str] | None) -> dict[
         "kv": str(plan.kv),
         "weights": plan.weights,
         "weights_bytes": plan.weights_bytes,
+        "active_weights_bytes": plan.weights_bytes - plan.idle_bytes,
         "cache_bytes": plan.cache_bytes,
         "cache_bytes_per_token": plan.cache_bytes / plan.ctx,
         "scratch_bytes": plan.scratch_bytes,

@@ -111,11 +111,17 @@ def specs_bytes(specs: Specs) -> int:
 
 def token_bytes(arch: Architecture, specs: Specs) -> int:
     """Bytes that one decode step reads: all but the tables, of which it reads a row, and idle experts."""
-    nbytes = specs_bytes({name: spec for name, spec in specs.items() if name not in arch.tables()})
+    read = {name: spec for name, spec in specs.items() if name not in arch.tables()}
+    return specs_bytes(read) - idle_bytes(arch, specs)
+
+
+def idle_bytes(arch: Architecture, specs: Specs) -> int:
+    """Bytes of the experts that one token does not go through."""
+    nbytes = 0
     for name, linear in arch.linears().items():
         if linear.n_experts:
             of_all = specs_bytes({key: specs[key] for key in (f"{name}.{part}" for part in PARTS) if key in specs})
-            nbytes -= of_all // linear.n_experts * (linear.n_experts - arch.active_experts)
+            nbytes += of_all // linear.n_experts * (linear.n_experts - arch.active_experts)
     return nbytes
 
 

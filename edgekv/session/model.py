@@ -13,7 +13,7 @@ from edgekv.checkpoint.lora import Lora
 from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
-from edgekv.linear.formats import WeightFormat, specs_bytes, store_specs, weight_format
+from edgekv.linear.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
 from edgekv.linear.store import WeightStore, is_store, open_or_build
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
@@ -183,6 +183,10 @@ class Model:
     def weights_bytes(self, form: WeightFormat) -> int:
         """Bytes of a store in this format: what decoding maps."""
         return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
+
+    def idle_bytes(self, form: WeightFormat) -> int:
+        """Of these, bytes of the experts that a token does not go through: they stay in the mapped file."""
+        return idle_bytes(self.arch, store_specs(self.arch, form, self.weights.table_dtypes))
 
     def store(self, form: WeightFormat, progress: StageProgress | None = None) -> WeightStore:
         """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder."""

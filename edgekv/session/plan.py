@@ -8,7 +8,7 @@ from edgekv.decoder.cpu import scratch_bytes
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
-from edgekv.machine import available_memory_bytes
+from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.models.config import ModelConfig
 from edgekv.session.model import Model
 
@@ -25,14 +25,16 @@ class SessionPlan:
     """What a session will take. Bytes are exact but for ``scratch_bytes``, an upper estimate.
 
     ctx: tokens that it can hold. kv: its scheme. weights: the format's name. weights_bytes: what decoding maps.
-    cache_bytes: of all layers. scratch_bytes: while a prompt of ``ctx`` tokens is read. notes: what was chosen for
-    the user, or lost, a line each.
+    idle_bytes: of these, experts that a token leaves out, which need no memory. cache_bytes: of all layers.
+    scratch_bytes: while a prompt of ``ctx`` tokens is read. notes: what was chosen for the user, or lost, a line
+    each.
     """
 
     ctx: int
     kv: CacheSpec
     weights: str
     weights_bytes: int
+    idle_bytes: int
     cache_bytes: int
     scratch_bytes: int
     notes: tuple[str, ...]
@@ -64,21 +66,29 @@ class SessionPlan:
                 accepted=[f"1 to {c.max_positions}"],
             )
         form = model.weight_format(weights)
-        weights_bytes = model.weights_bytes(form)
+        weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
+        held = weights_bytes - idle
 
         def auto_bytes() -> int:
             free = available_memory_bytes() if available is None else available
-            return max(0, min(free // 4, free - weights_bytes - scratch_bytes(c, ctx, sees_queries=False)))
+            return max(0, min(free // 4, free - held - scratch_bytes(c, ctx, sees_queries=False)))
 
         spec, notes = resolve(kv, c, ctx, kv_budget, auto_bytes)
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):
             notes.append(weights_note)
+        if idle and c.experts:
+            read = idle * c.experts.per_token // (c.experts.count - c.experts.per_token)
+            notes.append(
+                f"{format_bytes(idle)} of the weights are experts that a token leaves out: they stay in the file, "
+                f"and a machine without memory for them reads up to {format_bytes(read)} for each token"
+            )
         return cls(
             ctx=ctx,
             kv=spec,
             weights=form.name,
             weights_bytes=weights_bytes,
+            idle_bytes=idle,
             cache_bytes=sum(cache.planned_bytes for cache in caches),
             scratch_bytes=scratch_bytes(c, ctx, sees_queries=caches[0].sees_queries),
             notes=tuple(notes),
@@ -93,4 +103,5 @@ class SessionPlan:
     def parts(self, slots: int = 1) -> dict[str, int]:
         """Bytes by what they are for, of so many conversations at once."""
         caches = slots * self.cache_bytes
-        return {"weights": self.weights_bytes, "kv cache": caches, "scratch": self.scratch_bytes}
+        held = self.weights_bytes - self.idle_bytes
+        return {"weights": held, "kv cache": caches, "scratch": self.scratch_bytes}

@@ -69,6 +69,7 @@ SCHEMES = (
 CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
 MORE = [1, 2] * 20
 FAMILIES = ("gemma2", "gemma3-v5-parameters", "phi3-longrope", "smollm3-options", "olmo2", "granite", "ministral3")
+FAMILIES += ("qwen3-moe-options", "mixtral", "gpt-oss")
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import pathlib
 from typing import Any
 
@@ -180,3 +181,31 @@ def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> Non
         CudaDevice().decoder(model, model.weight_format("f32"), 8, 1, None)
     assert error.value.field == "device"
     assert resolve_device("auto", Session.load(model.path).plan.kv, has_experts=True) == "cpu"
+
+
+def test_without_room_for_all_experts_the_system_reads_ahead_the_chosen_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model.open(golden_cases.write_checkpoint("qwen3-moe", tmp_path / "model"))
+    store, of = model.store(model.weight_format("int4")), np.array([1, 1, 6])
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    expected = StoredExperts(store)(x, of, "0.experts_up")
+    asked: list[tuple[Any, ...]] = []
+    advise = store.advise
+
+    def record(*arguments: Any) -> None:
+        asked.append(arguments)
+        advise(*arguments)
+
+    monkeypatch.setattr(store, "advise", record)
+    monkeypatch.setattr("edgekv.linear.stored_experts.available_memory_bytes", lambda: 0)
+    product = StoredExperts(store)
+    names = [f"{i}.experts_{part}" for i in range(3) for part in ("up", "down")]
+    parts = ("codes", "scales")
+    assert asked == [(f"{name}.{part}", mmap.MADV_RANDOM, 0, None) for name in names for part in parts]
+    asked.clear()
+    np.testing.assert_array_equal(product(x, of, "0.experts_up"), expected)
+    rows = 2 * 40
+    assert asked == [
+        (f"0.experts_up.{part}", mmap.MADV_WILLNEED, expert * rows, rows) for expert in (1, 6) for part in parts
+    ]

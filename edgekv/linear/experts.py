@@ -29,7 +29,7 @@ def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
     """Of logits (n, experts): each token's experts (n, k), and their weights (n, k)."""
     chosen = np.argpartition(-logits, experts.per_token - 1, axis=1)[:, : experts.per_token]
     largest = logits.max(axis=1, keepdims=True)
-    weights: F32 = np.exp(np.take_along_axis(logits, chosen, axis=1) - largest)
+    weights: F32 = np.exp(logits[np.arange(len(logits))[:, None], chosen] - largest)
     of_all = weights if experts.renormalized else np.exp(logits - largest)
     weights /= of_all.sum(axis=1, keepdims=True)
     return chosen, weights

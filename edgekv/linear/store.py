@@ -121,6 +121,10 @@ class WeightStore:
         """A tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
         return self._file.array(tensor)
 
+    def advise(self, tensor: str, advice: int, first: int = 0, n: int | None = None) -> None:
+        """As `TensorFile.advise`."""
+        self._file.advise(tensor, advice, first, n)
+
     def matrix(self, name: str) -> F32:
         """(rows, columns) float32, dequantized: what the codes stand for."""
         form = self.form.of(name)

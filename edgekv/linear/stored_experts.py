@@ -1,6 +1,12 @@
-"""Products with the experts of a weight store: of the mapped file only the rows of the chosen ones are read."""
+"""Products with the experts of a weight store: of the mapped file only the rows of the chosen ones are read.
+
+Where memory has no room for all of them, the system is told which: by itself it reads ahead, beyond a chosen
+expert, and would read most of the others too.
+"""
 
 from __future__ import annotations
+
+import mmap
 
 import numpy as np
 
@@ -9,6 +15,7 @@ from edgekv.linear.experts import expert_rows, groups
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.quantize import unpack_zeros
 from edgekv.linear.store import WeightStore
+from edgekv.machine import available_memory_bytes
 from edgekv.types import F32, I64, Array
 
 
@@ -22,9 +29,14 @@ class StoredExperts:
         self._biases = {name: store.bias(name) for name in linears}
         self._forms = {name: store.form.of(name) for name in linears}
         self._arrays = {name: _arrays(store, name, form) for name, form in self._forms.items()}
+        self._is_cold = store.nbytes > available_memory_bytes()
+        for name in linears if self._is_cold else ():
+            self._advise(name, mmap.MADV_RANDOM)
 
     def __call__(self, rows: F32, of: I64, name: str) -> F32:
         form, bias, n_experts = self._forms[name], self._biases[name], self._n_experts[name]
+        for expert, _ in groups(of) if self._is_cold else ():
+            self._advise(name, mmap.MADV_WILLNEED, expert)
         if form.bits == 32:
             return expert_rows(rows, of, self._arrays[name][0], bias, n_experts)
         codes, scales = self._arrays[name]
@@ -36,6 +48,13 @@ class StoredExperts:
         if bias is not None:
             result += bias.reshape(n_experts, n)[of]
         return result
+
+    def _advise(self, name: str, advice: int, expert: int | None = None) -> None:
+        """Of one expert's rows, or of all."""
+        for part, array in zip(_parts(self._forms[name]), self._arrays[name], strict=True):
+            n = len(array) // self._n_experts[name]
+            place = (0, None) if expert is None else (expert * n, n)
+            self._store.advise(f"{name}.{part}", advice, *place)
 
     def _take_off_zeros(self, rows: F32, of: I64, name: str, form: WeightFormat, result: F32) -> None:
         """The products are of codes around half their range: less each block's zero point times its inputs."""
@@ -49,5 +68,8 @@ class StoredExperts:
 
 
 def _arrays(store: WeightStore, name: str, form: WeightFormat) -> list[Array]:
-    parts = ("weight",) if form.bits == 32 else ("codes", "scales")
-    return [store.raw(f"{name}.{part}") for part in parts]
+    return [store.raw(f"{name}.{part}") for part in _parts(form)]
+
+
+def _parts(form: WeightFormat) -> tuple[str, ...]:
+    return ("weight",) if form.bits == 32 else ("codes", "scales")

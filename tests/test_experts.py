@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgekv import Session
+from edgekv.checkpoint.gguf_layout import find_family
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.linear.experts import choose
 from edgekv.linear.formats import specs_bytes, store_specs
@@ -173,6 +174,13 @@ def test_stacked_experts_of_a_wrong_shape(tmp_path: pathlib.Path) -> None:
     save_file(arrays | {name: arrays[name][0]}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="expected 3 axes"):
         Model.open(folder)
+
+
+def test_gguf_files_with_experts_are_refused() -> None:
+    """Mixtral's are of the architecture llama."""
+    assert find_family({"general.architecture": "llama", "llama.expert_count": 0})
+    with pytest.raises(ConfigError, match="GGUF files with experts"):
+        find_family({"general.architecture": "llama", "llama.expert_count": 8})
 
 
 def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> None:

@@ -169,8 +169,9 @@ def build(
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    beside(folder) adds files of its own. Streams: at most about 0.3 GiB beside the mapped checkpoint. Raises
-    CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
+    beside(folder) adds files of its own. Streams: beside the mapped checkpoint at most about 0.3 GiB, or
+    twice the bytes that a layer's experts take in the store. Raises CheckpointError when the disk is too small
+    (before or while writing) or the folder can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")

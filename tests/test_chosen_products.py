@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from edgekv.kernels.cpu.chosen_products import multiply_chosen
+from edgekv.kernels.cpu.product_rows import Layout
 from edgekv.linear.quantize import dequantize, n_blocks
 
 FORMATS = [(4, 32, False), (4, 128, False), (8, 32, False), (8, 128, False), (4, 32, True)]
@@ -23,7 +24,7 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("bits", "block", "e2m1"), FORMATS)
 @pytest.mark.parametrize("columns", [32, 96, 200, 384, 704])
-@pytest.mark.parametrize("of", [[3], [0, 1, 4], [2, 2, 2, 2, 4]])
+@pytest.mark.parametrize("of", [[3], [0, 1, 4], [2, 2, 2, 2, 4], [1] * 3 + [3] * 13])
 def test_products_are_those_of_the_codes(bits: int, block: int, e2m1: bool, columns: int, of: list[int]) -> None:
     rng = np.random.default_rng(columns)
     blocks = n_blocks(columns, block)
@@ -33,8 +34,7 @@ def test_products_are_those_of_the_codes(bits: int, block: int, e2m1: bool, colu
     scales.reshape(EXPERTS, ROWS, blocks)[idle] = np.nan  # would show wherever one was read
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, :block] = 0
-    out = np.full((len(of), ROWS), np.nan, np.float32)
-    multiply_chosen(x, np.array(of), codes, scales, bits, out, e2m1=e2m1)
+    out = multiply_chosen(x, np.array(of), codes, scales, EXPERTS, Layout(bits, block, e2m1))
     matrices = dequantize(codes, scales, bits, block, columns, None, e2m1).reshape(EXPERTS, ROWS, columns)
     expected = np.stack(
         [matrices[e].astype(np.float64) @ row for e, row in zip(of, rounded(x, block), strict=True)]

@@ -24,6 +24,7 @@ from edgekv.models.config import ExpertsConfig
 from edgekv.session.cuda_device import CudaDevice
 from edgekv.session.devices import resolve_device
 from edgekv.session.model import Model
+from edgekv.types import Threads
 
 WIDE = golden_cases.QWEN3_MOE | {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2}
 PROMPT = 40
@@ -89,7 +90,7 @@ def test_a_token_reads_its_experts_alone(tmp_path: pathlib.Path) -> None:
     model = Model.open(golden_cases.write_checkpoint("qwen3-moe", tmp_path / "model"))
     form = model.weight_format("int4-32")
     store = model.store(form)
-    product, of = StoredExperts(store), np.array([2, 2, 5])
+    product, of = StoredExperts(store, Threads(1, 2)), np.array([2, 2, 5])
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     expected = product(x, of, "1.experts_up")
     codes, scales = product._arrays["1.experts_up"]
@@ -168,7 +169,7 @@ def test_without_room_for_all_experts_the_system_reads_ahead_the_chosen_alone(
     model = Model.open(golden_cases.write_checkpoint("qwen3-moe", tmp_path / "model"))
     store, of = model.store(model.weight_format("int4")), np.array([1, 1, 6])
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
-    expected = StoredExperts(store)(x, of, "0.experts_up")
+    expected = StoredExperts(store, Threads(1, 2))(x, of, "0.experts_up")
     asked: list[tuple[Any, ...]] = []
     advise = store.advise
 
@@ -178,7 +179,7 @@ def test_without_room_for_all_experts_the_system_reads_ahead_the_chosen_alone(
 
     monkeypatch.setattr(store, "advise", record)
     monkeypatch.setattr("edgekv.linear.stored_experts.available_memory_bytes", lambda: 0)
-    product = StoredExperts(store)
+    product = StoredExperts(store, Threads(1, 2))
     names = [f"{i}.experts_{part}" for i in range(3) for part in ("up", "down")]
     parts = ("codes", "scales")
     assert asked == [(f"{name}.{part}", mmap.MADV_RANDOM, 0, None) for name in names for part in parts]

@@ -81,7 +81,7 @@ class OrtLinear(LinearBlocks):
                 pool.map(lambda item: OnnxBlock(store.folder / item[0], threads.decode, item[1]), widths.items())
             )
         self._in, self._out, self._head = blocks[0:-1:2], blocks[1:-1:2], blocks[-1]
-        self._config, self._experts = c, StoredExperts(store)
+        self._config, self._experts = c, StoredExperts(store, threads)
         self.weights_bytes, self.threads = store.nbytes, threads
         self._callers = 1 + threads.prompt - threads.decode
         self._pool = ThreadPoolExecutor(self._callers, thread_name_prefix="edgekv-products")

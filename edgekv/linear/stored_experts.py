@@ -6,24 +6,30 @@ expert, and would read most of the others too.
 
 from __future__ import annotations
 
+import functools
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 
-from edgekv.kernels.cpu.chosen_products import multiply_chosen
+from edgekv.kernels.cpu.chosen_products import multiply_chosen, warm_up
+from edgekv.kernels.cpu.product_rows import Layout
+from edgekv.kernels.cpu.products import OUTPUTS
 from edgekv.linear.experts import expert_rows, groups
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.quantize import unpack_zeros
 from edgekv.linear.store import WeightStore
 from edgekv.machine import available_memory_bytes
-from edgekv.types import F32, I64, Array
+from edgekv.types import F32, I64, Array, Threads
+
+FEW_PAIRS = 32  # those of a token, or of a few
 
 
 class StoredExperts:
     """A `Product` of the store's own codes."""
 
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
+    def __init__(self, store: WeightStore, threads: Threads) -> None:
+        self._store, self._threads = store, threads
         linears = {name: linear for name, linear in store.arch.linears().items() if linear.n_experts}
         self._n_experts = {name: linear.n_experts for name, linear in linears.items()}
         self._biases = {name: store.bias(name) for name in linears}
@@ -41,13 +47,20 @@ class StoredExperts:
             return expert_rows(rows, of, self._arrays[name][0], bias, n_experts)
         codes, scales = self._arrays[name]
         n = len(codes) // n_experts
-        result = np.empty((len(rows), n), np.float32)
-        multiply_chosen(rows, of, codes, scales, form.bits, result, e2m1=form.e2m1)
+        if n < OUTPUTS:
+            return expert_rows(rows, of, self._store.matrix(name), bias, n_experts)
+        n_threads = self._threads.decode if len(rows) <= FEW_PAIRS else self._threads.prompt
+        result = multiply_chosen(rows, of, codes, scales, n_experts, _layout(form), n_threads)
         if form.zeros:
             self._take_off_zeros(rows, of, name, form, result)
         if bias is not None:
             result += bias.reshape(n_experts, n)[of]
         return result
+
+    def warm_up(self) -> list[Callable[[], object]]:
+        """What is to be called so that all kernels are compiled."""
+        layouts = {_layout(form) for form in self._forms.values() if form.bits < 32}
+        return [functools.partial(warm_up, layout) for layout in layouts]
 
     def _advise(self, name: str, advice: int, expert: int | None = None) -> None:
         """Of one expert's rows, or of all."""
@@ -73,3 +86,7 @@ def _arrays(store: WeightStore, name: str, form: WeightFormat) -> list[Array]:
 
 def _parts(form: WeightFormat) -> tuple[str, ...]:
     return ("weight",) if form.bits == 32 else ("codes", "scales")
+
+
+def _layout(form: WeightFormat) -> Layout:
+    return Layout(form.bits, form.block, form.e2m1)

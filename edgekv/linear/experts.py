@@ -18,6 +18,9 @@ from edgekv.types import F32, I64
 Product = Callable[[F32, I64, str], F32]
 """(rows (m, columns), their experts (m,) in ascending order, a linear's name) -> (m, rows of one expert)."""
 
+Gate = Callable[[F32], F32]
+"""(m, 2 * channels), gates and what they let through -> (m, channels)."""
+
 
 def graph_width(config: ModelConfig, i: int) -> int:
     """Channels that the graph of `attention_out` gives: with experts also their input and the router's logits."""
@@ -35,25 +38,26 @@ def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
     return chosen, weights
 
 
-def mixed(config: ModelConfig, i: int, x: F32, y: F32, logits: F32, product: Product) -> F32:
+def mixed(experts: ExpertsConfig, i: int, x: F32, y: F32, logits: F32, product: Product, gate: Gate) -> F32:
     """x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router's logits."""
-    experts = config.experts_of(i)
-    assert experts is not None
     chosen, weights = choose(logits, experts)
     order = np.argsort(chosen, axis=None, kind="stable")
     of = chosen.reshape(-1)[order]
-    both = product(y[order // experts.per_token], of, f"{i}.experts_up")
-    gate, up = both[:, : experts.size], both[:, experts.size :]
-    if experts.clamped is None:
-        inner = ACTIVATIONS[config.activation](gate) * up
-    else:
-        inner = clamped_gate(gate, up, *experts.clamped)
+    inner = gate(product(y[order // experts.per_token], of, f"{i}.experts_up"))
     results = product(inner, of, f"{i}.experts_down")
     by_token = np.empty_like(results)
     by_token[order] = results
     added = np.matmul(weights[:, None], by_token.reshape(len(x), experts.per_token, -1))[:, 0]
     summed: F32 = np.add(x, added, dtype=np.float32)
     return summed
+
+
+def gated(config: ModelConfig, both: F32) -> F32:
+    """A `Gate` in NumPy."""
+    gate, up = np.split(both, 2, axis=1)
+    if config.experts and config.experts.clamped:
+        return clamped_gate(gate, up, *config.experts.clamped)
+    return ACTIVATIONS[config.activation](gate) * up
 
 
 def groups(of: I64) -> Iterator[tuple[int, slice]]:

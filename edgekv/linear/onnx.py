@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import numpy as np
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.blocks import LinearBlocks
-from edgekv.linear.experts import graph_width, mixed
+from edgekv.linear.experts import gated, graph_width, mixed
 from edgekv.linear.runtime import ort
 from edgekv.linear.store import WeightStore
 from edgekv.linear.stored_experts import StoredExperts
@@ -99,11 +100,11 @@ class OrtLinear(LinearBlocks):
 
     def attention_out(self, i: int, x: F32, attention: F32) -> F32:
         y = self._run(self._out[i], x=x, attention=attention)
-        if self._config.experts_of(i) is None:
+        experts, size = self._config.experts_of(i), self._config.hidden_size
+        if experts is None:
             return y
-        size = self._config.hidden_size
         x, normed, logits = np.split(y, (size, 2 * size), axis=1)
-        return mixed(self._config, i, x, normed, logits, self._experts)
+        return mixed(experts, i, x, normed, logits, self._experts, functools.partial(gated, self._config))
 
     def head(self, x: F32) -> F32:
         return self._run(self._head, x=x)

@@ -64,6 +64,13 @@ class PackedOps(NumpyOps):
             return super().gated_linear(x, name, kind)
         return layers.gated(self.linear(x, name), kind)
 
+    def _expert_gate(self, both: F32) -> F32:
+        config = self.weights.arch.config
+        clamped = config.experts is not None and config.experts.clamped
+        if clamped or config.activation not in layers.GATED:
+            return super()._expert_gate(both)
+        return layers.gated(both, config.activation)
+
     def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
         return self.experts(rows, of, name)
 

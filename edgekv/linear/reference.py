@@ -8,7 +8,7 @@ import numpy as np
 
 from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.blocks import LinearBlocks
-from edgekv.linear.experts import expert_rows, mixed
+from edgekv.linear.experts import expert_rows, gated, mixed
 from edgekv.linear.weights import Weights
 from edgekv.models.architecture import Ops
 from edgekv.types import F32, I64
@@ -76,8 +76,13 @@ class NumpyOps(Ops):
         return capped
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
-        config = self.weights.arch.config
-        return mixed(config, i, x, y, self.linear(y, f"{i}.router"), self._expert_products)
+        experts = self.weights.arch.config.experts_of(i)
+        assert experts is not None
+        logits = self.linear(y, f"{i}.router")
+        return mixed(experts, i, x, y, logits, self._expert_products, self._expert_gate)
+
+    def _expert_gate(self, both: F32) -> F32:
+        return gated(self.weights.arch.config, both)
 
     def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
         return expert_rows(rows, of, self._matrix(name), self.weights.bias(name), self._linears[name].n_experts)

@@ -22,7 +22,13 @@ class Tensor:
     std: float
 
 
-RESIDUAL = (".o_proj.weight", ".down_proj.weight", ".c_proj.weight")  # written to the residual stream
+RESIDUAL = (
+    ".o_proj.weight",
+    ".out_proj.weight",
+    ".down_proj.weight",
+    ".w2.weight",
+    ".c_proj.weight",
+)  # written to the residual stream
 NORM_BIAS = re.compile(r"ln_\w+\.bias$")
 
 
@@ -34,7 +40,13 @@ def tensor_list(config: Config) -> list[Tensor]:
         raise ConfigError(f"initializer_range is {std!r} in the shape; a number is needed")
     residual_std = std / math.sqrt(2 * arch.config.n_layers)
 
+    gains = {
+        name for name, _ in arch.arrays().values() if name.endswith("norm.weight")
+    }  # norms without the offset
+
     def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name in gains:
+            return Tensor(name, shape, 1.0, 0.0)
         if len(shape) == 1 and name.endswith(".weight"):
             return Tensor(name, shape, 1.0 - arch.norm_offset, 0.0)
         if NORM_BIAS.search(name):

@@ -124,6 +124,29 @@ GPT_OSS = V5 | {
     },
 }
 
+LFM2 = {
+    "model_type": "lfm2",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 132,
+    "block_multiple_of": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "full_attn_idxs": [1, 3],
+}
+QWEN3_5 = V5 | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 40,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama1": LLAMA,
     "llama2-gqa": LLAMA | {"num_key_value_heads": 2},
@@ -242,6 +265,50 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
+    "lfm2": LFM2,
+    "lfm2-options": LFM2
+    | {
+        "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "block_ffn_dim_multiplier": 1.3,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
+    },
+    "lfm2-published": {k: v for k, v in LFM2.items() if k != "intermediate_size"}
+    | {
+        "block_ff_dim": 96,
+        "block_auto_adjust_ff_dim": False,
+        "tie_embedding": True,
+        "norm_eps": 1e-4,
+        "conv_L_cache": 2,
+        "rope_theta": 1000000.0,
+    },
+    "qwen3_5": QWEN3_5,
+    "qwen3_5-options": QWEN3_5
+    | {
+        "full_attention_interval": 2,
+        "linear_conv_kernel_dim": 3,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "linear",
+            "factor": 2.0,
+            "rope_theta": 20000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5-layers": QWEN3_5
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "rope_theta": 5000.0,
+    },
     "gpt2": GPT2,
     "gpt2-options": GPT2 | {"n_inner": 80, "activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True},
 }
@@ -292,4 +359,6 @@ def _rng(*key: str) -> np.random.Generator:
 def _draw(name: str, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
     x = _rng(name, tensor).standard_normal(shape)
     norm = len(shape) == 1 and tensor.endswith(".weight")
+    if len(shape) == 3:  # a convolution, of which norms follow: small sums would be all rounding
+        return (0.6 * x).astype(np.float32)
     return (1 + 0.2 * x if norm else 0.15 * x).astype(np.float32)

@@ -97,6 +97,7 @@ BASES = [
     *(golden_cases.CASES[name] for name in ("smollm3-options", "olmo2", "granite", "ministral3")),
     *(golden_cases.CASES[name] for name in ("mistral", "qwen2-sliding", "qwen3")),
     *(golden_cases.CASES[name] for name in ("qwen3-moe-options", "mixtral", "gpt-oss")),
+    *(golden_cases.CASES[name] for name in ("lfm2-options", "qwen3_5-options")),
 ]
 
 

@@ -160,7 +160,7 @@ def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> Non
     with pytest.raises(ConfigError) as error:
         CudaDevice().decoder(model, model.weight_format("f32"), 8, 1, None)
     assert error.value.field == "device"
-    assert resolve_device("auto", Session.load(model.path).plan.kv, has_experts=True) == "cpu"
+    assert resolve_device("auto", Session.load(model.path).plan.kv, model.config) == "cpu"
 
 
 def test_without_room_for_all_experts_the_system_reads_ahead_the_chosen_alone(

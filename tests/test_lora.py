@@ -27,7 +27,10 @@ CASE = lora_cases.CASES["llama"]
 TOKENS = golden_cases.tokens(CASE.model)
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
 
-FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "olmo2", "granite", "ministral3")
+FAMILIES = (
+    *("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "olmo2", "granite", "ministral3"),
+    *("lfm2-options", "qwen3_5"),
+)
 AddCase = Callable[[str, dict[str, Any], tuple[str, ...]], None]
 
 
@@ -171,7 +174,7 @@ def test_every_family_takes_a_lora_on_all_its_projections(
     name: str, tmp_path: pathlib.Path, add_case: AddCase
 ) -> None:
     model = golden_cases.write_checkpoint(name, tmp_path / "model")
-    add_case("all", golden_cases.CASES[name], ("proj",))
+    add_case("all", golden_cases.CASES[name], ("proj", "w1", "w2", "w3", "proj_qkv", "proj_z", "proj_b", "proj_a"))
     plain, merged = Model.open(model), Model.open(model, lora=lora_cases.write("all", tmp_path / "lora"))
     for linear in set(plain.arch.linears()) - {"head"}:
         assert (plain.weights.matrix(linear) != merged.weights.matrix(linear)).mean() > 0.9

@@ -35,6 +35,8 @@ PUBLISHED_PARAMETERS = {
     "granite3.3-2b": 2_533_539_840,
     "granite3.3-8b": 8_170_864_640,
     "h1b-60m": 67_755_520,  # the paper says 60M; its layers, width, vocabulary and 8k learned positions give this
+    "lfm2-1.2b": 1_170_340_608,
+    "lfm2-350m": 354_483_968,
     "llama2-7b": 6_738_415_616,
     "llama3.1-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
@@ -52,6 +54,9 @@ PUBLISHED_PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3.5-0.8b": 752_393_024,  # of the decoder, as are the next two
+    "qwen3.5-2b": 1_881_825_088,
+    "qwen3.5-4b": 4_205_751_296,
     "smollm3-3b": 3_075_098_624,
     "tiny": 2_492_672,
     "tinyllama": 1_100_048_384,

@@ -67,6 +67,7 @@ def test_what_was_not_measured_is_none():
         "achieved_gb_per_s",
         "images",
         "visual_cache_bytes",
+        "state_bytes",
         "text_cache_bytes",
         "drafts",
     }

@@ -117,7 +117,7 @@ def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[
         predicted = []
         for text, depth, cache in held:
             need = need_of(arch, arguments.weights, cache, rows)
-            fits = need.weights_bytes + arch.config.n_layers * cache.nbytes < max(board.ram_gib) << 30
+            fits = need.weights_bytes + len(arch.config.attending) * cache.nbytes < max(board.ram_gib) << 30
             prediction = dataclasses.asdict(predict(need, machine_of(key, board)))
             predicted.append({"kv": text, "depth": depth, "fits": fits} | prediction)
         result.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -132,13 +133,19 @@ def together(kernel: str, n_rep: int, names: Container[str]) -> str:
 
 
 def need_of(arch: Architecture, weights: str, cache: KVCache, counts: Sequence[dict[str, Any]] | None) -> Need:
-    n_layers = arch.config.n_layers
+    n_layers = len(arch.config.attending)
     work = cycles(cache, counts) if counts else None
     return Need(
         weights_bytes=weights_bytes(arch, weights),
-        cache_bytes=n_layers * cache.bytes_read(),
+        cache_bytes=n_layers * cache.bytes_read() + state_bytes(arch),
         cycles=work and n_layers * work,
     )
+
+
+def state_bytes(arch: Architecture) -> int:
+    """Read for a token by the layers that do not attend."""
+    found = [shape for each in arch.config.recurrences if each is not None for shape in each.state().values()]
+    return 4 * sum(math.prod(shape) for shape in found)
 
 
 def caches(
@@ -149,6 +156,8 @@ def caches(
     result = []
     for depth in depths:
         for spec in specs:
-            geometry = Geometry(c.n_heads, c.n_kv_heads, c.head_dim, depth + 1, 0, c.n_layers, c.layer_windows[0])
+            geometry = Geometry(
+                c.n_heads, c.n_kv_heads, c.head_dim, depth + 1, 0, len(c.attending), c.layer_windows[0]
+            )
             result.append((str(spec), depth, filled_cache(spec, geometry)))
     return result

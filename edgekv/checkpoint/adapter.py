@@ -147,6 +147,10 @@ class Adapter:
 
     def require_shape(self, config: ModelConfig) -> None:
         """Raises ConfigError when the setting belongs to a model of another shape."""
+        if config.recurrences:
+            raise ConfigError(
+                f"{self.path}: an adapter is for models whose layers all attend; {config.model_type} has others"
+            )
         n_layers, n_heads = config.n_layers, getattr(config, SETTINGS[self.setting])
         accepted = (), (n_layers,), (n_layers, n_heads)
         if self.value.shape not in accepted:

@@ -77,6 +77,8 @@ def _execute(arguments: argparse.Namespace) -> int:
     idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
     print(f"{'weights':<10}{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}")
     print(f"{'cache':<10}{bytes_text(plan.cache_bytes)}")
+    if plan.state_bytes:
+        print(f"{'state':<10}{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots")
     print(f"{'scratch':<10}{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read")
     verdict = "fits in" if facts["fits"] else "does not fit in"
     print(f"{'total':<10}{bytes_text(facts['total_bytes'])}; {verdict} {format_bytes(free)} {where}")
@@ -146,6 +148,7 @@ def _facts(plan: SessionPlan, free: int, least: tuple[int, str] | None) -> dict[
         "weights_bytes": plan.weights_bytes,
         "active_weights_bytes": plan.weights_bytes - plan.idle_bytes,
         "cache_bytes": plan.cache_bytes,
+        "state_bytes": plan.state_bytes,
         "cache_bytes_per_token": plan.cache_bytes / plan.ctx,
         "scratch_bytes": plan.scratch_bytes,
         "total_bytes": _total(plan),

@@ -37,6 +37,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "vocab_size": c.vocab_size,
         "max_positions": c.max_positions,
         "rope": ", ".join(dict.fromkeys(rope.kind for rope in c.ropes)) or None,
+        "recurrent_layers": _recurrences_text(model),
         "sliding_window": next((w for w in c.layer_windows if w), None),
         "tied_embeddings": c.tied_embeddings,
         "quantized": ", ".join(model.quantized) or None,
@@ -63,6 +64,12 @@ def _experts_text(experts: ExpertsConfig | None) -> str | None:
         return None
     layers = f"in {sum(experts.layers)} of {len(experts.layers)} layers"
     return f"{experts.count} of {experts.size} channels {layers}, {experts.per_token} for each token"
+
+
+def _recurrences_text(model: Model) -> str | None:
+    """What the layers that do not attend have instead."""
+    found = [each.kernel for each in model.config.recurrences if each is not None]
+    return ", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)) or None
 
 
 def _threads_text(model: Model) -> str:

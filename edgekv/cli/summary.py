@@ -87,4 +87,5 @@ def _memory(session: Session, report: RunReport) -> str:
     hint = f" ({smaller[0]} would take {format_bytes(smaller[1])})" if smaller else ""
     sizes = (report.cache_bytes or 0, report.weights_bytes or 0, report.peak_rss_bytes or 0)
     cache, weights, peak = map(format_bytes, sizes)
-    return f"cache {cache}{hint}, weights {weights}, peak {peak}"
+    state = f", state {format_bytes(report.state_bytes)}" if report.state_bytes else ""
+    return f"cache {cache}{hint}{state}, weights {weights}, peak {peak}"

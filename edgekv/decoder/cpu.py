@@ -14,6 +14,8 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Workspace
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.recurrent import RecurrentState, recurrent_states
 from edgekv.kvcache.rewinding import rewind
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.weights import Weights
@@ -50,7 +52,7 @@ class CpuDecoder(Decoder):
         summed: F32 = np.add(x, positions, dtype=np.float32)
         return summed
 
-    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
+    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
         return logits
 
@@ -66,7 +68,7 @@ class CpuDecoder(Decoder):
         block is packed and all threads work.
         """
         cache, c = caches[-1], self.config
-        n, last = cache.geometry.capacity, len(self._norms) - 1
+        n, last = cache.geometry.capacity, c.attending[-1]
         cache.allocate(self.kernels, Workspace())
         rng = np.random.default_rng(0)
         qkv = rng.standard_normal((n, c.q_size + 2 * c.kv_size)).astype(np.float32)
@@ -75,7 +77,7 @@ class CpuDecoder(Decoder):
 
         def split() -> None:
             for m, parts in ((1, self._qkv_buffers("step", 1)), (n, (q, k, v))):
-                self._split(last, qkv[:m], self._ropes.at(0, m)[-1], *parts)
+                self._split(last, qkv[:m], self._ropes.at(0, m)[last], *parts)
 
         def attend(n_tokens: int) -> None:
             a = cache.n_seen
@@ -96,7 +98,22 @@ class CpuDecoder(Decoder):
             prefill,
             *(functools.partial(attend, rows) for rows in WARM_UP_ROWS),
             lambda: self._exact_attention(q, k, v, None),
+            *self._warm_up_recurrences(rng),
         ]
+
+    def _warm_up_recurrences(self, rng: np.random.Generator) -> list[Callable[[], object]]:
+        """A token, and a prompt's chunk, of each kind of layer that does not attend."""
+        layers = [i for i in range(self.config.n_layers) if i not in self.config.attending]
+        first = {
+            type(state.recurrence): (i, state)
+            for i, state in zip(layers, recurrent_states(self.config, 2 * CHUNK), strict=False)
+        }
+        return [functools.partial(self._recur, i, state, rng) for i, state in first.values()]
+
+    def _recur(self, i: int, state: RecurrentState, rng: np.random.Generator) -> None:
+        state.allocate(self.kernels, Workspace())
+        for n in (1, CHUNK):
+            state.run(rng.standard_normal((n, state.recurrence.projected)).astype(np.float32), self._arrays[i])
 
 
 def scratch_bytes(c: ModelConfig, ctx: int, *, sees_queries: bool) -> int:
@@ -108,5 +125,6 @@ def scratch_bytes(c: ModelConfig, ctx: int, *, sees_queries: bool) -> int:
     prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
     e = c.experts
     experts = e.per_token * (4 * e.size + 5 * c.hidden_size) if e else 0
-    chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size + experts) + c.vocab_size
+    projected = max((each.projected for each in c.recurrences if each is not None), default=0)
+    chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size + 2 * projected + experts) + c.vocab_size
     return 4 * (prompt + chunk)

@@ -17,6 +17,8 @@ from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Workspace
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.recurrent import attending
 from edgekv.linear.cuda import CudaLinear
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.types import I64
@@ -94,9 +96,9 @@ class CudaDecoder(Decoder):
         x = self._device_weights.embed("embed", ids, positions, start)
         return x if self.config.embedding_scale == 1.0 else x * np.float32(self.config.embedding_scale)
 
-    def step(self, token: int, caches: Sequence[KVCache]) -> Array:
+    def step(self, token: int, caches: Sequence[LayerState]) -> Array:
         """Logits (vocab,) on the device after appending one token, valid until the next step."""
-        return self._replay.step(token, caches)
+        return self._replay.step(token, attending(caches))
 
     def buffers(self) -> list[Array]:
         """All scratch that a step uses."""

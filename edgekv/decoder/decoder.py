@@ -1,4 +1,7 @@
-"""The decoder: prompt and token through embedding, layers and head, with the caches owning attention."""
+"""The decoder: prompt and token through embedding, layers and head.
+
+The caches own attention; of layers that do not attend the state owns what they do instead.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Workspace
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.recurrent import RecurrentState, attending
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.weights import Weights
 from edgekv.types import F32, I64
@@ -77,12 +82,15 @@ class Decoder(abc.ABC):
         self._exact_attention = attention
         self._ropes = LayerRopes(self.config.layer_ropes, capacity, upload)
         self._learned_positions = weights.arch.learned_positions
-        names = ("norm_q", "norm_k") if self.config.qk_norm else ()
+        names, attend = ("norm_q", "norm_k") if self.config.qk_norm else (), self.config.attending
         layers, has_sinks = range(self.config.n_layers), self.config.attention_sinks
         # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
-        vectors = [tuple(upload(weights.vector(f"{i}.{name}").copy()) for name in names) for i in layers]
+        vectors = [
+            tuple(upload(weights.vector(f"{i}.{name}").copy()) for name in names if i in attend) for i in layers
+        ]
         self._sinks = [upload(weights.vector(f"{i}.sinks").copy()) if has_sinks else None for i in layers]
         self._norms = [pair or (upload(NONE), upload(NONE)) for pair in vectors]
+        self._arrays = [{name: upload(array) for name, array in _arrays(weights, i).items()} for i in layers]
 
     @abc.abstractmethod
     def free_bytes(self) -> int:
@@ -97,7 +105,7 @@ class Decoder(abc.ABC):
         """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
 
     @abc.abstractmethod
-    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
+    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """Logits (vocab,) after appending one token, valid until the next step."""
 
     @abc.abstractmethod
@@ -131,48 +139,43 @@ class Decoder(abc.ABC):
         """(n, vocab) float32 logits of hidden states (n, hidden)."""
         return self.linear.head(x)
 
-    def tentative_tokens(self, caches: Sequence[KVCache]) -> int:
+    def tentative_tokens(self, caches: Sequence[LayerState]) -> int:
         """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
         if not self._ropes.is_fixed:  # tokens that come together are rotated as the last one is
             return 0
         return min(cache.tentative_tokens() for cache in caches)
 
-    def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
+    def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Logits (n, vocab) after each of a few tokens, all of them appended: `step`, several at once."""
         if len(tokens) == 1:
             return self.step(tokens[0], caches)[None]
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
-    def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[KVCache]]) -> F32:
+    def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
         """Logits (n, vocab): `step` of n conversations, a token each, in one pass of the linear layers."""
         starts = [caches[0].n_seen for caches in conversations]
         x = np.concatenate([self.embed((token,), start) for token, start in zip(tokens, starts, strict=True)])
         rotations = [self._ropes.at(start, 1) for start in starts]
-        q, k, v = self._qkv_buffers("step", 1)
-        merged = self.workspace.array("together", (len(tokens), self.config.q_size))
         for i in range(self.config.n_layers):
-            qkv = self.linear.attention_in(i, x)
+            projected = self.linear.attention_in(i, x)
+            mixed = self.workspace.array("together", (len(tokens), self.weights.arch.widths(i)[1]))
             for j, caches in enumerate(conversations):
-                self._split(i, qkv[j : j + 1], rotations[j][i], q, k, v)
-                merged[j : j + 1] = self._merge(caches[i].attend(q, k, v, self._sinks[i]))
-            x = self.linear.attention_out(i, x, merged)
+                mixed[j : j + 1] = self._mix(i, projected[j : j + 1], caches[i], rotations[j][i])
+            x = self.linear.attention_out(i, x, mixed)
         return self.head(x)
 
-    def forward(self, x: F32, caches: Sequence[KVCache]) -> F32:
+    def forward(self, x: F32, caches: Sequence[LayerState]) -> F32:
         """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
-        n, start = len(x), caches[0].n_seen
-        rotations = self._ropes.at(start, n)
-        q, k, v = self._qkv_buffers("step", n)
+        rotations = self._ropes.at(caches[0].n_seen, len(x))
         for i, cache in enumerate(caches):
-            self._project(i, x, rotations[i], q, k, v)
-            out = cache.attend(q, k, v, self._sinks[i])  # (n_heads, n, head_dim)
-            x = self.linear.attention_out(i, x, self._merge(out))
+            mixed = self._mix(i, self.linear.attention_in(i, x), cache, rotations[i])
+            x = self.linear.attention_out(i, x, mixed)
         return x
 
     def prefill(
         self,
         x: F32,
-        caches: Sequence[KVCache],
+        caches: Sequence[LayerState],
         progress: Callable[[int, int], None] | None = None,
         exact: bool = True,
         pause: Callable[[], None] = _no_pause,
@@ -188,17 +191,20 @@ class Decoder(abc.ABC):
         as in decoding.
         """
         n, start = len(x), caches[0].n_seen
-        exact = exact and start == 0 and caches[0].exact_prefill
+        attended = attending(caches)
+        exact = exact and start == 0 and attended[0].exact_prefill
         rotations = self._ropes.at(start, n)
         for i, cache in enumerate(caches):
-            if exact:
+            if not isinstance(cache, KVCache):
+                self._recurrent_layer(i, cache, x, pause)
+            elif exact:
                 self._prompt_layer(i, cache, x, rotations[i], pause)
             else:
                 self._continue_layer(i, cache, x, rotations[i], pause)
             if progress:
                 progress(i + 1, len(caches))
         if exact:
-            type(caches[0]).finish_prefill(caches)
+            type(attended[0]).finish_prefill(attended)
         return x
 
     def _exact_layer(
@@ -213,11 +219,12 @@ class Decoder(abc.ABC):
         for a in range(0, n, self.chunk):
             b = min(a + self.chunk, n)
             queries = q[:, a % held : a % held + b - a]
-            self._project(i, x[a:b], rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
+            projected = self.linear.attention_in(i, x[a:b])
+            self._split(i, projected, rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
             self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap, self._sinks[i])
-            x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out))
+            x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out, projected))
             pause()
         cache.prefill(q, k, v)
 
@@ -230,13 +237,35 @@ class Decoder(abc.ABC):
         for a in range(0, n, self.chunk):
             part = slice(a, min(a + self.chunk, n))
             q, k, v = self._qkv_buffers("step", part.stop - part.start)
-            self._project(i, x[part], rotation.rows(part.start, part.stop), q, k, v)
+            projected = self.linear.attention_in(i, x[part])
+            self._split(i, projected, rotation.rows(part.start, part.stop), q, k, v)
             out = self.workspace.array("step.out", q.shape)
             for b in range(0, part.stop - part.start, block):
                 rows = slice(b, b + block)
                 out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], self._sinks[i])
-            x[part] = self.linear.attention_out(i, x[part], self._merge(out))
+            x[part] = self.linear.attention_out(i, x[part], self._merge(out, projected))
             pause()
+
+    def _recurrent_layer(self, i: int, state: LayerState, x: F32, pause: Callable[[], None]) -> None:
+        """Chunk by chunk, into an empty state or a filled one."""
+        assert isinstance(state, RecurrentState)
+        for a in range(0, len(x), self.chunk):
+            part = slice(a, a + self.chunk)
+            mixed = state.run(self.linear.attention_in(i, x[part]), self._arrays[i])
+            x[part] = self.linear.attention_out(i, x[part], mixed)
+            pause()
+
+    def _mix(self, i: int, projected: F32, state: LayerState, rotation: RopeRotation) -> F32:
+        """Appends n tokens, projected by layer i's `attention_in`; what its `attention_out` reads of them.
+
+        Valid until the next call.
+        """
+        if isinstance(state, RecurrentState):
+            return state.run(projected, self._arrays[i])
+        assert isinstance(state, KVCache)
+        q, k, v = self._qkv_buffers("step", len(projected))
+        self._split(i, projected, rotation, q, k, v)
+        return self._merge(state.attend(q, k, v, self._sinks[i]), projected)
 
     def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
         array, head_dim = self.workspace.array, self.config.head_dim
@@ -247,19 +276,24 @@ class Decoder(abc.ABC):
         c = self.config
         return ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
 
-    def _project(self, i: int, x: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
-        """Fused projection, head split, q/k norm and rotation of x (n, hidden) into q, k, v."""
-        self._split(i, self.linear.attention_in(i, x), rotation, q, k, v)
-
-    def _split(self, i: int, qkv: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
-        """What follows the projection of layer i."""
+    def _split(self, i: int, projected: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
+        """Head split, q/k norm and rotation of layer i's fused projection into q, k, v."""
         c, (cos, sin, query_factors) = self.config, rotation
         norm_q, norm_k = self._norms[i]
+        qkv = projected[:, : c.q_size + 2 * c.kv_size] if c.gated_attention else projected
         self.kernels.split_rope(qkv, cos, sin, q, k, v, c.layer_scales[i], norm_q, norm_k, c.norm_eps)
         if query_factors is not None:
             q *= query_factors
 
-    def _merge(self, out: F32) -> F32:
-        """(n_heads, n, head_dim) -> (n, n_heads * head_dim)."""
+    def _merge(self, out: F32, projected: F32) -> F32:
+        """(n_heads, n, head_dim) -> (n, n_heads * head_dim), and behind it the gates of the projection, if any."""
         merged: F32 = contiguous(out.transpose(1, 0, 2)).reshape(out.shape[1], -1)
-        return merged
+        if not self.config.gated_attention:
+            return merged
+        return np.concatenate([merged, projected[:, -self.config.q_size :]], axis=1)
+
+
+def _arrays(weights: Weights, i: int) -> dict[str, F32]:
+    """What the kernel of a layer that does not attend is given, by argument; of convolutions (taps, channels)."""
+    named = {name.partition(".")[2]: weights.array(name) for name in weights.arch.layer_arrays(i)}
+    return {name: (array[:, 0].T if array.ndim == 3 else array).copy() for name, array in named.items()}

@@ -38,6 +38,8 @@ KINDS: dict[str, str] = {
 """Kind of codec -> module in each backend."""
 
 FUNCTIONS: dict[str, str] = {
+    "short_conv": "recurrence",
+    "gated_delta": "recurrence",
     "store_token": "papers.evict",
     "add_attention": "papers.evict",
     "evict_lowest": "papers.evict",
@@ -50,7 +52,10 @@ FUNCTIONS: dict[str, str] = {
     "huffman_sizes": "papers.huffman",
     "huffman_pack": "papers.huffman",
 }
-"""What the papers' schemes call beside codecs (`edgekv.kernels.contract.papers`) -> module in each backend."""
+"""What only some models and the papers' schemes call -> module in each backend.
+
+Their meaning is in `edgekv.kernels.contract`, in recurrence.py and in papers. CUDA has no recurrences.
+"""
 
 NO_CUDA = ("decoded", "token_keys", "levels", "channel_levels")
 """Kinds without CUDA kernels: those of policies that work on arrays of the host, and "decoded" itself."""

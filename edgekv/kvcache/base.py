@@ -9,19 +9,16 @@ from typing import Any
 import numpy as np
 
 from edgekv.errors import CacheError
-from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.counting import Counting
-from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.kvcache.rewinding import Rewinding
-from edgekv.kvcache.saving import Saving
+from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.layer_state import LayerState
 from edgekv.kvcache.scheme import Scheme
 from edgekv.kvcache.soft_cap import attend_capped
-from edgekv.types import F32, Array
+from edgekv.types import F32
 
 
-class KVCache(Scheme, Counting, Rewinding, Saving):
+class KVCache(Scheme, LayerState):
     """Keys and values of one layer, in whatever form the scheme keeps them.
 
     The cache owns attention: dense keys and values never go back to the model. Arrays are allocated
@@ -31,7 +28,7 @@ class KVCache(Scheme, Counting, Rewinding, Saving):
     A scheme must define: `name`, `paper`, `summary`, `gives_up` and `Knobs` (scheme.py); `layout` and `bytes_read`
     (counting.py); `extend`, `append` and `segments` (here). It may define the rest of scheme.py, what it can take
     back (rewinding.py), what it decides and must check when it is restored (saving.py), and here `piece`, `tidy`,
-    `prefill`, `mark_images`, `finish_prefill`, `adapt` and `notes`.
+    `prefill`, `finish_prefill` and `adapt`; `mark_images` and `notes` (layer_state.py).
 
     Callers use `allocate`, `prefill`, `extend` and `attend`; bytes and counts; `rewind`; `state` and `prepare`.
     `KeepAll` and `Windowed` define most of this for schemes that are two codecs.
@@ -40,9 +37,12 @@ class KVCache(Scheme, Counting, Rewinding, Saving):
     exact_prefill = True  # False: a prompt attends through the cache, as the adapted model was trained to
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        super().__init__()
         self.geometry, self.knobs = geometry, knobs
-        self.n_seen = 0  # tokens appended so far
-        self.arrays: dict[str, Array] = {}
+
+    @property
+    def capacity(self) -> int:
+        return self.geometry.capacity
 
     @abc.abstractmethod
     def extend(self, keys: F32, values: F32) -> None:
@@ -72,13 +72,6 @@ class KVCache(Scheme, Counting, Rewinding, Saving):
         """
         self.extend(keys, values)
 
-    def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Says which tokens of the coming prompt stand for images: ranges (first, last + 1) from its start on.
-
-        Called on every layer's cache before `prefill`. Most schemes treat all tokens alike.
-        """
-        return
-
     @classmethod
     def finish_prefill(cls, caches: Sequence[Any]) -> None:
         """Called with every layer's cache after a prompt: for what is fitted over all layers. Most fit nothing."""
@@ -92,16 +85,6 @@ class KVCache(Scheme, Counting, Rewinding, Saving):
         raise CacheError(
             f"kv={self.name!r} takes no {source}: nothing in it is trained; leave `adapter` out", field="adapter"
         )
-
-    def notes(self) -> list[str]:
-        """What the user must know about this run's cache, one line each."""
-        return []
-
-    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
-        """Takes the memory; the pages are touched as tokens arrive."""
-        self.kernels, self.workspace = kernels, workspace
-        zeros = workspace.memory.zeros
-        self.arrays = {name: zeros(shape, dtype) for name, (shape, dtype) in self.layout().items()}
 
     def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:
         """Appends n tokens and returns their causal attention over all that is kept.
@@ -132,17 +115,6 @@ class KVCache(Scheme, Counting, Rewinding, Saving):
             attend_capped(self.kernels, self.workspace.array, q, segments, visible, cap, target)
         if target is not out:
             out[:] = target
-
-    def require_room(self, n: int) -> None:
-        """Raises CacheError (field ctx) where n more tokens do not fit."""
-        if self.n_seen + n > self.geometry.capacity:
-            raise CacheError(
-                f"the cache holds {self.n_seen} of {self.geometry.capacity} tokens, {n} more do not fit; "
-                "raise `ctx`",
-                field="ctx",
-                value=self.geometry.capacity,
-                accepted=[f"{self.n_seen + n} or more"],
-            )
 
     def visible(self, n: int) -> Visible:
         """The positions that the queries of the latest n tokens see, the sliding window applied."""

@@ -9,18 +9,18 @@ from edgekv.types import Array
 
 
 class Counting(abc.ABC):
-    """The part of `KVCache` that the plan and the report read. A scheme must say `layout` and `bytes_read`."""
+    """The part of `LayerState` that the plan and the report read. A scheme must say `layout` and `bytes_read`."""
 
     n_seen: int
     arrays: dict[str, Array]
 
     @abc.abstractmethod
     def layout(self) -> Layout:
-        """Every array that the scheme keeps; nothing else grows with the context."""
+        """Every array that is kept; nothing else grows with the context."""
 
     @abc.abstractmethod
     def bytes_read(self) -> int:
-        """Bytes that the attention of one more token must touch at the present length."""
+        """Bytes that one more token must touch at the present length."""
 
     @property
     def planned_bytes(self) -> int:

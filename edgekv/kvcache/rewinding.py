@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Rewinding:
-    """The part of `KVCache` about tokens that are taken back or replayed. A scheme may say more than what is here.
+    """The part of `LayerState` about tokens that are taken back or replayed. A scheme may say more than this.
 
     Callers rewind with `rewind`, take drafts back with `advance`, and record steps on a GPU while `is_steady`.
     """
@@ -20,6 +20,13 @@ class Rewinding:
         At most n, which is below `n_seen`. Less where the last of them are to be computed once more.
         """
         return n
+
+    def mark(self, n: int) -> None:
+        """The first ``n`` tokens, `n_seen` or more, are what a rewind is likely to leave.
+
+        Most can go back there anyway.
+        """
+        return
 
     def truncate(self, n: int, again: int = 0) -> int:
         """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from edgekv.kvcache.geometry import Geometry
 from edgekv.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheState:
-    """All that one layer's attention depends on; ``counters`` and ``fitted`` are ready for JSON."""
+    """All that one layer's next token depends on; ``counters`` and ``fitted`` are ready for JSON."""
 
     counters: dict[str, int]
     fitted: dict[str, Any]
     arrays: dict[str, Array]
 
 
-class Saving:
-    """The part of `KVCache` that saves and restores. Callers use `state` and `prepare`, then `readable`.
+class Saving(abc.ABC):
+    """The part of `LayerState` that saves and restores. Callers use `state` and `prepare`, then `readable`.
 
     A scheme says with `consistent` which counters can be; what it decides beside counters and arrays it gives in
     `fitted` and takes in `load_fitted`; where arrays hold places, lengths or the like, `readable` checks them.
     """
 
-    geometry: Geometry
     n_seen: int
     arrays: dict[str, Array]
     former_counters: ClassVar[dict[str, str]] = {}
     """Present names of counters by those in files of before."""
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """Tokens that it has room for."""
 
     def state(self) -> CacheState:
         """What a cache of the same scheme, knobs and geometry needs to go on from here; arrays are not copied."""
@@ -57,7 +61,7 @@ class Saving:
 
     def consistent(self) -> bool:
         """Whether the counters agree with each other and with the geometry: those of a file may lie."""
-        return 0 <= self.n_seen <= self.geometry.capacity
+        return 0 <= self.n_seen <= self.capacity
 
     def readable(self) -> bool:
         """Whether arrays that were filled from a file hold nothing that would lead a kernel out of bounds."""

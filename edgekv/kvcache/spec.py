@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from edgekv.errors import CacheError
@@ -10,6 +11,7 @@ from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.registry import find_scheme, schemes
 from edgekv.kvcache.rolling import Rolling
+from edgekv.models.recurrence import Recurrence
 
 
 class AttentionShape(Protocol):
@@ -20,7 +22,7 @@ class AttentionShape(Protocol):
 
     @property
     def n_layers(self) -> int:
-        """Layers that attend."""
+        """Layers, with those that do not attend."""
 
     @property
     def n_heads(self) -> int:
@@ -41,6 +43,10 @@ class AttentionShape(Protocol):
     @property
     def score_cap(self) -> float | None:
         """The soft bound of scores, or None."""
+
+    @property
+    def layer_recurrences(self) -> Sequence[Recurrence | None]:
+        """What each layer has in place of attention, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +140,12 @@ class CacheSpec:
         return None if knob is None else int(getattr(self.knobs, knob))
 
     def layers(self, shape: AttentionShape, capacity: int) -> list[KVCache]:
-        """One cache per layer for ``capacity`` tokens, not allocated yet.
+        """One cache per layer that attends, for ``capacity`` tokens, not allocated yet.
 
         Raises CacheError (field kv) for a bad shape, and for a scheme that can't read this model.
         """
         self._require_suited(shape)
+        attending = [i for i, each in enumerate(shape.layer_recurrences) if each is None]
         return [
             self._layer(
                 Geometry(
@@ -146,13 +153,13 @@ class CacheSpec:
                     n_kv_heads=shape.n_kv_heads,
                     head_dim=shape.head_dim,
                     capacity=capacity,
-                    layer=i,
-                    n_layers=shape.n_layers,
+                    layer=k,
+                    n_layers=len(attending),
                     sliding_window=shape.layer_windows[i],
                     score_cap=shape.score_cap,
                 ),
             )
-            for i in range(shape.n_layers)
+            for k, i in enumerate(attending)
         ]
 
     def _layer(self, geometry: Geometry) -> KVCache:
@@ -180,7 +187,7 @@ class CacheSpec:
             )
 
     def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
-        """Bytes of all layers' arrays for ``capacity`` tokens."""
+        """Bytes of all caches' arrays for ``capacity`` tokens."""
         return sum(cache.planned_bytes for cache in self.layers(shape, capacity))
 
 

@@ -20,6 +20,11 @@ def _silu(x: F32) -> F32:
         return (x / (1.0 + np.exp(-x))).astype(np.float32)
 
 
+def _sigmoid(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return (1.0 / (1.0 + np.exp(-x))).astype(np.float32)
+
+
 def _gelu_tanh(x: F32) -> F32:
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
     return (0.5 * x * (1.0 + np.tanh(inner))).astype(np.float32)
@@ -30,6 +35,7 @@ ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,
     "relu": lambda x: np.maximum(x, 0.0),
+    "sigmoid": _sigmoid,
 }
 
 

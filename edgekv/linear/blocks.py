@@ -18,10 +18,12 @@ class LinearBlocks(Protocol):
     threads: Threads | None = None
 
     def attention_in(self, i: int, x: F32) -> F32:
-        """x (n, hidden) before layer i -> fused queries, keys, values (n, (n_heads + 2 n_kv_heads) * head_dim)."""
+        """x (n, hidden) before layer i -> `Architecture.attention_in`: queries, keys and values, as a rule."""
 
     def attention_out(self, i: int, x: F32, attention: F32) -> F32:
         """Residual x and attention (n, n_heads * head_dim) of layer i -> the next layer's x (n, hidden).
+
+        In place of attention what the layer has instead.
 
         x may be changed.
         """

@@ -88,6 +88,10 @@ class DeviceWeights:
         """(size,) float32 of the host."""
         return self._store.vector(name)
 
+    def array(self, name: str) -> F32:
+        """float32 of the host."""
+        return self._store.array(name)
+
     def rows(self, table: str, ids: Ids) -> Array:
         """(n, hidden) float32 of the device."""
         return self.embed(table, self.driver.upload(ids.astype(np.int32)), None, 0)

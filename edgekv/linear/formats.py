@@ -99,6 +99,8 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
             specs[f"{name}.bias"] = ("F32", (linear.rows,))
     for name, (_, size) in arch.vectors().items():
         specs[name] = ("F32", (size,))
+    for name, (_, shape) in arch.arrays().items():
+        specs[name] = ("F32", shape)
     for name, (_, shape) in arch.tables().items():
         specs[name] = (table_dtypes[name], shape)
     return specs

@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gelu_tanh": ("FastGelu", MICROSOFT, {}),
     "gelu": ("Gelu", MICROSOFT, {}),
     "relu": ("Relu", "", {}),
+    "sigmoid": ("Sigmoid", "", {}),
 }
 
 
@@ -122,17 +123,17 @@ class GraphOps(Ops):
 def block_graphs(arch: Architecture, specs: Specs, offsets: Mapping[str, int], location: str) -> dict[str, bytes]:
     """file name -> serialised graph of every block: ``{i}.in.onnx``, ``{i}.out.onnx``, ``head.onnx``."""
     c = arch.config
-    hidden, fused = c.hidden_size, c.q_size + 2 * c.kv_size
+    hidden = c.hidden_size
 
     def record(block: Callable[[GraphOps], str], inputs: Mapping[str, int], width: int) -> bytes:
         ops = GraphOps(arch, specs, offsets, location)
         return ops.model(inputs, block(ops), width)
 
     def attention_in(i: int) -> bytes:
-        return record(lambda ops: arch.attention_in(ops, i, "x"), {"x": hidden}, fused)
+        return record(lambda ops: arch.attention_in(ops, i, "x"), {"x": hidden}, arch.widths(i)[0])
 
     def attention_out(i: int) -> bytes:
-        inputs = {"x": hidden, "attention": c.q_size}
+        inputs = {"x": hidden, "attention": arch.widths(i)[1]}
         return record(lambda ops: arch.attention_out(ops, i, "x", "attention"), inputs, graph_width(c, i))
 
     graphs = {f"{i}.in.onnx": attention_in(i) for i in range(c.n_layers)}

@@ -75,7 +75,7 @@ class OrtLinear(LinearBlocks):
         c = store.arch.config
         widths: dict[str, int] = {}
         for i in range(c.n_layers):
-            widths |= {f"{i}.in.onnx": c.q_size + 2 * c.kv_size, f"{i}.out.onnx": graph_width(c, i)}
+            widths |= {f"{i}.in.onnx": store.arch.widths(i)[0], f"{i}.out.onnx": graph_width(c, i)}
         widths["head.onnx"] = c.vocab_size
         with ThreadPoolExecutor(threads.prompt) as pool:
             blocks = list(
@@ -90,10 +90,9 @@ class OrtLinear(LinearBlocks):
     @staticmethod
     def block(store: WeightStore, name: str, threads: int) -> OnnxBlock:
         """The first layer's ``attention_in`` or ``attention_out``, on so many threads."""
-        c = store.arch.config
         if name == "attention_in":
-            return OnnxBlock(store.folder / "0.in.onnx", threads, c.q_size + 2 * c.kv_size)
-        return OnnxBlock(store.folder / "0.out.onnx", threads, graph_width(c, 0))
+            return OnnxBlock(store.folder / "0.in.onnx", threads, store.arch.widths(0)[0])
+        return OnnxBlock(store.folder / "0.out.onnx", threads, graph_width(store.arch.config, 0))
 
     def attention_in(self, i: int, x: F32) -> F32:
         return self._run(self._in[i], x=x)

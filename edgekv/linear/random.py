@@ -63,6 +63,10 @@ class RandomWeights(CheckpointWeights):
         """(size,) ones."""
         return np.ones(self.arch.vectors()[name][1], np.float32)
 
+    def array(self, name: str) -> F32:
+        """Normal numbers."""
+        return self._normal(*self.arch.arrays()[name][1])
+
     def table(self, name: str) -> npt.NDArray[np.generic]:
         return self._normal(*self.arch.tables()[name][1]).astype(np.float16)
 

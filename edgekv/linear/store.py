@@ -143,6 +143,10 @@ class WeightStore:
         """(size,) float32."""
         return to_float32(self._file.array(name))
 
+    def array(self, name: str) -> F32:
+        """float32: one of `Architecture.arrays`."""
+        return to_float32(self._file.array(name))
+
     def rows(self, table: str, ids: Ids) -> F32:
         """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
         return to_float32(self._file.array(table)[ids])
@@ -253,6 +257,8 @@ def _write_weights(
             weights.release(name)
         for name in arch.vectors():
             write(name, weights.vector(name))
+        for name in arch.arrays():
+            write(name, weights.array(name))
         for name in arch.tables():
             write(name, weights.table(name))
 

@@ -103,17 +103,18 @@ def _fewest(seconds: Mapping[int, float]) -> int:
 def _block(arch: Architecture) -> tuple[str, dict[str, int]]:
     """A block's name and the widths of its inputs: the first layer's smaller one if that is large enough."""
     c = arch.config
-    if c.hidden_size * (c.q_size + 2 * c.kv_size) >= PROBE_WEIGHTS:
+    fused, mixed = arch.widths(0)
+    if c.hidden_size * fused >= PROBE_WEIGHTS:
         return "attention_in", {"x": c.hidden_size}
-    return "attention_out", {"x": c.hidden_size, "attention": c.q_size}
+    return "attention_out", {"x": c.hidden_size, "attention": mixed}
 
 
 def _key(arch: Architecture, form: WeightFormat) -> str:
     """The machine, and the shape of the block: models that share both are served alike."""
     machine, c = machine_info(), arch.config
-    name = _block(arch)[0]
+    name, (fused, mixed) = _block(arch)[0], arch.widths(0)
     versions = machine["versions"]["onnxruntime"]
-    shape = f"{name} {form.name} {c.hidden_size} {c.q_size} {c.kv_size} {c.intermediate_size}"
+    shape = f"{name} {form.name} {c.hidden_size} {fused} {mixed} {c.intermediate_size}"
     return f"{machine['board'] or machine['cpu']}, {machine['cores']} cores, onnxruntime {versions}: {shape}"
 
 

@@ -43,6 +43,9 @@ class Weights(Protocol):
     def vector(self, name: str) -> F32:
         """(size,) float32: a norm."""
 
+    def array(self, name: str) -> F32:
+        """float32: what a layer without attention has, of `Architecture.arrays`."""
+
     def rows(self, table: str, ids: Ids) -> F32:
         """(n, hidden) float32: rows ``ids`` of the table ``embed`` or ``positions``."""
 
@@ -196,6 +199,10 @@ class CheckpointWeights:
         """(size,) float32: a norm, with what its family adds."""
         stored = to_float32(self._tensors.array(self.arch.vectors()[name][0]))
         return stored + np.float32(self.arch.norm_offset) if self.arch.norm_offset else stored
+
+    def array(self, name: str) -> F32:
+        """float32: one of `Architecture.arrays`."""
+        return to_float32(self._tensors.array(self.arch.arrays()[name][0]))
 
     def table(self, name: str) -> npt.NDArray[np.generic]:
         """The stored table itself, (rows, hidden), as `table_dtypes` says."""

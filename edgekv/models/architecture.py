@@ -35,7 +35,7 @@ class Ops(Protocol):
         """(x - mean) / sqrt(variance + eps) times ``name.weight`` plus ``name.bias``."""
 
     def activation(self, x: Any, kind: str) -> Any:
-        """kind: silu, gelu, gelu_tanh or relu."""
+        """kind: silu, gelu, gelu_tanh, relu or sigmoid."""
 
     def gated_linear(self, x: Any, name: str, kind: str) -> Any:
         """A linear layer: the activation of the first half of its channels times the second half."""
@@ -120,7 +120,7 @@ class Architecture(abc.ABC):
 
     Names: linears ``{i}.qkv``, ``{i}.out``, ``{i}.up``, ``{i}.down``, ``head``, with experts ``{i}.router``,
     ``{i}.experts_up`` and ``{i}.experts_down``; vectors ``{i}.norm_in`` and so on; tables ``embed`` and, with
-    learned positions, ``positions``.
+    learned positions, ``positions``. A layer that does not attend has ``{i}.in`` in place of ``{i}.qkv``.
     """
 
     read_config: Callable[[Raw], ModelConfig]
@@ -144,17 +144,24 @@ class Architecture(abc.ABC):
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
         """Norm weights and the like: name -> (tensor, size)."""
 
+    def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """What a layer that does not attend has beside: ``{i}.argument of its kernel`` -> (tensor, shape)."""
+        return {}
+
     @abc.abstractmethod
     def final_vectors(self) -> dict[str, tuple[str, int]]:
         """Norm weights behind the last layer: name -> (tensor, size)."""
 
     @abc.abstractmethod
     def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
-        """x (n, hidden) -> fused queries, keys, values (n, (n_heads + 2 n_kv_heads) * head_dim)."""
+        """x (n, hidden) -> fused queries, keys, values (n, (n_heads + 2 n_kv_heads) * head_dim), and gates behind.
+
+        Of a layer that does not attend: what its recurrence reads. `widths` has the channels.
+        """
 
     @abc.abstractmethod
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
-        """Residual x and attention (n, n_heads * head_dim) -> the next layer's x (n, hidden)."""
+        """Residual x and attention (n, n_heads * head_dim), gates behind it -> the next layer's x (n, hidden)."""
 
     @abc.abstractmethod
     def final_norm(self, ops: Ops, x: Any) -> Any:
@@ -163,6 +170,14 @@ class Architecture(abc.ABC):
     def head(self, ops: Ops, x: Any) -> Any:
         """x (n, hidden) of the last layer -> logits (n, vocab)."""
         return ops.linear(self.final_norm(ops, x), "head")
+
+    def widths(self, i: int) -> tuple[int, int]:
+        """Channels of what layer i's `attention_in` gives, and of what its `attention_out` is given."""
+        c, recurrence = self.config, self.config.layer_recurrences[i]
+        if recurrence is not None:
+            return recurrence.projected, recurrence.mixed
+        gates = c.q_size if c.gated_attention else 0
+        return c.q_size + 2 * c.kv_size + gates, c.q_size + gates
 
     @property
     def learned_positions(self) -> bool:
@@ -195,11 +210,19 @@ class Architecture(abc.ABC):
             every.update(self.layer_vectors(i))
         return {**every, **self.final_vectors()}
 
+    def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """`layer_arrays` of all layers."""
+        every: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for i in range(self.config.n_layers):
+            every.update(self.layer_arrays(i))
+        return every
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every checkpoint tensor that the model reads, in the order of the layers: name -> shape."""
         shapes: dict[str, tuple[int, ...]] = dict(self.tables().values())
         for i in range(self.config.n_layers):
             shapes |= {tensor: (size,) for tensor, size in self.layer_vectors(i).values()}
+            shapes |= dict(self.layer_arrays(i).values())
             for linear in self.layer_linears(i).values():
                 shapes |= linear.tensors()
         shapes |= {tensor: (size,) for tensor, size in self.final_vectors().values()}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgekv.errors import ConfigError
+from edgekv.models.recurrence import Recurrence
 from edgekv.models.rope import RopeConfig
 from edgekv.schema import shown
 
@@ -43,7 +44,8 @@ class ModelConfig:
     ``residual_scale`` what a block adds to the residual stream, ``logit_scale`` the logits, which ``logit_cap``
     then bounds softly, as ``score_cap`` does attention's scores before the softmax. ``experts`` are in place of
     the MLPs of some layers (None: of none). ``attention_sinks``: a learned score of each head joins its softmax,
-    without a value.
+    without a value. ``recurrences[i]`` is what layer i has in place of attention (None: it attends); () where all
+    attend. ``gated_attention``: whether gates, as many as queries, come with the queries and pass attention by.
     """
 
     model_type: str
@@ -72,6 +74,8 @@ class ModelConfig:
     score_cap: float | None = None
     experts: ExpertsConfig | None = None
     attention_sinks: bool = False
+    recurrences: tuple[Recurrence | None, ...] = ()
+    gated_attention: bool = False
 
     def experts_of(self, i: int) -> ExpertsConfig | None:
         """The experts of layer i; None: it has an MLP."""
@@ -89,6 +93,16 @@ class ModelConfig:
     def keys_change(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``."""
         return any(rope.keys_change(before, after) for rope in self.ropes)
+
+    @property
+    def layer_recurrences(self) -> tuple[Recurrence | None, ...]:
+        """``recurrences``, an entry for each layer."""
+        return self.recurrences or (None,) * self.n_layers
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers that attend."""
+        return [i for i, recurrence in enumerate(self.layer_recurrences) if recurrence is None]
 
     @property
     def q_size(self) -> int:
@@ -139,6 +153,26 @@ def sliding_layers(layer_types: Sequence[str], window: int | None, n_layers: int
             "full_attention, sliding_attention"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def recurrent_layers(
+    layer_types: Sequence[str], kind: str, recurrence: Recurrence, n_layers: int
+) -> tuple[Recurrence | None, ...]:
+    """`ModelConfig.recurrences` of config.json's layer_types: that recurrence in layers of the type ``kind``.
+
+    ConfigError for another number or type of layers, and where none attends.
+    """
+    if len(layer_types) != n_layers:
+        raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
+    unknown = sorted(set(layer_types) - {"full_attention", kind})
+    if unknown:
+        raise ConfigError(
+            f"config.json: layer_types has {shown(unknown[0])}, which is not supported; supported: "
+            f"full_attention, {kind}"
+        )
+    if "full_attention" not in layer_types:
+        raise ConfigError("config.json: no layer attends; at least one must be of the type full_attention")
+    return tuple(recurrence if each == kind else None for each in layer_types)
 
 
 def check(config: ModelConfig) -> ModelConfig:

@@ -215,6 +215,42 @@ class Ministral3File(LlamaFile):
     rope_parameters: dict[str, Any] | None = field(default_factory=MINISTRAL_ROPE.copy)
 
 
+Taps = Annotated[int, Meta(ge=2, le=64)]
+
+
+class Lfm2File(LlamaFile):
+    """lfm2; block_ff_dim and tie_embedding are older names."""
+
+    num_key_value_heads: Heads | None = 8
+    max_position_embeddings: Positions | None = 128000
+    rope_theta: Theta | None = 1e6
+    tie_word_embeddings: bool | None = True
+    tie_embedding: bool | None = None
+    norm_eps: Epsilon = 1e-5
+    conv_bias: bool = False
+    conv_taps: Taps = field(default=3, name="conv_L_cache")
+    block_ff_dim: Width | None = None
+    block_multiple_of: Width = 256
+    block_ffn_dim_multiplier: Factor = 1.0
+    block_auto_adjust_ff_dim: bool = True
+    full_attn_idxs: list[Annotated[int, Meta(ge=0, le=1024)]] | None = None
+
+
+class Qwen35File(LlamaFile):
+    """qwen3_5_text."""
+
+    num_key_value_heads: Heads | None = 4
+    head_dim: Width | None = 256
+    max_position_embeddings: Positions | None = 32768
+    partial_rotary_factor: Share = 0.25
+    full_attention_interval: Layers = 4
+    linear_conv_kernel_dim: Taps = 4
+    linear_key_head_dim: Annotated[int, Meta(ge=1, le=4096)] = 128
+    linear_value_head_dim: Annotated[int, Meta(ge=1, le=4096)] = 128
+    linear_num_key_heads: Heads = 16
+    linear_num_value_heads: Heads = 32
+
+
 class GPT2File(Struct):
     """gpt2."""
 

@@ -57,7 +57,7 @@ def llama_config(raw: Raw) -> ModelConfig:
 class Llama(Architecture):
     """RMS norms before attention and MLP, rotated queries and keys, a gated MLP."""
 
-    prefixes = ("model.", "")
+    prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
     read_config = staticmethod(llama_config)
     probe = "embed_tokens.weight"

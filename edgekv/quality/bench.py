@@ -14,6 +14,7 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.recurrent import attending
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.machine import blas_threads
 from edgekv.quality.stopwatch import ATTENTION, Stopwatch
@@ -30,9 +31,9 @@ ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
 class Timing:
     """One scheme at one depth. Milliseconds per token are medians, of the whole model but for ``*_layer``.
 
-    parts: matmul, sampling, rope and the kernels' append, choose and attend; python is what is left of
-    ``token_ms``. attention_ms_layer: one whole `KVCache.attend`. floor_ms_layer: the time that reading
-    ``bytes_read_layer`` once takes at the machine's bandwidth.
+    parts: matmul, sampling, rope, the kernels' append, choose and attend, and the recurrence of layers that do not
+    attend; python is what is left of ``token_ms``. attention_ms_layer: one whole `KVCache.attend`. floor_ms_layer:
+    the time that reading ``bytes_read_layer`` once takes at the machine's bandwidth.
     """
 
     kv: str
@@ -70,7 +71,8 @@ class SchemeTimer:
         self.coarse.on = True
         self.linear = TimedLinear(linear, self.coarse)
         self.kernels = self.fine.kernels(kernels)
-        self.caches = open_caches(decoder, spec, depth + tokens, kernels=self.kernels)
+        self.layers = open_caches(decoder, spec, depth + tokens, kernels=self.kernels)
+        self.caches = attending(self.layers)
         for cache in self.caches:
             cache.attend = self.coarse.timed("attend", cache.attend)  # type: ignore[method-assign]
         self.sampler = Sampler(SamplingParams(), decoder.config.vocab_size)
@@ -103,6 +105,9 @@ class SchemeTimer:
                 filled = like.state()
                 for name, array in cache.prepare(filled.counters, copy.deepcopy(filled.fitted)).items():
                     array[:] = filled.arrays[name]
+        for layer in self.layers:
+            if not isinstance(layer, KVCache):  # what is in its state makes no difference to the time
+                layer.advance(self.depth)
 
     def _first_alike(self) -> list[KVCache]:
         """For each layer the first whose cache is laid out as its own: that one is filled for all of them."""
@@ -117,7 +122,7 @@ class SchemeTimer:
         for _ in range(n):
             self.coarse.seconds, self.fine.seconds = {}, {}
             begin = time.perf_counter()
-            self.token = self.sample(decoder.step(self.token, self.caches))
+            self.token = self.sample(decoder.step(self.token, self.layers))
             total = time.perf_counter() - begin
             if fine:
                 self.fine_rows.append(self.fine.seconds)
@@ -130,7 +135,8 @@ class SchemeTimer:
         coarse, fine = _medians(self.coarse_rows), _medians(self.fine_rows)
         total = float(np.median(self.totals)) * 1e3
         parts = {"matmul": coarse["matmul"], "sampling": coarse["sampling"]}
-        parts |= {name: fine.get(name, 0.0) for name in ("rope", *ATTENTION)}
+        own = () if len(self.caches) == len(self.layers) else ("recurrence",)
+        parts |= {name: fine.get(name, 0.0) for name in ("rope", *ATTENTION, *own)}
         n_layers = len(self.caches)
         read = sum(cache.bytes_read() for cache in self.caches) // n_layers
         attention, floor = coarse["attend"] / n_layers, read / bandwidth * 1e3
@@ -209,7 +215,7 @@ def bench_prefill(decoder: Decoder, specs: Sequence[CacheSpec], lengths: Sequenc
     ids = np.random.default_rng(0).integers(0, c.vocab_size, max(lengths, default=0))
     flops = blas_flops(decoder.threads) if lengths else 0.0
     for n in lengths:
-        attention = 2 * c.q_size * c.n_layers * n * n / (flops / 2)
+        attention = 2 * c.q_size * len(c.attending) * n * n / (flops / 2)
         for spec in specs:
             best: Prefill | None = None
             for _ in range(2):

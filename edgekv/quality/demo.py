@@ -12,7 +12,8 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.recurrent import attending
 from edgekv.machine import blas_threads
 from edgekv.power.phases import EnergyMeter, NoMeter
 from edgekv.quality.needles import Haystack, Prose, make_haystack
@@ -92,7 +93,7 @@ class Demo:
         begin = time.perf_counter()
         read(self.decoder, self.haystack.ids, caches, lambda i, n: doing(f"reads {100 * i // n}%"))
         trial.first_token_s = time.perf_counter() - begin
-        trial.cache_bytes = sum(cache.nbytes for cache in caches)
+        trial.cache_bytes = sum(cache.nbytes for cache in attending(caches))
         doing("answers")
         for question in self.haystack.questions:
             said = answer(self.decoder, self.tokenizer, question, self._copy(spec, caches))
@@ -104,7 +105,7 @@ class Demo:
         trial.agreement = float(np.mean(np.equal(likeliest, self._exact)))
         doing("done")
 
-    def _write(self, caches: Sequence[KVCache], trial: Trial, doing: Callable[[str], None]) -> list[int]:
+    def _write(self, caches: Sequence[LayerState], trial: Trial, doing: Callable[[str], None]) -> list[int]:
         """The likeliest token after each of `after`, as that is written."""
         likeliest, seconds = [], []
         with blas_threads(1):
@@ -117,7 +118,7 @@ class Demo:
                     doing(f"writes {n}")
         return likeliest
 
-    def _copy(self, spec: CacheSpec, caches: Sequence[KVCache]) -> list[KVCache]:
+    def _copy(self, spec: CacheSpec, caches: Sequence[LayerState]) -> list[LayerState]:
         own = open_caches(self.decoder, spec, self.capacity)
         copy_caches(caches, own)
         return own

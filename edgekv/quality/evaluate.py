@@ -15,7 +15,8 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.recurrent import attending
 from edgekv.kvcache.rewinding import rewind
 from edgekv.machine import blas_threads, memory_errors
 from edgekv.session.caches import open_caches
@@ -95,10 +96,10 @@ def evaluate(
                     kl_second_half=scores["kl_second_half"],
                     top1=scores["top1"],
                     top1_second_half=scores["top1_second_half"],
-                    cache_bytes=sum(cache.nbytes for cache in caches),
-                    bytes_read_per_token=sum(cache.bytes_read() for cache in caches),
+                    cache_bytes=sum(cache.nbytes for cache in attending(caches)),
+                    bytes_read_per_token=sum(cache.bytes_read() for cache in attending(caches)),
                     seconds=time.perf_counter() - begin,
-                    notes=tuple(caches[0].notes()),
+                    notes=tuple(attending(caches)[0].notes()),
                 )
             )
         return results
@@ -115,7 +116,7 @@ def _hidden(
     fit_tokens: int,
     adapter: Adapter | None,
     progress: Callable[[int, int], None] | None,
-) -> tuple[F32, list[KVCache]]:
+) -> tuple[F32, list[LayerState]]:
     """Final hidden states (n, hidden) of a window, and the caches as it left them."""
     caches = open_caches(decoder, spec, len(window), adapter)
     x = decoder.embed(window, 0)

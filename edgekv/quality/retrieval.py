@@ -12,8 +12,8 @@ from edgekv.checkpoint.adapter import Adapter
 from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.layer_state import LayerState
 from edgekv.machine import blas_threads
 from edgekv.quality.needles import Haystack, Prose, Question, make_haystack
 from edgekv.session.caches import open_caches
@@ -121,7 +121,7 @@ def answers(
     return right
 
 
-def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, caches: Sequence[KVCache]) -> str:
+def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, caches: Sequence[LayerState]) -> str:
     """The likeliest text after a question, as long as the answer; both enter the caches."""
     tokens = [int(read(decoder, question.ids, caches).argmax())]
     with blas_threads(1):
@@ -138,7 +138,7 @@ def is_right(question: Question, said: str) -> bool:
 def read(
     decoder: Decoder,
     ids: Sequence[int],
-    caches: Sequence[KVCache],
+    caches: Sequence[LayerState],
     progress: Callable[[int, int], None] | None = None,
 ) -> F32:
     """(vocab,) logits after the ids, which enter the caches. progress(layer, n_layers)."""
@@ -148,7 +148,7 @@ def read(
         return logits
 
 
-def copy_caches(sources: Sequence[KVCache], targets: Sequence[KVCache]) -> None:
+def copy_caches(sources: Sequence[LayerState], targets: Sequence[LayerState]) -> None:
     """Makes empty caches of the same scheme and size equal to others."""
     for source, target in zip(sources, targets, strict=True):
         state = source.state()

@@ -22,6 +22,8 @@ PARTS = {
     "hadamard": "append",
     "project": "append",
     "split_rope": "rope",
+    "short_conv": "recurrence",
+    "gated_delta": "recurrence",
 }
 ATTENTION = ("append", "choose", "attend")
 

@@ -20,7 +20,7 @@ class SessionPool:
 
     def __init__(self, base: Session, budget_bytes: int, slots: int = 1) -> None:
         self.base = base
-        self.capacity = max(slots, budget_bytes // max(1, base.plan.cache_bytes))
+        self.capacity = max(slots, budget_bytes // max(1, base.plan.cache_bytes + base.plan.state_bytes))
         self._all: list[Session] = [base, *(base.fork() for _ in range(slots - 1))]
         self._idle = list(self._all)  # least recently used first
         self._lock = threading.Lock()

@@ -10,6 +10,8 @@ from typing import Any
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.recurrent import attending
 from edgekv.session.session import Session
 
 INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two events of progress
@@ -82,19 +84,19 @@ class Timings:
         return True
 
 
-def held_bytes(caches: Sequence[KVCache]) -> int:
+def held_bytes(caches: Sequence[LayerState]) -> int:
     """Bytes of caches just large enough for the tokens that these hold: what is in them, not what is set aside."""
     return sum(
         min(cache.nbytes, type(cache)(_shrunk(cache), cache.knobs).planned_bytes)
-        for cache in caches
+        for cache in attending(caches)
         if cache.n_seen
     )
 
 
-def f16_bytes(caches: Sequence[KVCache]) -> int:
+def f16_bytes(caches: Sequence[LayerState]) -> int:
     """Bytes that the same tokens take in the plain cache."""
     plain = CacheSpec.parse("dense").scheme
-    return sum(plain(_shrunk(cache), plain.Knobs()).planned_bytes for cache in caches if cache.n_seen)
+    return sum(plain(_shrunk(cache), plain.Knobs()).planned_bytes for cache in attending(caches) if cache.n_seen)
 
 
 def _shrunk(cache: KVCache) -> Geometry:

@@ -11,6 +11,7 @@ from edgekv.linear.cuda_ops import refuse_experts
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.machine import all_cores
+from edgekv.models.config import ModelConfig
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 from edgekv.types import StageProgress
@@ -29,6 +30,8 @@ SCHEMES = tuple(name for name, scheme in CACHES.items() if runs(CacheSpec(scheme
 class CudaDevice(Device):
     """The GPU that CuPy finds first (CUDA_VISIBLE_DEVICES chooses another)."""
 
+    runs_recurrences = False
+
     def available(self, spec: CacheSpec) -> bool:
         """Whether CuPy, a GPU and the scheme's kernels are there."""
         return runs(spec) and cupy_driver.available()
@@ -44,6 +47,19 @@ class CudaDevice(Device):
                 accepted=SCHEMES,
             )
         cupy_driver.require_cupy()
+
+    def require_layers(self, config: ModelConfig) -> None:
+        """ConfigError for a model with layers that do not attend, or with experts."""
+        if config.experts:
+            raise refuse_experts()
+        if config.recurrences:
+            raise ConfigError(
+                f"device='cuda': it has no kernels for the layers of {config.model_type} that do not attend; use "
+                "device='cpu'",
+                field="device",
+                value="cuda",
+                accepted=["cpu", "numpy"],
+            )
 
     def require_slots(self, slots: int) -> None:
         """ConfigError for more than one: a step is a recording of one conversation's."""
@@ -62,8 +78,7 @@ class CudaDevice(Device):
     def decoder(
         self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
     ) -> CudaDecoder:
-        if model.config.experts:
-            raise refuse_experts()
+        self.require_layers(model.config)
         driver = cupy_driver.CupyDriver()
         weights = DeviceWeights(model.store(form, progress), driver, progress)
         return CudaDecoder(weights, driver, capacity, all_cores(threads))

@@ -8,12 +8,15 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WeightFormat
 from edgekv.machine import available_memory_bytes
+from edgekv.models.config import ModelConfig
 from edgekv.session.model import Model
 from edgekv.types import StageProgress
 
 
 class Device(abc.ABC):
-    """A place to compute."""
+    """A place to compute. runs_recurrences: whether it has kernels for layers that do not attend."""
+
+    runs_recurrences = True
 
     def available(self, spec: CacheSpec) -> bool:
         """Whether this machine has it, and it has the scheme."""
@@ -21,6 +24,10 @@ class Device(abc.ABC):
 
     def require(self, spec: CacheSpec) -> None:
         """An EdgeKVError says what is missing for the scheme."""
+        return
+
+    def require_layers(self, config: ModelConfig) -> None:
+        """An EdgeKVError where a model has layers that it has no kernels for."""
         return
 
     def require_slots(self, slots: int) -> None:

@@ -18,6 +18,7 @@ from edgekv.linear.reference import NumpyLinear
 from edgekv.linear.threads import product_threads
 from edgekv.linear.weights import Weights
 from edgekv.machine import all_cores
+from edgekv.models.config import ModelConfig
 from edgekv.session.device import Device
 from edgekv.session.model import Model
 from edgekv.types import StageProgress
@@ -79,10 +80,10 @@ def find_device(name: str) -> Device:
     return DEVICES[name]()
 
 
-def resolve_device(name: str, spec: CacheSpec, has_experts: bool = False) -> str:
-    """What ``auto`` means on this machine for this scheme, and a model that may have experts: cuda where it can be
-    had; other names stay.
-    """
+def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None) -> str:
+    """What ``auto`` means here for this scheme and model: cuda where it can be had; other names stay."""
     if name != AUTO:
         return name
-    return "cuda" if not has_experts and find_device("cuda").available(spec) else "cpu"
+    cuda = find_device("cuda")
+    runs = config is None or (config.experts is None and (cuda.runs_recurrences or not config.recurrences))
+    return "cuda" if runs and cuda.available(spec) else "cpu"

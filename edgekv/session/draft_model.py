@@ -8,6 +8,7 @@ from edgekv.errors import ConfigError
 from edgekv.kernels.memory import to_host
 from edgekv.session.caches import open_caches
 from edgekv.session.drafts import ROW_COST, DraftLength, Drafts, NGram
+from edgekv.session.model import Model
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import LoadedModel, load_model, open_model
 from edgekv.session.options import LoadOptions
@@ -90,17 +91,32 @@ def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: StageProgre
     can't be loaded.
     """
     name = str(options.draft)
-    if name == NONE or (name == AUTO and (loaded.device != "cpu" or options.slots > 1)):
+    carries = bool(loaded.model.config.recurrences)
+    if name == NONE or (name == AUTO and (loaded.device != "cpu" or options.slots > 1 or carries)):
         return None
+    require_way_back(name, loaded.model)
     if name in (NGram.name, AUTO):
         return NGram()
     model = open_model(options.draft, LoadOptions())
+    require_way_back(name, model)
     ctx = min(loaded.plan.ctx, model.config.max_positions)
     small = LoadOptions(kv="dense", ctx=ctx, device=loaded.device, threads=options.threads)
     draft = load_model(small, model, progress=progress)
     require_same_vocabulary(loaded, draft)
     cost = draft.decoder.weights.token_bytes / loaded.decoder.weights.token_bytes
     return DraftModel(draft, min(model.config.vocab_size, loaded.model.config.vocab_size), cost)
+
+
+def require_way_back(draft: str, model: Model) -> None:
+    """ConfigError where wrong guesses can't be taken back from a model."""
+    if model.config.recurrences:
+        raise ConfigError(
+            f"draft={draft!r}: layers of {model.config.model_type} carry a state, from which tokens can't be "
+            f"taken back; use {NONE!r}",
+            field="draft",
+            value=draft,
+            accepted=[NONE, AUTO],
+        )
 
 
 def require_same_vocabulary(loaded: LoadedModel, draft: LoadedModel) -> None:

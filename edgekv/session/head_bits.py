@@ -16,6 +16,7 @@ from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesKnobs
+from edgekv.kvcache.recurrent import open_layers
 from edgekv.machine import blas_threads
 from edgekv.session.model import Model
 from edgekv.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def give_heads_bits(
     knobs = spec.knobs
     if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit):
         return spec
-    windows = model.config.layer_windows
+    windows = [model.config.layer_windows[i] for i in model.config.attending]
     place = cache_root() / "bits" / f"{model.adapted_identity}-{weights}.json"
     noise = remembered(place, (len(windows), model.config.n_kv_heads))
     if noise is None:
@@ -57,7 +58,9 @@ def give_heads_bits(
 
 def measure(decoder: Decoder, tokens: list[int], progress: StageProgress | None = None) -> HeadNoise:
     """What each head's noise does, as the decoder reads the tokens."""
-    probes = CacheSpec(NoiseProbe, None).layers(decoder.config, len(tokens))
+    probes = open_layers(CacheSpec(NoiseProbe, None), decoder.config, len(tokens))
+    for probe in probes:
+        probe.allocate(decoder.kernels, decoder.workspace)
     layers = None if progress is None else lambda done, total: progress(STAGE, done, total)
     with blas_threads(decoder.threads):
         decoder.prefill(decoder.embed(tokens, 0), probes, layers)

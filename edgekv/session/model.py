@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import pathlib
 from typing import Any
 
@@ -141,7 +142,8 @@ class Model:
             linears.pop("head")
         biases = sum(linear.rows for linear in linears.values() if linear.biases)
         vectors = sum(size for _, size in self.arch.vectors().values())
-        return tables + sum(linear.n_elements for linear in linears.values()) + biases + vectors
+        arrays = sum(math.prod(shape) for _, shape in self.arch.arrays().values())
+        return tables + arrays + sum(linear.n_elements for linear in linears.values()) + biases + vectors
 
     def summary(self) -> dict[str, Any]:
         """What a report says of it: name, size, shapes."""

@@ -207,6 +207,7 @@ class ModelRunner:
                 decoder.place(span.rows, x, start, span.start)
             for cache in state.caches:
                 cache.mark_images(visual_ranges(spans))
+            state.mark_turn(len(ids))
             hidden = decoder.prefill(x, state.caches, progress, pause=pause)
             return decoder.head(hidden[len(ids) - n_last :])
 

@@ -82,8 +82,9 @@ def load_model(options: LoadOptions, model: Model, *, progress: StageProgress | 
     )
     if model.adapter:
         model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
-    device = resolve_device(options.device, plan.kv, model.config.experts is not None)
+    device = resolve_device(options.device, plan.kv, model.config)
     place = find_device(device)
+    place.require_layers(model.config)
     place.require(plan.kv)
     place.require_slots(options.slots)
     require_memory(plan.parts(options.slots), place.free_bytes())
@@ -130,7 +131,7 @@ def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> Lo
     plan = plan.with_kv(kv, loaded.model)
     place = find_device(loaded.device)
     place.require(plan.kv)
-    require_memory({"kv cache": plan.cache_bytes}, place.free_bytes())
+    require_memory({"kv cache": plan.cache_bytes + plan.state_bytes}, place.free_bytes())
     compile_s = 0.0 if plan.kv == loaded.plan.kv else warm_up(loaded.decoder, plan.kv, plan.ctx, None)
     return dataclasses.replace(loaded, plan=plan, compile_s=compile_s)
 

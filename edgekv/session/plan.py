@@ -8,6 +8,7 @@ from edgekv.decoder.cpu import scratch_bytes
 from edgekv.errors import ContextError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
+from edgekv.kvcache.recurrent import recurrent_states
 from edgekv.machine import available_memory_bytes, format_bytes
 from edgekv.models.config import ModelConfig
 from edgekv.session.model import Model
@@ -25,9 +26,9 @@ class SessionPlan:
     """What a session will take. Bytes are exact but for ``scratch_bytes``, an upper estimate.
 
     ctx: tokens that it can hold. kv: its scheme. weights: the format's name. weights_bytes: what decoding maps.
-    idle_bytes: of these, experts that a token leaves out, which need no memory. cache_bytes: of all layers.
-    scratch_bytes: while a prompt of ``ctx`` tokens is read. notes: what was chosen for the user, or lost, a line
-    each.
+    idle_bytes: of these, experts that a token leaves out, which need no memory. cache_bytes: of all KV caches.
+    state_bytes: of layers that do not attend, with their snapshots. scratch_bytes: while a prompt of ``ctx``
+    tokens is read. notes: what was chosen for the user, or lost, a line each.
     """
 
     ctx: int
@@ -36,6 +37,7 @@ class SessionPlan:
     weights_bytes: int
     idle_bytes: int
     cache_bytes: int
+    state_bytes: int
     scratch_bytes: int
     notes: tuple[str, ...]
 
@@ -68,10 +70,12 @@ class SessionPlan:
         form = model.weight_format(weights)
         weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
         held = weights_bytes - idle
+        state_bytes = sum(state.planned_bytes for state in recurrent_states(c, ctx))
 
         def auto_bytes() -> int:
             free = available_memory_bytes() if available is None else available
-            return max(0, min(free // 4, free - held - scratch_bytes(c, ctx, sees_queries=False)))
+            taken = held + state_bytes + scratch_bytes(c, ctx, sees_queries=False)
+            return max(0, min(free // 4, free - taken))
 
         spec, notes = resolve(kv, c, ctx, kv_budget, auto_bytes)
         caches = spec.layers(c, ctx)
@@ -90,6 +94,7 @@ class SessionPlan:
             weights_bytes=weights_bytes,
             idle_bytes=idle,
             cache_bytes=sum(cache.planned_bytes for cache in caches),
+            state_bytes=state_bytes,
             scratch_bytes=scratch_bytes(c, ctx, sees_queries=caches[0].sees_queries),
             notes=tuple(notes),
         )
@@ -104,4 +109,5 @@ class SessionPlan:
         """Bytes by what they are for, of so many conversations at once."""
         caches = slots * self.cache_bytes
         held = self.weights_bytes - self.idle_bytes
-        return {"weights": held, "kv cache": caches, "scratch": self.scratch_bytes}
+        states = {"state": slots * self.state_bytes} if self.state_bytes else {}
+        return {"weights": held, "kv cache": caches, **states, "scratch": self.scratch_bytes}

@@ -11,6 +11,7 @@ import numpy as np
 
 from edgekv.decoder.decoder import Decoder
 from edgekv.files import atomic_write
+from edgekv.kvcache.recurrent import attending
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
 from edgekv.power.report import EnergyReport
 from edgekv.session.drafts import DraftCounts
@@ -33,6 +34,7 @@ class RunReport:
     cache_bytes: of all layers' arrays; weights_bytes: what decoding maps; peak_rss_bytes: of the process so far.
     visual_cache_bytes: the part of `cache_bytes` that holds images, where the scheme keeps them apart.
     bytes_read_per_token: weights and cache that one decode step reads.
+    state_bytes: of layers that do not attend, with the snapshots of their states; None where all attend.
     images: those of the prompt.
     energy: joules by phase, where a meter was asked for.
     machine: `edgekv.machine.machine_info`.
@@ -51,6 +53,7 @@ class RunReport:
     images: ImagesReport | None = None
     cache_bytes: int | None = None
     visual_cache_bytes: int | None = None
+    state_bytes: int | None = None
     weights_bytes: int | None = None
     bytes_read_per_token: int | None = None
     peak_rss_bytes: int | None = None
@@ -146,7 +149,7 @@ class RunReport:
             *self._drafts_rows(),
             (
                 "memory",
-                f"cache {_size(self.cache_bytes)}, weights {_size(self.weights_bytes)}, "
+                f"cache {_size(self.cache_bytes)}, {self._state_text()}weights {_size(self.weights_bytes)}, "
                 f"peak RSS {_size(self.peak_rss_bytes)}",
             ),
             *self._parts_rows(),
@@ -179,6 +182,9 @@ class RunReport:
         per_pass = _number(_ratio(len(self.decode_latencies_s), drafts.passes), ".2f", " tokens per pass")
         return [("drafts", f"{drafts.source}: {accepted}, {per_pass}")]
 
+    def _state_text(self) -> str:
+        return "" if self.state_bytes is None else f"state {_size(self.state_bytes)}, "
+
     def _parts_rows(self) -> list[tuple[str, str]]:
         if self.visual_cache_bytes is None:
             return []
@@ -196,7 +202,8 @@ class RunReport:
 def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
     """The report, with the bytes as they are now, and the notes of plan, images and cache."""
     caches = state.caches
-    report.cache_bytes = state.nbytes
+    report.cache_bytes = state.kv_bytes
+    report.state_bytes = state.nbytes - state.kv_bytes or None
     visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
     report.visual_cache_bytes = sum(visual) if visual else None
     report.weights_bytes = decoder.linear.weights_bytes
@@ -207,7 +214,7 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     report.peak_rss_bytes = peak_rss_bytes()
     seen = report.images.notes if report.images else ()
     dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]
-    report.notes = [*notes, *seen, *(dropped if state.n_dropped else ()), *caches[0].notes()]
+    report.notes = [*notes, *seen, *(dropped if state.n_dropped else ()), *attending(caches)[0].notes()]
     return report
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from edgekv.errors import CacheError, ConfigError, SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.layer_state import LayerState
 from edgekv.models.config import ModelConfig
 from edgekv.schema import shown
 from edgekv.session.file import SessionFile, write
@@ -172,7 +172,7 @@ class SavedState:
         state.tokens, state.spans, state.n_dropped = list(self.tokens), spans, self.n_dropped
         state.memo, state.sampler = self.memo, sampler
 
-    def _require_readable(self, caches: Sequence[KVCache]) -> None:
+    def _require_readable(self, caches: Sequence[LayerState]) -> None:
         """Raises SessionError where the caches can't have come from one conversation."""
         lengths = {cache.n_seen for cache in caches}
         if len(lengths) != 1 or max(lengths) > len(self.tokens):
@@ -181,12 +181,12 @@ class SavedState:
         if unreadable:
             raise self._foreign(f"what layer {unreadable[0]} holds")
 
-    def _prepared(self, cache: KVCache, layer: dict[str, Any]) -> dict[str, Any]:
+    def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
         """The cache's arrays, with the saved counters in it."""
         try:
             counters, empty = cache.renamed(layer["counters"]), cache.state().counters
             if counters.keys() != empty.keys() or not all(
-                type(n) is int and 0 <= n <= cache.geometry.capacity for n in counters.values()
+                type(n) is int and 0 <= n <= cache.capacity for n in counters.values()
             ):
                 raise self._foreign(f"counters {shown(counters)}")
             return cache.prepare(counters, layer["fitted"])

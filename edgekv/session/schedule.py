@@ -14,7 +14,7 @@ import numpy as np
 
 from edgekv.decoder.decoder import Decoder
 from edgekv.errors import SessionError
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.layer_state import LayerState
 from edgekv.machine import blas_threads
 from edgekv.types import F32
 
@@ -30,11 +30,11 @@ class Schedule(Protocol):
 
     decoder: Decoder
 
-    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
+    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """`Decoder.step`: logits (vocab,) after one more token of a text."""
         ...
 
-    def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
+    def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """`Decoder.steps`: logits (n, vocab) after each of a few."""
         ...
 
@@ -54,12 +54,12 @@ class OneAtATime:
         self.decoder = decoder
         self._lock = threading.Lock()
 
-    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
+    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """See `Schedule`."""
         with self._turn(1):
             return self.decoder.step(token, caches)
 
-    def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
+    def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """See `Schedule`."""
         with self._turn(1):
             return self.decoder.steps(tokens, caches)
@@ -95,7 +95,7 @@ class _Asked:
     """A token that waits for a pass, and what came of it."""
 
     token: int
-    caches: Sequence[KVCache]
+    caches: Sequence[LayerState]
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     since_s: float = dataclasses.field(default_factory=time.monotonic)
     logits: F32 | None = None
@@ -126,7 +126,7 @@ class Together:
         self._asked: list[_Asked] = []
         self._pass: list[_Asked] = []  # what is being computed
 
-    def step(self, token: int, caches: Sequence[KVCache]) -> F32:
+    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
         """See `Schedule`. Raises what the pass raised: then no conversation of it has its token.
 
         SessionError where the thread that computed the pass was interrupted; the others may ask again.
@@ -143,7 +143,7 @@ class Together:
         assert asked.logits is not None
         return asked.logits
 
-    def steps(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> F32:
+    def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """See `Schedule`; by itself, as drafts don't wait for others."""
         self._require_outside()
         try:

@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 
 from edgekv.errors import ContextError
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.recurrent import attending
 from edgekv.kvcache.rewinding import rewind
 from edgekv.session.file import copy_used
 from edgekv.session.prompt import Spans, clipped, shifted
 from edgekv.session.sampling import Sampler
 from edgekv.vision.prompt import Embeddings, Prompt
 
+ANSWER_TOKENS = 16  # at the end of a prompt, which begin the answer
+
 
 class State:
     """All that the next tokens depend on, beside the model. It computes nothing.
 
-    caches: one per layer, of one scheme.
+    caches: one per layer; those of layers that attend are of one scheme.
     tokens: ids of prompt and output; the last ones may not be in the caches yet.
     spans: positions that hold embeddings, whose tokens are placeholders.
     sampler: of the last text.
@@ -30,7 +33,7 @@ class State:
     n_tentative: tokens in the caches behind those of the conversation: drafts that may be its next ones.
     """
 
-    def __init__(self, caches: list[KVCache], keys_change: Callable[[int, int], bool]) -> None:
+    def __init__(self, caches: list[LayerState], keys_change: Callable[[int, int], bool]) -> None:
         self.caches, self._keys_change = caches, keys_change
         self.tokens: list[int] = []
         self.spans: Spans = []
@@ -43,6 +46,11 @@ class State:
     def nbytes(self) -> int:
         """Bytes of the caches' arrays."""
         return sum(cache.nbytes for cache in self.caches)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The part of `nbytes` that KV caches take."""
+        return sum(cache.nbytes for cache in attending(self.caches))
 
     @property
     def n_past(self) -> int:
@@ -93,6 +101,17 @@ class State:
         if self._keys_change(before, self.n_past):
             rewind(self.caches, 0)
 
+    def mark_turn(self, n_more: int) -> None:
+        """Before a prompt of ``n_more`` tokens: where a rewind is likely to lead to.
+
+        To where the prompt begins, and to shortly before its end: what a template writes there for the answer is
+        often written otherwise when the conversation is sent again.
+        """
+        for cache in self.caches:
+            cache.mark(self.n_past)
+            if n_more > ANSWER_TOKENS:
+                cache.mark(self.n_past + n_more - ANSWER_TOKENS)
+
     def require_keys(self, n_more: int) -> None:
         """Forgets all keys and values where ``n_more`` tokens make them others: all tokens are pending again."""
         if self._keys_change(self.n_past, self.n_past + n_more):
@@ -128,7 +147,7 @@ class State:
         rewind(self.caches, 0)
         self.tokens, self.spans = tokens, spans
 
-    def copy_from(self, other: State, caches: list[KVCache]) -> None:
+    def copy_from(self, other: State, caches: list[LayerState]) -> None:
         """Takes over another conversation into ``caches``, which are empty and of its scheme and size."""
         self.caches = caches
         other.drop_tentative()

@@ -69,8 +69,11 @@ SCHEMES = (
 )
 CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
 MORE = [1, 2] * 20
-FAMILIES = ("gemma2", "gemma3-v5-parameters", "phi3-longrope", "smollm3-options", "olmo2", "granite", "ministral3")
-FAMILIES += ("qwen3-moe-options", "mixtral", "gpt-oss")  # with experts
+FAMILIES = (
+    *("gemma2", "gemma3-v5-parameters", "phi3-longrope", "smollm3-options", "olmo2", "granite", "ministral3"),
+    *("lfm2-options", "qwen3_5", "qwen3-moe-options", "mixtral", "gpt-oss"),
+)
+Saved = tuple[bytes, tuple[Session, Session]]  # a file, and models that read it
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
 
 
@@ -106,23 +109,29 @@ class Material:
         build(model.weights, model.weight_format("int8"), self.store, None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
-        """A saved text of each of SCHEMES, plain and compressed, and two loaded models that read them."""
-        longer = shutil.copytree(self.llama, folder / "longer")
-        raw = json.loads((longer / "config.json").read_text())
-        (longer / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))
-        self.loaded, self.compiled = (
-            Session.load(longer, weights="f32", device=device, threads=1) for device in ("numpy", "cpu")
-        )
-        self.sessions: list[bytes] = []
-        prompt = [i % 90 for i in range(N_PROMPT)]
+        """Saved texts, plain and compressed, each with two loaded models that read it.
+
+        Of each of SCHEMES, and of models with layers that do not attend.
+        """
+        self.loaded, self.compiled = self._longer(self.llama, folder / "longer")
+        self.sessions: list[Saved] = []
+        self.recurrent_sessions: list[Saved] = []
         for kv in SCHEMES:
             for compress in (False, True):
-                session = self.loaded.fork(kv=kv)
-                list(session.generate(prompt, max_new_tokens=2, temperature=1.0, seed=1))
-                session.save(folder / "session", compress=compress)
-                self.sessions.append((folder / "session").read_bytes())
-            restored = Session.restore(folder / "session", self.compiled)
-            restored.prefill(MORE)  # kernels are compiled here, not in a case
+                self.sessions.append(_saved((self.loaded, self.compiled), kv, compress, folder / "session"))
+        for name in ("lfm2-options", "qwen3_5"):
+            models = self._longer(folder / name, folder / f"{name}-longer")
+            self.recurrent_sessions.append(_saved(models, "onebit", False, folder / "session"))
+
+    def _longer(self, source: pathlib.Path, folder: pathlib.Path) -> tuple[Session, Session]:
+        """A model with CTX positions, on the reference and on the CPU."""
+        longer = shutil.copytree(source, folder)
+        raw = json.loads((longer / "config.json").read_text())
+        (longer / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))
+        loaded, compiled = (
+            Session.load(longer, weights="f32", device=each, threads=1) for each in ("numpy", "cpu")
+        )
+        return loaded, compiled
 
     def _images(self, folder: pathlib.Path) -> None:
         """A picture in every format that is read."""
@@ -131,6 +140,14 @@ class Material:
         for name in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
             whole.save(folder / "image", format=name)
             self.images.append((folder / "image").read_bytes())
+
+
+def _saved(models: tuple[Session, Session], kv: str, compress: bool, path: pathlib.Path) -> Saved:
+    session = models[0].fork(kv=kv)
+    list(session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=2, temperature=1.0, seed=1))
+    session.save(path, compress=compress)
+    Session.restore(path, models[1]).prefill(MORE)  # kernels are compiled here, not in a case
+    return path.read_bytes(), models
 
 
 def used(folder: pathlib.Path, **options: Any) -> None:
@@ -265,7 +282,11 @@ def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 def session(m: Material, folder: pathlib.Path, rng: Random) -> Session:
     """Honest checksums, lying content."""
-    data = rng.choice(m.sessions)
+    return _lying(m.sessions, folder, rng)
+
+
+def _lying(sessions: list[Saved], folder: pathlib.Path, rng: Random) -> Session:
+    data, models = rng.choice(sessions)
     size = PREFIX.unpack_from(data)[3]
     header = json.loads(data[PREFIX.size : PREFIX.size + size])
     arrays = data[PREFIX.size + size :]
@@ -285,12 +306,20 @@ def session(m: Material, folder: pathlib.Path, rng: Random) -> Session:
         text = as_json(header, rng)
     prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(text), len(text))
     (folder / "session").write_bytes(prefix + text + arrays)
-    return Session.restore(folder / "session", rng.choice((m.loaded, m.compiled)))
+    return Session.restore(folder / "session", rng.choice(models))
 
 
 def resume(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """A lying session that was accepted goes on."""
-    restored = session(m, folder, rng)
+    _resume(session(m, folder, rng), rng)
+
+
+def recurrent(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Of a model with layers that do not attend."""
+    _resume(_lying(m.recurrent_sessions, folder, rng), rng)
+
+
+def _resume(restored: Session, rng: Random) -> None:
     restored.prefill(MORE)
     restored.rewind(rng.randrange(len(restored.tokens)))
     restored.prefill([1])
@@ -472,6 +501,7 @@ KINDS: dict[str, Kind] = {
         gguf,
         session,
         resume,
+        recurrent,
         adapter,
         lora,
         image,

@@ -22,6 +22,7 @@ from edgekv.kernels.contract.papers.codes import CodeKernels
 from edgekv.kernels.contract.papers.evict import EvictKernels
 from edgekv.kernels.contract.papers.retrieval import RetrievalKernels
 from edgekv.kernels.contract.planes import PlaneKernels
+from edgekv.kernels.contract.recurrence import RecurrentKernels
 from edgekv.kernels.contract.segment import Segment, Stored, Visible
 from edgekv.types import F32, I64, U16
 
@@ -32,7 +33,7 @@ LARGEST_F16 = np.float32(65504)
 """What scales and other stored float16 numbers are bounded by."""
 
 
-class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, Protocol):
+class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, RecurrentKernels, Protocol):
     """A backend is a module with these functions."""
 
     def attend(

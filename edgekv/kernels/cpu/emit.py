@@ -115,6 +115,9 @@ def totals(builder: Any, xs: Sequence[Value]) -> Value:
     """The sum of each of one, two or four vectors' lanes: a number, or a vector of them."""
     if len(xs) == 1:
         return total(builder, xs[0])
+    while xs[0].type.count > REGISTER:
+        half = xs[0].type.count // 2
+        xs = [builder.fadd(*(lanes(builder, x, range(i, i + half)) for i in (0, half))) for x in xs]
     n_vectors, n = len(xs), xs[0].type.count
     while len(xs) > 1:
         xs = [_pair_sums(builder, *xs[i : i + 2]) for i in range(0, len(xs), 2)]

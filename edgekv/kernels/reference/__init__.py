@@ -35,5 +35,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of the papers' schemes: their files are imported when one is first called."""
+    """The functions that few models and schemes call: their files are imported when one is first called."""
     return find_function(__name__, name)

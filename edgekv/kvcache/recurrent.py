@@ -1,0 +1,163 @@
+"""The state of a layer that does not attend: of one size whatever the length, with no way back but snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgekv.kernels.memory import to_host
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Layout, layout_bytes
+from edgekv.kvcache.layer_state import LayerState
+from edgekv.kvcache.spec import AttentionShape, CacheSpec
+from edgekv.models.recurrence import Recurrence
+from edgekv.types import F32, Array
+
+VERSION = 1  # of what the arrays mean
+EVERY = 256  # tokens between snapshots, beside those at turns
+SNAPSHOT_BYTES = 128 << 20  # that all layers' snapshots may take, but for
+FEWEST, MOST = 4, 32  # of them
+
+
+class RecurrentState(LayerState):
+    """What a `Recurrence` carries from token to token, and snapshots of it.
+
+    `run` appends tokens. A rewind goes back to the latest snapshot at or before its target, and the session, which
+    has the tokens, computes those from there on again. Snapshots are made at multiples of EVERY and where `mark`
+    says. Where there is no slot left, the one goes that has the most others near, for how far back it lies: so
+    that gaps grow with the distance from the latest token.
+
+    slots: of snapshots; all layers of a model have as many, and so have theirs at the same tokens.
+    """
+
+    def __init__(self, recurrence: Recurrence, capacity: int, slots: int) -> None:
+        super().__init__()
+        self.recurrence, self._capacity = recurrence, capacity
+        self.snapshots = [0] * slots  # after how many tokens each was made; 0: it is free
+        self._marks: set[int] = set()
+        self._is_torn = False  # whether a run was interrupted, and the arrays are those of no token
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def layout(self) -> Layout:
+        """The arrays as they are, and ``snapshots.NAME``: them in every slot."""
+        shapes = self.recurrence.state()
+        now: Layout = {name: (shape, "<f4") for name, shape in shapes.items()}
+        slots = len(self.snapshots)
+        return now | {f"snapshots.{name}": ((slots, *shape), "<f4") for name, shape in shapes.items()}
+
+    @property
+    def _now(self) -> dict[str, Array]:
+        return {name: self.arrays[name] for name in self.recurrence.state()}
+
+    def bytes_read(self) -> int:
+        return sum(array.nbytes for array in self._now.values())
+
+    def run(self, projected: F32, weights: Mapping[str, F32]) -> F32:
+        """Appends n tokens, given as the layer's projection; what `Architecture.attention_out` reads of them.
+
+        projected (n, `Recurrence.projected`); returns (n, `Recurrence.mixed`), valid until the next call.
+        """
+        n = len(projected)
+        self.require_room(n)
+        kernel = getattr(self.kernels, self.recurrence.kernel)
+        out = self.workspace.array("recurrence", (n, self.recurrence.mixed))
+        constants, a = self.recurrence.constants(), 0
+        while a < n:
+            b = min(n, a + self._next_stop() - self.n_seen)
+            self._is_torn = True
+            kernel(projected[a:b], out[a:b], **self._now, **weights, **constants)
+            self.n_seen += b - a
+            self._is_torn = False
+            if self.n_seen in self._marks or self.n_seen % EVERY == 0:
+                self._take()
+            a = b
+        return out
+
+    def _next_stop(self) -> int:
+        """After how many tokens the next snapshot is due."""
+        regular = (self.n_seen // EVERY + 1) * EVERY
+        return min([regular, *(mark for mark in self._marks if mark > self.n_seen)])
+
+    def mark(self, n: int) -> None:
+        if n == self.n_seen:
+            self._take()
+        else:
+            self._marks.add(n)
+
+    def _take(self) -> None:
+        """A snapshot of the state as it is."""
+        self._marks.discard(self.n_seen)
+        if self.n_seen in (0, *self.snapshots):
+            return
+        slot = self.snapshots.index(0) if 0 in self.snapshots else self._least_missed()
+        self.snapshots[slot] = 0
+        for name, array in self._now.items():
+            self.arrays[f"snapshots.{name}"][slot] = array
+        self.snapshots[slot] = self.n_seen
+
+    def _least_missed(self) -> int:
+        """The slot whose loss makes the shortest way longer, for how far back it lies."""
+        before = {n: max(m for m in (0, *self.snapshots) if m < n) for n in self.snapshots}
+        missed = [(n - before[n]) / (self.n_seen - n) for n in self.snapshots]
+        return missed.index(min(missed))
+
+    def restart(self, n: int) -> int:
+        return max([0, *(at for at in self.snapshots if at <= n)])
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        """To the latest snapshot within the first n tokens; the later ones are dropped."""
+        self._marks.clear()
+        if n == self.n_seen and not self._is_torn:
+            return n
+        found = self.restart(n)
+        self._is_torn = True
+        for name, array in self._now.items():
+            array[...] = self.arrays[f"snapshots.{name}"][self.snapshots.index(found)] if found else 0
+        self.n_seen, self._is_torn = found, False
+        self.snapshots = [at if at <= found else 0 for at in self.snapshots]
+        return found
+
+    def fitted(self) -> dict[str, Any]:
+        return {"version": VERSION, "snapshots": list(self.snapshots)}
+
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+        """ValueError for snapshots that no conversation of as many tokens has."""
+        version, at = fitted["version"], fitted["snapshots"]
+        if version != VERSION:
+            raise ValueError(f"version {version!r} of a recurrent state")
+        counts = isinstance(at, list) and all(type(n) is int and 0 <= n <= self.n_seen for n in at)
+        if not counts or len(at) != len(self.snapshots) or len(set(at) - {0}) != sum(n > 0 for n in at):
+            raise ValueError(f"snapshots {at!r:.60}")
+        self.snapshots = list(at)
+
+    def readable(self) -> bool:
+        """Whether all numbers are finite: what is not would never leave the state again."""
+        return all(bool(np.isfinite(to_host(array)).all()) for array in self.arrays.values())
+
+
+def open_layers(spec: CacheSpec, shape: AttentionShape, capacity: int) -> list[LayerState]:
+    """One state per layer for ``capacity`` tokens, not allocated yet: the scheme's caches where layers attend.
+
+    Raises CacheError as `CacheSpec.layers`.
+    """
+    caches, own = iter(spec.layers(shape, capacity)), iter(recurrent_states(shape, capacity))
+    return [next(caches) if each is None else next(own) for each in shape.layer_recurrences]
+
+
+def recurrent_states(shape: AttentionShape, capacity: int) -> list[RecurrentState]:
+    """Those of the layers that do not attend, not allocated yet."""
+    recurrences = [each for each in shape.layer_recurrences if each is not None]
+    state_bytes = sum(layout_bytes({k: (v, "<f4") for k, v in each.state().items()}) for each in recurrences)
+    affordable = SNAPSHOT_BYTES // max(1, state_bytes)
+    slots = min(max(FEWEST, affordable), MOST, FEWEST + capacity // EVERY)
+    return [RecurrentState(each, capacity, slots) for each in recurrences]
+
+
+def attending(layers: Sequence[LayerState]) -> list[KVCache]:
+    """The KV caches among a model's layers."""
+    return [layer for layer in layers if isinstance(layer, KVCache)]

@@ -1,0 +1,94 @@
+"""LFM2 and LFM2.5: short convolutions in place of attention in most layers, q/k norms in the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgekv.models.architecture import Linear, Ops
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, recurrent_layers
+from edgekv.models.files import Lfm2File
+from edgekv.models.llama import Llama, decoder_config
+from edgekv.models.recurrence import ShortConv
+from edgekv.schema import read
+
+NORMS = {"norm_in": "operator_norm", "norm_mlp": "ffn_norm"}
+INTERMEDIATE = 12288  # where neither intermediate_size nor block_ff_dim is there
+
+
+def lfm2_config(raw: Raw) -> ModelConfig:
+    """ModelConfig of an LFM2 config.json."""
+    file = read({"intermediate_size": INTERMEDIATE, **raw}, Lfm2File, "config.json", CONFIG_HINT)
+    layers = file.num_hidden_layers
+    attend = set(range(layers) if file.full_attn_idxs is None else file.full_attn_idxs)
+    types = file.layer_types or ["full_attention" if i in attend else "conv" for i in range(layers)]
+    conv = ShortConv(file.hidden_size, file.conv_taps, file.conv_bias)
+    tied = file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding
+    return decoder_config(
+        "lfm2",
+        file,
+        intermediate_size=_intermediate_size(file),
+        norm_eps=file.norm_eps,
+        activation="silu",
+        tied_embeddings=bool(tied),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        recurrences=recurrent_layers(types, "conv", conv, layers),
+    )
+
+
+def _intermediate_size(file: Lfm2File) -> int:
+    size = file.block_ff_dim or file.intermediate_size
+    if not file.block_auto_adjust_ff_dim:
+        return size
+    size = int(file.block_ffn_dim_multiplier * int(2 * size / 3))
+    return -(-max(size, 1) // file.block_multiple_of) * file.block_multiple_of
+
+
+class Lfm2(Llama):
+    """Llama by other names; which layers are convolutions is data of its config."""
+
+    read_config = staticmethod(lfm2_config)
+    norms = NORMS
+
+    def layer_linears(self, i: int) -> dict[str, Linear]:
+        c, base, conv = self.config, f"{self.prefix}layers.{i}.", self.config.layer_recurrences[i]
+        hidden, inner, feed = c.hidden_size, c.intermediate_size, f"{base}feed_forward."
+        if isinstance(conv, ShortConv):
+            first = {f"{i}.in": self._linear(f"{base}conv.", ("in_proj",), (conv.projected,), hidden, conv.bias)}
+            out = self._linear(f"{base}conv.", ("out_proj",), (hidden,), conv.mixed, conv.bias)
+        else:
+            attn, sizes = f"{base}self_attn.", (c.q_size, c.kv_size, c.kv_size)
+            first = {f"{i}.qkv": self._linear(attn, self.qkv_parts, sizes, hidden, c.qkv_bias)}
+            out = self._linear(attn, ("out_proj",), (hidden,), c.q_size, c.out_bias)
+        return {
+            **first,
+            f"{i}.out": out,
+            f"{i}.up": self._linear(feed, ("w1", "w3"), (inner, inner), hidden, c.mlp_bias),
+            f"{i}.down": self._linear(feed, ("w2",), (hidden,), inner, c.mlp_bias),
+        }
+
+    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
+        c, base = self.config, f"{self.prefix}layers.{i}."
+        vectors = {f"{i}.{name}": (f"{base}{norm}.weight", c.hidden_size) for name, norm in self.norms.items()}
+        if c.layer_recurrences[i] is None:
+            vectors[f"{i}.norm_q"] = (f"{base}self_attn.q_layernorm.weight", c.head_dim)
+            vectors[f"{i}.norm_k"] = (f"{base}self_attn.k_layernorm.weight", c.head_dim)
+        return vectors
+
+    def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        conv, base = self.config.layer_recurrences[i], f"{self.prefix}layers.{i}.conv.conv."
+        if not isinstance(conv, ShortConv):
+            return {}
+        arrays: dict[str, tuple[str, tuple[int, ...]]] = {
+            f"{i}.weight": (f"{base}weight", (conv.channels, 1, conv.taps))
+        }
+        return arrays | ({f"{i}.bias": (f"{base}bias", (conv.channels,))} if conv.bias else {})
+
+    def final_vectors(self) -> dict[str, tuple[str, int]]:
+        return {"norm": (f"{self.prefix}embedding_norm.weight", self.config.hidden_size)}
+
+    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+        name = "qkv" if self.config.layer_recurrences[i] is None else "in"
+        return ops.linear(self._normed(ops, i, "norm_in", x), f"{i}.{name}")

@@ -1,0 +1,132 @@
+"""Qwen3.5: gated DeltaNet in three layers of four, gated attention in the others; 1 + w in place of w in norms.
+
+Of models that see (model_type qwen3_5) the decoder is read, for text alone: there the three position ids of a
+token are one, and its rotation is the plain one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgekv.errors import ConfigError
+from edgekv.models.architecture import Linear, Ops
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, recurrent_layers
+from edgekv.models.files import Qwen35File, RopeFile
+from edgekv.models.llama import Llama, decoder_config
+from edgekv.models.multimodal import text_config
+from edgekv.models.recurrence import GatedDelta
+from edgekv.models.rope import RopeConfig
+from edgekv.schema import read, shown
+
+DELTA_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+
+def qwen3_5_config(raw: Raw) -> ModelConfig:
+    """ModelConfig of a qwen3_5_text config.json."""
+    file = read(raw, Qwen35File, "config.json", CONFIG_HINT)
+    layers, every = file.num_hidden_layers, file.full_attention_interval
+    pattern = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if (file.hidden_act or "silu") not in ("silu", "swish"):
+        raise ConfigError(
+            f"config.json: hidden_act {shown(file.hidden_act)} is not supported behind the convolutions of "
+            "qwen3_5_text; supported: silu"
+        )
+    delta = GatedDelta(
+        key_heads=file.linear_num_key_heads,
+        value_heads=file.linear_num_value_heads,
+        key_dim=file.linear_key_head_dim,
+        value_dim=file.linear_value_head_dim,
+        taps=file.linear_conv_kernel_dim,
+        eps=1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
+    )
+    if delta.value_heads % delta.key_heads:
+        raise ConfigError(
+            f"config.json: {delta.value_heads} linear_num_value_heads can't share {delta.key_heads} "
+            "linear_num_key_heads evenly"
+        )
+    return decoder_config(
+        "qwen3_5_text",
+        file,
+        mlp_bias=False,
+        qk_norm=True,
+        gated_attention=True,
+        layer_ropes=(_rope(file),) * layers,
+        recurrences=recurrent_layers(file.layer_types or pattern, "linear_attention", delta, layers),
+    )
+
+
+def _rope(file: Qwen35File) -> RopeConfig:
+    """Of a share of each head's channels."""
+    nested = read(file.rope_parameters or {}, RopeFile, "config.json: rope_parameters")
+    added = read(file.rope_scaling or {}, RopeFile, "config.json: rope_scaling")
+    share = added.partial_rotary_factor or nested.partial_rotary_factor or file.partial_rotary_factor
+    return RopeConfig.from_file(file, int((file.head_dim or 0) * share), file.max_position_embeddings or 0)
+
+
+def qwen3_5_text_of(raw: Raw) -> ModelConfig:
+    """ModelConfig of the decoder that a qwen3_5 config.json describes."""
+    tied = (
+        {"tie_word_embeddings": raw["tie_word_embeddings"]} if raw.get("tie_word_embeddings") is not None else {}
+    )
+    return text_config(raw, {"qwen3_5_text": lambda text: qwen3_5_config({**text, **tied})})
+
+
+class Qwen35(Llama):
+    """Llama with gates; which layers are recurrent is data of its config."""
+
+    read_config = staticmethod(qwen3_5_config)
+    norm_offset = 1.0
+    ignored = (*Llama.ignored, r"^mtp\.")
+
+    def layer_linears(self, i: int) -> dict[str, Linear]:
+        c, base, delta = self.config, f"{self.prefix}layers.{i}.", self.config.layer_recurrences[i]
+        linears = super().layer_linears(i)
+        if isinstance(delta, GatedDelta):
+            del linears[f"{i}.qkv"]
+            sizes = (delta.convolved, delta.mixed, delta.value_heads, delta.value_heads)
+            first = {f"{i}.in": self._linear(f"{base}linear_attn.", DELTA_PARTS, sizes, c.hidden_size, False)}
+            out = self._linear(f"{base}linear_attn.", ("out_proj",), (c.hidden_size,), delta.mixed, False)
+            return {**first, **linears, f"{i}.out": out}
+        heads = (2 * c.q_size, c.kv_size, c.kv_size)  # each query with its gate
+        linears[f"{i}.qkv"] = self._linear(f"{base}self_attn.", self.qkv_parts, heads, c.hidden_size, c.qkv_bias)
+        return linears
+
+    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
+        vectors = super().layer_vectors(i)
+        attends = self.config.layer_recurrences[i] is None
+        return {name: of for name, of in vectors.items() if attends or name.partition(".")[2] in self.norms}
+
+    def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        delta, base = self.config.layer_recurrences[i], f"{self.prefix}layers.{i}.linear_attn."
+        if not isinstance(delta, GatedDelta):
+            return {}
+        return {
+            f"{i}.conv": (f"{base}conv1d.weight", (delta.convolved, 1, delta.taps)),
+            f"{i}.log_decay": (f"{base}A_log", (delta.value_heads,)),
+            f"{i}.time_bias": (f"{base}dt_bias", (delta.value_heads,)),
+            f"{i}.norm": (f"{base}norm.weight", (delta.value_dim,)),
+        }
+
+    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
+        """The gate of a head's queries lies behind these in q_proj: gates go to the end."""
+        c, h = self.config, self._normed(ops, i, "norm_in", x)
+        if c.layer_recurrences[i] is not None:
+            return ops.linear(h, f"{i}.in")
+        *heads, keys_values = ops.split(
+            ops.linear(h, f"{i}.qkv"), (c.head_dim,) * (2 * c.n_heads) + (2 * c.kv_size,)
+        )
+        return ops.join((*heads[::2], keys_values, *heads[1::2]))
+
+    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+        if self.config.layer_recurrences[i] is None:
+            attention, gates = ops.split(attention, (self.config.q_size,) * 2)
+            attention = ops.mul(attention, ops.activation(gates, "sigmoid"))
+        return super().attention_out(ops, i, x, attention)
+
+
+class Qwen35WithVision(Qwen35):
+    """Read for its text alone."""
+
+    read_config = staticmethod(qwen3_5_text_of)
+    prefixes = ("model.language_model.",)
+    ignored = (*Qwen35.ignored, r"^model\.visual\.")

@@ -1,0 +1,426 @@
+"""Layers that carry a state in place of keys and values: kernels, snapshots, and what a session does with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import golden_cases
+import numpy as np
+import pytest
+from helpers import raises
+from safetensors.numpy import save_file
+
+from edgekv import ConfigError, ImageError, Session, SessionError
+from edgekv.kernels import numba_kernels, numpy_kernels
+from edgekv.kernels.cpu.stream import Bandwidth
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.geometry import Workspace
+from edgekv.kvcache.recurrent import EVERY, FEWEST, MOST, RecurrentState, recurrent_states
+from edgekv.kvcache.rewinding import rewind
+from edgekv.machine import format_bytes
+from edgekv.models import architecture
+from edgekv.models.recurrence import GatedDelta, Recurrence, ShortConv
+from edgekv.quality.bench import bench
+from edgekv.quality.evaluate import evaluate
+from edgekv.server.pool import SessionPool
+from edgekv.session.file import SessionFile, write
+from edgekv.session.state import ANSWER_TOKENS
+
+CTX = 2048
+CASES = ("lfm2", "qwen3_5")
+DELTAS = [GatedDelta(2, 4, 16, 40, 4, 1e-6), GatedDelta(3, 3, 20, 64, 3, 1e-5), GatedDelta(1, 2, 8, 7, 2, 1e-6)]
+CONVS = [ShortConv(200, 3, False), ShortConv(130, 5, True), ShortConv(7, 2, True)]
+
+
+def weights_of(recurrence: Recurrence, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    if isinstance(recurrence, ShortConv):
+        bias = {"bias": draw(recurrence.channels)} if recurrence.bias else {}
+        return {"weight": draw(recurrence.taps, recurrence.channels), **bias}
+    heads = recurrence.value_heads
+    return {
+        "conv": draw(recurrence.taps, recurrence.convolved),
+        "log_decay": draw(heads),
+        "time_bias": draw(heads),
+        "norm": draw(recurrence.value_dim),
+    }
+
+
+def tokens_of(recurrence: Recurrence, n: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, recurrence.projected)).astype(np.float32)
+
+
+def state_of(recurrence: Recurrence, slots: int = 4, capacity: int = 5000, kernels: Any = None) -> RecurrentState:
+    state = RecurrentState(recurrence, capacity, slots)
+    state.allocate(kernels or numpy_kernels(), Workspace())
+    return state
+
+
+def run(state: RecurrentState, x: np.ndarray, pieces: Sequence[int]) -> np.ndarray:
+    weights, ends = weights_of(state.recurrence), np.cumsum([0, *pieces])
+    return np.concatenate([state.run(x[a:b], weights).copy() for a, b in itertools.pairwise(ends)])
+
+
+@pytest.mark.parametrize("recurrence", CONVS + DELTAS, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_kernels_equal_the_reference(recurrence: Recurrence, threads: int) -> None:
+    """Over odd sizes, a prompt, single tokens and a few; and so are the states that they leave."""
+    x, pieces = tokens_of(recurrence, 87), [70, 1, 1, 5, 10]
+    states = [state_of(recurrence, kernels=each) for each in (numpy_kernels(), numba_kernels(threads))]
+    expected, found = (run(state, x, pieces) for state in states)
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
+    for name in recurrence.state():
+        np.testing.assert_allclose(states[1].arrays[name], states[0].arrays[name], atol=2e-5, rtol=2e-5)
+
+
+def test_many_tokens_of_a_published_size_on_all_threads() -> None:
+    recurrence = GatedDelta(4, 8, 128, 128, 4, 1e-6)
+    x = tokens_of(recurrence, 100)
+    states = [state_of(recurrence, kernels=each) for each in (numpy_kernels(), numba_kernels(2))]
+    expected, found = (run(state, x, [99, 1]) for state in states)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_convolution_by_hand() -> None:
+    state = state_of(ShortConv(1, 3, True))
+    x = np.array([[2, 10, 3], [1, 1, 5], [4, 2, 1], [1, 1, 1]], np.float32)  # b, c, x: products 6, 5, 4, 1
+    weights = {"weight": np.array([[1], [10], [100]], np.float32), "bias": np.array([7], np.float32)}
+    out = state.run(x, weights)[:, 0]
+    np.testing.assert_array_equal(out, [10 * 607, 567, 2 * (6 + 50 + 400 + 7), 5 + 40 + 100 + 7])
+    np.testing.assert_array_equal(state.arrays["window"][:, 0], [4, 1])
+
+
+def test_a_delta_rule_by_hand() -> None:
+    """One head of one channel: after the convolution and SiLU q = k = 1 (their lengths), v = silu(w x)."""
+    recurrence = GatedDelta(1, 1, 1, 1, 2, 0.0)
+    state = state_of(recurrence)
+    weights = {"conv": np.array([[0, 0, 0], [1, 1, 1]], np.float32), "norm": np.ones(1, np.float32)}
+    weights |= {"log_decay": np.zeros(1, np.float32), "time_bias": np.zeros(1, np.float32)}
+    x = np.array([[9, 9, 2, 1, 0.5, 0.3], [9, 9, 3, 1, -1, 0.7]], np.float32)  # q, k, v, z, b, a
+    state.run(x, weights)
+    s = 0.0
+    for v, b, a in ((2, 0.5, 0.3), (3, -1, 0.7)):
+        s *= np.exp(-np.log1p(np.exp(a)))
+        s += (v / (1 + np.exp(-v)) - s) / (1 + np.exp(-b))
+    np.testing.assert_allclose(state.arrays["matrix"][0, 0, 0], s, rtol=1e-5)
+
+
+@pytest.mark.parametrize("recurrence", [CONVS[1], DELTAS[0]], ids=str)
+def test_a_rewind_goes_to_the_latest_snapshot(recurrence: Recurrence) -> None:
+    x = tokens_of(recurrence, 700)
+    state = state_of(recurrence, kernels=numba_kernels(1))
+    state.mark(600)
+    whole = run(state, x, [300, 400])
+    assert sorted(state.snapshots) == [0, EVERY, 2 * EVERY, 600]
+    for target, at in ((650, 600), (600, 600), (599, 2 * EVERY), (300, EVERY), (255, 0)):
+        again = state_of(recurrence, kernels=numba_kernels(1))
+        again.mark(600)
+        run(again, x, [300, 400])
+        assert rewind([again], target) == again.n_seen == at
+        assert max(again.snapshots) <= at
+        np.testing.assert_array_equal(run(again, x[at:], [700 - at]), whole[at:])
+
+
+def test_an_interrupted_run_leaves_no_half_made_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    recurrence = CONVS[0]
+    x, kernels = tokens_of(recurrence, 400), numpy_kernels()
+    state = state_of(recurrence)
+    whole = run(state, x, [400])
+    state = state_of(recurrence)
+    run(state, x, [300])
+
+    def torn(x: np.ndarray, out: np.ndarray, **arrays: np.ndarray) -> None:
+        arrays["window"][:] = np.nan
+        raise KeyboardInterrupt
+
+    class Torn:
+        short_conv = staticmethod(torn)
+
+    state.kernels = Torn()
+    with pytest.raises(KeyboardInterrupt):
+        run(state, x[300:], [1])
+    state.kernels = kernels
+    assert rewind([state], 300) == EVERY
+    np.testing.assert_array_equal(run(state, x[EVERY:], [400 - EVERY]), whole[EVERY:])
+
+
+def test_snapshots_lie_the_farther_apart_the_older_they_are() -> None:
+    recurrence = CONVS[2]
+    state = state_of(recurrence, slots=6, capacity=20_000)
+    x, weights = tokens_of(recurrence, EVERY), weights_of(recurrence)
+    for _ in range(60):
+        state.run(x, weights)
+    at = sorted(state.snapshots)
+    assert len(at) == 6
+    assert at[-1] == 60 * EVERY
+    gaps = np.diff([0, *at])
+    assert gaps[0] == max(gaps) >= 16 * EVERY
+    assert gaps[-1] <= 4 * EVERY
+
+
+def test_planned_bytes_keep_to_the_budget() -> None:
+    config = architecture(golden_cases.CASES["lfm2"]).config
+    for capacity, slots in ((64, FEWEST), (10 * EVERY, FEWEST + 10), (1 << 20, MOST)):
+        states = recurrent_states(config, capacity)
+        assert [len(state.snapshots) for state in states] == [slots] * 2
+        assert [state.planned_bytes for state in states] == [(1 + slots) * 2 * 64 * 4] * 2
+        states[0].allocate(numpy_kernels(), Workspace())
+        assert states[0].nbytes == states[0].planned_bytes
+        assert states[0].bytes_read() == 2 * 64 * 4
+    large = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128}
+    large |= {"linear_key_head_dim": 128, "num_hidden_layers": 32}
+    config = architecture(golden_cases.CASES["qwen3_5"] | large).config
+    assert {len(state.snapshots) for state in recurrent_states(config, 8192)} == {FEWEST}
+
+
+def write_model(name: str, folder: pathlib.Path) -> pathlib.Path:
+    golden_cases.write_checkpoint(name, folder)
+    config = golden_cases.CASES[name] | {"max_position_embeddings": CTX}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def loaded(model: pathlib.Path) -> Session:
+    return Session.load(model, ctx=CTX, kv="dense:dtype=f32", weights="f32")
+
+
+def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
+    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+
+
+def numbers(n: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, golden_cases.VOCAB, n)]
+
+
+def test_a_conversation_sent_again_computes_few_tokens_again(loaded: Session) -> None:
+    """The second turn begins with the first prompt, but for its last tokens, as templates have it."""
+    session, fresh = loaded.fork(), loaded.fork()
+    first = numbers(700, 1)
+    answer = text(session, first)
+    cut = len(first) - 3
+    second = [*first[:cut], *answer[2:], *numbers(30, 2)]
+    rest = session.align(second)
+    assert rest == second[cut:]
+    found = text(session, rest)
+    assert session.report().prefill_tokens == len(second) - (len(first) - ANSWER_TOKENS)
+    assert found == text(fresh, second)
+    assert fresh.report().prefill_tokens == len(second)
+    third = [*second, *found, *numbers(20, 3)]  # all that was said, and more: nothing is computed twice
+    rest = session.align(third)
+    assert len(rest) == 20
+    text(session, rest)
+    assert session.report().prefill_tokens == 21  # with the last answer's final token
+
+
+def test_the_servers_pool_goes_on_from_a_shared_beginning(loaded: Session) -> None:
+    """A conversation that only begins like one that is kept is a copy of it, gone back to a snapshot."""
+    pool = SessionPool(loaded.fork(), 10 * (loaded.plan.cache_bytes + loaded.plan.state_bytes))
+    first = numbers(700, 1)
+    session, rest = pool.acquire(first)
+    text(session, list(rest))
+    pool.release(session)
+    second = [*first[:-3], *numbers(30, 2)]
+    session, rest = pool.acquire(second)
+    assert pool.n_sessions == 2
+    found = text(session, list(rest))
+    assert session.report().prefill_tokens == len(second) - (len(first) - ANSWER_TOKENS)
+    assert found == text(loaded.fork(), second)
+
+
+def test_what_measures_models_runs(loaded: Session) -> None:
+    """Quality through such layers is that of the KV scheme; vectors, and times of tokens."""
+    specs = [CacheSpec.parse("dense"), CacheSpec.parse("onebit")]
+    dense, onebit = evaluate(loaded.decoder, numbers(600, 1), 300, specs)
+    assert dense.kl < 1e-5 < onebit.kl
+    assert dense.cache_bytes == specs[0].planned_bytes(loaded.config, 300)
+    vectors = [loaded.embed(numbers(20, seed)) for seed in (1, 1, 2)]
+    assert vectors[0] @ vectors[1] == pytest.approx(1)
+    assert vectors[0] @ vectors[2] < 0.99
+    timing = bench(loaded.decoder, specs[:1], [40], tokens=8, bandwidth=Bandwidth(1))[0]
+    assert timing.token_ms > 0
+    assert timing.parts["recurrence"] > 0
+
+
+def test_a_turn_taken_back_is_no_work(loaded: Session) -> None:
+    """To where the latest prompt began: the state has a snapshot there."""
+    session = loaded.fork()
+    text(session, numbers(300, 1))
+    end = len(session.tokens)
+    text(session, numbers(50, 2))
+    session.rewind(end)
+    assert session.state.n_past == end - 1
+    found = text(session, numbers(40, 3))
+    fresh = loaded.fork()
+    text(fresh, numbers(300, 1))
+    assert found == text(fresh, numbers(40, 3))
+
+
+@pytest.mark.parametrize("kv", ["onebit", "steps:budget=1000000", "streaming"])
+def test_schemes_are_for_the_layers_that_attend(loaded: Session, kv: str) -> None:
+    """Caches that go back farther than asked take the states along."""
+    session = loaded.fork(kv=kv)
+    text(session, numbers(900, 1))
+    n_caches = sum(not isinstance(layer, RecurrentState) for layer in session.state.caches)
+    assert n_caches == len(session.config.attending) < session.config.n_layers
+    session.rewind(400)
+    assert session.state.n_past <= 400
+    assert {layer.n_seen for layer in session.state.caches} == {session.state.n_past}
+    text(session, numbers(20, 4))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_restored_conversation_goes_on_and_back(loaded: Session, compress: bool, tmp_path: pathlib.Path) -> None:
+    session = loaded.fork()
+    text(session, numbers(600, 1))
+    session.save(tmp_path / "session", compress=compress)
+    restored = Session.restore(tmp_path / "session", loaded)
+    assert restored.report().state_bytes == session.report().state_bytes == loaded.plan.state_bytes
+    for each in (session, restored):
+        each.rewind(590)
+    assert restored.state.n_past == session.state.n_past == 600 - ANSWER_TOKENS
+    assert text(restored, numbers(9, 2)) == text(session, numbers(9, 2))
+    copied = loaded.fork()
+    copied.copy_from(session)
+    for each in (session, copied):
+        each.rewind(500)
+    assert copied.state.n_past == session.state.n_past == EVERY
+    assert text(copied, numbers(9, 3)) == text(session, numbers(9, 3))
+
+
+def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> None:
+    """Each number of a file is checked before anything is computed with it."""
+    session = loaded.fork()
+    text(session, numbers(300, 1))
+    session.save(tmp_path / "session")
+    file = SessionFile(tmp_path / "session")
+    i = next(i for i, layer in enumerate(session.state.caches) if isinstance(layer, RecurrentState))
+    state = session.state.caches[i].state()
+    arrays = {f"{k}/{name}": a for k, c in enumerate(session.state.caches) for name, a in c.state().arrays.items()}
+    slots = len(state.fitted["snapshots"])
+
+    def refused(change: dict[str, Any], arrays: dict[str, np.ndarray] = arrays) -> None:
+        content = json.loads(json.dumps(file.content))
+        for part, value in change.items():
+            content["layers"][i][part] = value
+        write(tmp_path / "bad", content, arrays)
+        with pytest.raises(SessionError):
+            Session.restore(tmp_path / "bad", loaded)
+
+    for snapshots in (
+        [0] * (slots - 1),
+        [0] * slots + [1],
+        [9999] + [0] * (slots - 1),
+        [5, 5] + [0] * (slots - 2),
+        3,
+    ):
+        refused({"fitted": {"version": 1, "snapshots": snapshots}})
+    for fitted in ({"version": 2, "snapshots": [0] * slots}, {"snapshots": [0] * slots}, {}, None, [True]):
+        refused({"fitted": fitted})
+    refused({"counters": {"n_seen": 5}})
+    refused({"counters": {"n_seen": 311, "n_lost": 0}})
+    for name in ("window", "snapshots.window"):
+        for value in (np.nan, np.inf):
+            bad = arrays[f"{i}/{name}"].copy()
+            bad.reshape(-1)[0] = value
+            refused({}, arrays | {f"{i}/{name}": bad})
+        refused({}, arrays | {f"{i}/{name}": arrays[f"{i}/{name}"].astype(np.float64)})
+        refused({}, arrays | {f"{i}/{name}": np.ascontiguousarray(arrays[f"{i}/{name}"][..., :-1])})
+
+
+def test_conversations_together(loaded: Session) -> None:
+    sessions = [loaded.fork() for _ in range(3)]
+    for n, session in zip((5, 300, 41), sessions, strict=True):
+        session.prefill(numbers(n, n))
+    alone = [loaded.fork() for _ in sessions]
+    for session, other in zip(sessions, alone, strict=True):
+        other.copy_from(session)
+    for token in numbers(6, 0):
+        expected = [other.decoder.step(token, other.state.caches).copy() for other in alone]
+        together = loaded.decoder.step_together([token] * 3, [session.state.caches for session in sessions])
+        np.testing.assert_allclose(together, expected, atol=2e-4)
+
+
+def test_plan_and_report_count_the_state(loaded: Session) -> None:
+    session, plan = loaded.fork(), loaded.plan
+    text(session, numbers(30, 1))
+    report = session.report()
+    assert report.cache_bytes == plan.cache_bytes
+    assert report.state_bytes == plan.state_bytes == session.state.nbytes - plan.cache_bytes > 0
+    assert plan.parts(2)["state"] == 2 * plan.state_bytes
+    assert f", state {format_bytes(plan.state_bytes)} ({plan.state_bytes} B), weights" in report.to_text()
+    config = architecture(golden_cases.CASES["llama1"]).config
+    assert not recurrent_states(config, 64)
+
+
+def test_what_has_no_way_with_such_layers(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for draft in ("ngram", str(model)):
+        with raises(ConfigError, field="draft", match="carry a state"):
+            Session.load(model, ctx=64, draft=draft)
+    Session.load(model, ctx=64, draft="auto")
+    plain = golden_cases.write_checkpoint("llama1", tmp_path)
+    with raises(ConfigError, field="draft", match="carry a state"):
+        Session.load(plain, ctx=64, draft=model)
+    with raises(ConfigError, field="device", match="do not attend"):
+        from edgekv.session.cuda_device import CudaDevice
+
+        CudaDevice().require_layers(architecture(json.loads((model / "config.json").read_text())).config)
+
+
+def test_the_decoder_of_a_model_that_sees(tmp_path: pathlib.Path) -> None:
+    """Text alone is read from it: config.json and tensors as they are published."""
+    text, tensors = golden_cases.CASES["qwen3_5-options"], golden_cases.tensors("qwen3_5-options")
+    arrays = {tensor.replace("model.", "model.language_model.", 1): array for tensor, array in tensors.items()}
+    arrays["model.visual.merger.norm.weight"] = np.ones(4, np.float32)
+    arrays["mtp.norm.weight"] = np.ones(4, np.float32)
+    text = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
+    config = {"model_type": "qwen3_5", "image_token_id": 9, "text_config": text, "tie_word_embeddings": True}
+    save_file(arrays, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {}}))
+    session = Session.load(tmp_path, kv="dense:dtype=f32", weights="f32")
+    logits = session.logits(golden_cases.tokens("qwen3_5-options"))
+    golden = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")["qwen3_5-options"]
+    np.testing.assert_allclose(logits[::3], golden, atol=2e-4, rtol=0)
+    with pytest.raises(ImageError, match="takes no images, its model_type is qwen3_5"):
+        list(session.generate([1], images=[tmp_path / "photo.png"]))
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8-32"])
+def test_quantized_weights(model: pathlib.Path, weights: str) -> None:
+    """The CPU path and the reference compute with the same store."""
+    logits = [
+        Session.load(model, ctx=64, kv="dense:dtype=f32", weights=weights, device=device).logits(numbers(40, 1))
+        for device in ("numpy", "cpu")
+    ]
+    # onnxruntime rounds activations to 8 bits
+    assert np.linalg.norm(logits[1] - logits[0]) < 0.15 * np.linalg.norm(logits[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("lfm2", {"full_attn_idxs": []}, "no layer attends"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types has 3 entries for 4 layers"),
+        ("lfm2", {"layer_types": ["conv", "mamba", "conv", "full_attention"]}, "'mamba', which is not supported"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1"),
+        ("qwen3_5", {"linear_num_key_heads": 3}, "4 linear_num_value_heads can't share 3 linear_num_key_heads"),
+        ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("qwen3_5", {"full_attention_interval": 9}, "no layer attends"),
+    ],
+)
+def test_configs_that_are_refused(name: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        architecture(golden_cases.CASES[name] | change)

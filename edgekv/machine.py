@@ -156,6 +156,7 @@ def _read(path: pathlib.Path) -> str:
         return ""
 
 
+@functools.cache
 def _version(library: str) -> str | None:
     try:
         return metadata.version(library)

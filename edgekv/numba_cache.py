@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 
 VARIABLE = "NUMBA_CACHE_DIR"
 MADE_FROM = "edgekv-made-from"  # the file in a folder of compiled kernels that says what they were made from
+WARM = "edgekv-warm-"  # what files begin with that say for what all kernels are in the folder
 
 kept = True  # whether compiled kernels are kept on disk; else each process compiles its own, half a minute of work
 
@@ -42,8 +43,9 @@ def forget_old(folder: str, sources: str) -> None:
     try:
         if made_from.exists() and made_from.read_bytes() == sources.encode():
             return
-        for index in made_from.parent.glob("*.nb[ci]"):
-            index.unlink(missing_ok=True)
+        for pattern in ("*.nb[ci]", f"{WARM}*"):
+            for file in made_from.parent.glob(pattern):
+                file.unlink(missing_ok=True)
         made_from.write_text(sources)
     except OSError:
         return  # then they stay as they are, for whom they belong to

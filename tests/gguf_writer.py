@@ -1,6 +1,7 @@
 """Writes a Hugging Face folder as GGUF, the way llama.cpp's converter does, for the tests of reading it."""
 
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -8,7 +9,7 @@ import gguf
 import numpy as np
 import sentencepiece
 
-from edgekv.checkpoint.gguf_layout import FAMILIES
+from edgekv.checkpoint.gguf_layout import FAMILIES, Family
 from edgekv.checkpoint.tensors import TensorFile, to_float32
 
 TYPES = gguf.GGMLQuantizationType
@@ -21,7 +22,8 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     file = TensorFile(folder / "model.safetensors")
     tensors = {name: to_float32(file.array(name)) for name in file.names()}
-    writer = gguf.GGUFWriter(str(path), config["model_type"])
+    architecture, family = find_architecture(config)
+    writer = gguf.GGUFWriter(str(path), architecture)
     _write_config(writer, config)
     if tokenizer:
         write_tokenizer(writer, folder)
@@ -29,14 +31,15 @@ def write_gguf(
     for name, array in tensors.items():
         target = names[name.removeprefix("transformer.")]
         array = _reordered(target, array, config)
+        if array.ndim == 1 and target.endswith("norm.weight"):
+            array = array + np.float32(family.norm_offset)
         if array.ndim == 1 or target == "position_embd.weight":
             writer.add_tensor(target, array)
             continue
         chosen = TYPES[(head if head and target == "output.weight" else kind)]
         writer.add_tensor(target, gguf.quants.quantize(np.ascontiguousarray(array), chosen), raw_dtype=chosen)
-    factors = _rope_factors(config)
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
+    for name, factors in _rope_factors(config).items():
+        writer.add_tensor(name, np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -44,9 +47,14 @@ def write_gguf(
     return path
 
 
+def find_architecture(config: dict[str, Any]) -> tuple[str, Family]:
+    """llama.cpp's name of the family, and how we read it."""
+    return next((name, each) for name, each in FAMILIES.items() if each.model_type == config["model_type"])
+
+
 def gguf_names(config: dict[str, Any]) -> dict[str, str]:
     """Checkpoint tensor -> GGUF tensor."""
-    family = FAMILIES[config["model_type"]]
+    family = find_architecture(config)[1]
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     names = {}
     for ours, theirs in family.names.items():
@@ -57,10 +65,10 @@ def gguf_names(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _reordered(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    role = name.split(".")[-2]
-    if role in FAMILIES[config["model_type"]].conv1d and array.ndim == 2:
+    role, family = name.split(".")[-2], find_architecture(config)[1]
+    if role in family.conv1d and array.ndim == 2:
         return array.T
-    if role in FAMILIES[config["model_type"]].interleaved:
+    if role in family.interleaved:
         key = "num_attention_heads" if role == "attn_q" else "num_key_value_heads"
         heads = config.get(key, config["num_attention_heads"])
         halves = array.reshape(heads, 2, len(array) // heads // 2, *array.shape[1:])
@@ -77,7 +85,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_head_count(config["n_head"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
-    heads = config["num_attention_heads"]
+    heads, kind = config["num_attention_heads"], config["model_type"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -86,11 +94,18 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.get("num_key_value_heads", heads))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
+    if kind != "gemma2":
+        writer.add_rope_freq_base(config.get("rope_theta", 1e6))
+    if kind in ("llama", "smollm3", "granite"):
+        writer.add_rope_dimension_count(head_dim)
+    if kind == "llama" or kind.startswith("gemma") or "head_dim" in config:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    OWN.get(kind, _llama)(writer, config)
+
+
+def _llama(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("linear", "yarn"):
@@ -100,11 +115,45 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
 
 
-def _rope_factors(config: dict[str, Any]) -> np.ndarray | None:
-    """Llama 3.1's scaling as the converter writes it: what each frequency is divided by."""
+def _gemma(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _llama(writer, config)
+    writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_rope_freq_base_swa(config.get("rope_local_base_freq", 10000.0))
+    if "attn_logit_softcapping" in config:
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if "final_logit_softcapping" in config:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _phi3(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    positions, original = config["max_position_embeddings"], config.get("original_max_position_embeddings", 4096)
+    heads = config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(config.get("partial_rotary_factor", 1.0) * config["hidden_size"]) // heads)
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_sliding_window(config.get("sliding_window", 0))
+    if config.get("rope_scaling"):
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(positions / original) / math.log(original)))
+
+
+def _granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_attention_scale(config.get("attention_multiplier", 1.0))
+    writer.add_embedding_scale(config.get("embedding_multiplier", 1.0))
+    writer.add_residual_scale(config.get("residual_multiplier", 1.0))
+    writer.add_logit_scale(config.get("logits_scaling", 1.0))
+
+
+OWN = {"gemma2": _gemma, "gemma3_text": _gemma, "phi3": _phi3, "granite": _granite}
+"""What a family has beside Llama's keys, by its model_type."""
+
+
+def _rope_factors(config: dict[str, Any]) -> dict[str, Any]:
+    """Longrope's sets, and Llama 3.1's scaling as the converter writes it: what each frequency is divided by."""
     scaling = config.get("rope_scaling") or {}
+    if config["model_type"] == "phi3" and scaling:
+        return {f"rope_factors_{side}.weight": scaling[f"{side}_factor"] for side in ("long", "short")}
     if scaling.get("rope_type") != "llama3":
-        return None
+        return {}
     dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     frequencies = config["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
     original = scaling["original_max_position_embeddings"]
@@ -119,7 +168,7 @@ def _rope_factors(config: dict[str, Any]) -> np.ndarray | None:
             span = scaling["high_freq_factor"] - scaling["low_freq_factor"]
             smooth = (original / wavelength - scaling["low_freq_factor"]) / span
             factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
-    return np.array(factors, np.float32)
+    return {"rope_freqs.weight": factors}
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:

@@ -66,7 +66,8 @@ def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
 
 
 def mixed(p: Problem) -> tuple[Codec, Codec]:
-    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], **PLANES)
+    spread = np.exp2(np.random.default_rng(2).uniform(-2, 2, (p.g, p.d))).astype(np.float32)
+    keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], spread=spread, **PLANES)
     return keys, InterleavedValues(p.g, p.length, p.d, bits=[4 - g % 4 for g in range(p.g)], seed=0)
 
 

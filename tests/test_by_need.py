@@ -6,28 +6,37 @@ import json
 import pathlib
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from cache_cases import F64, draw, make, relative
+from cache_cases import F64, attention, draw, make, relative
 from helpers import raises
 
 from edgekv import Session
 from edgekv.errors import CacheError, SessionError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.by_need import HeadNoise, evenly, give_bits, given, head_noise
+from edgekv.kvcache.by_need import HeadNoise, evenly, factors_of, give_bits, given, head_noise, spread_of
 from edgekv.kvcache.planes import PlanesKnobs
 from edgekv.session.head_bits import remembered
 
+DAMAGED = {"keys": [[1.0]]}, {"format": 0}, {"spread": [[1]]}, {"spread": []}
 KV = "planes:k_bits=1.5,v_bits=1.5,residual_length=16"
 PROMPT = "It was a dark night when the old man and his wife were not come up. " * 30
 
 
-def by_hand(heads: tuple[int, int, int], n: int, sliding_window: int | None) -> F64:
-    """(2, n_kv_heads) of `draw`, in loops over queries and tokens."""
+def stretched(heads: tuple[int, int, int], n: int) -> tuple[F64, F64, F64]:
+    """`draw`, some channels of the keys 4 and 16 times as long, and of the queries as much shorter."""
     q, k, v = (x.astype(float) for x in draw(heads, n))
+    factors = 4.0 ** (np.arange(heads[2]) % (heads[2] // 2) // (heads[2] // 6))
+    return q / factors, k * factors, v
+
+
+def by_hand(heads: tuple[int, int, int], n: int, sliding_window: int | None) -> tuple[F64, list[list[int]]]:
+    """(2, n_kv_heads), and the spread's digits, of `stretched`, in loops over queries and tokens."""
+    q, k, v = stretched(heads, n)
     group, d = heads[0] // heads[1], heads[2]
     groups = k[:, 4 : 4 + (n - 4) // 16 * 16].reshape(heads[1], -1, 16, d)
-    rest = np.square(groups - groups.mean(axis=2, keepdims=True)).sum(axis=3).mean(axis=(1, 2))
-    noise, energy = np.zeros((2, heads[1])), 0.0
+    rest = np.square(groups - groups.mean(axis=2, keepdims=True)).mean(axis=(1, 2))
+    noise, energy, looks, spread = np.zeros((2, heads[1])), 0.0, np.zeros((heads[1], d)), []
     for h in range(heads[0]):
         g = h // group
         for t in range(196, n):
@@ -38,16 +47,61 @@ def by_hand(heads: tuple[int, int, int], n: int, sliding_window: int | None) -> 
             energy += o @ o
             packed = (seen >= 4) & (seen < t - 128)
             square = np.where(packed, p * p, 0)
-            noise[0, g] += square @ np.square(v[g, seen] - o).sum(axis=1) * (q[h, t] @ q[h, t]) * rest[g] / d
+            looks[g] += square @ np.square(v[g, seen] - o).sum(axis=1) * np.square(q[h, t])
             noise[1, g] += square @ np.square(v[g, seen]).sum(axis=1)
-    return noise / energy
+    for g in range(heads[1]):
+        chunks = [[i for i in range(d) if i % (d // 2) * 8 // (d // 2) == c] for c in range(8)]
+        logs = np.array([np.log2(looks[g, chunk].sum() / rest[g, chunk].sum()) / 4 for chunk in chunks])
+        spread.append([int(min(max(round(2 * (log - logs.mean())), -4), 4)) + 4 for log in logs])
+        for digit, chunk in zip(spread[g], chunks, strict=True):
+            looks[g, chunk] /= 2.0 ** (digit - 4)
+            rest[g, chunk] *= 2.0 ** (digit - 4)
+        noise[0, g] = looks[g].sum() * rest[g].sum() / d
+    return noise / energy, spread
 
 
 @pytest.mark.parametrize("sliding_window", [None, 200])
 def test_the_measure_is_what_it_says(sliding_window: int | None) -> None:
     heads, n = (4, 2, 24), 403
-    q, k, v = draw(heads, n)
-    np.testing.assert_allclose(head_noise(q, k, v, sliding_window), by_hand(heads, n, sliding_window), rtol=1e-4)
+    q, k, v = (x.astype(np.float32) for x in stretched(heads, n))
+    noise, spread = by_hand(heads, n, sliding_window)
+    got = head_noise(q, k, v, sliding_window)
+    np.testing.assert_allclose((got.keys, got.values), noise, rtol=1e-4)
+    assert got.spread.tolist() == spread
+    assert {0, 8} <= set(spread[0]) | set(spread[1])
+
+
+@pytest.mark.parametrize("head_dim", [1, 6, 64, 80])
+def test_a_spread_leaves_least_noise_in_the_scores(head_dim: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    looks, rest = np.exp2(rng.uniform(-4, 4, (2, head_dim)))
+    digits = spread_of(looks, rest)
+    factors = factors_of(digits, head_dim)
+    half = head_dim // 2
+    np.testing.assert_array_equal(factors[:half], factors[head_dim - half :])  # a pair that RoPE turns
+
+    def noise(factors: npt.NDArray[np.floating]) -> float:
+        return float((looks / factors**2).sum() * (rest * factors**2).sum())
+
+    assert noise(factors) <= noise(np.ones(head_dim))
+    assert spread_of(np.zeros(head_dim), rest).tolist() == [4] * 8
+    assert spread_of(np.linspace(1, 3, head_dim), np.linspace(2, 1, head_dim)).tolist() == [4] * 8  # not worth it
+
+
+def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
+    """Its channels get bits where queries look; with many bits it makes no difference."""
+    heads, n = (4, 2, 64), 400
+    q, k, v = (x.astype(np.float32) for x in stretched(heads, n))
+    q /= 4
+    exact = attention(q[:, -1:], k, v)
+    digits = "".join(map(str, head_noise(q, k, v, None).spread.ravel()))
+    errors = []
+    for knobs in ("k_bits=1", f"k_bits=1,k_spread={digits}", f"k_bits=4,k_spread={digits}"):
+        cache = make(f"planes:{knobs},v_bits=4", heads, n)
+        cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
+        errors.append(relative(cache.attend(q[:, -1:], k[:, -1:], v[:, -1:]), exact))
+    print(errors)
+    assert errors[0] > 1.5 * errors[1] > 2 * errors[2]
 
 
 def test_bits_go_where_the_noise_is() -> None:
@@ -73,17 +127,24 @@ def test_without_a_fit_heads_have_bits_by_their_order(mean: float) -> None:
 
 
 def test_every_layer_has_its_own_digits() -> None:
-    noise = HeadNoise(np.array([[1.0, 1e-3], [1e-3, 1e-3]]), np.array([[1e-3, 1e-3], [1e-3, 1.0]]))
+    keys, values = np.array([[1.0, 1e-3], [1e-3, 1e-3]]), np.array([[1e-3, 1e-3], [1e-3, 1.0]])
+    noise = HeadNoise(keys, values, np.arange(32).reshape(2, 2, 8) % 9)
     knobs = PlanesKnobs(k_bits=1.5, v_bits=1.25).with_bits(noise, [None, None])
     assert (knobs.k_heads, knobs.v_heads) == ("3111", "1112")
-    spec = CacheSpec.parse(f"planes:k_bits=1.5,v_bits=1.25,k_heads={knobs.k_heads},v_heads={knobs.v_heads}")
+    assert knobs.k_spread == "01234567801234567801234567801234"
+    spec = CacheSpec.parse(
+        f"planes:k_bits=1.5,v_bits=1.25,k_heads={knobs.k_heads},v_heads={knobs.v_heads},k_spread={knobs.k_spread}"
+    )
     assert spec.knobs == knobs
     assert spec.short == "planes:k_bits=1.5,v_bits=1.25"
     layers = [make(str(spec), (4, 2, 64), 300, layer=i, n_layers=2) for i in range(2)]
     assert [layer.key_codec.bits.tolist() for layer in layers] == [[3, 1], [1, 1]]
     assert [layer.value_codec.bits.tolist() for layer in layers] == [[1, 1], [1, 2]]
     np.testing.assert_allclose(layers[0].key_codec.key_scale, [1, 0.9])
-    assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2" in layers[0].notes()[0]
+    np.testing.assert_allclose(layers[1].key_codec.spread[0, [0, 4, 8, 33]], [2**1.5, 4, 0.25, 2**1.5])
+    assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2; keys of 4 stretched" in layers[0].notes()[0]
+    even = HeadNoise(keys, values, np.full((2, 2, 8), 4))
+    assert PlanesKnobs(k_bits=1.5).with_bits(even, [None, None]).k_spread == ""
     with raises(CacheError, field="kv"):
         make(str(spec), (4, 2, 64), 300, layer=0, n_layers=3)
 
@@ -93,13 +154,15 @@ def test_a_head_is_what_it_is_alone() -> None:
     heads, n = (8, 4, 64), 420
     q, k, v = draw(heads, n)
     bits = [(1, 4), (3, 2), (2, 1), (4, 3)]
-    cache = make("planes:k_bits=2.5,v_bits=2.5,k_heads=1324,v_heads=4213", heads, n)
+    spreads = ["34445555", "44444444", "80808080", "12345678"]
+    found = f"k_heads=1324,v_heads=4213,k_spread={''.join(spreads)}"
+    cache = make(f"planes:k_bits=2.5,v_bits=2.5,{found}", heads, n)
     cache.prefill(q[:, :300], k[:, :300], v[:, :300])
     cache.attend(q[:, 300:400], k[:, 300:400], v[:, 300:400])
     cache.truncate(360)
     got = cache.attend(q[:, 360:], k[:, 360:], v[:, 360:])
     for g, (k_bits, v_bits) in enumerate(bits):
-        alone = make(f"planes:k_bits={k_bits},v_bits={v_bits}", (2, 1, 64), n)
+        alone = make(f"planes:k_bits={k_bits},v_bits={v_bits},k_spread={spreads[g]}", (2, 1, 64), n)
         own = q[2 * g : 2 * g + 2], k[g : g + 1], v[g : g + 1]
         alone.prefill(*(x[:, :300] for x in own))
         alone.attend(*(x[:, 300:400] for x in own))
@@ -168,7 +231,7 @@ def test_the_fit_is_remembered(loaded: Session, tmp_path: pathlib.Path, monkeypa
     (file,) = (tmp_path / "edgekv" / "bits").iterdir()
     content = json.loads(file.read_text())
     shape = np.shape(content["keys"])
-    for damaged in ("{", *(json.dumps(content | change) for change in ({"keys": [[1.0]]}, {"format": 0}))):
+    for damaged in ("{", *(json.dumps(content | change) for change in DAMAGED)):
         file.write_text(damaged)
         assert remembered(file, shape) is None
     with loaded.fork(kv=KV) as session:

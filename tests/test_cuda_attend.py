@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from cuda_cases import OnDevice
 from kernel_cases import normal
@@ -42,8 +43,11 @@ def signs(k_bits: int | list[int], v_bits: int | list[int]) -> Callable[[int, in
     def of(bits: int | list[int], g: int) -> int | list[int]:
         return bits if isinstance(bits, int) else bits[:g]
 
+    def spread(g: int, d: int) -> npt.NDArray[np.float32]:
+        return np.exp2(np.random.default_rng(2).uniform(-1, 1, (g, d))).astype(np.float32)
+
     return lambda g, n, d: (
-        CentredPlanes(g, n, d, bits=of(k_bits, g), key_scale=0.9, seed=1),
+        CentredPlanes(g, n, d, bits=of(k_bits, g), key_scale=0.9, seed=1, spread=spread(g, d)),
         InterleavedValues(g, n, d, bits=of(v_bits, g), seed=1),
     )
 

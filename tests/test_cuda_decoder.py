@@ -221,7 +221,7 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
     texts = []
     for short_of in (False, True):
         state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.keys_change)
-        runner = ModelRunner(state, OneAtATime(cuda), CAPACITY, 0)
+        runner = ModelRunner(state, cuda, OneAtATime(cuda.threads), CAPACITY, 0)
         cuda.workspace = type(cuda.workspace)(cuda.driver)
         runner.append([1, 2, 3], [])
         if short_of:

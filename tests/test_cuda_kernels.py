@@ -203,7 +203,8 @@ def test_centred_planes(device: OnDevice, case: Case, bits: int) -> None:
     arrays["planes"] = arrays["planes"].reshape(case.g * bits, blocks, 4, case.d // 8, 16)
     key_scale, rotation = rng.random(case.g, np.float32), Rotation(case.d, case.d, seed=0)
     parameters = of_heads(np.full(case.g, bits)) | {"width": case.d, "key_scale": key_scale, "rotation": rotation}
-    check_keys(device, case, "centred_planes", arrays, **parameters)
+    query_factors = np.exp2(rng.uniform(-1, 1, (case.g, case.d))).astype(np.float32)
+    check_keys(device, case, "centred_planes", arrays, query_factors=query_factors, **parameters)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

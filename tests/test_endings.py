@@ -146,8 +146,14 @@ def test_kernels_run_where_they_cannot_be_kept() -> None:
 
 ROUND_UP = """
 import numpy as np
+from edgekv.kernels.cpu.jit import entry_jit
 from edgekv.kernels.cpu.rounding import round_up_to_half
-print(int(round_up_to_half(np.float32(1))), sum(round_up_to_half.stats.cache_hits.values()))
+
+@entry_jit
+def rounded(x):
+    return round_up_to_half(x)
+
+print(int(rounded(np.float32(1))), sum(rounded.stats.cache_hits.values()))
 """
 
 
@@ -158,14 +164,15 @@ def test_kernels_are_compiled_anew_when_what_they_call_has_changed(tmp_path: pat
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
     def rounded() -> list[str]:
-        command = [sys.executable, "-c", ROUND_UP]
+        command = [sys.executable, "round_up.py"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
+    (tmp_path / "round_up.py").write_text(ROUND_UP)
     one, largest = "15360", "31743"  # bits of float16
     assert [rounded(), rounded()] == [[one, "0"], [one, "1"]]  # the second finds what the first has kept
-    for index in (tmp_path / "cache").rglob("rounding.round_up_to_half*.nbi"):
+    for index in (tmp_path / "cache").rglob("round_up.rounded*.nbi"):
         index.write_bytes(pickle.dumps(numba.__version__) + b"cedgekv.gone\nfunction\n.")
     helper = package / "kernels" / "cpu" / "scalar.py"
     helper.write_text(helper.read_text().replace('_select("<")', '_select(">")'))

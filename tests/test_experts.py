@@ -18,6 +18,7 @@ from edgekv.checkpoint.gguf_layout import find_family
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.linear.experts import choose
 from edgekv.linear.formats import specs_bytes, store_specs
+from edgekv.linear.low_rank import low_rank
 from edgekv.linear.stored_experts import StoredExperts
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig
@@ -146,6 +147,14 @@ def test_stacked_experts_of_a_wrong_shape(tmp_path: pathlib.Path) -> None:
     save_file(arrays | {name: arrays[name][0]}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="expected 3 axes"):
         Model.open(folder)
+
+
+def test_a_lora_of_experts_is_refused_beside_the_weights() -> None:
+    arch = architecture(golden_cases.MIXTRAL)
+    tensor = arch.linears()["1.experts_down"].parts[2].tensor
+    with pytest.raises(CheckpointError, match="changes experts") as error:
+        low_rank(arch, {tensor: None})  # type: ignore[dict-item]
+    assert error.value.field == "lora"
 
 
 def test_gguf_files_with_experts_are_refused() -> None:

@@ -1,19 +1,24 @@
 """GGUF files: the same numbers as the checkpoint they were made from, blocks taken over, llama.cpp's own text."""
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import gguf
+import gguf_cases
+import gguf_golden
 import gguf_writer
 import golden_cases
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tokenizers
 from helpers import raises
 from safetensors.numpy import save_file
 
@@ -21,14 +26,17 @@ from edgekv import Session
 from edgekv.chat.template import find_template
 from edgekv.checkpoint.gguf_file import GgufFile
 from edgekv.checkpoint.gguf_import import imported
+from edgekv.checkpoint.gguf_layout import FAMILIES, Facts, make_config
 from edgekv.cli import main
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
 from edgekv.linear.store import WeightStore
+from edgekv.models import architecture
 from edgekv.session.model import Model
 from edgekv.tokenizer import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "llama_cpp_demo.json").read_text())
+CONVERTED = json.loads((ROOT / "tests" / "golden" / "gguf.json").read_text())
 CASES = [
     "llama1",
     "llama2-gqa",
@@ -44,6 +52,35 @@ CASES = [
 ]
 QUANTISED = {"Q4_0": "int4-32", "Q8_0": "int8-32"}
 K_BLOCK = 256
+
+
+def written_case(name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> tuple[pathlib.Path, ...]:
+    """A case of gguf_cases as a checkpoint, and as GGUF in float32."""
+    monkeypatch.setitem(golden_cases.CASES, name, gguf_cases.CASES[name])
+    checkpoint = golden_cases.write_checkpoint(name, folder / name)
+    return checkpoint, gguf_writer.write_gguf(checkpoint, folder / f"{name}.gguf")
+
+
+@pytest.mark.parametrize("name", gguf_cases.CASES)
+def test_the_files_of_these_tests_are_the_converters(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and tensors: what llama.cpp's own converter wrote of the same checkpoint."""
+    _, path = written_case(name, tmp_path, monkeypatch)
+    assert gguf_golden.contents(path) == CONVERTED[name]
+
+
+@pytest.mark.parametrize("name", gguf_cases.CASES)
+def test_every_architecture_is_read(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of the checkpoint: but for numbers that a key has in float32, to the bit."""
+    checkpoint, path = written_case(name, tmp_path, monkeypatch)
+    tokens = golden_cases.tokens(name)
+    kv = "dense:dtype=f32"
+    ours, expected = (Session.load(each, kv=kv, device="numpy").logits(tokens) for each in (path, checkpoint))
+    np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
+    assert {FAMILIES[each["architecture"]].model_type for each in CONVERTED.values()} == {
+        family.model_type for family in FAMILIES.values() if family.model_type != "gpt2"
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -232,6 +269,35 @@ def test_a_byte_pair_tokenizer(shared: pathlib.Path, tmp_path: pathlib.Path) -> 
         assert ours.encode(text) == theirs.encode(text)
 
 
+@pytest.mark.parametrize(
+    ("split", "cuts"),
+    [
+        ("gpt-4o", ["camel", "Case's", " x", "123", "45", "//\n", " Ünï"]),
+        ("dbrx", ["camelCase", "'s", " x", "123", "45", "//\n", " Ünï"]),
+        ("refact", ["camelCase", "'s", " x", "1", "2", "3", "4", "5", "//", "\n", " Ünï"]),
+        ("olmo", ["camelCase", "'s", " x", "12345", "//", "\n", " Ünï"]),
+        ("default", ["camelCase", "'", "s", " x", "123", "45", "//", "\n", " Ünï"]),
+    ],
+)
+def test_how_texts_are_cut(split: str, cuts: list[str], tmp_path: pathlib.Path) -> None:
+    """Before byte pairs are merged. llama.cpp's tokens of 50 texts were the same for every entry of SPLITS."""
+    tokens = [*(chr(i) for i in (*range(33, 127), *range(161, 324))), "ab"]
+
+    def fill(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(split)
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * len(tokens))
+        writer.add_token_merges(["a b"])
+
+    folder, _ = imported(written(tmp_path, fill))
+    found = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer.pre_tokenize_str(
+        "".join(cuts)
+    )
+    ends = list(itertools.accumulate(map(len, cuts)))
+    assert [span for _, span in found] == list(zip([0, *ends], ends, strict=False))
+
+
 def tokenizer_only(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """A GGUF file with a tokenizer and next to no model."""
     return written(folder, lambda writer: gguf_writer.write_tokenizer(writer, source))
@@ -380,3 +446,32 @@ def test_a_shorter_file_than_its_index(whole: bytes, tmp_path: pathlib.Path) -> 
     path.write_bytes(whole[:-100])
     with pytest.raises(CheckpointError, match="cut off inside tensor"):
         GgufFile(path, index)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "match"),
+    [
+        ("olmo2", {"attention.sliding_window": 16}, "OLMo 3"),
+        ("granite", {"rope.scaling.finetuned": False}, "without rotations"),
+        ("gemma3", {"block_count": 1 << 60}, "num_hidden_layers"),
+        ("gemma3", {"attention.sliding_window_pattern": [True]}, "layer_types has 1 entries"),
+        ("phi3", {"rope.dimension_count": 32}, "partial_rotary_factor"),
+        ("phi3-longrope", {"rope.scaling.attn_factor": -1.0}, "attention_factor"),
+    ],
+)
+def test_what_a_file_may_not_say(name: str, values: dict[str, Any], match: str) -> None:
+    case = CONVERTED[name]
+    own = case["architecture"]
+    metadata = {"general.architecture": own, **case["metadata"]}
+    metadata |= {f"{own}.{key}": value for key, value in values.items()}
+    shapes = {tensor: tuple(shape) for tensor, (shape, _) in case["tensors"].items()}
+    factors = {tensor: [1.0] * shapes[tensor][0] for tensor in shapes if tensor.startswith("rope_factors")}
+    with pytest.raises(ConfigError, match=match):
+        architecture(make_config(Facts(metadata, shapes, factors)))
+
+
+def test_longrope_needs_both_sets() -> None:
+    metadata = {"general.architecture": "phi3", **CONVERTED["phi3-longrope"]["metadata"]}
+    shapes = {"token_embd.weight": (96, 64)}
+    with pytest.raises(ConfigError, match="no tensor rope_factors_short"):
+        make_config(Facts(metadata, shapes, {"rope_factors_long.weight": [1.0] * 8}))

@@ -21,6 +21,7 @@ from edgekv.kernels import aligned, cpu, reference, threads
 from edgekv.kernels.contract import attention as contract
 from edgekv.kernels.cpu import jit, launch, ranges, rope, rounding, rows
 from edgekv.kernels.cpu.papers import int4, signs
+from edgekv.kernels.cpu.share import shared
 from edgekv.kernels.cpu.softmax import _softmax_rows
 
 NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
@@ -55,7 +56,8 @@ import numba, numpy as np
 from edgekv.kernels.cpu import jit, rounding
 
 hurry = numba.njit(fastmath=jit.FAST)(lambda x: rounding.round_to_even(x))
-print(hurry(np.float32(0.6)), rounding.round_to_even(np.float32(0.6)))
+exact = numba.njit(lambda x: rounding.round_to_even(x))
+print(hurry(np.float32(0.6)), exact(np.float32(0.6)))
 """
 
 
@@ -168,7 +170,7 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         table = normal(rng, 2, n_rows, 8)
         empty = np.empty(0, np.float32)
         cpu.split_rope(normal(rng, n_rows, 8 * d), *table, *heads, 1.0, empty, empty, 1e-6)
-    for kernel in (
+    for items in (
         rows._encode_tokens,
         int4._encode_tokens,
         rope._split_tokens,
@@ -177,21 +179,34 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
         ranges._sum_items,
         _softmax_rows,
     ):
-        assert len(kernel.signatures) == 1, kernel
+        assert len(shared(items).signatures) == 1, items
 
 
-def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first() -> None:
     rounded = jit.jit(rounding.round_to_even.py_func)
 
-    @jit.fast_jit
+    @numba.njit(fastmath=jit.FAST)
     def calls_it(x: float) -> float:
         return rounded(x)
 
+    @numba.njit
+    def calls_it_too(x: float) -> float:
+        return rounded(x)
+
     assert [calls_it(np.float32(x)) for x in (0.3, 0.7)] == [0, 1]
-    assert [rounded(np.float32(x)) for x in (0.3, 0.7)] == [0, 1]
+    assert [calls_it_too(np.float32(x)) for x in (0.3, 0.7)] == [0, 1]
+
+
+def test_what_kernels_alone_call_is_refused_from_python() -> None:
+    @jit.jit
+    def one_more(x: int) -> int:
+        return x + 1
+
+    with pytest.raises(KeyError, match="one_more is called by kernels alone"):
+        one_more(1)
+    assert numba.njit(lambda x: one_more(x))(1) == 2
+    with pytest.raises(KeyError, match="one_more is called by kernels alone"):
+        one_more(1)
 
 
 def test_exact_functions_stay_exact_within_fast_ones(tmp_path: pathlib.Path) -> None:

@@ -75,6 +75,7 @@ class Store:
             *("centred_planes", shape, dict(zip(names, self.keys, strict=True))),
             **of_heads(self.bits),
             **{"width": case.d, "key_scale": key_scale, "rotation": rotation},
+            query_factors=np.exp2(np.random.default_rng(6).integers(-1, 2, (case.g, case.d))).astype(np.float32),
         )
         codes = self.quads.reshape(case.g * bits, -1, 2, case.d, 4)
         arrays = {"codes": codes, "scale": self.value_scale}

@@ -195,6 +195,8 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
         ("planes:v_bits=nan", "v_bits=nan': accepted: 1 to 4 bits"),
         ("planes:k_bits=1.5,k_heads=15", "k_heads=15': accepted: digits from 1 to 4"),
         ("planes:k_bits=1.5,k_heads=121", "k_heads=121': accepted: 2 digits"),
+        ("planes:k_bits=1.5,k_spread=9", "k_spread=9': accepted: digits from 0 to 8"),
+        ("planes:k_bits=1.5,k_spread=4444", "k_spread=4444': accepted: 16 digits"),
         ("bitplane:by_need=true", "threshold=0.00025': accepted: with k_bits=4 and v_bits=4"),
         ("onebit:sink=-1", "sink=-1': accepted: 0 or more"),
         ("onebit:residual_length=-1", "residual_length=-1': accepted: 0 or more"),

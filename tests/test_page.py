@@ -274,6 +274,7 @@ def test_settings_are_sent_and_kept(page: Any) -> None:
     page.locator("#temperature").fill("0")
     page.locator("#max-tokens").fill("5")
     page.locator("#system").fill("Speak as a sailor.")
+    expect(page.locator("#loras")).to_be_hidden()
     page.locator("#theme").select_option("dark")
     page.get_by_role("button", name="Done").click()
     with page.expect_request("**/v1/chat/completions") as asked:
@@ -437,6 +438,25 @@ def test_images(browser: Any, tmp_path: pathlib.Path) -> None:
         assert page.locator(".error").count() == 0
         page.reload()
         expect(page.locator(".user .images img")).to_have_count(2)
+        page.close()
+
+
+def test_the_loras_of_a_server(browser: Any, tmp_path: pathlib.Path, demo_lora: pathlib.Path) -> None:
+    """Are chosen in the settings."""
+    with serving(tmp_path, "--lora", f"mine={demo_lora}", "--max-new-tokens", 5, "--ctx", 128) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        expect(page.locator("#model")).to_contain_text("demo")
+        page.locator("#settings").click()
+        page.locator("#lora").select_option("mine")
+        page.get_by_role("button", name="Done").click()
+        for _ in range(2):
+            with page.expect_request("**/v1/chat/completions") as asked:
+                ask(page, "Hello")
+            assert asked.value.post_data_json["model"] == "mine"
+            expect(page.locator("#model")).to_contain_text("mine")
+            page.reload()
+            expect(page.locator("#model")).to_contain_text("mine")
         page.close()
 
 

@@ -141,11 +141,11 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a token of every text that goes on."""
     monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
     decoder = Slow()
-    schedule = Together(decoder)
+    schedule = Together(decoder.threads)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):
-            np.testing.assert_array_equal(schedule.step(token, ()), [token, token])
+            np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
         schedule.leave()
 
     threads = [threading.Thread(target=write, args=(100 * i,)) for i in range(SLOTS)]
@@ -161,14 +161,14 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_lets_tokens_go_first() -> None:
     """A token that was asked for while a prompt is read gets its logits at the next pause."""
     decoder = Slow()
-    schedule = Together(decoder)
+    schedule = Together(decoder.threads)
     reading, asked = threading.Event(), threading.Event()
     logits: list[Any] = []
 
     def write() -> None:
         reading.wait()
         asked.set()
-        logits.append(schedule.step(7, ()))
+        logits.append(schedule.step(decoder, 7, ()))
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -183,13 +183,13 @@ def test_a_prompt_lets_tokens_go_first() -> None:
 
 
 @contextlib.contextmanager
-def writers(schedule: Together, n: int) -> Iterator[None]:
+def writers(schedule: Together, decoder: Slow, n: int) -> Iterator[None]:
     """n texts, each in a thread of its own, that ask for their next token as soon as they have one."""
     ended = threading.Event()
 
     def write() -> None:
         while not ended.is_set():
-            schedule.step(1, ())
+            schedule.step(decoder, 1, ())
 
     threads = [threading.Thread(target=write) for _ in range(n)]
     for thread in threads:
@@ -204,8 +204,9 @@ def writers(schedule: Together, n: int) -> Iterator[None]:
 
 def test_a_prompt_is_not_kept_out() -> None:
     """By a text that asks for its next token as soon as it has one."""
-    schedule = Together(Slow())
-    with writers(schedule, 1):
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    with writers(schedule, decoder, 1):
         for _ in range(20):
             with schedule.alone():
                 pass
@@ -214,8 +215,8 @@ def test_a_prompt_is_not_kept_out() -> None:
 def test_a_pause_is_one_pass() -> None:
     """Also where texts ask for their next token as soon as they have one."""
     decoder = Slow()
-    schedule = Together(decoder)
-    with writers(schedule, 2), schedule.alone() as pause:
+    schedule = Together(decoder.threads)
+    with writers(schedule, decoder, 2), schedule.alone() as pause:
         passes = [len(decoder.passes)]
         while passes[-1] < passes[0] + 20:
             pause()
@@ -226,26 +227,26 @@ def test_a_pause_is_one_pass() -> None:
 def test_who_does_not_come_is_not_waited_for() -> None:
     """A text whose reader went away without a word holds nobody up for more than a moment."""
     decoder = Slow()
-    schedule = Together(decoder)
-    threading.Thread(target=schedule.step, args=(1, ())).start()
+    schedule = Together(decoder.threads)
+    threading.Thread(target=schedule.step, args=(decoder, 1, ())).start()
     for token in (2, 3):
-        np.testing.assert_array_equal(schedule.step(token, ()), [token, token])
+        np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
     assert sorted(itertools.chain.from_iterable(decoder.passes)) == [1, 2, 3]
 
 
 def test_a_failed_pass_is_told_to_all() -> None:
     decoder = Slow()
-    schedule = Together(decoder)
+    schedule = Together(decoder.threads)
     decoder.fails = MemoryError("no room")
 
     def fails(token: int) -> str:
         with pytest.raises(MemoryError) as caught:
-            schedule.step(token, ())
+            schedule.step(decoder, token, ())
         return str(caught.value)
 
     assert at_once([lambda: fails(1), lambda: fails(2)]) == ["no room", "no room"]
     decoder.fails = None
-    np.testing.assert_array_equal(schedule.step(5, ()), [5, 5])
+    np.testing.assert_array_equal(schedule.step(decoder, 5, ()), [5, 5])
 
 
 class InterruptedThread:
@@ -291,22 +292,22 @@ def prompt_elsewhere(schedule: Together) -> Iterator[None]:
 def test_an_interrupted_token_is_not_computed() -> None:
     """One that waits while a prompt is read."""
     decoder = Slow()
-    schedule = Together(decoder)
+    schedule = Together(decoder.threads)
     interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
     with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
-        schedule.step(1, ())
-    np.testing.assert_array_equal(schedule.step(2, ()), [2, 2])
+        schedule.step(decoder, 1, ())
+    np.testing.assert_array_equal(schedule.step(decoder, 2, ()), [2, 2])
     assert decoder.passes == [[2]]
 
 
 def test_an_interrupted_prompt_keeps_nobody_out() -> None:
     """One that waits for its turn, and one that waits because it let tokens go first."""
     decoder = Slow()
-    schedule = Together(decoder)
+    schedule = Together(decoder.threads)
     decoder.may_end.clear()
 
     def write(token: int) -> None:
-        schedule.step(token, ())
+        schedule.step(decoder, token, ())
         schedule.leave()
 
     threads = [threading.Thread(target=write, args=(token,)) for token in (1, 2, 3)]
@@ -345,10 +346,10 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
     """
     monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
     decoder = Slow()
-    schedule = Together(decoder)
+    schedule = Together(decoder.threads)
 
     def ask(token: int) -> Any:
-        return schedule.step(token, ())
+        return schedule.step(decoder, token, ())
 
     def last(token: int) -> Any:
         """A token of whoever is waited for, who then computes."""
@@ -380,15 +381,15 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
         assert decoder.passes == [[5], [7, 6], [1, 2] if computes else [2, 1]]
         decoder.may_end.set()
         monkeypatch.undo()
-        np.testing.assert_array_equal(schedule.step(3, ()), [3, 3])
+        np.testing.assert_array_equal(schedule.step(decoder, 3, ()), [3, 3])
 
 
 def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
     decoder = Slow()
-    for schedule in (Together(decoder), OneAtATime(decoder)):
+    for schedule in (Together(1), OneAtATime(1)):
         with schedule.alone(), pytest.raises(SessionError):
-            schedule.step(1, ())
-        np.testing.assert_array_equal(schedule.step(2, ()), [2, 2])
+            schedule.step(decoder, 1, ())
+        np.testing.assert_array_equal(schedule.step(decoder, 2, ()), [2, 2])
 
 
 def test_threads_need_slots() -> None:

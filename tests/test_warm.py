@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,14 +11,20 @@ import golden_cases
 import numba
 import pytest
 
-from edgekv import Session
+from edgekv import Session, numba_cache
 from edgekv.cli import main
+from edgekv.decoder import ahead
+from edgekv.kernels import compiling
 from edgekv.kernels.compiling import CompileClock
+from edgekv.kernels.cpu import kept
+from edgekv.kvcache import CacheSpec
 from edgekv.session.opening import WARM_UP
 
 AFTER_LOADING = """
 import numba.core.dispatcher as dispatcher
 from edgekv import Session
+from edgekv.kernels import compiling
+compiling.are_kept = lambda what: False
 session = Session.load("demo", kv="onebit", ctx=1024, draft="ngram")
 met = []
 compile = dispatcher.Dispatcher.compile
@@ -54,7 +61,8 @@ def test_the_clock_counts_compilations() -> None:
     assert clock.seconds == first
 
 
-def test_loading_says_what_it_does(tmp_path: pathlib.Path) -> None:
+def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "are_kept", lambda what: False)
     seen = []
     model = golden_cases.write_checkpoint("llama31", tmp_path)
     session = Session.load(model, progress=lambda stage, done, total: seen.append((stage, done, total)))
@@ -73,3 +81,41 @@ def test_warm(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[0] for line in lines] == ["dense:", "onebit:residual_length=32:"]
     assert main(["warm", "--kv", "nosuch"]) == 2
+
+
+def test_what_was_compiled_is_remembered_until_the_sources_change(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    assert not compiling.are_kept("a scheme")
+    compiling.note_kept("a scheme")
+    assert compiling.are_kept("a scheme")
+    assert not compiling.are_kept("another")
+    numba_cache.forget_old(str(tmp_path), "other sources")
+    assert not compiling.are_kept("a scheme")
+    monkeypatch.setattr(numba_cache, "kept", False)
+    compiling.note_kept("a scheme")
+    assert not compiling.are_kept("a scheme")
+
+
+def test_a_second_process_compiles_a_scheme_s_loops(tmp_path: pathlib.Path) -> None:
+    """Of a scheme with few of them; what it leaves is found, and not compiled again."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-m", "edgekv.decoder.ahead", "dense"], env=environment, check=True)
+    names = {file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")}
+    assert names == {"rows._encode_tokens_shared", "rows._put_f16", "rows._score_f16", "rows._add_f16"}
+
+
+def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(compiling, "are_kept", lambda what: False)
+    monkeypatch.setattr(compiling, "note_kept", noted.append)
+    begun = []
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **kwargs: begun.append(start(*args, **kwargs)) or begun[-1]
+    )
+    with pytest.raises(KeyboardInterrupt), ahead.compiled_ahead(CacheSpec.parse("dense")):
+        raise KeyboardInterrupt
+    assert noted == []
+    assert [process.poll() is None for process in begun] == [False] * len(begun)

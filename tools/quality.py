@@ -16,7 +16,7 @@ from pages import rewrite
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "quality.md", ROOT / "docs" / "data"
-FOUND = re.compile(r",[kv]_heads=\d*")  # what a fit found for a scheme: too long for a table
+FOUND = re.compile(r",(k_heads|v_heads|k_spread)=\d*")  # what a fit found for a scheme: too long for a table
 BLOCK = re.compile(r"(<!-- eval: (\S[^>]*\S) -->\n).*?(<!-- /eval -->)", re.DOTALL)
 
 

@@ -24,17 +24,17 @@ from edgekv.quality.shape_model import shape_model
 from edgekv.session.caches import open_caches
 from edgekv.session.devices import find_device
 from edgekv.session.model_runner import ModelRunner
-from edgekv.session.schedule import OneAtATime, Schedule, Together
+from edgekv.session.schedule import SHARED_CHUNK, OneAtATime, Schedule, Together
 from edgekv.session.state import State
 
 TOKENS, ROUNDS = 24, 3
 
 
-def conversation(schedule: Schedule, spec: CacheSpec, depth: int, seed: int) -> ModelRunner:
+def conversation(decoder: Decoder, schedule: Schedule, spec: CacheSpec, depth: int, seed: int) -> ModelRunner:
     """With ``depth`` random tokens in its caches."""
-    c = schedule.decoder.config
+    c = decoder.config
     ctx = 4 * depth + 512
-    runner = ModelRunner(State(open_caches(schedule.decoder, spec, ctx), c.keys_change), schedule, ctx, 0)
+    runner = ModelRunner(State(open_caches(decoder, spec, ctx), c.keys_change), decoder, schedule, ctx, 0)
     runner.append(np.random.default_rng(seed).integers(0, c.vocab_size, depth).tolist(), [])
     return runner
 
@@ -89,9 +89,10 @@ def main() -> None:
     model = shape_model(options.shape, options.layers, 4 * options.depth, "int4")
     form = model.weight_format("int4")
     decoder: Decoder = find_device("cpu").decoder(model, form, 4 * options.depth + 512, all_cores(None), None)
-    alone: Schedule = OneAtATime(decoder)
-    together, spec, most = Together(decoder), CacheSpec.parse(options.kv), max(options.slots)
-    runners = [conversation(together if i else alone, spec, options.depth, i) for i in range(most + 1)]
+    decoder.chunk = min(decoder.chunk, SHARED_CHUNK)
+    alone: Schedule = OneAtATime(decoder.threads)
+    together, spec, most = Together(decoder.threads), CacheSpec.parse(options.kv), max(options.slots)
+    runners = [conversation(decoder, together if i else alone, spec, options.depth, i) for i in range(most + 1)]
     write(runners[0], 4)
     speed(runners[1:])
     found: dict[int, list[float]] = {n: [] for n in options.slots}

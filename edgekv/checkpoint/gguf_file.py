@@ -72,7 +72,8 @@ class GgufFile(TensorFile):
         """Rows lo..hi of (rows, columns) as the file has them, in the checkpoint's order."""
         raw, kind = self._raw(name, lo, hi), self.kind(name)
         if kind in FLOATS:
-            return raw.view(DTYPES[FLOATS[kind]])
+            values, offset = raw.view(DTYPES[FLOATS[kind]]), self._entries[name]["offset"]
+            return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
         if kind in SYMMETRIC:
             codes, scales = symmetric_blocks(raw, kind)
             return (codes * scales[..., None]).reshape(len(raw), -1)

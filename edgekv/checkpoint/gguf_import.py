@@ -10,10 +10,10 @@ from typing import Any
 
 from edgekv.cache_folder import cache_root, made_once
 from edgekv.checkpoint.gguf_header import Header, Tensor
-from edgekv.checkpoint.gguf_layout import ROPE_FACTORS, checkpoint_name, find_family, make_config
+from edgekv.checkpoint.gguf_layout import ROPE_FACTORS, Facts, checkpoint_name, find_family, make_config
 from edgekv.errors import CheckpointError, EdgeKVError
 
-INDEX, VERSION = "gguf.json", 1
+INDEX, VERSION = "gguf.json", 2
 HEAD_BYTES = 1 << 20
 MAGIC = b"GGUF"
 
@@ -69,16 +69,17 @@ def _import(path: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _index(header: Header, gguf: Any) -> dict[str, Any]:
-    """Of each tensor, under the checkpoint's name: type, shape, where it is, and how its rows are ordered."""
+    """Of each tensor, under the checkpoint's name: type, shape, where it is, how its rows are ordered, and what
+    was added to it."""
     metadata = header.metadata
     family = find_family(metadata)
     architecture = metadata["general.architecture"]
     heads = int(metadata[f"{architecture}.attention.head_count"])
     n_heads = {"attn_q": heads, "attn_k": int(metadata.get(f"{architecture}.attention.head_count_kv", heads))}
-    tensors, factors = {}, None
+    tensors, factors = {}, {}
     for tensor in header.tensors.values():
-        if tensor.name == ROPE_FACTORS:
-            factors = header.floats(tensor)
+        if tensor.name in ROPE_FACTORS:
+            factors[tensor.name] = header.floats(tensor)
             continue
         kind = gguf.GGMLQuantizationType(tensor.kind)
         role, shape = tensor.name.split(".")[-2], tensor.shape
@@ -95,9 +96,11 @@ def _index(header: Header, gguf: Any) -> dict[str, Any]:
             "table": role in ("token_embd", "position_embd"),
             "transposed": transposed,
             "interleaved_heads": interleaved,
+            "offset": family.norm_offset if role.endswith("norm") else 0.0,
         }
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-    return {"config": make_config(metadata, shapes, factors), "data_start": header.data_start, "tensors": tensors}
+    config = make_config(Facts(metadata, shapes, factors))
+    return {"config": config, "data_start": header.data_start, "tensors": tensors}
 
 
 def _nbytes(tensor: Tensor, block: int, block_bytes: int) -> int:

@@ -1,7 +1,8 @@
 """A LoRA as PEFT saves it: a folder with adapter_config.json and adapter_model.safetensors.
 
-A layer's weight W becomes W + scale * alpha / r * B A (with use_rslora: alpha / sqrt(r)), when it is read. The
-config's fan_in_fan_out is not needed: the model family knows which weights are stored transposed, as PEFT does.
+A layer's weight W becomes W + scale * alpha / r * B A (with use_rslora: alpha / sqrt(r)): merged, when it is read,
+or beside it, at run time (`edgekv.linear.low_rank`). The config's fan_in_fan_out is not needed: the model family
+knows which weights are stored transposed, as PEFT does.
 """
 
 from __future__ import annotations
@@ -119,6 +120,18 @@ class Lora:
 
         Raises ConfigError or CheckpointError where it was trained on another model.
         """
+        identity = hashlib.sha256(f"{source.identity}+{self.identity}".encode()).hexdigest()[:16]
+        deltas = self.deltas(arch, source.path)
+        for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor in deltas):
+            source.tensors.require_shape(part.tensor, part.shape)
+        merged = TensorSet([MergedTensors(source.tensors, deltas)])
+        return dataclasses.replace(source, tensors=merged, identity=identity)
+
+    def deltas(self, arch: Architecture, place: Path) -> dict[str, Delta]:
+        """What is added to the checkpoint's tensors, by their names. place: of the model, for errors.
+
+        Raises ConfigError where it was trained on another model.
+        """
         known = _modules(arch)
         deltas: dict[str, Delta] = {}
         for module, (a, b) in self.names.items():
@@ -129,21 +142,19 @@ class Lora:
             if (shapes[1][0], shapes[0][1]) != (part.rows, part.columns):
                 raise ConfigError(
                     f"{self.file.path}: A {shapes[0]} and B {shapes[1]} of {shown(module)} change a weight of "
-                    f"{(shapes[1][0], shapes[0][1])}, in {source.path} it is {(part.rows, part.columns)}; give "
+                    f"{(shapes[1][0], shapes[0][1])}, in {place} it is {(part.rows, part.columns)}; give "
                     "the model that the LoRA was trained on",
                     field="lora",
                 )
-            source.tensors.require_shape(part.tensor, part.shape)
             deltas[part.tensor] = Delta(self.file, a, b, self.factors[module], part.rows, part.conv1d)
-        identity = hashlib.sha256(f"{source.identity}+{self.identity}".encode()).hexdigest()[:16]
-        merged = TensorSet([MergedTensors(source.tensors, deltas)])
-        return dataclasses.replace(source, tensors=merged, identity=identity)
+        return deltas
 
     def refuse_store(self, store: Path) -> ConfigError:
         """The error for a weight store, which holds its weights rounded."""
         return ConfigError(
-            f"{self.folder}: a LoRA goes into the weights before a store is made of them, and {store} is a store; "
-            "give the original checkpoint, or a store of both by `edgekv quantize --lora` and no `lora`",
+            f"{self.folder}: a LoRA without a name goes into the weights before a store is made, and "
+            f"{store} is a store; give it a name, so that it is applied at run time, or give the original "
+            "checkpoint, or a store of both by `edgekv quantize --lora` and no `lora`",
             field="lora",
         )
 

@@ -32,6 +32,17 @@ class Delta:
     rows: int
     transposed: bool
 
+    @property
+    def rank(self) -> int:
+        """Of the product."""
+        return self.file.info(self.a).shape[0]
+
+    def matrices(self) -> tuple[F32, F32]:
+        """A (rank, inputs), and factor * B (outputs, rank), float32; of a huge factor not finite."""
+        with np.errstate(over="ignore"):
+            b: F32 = to_float32(self.file.array(self.b)) * np.float32(self.factor)
+        return to_float32(self.file.array(self.a)), b
+
     def outputs(self, lo: int, hi: int) -> F32:
         """(hi - lo, inputs) float32."""
         b = to_float32(self.file.array(self.b)[lo:hi])

@@ -24,6 +24,7 @@ from edgekv.cli.options import (
     Command,
     add_adapter_option,
     add_device_option,
+    add_loras_option,
     add_model_options,
     load_options,
 )
@@ -41,6 +42,7 @@ NO_ANSWERS = {
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
+    add_loras_option(parser, "one for this conversation")
     add_adapter_option(parser)
     add_session_options(parser)
     add_template_option(parser)

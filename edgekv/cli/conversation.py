@@ -10,6 +10,7 @@ from edgekv.chat.template import ChatTemplate
 from edgekv.cli.bars import Bars
 from edgekv.cli.gate import warn_ungated
 from edgekv.cli.options import model_path
+from edgekv.errors import ConfigError, SessionError
 from edgekv.session.context_shift import CONTEXT_SHIFTS
 from edgekv.session.options import LoadOptions
 from edgekv.session.session import Session
@@ -58,11 +59,24 @@ def load_session(arguments: argparse.Namespace, options: LoadOptions, bars: Bars
 
 
 def open_session(arguments: argparse.Namespace, options: LoadOptions, bars: Bars) -> Session:
-    """The conversation of --session, or an empty one."""
+    """The conversation of --session, or an empty one; with the LoRA beside the weights that is given."""
+    if len(options.loras) > 1:
+        raise ConfigError(
+            f"--lora: a conversation has one, not {', '.join(options.loras)}; `edgekv serve` has several"
+        )
     if not is_saved(arguments):
-        return load_session(arguments, options, bars)
+        session = load_session(arguments, options, bars)
+        for name in options.loras:
+            session.use_lora(name)
+        return session
     with bars:
         session = Session.restore(arguments.session, model_path(arguments), options, progress=bars.update)
+    if options.loras and session.lora is None:
+        raise SessionError(
+            f"{arguments.session}: was held without a LoRA beside the weights; leave `lora` out, or start a new "
+            "session",
+            field="lora",
+        )
     warn_ungated(session.model, session.plan.kv)
     return session
 

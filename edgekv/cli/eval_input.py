@@ -7,6 +7,7 @@ import pathlib
 
 from edgekv.cli.options import (
     add_adapter_option,
+    add_lora_option,
     add_source_options,
     add_weights_option,
     load_options,
@@ -21,6 +22,7 @@ from edgekv.quality.evaluate import FIT_TOKENS
 def add_input_options(parser: argparse.ArgumentParser) -> None:
     """Which model, text and schemes, and how much of the text."""
     add_source_options(parser)
+    add_lora_option(parser)
     add_adapter_option(parser)
     add_weights_option(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to predict; - is standard input")

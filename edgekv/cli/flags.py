@@ -8,7 +8,14 @@ import re
 from edgekv.session.options import LoadOptions
 from edgekv.session.sampling_params import SamplingParams
 
-OTHER_NAMES = {"images": "--image", "model": "--model", "shape": "--shape", "layers": "--layers", "hz": "--hz"}
+OTHER_NAMES = {
+    "images": "--image",
+    "loras": "--lora",
+    "model": "--model",
+    "shape": "--shape",
+    "layers": "--layers",
+    "hz": "--hz",
+}
 SHARED_NAMES = (
     "max_new_tokens",
     "stop",

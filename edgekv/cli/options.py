@@ -6,16 +6,17 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from edgekv.checkpoint.hub import locate
 from edgekv.checkpoint.hub_name import hub_name
-from edgekv.errors import CacheError
+from edgekv.errors import CacheError, ConfigError
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.kvcache.spec import schemes_with
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
 from edgekv.session.devices import AUTO
-from edgekv.session.options import LoadOptions
+from edgekv.session.options import LORA_NAME, LoadOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,20 @@ def add_lora_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_loras_option(parser: argparse.ArgumentParser, use: str) -> None:
+    """--lora of a command that can apply one at run time. use: what those with a name are for."""
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER[:scale]",
+        help="a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1); with "
+        f"a name it is applied beside the weights, which stay as they are: {use}",
+    )
+
+
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """--adapter and --lora: what changes the model's weights."""
-    add_lora_option(parser)
+    """--adapter: what takes the place of some of the model's weights."""
     parser.add_argument("--adapter", metavar="FILE", help="an adapter.safetensors trained for this model and --kv")
 
 
@@ -137,11 +149,33 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
     """The options that the command has, as the library takes them. Raises an EdgeKVError for a bad value."""
     names = (field.name for field in dataclasses.fields(LoadOptions))
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    if isinstance(given.get("lora"), list):
+        given |= _loras(given["lora"])
     if isinstance(given.get("kv_budget"), str):
         given["kv_budget"] = parse_bytes(given["kv_budget"], "kv_budget")
     if getattr(arguments, "tau", None) is not None:
         given["kv"] = _with_tau(given["kv"] or DEFAULT, arguments.tau)
     return LoadOptions(**given)
+
+
+def _loras(values: list[str]) -> dict[str, Any]:
+    """`lora` and `loras` of what was given. Raises ConfigError for two that would be merged, or of one name."""
+    merged, named = [], {}
+    for value in values:
+        name, equals, folder = value.partition("=")
+        if not equals or not LORA_NAME.fullmatch(name):
+            merged.append(value)
+        elif name in named:
+            raise ConfigError(f"--lora {value}: the name {name!r} is taken; give each another", field="loras")
+        else:
+            named[name] = folder
+    if len(merged) > 1:
+        raise ConfigError(
+            f"--lora {merged[1]}: {merged[0]} is merged into the weights already; one without a name at most, "
+            "NAME=FOLDER is applied beside them",
+            field="lora",
+        )
+    return {"lora": merged[0] if merged else None, "loras": named}
 
 
 def _with_tau(kv: str, tau: float) -> str:

@@ -9,6 +9,7 @@ from edgekv.cli.bars import Bars
 from edgekv.cli.options import (
     Command,
     add_adapter_option,
+    add_lora_option,
     add_source_options,
     add_weights_option,
     bytes_text,
@@ -22,6 +23,7 @@ from edgekv.vision import copy_vision
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_source_options(parser)
+    add_lora_option(parser)
     add_adapter_option(parser)
     add_weights_option(parser)
     parser.add_argument(

@@ -19,6 +19,7 @@ from edgekv.cli.options import (
     Command,
     add_adapter_option,
     add_device_option,
+    add_loras_option,
     add_model_options,
     load_options,
     model_path,
@@ -47,6 +48,7 @@ CUT = "cut after {} tokens; max_new_tokens=N for another length"
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
+    add_loras_option(parser, "one for this text")
     add_adapter_option(parser)
     add_session_options(parser)
     prompt = parser.add_mutually_exclusive_group()

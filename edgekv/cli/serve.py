@@ -20,6 +20,7 @@ from edgekv.cli.options import (
     Command,
     add_adapter_option,
     add_device_option,
+    add_loras_option,
     add_model_options,
     load_options,
     positive_int,
@@ -35,6 +36,7 @@ MAX_REQUEST, MAX_REQUEST_IMAGES = "1M", "16M"
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
+    add_loras_option(parser, "requests choose by it as `model` (repeatable)")
     add_adapter_option(parser)
     add_template_option(parser)
     add_device_option(parser)
@@ -111,6 +113,9 @@ def _execute(arguments: argparse.Namespace) -> int:
     api_key, hosts = _access(arguments)
     source = energy_source(arguments)
     session = load_session(arguments, options, Bars())
+    name = arguments.name or session.model.path.name
+    if name in options.loras:
+        raise ConfigError(f"--lora {name}=...: {name!r} is the model's own name; give another, or --name")
     from edgekv.server.app import build_app
     from edgekv.server.energy import ServerEnergy
     from edgekv.server.engine import Engine
@@ -127,7 +132,6 @@ def _execute(arguments: argparse.Namespace) -> int:
     )
     limits = ServerLimits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
     limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 2 * limits.max_request))
-    name = arguments.name or session.model.path.name
     app = build_app(
         engine,
         name,

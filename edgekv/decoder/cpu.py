@@ -10,7 +10,7 @@ import numpy as np
 from edgekv.decoder.cpu_attention import BLOCK_ROWS, CpuAttention
 from edgekv.decoder.decoder import CHUNK, Decoder
 from edgekv.decoder.rope_tables import RopeRotation
-from edgekv.kernels import Kernels
+from edgekv.kernels import Kernels, compiling
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Workspace
@@ -62,12 +62,16 @@ class CpuDecoder(Decoder):
         self._exact_layer(i, cache, x, rotation, pause)
 
     def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
-        """All that a conversation calls.
+        """All that a conversation calls; nothing where it has been compiled before.
 
         A prompt, one token in an empty cache and in a filled one, a few at once as drafts are, and so many that a
         block is packed and all threads work.
         """
         cache, c = caches[-1], self.config
+        products = f"{type(self.linear).__name__} {getattr(self.weights, 'form', '')}"
+        what = f"{type(cache).__name__} {cache.knobs} {cache.geometry} {c.model_type} {self.threads} {products}"
+        if compiling.are_kept(what):
+            return []
         n, last = cache.geometry.capacity, c.attending[-1]
         cache.allocate(self.kernels, Workspace())
         rng = np.random.default_rng(0)
@@ -94,11 +98,12 @@ class CpuDecoder(Decoder):
         return [
             *self.linear.warm_up(),
             split,
+            lambda: self._exact_attention(q, k, v, None),  # of a prompt, and what every scheme needs: `ahead`
             functools.partial(attend, 1),
             prefill,
             *(functools.partial(attend, rows) for rows in WARM_UP_ROWS),
-            lambda: self._exact_attention(q, k, v, None),
             *self._warm_up_recurrences(rng),
+            lambda: compiling.note_kept(what),
         ]
 
     def _warm_up_recurrences(self, rng: np.random.Generator) -> list[Callable[[], object]]:

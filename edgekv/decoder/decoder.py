@@ -6,6 +6,7 @@ The caches own attention; of layers that do not attend the state owns what they 
 from __future__ import annotations
 
 import abc
+import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from edgekv.kvcache.geometry import Workspace
 from edgekv.kvcache.layer_state import LayerState
 from edgekv.kvcache.recurrent import RecurrentState, attending
 from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.low_rank import Changes
 from edgekv.linear.weights import Weights
 from edgekv.types import F32, I64
 
@@ -116,6 +118,15 @@ class Decoder(abc.ABC):
 
         pause: see `prefill`.
         """
+
+    def with_changes(self, changes: Changes) -> Decoder:
+        """The same weights and scratch with low-rank changes beside them, for conversations of their own.
+
+        ConfigError where the device knows none.
+        """
+        other = copy.copy(self)
+        other.linear = self.linear.with_changes(changes)
+        return other
 
     def require_process(self) -> None:
         """EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for."""

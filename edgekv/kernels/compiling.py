@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import hashlib
+import pathlib
+import platform
 import time
 from types import TracebackType
 from typing import Any
 
+import numba
 from numba.core import event
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import cpu_target
+
+from edgekv import numba_cache
 
 
 class CompileClock(event.Listener):  # type: ignore[misc]
@@ -42,12 +46,26 @@ class CompileClock(event.Listener):  # type: ignore[misc]
         event.unregister("numba:compile", self)
 
 
-def prepare() -> None:
-    """Fills Numba's tables of types, which its first kernel needs, in a thread: while a model is opened, say."""
-    threading.Thread(target=_fill_tables, name="edgekv-numba", daemon=True).start()
+def are_kept(what: str) -> bool:
+    """Whether `note_kept` was told that all kernels for it are compiled: they are loaded when they are needed."""
+    place = _place(what)
+    return place is not None and place.exists()
 
 
-def _fill_tables() -> None:
-    with global_compiler_lock:
-        cpu_target.typing_context.refresh()
-        cpu_target.target_context.refresh()
+def note_kept(what: str) -> None:
+    """Remembers that all kernels for it were compiled; where that fails, they are looked for one by one again."""
+    place = _place(what)
+    if place is not None:
+        with contextlib.suppress(OSError):
+            place.touch()
+
+
+def _place(what: str) -> pathlib.Path | None:
+    """A file beside the kernels; None: none are kept."""
+    if not numba_cache.kept:
+        return None
+    from edgekv.kernels.cpu.jit import CPU_FEATURES
+    from edgekv.kernels.cpu.kept import folder
+
+    made_by = numba.__version__, platform.python_version(), numba.config.CPU_NAME, CPU_FEATURES, what
+    return folder() / f"{numba_cache.WARM}{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""Bits by need: what a model loses by one head's noise, measured on a text, and bits given out by that.
+"""Bits by need: what a model loses by one head's noise, measured on a text; bits, and a spread, given out by that.
 
 `docs/planes.md` has the rule and what it brings.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,23 +30,41 @@ FLATTEN = 0.7
 SINK, NEAR = 4, 128  # tokens that stay exact, first and latest
 FIT_TOKENS, LEAST_FIT_TOKENS = 512, 256  # that a fit reads, and that it must have to tell something
 
+CHUNKS = 8
+"""Runs of RoPE's pairs of channels (i, i + head_dim / 2) that have a factor of their own."""
+
+MIDDLE_DIGIT, LAST_DIGIT = 4, 8
+"""A digit d of a spread stands for the factor 2 ** ((d - MIDDLE_DIGIT) / 2)."""
+
+WORTH = 0.75
+"""What a spread must leave at most of a head's noise without one: smaller gains did not show in the logits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadNoise:
     """Of every layer and KV head: variance of the layer's output by unit noise of its codes, over the output's.
 
-    keys, values (n_layers, n_kv_heads).
+    keys, values (n_layers, n_kv_heads); spread (n_layers, n_kv_heads, CHUNKS): digits, with which ``keys`` hold.
     """
 
     keys: F64
     values: F64
+    spread: I64
+
+
+class LayerNoise(NamedTuple):
+    """`HeadNoise` of one layer."""
+
+    keys: F64
+    values: F64
+    spread: I64
 
 
 class NoiseProbe(KeepAll):
     """A cache that measures in a prompt what `HeadNoise` says of its layer, and keeps nothing."""
 
     sees_queries = True
-    noise: tuple[F64, F64]  # of keys and of values, (n_kv_heads,)
+    noise: LayerNoise
 
     def codecs(self, geometry: Geometry, knobs: None) -> tuple[Codec, Codec]:
         return f16_codecs(geometry.n_kv_heads, 0, geometry.head_dim)
@@ -54,13 +73,14 @@ class NoiseProbe(KeepAll):
         self.noise = head_noise(to_host(queries), to_host(keys), to_host(values), self.geometry.sliding_window)
 
 
-def head_noise(queries: F32, keys: F32, values: F32, sliding_window: int | None) -> tuple[F64, F64]:
-    """Of one layer's keys and values, (n_kv_heads,) each, by a prompt that it attended to.
+def head_noise(queries: F32, keys: F32, values: F32, sliding_window: int | None) -> LayerNoise:
+    """Of one layer's keys and values, by a prompt that it attended to.
 
     queries (n_heads, n, head_dim), multiplied by the score scale; keys and values (n_kv_heads, n, head_dim). With
     probabilities p, outputs o of the heads and r a key less the mean of its 16 tokens, for each head the sums over
     queries t and tokens i that would be packed by then, of p^2 |q_t|^2 |r|^2 / head_dim |v_i - o_t|^2 and of
-    p^2 |v_i|^2, divided by the sum of |o_t|^2 over all heads.
+    p^2 |v_i|^2, divided by the sum of |o_t|^2 over all heads. q and r are those of the spread, which `spread_of`
+    makes of each channel's sum of p^2 |v_i - o_t|^2 q^2 and its mean r^2.
     """
     _, n, head_dim = queries.shape
     n_kv_heads = len(keys)
@@ -69,24 +89,64 @@ def head_noise(queries: F32, keys: F32, values: F32, sliding_window: int | None)
     hidden = ahead < 0 if sliding_window is None else (ahead < 0) | (ahead >= sliding_window)
     exact = (ahead <= NEAR) | (tokens < SINK)
     of_keys, of_values, energy = np.zeros(n_kv_heads), np.zeros(n_kv_heads), 0.0
+    spread = np.empty((n_kv_heads, CHUNKS), np.int64)
     for g, group in enumerate(queries.reshape(n_kv_heads, -1, n, head_dim)):
-        size, rest = np.square(values[g]).sum(axis=1), _around_means(keys[g])
+        size, rest, looks = np.square(values[g]).sum(axis=1), _around_means(keys[g]), np.zeros(head_dim)
         for q in group[:, rows]:
             p = _softmax(np.where(hidden, -np.inf, q @ keys[g].T))
             out = p @ values[g]
             square = np.where(exact, 0, p * p)
             apart = size + np.square(out).sum(axis=1)[:, None] - 2 * out @ values[g].T  # |v_i - o_t|^2
-            of_keys[g] += (square * apart * np.square(q).sum(axis=1)[:, None]).sum(dtype=np.float64) * rest
+            looks += (square * apart).sum(axis=1) @ np.square(q)
             of_values[g] += (square * size).sum(dtype=np.float64)
             energy += float(np.square(out).sum(dtype=np.float64))
-    return of_keys / (head_dim * energy or 1), of_values / (energy or 1)
+        spread[g] = spread_of(looks, rest)
+        of_keys[g] = _noise_in_scores(looks, rest, spread[g])
+    return LayerNoise(of_keys / (head_dim * energy or 1), of_values / (energy or 1), spread)
 
 
-def _around_means(keys: F32) -> float:
-    """Mean |r|^2 of keys (n, head_dim)."""
+def spread_of(looks: F64, rest: F64) -> I64:
+    """Digits (CHUNKS,) of factors of a key's channels that leave least noise in its scores, if they are WORTH it.
+
+    looks, rest (head_dim,): squares of queries, by how much they matter, and of keys, of each channel. The codes'
+    noise has one size in all channels: it is least in the scores with factors of (looks / rest) ** 0.25.
+    """
+    chunks, even = _chunks(len(looks)), np.full(CHUNKS, MIDDLE_DIGIT)
+    sums = [np.bincount(chunks, x, CHUNKS) for x in (looks, rest)]
+    known = (sums[0] > 0) & (sums[1] > 0)
+    if not known.any():
+        return even
+    halves = np.log2(sums[0][known] / sums[1][known]) / 2  # of an octave, of the factor
+    digits = even.copy()
+    digits[known] = np.clip(np.rint(halves - halves.mean()) + MIDDLE_DIGIT, 0, LAST_DIGIT)
+    worth = _noise_in_scores(looks, rest, digits) <= WORTH * _noise_in_scores(looks, rest, even)
+    return digits if worth else even
+
+
+def _noise_in_scores(looks: F64, rest: F64, digits: I64) -> float:
+    """Times a constant: of codes that leave noise of one size in all channels of the stretched keys."""
+    stretch = np.square(factors_of(digits, len(looks)), dtype=np.float64)
+    return float((looks / stretch).sum() * (rest * stretch).sum())
+
+
+def factors_of(digits: I64, head_dim: int) -> F32:
+    """(..., head_dim) of a spread (..., CHUNKS)."""
+    factors: F32 = np.exp2((digits - MIDDLE_DIGIT) / 2).astype(np.float32)[..., _chunks(head_dim)]
+    return factors
+
+
+def _chunks(head_dim: int) -> I64:
+    """The chunk of each channel."""
+    pairs = -(-head_dim // 2)
+    return np.arange(head_dim) % pairs * CHUNKS // pairs
+
+
+def _around_means(keys: F32) -> F64:
+    """Mean r^2 of each channel of keys (n, head_dim)."""
     n = (len(keys) - SINK) // CENTRE * CENTRE
     groups = keys[SINK : SINK + n].reshape(-1, CENTRE, keys.shape[1])
-    return float(np.square(groups - groups.mean(axis=1, keepdims=True)).sum(axis=2).mean())
+    rest: F64 = np.square(groups - groups.mean(axis=1, keepdims=True)).mean(axis=(0, 1), dtype=np.float64)
+    return rest
 
 
 def _softmax(scores: F32) -> F32:

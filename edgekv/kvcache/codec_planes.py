@@ -64,7 +64,8 @@ class CentredPlanes(Codec):
     q . k ~ (P q) . c + key_scale * f * (P q) . x, by tables of signed sums. P has ``width`` rows: head_dim rounded
     up to a multiple of 64, every bit of which thus tells something. `bits` (n_kv_heads,) are those of each head, 1
     to 4, `first_plane` (n_kv_heads,) says where its planes begin; `key_scale` (n_kv_heads,) shrinks the estimate:
-    1 is unbiased.
+    1 is unbiased. `spread` (n_kv_heads, head_dim) stretches a key's channels before all that, and `query_factors`,
+    1 / spread, a query's, so that the noise, even in all directions, is least where queries are long.
     """
 
     kind = "centred_planes"
@@ -78,9 +79,13 @@ class CentredPlanes(Codec):
         bits: int | Sequence[int],
         key_scale: float | Sequence[float],
         seed: int,
+        spread: F32 | None = None,
     ) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
         self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
+        even = np.ones((n_kv_heads, head_dim), np.float32)
+        self.spread = even if spread is None else np.ascontiguousarray(spread)
+        self.query_factors = 1 / self.spread
         self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.width = -(-head_dim // WORD) * WORD
         self.key_scale: F32 = np.broadcast_to(np.asarray(key_scale, np.float32), n_kv_heads).copy()
@@ -113,11 +118,13 @@ class CentredPlanes(Codec):
         super().bind(arrays, kernels)
         self.rotation.bind(arrays["planes"])
         self.key_scale = np.asarray(self.key_scale, like=arrays["planes"])
+        self.spread = np.asarray(self.spread, like=arrays["planes"])
+        self.query_factors = np.asarray(self.query_factors, like=arrays["planes"])
         self.heads = np.asarray(self.heads, like=arrays["planes"])
 
     def encode(self, x: F32, t0: int) -> None:
         a = self.arrays
-        rotated = self.rotation.forward(x, self.kernels)
+        rotated = self.rotation.forward(x * self.spread[:, None], self.kernels)
         self.kernels.encode_centres(rotated, a["centres"], a["centre_step"], t0)
         for heads, planes in runs_of_heads(self.bits, a["planes"]):
             self.kernels.encode_keys(rotated[heads], planes, a["scale"][heads], t0)

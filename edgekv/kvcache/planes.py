@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache.by_need import LEAST, MOST, HeadNoise, evenly, given
+from edgekv.kvcache.by_need import CHUNKS, LEAST, MIDDLE_DIGIT, MOST, HeadNoise, evenly, factors_of, given
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.geometry import Geometry
@@ -31,6 +32,8 @@ class PlanesKnobs:
     by_need: bool, default False. Whether whole k_bits and v_bits are means, too.
     k_heads: digits, default none. What was given out: bits of the keys of each KV head, layer after layer.
     v_heads: digits, default none. Bits of the values of each KV head, likewise.
+    k_spread: digits, default none. Of each KV head 8, found likewise: 2 ** ((digit - 4) / 2) is the factor of its
+        keys' channels in an eighth of RoPE's pairs.
     threshold: float, default 0. If above 0, all keys are scored by their first bit alone, and tokens with this
         attention probability or more are read in full: k_bits and v_bits are 4 then. At most 1.
     sink: int, default 4. First tokens of the context that stay in f16.
@@ -48,7 +51,7 @@ class PlanesKnobs:
         "p": "threshold",
     }
     retired: ClassVar[tuple[str, ...]] = ("planes",)
-    found: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads")
+    found: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads", "k_spread")
 
     k_bits: float = 2.0
     v_bits: float = 2.0
@@ -60,6 +63,7 @@ class PlanesKnobs:
     by_need: bool = False
     k_heads: str = ""
     v_heads: str = ""
+    k_spread: str = ""
 
     def __post_init__(self) -> None:
         for name, heads in (("k_bits", "k_heads"), ("v_bits", "v_heads")):
@@ -70,6 +74,8 @@ class PlanesKnobs:
                 object.__setattr__(self, name, int(bits))
             if not set(digits) <= set("1234"):
                 raise bad_knob(self.scheme, heads, digits, "digits from 1 to 4, one for each KV head of the model")
+        if not set(self.k_spread) <= set("012345678"):
+            raise bad_knob(self.scheme, "k_spread", self.k_spread, "digits from 0 to 8, 8 for each KV head")
         for name in ("sink", "residual_length"):
             if getattr(self, name) < 0:
                 raise bad_knob(self.scheme, name, getattr(self, name), "0 or more tokens")
@@ -92,6 +98,7 @@ class PlanesKnobs:
             self,
             k_heads=given(noise.keys, self.k_bits, sliding_windows),
             v_heads=given(noise.values, self.v_bits, sliding_windows),
+            k_spread="".join(map(str, noise.spread.ravel())) if (noise.spread != MIDDLE_DIGIT).any() else "",
         )
 
     def notes(self) -> list[str]:
@@ -104,7 +111,12 @@ class PlanesKnobs:
         for digits in (self.k_heads, self.v_heads):
             counts = [f"{digits.count(bits)} of {bits}" for bits in "1234" if bits in digits]
             found.append(", ".join(counts))
-        return [f"{self.scheme}: bits by need, KV heads of all layers: keys {found[0]}; values {found[1]}"]
+        spreads = [self.k_spread[i : i + CHUNKS] for i in range(0, len(self.k_spread), CHUNKS)]
+        stretched = sum(set(spread) != {str(MIDDLE_DIGIT)} for spread in spreads)
+        of_spread = f"; keys of {stretched} stretched where queries look" if stretched else ""
+        return [
+            f"{self.scheme}: bits by need, KV heads of all layers: keys {found[0]}; values {found[1]}{of_spread}"
+        ]
 
     def layer_bits(self, geometry: Geometry) -> tuple[list[int], list[int]]:
         """Bits of the keys and of the values of a layer's KV heads. Raises CacheError for another model's."""
@@ -116,6 +128,15 @@ class PlanesKnobs:
             every = [int(digit) for digit in digits] or evenly(mean, n)
             found.append(every[first : first + geometry.n_kv_heads])
         return found[0], found[1]
+
+    def layer_spread(self, geometry: Geometry) -> F32:
+        """Factors (n_kv_heads, head_dim) of a layer's keys. Raises CacheError for another model's."""
+        shape = geometry.n_layers, geometry.n_kv_heads, CHUNKS
+        if self.k_spread and len(self.k_spread) != math.prod(shape):
+            accepted = f"{math.prod(shape)} digits, {CHUNKS} for each KV head of this model"
+            raise bad_knob(self.scheme, "k_spread", self.k_spread, accepted)
+        digits = np.array([*map(int, self.k_spread or str(MIDDLE_DIGIT) * math.prod(shape))], np.int64)
+        return factors_of(digits.reshape(shape)[geometry.layer], geometry.head_dim)
 
 
 class Planes(Windowed):
@@ -145,7 +166,7 @@ class Planes(Windowed):
 
     @classmethod
     def kinds(cls, knobs: PlanesKnobs) -> set[str] | None:
-        return super().kinds(dataclasses.replace(knobs, k_heads="", v_heads=""))
+        return super().kinds(dataclasses.replace(knobs, k_heads="", v_heads="", k_spread=""))
 
     def exact_sizes(self, knobs: PlanesKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)
@@ -158,7 +179,8 @@ class Planes(Windowed):
             return keys, TwoStageValues(keys, n_rep=geometry.n_rep, threshold=knobs.threshold)
         k_bits, v_bits = knobs.layer_bits(geometry)
         scales = [knobs.key_scale or KEY_SCALES[bits] for bits in k_bits]
-        self.keys = CentredPlanes(*shape, bits=k_bits, key_scale=scales, seed=knobs.seed)
+        spread = knobs.layer_spread(geometry)
+        self.keys = CentredPlanes(*shape, bits=k_bits, key_scale=scales, seed=knobs.seed, spread=spread)
         return self.keys, InterleavedValues(*shape, bits=v_bits, seed=knobs.seed)
 
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from edgekv.linear.low_rank import Changes
 from edgekv.types import F32, Threads
 
 
 class LinearBlocks(Protocol):
     """Activations are float32 (n, channels), on the host or on the backend's device.
 
-    weights_bytes: of all weights that it reads. threads: those of its products, where it has own ones.
+    weights_bytes: of all weights that it reads. changes_bytes: the part of low-rank changes. threads: those of its
+    products, where it has own ones.
     """
 
     weights_bytes: int
+    changes_bytes: int = 0
     threads: Threads | None = None
+
+    def with_changes(self, changes: Changes) -> LinearBlocks:
+        """The same weights with low-rank changes beside them. ConfigError where the backend knows none."""
 
     def attention_in(self, i: int, x: F32) -> F32:
         """x (n, hidden) before layer i -> `Architecture.attention_in`: queries, keys and values, as a rule."""

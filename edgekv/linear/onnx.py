@@ -12,6 +12,8 @@ import numpy as np
 from edgekv.errors import CheckpointError
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.experts import gated, graph_width, mixed
+from edgekv.linear.low_rank import Changes
+from edgekv.linear.packed import PackedLinear
 from edgekv.linear.runtime import ort
 from edgekv.linear.store import WeightStore
 from edgekv.linear.stored_experts import StoredExperts
@@ -84,8 +86,13 @@ class OrtLinear(LinearBlocks):
         self._in, self._out, self._head = blocks[0:-1:2], blocks[1:-1:2], blocks[-1]
         self._config, self._experts = c, StoredExperts(store, threads)
         self.weights_bytes, self.threads = store.nbytes, threads
+        self._store, self._product_threads = store, threads
         self._callers = 1 + threads.prompt - threads.decode
         self._pool = ThreadPoolExecutor(self._callers, thread_name_prefix="edgekv-products")
+
+    def with_changes(self, changes: Changes) -> LinearBlocks:
+        """The graphs have no place for them: NumPy multiplies, over the mapped store."""
+        return PackedLinear(self._store, self._product_threads).with_changes(changes)
 
     @staticmethod
     def block(store: WeightStore, name: str, threads: int) -> OnnxBlock:

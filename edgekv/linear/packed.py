@@ -37,10 +37,10 @@ class PackedOps(NumpyOps):
         self._vectors: dict[str, F32] = {}
         self.experts = StoredExperts(store, threads)
 
-    def linear(self, x: F32, name: str) -> F32:
+    def _stored_linear(self, x: F32, name: str) -> F32:
         packed = self._packed.get(name) or self._open(name)
         if packed.form.bits == 32 or len(packed.scales) < products.OUTPUTS:
-            return super().linear(x, name)
+            return super()._stored_linear(x, name)
         n_threads = self._threads.decode if len(x) <= products.FEW_ROWS else self._threads.prompt
         y = products.multiply(x, packed.codes, packed.scales, packed.form.bits, packed.form.block, n_threads)
         if packed.offsets is not None:

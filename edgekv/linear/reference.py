@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,19 +10,27 @@ import numpy as np
 from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.experts import expert_rows, gated, mixed
+from edgekv.linear.low_rank import Changes, add_changes, nbytes
 from edgekv.linear.weights import Weights
 from edgekv.models.architecture import Ops
 from edgekv.types import F32, I64
 
 
 class NumpyOps(Ops):
-    """Operators that compute at once; float32 in, float32 out."""
+    """Operators that compute at once; float32 in, float32 out. changes: beside the weights."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self._linears = weights, weights.arch.linears()
+        self.changes: Changes = {}
         self._matrices: dict[str, F32] = {}
 
     def linear(self, x: F32, name: str) -> F32:
+        y = self._stored_linear(x, name)
+        if name in self.changes:
+            add_changes(x, y, self.changes[name])
+        return y
+
+    def _stored_linear(self, x: F32, name: str) -> F32:
         bias = self.weights.bias(name)
         y: F32 = x @ self._matrix(name).T
         if bias is not None:
@@ -94,6 +103,13 @@ class NumpyLinear(LinearBlocks):
     def __init__(self, weights: Weights) -> None:
         self.arch, self._ops = weights.arch, NumpyOps(weights)
         self.weights_bytes = weights.nbytes
+
+    def with_changes(self, changes: Changes) -> NumpyLinear:
+        other = copy.copy(self)
+        other._ops = copy.copy(self._ops)
+        other._ops.changes, other.changes_bytes = changes, nbytes(changes)
+        other.weights_bytes = self.weights_bytes + other.changes_bytes
+        return other
 
     def attention_in(self, i: int, x: F32) -> F32:
         return np.asarray(self.arch.attention_in(self._ops, i, x), np.float32)

@@ -55,6 +55,7 @@ class TimedLinear:
 
     def __init__(self, linear: LinearBlocks, watch: Stopwatch) -> None:
         self.weights_bytes, self.threads = linear.weights_bytes, linear.threads
+        self.changes_bytes, self.with_changes = linear.changes_bytes, linear.with_changes
         self.attention_in = watch.timed("matmul", linear.attention_in)
         self.attention_out = watch.timed("matmul", linear.attention_out)
         self.head, self.warm_up = watch.timed("matmul", linear.head), linear.warm_up

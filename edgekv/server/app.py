@@ -95,6 +95,7 @@ class _Server:
 
     def __init__(self, engine: Engine, name: str, limits: ServerLimits, strict_model: bool) -> None:
         self._engine, self._name, self._limits, self._strict_model = engine, name, limits, strict_model
+        self._loras = tuple(engine.session.model.loras)
         self._encoders, self._bodies = asyncio.Semaphore(ENCODING), BodyMemory(limits.max_bodies)
 
     async def page(self, request: Request) -> Response:
@@ -124,6 +125,7 @@ class _Server:
                 },
                 "total_slots": self._engine.slots,
                 "model_alias": self._name,
+                "loras": list(self._loras),
                 "model": session.model.summary(),
                 "chat_template": prompts.template.source,
                 "chat_template_caps": {"tools": prompts.template.knows_tools},
@@ -139,16 +141,18 @@ class _Server:
         )
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        cards = [self._card(name) for name in (self._name, *self._loras)]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         asked = request.path_params["model"]
-        if asked != self._name:
+        if asked not in (self._name, *self._loras):
             raise RequestError(404, f"the model {asked[:60]!r} does not exist", "model_not_found", "model")
-        return JSONResponse(self._card())
+        return JSONResponse(self._card(asked))
 
-    def _card(self) -> dict[str, Any]:
-        return {"id": self._name, "object": "model", "created": 0, "owned_by": "edgekv"}
+    def _card(self, name: str) -> dict[str, Any]:
+        of = {} if name == self._name else {"parent": self._name}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
 
     async def chat(self, request: Request) -> Response:
         def check(body: Any) -> tuple[str, CheckedRequest]:
@@ -178,7 +182,7 @@ class _Server:
     async def embeddings(self, request: Request) -> Response:
         with self._bodies.open() as body:
             given = read(await read_json(request, self._limits, body), EmbeddingRequest)
-            headers = self._named(given.model)
+            lora, headers = self._named(given.model)
             size = self._engine.session.config.hidden_size
             if given.dimensions not in (None, size):
                 message = f"'dimensions' is {given.dimensions}; accepted: {size}, what this model has"
@@ -187,7 +191,7 @@ class _Server:
             async with self._encoders:
                 ids = [await run_in_threadpool(self._engine.prompts.ids, text, "input") for text in texts]
         channel = Channel()
-        self._engine.submit([EmbeddingJob(channel, each, i) for i, each in enumerate(ids)])
+        self._engine.submit([EmbeddingJob(channel, each, i, lora) for i, each in enumerate(ids)])
         vectors = await _unless_gone(request, channel, _vectors(channel, len(ids)))
         if vectors is None:
             return Response(status_code=499)
@@ -197,7 +201,7 @@ class _Server:
             for vector in vectors
         ]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        answer = {"object": "list", "data": data, "model": self._name, "usage": usage}
+        answer = {"object": "list", "data": data, "model": lora or self._name, "usage": usage}
         return JSONResponse(answer, headers=headers)
 
     async def _answer(
@@ -210,28 +214,34 @@ class _Server:
         with contextlib.ExitStack() as held:
             body = held.enter_context(self._bodies.open())
             model, checked = check(await read_json(request, self._limits, body))
-            headers = self._named(model)
+            lora, headers = self._named(model)
             async with self._encoders:
                 prompts: list[EncodedPrompt] = await run_in_threadpool(self._engine.prompts.encode, checked)
             if not checked.images:  # they stay in memory until they are answered
                 held.close()
-            channel, answers = Channel(), builder(self._name, checked, prompts)
-            self._engine.submit(jobs_of(channel, checked, prompts))
+            channel, answers = Channel(), builder(lora or self._name, checked, prompts)
+            self._engine.submit(jobs_of(channel, checked, prompts, lora))
             if checked.stream:
                 return EventStream(channel, answers, self._limits.client_timeout_s, headers, held.pop_all().close)
             whole = await _unless_gone(request, channel, _whole(channel, answers))
             return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
 
-    def _named(self, model: str) -> dict[str, str]:
-        """Headers of an answer to a request for a model. Raises RequestError where it must be the true name."""
+    def _named(self, model: str) -> tuple[str | None, dict[str, str]]:
+        """The LoRA that a request's model names, and headers of the answer.
+
+        Raises RequestError where it must be a true name.
+        """
+        if model in self._loras:
+            return model, {}
         if model == self._name:
-            return {}
+            return None, {}
         if self._strict_model:
-            message = f"the model {model[:60]!r} does not exist; this server has {self._name!r}"
+            names = ", ".join(repr(name) for name in (self._name, *self._loras))
+            message = f"the model {model[:60]!r} does not exist; this server has {names}"
             raise RequestError(404, message, "model_not_found", "model")
         shown = model[:60].encode("ascii", "replace").decode().translate(_UNQUOTABLE)
         own = self._name.encode("ascii", "replace").decode().translate(_UNQUOTABLE)
-        return {"Warning": f'299 edgekv "there is no model {shown}: {own} answers"'}
+        return None, {"Warning": f'299 edgekv "there is no model {shown}: {own} answers"'}
 
 
 _UNQUOTABLE = dict.fromkeys((*range(32), ord('"'), ord("\\"), 127), "?")

@@ -118,28 +118,35 @@ class EncodedPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One answer of a request: the ``choice``-th to its prompt, the ``index``-th of all."""
+    """One answer of a request: the ``choice``-th to its prompt, the ``index``-th of all.
+
+    lora: the name of the one beside the weights; None: without.
+    """
 
     channel: Channel
     request: CheckedRequest
     prompt: EncodedPrompt
     index: int = 0
     choice: int = 0
+    lora: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingJob:
-    """The ``index``-th text of a request for vectors."""
+    """The ``index``-th text of a request for vectors. lora: as a `Job`'s."""
 
     channel: Channel
     ids: list[int]
     index: int = 0
+    lora: str | None = None
 
 
-def jobs_of(channel: Channel, request: CheckedRequest, prompts: Sequence[EncodedPrompt]) -> list[Job]:
+def jobs_of(
+    channel: Channel, request: CheckedRequest, prompts: Sequence[EncodedPrompt], lora: str | None = None
+) -> list[Job]:
     """n answers to each prompt, in OpenAI's order."""
     return [
-        Job(channel, request, prompt, i * request.n + choice, choice)
+        Job(channel, request, prompt, i * request.n + choice, choice, lora)
         for i, prompt in enumerate(prompts)
         for choice in range(request.n)
     ]

@@ -35,30 +35,44 @@ class SessionPool:
         """Conversations that are kept."""
         return len(self._all)
 
-    def acquire(self, prompt: Prompt) -> tuple[Session, Prompt]:
+    def acquire(self, prompt: Prompt, lora: str | None = None) -> tuple[Session, Prompt]:
         """A session rewound to the longest beginning of a prompt that is cached, and what it still has to read.
 
-        One whose conversation goes on is taken itself. One that only begins alike is copied, so that it can go on
-        too. Give the session back with `release`.
+        Of those with this LoRA alone: what another has read are other keys and values. One whose conversation goes
+        on is taken itself. One that only begins alike is copied, so that it can go on too. Give the session back
+        with `release`.
         """
         with self._lock:
-            closest = max(reversed(self._idle), key=lambda session: session.state.shared(prompt)[0])
-            shared = closest.state.shared(prompt)[0]
-            if shared == len(closest.tokens):
+            alike = [session for session in reversed(self._idle) if session.lora == lora]
+            closest = max(alike, key=lambda session: session.state.shared(prompt)[0], default=None)
+            shared = closest.state.shared(prompt)[0] if closest else 0
+            if closest and shared == len(closest.tokens):
                 session = closest
             else:
-                session = self._spare(closest)
-                if session is not closest and shared >= WORTH_COPYING:
+                session = self._spare()
+                if session.lora != lora:
+                    session.use_lora(lora)
+                if closest and session is not closest and shared >= WORTH_COPYING:
                     session.copy_from(closest)
             self._idle.remove(session)
             return session, session.align(prompt)
+
+    def borrow(self, lora: str | None) -> Session:
+        """A session with this LoRA for work apart from its conversation, which stays; to `release`."""
+        with self._lock:
+            session = next((session for session in reversed(self._idle) if session.lora == lora), None)
+            if session is None:
+                session = self._spare()
+                session.use_lora(lora)
+            self._idle.remove(session)
+            return session
 
     def release(self, session: Session) -> None:
         """Gives a session of `acquire` back; it is then the most recently used one."""
         with self._lock:
             self._idle.append(session)
 
-    def _spare(self, closest: Session) -> Session:
+    def _spare(self) -> Session:
         """A session to overwrite: a new one while there is room, else the least recently used."""
         if len(self._all) < self.capacity:
             try:

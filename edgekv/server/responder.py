@@ -45,7 +45,7 @@ class Responder:
     def answer(self, job: Job) -> AnswerEnd:
         """Emits the text; returns the end. Raises Cancelled, and an EdgeKVError where it can't be made."""
         prompt = self._images.placed(job.prompt.ids, job.prompt.images)
-        session, new = self._pool.acquire(prompt)
+        session, new = self._pool.acquire(prompt, job.lora)
         try:
             if job.request.echo:
                 new = self._echo(job, session, prompt, new)
@@ -57,7 +57,11 @@ class Responder:
 
     def embed(self, job: EmbeddingJob) -> EmbeddingVector:
         """The text as a vector."""
-        values = self._pool.base.embed(job.ids)
+        session = self._pool.borrow(job.lora)
+        try:
+            values = session.embed(job.ids)
+        finally:
+            self._pool.release(session)
         self._metrics.prompt_tokens.inc(len(job.ids))
         return EmbeddingVector(job.index, values.tolist(), len(job.ids))
 

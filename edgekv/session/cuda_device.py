@@ -7,6 +7,7 @@ from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.loops import CUDA_KINDS
 from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.linear.cuda import NO_CHANGES
 from edgekv.linear.cuda_ops import refuse_experts
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
@@ -70,6 +71,10 @@ class CudaDevice(Device):
                 value=slots,
                 accepted=["1"],
             )
+
+    def require_loras(self) -> None:
+        """ConfigError: the linear layers of the GPU know none."""
+        raise ConfigError(NO_CHANGES, field="loras")
 
     def free_bytes(self) -> int:
         """Of the GPU's memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from contextlib import AbstractContextManager, nullcontext
 
 from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
@@ -30,8 +31,16 @@ class Device(abc.ABC):
         """An EdgeKVError where a model has layers that it has no kernels for."""
         return
 
+    def preparing(self, spec: CacheSpec) -> AbstractContextManager[None]:
+        """Within the block, in which a model is read, works on what the scheme will need."""
+        return nullcontext()
+
     def require_slots(self, slots: int) -> None:
         """An EdgeKVError where so many conversations can't decode together."""
+        return
+
+    def require_loras(self) -> None:
+        """An EdgeKVError where a LoRA can't be applied beside the weights."""
         return
 
     def free_bytes(self) -> int:

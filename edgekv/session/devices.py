@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from edgekv import kernels
+from edgekv.decoder.ahead import compiled_ahead
 from edgekv.decoder.cpu import CpuDecoder
 from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ConfigError, unknown
-from edgekv.kernels import Kernels, compiling
+from edgekv.kernels import Kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.blocks import LinearBlocks
 from edgekv.linear.cpu import cpu_linear
@@ -32,6 +36,10 @@ class HostDevice(Device):
 
     open_linear: Callable[[Model, WeightFormat, int | None, StageProgress | None], tuple[Weights, LinearBlocks]]
     open_kernels: Callable[[int], Kernels]
+    ahead: Callable[[CacheSpec], AbstractContextManager[None]] = lambda spec: nullcontext()
+
+    def preparing(self, spec: CacheSpec) -> AbstractContextManager[None]:
+        return self.ahead(spec)
 
     def decoder(
         self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
@@ -55,11 +63,6 @@ def _numpy(
     return weights, NumpyLinear(weights)
 
 
-def _numba(threads: int) -> Kernels:
-    compiling.prepare()
-    return kernels.numba_kernels(threads)
-
-
 def _cuda() -> Device:
     from edgekv.session.cuda_device import CudaDevice
 
@@ -67,7 +70,7 @@ def _cuda() -> Device:
 
 
 DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": lambda: HostDevice(_cores, _numba),  # Numba, and onnxruntime for float32 weights
+    "cpu": lambda: HostDevice(_cores, kernels.numba_kernels, compiled_ahead),  # Numba; onnxruntime for float32
     "numpy": lambda: HostDevice(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
     "cuda": _cuda,  # CuPy
 }
@@ -84,6 +87,8 @@ def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None
     """What ``auto`` means here for this scheme and model: cuda where it can be had; other names stay."""
     if name != AUTO:
         return name
+    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+        return "cpu"  # without a look at all that a GPU would need
     cuda = find_device("cuda")
     runs = config is None or (config.experts is None and (cuda.runs_recurrences or not config.recurrences))
     return "cuda" if runs and cuda.available(spec) else "cpu"

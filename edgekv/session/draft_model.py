@@ -35,7 +35,9 @@ class DraftModel(Drafts):
         state = State(
             open_caches(loaded.decoder, loaded.plan.kv, loaded.plan.ctx), loaded.model.config.keys_change
         )
-        self._runner = ModelRunner(state, loaded.schedule, loaded.plan.ctx, loaded.model.placeholder)
+        self._runner = ModelRunner(
+            state, loaded.decoder, loaded.schedule, loaded.plan.ctx, loaded.model.placeholder
+        )
         self._n_same = 0  # tokens that both conversations are known to begin with
         self._estimate = DraftLength(ROW_COST + cost)
 

@@ -14,7 +14,7 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.errors import CheckpointError
 from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
+from edgekv.kvcache.by_need import CHUNKS, FIT_TOKENS, LAST_DIGIT, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesKnobs
 from edgekv.kvcache.recurrent import open_layers
 from edgekv.machine import blas_threads
@@ -24,7 +24,7 @@ from edgekv.types import StageProgress
 
 TEXT = "demo/prose.txt"
 STAGE = "bits by need (once per model)"
-FORMAT = 1
+FORMAT = 2
 
 
 def give_heads_bits(
@@ -64,8 +64,8 @@ def measure(decoder: Decoder, tokens: list[int], progress: StageProgress | None 
     layers = None if progress is None else lambda done, total: progress(STAGE, done, total)
     with blas_threads(decoder.threads):
         decoder.prefill(decoder.embed(tokens, 0), probes, layers)
-    keys, values = zip(*(probe.noise for probe in probes if isinstance(probe, NoiseProbe)), strict=True)
-    return HeadNoise(np.stack(keys), np.stack(values))
+    layers_noise = [probe.noise for probe in probes if isinstance(probe, NoiseProbe)]
+    return HeadNoise(*map(np.stack, zip(*layers_noise, strict=True)))
 
 
 def _tokens(model: Model, tokenizer: Tokenizer | None) -> list[int]:
@@ -82,15 +82,18 @@ def remembered(place: pathlib.Path, shape: tuple[int, int]) -> HeadNoise | None:
     try:
         content = json.loads(place.read_bytes())
         keys, values = (np.array(content[name], np.float64) for name in ("keys", "values"))
+        spread = np.array(content["spread"], np.int64)
         right = all(x.shape == shape and np.isfinite(x).all() and (x >= 0).all() for x in (keys, values))
-        return HeadNoise(keys, values) if right and content["format"] == FORMAT else None
+        right = right and spread.shape == (*shape, CHUNKS) and bool(((spread >= 0) & (spread <= LAST_DIGIT)).all())
+        return HeadNoise(keys, values, spread) if right and content["format"] == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def _remember(place: pathlib.Path, noise: HeadNoise) -> None:
     """Where the folder can't be written, the next session measures again."""
-    content = {"format": FORMAT, "keys": noise.keys.tolist(), "values": noise.values.tolist()}
+    fields = {field.name: getattr(noise, field.name).tolist() for field in dataclasses.fields(noise)}
+    content = {"format": FORMAT, **fields}
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(place, (json.dumps(content) + "\n").encode())

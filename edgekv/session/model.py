@@ -6,15 +6,18 @@ import dataclasses
 import hashlib
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.hub_name import name_of
 from edgekv.checkpoint.lora import Lora
+from edgekv.checkpoint.merged import Delta
 from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
 from edgekv.linear.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
+from edgekv.linear.low_rank import Changes, low_rank, low_rank_bytes
 from edgekv.linear.store import WeightStore, is_store, open_or_build
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
@@ -30,7 +33,8 @@ class Model:
 
     path: what was opened. raw_config: its config.json. identity: a hash of the weights, by which sessions and
     stores know them. tokenizer_path: a file or folder, None where there is none. weights: read on request.
-    adapter: its weights are in place of the checkpoint's. lora: its changes are in the weights.
+    adapter: its weights are in place of the checkpoint's. lora: its changes are in the weights. loras: by name,
+    beside the weights, for conversations that choose one.
     """
 
     path: pathlib.Path
@@ -40,6 +44,7 @@ class Model:
     weights: CheckpointWeights | WeightStore
     adapter: Adapter | None = None
     lora: Lora | None = None
+    loras: Mapping[str, Lora] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def open(
@@ -50,13 +55,14 @@ class Model:
         tokenizer: Path | None = None,
         adapter: Path | None = None,
         lora: Path | None = None,
+        loras: Mapping[str, Path] = {},
     ) -> Model:
         """Opens a Hugging Face folder, a .safetensors or .gguf file or a store, and checks every tensor's shape.
 
         path may also name a model that ships with edgekv (demo, scenes) or one of the Hub (org/name), which is
         downloaded if it is not in the Hub's cache. adapter: an adapter.safetensors whose weights take the place of
-        the checkpoint's. lora: FOLDER or FOLDER:scale, merged into the weights first. Raises CheckpointError or
-        ConfigError.
+        the checkpoint's. lora: FOLDER or FOLDER:scale, merged into the weights first. loras: such ones by name,
+        which leave the weights as they are. Raises CheckpointError or ConfigError.
         """
         place = find_model(path)
         given = pathlib.Path(tokenizer).expanduser() if tokenizer else None
@@ -82,7 +88,10 @@ class Model:
             model = cls(place, source.config, source.identity, folder, weights, change, merged)
         if change:
             change.require_shape(model.config)
-        return model
+        named = {name: Lora.open(given) for name, given in loras.items()}
+        for each in named.values():
+            each.deltas(model.arch, place)  # says what does not fit
+        return dataclasses.replace(model, loras=named)
 
     @property
     def name(self) -> str:
@@ -95,6 +104,24 @@ class Model:
         if self.adapter is None:
             return self.identity
         return hashlib.sha256(self.identity.encode() + self.adapter.file.fingerprint()).hexdigest()[:16]
+
+    @property
+    def loras_bytes(self) -> int:
+        """Of the matrices of ``loras`` in memory."""
+        return sum(low_rank_bytes(self.arch, self._deltas(each)) for each in self.loras.values())
+
+    def changes(self, name: str) -> Changes:
+        """One of ``loras``, read. Raises CheckpointError where it is not finite."""
+        return low_rank(self.arch, self._deltas(self.loras[name]))
+
+    def _deltas(self, lora: Lora) -> dict[str, Delta]:
+        return lora.deltas(self.arch, self.path)
+
+    def lora_text(self, name: str | None) -> str | None:
+        """For reports and saved sessions: the LoRA in the weights, and one of ``loras``, or None, beside them."""
+        merged = [] if self.lora is None else [str(self.lora)]
+        beside = [] if name is None else [f"{self.loras[name]} beside the weights"]
+        return " and ".join(merged + beside) or None
 
     @property
     def arch(self) -> Architecture:

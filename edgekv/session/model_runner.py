@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.machine import memory_errors
 from edgekv.session.context_shift import ContextShift, Stop
@@ -28,6 +29,7 @@ class ModelRunner:
     def __init__(
         self,
         state: State,
+        decoder: Decoder,
         schedule: Schedule,
         ctx: int,
         placeholder: int,
@@ -35,7 +37,7 @@ class ModelRunner:
         drafts: Drafts | None = None,
     ) -> None:
         self.state, self.schedule, self.ctx, self._placeholder = state, schedule, ctx, placeholder
-        self.decoder = schedule.decoder
+        self.decoder = decoder
         self.context_shift, self.drafts = context_shift or Stop(), drafts
         self.counts = DraftCounts("none")
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
@@ -200,7 +202,7 @@ class ModelRunner:
         spans = clipped(state.spans, start, start + len(ids))
         if start and len(ids) == 1 and not spans:
             with self._undone_on_error(start, 1):
-                return self.schedule.step(ids[0], state.caches)[None]
+                return self.schedule.step(decoder, ids[0], state.caches)[None]
         with self._undone_on_error(start, len(ids)), self.schedule.alone() as pause:
             x = decoder.embed(ids, start)
             for span in spans:
@@ -216,7 +218,7 @@ class ModelRunner:
         state = self.state
         ids = [*state.pending, *drafts]
         with self._undone_on_error(state.n_past, len(ids)):
-            logits = self.schedule.steps(ids, state.caches)
+            logits = self.schedule.steps(self.decoder, ids, state.caches)
             state.n_tentative = len(drafts)
             self._ahead.extend(zip(drafts, logits[1:], strict=True))
             return logits

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from edgekv.decoder.decoder import Decoder
-from edgekv.errors import ContextError, TokenizerError
+from edgekv.errors import ConfigError, ContextError, TokenizerError, unknown
 from edgekv.kernels.compiling import CompileClock
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import memory_errors, require_memory
@@ -16,7 +17,7 @@ from edgekv.session.model import Model
 from edgekv.session.options import LoadOptions
 from edgekv.session.plan import SessionPlan
 from edgekv.session.saving import SavedState
-from edgekv.session.schedule import OneAtATime, Schedule, Together
+from edgekv.session.schedule import SHARED_CHUNK, OneAtATime, Schedule, Together
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 from edgekv.types import Path, StageProgress
 
@@ -28,22 +29,31 @@ WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by 
 class LoadedModel:
     """What a session runs on.
 
-    model: the opened checkpoint. plan: scheme, context and bytes. schedule: the way to the decoder. device: its
-    name in DEVICES. tokenizer: None where the model has none. compile_s: seconds that compiling kernels took; 0
-    where they were compiled before.
+    model: the opened checkpoint. plan: scheme, context and bytes. decoders: with the weights loaded, by the name
+    of the LoRA beside them, None without one. schedule: the way to them. device: its name in DEVICES. tokenizer:
+    None where the model has none. compile_s: seconds that compiling kernels took; 0 where they were compiled
+    before. lora: the name of the conversation's own.
     """
 
     model: Model
     plan: SessionPlan
+    decoders: Mapping[str | None, Decoder]
     schedule: Schedule
     device: str
     tokenizer: Tokenizer | None
     compile_s: float = 0.0
+    lora: str | None = None
 
     @property
     def decoder(self) -> Decoder:
-        """With the weights loaded."""
-        return self.schedule.decoder
+        """The conversation's own."""
+        return self.decoders[self.lora]
+
+    def with_lora(self, name: str | None) -> LoadedModel:
+        """For a conversation with one of the model's ``loras``; None: without. ConfigError for an unknown name."""
+        if name not in self.decoders:
+            raise unknown(ConfigError, "lora", str(name), tuple(self.model.loras))
+        return dataclasses.replace(self, lora=name)
 
     def settings(self) -> dict[str, Any]:
         """For the report: every setting by its option's name, and the threads of the weight products."""
@@ -57,7 +67,7 @@ class LoadedModel:
             "decode_threads": products and products.decode,
             "prompt_threads": products and products.prompt,
             "adapter": self.model.adapter and self.model.adapter.path.name,
-            "lora": self.model.lora and str(self.model.lora),
+            "lora": self.model.lora_text(self.lora),
         }
 
 
@@ -69,6 +79,7 @@ def open_model(path: Path, options: LoadOptions) -> Model:
         tokenizer=options.tokenizer,
         adapter=options.adapter,
         lora=options.lora,
+        loras=options.loras,
     )
 
 
@@ -87,16 +98,26 @@ def load_model(options: LoadOptions, model: Model, *, progress: StageProgress | 
     place.require_layers(model.config)
     place.require(plan.kv)
     place.require_slots(options.slots)
-    require_memory(plan.parts(options.slots), place.free_bytes())
+    if model.loras:
+        place.require_loras()
+    parts = plan.parts(options.slots) | ({"loras": model.loras_bytes} if model.loras else {})
+    require_memory(parts, place.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
     form = model.weight_format(plan.weights)
-    with memory_errors("loading", place.free_bytes):
+    with place.preparing(plan.kv), memory_errors("loading", place.free_bytes):
         decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
         kv = give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress)
         plan = plan.with_kv(kv, model)
         compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
-    schedule: Schedule = OneAtATime(decoder) if options.slots == 1 else Together(decoder)
-    return LoadedModel(model, plan, schedule, device, tokenizer, compile_s)
+    schedule: Schedule = OneAtATime(decoder.threads)
+    if options.slots > 1:
+        schedule, decoder.chunk = Together(decoder.threads), min(decoder.chunk, SHARED_CHUNK)
+    decoders: dict[str | None, Decoder] = {None: decoder}
+    for name in model.loras:
+        decoders[name] = decoder.with_changes(model.changes(name))
+        for compile_products in decoders[name].linear.warm_up():  # the base model's may be others
+            compile_products()
+    return LoadedModel(model, plan, decoders, schedule, device, tokenizer, compile_s)
 
 
 def reopen(
@@ -107,13 +128,13 @@ def reopen(
     Raises SessionError where it belongs to another model, or to other weights than the options name.
     """
     if isinstance(model, LoadedModel):
-        saved.require_model(model.model)
+        lora = saved.require_model(model.model)
         saved.require_weights(model.plan.weights)
-        return fork(model, saved.kv, saved.ctx)
-    saved.require_model(model)
+        return fork(model, saved.kv, saved.ctx).with_lora(lora)
+    lora = saved.require_model(model)
     saved.require_weights(saved.weights if options.weights == "auto" else options.weights)
     as_saved = dataclasses.replace(options, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
-    return load_model(as_saved, model, progress=progress)
+    return load_model(as_saved, model, progress=progress).with_lora(lora)
 
 
 def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> LoadedModel:
@@ -127,7 +148,7 @@ def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> Lo
             accepted=[f"1 to {loaded.plan.ctx}"],
         )
     plan = SessionPlan.make(loaded.model, kv=options.kv, ctx=options.ctx, weights=loaded.plan.weights)
-    kv = give_heads_bits(plan.kv, loaded.model, plan.weights, loaded.decoder, loaded.tokenizer)
+    kv = give_heads_bits(plan.kv, loaded.model, plan.weights, loaded.decoders[None], loaded.tokenizer)
     plan = plan.with_kv(kv, loaded.model)
     place = find_device(loaded.device)
     place.require(plan.kv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 from edgekv.errors import CacheError, ConfigError, ContextError, EdgeKVError
 from edgekv.kvcache import CacheSpec
 from edgekv.types import Path
+
+LORA_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,8 @@ class LoadOptions:
     tokenizer: a tokenizer's file or folder, where none lies beside the weights.
     adapter: an adapter.safetensors that was trained for this checkpoint and this scheme.
     lora: a LoRA as PEFT saves it, as FOLDER or FOLDER:scale, merged into the checkpoint's weights.
+    loras: LoRAs by name, each as FOLDER or FOLDER:scale, beside the weights: `Session.use_lora` chooses one for a
+        conversation. Device "cpu" or "numpy".
     """
 
     kv: str | CacheSpec | None = None
@@ -57,6 +62,7 @@ class LoadOptions:
     tokenizer: Path | None = None
     adapter: Path | None = None
     lora: Path | None = None
+    loras: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv, (str, CacheSpec, type(None))):
@@ -79,6 +85,13 @@ class LoadOptions:
             value = getattr(self, name)
             if not isinstance(value, (str, os.PathLike, type(None))):
                 raise _wrong(ConfigError, name, value, "a path, or None")
+        if not isinstance(self.loras, Mapping):
+            raise _wrong(ConfigError, "loras", self.loras, "paths by name")
+        for name, value in self.loras.items():
+            if not isinstance(name, str) or not LORA_NAME.fullmatch(name):
+                raise _wrong(ConfigError, "loras", name, "names of 1 to 64 letters, digits, dots and dashes")
+            if not isinstance(value, (str, os.PathLike)):
+                raise _wrong(ConfigError, "loras", value, "a path for each name")
 
 
 def changed(options: LoadOptions | None, changes: Mapping[str, Any]) -> LoadOptions:

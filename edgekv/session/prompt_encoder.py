@@ -25,7 +25,7 @@ class PromptEncoder:
     @functools.cached_property
     def vision(self) -> Vision:
         """The model's vision encoder. Raises ImageError where there is none."""
-        return Vision(self.model, self._schedule.decoder.threads)
+        return Vision(self.model, self._schedule.threads)
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises TokenizerError where it has none."""

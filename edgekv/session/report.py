@@ -207,7 +207,8 @@ def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[
     visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
     report.visual_cache_bytes = sum(visual) if visual else None
     report.weights_bytes = decoder.linear.weights_bytes
-    report.bytes_read_per_token = decoder.weights.token_bytes + sum(cache.bytes_read() for cache in caches)
+    read = decoder.weights.token_bytes + decoder.linear.changes_bytes
+    report.bytes_read_per_token = read + sum(cache.bytes_read() for cache in caches)
     n_decoded = len(report.decode_latencies_s)
     if report.drafts and report.drafts.accepted and n_decoded:
         report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)

@@ -25,11 +25,18 @@ from edgekv.version import __version__
 
 
 def save_state(
-    path: str | os.PathLike[str], state: State, model: Model, plan: SessionPlan, *, compress: bool
+    path: str | os.PathLike[str],
+    state: State,
+    model: Model,
+    lora: str | None,
+    plan: SessionPlan,
+    *,
+    compress: bool,
 ) -> int:
     """Writes a state whole or not at all; returns the file's bytes.
 
-    compress: Huffman codes. Raises CheckpointError when the file can't be written.
+    lora: the name of the one beside the weights. compress: Huffman codes. Raises CheckpointError when the file
+    can't be written.
     """
     state.drop_tentative()
     layers = [cache.state() for cache in state.caches]
@@ -38,7 +45,7 @@ def save_state(
         "edgekv": __version__,
         "model": model.name,
         "identity": model.identity,
-        "lora": model.lora and str(model.lora),
+        "lora": model.lora_text(lora),
         "weights": plan.weights,
         "kv": str(plan.kv),
         "kv_version": plan.kv.scheme.version,
@@ -83,15 +90,19 @@ class SavedState:
         if self._kv_version != self.kv.scheme.version:
             raise self._foreign(f"version {self._kv_version} of {self.kv.scheme.name}")
 
-    def require_model(self, model: Model) -> None:
-        """Raises SessionError unless the session was held with these very weights."""
-        lora = None if model.lora is None else str(model.lora)
-        if lora != self.lora:
+    def require_model(self, model: Model) -> str | None:
+        """The name of its LoRA among the model's ``loras``; None: it was held without one of these.
+
+        Raises SessionError unless it was held with these very weights.
+        """
+        given = {model.lora_text(name): name for name in (*model.loras, None)}
+        if self.lora not in given:
+            listed = " or ".join(_lora_text(text) for text in given)
             raise SessionError(
-                f"{self.file.path}: was held with {_lora_text(self.lora)}, given is {_lora_text(lora)}; give the "
-                "session's own `lora`, or start a new session",
+                f"{self.file.path}: was held with {_lora_text(self.lora)}, given is {listed}; give the session's "
+                "own `lora`, or start a new session",
                 field="lora",
-                value=lora,
+                value=listed,
                 accepted=[self.lora or "none"],
             )
         if model.identity != self.identity:
@@ -104,6 +115,7 @@ class SavedState:
             )
         if not all(0 <= token < model.config.vocab_size for token in self.tokens):
             raise self._foreign(f"tokens outside the vocabulary of {model.config.vocab_size}")
+        return given[self.lora]
 
     def require_weights(self, weights: str) -> None:
         """Raises SessionError unless the weights have the session's format, on which every next token depends."""
@@ -116,11 +128,12 @@ class SavedState:
                 accepted=[self.weights],
             )
 
-    def require_plan(self, model: Model, plan: SessionPlan) -> None:
-        """Raises SessionError unless model, weights, scheme and context are the session's."""
-        self.require_model(model)
+    def require_plan(self, model: Model, plan: SessionPlan) -> str | None:
+        """`require_model`. Raises SessionError unless weights, scheme and context are the session's, too."""
+        lora = self.require_model(model)
         self.require_weights(plan.weights)
         self.require_scheme(plan.kv, plan.ctx)
+        return lora
 
     def require_scheme(
         self, kv: str | CacheSpec | None, ctx: int | None = None, kv_budget: int | None = None

@@ -26,15 +26,18 @@ Pause = Callable[[], None]
 
 
 class Schedule(Protocol):
-    """The way to a decoder, which computes one thing at a time with all its cores."""
+    """The way to decoders of the same weights, of which one computes one thing at a time.
 
-    decoder: Decoder
+    threads: cores for a prompt.
+    """
 
-    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
+    threads: int
+
+    def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
         """`Decoder.step`: logits (vocab,) after one more token of a text."""
         ...
 
-    def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
+    def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """`Decoder.steps`: logits (n, vocab) after each of a few."""
         ...
 
@@ -50,24 +53,24 @@ class Schedule(Protocol):
 class OneAtATime:
     """Whoever calls computes, and nobody waits: a call while another one computes raises SessionError."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self._lock = threading.Lock()
 
-    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
+    def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
         """See `Schedule`."""
         with self._turn(1):
-            return self.decoder.step(token, caches)
+            return decoder.step(token, caches)
 
-    def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
+    def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """See `Schedule`."""
         with self._turn(1):
-            return self.decoder.steps(tokens, caches)
+            return decoder.steps(tokens, caches)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[Pause]:
         """See `Schedule`; the pause does nothing."""
-        with self._turn(self.decoder.threads):
+        with self._turn(self.threads):
             yield lambda: None
 
     def leave(self) -> None:
@@ -94,6 +97,7 @@ class OneAtATime:
 class _Asked:
     """A token that waits for a pass, and what came of it."""
 
+    decoder: Decoder
     token: int
     caches: Sequence[LayerState]
     thread: int = dataclasses.field(default_factory=threading.get_ident)
@@ -109,14 +113,15 @@ class _Asked:
 class Together:
     """Conversations of several threads: tokens share passes of the linear layers, prompts are read one by one.
 
+    Only those of one decoder do: with several LoRAs beside the weights a pass is made for each in turn.
+
     A pass begins when every text that is being written has asked for its next token, or one has waited for
     PATIENCE_S. Whoever finds it so computes it; the others wait. A thread may be interrupted (KeyboardInterrupt)
     anywhere: it leaves neither its turn nor its token behind.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-        decoder.chunk = min(decoder.chunk, SHARED_CHUNK)
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self._prompt = threading.Lock()  # scratch of a prompt lives on while it pauses
         self._changed = threading.Condition()
         self._computing: int | None = None  # the thread whose turn it is
@@ -126,13 +131,13 @@ class Together:
         self._asked: list[_Asked] = []
         self._pass: list[_Asked] = []  # what is being computed
 
-    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
+    def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
         """See `Schedule`. Raises what the pass raised: then no conversation of it has its token.
 
         SessionError where the thread that computed the pass was interrupted; the others may ask again.
         """
         self._require_outside()
-        asked = _Asked(token, caches)
+        asked = _Asked(decoder, token, caches)
         try:
             if self._begins_pass(asked):
                 self._compute(self._pass)
@@ -143,13 +148,13 @@ class Together:
         assert asked.logits is not None
         return asked.logits
 
-    def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
+    def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """See `Schedule`; by itself, as drafts don't wait for others."""
         self._require_outside()
         try:
             self._take_turn()
             with blas_threads(1):
-                return np.array(self.decoder.steps(tokens, caches))
+                return np.array(decoder.steps(tokens, caches))
         finally:
             _to_the_end(self._give_turn)
 
@@ -162,7 +167,7 @@ class Together:
             try:
                 self._has_prompt = True  # else texts that are quick to ask again would keep it out
                 self._take_turn()
-                with blas_threads(self.decoder.threads):
+                with blas_threads(self.threads):
                     yield self._pause
             finally:
                 _to_the_end(self._end_prompt)
@@ -249,18 +254,27 @@ class Together:
         self._give_turn()
 
     def _compute(self, batch: Sequence[_Asked]) -> None:
-        """One pass for all of them; an interrupt goes to this thread alone."""
-        try:
-            with blas_threads(1):
-                if len(batch) == 1:
-                    rows = self.decoder.step(batch[0].token, batch[0].caches)[None]
-                else:
-                    rows = self.decoder.step_together([a.token for a in batch], [a.caches for a in batch])
-            for asked, row in zip(batch, np.array(rows), strict=True):
-                asked.logits = row
-        except Exception as error:
-            for asked in batch:
-                asked.error = error
+        """One pass for all of them, or for those of each decoder; an interrupt goes to this thread alone."""
+        groups: dict[int, list[_Asked]] = {}
+        for asked in batch:
+            groups.setdefault(id(asked.decoder), []).append(asked)
+        for group in groups.values():
+            _compute_group(group)
+
+
+def _compute_group(group: Sequence[_Asked]) -> None:
+    decoder = group[0].decoder
+    try:
+        with blas_threads(1):
+            if len(group) == 1:
+                rows = decoder.step(group[0].token, group[0].caches)[None]
+            else:
+                rows = decoder.step_together([a.token for a in group], [a.caches for a in group])
+        for asked, row in zip(group, np.array(rows), strict=True):
+            asked.logits = row
+    except Exception as error:
+        for asked in group:
+            asked.error = error
 
 
 def _to_the_end(work: Callable[[], None]) -> None:

@@ -49,7 +49,13 @@ class Session:
         self._running = Running()
         self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.schedule)
         self._runner: ModelRunner | None = ModelRunner(
-            self._new_state(), loaded.schedule, self.plan.ctx, self.model.placeholder, context_shift, drafts
+            self._new_state(),
+            loaded.decoder,
+            loaded.schedule,
+            self.plan.ctx,
+            self.model.placeholder,
+            context_shift,
+            drafts,
         )
         self._new_report()
 
@@ -108,20 +114,20 @@ class Session:
         Whatever happens meanwhile, the file is the new one, whole, or what it was before. ``compress``: smaller by
         Huffman codes, slower to write and to read. Raises CheckpointError when it can't be written.
         """
-        return save_state(path, self.state, self.model, self.plan, compress=compress)
+        return save_state(path, self.state, self.model, self.lora, self.plan, compress=compress)
 
     def load_state(self, path: Path) -> None:
-        """Replaces the conversation by a saved one of the same model, scheme and context.
+        """Replaces the conversation by a saved one of the same model, scheme and context, with its LoRA.
 
         Raises SessionError, and keeps the present one, when the file does not fit.
         """
         self._running.require_none()
         saved = SavedState(path)
-        saved.require_plan(self.model, self.plan)
+        lora = saved.require_plan(self.model, self.plan)
         state = self._new_state()
         saved.fill(state, self.config)
         self.runner.state = state
-        self._new_report()
+        self._set_lora(lora)
 
     def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
         """Another, empty conversation on the weights that are loaded, for up to as many tokens.
@@ -134,14 +140,17 @@ class Session:
         return Session(fork(self._loaded, kv, ctx), runner.context_shift, runner.drafts and runner.drafts.fork())
 
     def copy_from(self, other: Session) -> None:
-        """Takes over the conversation of another session of the same model, scheme and context; both go on.
+        """Takes over the conversation of another session of the same model, LoRA, scheme and context; both go on.
 
         Not how its last text was sampled. Raises SessionError while this one generates, and for another plan.
         """
         self._running.require_none()
         mine, theirs = self.plan, other.plan
-        if self.model.path != other.model.path or (mine.kv, mine.ctx) != (theirs.kv, theirs.ctx):
-            raise SessionError(f"{other!r} can't be taken over by {self!r}: model, kv and ctx must be the same")
+        same_model = (self.model.path, self.lora) == (other.model.path, other.lora)
+        if not same_model or (mine.kv, mine.ctx) != (theirs.kv, theirs.ctx):
+            raise SessionError(
+                f"{other!r} can't be taken over by {self!r}: model, LoRA, kv and ctx must be the same"
+            )
         self.state.copy_from(other.state, self._new_state().caches)
 
     def close(self) -> None:
@@ -180,6 +189,26 @@ class Session:
     def decoder(self) -> Decoder:
         """The model's computation, which forks share."""
         return self.runner.decoder
+
+    @property
+    def lora(self) -> str | None:
+        """The name of the LoRA that is applied beside the weights."""
+        return self._loaded.lora
+
+    def use_lora(self, name: str | None) -> None:
+        """Forgets the conversation, and goes on with one of the ``loras`` that were loaded; None: without.
+
+        Raises ConfigError for another name, SessionError while a text is being generated.
+        """
+        self._running.require_none()
+        self._loaded.with_lora(name)
+        self.reset()
+        self._set_lora(name)
+
+    def _set_lora(self, name: str | None) -> None:
+        self._loaded = self._loaded.with_lora(name)
+        self.runner.decoder = self._loaded.decoder
+        self._new_report()
 
     @property
     def tokens(self) -> list[int]:

@@ -19,8 +19,13 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CAPITALS, SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS: dict[str, tuple[str, ...]] = {  # tokenizer.ggml.pre -> patterns that cut a text, one after the other
-    "default": (GPT2,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "gpt-2": (GPT2,),
     "llama-bpe": (LLAMA3,),
     "llama3": (LLAMA3,),
@@ -29,8 +34,14 @@ SPLITS: dict[str, tuple[str, ...]] = {  # tokenizer.ggml.pre -> patterns that cu
     "qwen2": (QWEN2,),
     "deepseek-r1-qwen": (QWEN2,),
     "smollm": (r"\p{N}", GPT2),
+    "refact": (r"\p{N}", GPT2),  # Granite 3
+    "granite-docling": (GPT2,),
+    "olmo": (GPT2,),
+    "dbrx": (LLAMA3,),  # OLMo 2, Phi-4, Granite 4
+    "gpt-4o": (GPT4O,),  # Phi-4-mini
 }
-BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
+"""Where a word that is a token is taken whole, without merging, and texts begin with a token of their own."""
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
@@ -103,9 +114,8 @@ def _write_byte_pairs(metadata: Metadata, tokens: list[str], folder: pathlib.Pat
             "give the model's own with tokenizer=PATH"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    whole_words = SPLITS[split] == (LLAMA3,)
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split in WHOLE_WORDS))
     if SPLITS[split] == (QWEN2,):
         library.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[split]]
@@ -118,7 +128,7 @@ def _write_byte_pairs(metadata: Metadata, tokens: list[str], folder: pathlib.Pat
         if kind in (CONTROL, USER_DEFINED):
             library.add_tokens([tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)])
     bos = int(metadata.get("tokenizer.ggml.bos_token_id", -1))
-    add_bos = bos >= 0 and bool(metadata.get("tokenizer.ggml.add_bos_token", split in BEGIN_BY_DEFAULT))
+    add_bos = bos >= 0 and bool(metadata.get("tokenizer.ggml.add_bos_token", split in WHOLE_WORDS))
     if add_bos:
         begin = tokens[bos]
         library.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, bos)])

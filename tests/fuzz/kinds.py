@@ -96,7 +96,10 @@ class Material:
         (folder / "packed").mkdir()
         self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
         self.packed.append(expert_cases.write_mxfp4(folder / "mxfp4")[0])
-        self.gguf = gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)
+        self.gguf = [gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)]
+        for name in ("gemma3", "phi3-longrope", "olmo2", "granite"):
+            checkpoint = golden_cases.write_checkpoint(name, folder / "gguf" / name)
+            self.gguf.append(gguf_writer.write_gguf(checkpoint, folder / f"{name}.gguf", "Q8_0", tokenizer=False))
         self.byte_pairs = folder / "byte-pairs"
         self.byte_pairs.mkdir()
         library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "Ġ": 3}, [("a", "b")]))
@@ -104,9 +107,10 @@ class Material:
         library.decoder = tokenizers.decoders.ByteLevel()
         library.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.NFC()])
         library.save(str(self.byte_pairs / "tokenizer.json"))
-        self.store = folder / "store"
+        self.stores = [folder / f"store-{weights}" for weights in ("int8", "f32")]
         model = Model.open(self.llama)
-        build(model.weights, model.weight_format("int8"), self.store, None)
+        for place in self.stores:
+            build(model.weights, model.weight_format(place.name.removeprefix("store-")), place, None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
         """Saved texts, plain and compressed, each with two loaded models that read it.
@@ -276,7 +280,7 @@ def template(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 
 def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    (folder / "model.gguf").write_bytes(damaged(m.gguf.read_bytes(), rng, HEAD))
+    (folder / "model.gguf").write_bytes(damaged(rng.choice(m.gguf).read_bytes(), rng, HEAD))
     used(folder / "model.gguf", weights="auto")
 
 
@@ -356,7 +360,10 @@ def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
     if rng.random() < 0.5:
         weights.write_bytes(damaged(weights.read_bytes(), rng))
     given = f"{place}:{rng.choice((1, 0.5, -1, 1e300, 'nan', 'x'))}"
-    Model.open(m.llama, lora=given).weights.matrix("1.qkv")
+    if rng.random() < 0.5:
+        Model.open(m.llama, loras={"a": given}).changes("a")
+    else:
+        Model.open(m.llama, lora=given).weights.matrix("1.qkv")
 
 
 def image(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -393,14 +400,14 @@ def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
     place = folder / "store"
-    shutil.copytree(m.store, place)
-    what = rng.randrange(3)
-    if what == 0:
+    shutil.copytree(rng.choice(m.stores), place)
+    if rng.randrange(3) == 0:
         manifest = json.loads((place / "store.json").read_text())
         (place / "store.json").write_bytes(as_json(mutated(manifest, rng), rng))
     else:
-        name = rng.choice([path.name for path in sorted(place.iterdir()) if path.suffix == ".onnx"])
-        name = name if what == 1 else "weights.safetensors"
+        name = rng.choice(
+            [path.name for path in sorted(place.iterdir()) if path.suffix in (".onnx", ".safetensors")]
+        )
         (place / name).write_bytes(damaged((place / name).read_bytes(), rng, HEAD))
     used(place, weights="auto", device="cpu", threads=1)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, jit
 from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, call_put, loops_of, scratch_memory
 from edgekv.types import F32
 
@@ -31,7 +30,7 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
         *(address_of(one.numbers), address_of(other.numbers), put_key.address, put_value.address),
         *(address_of(k), address_of(v), n, head_dim, t0, scratch_memory("append", n_groups * n_bytes), n_bytes),
     )
-    launch.run(_append_heads, _append_parallel, n_groups, k.size * max(1, n_bytes), args)
+    launch.run(_append_heads, n_groups, k.size * max(1, n_bytes), args)
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
@@ -47,9 +46,3 @@ def _append_heads(first: int, last: int, args: Args) -> None:
         row, scratch = 4 * g * n * head_dim, memory + g * n_bytes
         call_put(put_key, key_store, k + row, n, g, t0, scratch)
         call_put(put_value, value_store, v + row, n, g, t0, scratch)
-
-
-@parallel_jit
-def _append_parallel(n_parts: int, n_groups: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _append_heads(n_groups * part // n_parts, n_groups * (part + 1) // n_parts, args)

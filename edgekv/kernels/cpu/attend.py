@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.cpu.decoded import with_numbers
-from edgekv.kernels.cpu.jit import Scalar, fast_jit, parallel_jit
+from edgekv.kernels.cpu.jit import Scalar, entry_jit, fast_jit
 from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
 from edgekv.kernels.cpu.plan import make_plan
 from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.cpu.share import TEAM, share
 from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, exp_of_negative, fill, raise_peak, weigh
 from edgekv.types import F32
 
@@ -43,10 +43,9 @@ def attend(
     segments = [with_numbers(segment) for segment in segments]
     made = make_plan(queries, segments, visible, out, weights, sinks)
     if made.parallel:
-        threads.run_parallel(_attend_parallel, threads.count(), made.plan, made.runs)
+        threads.run_parallel(_attend, TEAM.address, threads.count(), made.plan, made.runs)
     else:
-        _attend_items(0, made.n_items, made.plan, made.runs)
-        _finish_groups(0, made.n_groups, made.plan, made.runs)
+        _attend(0, 1, made.plan, made.runs)
     for segment, pair in zip(segments, made.pairs, strict=True):
         if pair.counts is not None:
             segment.values.counts = pair.counts.mean(axis=0) / queries.shape[1]
@@ -66,13 +65,11 @@ def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, ou
         out[:, part] = one
 
 
-@parallel_jit
-def _attend_parallel(n_parts: int, plan: Any, runs: Any) -> None:
-    n_items, n_groups = plan[0].n_groups * plan[0].splits, plan[0].n_groups
-    for part in prange(n_parts):
-        _attend_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, plan, runs)
-    for part in prange(n_parts):
-        _finish_groups(n_groups * part // n_parts, n_groups * (part + 1) // n_parts, plan, runs)
+@entry_jit
+def _attend(team: int, n_parts: int, plan: Any, runs: Any) -> None:
+    p = plan[0]
+    share(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
+    share(team, n_parts, p.n_groups, _finish_groups, (plan, runs))
 
 
 @fast_jit

@@ -1,13 +1,12 @@
 """Means of 64 and of 16 keys in 4 bits, scored with queries split into two signed bytes."""
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
 from edgekv.kernels.contract.planes import CENTRE, CENTRES
 from edgekv.kernels.cpu import dot, simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.rounding import round_to_even
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
@@ -19,60 +18,52 @@ MIDDLE, HIGHEST, LARGEST_SPLIT = np.array([7.5, 15, 127 * 256], np.float32)
 
 
 def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
-    args = x, codes, step, t0
-    run(_centre_items, _centre_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
+    n_items = x.shape[0] * x.shape[1] // BLOCK
+    args = x, codes, step, t0, np.empty((n_items, x.shape[2]), np.float32)
+    run(_centre_items, n_items, 8 * x.size, args)
 
 
 @fast_jit
 def _centre_items(first: int, last: int, args: Args) -> None:
-    x, codes, step, t0 = args
+    x, codes, step, t0, scratch = args
     (_, n, width), n_blocks = x.shape, step.shape[1]
-    x, codes, step = x.reshape(-1), codes.reshape(-1), step.reshape(-1)
+    x, codes, step, scratch = x.reshape(-1), codes.reshape(-1), step.reshape(-1), scratch.reshape(-1)
     groups = n // BLOCK
     for item in range(first, last):
         target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * CENTRES
-        row = item * BLOCK * width
-        _encode_mean(x, row, BLOCK, width, step, codes, target)
+        row, mean = item * BLOCK * width, item * width
+        _encode_mean(x, row, BLOCK, width, step, codes, target, scratch, mean)
         for i in range(1, CENTRES):
-            _encode_mean(x, row + (i - 1) * CENTRE * width, CENTRE, width, step, codes, target + i)
+            _encode_mean(x, row + (i - 1) * CENTRE * width, CENTRE, width, step, codes, target + i, scratch, mean)
 
 
 @jit
-def _encode_mean(x: F32, row: int, n: int, width: int, step: U16, codes: U8, target: int) -> None:
-    """Stores the mean of n rows of x and subtracts it from them."""
+def _encode_mean(
+    x: F32, row: int, n: int, width: int, step: U16, codes: U8, target: int, scratch: F32, mean: int
+) -> None:
+    """Stores the mean of n rows of x and subtracts it from them; scratch[mean:][:width] is used up."""
     half, largest = width // 2, ZERO
-    for d in range(row, row + width):
-        largest = maximum(largest, abs(_mean(x, d, n, width)))
+    for d in range(width):
+        put(scratch, mean + d, get(x, row + d))
+    for i in range(row + width, row + n * width, width):
+        for d in range(width):
+            put(scratch, mean + d, get(scratch, mean + d) + get(x, i + d))
+    for d in range(mean, mean + width):
+        put(scratch, d, get(scratch, d) * (ONE / np.float32(n)))
+        largest = maximum(largest, abs(get(scratch, d)))
     bits = float_to_half(minimum(largest / EIGHT, LARGEST_F16))
     put(step, target, bits)
     size = as_float(bits)
     divisor = ONE if size == ZERO else size
-    for d in range(half):
-        low = minimum(maximum(np.floor(_mean(x, row + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
-        high = minimum(maximum(np.floor(_mean(x, row + half + d, n, width) / divisor) + EIGHT, ZERO), HIGHEST)
-        put(codes, target * half + d, np.uint8(np.int32(low) | np.int32(high) << 4))
-        _subtract(x, row + d, n, width, (low - MIDDLE) * size)
-        _subtract(x, row + half + d, n, width, (high - MIDDLE) * size)
-
-
-@jit
-def _mean(x: F32, d: int, n: int, width: int) -> Scalar:
-    total = get(x, d)
-    for i in range(1, n):
-        total += get(x, d + i * width)
-    return total * (ONE / np.float32(n))
-
-
-@jit
-def _subtract(x: F32, d: int, n: int, width: int, centre: Scalar) -> None:
-    for i in range(n):
-        put(x, d + i * width, get(x, d + i * width) - centre)
-
-
-@parallel_jit
-def _centre_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _centre_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
+    for d in range(mean, mean + half):
+        low = minimum(maximum(np.floor(get(scratch, d) / divisor) + EIGHT, ZERO), HIGHEST)
+        high = minimum(maximum(np.floor(get(scratch, d + half) / divisor) + EIGHT, ZERO), HIGHEST)
+        put(codes, target * half + d - mean, np.uint8(np.int32(low) | np.int32(high) << 4))
+        put(scratch, d, (low - MIDDLE) * size)
+        put(scratch, d + half, (high - MIDDLE) * size)
+    for i in range(row, row + n * width, width):
+        for d in range(width):
+            put(x, i + d, get(x, i + d) - get(scratch, mean + d))
 
 
 @jit

@@ -3,13 +3,12 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.codes import add_row
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, again_loop, chars, floats, halves, ints, numbers
 from edgekv.kernels.cpu.masks import at_least, lowest_one
@@ -43,7 +42,7 @@ ZERO, HALF, MIDDLE_OF_MEANS = np.array([0, 0.5, 8], np.float32)
 
 
 def encode_planes(x: F32, step: F32, planes: U64, t0: int) -> None:
-    run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], 2 * x.size, (x, step, planes, t0))
+    run(_encode_tokens, x.shape[0] * x.shape[1], 2 * x.size, (x, step, planes, t0))
 
 
 class ValueNumbers(NamedTuple):
@@ -205,12 +204,6 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
                     element = get(x, d)
                     put(x, d, element - size if element >= ZERO else element + size)
             size *= HALF
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

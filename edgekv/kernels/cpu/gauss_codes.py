@@ -1,16 +1,17 @@
 """Encoding in the best uniform levels for a Gaussian: keys in planes, values four tokens side by side."""
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
 from edgekv.kernels.contract.planes import GAUSS_STEP
+from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
+LANES = simd.LANES
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
 
 
@@ -18,13 +19,13 @@ def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
     n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
     scratch = np.empty((n_items, 2, x.shape[2]), np.float32)
     args = x, planes, scale, t0, GAUSS_STEP[bits], scratch
-    run(_encode_keys, _encode_keys_parallel, n_items, 8 * x.size, args)
+    run(_encode_keys, n_items, 8 * x.size, args)
 
 
 def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
     bits = codes.shape[2] // 2
     args = np.ascontiguousarray(x), codes, scale, t0, bits, GAUSS_STEP[bits]
-    run(_encode_values, _encode_values_parallel, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
+    run(_encode_values, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
 
 
 @jit
@@ -45,8 +46,10 @@ def _encode_keys(first: int, last: int, args: Args) -> None:
                 put(scratch, left + width + d, ZERO)
             for p in range(bits):
                 weight = np.float32(1 << (bits - 1 - p))
-                for d in range(0, width, 8):
-                    put(planes, place + 2 * (p * 4 * width + d), _eight_signs(scratch, left + d))
+                for d in range(0, width, LANES):
+                    signs = simd.load_signs(scratch, left + d)
+                    for i in range(0, LANES, 8):
+                        put(planes, place + 2 * (p * 4 * width + d + i), np.uint8(signs >> np.uint64(i)))
                 for d in range(left, left + width):
                     sign = ONE if get(scratch, d) >= ZERO else -ONE
                     put(scratch, width + d, get(scratch, width + d) + sign * weight)
@@ -64,26 +67,12 @@ def place_of(token: int, width: int) -> int:
     return token % 16 // 4 * 2 * width + token % 4 * 4 + (quarter & 1) * 2 + (quarter >> 1)
 
 
-@jit
-def _eight_signs(x: F32, start: int) -> Scalar:
-    bits = np.uint8(0)
-    for i in range(8):
-        bits |= np.uint8(get(x, start + i) >= ZERO) << np.uint8(i)
-    return np.uint8(bits)
-
-
 @fast_jit
 def _along(x: F32, row: int, level: F32, start: int, width: int) -> Scalar:
     total = 0.0
     for d in range(width):
         total += np.float64(get(x, row + d)) * np.float64(get(level, start + d))
     return total
-
-
-@parallel_jit
-def _encode_keys_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_keys(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit
@@ -133,12 +122,6 @@ def _put_code(codes: U8, start: int, head_dim: int, d: int, t: int, bits: int, f
     row = first_row + t % tokens_apart // 4
     byte = start + (row * head_dim + d) * 4 + t % 4
     put(codes, byte, np.uint8(get(codes, byte) | code << t // tokens_apart * bits))
-
-
-@parallel_jit
-def _encode_values_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_values(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

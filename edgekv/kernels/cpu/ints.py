@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
@@ -19,7 +18,7 @@ from edgekv.kernels.cpu.codes import (
     with_totals,
 )
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
@@ -33,7 +32,7 @@ ZERO, ONE = np.array([0, 1], np.float32)
 
 def encode_sym(x: F32, codes: U8, scale: U16, t0: int) -> None:
     args = np.ascontiguousarray(x), codes, scale, t0
-    run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
+    run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 @jit
@@ -61,12 +60,6 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
                 level = _level(get(x, item * head_dim + part * n_bytes + j), step, top)
                 byte |= level << part * n_bits
             put(codes, code + j * block, np.uint8(byte))
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

@@ -1,7 +1,5 @@
 """Typed shorthands for the ways kernels are compiled, and what the processor offers."""
 
-import hashlib
-import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -10,6 +8,8 @@ from numba.core import codegen, config
 from numba.extending import intrinsic as _intrinsic
 
 from edgekv import numba_cache
+from edgekv.kernels.cpu.inner import InnerCompiler
+from edgekv.kernels.cpu.kept import KeptKernel
 
 F = TypeVar("F", bound=Callable[..., Any])
 Scalar = Any  # a number inside a kernel
@@ -21,42 +21,46 @@ CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codeg
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-def _digest() -> str:
-    """Of all that is compiled into kernels."""
-    package, digest = pathlib.Path(__file__).parent, hashlib.sha256()
-    for source in sorted([*package.rglob("*.py"), *(package.parent / "contract").rglob("*.py")]):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
+def _inner(function: F, **options: Any) -> F:
+    """Called by what is compiled alone, and kept on disk as a part of that."""
+    dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    dispatcher._compiler.__class__ = InnerCompiler
+    return cast(F, dispatcher)
 
 
-SOURCES = _digest() if numba_cache.kept else ""
-
-
-def _compiled(function: F, **options: Any) -> F:
-    dispatcher = numba.njit(cache=numba_cache.kept, nogil=True, **options)(function)
+def _entry(function: F, **options: Any) -> F:
+    dispatcher = numba.njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
     if numba_cache.kept:
-        numba_cache.forget_old(dispatcher.stats.cache_path, SOURCES)
+        dispatcher._cache = KeptKernel(function)
     return cast(F, dispatcher)
 
 
 def jit(function: F) -> F:
     """Exact arithmetic, as written: said in so many words, or a function takes on that of its first caller."""
-    return _compiled(function, error_model="numpy", fastmath=False)
+    return _inner(function, fastmath=False)
 
 
 def fast_jit(function: F) -> F:
     """Sums in any order."""
-    return _compiled(function, error_model="numpy", fastmath=FAST)
+    return _inner(function, fastmath=FAST)
 
 
 def inline_jit(function: F) -> F:
     """`fast_jit`, always inlined: for what runs so often that passing arrays would show."""
-    return _compiled(function, error_model="numpy", fastmath=FAST, forceinline=True)
+    return _inner(function, fastmath=FAST, forceinline=True)
+
+
+def entry_jit(function: F) -> F:
+    """Called from Python, and kept on disk; exact."""
+    return _entry(function, error_model="numpy", fastmath=False)
 
 
 def parallel_jit(function: F) -> F:
-    """`numba.prange` loops run on all threads. Allocate nothing inside them: it is ten times slower."""
-    return _compiled(function, parallel=True)
+    """Called from Python; `numba.prange` loops run on all threads.
+
+    Allocate nothing inside them: it is ten times slower. What they call is compiled a second time: see `share`.
+    """
+    return _entry(function, parallel=True)
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Division of a kernel's work over threads, and of its arrays into flat ones.
 
-A kernel is a function `items(first, last, ...)` that does a range of its work items, and a parallel one that
-calls it for each part of them. Where both would repeat a dozen parameters, these are one tuple `args`.
+A kernel is a function `items(first, last, ...)` that does a range of its work items. Where it would have a dozen
+more parameters, these are one tuple `args`.
 """
 
 from collections.abc import Callable
@@ -10,22 +10,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import prange
 
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.jit import intrinsic, parallel_jit
-from edgekv.kernels.cpu.loops import Loop, address_of, call
+from edgekv.kernels.cpu.loops import Loop, address_of
+from edgekv.kernels.cpu.share import TEAM, shared
 
 # Multiply-adds (10 to 50 per nanosecond and core) below which waking threads costs more than it saves.
 MIN_PARALLEL_WORK = 1 << 19
 
 
-def run(items: Callable[..., None], parallel: Callable[..., None], n_items: int, work: int, *args: Any) -> None:
+def run(items: Callable[..., None], n_items: int, work: int, *args: Any) -> None:
     """Does items 0..n_items, in parallel if their cost, `work` multiply-adds or so, is worth it."""
     if work < MIN_PARALLEL_WORK or n_items == 1 or threads.count() == 1:
-        items(0, n_items, *args)
+        shared(items)(0, 1, n_items, args)
     else:
-        threads.run_parallel(parallel, threads.count(), n_items, *args)
+        threads.run_parallel(shared(items), TEAM.address, threads.count(), n_items, args)
 
 
 def token_splits(n_kv_heads: int, work: int) -> int:
@@ -63,16 +62,4 @@ class Stage:
     def run_parallel(self, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int | None = None) -> None:
         """All items, a share to each of n_threads, None: of `threads.count()`."""
         n = n_threads or threads.count()
-        threads.run_parallel(_shares, n, n_items, self._loop.address, address_of(numbers), n_threads=n)
-
-
-@parallel_jit
-def _shares(n_parts: int, n_items: int, items: int, numbers: int) -> None:
-    for part in prange(n_parts):
-        _call_items(items, n_items * part // n_parts, n_items * (part + 1) // n_parts, part, numbers)
-
-
-@intrinsic
-def _call_items(context: Any, items: Any, first: Any, last: Any, part: Any, numbers: Any) -> Any:
-    """Calls a stage's function by its address."""
-    return call(4)
+        threads.run_parallel(TEAM.call, n, n_items, self._loop.address, address_of(numbers), n_threads=n)

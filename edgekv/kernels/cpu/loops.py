@@ -28,14 +28,16 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 
 from edgekv import numba_cache
 from edgekv.kernels.cpu.jit import FAST, intrinsic
+from edgekv.kernels.cpu.kept import KeptKernel
 from edgekv.kernels.kinds import find_loops
 from edgekv.types import F32
 
@@ -45,15 +47,21 @@ ALIGNMENT = 64
 class Loop:
     """A function of ``n_arguments`` whole numbers, compiled when its address is first asked for."""
 
-    def __init__(self, function: Callable[..., None], n_arguments: int, exact: bool = False) -> None:
-        self.function, self.n_arguments, self.exact = function, n_arguments, exact
+    def __init__(
+        self, function: Callable[..., None], n_arguments: int, exact: bool = False, parallel: bool = False
+    ) -> None:
+        self.function, self.n_arguments, self.exact, self.parallel = function, n_arguments, exact, parallel
 
     @functools.cached_property
     def address(self) -> int:
         signature = types.void(*[types.intp] * self.n_arguments)
         fastmath = False if self.exact else FAST
-        options = {"cache": numba_cache.kept, "nopython": True, "error_model": "numpy", "fastmath": fastmath}
-        self._compiled = numba.cfunc(signature, **options)(self.function)
+        options = {"nopython": True, "error_model": "numpy", "fastmath": fastmath, "parallel": self.parallel}
+        make: Any = CFunc
+        self._compiled = make(self.function, normalize_signature(signature), locals={}, options=options)
+        if numba_cache.kept:
+            self._compiled._cache = KeptKernel(self.function)
+        self._compiled.compile()
         return int(self._compiled.address)
 
     def call(self, *numbers: int) -> None:
@@ -97,6 +105,11 @@ def finish_loop(function: Callable[..., None]) -> Loop:
     return Loop(function, 4, exact=True)
 
 
+def team_loop(function: Callable[..., None]) -> Loop:
+    """With a `numba.prange` loop, on all threads."""
+    return Loop(function, 4, exact=True, parallel=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Loops:
     """How the tokens of a kind of codec are read.
@@ -123,6 +136,11 @@ class Loops:
     put_scratch: Callable[[Any], int] = lambda codec: 0
     counts: bool = False
     encode: Callable[[Any, F32, int], None] | None = None
+
+    def all(self) -> list[Loop]:
+        """Those that there are."""
+        every = self.score, self.add, self.prepare, self.finish, self.again, self.put
+        return [loop for loop in every if loop is not None]
 
 
 def loops_of(kind: str) -> Loops:
@@ -206,6 +224,12 @@ def call(n_arguments: int) -> Any:
         return context.get_dummy_value()
 
     return types.none(*[types.intp] * (n_arguments + 1)), build
+
+
+@intrinsic
+def call_part(context: Any, part_of: Any, first: Any, last: Any, part: Any, args: Any) -> Any:
+    """Calls a function of four whole numbers at an address."""
+    return call(4)
 
 
 @intrinsic

@@ -49,6 +49,7 @@ class KeyNumbers(NamedTuple):
     matrix: int  # of the rotation; its signs if it is a Hadamard transform
     inverse: int
     first_plane: int
+    query_factors: int  # (G, head_dim), of the queries before they are rotated
 
 
 AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
@@ -81,11 +82,14 @@ def parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, 
 def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     x = numbers(store)
     width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
+    factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
     tables_at, rotated, rounded, split_at, steps = parts_of(prepared, rows, width)
     for m in range(rows):
         row = m * width
+        for d in range(head_dim):
+            put(floats(rounded), row + d, get(floats(q), m * head_dim + d) * get(factors, d))
         rotate_row(
-            *(floats(q), m * head_dim, head_dim, matrix, matrix, get(x, AT.is_hadamard)),
+            *(floats(rounded), row, head_dim, matrix, matrix, get(x, AT.is_hadamard)),
             *(width, floats(rotated), row),
         )
         step = _round_query(floats(rotated), row, width, floats(rounded))
@@ -144,10 +148,10 @@ def _prefetch(x: U8, start: int, n: int) -> None:
 
 
 def _store_numbers(codec: Any) -> KeyNumbers:
-    a = codec.arrays
+    a, of_heads = codec.arrays, ("bits", "key_scale", "first_plane", "query_factors")
     return KeyNumbers(
         **{name: address_of(a[name]) for name in ("planes", "scale", "centres", "centre_step")},
-        **{name: address_of(getattr(codec, name)) for name in ("bits", "key_scale", "first_plane")},
+        **{name: address_of(getattr(codec, name)) for name in of_heads},
         **{"n_blocks": a["planes"].shape[1], "width": codec.width, "head_dim": codec.head_dim},
         **rotation_numbers(codec.rotation),
     )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.decoded import as_numbers
-from edgekv.kernels.cpu.jit import Args, fast_jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, fast_jit
 from edgekv.kernels.cpu.loops import (
     address_of,
     aligned_size,
@@ -46,7 +45,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
         *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("ranges.scores", n_groups * splits * item_bytes)),
         *(item_bytes, prepared),
     )
-    launch.run(_score_items, _score_parallel, n_groups * splits, work, args)
+    launch.run(_score_items, n_groups * splits, work, args)
 
 
 def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
@@ -64,7 +63,7 @@ def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
         *(p.strides[0] // 4, p.strides[1] // 4, loops.add.address, loops.finish.address if loops.finish else 0),
         *(address_of(out), width, scratch_memory("ranges.sums", n_groups * item_bytes), item_bytes, own),
     )
-    launch.run(_sum_items, _sum_parallel, n_groups, out.size * (t1 - t0), args)
+    launch.run(_sum_items, n_groups, out.size * (t1 - t0), args)
 
 
 @fast_jit
@@ -87,12 +86,6 @@ def _score_items(first: int, last: int, args: Args) -> None:
             call_block(score, store, prepared, rows, g, t, n, at, gap_m, mine + prepared_bytes)
 
 
-@parallel_jit
-def _score_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _score_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
 @fast_jit
 def _sum_items(first: int, last: int, args: Args) -> None:
     rows, head_dim, t0, t1, block, store, p, gap_g, gap_m, add, finish, out, width = args[:13]
@@ -109,9 +102,3 @@ def _sum_items(first: int, last: int, args: Args) -> None:
             call_block(add, store, at, gap_m, rows, g, t, n, target, mine + sums_bytes)
         if width:
             call_finish(finish, store, mine, result, rows)
-
-
-@parallel_jit
-def _sum_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _sum_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

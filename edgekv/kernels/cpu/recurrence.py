@@ -5,10 +5,9 @@ of the core that works on the head, whatever the number of tokens.
 """
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import exp_of_negative
@@ -26,7 +25,7 @@ def short_conv(x: F32, out: F32, *, window: F32, weight: F32, bias: F32 | None =
     scratch = np.empty(channels, np.float32)
     arrays = (array.reshape(-1) for array in (x, out, window, weight, NONE if bias is None else bias, scratch))
     args = (n, channels, len(weight), *arrays)
-    run(_conv_channels, _conv_parallel, -(-channels // CHANNELS), x.size + n * weight.size, args)
+    run(_conv_channels, -(-channels // CHANNELS), x.size + n * weight.size, args)
 
 
 def gated_delta(
@@ -46,11 +45,11 @@ def gated_delta(
     sizes = n, key_heads, key_dim, value_heads, value_dim
     flat_x, y = x.reshape(-1), np.empty(n * convolved, np.float32)
     first = (*sizes, len(conv), flat_x, y, window.reshape(-1), conv.reshape(-1))
-    run(_delta_inputs, _inputs_parallel, 2 * key_heads + value_heads, 2 * n * conv.size, first)
+    run(_delta_inputs, 2 * key_heads + value_heads, 2 * n * conv.size, first)
     rates = np.empty(3 * value_heads * n, np.float32)  # of each token: decay, beta, and query times key
     weights = log_decay, time_bias, norm, np.float32(eps)
     args = (*sizes, flat_x, y, matrix.reshape(-1), rates, *weights, out.reshape(-1))
-    run(_delta_heads, _heads_parallel, value_heads, 4 * n * matrix.size, args)
+    run(_delta_heads, value_heads, 4 * n * matrix.size, args)
 
 
 @inline_jit
@@ -296,21 +295,3 @@ def _column(
         for d in range(key_dim):
             i = state + d * value_dim
             put(matrix, i, get(matrix, i) * decay + get(y, key + d) * change)
-
-
-@parallel_jit
-def _conv_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _conv_channels(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@parallel_jit
-def _inputs_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _delta_inputs(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@parallel_jit
-def _heads_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _delta_heads(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

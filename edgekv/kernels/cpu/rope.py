@@ -1,9 +1,8 @@
 """Split of the fused projection into rotated queries and keys, and values."""
 
 import numpy as np
-from numba import prange
 
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32
@@ -28,7 +27,7 @@ def split_rope(
     sizes = n_heads, n_kv_heads, head_dim, cos.shape[1]
     inputs = tuple(np.ascontiguousarray(x).reshape(-1) for x in (qkv, cos, sin, q_norm, k_norm))
     args = (*sizes, *inputs, *flat(q), *flat(k), *flat(v), np.float32(scale), np.float32(eps))
-    run(_split_tokens, _split_parallel, n_tokens, ELEMENT_WORK * qkv.size, args)
+    run(_split_tokens, n_tokens, ELEMENT_WORK * qkv.size, args)
 
 
 @fast_jit
@@ -76,9 +75,3 @@ def _rotate(cos: F32, sin: F32, i: int, half: int, x: F32, j: int) -> None:
         x1, x2, c, s = get(x, j + d), get(x, j + half + d), get(cos, i + d), get(sin, i + d)
         put(x, j + d, x1 * c - x2 * s)
         put(x, j + half + d, x2 * c + x1 * s)
-
-
-@parallel_jit
-def _split_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _split_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

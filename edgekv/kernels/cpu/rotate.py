@@ -4,10 +4,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import prange
 
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.scalar import get, put
@@ -20,12 +19,12 @@ ZERO, MINUS_ONE = np.float32(0), np.float32(-1)
 
 def hadamard(x: F32, flips: F32, out: F32) -> None:
     args = np.ascontiguousarray(x), flips, _scale(flips), out
-    run(_rows, _parallel, out.shape[0] * out.shape[1], ROW_WORK * out.size, args)
+    run(_rows, out.shape[0] * out.shape[1], ROW_WORK * out.size, args)
 
 
 def hadamard_back(x: F32, flips: F32, out: F32) -> None:
     args = np.array(x), flips, _scale(flips), out
-    run(_back_rows, _back_parallel, out.shape[0] * out.shape[1], ROW_WORK * x.size, args)
+    run(_back_rows, out.shape[0] * out.shape[1], ROW_WORK * x.size, args)
 
 
 def _scale(flips: F32) -> Any:
@@ -154,15 +153,3 @@ def _transform_vector(context: Any, x: Any) -> Any:
         return value
 
     return simd.vector(simd.vector), build
-
-
-@parallel_jit
-def _parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _rows(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
-@parallel_jit
-def _back_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _back_rows(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, floats, halves, numbers, put_loop, score_loop
 from edgekv.kernels.cpu.row_products import add_rows, score_rows
@@ -21,7 +20,7 @@ WIDTH = emit.REGISTER
 
 def encode_f16(x: F32, store: U16, t0: int) -> None:
     args = np.ascontiguousarray(x), store, t0
-    run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
+    run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 def project(x: F32, matrix: F32) -> F32:
@@ -122,12 +121,6 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
         target = (item // n_tokens * capacity + t0 + item % n_tokens) * head_dim
         for d in range(head_dim):
             put(store, target + d, float_to_half(get(x, item * head_dim + d)))
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

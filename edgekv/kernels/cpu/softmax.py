@@ -3,11 +3,11 @@
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, intrinsic, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit, intrinsic
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get, maximum, put
 from edgekv.types import F32, I64
@@ -28,7 +28,7 @@ EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
 
 def softmax(s: F32, lo: I64, hi: I64) -> None:
     args = *flat(s), lo, hi, s.shape[2]
-    run(_softmax_rows, _softmax_parallel, s.shape[0] * s.shape[1], EXP_WORK * s.size, args)
+    run(_softmax_rows, s.shape[0] * s.shape[1], EXP_WORK * s.size, args)
 
 
 @fast_jit
@@ -171,9 +171,3 @@ def fill(s: F32, start: int, end: int, x: Scalar) -> None:
     """s[start:end] = x."""
     for i in range(end - start):
         put(s, start + i, x)
-
-
-@parallel_jit
-def _softmax_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _softmax_rows(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)

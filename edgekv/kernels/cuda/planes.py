@@ -67,7 +67,8 @@ def _read(codec: Any) -> Reader:
 
 def _whole(tools: Tools, codec: Any, q: Array) -> Queries:
     """Rotated, and in whole numbers."""
-    x, empty = tools.rotate(codec.rotation, q), tools.driver.empty
+    x = tools.rotate(codec.rotation, q * tools.constant(codec.query_factors)[:, None])
+    empty = tools.driver.empty
     whole, step, rounded = empty(x.shape, np.int32), empty(q.shape[:2], np.float32), empty(x.shape, np.float32)
     tools.round_queries(x, whole, step, rounded)
     return Queries(x, whole, step * tools.constant(codec.key_scale)[:, None], rounded)

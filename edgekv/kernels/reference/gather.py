@@ -88,7 +88,7 @@ def _levels(planes: npt.NDArray[np.uint64]) -> F32:
 def _second_stage(segment: Segment, q: F32, p: F32, n: int, out: F32, change: F32) -> None:
     """Tokens of enough probability by the scan, again with all their bits; the others as their block's mean."""
     keys, values, first, stop, *_ = segment
-    rotated = rotate(keys.rotation, q)
+    rotated = rotate(keys.rotation, q * keys.query_factors[:, None])
     rounded, step = round_queries(rotated)
     inner = np.zeros_like(rotated)
     tail, moved, counts = attend_planes(keys, values, first, stop, rotated, rounded * step[..., None], p, n, inner)

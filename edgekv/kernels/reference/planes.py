@@ -126,7 +126,8 @@ def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     a = codec.arrays
     levels = key_levels(a["planes"], codec.bits)
     stored = levels, a["scale"], codec.key_scale, a["centres"], a["centre_step"]
-    scores_centred(rotate(codec.rotation, q), *stored, t0, t1, s, 0)
+    rotated = rotate(codec.rotation, q * codec.query_factors[:, None])
+    scores_centred(rotated, *stored, t0, t1, s, 0)
 
 
 LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), Loops(scores=_scores))

@@ -69,7 +69,7 @@ async function ask() {
   try {
     const messages = asked.messages.filter(message => !message.dropped).map(sent);
     if (settings.system) messages.unshift({role: "system", content: settings.system});
-    const body = {model, messages, temperature: settings.temperature};
+    const body = {model: chosen(), messages, temperature: settings.temperature};
     if (settings.maxTokens) body.max_tokens = settings.maxTokens;
     for await (const chunk of answer(body, abort.signal)) {
       watchAnswer(chunk, asked);
@@ -165,13 +165,25 @@ async function slide() {
   else redraw();
 }
 
+// Whether it sees, and the LoRAs that it can be asked with.
+function showProps(own, props) {
+  $("attach").hidden = !props?.modalities.vision;
+  const loras = props?.loras ?? [];
+  $("loras").hidden = !loras.length;
+  $("lora").replaceChildren(...[["", own], ...loras.map(name => [name, name])].map(([value, text]) => new Option(text, value)));
+  $("lora").value = loras.includes(settings.lora) ? settings.lora : "";
+}
+
+// The name that answers are asked for by.
+function chosen() { return $("lora").value || model; }
+
 async function watch() {
   try {
     const stats = document.hidden ? null : await facts("/stats");
     if (stats) {
-      if (!ctx) $("attach").hidden = !(await facts("/props"))?.modalities.vision;
+      if (!ctx) showProps(stats.model, await facts("/props"));
       ({model, ctx} = stats);
-      $("model").textContent = `${model} · ${stats.kv.split(":")[0]}`;
+      $("model").textContent = `${chosen()} · ${stats.kv.split(":")[0]}`;
       if (!abort && $("cache").textContent === "–") $("cache").textContent = bytes(stats.edgekv_cache_bytes);
       if (!abort && stats.edgekv_tokens_per_second && $("speed").textContent === "–")
         $("speed").textContent = stats.edgekv_tokens_per_second.toFixed(1);
@@ -203,7 +215,7 @@ function settingsChanged() {
   const temperature = $("temperature").valueAsNumber, most = $("max-tokens").valueAsNumber;
   settings = {
     temperature: temperature >= 0 ? temperature : DEFAULTS.temperature, maxTokens: most >= 1 ? Math.floor(most) : null,
-    system: $("system").value.trim(), theme: $("theme").value,
+    system: $("system").value.trim(), theme: $("theme").value, lora: $("lora").value,
   };
   writeSettings(settings);
   document.documentElement.dataset.theme = settings.theme;

@@ -2,7 +2,7 @@
 // Conversations in the browser's database, settings beside; where there is none they last as long as the page.
 
 const $ = id => document.getElementById(id);
-const DEFAULTS = {temperature: 0.7, maxTokens: null, system: "", theme: ""};
+const DEFAULTS = {temperature: 0.7, maxTokens: null, system: "", theme: "", lora: ""};
 
 class Store {
   static async open() {

@@ -1,10 +1,9 @@
 """A fixed number of slots per KV head: which token leaves, and what takes its place."""
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.cpu.half import float_to_half
-from edgekv.kernels.cpu.jit import Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Scalar, entry_jit, fast_jit, jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import F32, I32, I64, U16
@@ -18,15 +17,15 @@ def store_token(k: F32, v: F32, position: int, slots: I64, keys: U16, values: U1
 
 
 def add_attention(p: F32, mass: F32, n: int, keep: float) -> None:
-    run(_add_items, _add_parallel, len(mass), p.shape[0] * p.shape[1] * n, *flat(p), p.shape[1], mass, n, keep)
+    run(_add_items, len(mass), p.shape[0] * p.shape[1] * n, *flat(p), p.shape[1], mass, n, keep)
 
 
 def evict_lowest(mass: F32, positions: I32, n: int, visible: int, protected: int, slots: I64) -> None:
     args = mass, positions, n, visible, protected, slots
-    run(_evict_items, _evict_parallel, len(mass), mass.shape[0] * n, *args)
+    run(_evict_items, len(mass), mass.shape[0] * n, *args)
 
 
-@jit
+@entry_jit
 def _store_token(k: F32, v: F32, position: int, slots: I64, keys: U16, values: U16, positions: I32) -> None:
     for g in range(len(slots)):
         key, value = keys[g, slots[g]], values[g, slots[g]]
@@ -49,15 +48,6 @@ def _add_items(
             row = p[g * gap_g + m * gap_m :][:n]
             for t in range(n):
                 total[t] += row[t]
-
-
-@parallel_jit
-def _add_parallel(
-    n_parts: int, n_items: int, p: F32, gap_g: int, gap_m: int, n_rows: int, mass: F32, n: int, keep: float
-) -> None:
-    for part in prange(n_parts):
-        first, last = n_items * part // n_parts, n_items * (part + 1) // n_parts
-        _add_items(first, last, p, gap_g, gap_m, n_rows, mass, n, keep)
 
 
 @jit
@@ -89,12 +79,3 @@ def _order(bits: I32, places: I32, i: int, visible: int, protected: int) -> Scal
     rank = GONE if place < visible else rank
     rank = NEVER if place >= protected else rank
     return rank << WORD_BITS | place
-
-
-@parallel_jit
-def _evict_parallel(
-    n_parts: int, n_items: int, mass: F32, positions: I32, n: int, visible: int, protected: int, slots: I64
-) -> None:
-    for part in prange(n_parts):
-        first, last = n_items * part // n_parts, n_items * (part + 1) // n_parts
-        _evict_items(first, last, mass, positions, n, visible, protected, slots)

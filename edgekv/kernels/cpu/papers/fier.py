@@ -3,12 +3,11 @@
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run, token_splits
 from edgekv.kernels.cpu.loops import Loops, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.masks import add_where
@@ -29,7 +28,7 @@ def encode_fier(keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0
     splits = token_splits(n_kv_heads, work)
     scratch = np.empty((n_kv_heads * splits, 2 * head_dim), np.float32)
     args = splits, keys, group, minmax, signs, levels, b0, b1, scratch
-    run(_encode_items, _encode_parallel, n_kv_heads * splits, work, args)
+    run(_encode_items, n_kv_heads * splits, work, args)
 
 
 @jit
@@ -54,12 +53,6 @@ def _encode_items(first: int, last: int, args: Args) -> None:
             for w in range(group // WORD_TOKENS):
                 word = (g * n_words + b * (group // WORD_TOKENS) + w) * head_dim
                 _pack_words(keys, key + w * WORD_TOKENS * head_dim, centre, signs, word)
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

@@ -3,11 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
     Loops,
@@ -33,14 +32,14 @@ WORD_BITS = np.uint64(64)
 
 def huffman_sizes(codes: U8, lengths: U8, bits: U16, t0: int) -> None:
     args = codes, lengths, bits, t0
-    run(_size_tokens, _sizes_parallel, codes.shape[0] * codes.shape[1], SIZE_WORK * codes.size, args)
+    run(_size_tokens, codes.shape[0] * codes.shape[1], SIZE_WORK * codes.size, args)
 
 
 def huffman_pack(
     codes: U8, words: U16, lengths: U8, plain: U8, offsets: U32, b0: int, block: int, pool: U64
 ) -> None:
     args = codes, words, lengths, plain, offsets, b0, block, pool
-    run(_pack_blocks, _pack_parallel, plain.size, PACK_WORK * codes.size, args)
+    run(_pack_blocks, plain.size, PACK_WORK * codes.size, args)
 
 
 @jit
@@ -53,12 +52,6 @@ def _size_tokens(first: int, last: int, args: Args) -> None:
         for d in range(head_dim):
             total += np.int32(get(lengths, get(codes, item * head_dim + d)))
         bits[item // n_tokens, t0 + item % n_tokens] = np.uint16(total)
-
-
-@parallel_jit
-def _sizes_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _size_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit
@@ -87,12 +80,6 @@ def _pack_block(codes: U8, start: int, n: int, words: U16, lengths: U8, pool: U6
             pending = bits >> (length - n_pending)
     if n_pending:
         put(pool, word, pending)
-
-
-@parallel_jit
-def _pack_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _pack_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @fast_jit

@@ -1,11 +1,10 @@
 """Error-bounded levels: codes of a fixed relative step within each channel of a block or each token."""
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import LARGEST_F16
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
@@ -22,13 +21,13 @@ def quantize_channels(
     ends = np.empty((len(x) * n_blocks, 2, x.shape[2]), np.float32)
     scale = np.float32(relative_step), np.float32(levels - 1)
     args = np.ascontiguousarray(x), *scale, block, codes, low, step, b0, ends
-    run(_quantize_blocks, _quantize_blocks_parallel, len(x) * n_blocks, QUANTISE_WORK * x.size, args)
+    run(_quantize_blocks, len(x) * n_blocks, QUANTISE_WORK * x.size, args)
 
 
 def quantize_tokens(x: F32, relative_step: float, levels: int, codes: U8, low: U16, step: U16, t0: int) -> None:
     scale = np.float32(relative_step), np.float32(levels - 1)
     args = np.ascontiguousarray(x), *scale, codes, low, step, t0
-    run(_quantize_tokens, _quantize_tokens_parallel, x.shape[0] * x.shape[1], QUANTISE_WORK * x.size, args)
+    run(_quantize_tokens, x.shape[0] * x.shape[1], QUANTISE_WORK * x.size, args)
 
 
 @jit
@@ -59,12 +58,6 @@ def _quantize_blocks(first: int, last: int, args: Args) -> None:
                 put(codes, i + d, _level(get(x, i + d), lo, size, highest))
 
 
-@parallel_jit
-def _quantize_blocks_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _quantize_blocks(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
 @jit
 def _quantize_tokens(first: int, last: int, args: Args) -> None:
     x, relative_step, highest, codes, low, step, t0 = args
@@ -79,12 +72,6 @@ def _quantize_tokens(first: int, last: int, args: Args) -> None:
         lo, size = as_float(low[g, t]), _divisor(step[g, t])
         for d in range(head_dim):
             put(codes, start + d, _level(get(x, start + d), lo, size, highest))
-
-
-@parallel_jit
-def _quantize_tokens_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _quantize_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

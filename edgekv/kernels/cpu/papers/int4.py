@@ -3,13 +3,12 @@
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.block_weights import copy_bytes, copy_floats, copy_halves
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, put_loop
 from edgekv.kernels.cpu.papers.nibbles import HIGH_AT, SIZES_AT, TOGETHER, WEIGHTS_BYTES, add_row, round_weights
@@ -26,7 +25,7 @@ ZERO, ONE, HIGHEST_CODE = np.array([0, 1, 15], np.float32)
 
 def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
     args = np.ascontiguousarray(x), codes, delta, zero, t0
-    run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], x.size, args)
+    run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 @add_loop
@@ -123,12 +122,6 @@ def _encode_token(x: F32, row: int, head_dim: int, codes: U8, delta: U16, zero: 
     put(delta, token, bits)
     put(zero, token, np.uint8(offset))
     _encode_row(x, row, step, offset, codes, token * (head_dim // 2), head_dim // 2)
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
 from edgekv.kernels.cpu import simd
@@ -18,7 +17,7 @@ from edgekv.kernels.cpu.codes import (
     dot_row,
 )
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
@@ -33,12 +32,12 @@ ZERO, ONE = np.array([0, 1], np.float32)
 def encode_kivi_keys(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     group = codes.shape[3]
     args = np.ascontiguousarray(x), codes, step, low, t0 // group
-    run(_encode_groups, _encode_groups_parallel, x.shape[0] * x.shape[1] // group, x.size, args)
+    run(_encode_groups, x.shape[0] * x.shape[1] // group, x.size, args)
 
 
 def encode_kivi_values(x: F32, codes: U8, step: U16, low: U16, t0: int) -> None:
     args = np.ascontiguousarray(x), codes, step, low, t0
-    run(_encode_tokens, _encode_tokens_parallel, x.shape[0] * x.shape[1], x.size, args)
+    run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 @jit
@@ -64,12 +63,6 @@ def _encode_groups(first: int, last: int, args: Args) -> None:
                 put(codes, (place * n_bytes + j) * group + t, np.uint8(byte))
 
 
-@parallel_jit
-def _encode_groups_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_groups(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
-
-
 @jit
 def _encode_tokens(first: int, last: int, args: Args) -> None:
     x, codes, step, low, t0 = args
@@ -90,12 +83,6 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
                 level = _level(get(x, source + d), top, step, low, first_range + d // span * capacity)
                 byte |= level << part * n_bits
             put(codes, (g * capacity + t) * n_bytes + j, np.uint8(byte))
-
-
-@parallel_jit
-def _encode_tokens_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

@@ -1,11 +1,10 @@
 """Quest's index: the largest and the smallest key of a page, channel by channel."""
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.cpu import rows
 from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
@@ -17,7 +16,7 @@ ZERO = np.float32(0)
 def encode_pages(keys: U16, page: int, bounds: U16, b0: int, b1: int) -> None:
     n_items = keys.shape[0] * (b1 - b0)
     args = keys, page, bounds, b0, b1
-    run(_encode_items, _encode_parallel, n_items, n_items * page * keys.shape[2], args)
+    run(_encode_items, n_items, n_items * page * keys.shape[2], args)
 
 
 @jit
@@ -36,12 +35,6 @@ def _encode_items(first: int, last: int, args: Args) -> None:
                 high, low = as_float(get(bounds, bound + d)), as_float(get(bounds, bound + head_dim + d))
                 put(bounds, bound + d, float_to_half(maximum(high, x)))
                 put(bounds, bound + head_dim + d, float_to_half(minimum(low, x)))
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_items(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @prepare_loop

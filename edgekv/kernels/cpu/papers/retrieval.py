@@ -1,10 +1,9 @@
 """Which tokens to attend to: those of the largest sums of scores."""
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import Args, Scalar, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.masks import at_least, lowest_one
 from edgekv.kernels.cpu.scalar import address, count_ones, get, maximum, minimum, put
@@ -20,7 +19,7 @@ ONE_BIT = np.uint64(1)
 def select_top(s: F32, lo: I64, hi: I64, k: int, chosen: I32) -> None:
     args = *flat(s), s.shape[1] // len(lo), lo, hi, k, chosen
     n_rows = s.shape[0] * len(lo)
-    run(_select_rows, _select_parallel, n_rows, SELECT_WORK * n_rows * s.shape[2], args)
+    run(_select_rows, n_rows, SELECT_WORK * n_rows * s.shape[2], args)
 
 
 @jit
@@ -34,12 +33,6 @@ def _select_rows(first: int, last: int, args: Args) -> None:
         for head in range(1, n_heads):
             _add_row(s, row, row + head * n * gap_m, length)
         _select_row(s, row, length, k, chosen, item * width, lo[j])
-
-
-@parallel_jit
-def _select_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _select_rows(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

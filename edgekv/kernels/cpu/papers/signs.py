@@ -3,11 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import Args, Scalar, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop, put_loop, score_loop, words
 from edgekv.kernels.cpu.rotate import multiply_row
@@ -25,7 +24,7 @@ ONE, MINUS_TWO = np.array([1, -2], np.float32)
 
 def pack_signs(x: F32, codes: U64, t0: int) -> None:
     args = np.ascontiguousarray(x), codes, t0
-    run(_pack_tokens, _pack_parallel, x.shape[0] * x.shape[1], x.size, args)
+    run(_pack_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
 @prepare_loop
@@ -116,12 +115,6 @@ def _pack_tokens(first: int, last: int, args: Args) -> None:
         g, t = item // n_tokens, t0 + item % n_tokens
         for w in range(n_bits // WORD_BITS):
             codes[g, t // BLOCK, w, t % BLOCK] = _pack_word(x, item * n_bits + w * WORD_BITS)
-
-
-@parallel_jit
-def _pack_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _pack_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

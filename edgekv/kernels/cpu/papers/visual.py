@@ -3,13 +3,12 @@
 from typing import Any
 
 import numpy as np
-from numba import prange
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.codes import prepared_bytes, with_totals
 from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit, parallel_jit
+from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.papers.bits import put_bits, shift_in_bits
@@ -26,7 +25,7 @@ ZERO = np.float32(0)
 
 def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
     args = np.ascontiguousarray(x), low, step, planes, t0
-    run(_encode_tokens, _encode_parallel, x.shape[0] * x.shape[1], ENCODE_WORK * x.size, args)
+    run(_encode_tokens, x.shape[0] * x.shape[1], ENCODE_WORK * x.size, args)
 
 
 @jit
@@ -45,12 +44,6 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
             for j in range(n_bits):
                 bit = (code >> np.int32(j) & np.int32(1)) << np.int32(d % BYTE_BITS)
                 token[j * n_bytes + d // BYTE_BITS] |= np.uint8(bit)
-
-
-@parallel_jit
-def _encode_parallel(n_parts: int, n_items: int, args: Args) -> None:
-    for part in prange(n_parts):
-        _encode_tokens(n_items * part // n_parts, n_items * (part + 1) // n_parts, args)
 
 
 @jit

@@ -1,0 +1,296 @@
+"""LoRAs beside the weights: PEFT's numbers, one store for all of them, and conversations that never mix."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import urllib.request
+from typing import Any
+
+import golden_cases
+import lora_cases
+import numpy as np
+import pytest
+from checkpoint_files import one_line
+from safetensors.numpy import load_file, save_file
+from serving import serving
+from test_slots import Recorded, at_once
+
+from edgekv import LoadOptions, Session
+from edgekv.cli import main
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, SessionError
+from edgekv.linear.cuda import CudaLinear
+from edgekv.server.pool import SessionPool
+from edgekv.session.cuda_device import CudaDevice
+from edgekv.session.model import Model
+
+GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "lora.npz")
+TOLERANCE = 2e-4
+CASE = lora_cases.CASES["llama"]
+TOKENS = golden_cases.tokens(CASE.model)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return golden_cases.write_checkpoint(CASE.model, tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return lora_cases.write("llama", tmp_path_factory.mktemp("lora") / "helper")
+
+
+@pytest.fixture(scope="module")
+def both(base: pathlib.Path, lora: pathlib.Path) -> Session:
+    """Of a model with two of them."""
+    return Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", ctx=64)
+
+
+def with_lora(session: Session, name: str | None) -> Session:
+    """A conversation of its own."""
+    fork = session.fork()
+    fork.use_lora(name)
+    return fork
+
+
+def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
+    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+@pytest.mark.parametrize("name", lora_cases.CASES)
+def test_logits_are_those_of_peft(name: str, device: str, tmp_path: pathlib.Path) -> None:
+    """And without it those of the model alone."""
+    case = lora_cases.CASES[name]
+    model = golden_cases.write_checkpoint(case.model, tmp_path / "base")
+    given = {"own": f"{lora_cases.write(name, tmp_path / 'lora')}:{case.scale}"}
+    tokens = golden_cases.tokens(case.model)
+    options = LoadOptions(weights="f32", kv="dense:dtype=f32", device=device)
+    with Session.load(model, options, loras=given) as session, Session.load(model, options) as plain:
+        np.testing.assert_array_equal(session.logits(tokens), plain.logits(tokens))
+        session.use_lora("own")
+        np.testing.assert_allclose(session.logits(tokens)[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_quantized_weights_stay_as_they_are(
+    weights: str, base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One store for the model and all its LoRAs, whose change is added to what that holds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = LoadOptions(weights=weights, kv="dense:dtype=f32")
+    session = Session.load(base, options, loras={"one": lora, "half": f"{lora}:0.5"})
+    np.testing.assert_array_equal(session.logits(TOKENS), Session.load(base, options).logits(TOKENS))
+    assert len(list((tmp_path / "edgekv" / "stores").iterdir())) == 1
+    exact = Session.load(base, options, loras={"half": f"{lora}:0.5"}, device="numpy")
+    found = []
+    for each in (session, exact):
+        each.use_lora("half")
+        found.append(each.logits(TOKENS))
+    assert np.sqrt(np.mean(np.square(found[0] - found[1]))) < 0.05 * found[1].std()  # activations are rounded, too
+
+
+def test_a_store_takes_one_with_a_name(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    store = tmp_path / "store"
+    assert main(["quantize", "--model", str(base), "--weights", "int8", "--output", str(store)]) == 0
+    sessions = [Session.load(model, loras={"one": lora}, weights="int8") for model in (store, base)]
+    for session in sessions:
+        session.use_lora("one")
+    np.testing.assert_array_equal(*(session.logits(TOKENS) for session in sessions))
+    with pytest.raises(ConfigError) as error:
+        Model.open(store, lora=lora)
+    one_line(error, "give it a name")
+
+
+def test_a_conversation_is_of_one_lora(both: Session) -> None:
+    plain, one, half = (with_lora(both, name) for name in (None, "one", "half"))
+    texts = [text(session, TOKENS[:20]) for session in (plain, one, half)]
+    assert len({tuple(each) for each in texts}) == 3
+    assert (plain.lora, one.lora, one.fork().lora) == (None, "one", "one")
+    assert one.report().settings["lora"].startswith("helper:1 (")
+    assert "beside the weights" in one.report().settings["lora"]
+    assert one.report().bytes_read_per_token - plain.report().bytes_read_per_token == 4 * 3 * (
+        # rank 4: queries, keys and values, then the output projection, the two of gate and up, and down
+        3 * 4 * 64 + 4 * 128 + 4 * (64 + 64) + 2 * 4 * 64 + 4 * 192 + 4 * (96 + 64)
+    )
+    with pytest.raises(SessionError, match="LoRA"):
+        plain.copy_from(one)
+    one.use_lora("half")
+    assert not one.tokens
+    assert text(one, TOKENS[:20]) == texts[2]
+    with pytest.raises(ConfigError) as error:
+        one.use_lora("none")
+    one_line(error, "'none'", "one", "half")
+
+
+def test_saved_sessions_go_on_with_their_own(
+    both: Session, base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    saved, one = tmp_path / "s.ekv", with_lora(both, "one")
+    one.prefill(TOKENS[:20])
+    one.save(saved)
+    expected = text(one, TOKENS[20:24])
+    options = LoadOptions(weights="f32", loras={"another-name": lora, "half": f"{lora}:0.5"})
+    for session in (Session.restore(saved, base, options), Session.restore(saved, both)):
+        assert text(session, TOKENS[20:24]) == expected
+    other = with_lora(both, "half")
+    other.load_state(saved)
+    assert other.lora == "one"
+    assert text(other, TOKENS[20:24]) == expected
+    for given in ({}, {"half": f"{lora}:0.5"}):
+        with pytest.raises(SessionError) as error:
+            Session.restore(saved, base, LoadOptions(weights="f32", loras=given))
+        one_line(error, "was held with the LoRA helper:1 (", "beside the weights", "no LoRA")
+
+
+def test_those_of_several_loras_decode_together(
+    base: pathlib.Path, lora: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in passes of its own."""
+    session = Session.load(base, loras={"one": lora, "half": f"{lora}:0.5"}, weights="f32", slots=4, ctx=64)
+    names = ("one", None, "half", "one")
+    expected = [text(with_lora(session, name), TOKENS[:n]) for n, name in enumerate(names, 5)]
+    assert len({tuple(each) for each in expected}) == 4
+    passes = [Recorded(with_lora(session, name), monkeypatch) for name in (None, "one", "half")]
+    works = [functools.partial(text, with_lora(session, name), TOKENS[:n]) for n, name in enumerate(names, 5)]
+    assert at_once(works) == expected
+    assert [sum(each.rows) for each in passes] == [11, 22, 11]
+
+
+def test_what_one_has_read_is_not_anothers(both: Session) -> None:
+    """Of the server's pool: also where there is one session for all."""
+    prompt = TOKENS[:40]
+    expected = {name: text(with_lora(both, name), prompt) for name in (None, "one", "half")}
+    for room in (1, 2, 8):
+        pool = SessionPool(both.fork(), room * both.plan.cache_bytes)
+        for name in (None, "one", "one", "half", None, "half", "one"):
+            session, new = pool.acquire(prompt, name)
+            assert session.lora == name
+            assert text(session, list(new)) == expected[name]
+            pool.release(session)
+        assert pool.n_sessions <= room
+    borrowed = pool.borrow("half")
+    assert borrowed.lora == "half"
+    assert borrowed.tokens[:40] == prompt
+
+
+def test_an_embedding_is_of_its_lora(both: Session) -> None:
+    vectors = [with_lora(both, name).embed(TOKENS[:9]) for name in (None, "one")]
+    assert vectors[0] @ vectors[1] < 0.99
+
+
+def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for names in ({"": lora}, {"a b": lora}, {"x" * 65: lora}, {"a": 3}, [lora]):
+        with pytest.raises(ConfigError) as error:
+            LoadOptions(loras=names)  # type: ignore[arg-type]
+        assert error.value.field == "loras"
+        one_line(error)
+    other = golden_cases.write_checkpoint("llama1", tmp_path / "other")
+    with pytest.raises(ConfigError) as foreign:
+        Session.load(other, loras={"one": lora})
+    one_line(foreign, "k_proj", "(32, 64)", "(64, 64)", "trained on")
+    huge = lora_cases.write("llama", tmp_path / "huge")
+    file = huge / "adapter_model.safetensors"
+    save_file({name: values * np.float32(1e38) for name, values in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError) as infinite:
+        Session.load(base, loras={"one": f"{huge}:100"}, weights="f32")
+    one_line(infinite, "not finite", "scale")
+
+
+def test_a_gpu_has_none() -> None:
+    for refused in (CudaDevice().require_loras, lambda: CudaLinear.with_changes(None, {})):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as error:
+            refused()
+        one_line(error, "device='cpu'", "without a name")
+
+
+def run(*options: Any) -> int:
+    return main(
+        ["run", "--prompt", "Once", "--max-new-tokens", "8", "--greedy", "--ctx", "64", *map(str, options)]
+    )
+
+
+def test_the_command_line(
+    demo_lora: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--lora", f"mine={demo_lora}:0.5", "--session", tmp_path / "s", "--verbose") == 0
+    out = capsys.readouterr()
+    assert "beside the weights" in out.err
+    assert run("--lora", f"{demo_lora}:0.5") == 0  # merged
+    assert capsys.readouterr().out == out.out
+    assert run("--session", tmp_path / "s", "--lora", f"renamed={demo_lora}:0.5") == 0
+    for options, parts in (
+        (["--session", tmp_path / "s"], ["beside the weights", "no LoRA", "--lora"]),
+        (["--lora", f"a={demo_lora}", "--lora", f"b={demo_lora}"], ["one", "edgekv serve"]),
+        (["--lora", f"a={demo_lora}", "--lora", f"a={demo_lora}"], ["'a' is taken"]),
+        (["--lora", demo_lora, "--lora", demo_lora], ["merged", "NAME=FOLDER"]),
+        (["--lora", f"a={tmp_path}"], ["adapter_config.json"]),
+    ):
+        capsys.readouterr()
+        assert run(*options) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert all(part in said for part in parts), said
+    capsys.readouterr()
+    assert run("--session", tmp_path / "plain") == 0
+    assert run("--session", tmp_path / "plain", "--lora", f"a={demo_lora}") == 2
+    assert "was held without a LoRA" in capsys.readouterr().err
+
+
+def test_errors_are_ours(base: pathlib.Path) -> None:
+    with pytest.raises(EdgeKVError):
+        Model.open(base, loras={"a": "/nowhere"})
+
+
+def asked(url: str, body: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The answer, and its Warning."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.loads(reply.read()), reply.headers["Warning"]
+
+
+def test_a_server_has_several(demo_lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A request chooses by the model's name, and nothing of another's cache comes into its answer."""
+    loras = {"mine": demo_lora, "half": f"{demo_lora}:0.5"}
+    prompt = "It was a dark night when the old man came up the hill to the house, and he knew that it was"
+    session = Session.load("demo", loras=loras, weights="f32", ctx=1024)
+    expected, vectors = {}, {}
+    for name in (None, *loras):
+        session.use_lora(name)
+        vectors[name or "demo"] = session.embed(prompt)
+        expected[name or "demo"] = "".join(step.text for step in session.generate(prompt, max_new_tokens=16))
+    options = [part for name, folder in loras.items() for part in ("--lora", f"{name}={folder}")]
+    with serving(tmp_path, *options, "--weights", "f32", "--slots", 2, "--prefix-cache", 1) as server:
+        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as reply:
+            cards = json.loads(reply.read())["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [
+            ("demo", None),
+            ("mine", "demo"),
+            ("half", "demo"),
+        ]
+        with urllib.request.urlopen(f"{server.url}/v1/models/half", timeout=60) as reply:
+            assert json.loads(reply.read())["id"] == "half"
+
+        def text_of(name: str) -> str:
+            body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "model": name}
+            answer, warning = asked(f"{server.url}/v1/completions", body)
+            assert answer["model"] == name
+            assert warning is None
+            return str(answer["choices"][0]["text"])
+
+        names = ["mine", "demo", "half", "half", "mine", "demo"]
+        assert at_once([functools.partial(text_of, name) for name in names]) == [expected[name] for name in names]
+        answer, warning = asked(
+            f"{server.url}/v1/completions", {"prompt": prompt, "max_tokens": 1, "model": "other"}
+        )
+        assert answer["model"] == "demo"
+        assert "no model other" in str(warning)
+        for name, vector in vectors.items():
+            answer, _ = asked(f"{server.url}/v1/embeddings", {"input": prompt, "model": name})
+            np.testing.assert_allclose(answer["data"][0]["embedding"], vector, atol=1e-5)
+
+
+def test_a_server_refuses_a_taken_name(demo_lora: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "--ctx", "64", "--lora", f"demo={demo_lora}"]) == 2
+    assert "model's own name" in capsys.readouterr().err

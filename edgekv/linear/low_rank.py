@@ -42,8 +42,8 @@ def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple
     for name, linear in arch.linears().items():
         if linear.n_experts and any(part.tensor in deltas for part in linear.parts):
             raise CheckpointError(
-                f"the LoRA changes experts ({name}), which is not done beside the weights: make a store of both with "
-                "`edgekv quantize --lora`",
+                f"the LoRA changes experts ({name}), which is not done beside the weights: make a store of both "
+                "with `edgekv quantize` and it",
                 field="lora",
             )
     return {

@@ -90,6 +90,39 @@ GROWING = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+QWEN3_MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = V5 | {
+    "model_type": "gpt_oss",
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 12,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 20000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
 
 LFM2 = {
     "model_type": "lfm2",
@@ -199,6 +232,39 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral3": MINISTRAL3 | {"rope_parameters": GROWING},
     "ministral3-sliding": MINISTRAL3
     | {"sliding_window": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0} | BETA},
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-options": QWEN3_MOE
+    | {
+        "num_hidden_layers": 5,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": MIXTRAL,
+    "mixtral-options": MIXTRAL
+    | {
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "head_dim": 24,
+        "sliding_window": 12,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+    },
+    "gpt-oss": GPT_OSS,
+    "gpt-oss-options": GPT_OSS
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"],
+        "attention_bias": False,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
     "lfm2": LFM2,
     "lfm2-options": LFM2
     | {
@@ -258,10 +324,30 @@ def tensors(name: str) -> dict[str, np.ndarray]:
     return {tensor: _draw(name, tensor, shape) for tensor, shape in shapes.items()}
 
 
+def published(name: str) -> dict[str, np.ndarray]:
+    """The tensors as a checkpoint has them: GPT-OSS's experts in one tensor, gate and up by turns."""
+    arrays = tensors(name)
+    if CASES[name]["model_type"] != "gpt_oss":
+        return arrays
+    whole: dict[str, np.ndarray] = {}
+    experts = range(CASES[name]["num_local_experts"])
+    for i in range(CASES[name]["num_hidden_layers"]):
+        base = f"model.layers.{i}.mlp.experts."
+        for end, ours in (("", "weight"), ("_bias", "bias")):
+            gate, up, down = (
+                np.stack([arrays.pop(f"{base}{e}.{part}_proj.{ours}").T for e in experts])
+                for part in ("gate", "up", "down")
+            )
+            both = np.stack([gate, up], axis=-1)
+            whole[f"{base}gate_up_proj{end}"] = both.reshape(*both.shape[:-2], -1)
+            whole[f"{base}down_proj{end}"] = down
+    return arrays | whole
+
+
 def write_checkpoint(name: str, folder: pathlib.Path) -> pathlib.Path:
     """The case as an ordinary Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors(name), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(published(name), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CASES[name]))
     return folder
 

@@ -137,13 +137,13 @@ MODELS: dict[str, tuple[dict[str, Any], Layout, str, bool]] = {  # config, layou
 }
 
 
-def write(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+def write(name: str, folder: pathlib.Path, base: dict[str, Any] = BASE) -> tuple[pathlib.Path, pathlib.Path]:
     """A model packed, and the same with the values that it stands for."""
     config, layout, _, _ = MODELS[name]
     rng = np.random.default_rng(3)
     packed: dict[str, np.ndarray] = {}
     plain: dict[str, np.ndarray] = {}
-    for tensor, shape in architecture(BASE).tensors().items():
+    for tensor, shape in architecture(base).tensors().items():
         w = (0.15 * rng.standard_normal(shape)).astype(np.float32) + (len(shape) == 1)
         if "proj" in tensor:
             parts, w = layout(w, rng)
@@ -152,4 +152,4 @@ def write(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
         else:
             packed[tensor] = w
         plain[tensor] = w
-    return save(folder / "packed", packed, BASE | config), save(folder / "plain", plain, BASE)
+    return save(folder / "packed", packed, base | config), save(folder / "plain", plain, base)

@@ -240,6 +240,52 @@ def test_positions_and_chosen_tokens(min_parallel_work: int, monkeypatch: pytest
         np.testing.assert_allclose(attended(cpu, p, segments, weights=False)[0], expected, rtol=0, atol=4e-6)
 
 
+def with_sinks(backend: Any, p: Problem, segments: list[Segment], sinks: F32 | None) -> tuple[F32, F32]:
+    q = normal(np.random.default_rng(1), p.g * p.r, p.n, p.d) / np.float32(np.sqrt(p.d))
+    end = segments[-1].position + segments[-1].stop - segments[-1].first
+    out = np.full(q.shape, np.nan, np.float32)
+    kept = np.full((p.g, p.r * p.n, sum(s.stop - s.first for s in segments)), np.nan, np.float32)
+    backend.attend(q, segments, visible(p, end), out, kept, sinks)
+    return out, kept
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("p", PROBLEMS, ids=str)
+def test_sinks(p: Problem, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink takes its share of every head's weights; one of -inf takes none."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    rng = np.random.default_rng(3)
+    segments = [Segment(*exact(p, 9, rng), 1, 5, 0), Segment(*packed(p, two_stages(p), rng), 0, p.length, 4)]
+    sinks = np.linspace(-2, 9, p.g * p.r, dtype=np.float32)
+    expected, expected_weights = with_sinks(reference, p, segments, sinks)
+    out, weights = with_sinks(cpu, p, segments, sinks)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound_of("planes in two"))
+    np.testing.assert_allclose(weights, expected_weights, rtol=0, atol=5e-5)
+    none = with_sinks(cpu, p, segments, np.full_like(sinks, -np.inf))
+    plain = with_sinks(cpu, p, segments, None)
+    for one, other in zip(none, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("backend", [reference, cpu])
+def test_a_sink_is_a_token_without_a_value(backend: Any) -> None:
+    p = PROBLEMS[4]
+    pair = exact(p, p.length, np.random.default_rng(0))
+    segments, sinks = [Segment(*pair, 0, p.length)], np.linspace(-1, 7, p.g * p.r, dtype=np.float32)
+    plain, plain_weights = with_sinks(backend, p, segments, None)
+    out, weights = with_sinks(backend, p, segments, sinks)
+    q = normal(np.random.default_rng(1), p.g * p.r, p.n, p.d) / np.float32(np.sqrt(p.d))
+    lo, hi = visible(p, p.length)
+    for head, j in np.ndindex(p.g * p.r, p.n):
+        keys = pair[0].decode(0, p.length)[head // p.r][lo[j] : hi[j]]
+        exponentials = np.exp((keys @ q[head, j]).astype(np.float64))
+        share = exponentials.sum() / (exponentials.sum() + np.exp(np.float64(sinks[head])))
+        np.testing.assert_allclose(out[head, j], share * plain[head, j], rtol=1e-4, atol=1e-6)
+        row = head % p.r * p.n + j
+        of_tokens = weights[head // p.r, row], plain_weights[head // p.r, row]
+        np.testing.assert_allclose(of_tokens[0], share * of_tokens[1], rtol=1e-4, atol=1e-7)
+
+
 def test_nothing_visible_is_nothing() -> None:
     p = PROBLEMS[0]
     pair = exact(p, 10, np.random.default_rng(0))

@@ -96,6 +96,7 @@ BASES = [
     *(golden_cases.CASES[name] for name in ("gemma3-options", "gemma3-v5-parameters", "phi3-longrope-partial")),
     *(golden_cases.CASES[name] for name in ("smollm3-options", "olmo2", "granite", "ministral3")),
     *(golden_cases.CASES[name] for name in ("mistral", "qwen2-sliding", "qwen3")),
+    *(golden_cases.CASES[name] for name in ("qwen3-moe-options", "mixtral", "gpt-oss")),
     *(golden_cases.CASES[name] for name in ("lfm2-options", "qwen3_5-options")),
 ]
 

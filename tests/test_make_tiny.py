@@ -27,6 +27,7 @@ PUBLISHED_PARAMETERS = {
     "gemma3-1b": 999_885_952,
     "gemma3-270m": 268_098_176,
     "gemma3-4b": 3_880_263_168,
+    "gpt-oss-20b": 20_914_757_184,
     "gpt2": 124_439_808,
     "gpt2-large": 774_030_080,
     "gpt2-medium": 354_823_168,
@@ -42,6 +43,7 @@ PUBLISHED_PARAMETERS = {
     "llama3.2-3b": 3_212_749_824,
     "ministral3-3b": 3_429_006_336,
     "ministral3-8b": 8_489_553_920,
+    "mixtral-8x7b": 46_702_792_704,
     "olmo2-1b": 1_484_916_736,
     "olmo2-7b": 7_298_617_344,
     "phi3-mini-4k": 3_821_079_552,
@@ -49,6 +51,7 @@ PUBLISHED_PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
+    "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen3.5-0.8b": 752_393_024,  # of the decoder, as are the next two

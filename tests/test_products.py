@@ -7,9 +7,9 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu import layers
 from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
 from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply
+from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.quantize import dequantize, n_blocks, quantize_numpy
-from edgekv.linear.reference import ACTIVATIONS
 from edgekv.types import F32
 
 PACKED = [form for form in WEIGHTS.values() if form.bits < 32]

@@ -24,12 +24,13 @@ from edgekv.linear.packed import PackedLinear
 from edgekv.linear.random import random_store
 from edgekv.machine import blas_threads
 from edgekv.models import architecture
+from edgekv.models.architecture import Architecture
 from edgekv.session.caches import open_caches
 from edgekv.types import Threads
 
 SHAPES = (
     *("gemma2-2b", "gemma3-1b", "phi3-mini-4k", "smollm3-3b", "olmo2-1b", "granite3.3-2b", "ministral3-3b"),
-    *("lfm2-1.2b", "qwen3.5-0.8b", "qwen3.5-2b"),
+    *("lfm2-1.2b", "qwen3.5-0.8b", "qwen3.5-2b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"),
 )
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_SIZES = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "max_position_embeddings")
@@ -47,21 +48,38 @@ def opened(config: dict[str, Any]) -> tuple[CpuDecoder, list[LayerState]]:
 
 
 def llama_like(config: dict[str, Any]) -> dict[str, Any]:
-    """A Llama of the same sizes; where its layers have fewer weights or more, with as much wider an MLP."""
+    """A Llama of the same sizes; where its layers have fewer weights or more, with as much wider an MLP.
+
+    Of experts those count that a token goes through.
+    """
     own = architecture(config)
     c = own.config
     sizes = {key: config[key] for key in (*SIZES, *MORE_SIZES) if key in config}
     llama = sizes | {"model_type": "llama", "intermediate_size": c.intermediate_size}
     llama["tie_word_embeddings"] = c.tied_embeddings
-    more = sum(linear.n_elements for linear in own.linears().values())
-    more -= sum(linear.n_elements for linear in architecture(llama).linears().values())
+    more = _active(own) - _active(architecture(llama))
     llama["intermediate_size"] += round(more / (3 * c.hidden_size * c.n_layers))
     return llama
 
 
+def _active(arch: Architecture) -> int:
+    """Weights of linear layers that a token is multiplied with."""
+    return sum(
+        linear.n_elements // max(1, linear.n_experts) * (arch.active_experts if linear.n_experts else 1)
+        for linear in arch.linears().values()
+    )
+
+
+def with_few_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """At most three times as many as a token goes through: the others are not read, but take room."""
+    experts = architecture(config).config.experts
+    few = min(experts.count, 3 * experts.per_token) if experts else 0
+    return config | {key: few for key in ("num_experts", "num_local_experts") if key in config}
+
+
 def main() -> None:
     for name in sys.argv[1:] or SHAPES:
-        config = load_shape(name, 4) | {"vocab_size": 32000}
+        config = with_few_experts(load_shape(name, 4) | {"vocab_size": 32000})
         models, times = [opened(each) for each in (config, llama_like(config))], np.empty((2, STEPS))
         for step in range(STEPS):
             for k, (decoder, caches) in enumerate(models):

@@ -203,6 +203,8 @@ def find_family(metadata: Metadata) -> Family:
     name = metadata.get("general.architecture")
     if name not in FAMILIES:
         raise ConfigError(f"GGUF architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
+    if metadata.get(f"{name}.expert_count"):
+        raise ConfigError("GGUF files with experts are not supported; give the model's safetensors checkpoint")
     return FAMILIES[name]
 
 

@@ -155,6 +155,19 @@ class TensorFile:
         if nbytes:
             self._map.madvise(mmap.MADV_DONTNEED, start, self._starts[name] + nbytes - start)
 
+    def advise(self, name: str, advice: int, first: int = 0, n: int | None = None) -> None:
+        """Says how entries first..first + n of a tensor's first axis will be read: a constant of `mmap`, MADV_...
+
+        n None: all of them.
+        """
+        info = self.info(name)
+        row = info.nbytes // info.shape[0] if info.nbytes else 0
+        start = self._starts[name] + first * row
+        end = start + row * (info.shape[0] if n is None else n)
+        aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if row:
+            self._map.madvise(advice, aligned, end - aligned)
+
     def fingerprint(self) -> bytes:
         """A SHA-256 over the size, the header, both ends of the data and the first KiB of every tensor.
 

@@ -74,7 +74,8 @@ def _execute(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{'model':<10}{model.name}, {model.n_parameters / 1e6:,.0f} M parameters")
     print(f"{'kv':<10}{plan.kv.short} at --ctx {plan.ctx}, {facts['cache_bytes_per_token']:.1f} bytes per token")
-    print(f"{'weights':<10}{bytes_text(plan.weights_bytes)} as {plan.weights}")
+    idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
+    print(f"{'weights':<10}{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}")
     print(f"{'cache':<10}{bytes_text(plan.cache_bytes)}")
     if plan.state_bytes:
         print(f"{'state':<10}{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots")
@@ -145,6 +146,7 @@ def _facts(plan: SessionPlan, free: int, least: tuple[int, str] | None) -> dict[
         "kv": str(plan.kv),
         "weights": plan.weights,
         "weights_bytes": plan.weights_bytes,
+        "active_weights_bytes": plan.weights_bytes - plan.idle_bytes,
         "cache_bytes": plan.cache_bytes,
         "state_bytes": plan.state_bytes,
         "cache_bytes_per_token": plan.cache_bytes / plan.ctx,

@@ -9,6 +9,7 @@ from edgekv.cli.options import Command, add_source_options, bytes_text, model_pa
 from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.threads import FEW_CORES, remembered
 from edgekv.machine import all_cores
+from edgekv.models.config import ExpertsConfig
 from edgekv.session.model import Model
 
 
@@ -29,6 +30,7 @@ def _info(arguments: argparse.Namespace) -> int:
         "layers": c.n_layers,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
+        "experts": _experts_text(c.experts),
         "heads": c.n_heads,
         "kv_heads": c.n_kv_heads,
         "head_dim": c.head_dim,
@@ -55,6 +57,14 @@ def _info(arguments: argparse.Namespace) -> int:
             value = ", ".join(f"{k} {bytes_text(v)}" for k, v in value.items())
         print(f"{name:<18}{'none' if value is None else value}")
     return 0
+
+
+def _experts_text(experts: ExpertsConfig | None) -> str | None:
+    """How many there are, and what a token goes through; None: the model has none."""
+    if experts is None:
+        return None
+    layers = f"in {sum(experts.layers)} of {len(experts.layers)} layers"
+    return f"{experts.count} of {experts.size} channels {layers}, {experts.per_token} for each token"
 
 
 def _recurrences_text(model: Model) -> str | None:

@@ -128,6 +128,8 @@ def scratch_bytes(c: ModelConfig, ctx: int, *, sees_queries: bool) -> int:
     """
     held = ctx if sees_queries else min(ctx, CHUNK)
     prompt = ctx * (c.hidden_size + 2 * c.kv_size) + held * c.q_size + BLOCK_ROWS * ctx
+    e = c.experts
+    experts = e.per_token * (4 * e.size + 5 * c.hidden_size) if e else 0
     projected = max((each.projected for each in c.recurrences if each is not None), default=0)
-    chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size + 2 * projected) + c.vocab_size
+    chunk = CHUNK * (3 * c.intermediate_size + 4 * c.hidden_size + 2 * projected + experts) + c.vocab_size
     return 4 * (prompt + chunk)

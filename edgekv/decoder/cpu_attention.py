@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +30,15 @@ class CpuAttention:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="edgekv-attention")
         self._scratch = [Workspace() for _ in range(threads)]
 
-    def __call__(self, queries: F32, keys: F32, values: F32, window: int | None, cap: float | None = None) -> None:
+    def __call__(
+        self,
+        queries: F32,
+        keys: F32,
+        values: F32,
+        window: int | None,
+        cap: float | None = None,
+        sinks: F32 | None = None,
+    ) -> None:
         """See `edgekv.decoder.decoder.PromptAttention`. Scratch: BLOCK_ROWS x m float32 scores per thread."""
         n_heads, n, _ = queries.shape
         n_kv_heads = keys.shape[0]
@@ -37,27 +46,28 @@ class CpuAttention:
         starts = range((n - 1) // rows * rows, -1, -rows)  # the longest blocks first
         blocks = iter([(g, a, min(a + rows, n)) for a in starts for g in range(n_kv_heads)])
         with blas_threads(1):
-            jobs = [
-                self._pool.submit(self._work, w, blocks, queries, keys, values, window, cap) for w in self._scratch
-            ]
+            work = functools.partial(self._work, blocks, queries, keys, values, window, cap, sinks)
+            jobs = [self._pool.submit(work, scratch) for scratch in self._scratch]
             for job in jobs:
                 job.result()
 
     def _work(
         self,
-        scratch: Workspace,
         blocks: Iterator[tuple[int, int, int]],
         queries: F32,
         keys: F32,
         values: F32,
         window: int | None,
         cap: float | None,
+        sinks: F32 | None,
+        scratch: Workspace,
     ) -> None:
         group = queries.shape[0] // keys.shape[0]
         with serial_kernels():
             for g, a, b in blocks:  # a list's iterator: each block goes to one worker
                 heads = slice(g * group, (g + 1) * group)
-                self._block(scratch, queries[heads], keys[g], values[g], a, b, window, cap)
+                own = None if sinks is None else sinks[heads]
+                self._block(scratch, queries[heads], keys[g], values[g], a, b, window, cap, own)
 
     def _block(
         self,
@@ -69,6 +79,7 @@ class CpuAttention:
         b: int,
         window: int | None,
         cap: float | None,
+        sinks: F32 | None,
     ) -> None:
         """Queries a..b of one group (group, n, head_dim) over its keys and values (m, head_dim)."""
         group, n, head_dim = queries.shape
@@ -78,12 +89,19 @@ class CpuAttention:
         rows = group * (b - a)
         q = scratch.array("rows", (rows, head_dim))
         q.reshape(group, b - a, head_dim)[:] = queries[:, a:b]
-        s = scratch.array("scores", (rows, t1 - first))
+        whole = scratch.array("scores", (rows, t1 - first + (sinks is not None)))
+        s = whole[:, : t1 - first]
         np.matmul(q, keys[first:t1].T, out=s)
         if cap is not None:
             cap_scores(s, cap)
         hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, group)
         lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
-        self.kernels.softmax(s[None], lo, hi)
+        if sinks is None:
+            self.kernels.softmax(s[None], lo, hi)
+        else:
+            each = np.arange(rows)
+            whole[each, hi] = np.repeat(sinks, b - a)  # behind the last token that a row sees
+            self.kernels.softmax(whole[None], lo, hi + 1)
+            whole[each, hi] = 0
         np.matmul(s, values[first:t1], out=q)
         queries[:, a:b] = q.reshape(group, b - a, head_dim)

@@ -18,9 +18,17 @@ class CudaAttention:
         self.kernels = kernels
 
     def __call__(
-        self, queries: Array, keys: Array, values: Array, window: int | None, cap: float | None = None
+        self,
+        queries: Array,
+        keys: Array,
+        values: Array,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Array | None = None,
     ) -> None:
-        """See `edgekv.decoder.decoder.PromptAttention`. Scratch: up to SCORES float32 scores."""
+        """See `edgekv.decoder.decoder.PromptAttention`; without sinks. Scratch: up to SCORES float32 scores."""
+        if sinks is not None:
+            raise ValueError("sinks are not known here: leave `sinks` out")
         n_heads, n, head_dim = queries.shape
         earlier = keys.shape[1] - n
         n_kv_heads = keys.shape[0]

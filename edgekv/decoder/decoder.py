@@ -38,11 +38,20 @@ def _no_pause() -> None:
 class PromptAttention(Protocol):
     """Exact causal attention over a prompt."""
 
-    def __call__(self, queries: F32, keys: F32, values: F32, window: int | None, cap: float | None = None) -> None:
+    def __call__(
+        self,
+        queries: F32,
+        keys: F32,
+        values: F32,
+        window: int | None,
+        cap: float | None = None,
+        sinks: F32 | None = None,
+    ) -> None:
         """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
 
         keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
         token t sees keys max(0, t + 1 - window)..t; None: all up to t. cap: the soft bound of scores.
+        sinks (n_heads,): a score of each head that belongs to no token.
         """
 
 
@@ -76,11 +85,12 @@ class Decoder(abc.ABC):
         self._ropes = LayerRopes(self.config.layer_ropes, capacity, upload)
         self._learned_positions = weights.arch.learned_positions
         names, attend = ("norm_q", "norm_k") if self.config.qk_norm else (), self.config.attending
-        layers = range(self.config.n_layers)
+        layers, has_sinks = range(self.config.n_layers), self.config.attention_sinks
         # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
         vectors = [
             tuple(upload(weights.vector(f"{i}.{name}").copy()) for name in names if i in attend) for i in layers
         ]
+        self._sinks = [upload(weights.vector(f"{i}.sinks").copy()) if has_sinks else None for i in layers]
         self._norms = [pair or (upload(NONE), upload(NONE)) for pair in vectors]
         self._arrays = [{name: upload(array) for name, array in _arrays(weights, i).items()} for i in layers]
 
@@ -241,7 +251,7 @@ class Decoder(abc.ABC):
             self._split(i, projected, rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
-            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap)
+            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap, self._sinks[i])
             x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out, projected))
             pause()
         cache.prefill(q, k, v)
@@ -260,7 +270,7 @@ class Decoder(abc.ABC):
             out = self.workspace.array("step.out", q.shape)
             for b in range(0, part.stop - part.start, block):
                 rows = slice(b, b + block)
-                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows])
+                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], self._sinks[i])
             x[part] = self.linear.attention_out(i, x[part], self._merge(out, projected))
             pause()
 
@@ -283,7 +293,7 @@ class Decoder(abc.ABC):
         assert isinstance(state, KVCache)
         q, k, v = self._qkv_buffers("step", len(projected))
         self._split(i, projected, rotation, q, k, v)
-        return self._merge(state.attend(q, k, v), projected)
+        return self._merge(state.attend(q, k, v, self._sinks[i]), projected)
 
     def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
         array, head_dim = self.workspace.array, self.config.head_dim

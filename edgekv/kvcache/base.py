@@ -86,10 +86,11 @@ class KVCache(Scheme, LayerState):
             f"kv={self.name!r} takes no {source}: nothing in it is trained; leave `adapter` out", field="adapter"
         )
 
-    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
+    def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:
         """Appends n tokens and returns their causal attention over all that is kept.
 
         queries (n_heads, n, head_dim); returns (n_heads, n, head_dim), valid until the next call.
+        sinks (n_heads,): a score of each head that belongs to no token, where the model has them.
         """
         n = keys.shape[1]
         self.require_room(n)
@@ -98,18 +99,18 @@ class KVCache(Scheme, LayerState):
         while a < n:  # a piece ends where tokens that come one by one would change how others are kept
             b = min(n, a + self.piece())
             self.append(keys[:, a:b], values[:, a:b])
-            self._read(queries[:, a:b], out[:, a:b])
+            self._read(queries[:, a:b], out[:, a:b], sinks)
             self.tidy()
             a = b
         return out
 
-    def _read(self, queries: F32, out: F32) -> None:
+    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
         """out (n_heads, n, head_dim) = attention of the latest n tokens."""
         target = out if out.flags.c_contiguous else self.workspace.array("attention.piece", out.shape)
         q, segments, visible = contiguous(queries), self.segments(), self.visible(out.shape[1])
         cap = self.geometry.score_cap
         if cap is None:
-            self.kernels.attend(q, segments, visible, target)
+            self.kernels.attend(q, segments, visible, target, sinks=sinks)
         else:
             attend_capped(self.kernels, self.workspace.array, q, segments, visible, cap, target)
         if target is not out:

@@ -104,9 +104,9 @@ class Steps(Windowed):
         self._reserve(keys.shape[1])
         super().extend(keys, values)
 
-    def attend(self, queries: F32, keys: F32, values: F32) -> F32:
+    def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:
         self._reserve(keys.shape[1])
-        return super().attend(queries, keys, values)
+        return super().attend(queries, keys, values, sinks)
 
     def is_steady(self) -> bool:
         """Unless a step is due."""

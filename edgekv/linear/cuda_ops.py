@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.errors import ConfigError
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, packed_matvec, stages
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
@@ -145,6 +146,16 @@ class CudaOps(Ops):
 
     def soft_cap(self, x: Array | Normed, cap: float) -> Array:
         return np.tanh(self._plain(x) * np.float32(1 / cap)) * np.float32(cap)
+
+    def add_experts(self, x: Array, y: Array | Normed, i: int) -> Array:
+        raise refuse_experts()
+
+
+def refuse_experts() -> ConfigError:
+    """The error for a mixture of experts on the device."""
+    return ConfigError(
+        "device='cuda': mixtures of experts do not run on it; use device='cpu'", field="device", accepted=["cpu"]
+    )
 
 
 def _named(kernel: str, y: Array) -> str:

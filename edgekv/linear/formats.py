@@ -11,6 +11,8 @@ from edgekv.linear.quantize import n_blocks
 from edgekv.models.architecture import Architecture
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
+ROUTER = ".router"
+PARTS = ("weight", "codes", "scales", "zeros", "bias")  # of a linear layer
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
@@ -19,7 +21,8 @@ class WeightFormat:
     """How linear layers are stored: ``bits`` per weight, one float32 scale per ``block`` inputs (0: none).
 
     zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
-    whether instead a float32 of its own is added to each block.
+    whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
+    (`quantize.E2M1`).
     """
 
     name: str
@@ -27,10 +30,11 @@ class WeightFormat:
     block: int
     zeros: bool = False
     offsets: bool = False
+    e2m1: bool = False
 
     def of(self, linear: str) -> WeightFormat:
-        """The format of one linear layer."""
-        return self
+        """The format of one linear layer. What chooses experts is exact: a near tie would choose others."""
+        return FORMATS["f32"] if linear.endswith(ROUTER) else self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class MixedFormat(WeightFormat):
     linears: tuple[tuple[str, str], ...] = ()
 
     def of(self, linear: str) -> WeightFormat:
-        return FORMATS[dict(self.linears)[linear]]
+        return super().of(linear) if linear.endswith(ROUTER) else FORMATS[dict(self.linears)[linear]]
 
 
 WEIGHTS: dict[str, WeightFormat] = {
@@ -56,6 +60,7 @@ FORMATS = WEIGHTS | {
     "int4-zeros": WeightFormat("int4-zeros", 4, 128, zeros=True),
     "int4-32-zeros": WeightFormat("int4-32-zeros", 4, 32, zeros=True),
     "int4-32-offsets": WeightFormat("int4-32-offsets", 4, 32, offsets=True),
+    "fp4-32": WeightFormat("fp4-32", 4, 32, e2m1=True),
 }
 """With those that are only taken over from checkpoints, where edgekv itself quantizes without zero points."""
 
@@ -123,6 +128,22 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
 def specs_bytes(specs: Specs) -> int:
     """Bytes of the tensors' data."""
     return sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in specs.values())
+
+
+def token_bytes(arch: Architecture, specs: Specs) -> int:
+    """Bytes that one decode step reads: all but the tables, of which it reads a row, and idle experts."""
+    read = {name: spec for name, spec in specs.items() if name not in arch.tables()}
+    return specs_bytes(read) - idle_bytes(arch, specs)
+
+
+def idle_bytes(arch: Architecture, specs: Specs) -> int:
+    """Bytes of the experts that one token does not go through."""
+    nbytes = 0
+    for name, linear in arch.linears().items():
+        if linear.n_experts:
+            of_all = specs_bytes({key: specs[key] for key in (f"{name}.{part}" for part in PARTS) if key in specs})
+            nbytes += of_all // linear.n_experts * (linear.n_experts - arch.active_experts)
+    return nbytes
 
 
 def file_offsets(specs: Specs, data_start: int) -> dict[str, int]:

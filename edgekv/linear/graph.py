@@ -8,6 +8,7 @@ from typing import Any
 
 from onnx import ModelProto, TensorProto, helper
 
+from edgekv.linear.experts import graph_width
 from edgekv.linear.formats import ITEM_BYTES, Specs
 from edgekv.models.architecture import Architecture, Ops
 
@@ -97,6 +98,10 @@ class GraphOps(Ops):
     def soft_cap(self, x: str, cap: float) -> str:
         return self.scale(self._node("Tanh", [self.scale(x, 1 / cap)])[0], cap)
 
+    def add_experts(self, x: str, y: str, i: int) -> str:
+        """What follows is no graph (`edgekv.linear.experts`): x, y and the router's logits, side by side."""
+        return self.join((x, y, self.linear(y, f"{i}.router")))
+
     def model(self, inputs: Mapping[str, int], result: str, width: int) -> bytes:
         """The recorded graph, serialised: float32 inputs name -> (n, width), one output ``y`` (n, width)."""
         self.nodes.append(helper.make_node("Identity", [result], ["y"]))
@@ -129,7 +134,7 @@ def block_graphs(arch: Architecture, specs: Specs, offsets: Mapping[str, int], l
 
     def attention_out(i: int) -> bytes:
         inputs = {"x": hidden, "attention": arch.widths(i)[1]}
-        return record(lambda ops: arch.attention_out(ops, i, "x", "attention"), inputs, hidden)
+        return record(lambda ops: arch.attention_out(ops, i, "x", "attention"), inputs, graph_width(c, i))
 
     graphs = {f"{i}.in.onnx": attention_in(i) for i in range(c.n_layers)}
     graphs |= {f"{i}.out.onnx": attention_out(i) for i in range(c.n_layers)}

@@ -38,7 +38,14 @@ def add_changes(x: F32, y: F32, parts: tuple[LowRank, ...]) -> None:
 
 
 def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple[LowRank, ...]]:
-    """A LoRA's changes, read. Raises CheckpointError where they are not finite."""
+    """A LoRA's changes, read. Raises CheckpointError where they are not finite, or are of experts."""
+    for name, linear in arch.linears().items():
+        if linear.n_experts and any(part.tensor in deltas for part in linear.parts):
+            raise CheckpointError(
+                f"the LoRA changes experts ({name}), which is not done beside the weights: make a store of both "
+                "with `edgekv quantize` and it",
+                field="lora",
+            )
     return {
         name: tuple(_read(deltas[part.tensor]) if part.tensor in deltas else _none(part) for part in linear.parts)
         for name, linear in arch.linears().items()

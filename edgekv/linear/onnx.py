@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,12 @@ import numpy as np
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.experts import gated, graph_width, mixed
 from edgekv.linear.low_rank import Changes
 from edgekv.linear.packed import PackedLinear
 from edgekv.linear.runtime import ort
 from edgekv.linear.store import WeightStore
+from edgekv.linear.stored_experts import StoredExperts
 from edgekv.machine import return_large_blocks
 from edgekv.types import F32, Threads
 
@@ -74,13 +77,14 @@ class OrtLinear(LinearBlocks):
         c = store.arch.config
         widths: dict[str, int] = {}
         for i in range(c.n_layers):
-            widths |= {f"{i}.in.onnx": store.arch.widths(i)[0], f"{i}.out.onnx": c.hidden_size}
+            widths |= {f"{i}.in.onnx": store.arch.widths(i)[0], f"{i}.out.onnx": graph_width(c, i)}
         widths["head.onnx"] = c.vocab_size
         with ThreadPoolExecutor(threads.prompt) as pool:
             blocks = list(
                 pool.map(lambda item: OnnxBlock(store.folder / item[0], threads.decode, item[1]), widths.items())
             )
         self._in, self._out, self._head = blocks[0:-1:2], blocks[1:-1:2], blocks[-1]
+        self._config, self._experts = c, StoredExperts(store, threads)
         self.weights_bytes, self.threads = store.nbytes, threads
         self._store, self._product_threads = store, threads
         self._callers = 1 + threads.prompt - threads.decode
@@ -95,13 +99,18 @@ class OrtLinear(LinearBlocks):
         """The first layer's ``attention_in`` or ``attention_out``, on so many threads."""
         if name == "attention_in":
             return OnnxBlock(store.folder / "0.in.onnx", threads, store.arch.widths(0)[0])
-        return OnnxBlock(store.folder / "0.out.onnx", threads, store.arch.config.hidden_size)
+        return OnnxBlock(store.folder / "0.out.onnx", threads, graph_width(store.arch.config, 0))
 
     def attention_in(self, i: int, x: F32) -> F32:
         return self._run(self._in[i], x=x)
 
     def attention_out(self, i: int, x: F32, attention: F32) -> F32:
-        return self._run(self._out[i], x=x, attention=attention)
+        y = self._run(self._out[i], x=x, attention=attention)
+        experts, size = self._config.experts_of(i), self._config.hidden_size
+        if experts is None:
+            return y
+        x, normed, logits = np.split(y, (size, 2 * size), axis=1)
+        return mixed(experts, i, x, normed, logits, self._experts, functools.partial(gated, self._config))
 
     def head(self, x: F32) -> F32:
         return self._run(self._head, x=x)

@@ -12,7 +12,8 @@ from edgekv.kernels.cpu import layers, products
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
-from edgekv.types import F32, U8, Threads
+from edgekv.linear.stored_experts import StoredExperts
+from edgekv.types import F32, I64, U8, Threads
 
 
 class Packed(NamedTuple):
@@ -33,6 +34,7 @@ class PackedOps(NumpyOps):
         self._store, self._threads = store, threads
         self._packed: dict[str, Packed] = {}
         self._vectors: dict[str, F32] = {}
+        self.experts = StoredExperts(store, threads)
 
     def _stored_linear(self, x: F32, name: str) -> F32:
         packed = self._packed.get(name) or self._open(name)
@@ -61,6 +63,16 @@ class PackedOps(NumpyOps):
             return super().gated_linear(x, name, kind)
         return layers.gated(self.linear(x, name), kind)
 
+    def _expert_gate(self, both: F32) -> F32:
+        config = self.weights.arch.config
+        clamped = config.experts is not None and config.experts.clamped
+        if clamped or config.activation not in layers.GATED:
+            return super()._expert_gate(both)
+        return layers.gated(both, config.activation)
+
+    def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
+        return self.experts(rows, of, name)
+
     def _open(self, name: str) -> Packed:
         store, form = self._store, self._store.form.of(name)
         if form.bits == 32:
@@ -78,13 +90,15 @@ class PackedLinear(NumpyLinear):
 
     def __init__(self, store: WeightStore, threads: Threads) -> None:
         super().__init__(store)
-        self._ops, self._forms = PackedOps(store, threads), store.form
+        ops = PackedOps(store, threads)
+        self._ops, self._experts, self._forms = ops, ops.experts, store.form
         self.weights_bytes, self.threads = store.nbytes, threads
 
     def warm_up(self) -> list[Callable[[], object]]:
-        forms = {self._forms.of(name) for name in self.arch.linears()}
+        linears = self.arch.linears()
+        forms = {self._forms.of(name) for name in linears if not linears[name].n_experts}
         kernels = [functools.partial(products.warm_up, form.bits, form.block) for form in forms if form.bits < 32]
-        return [*kernels, layers.warm_up]
+        return [*kernels, *self._experts.warm_up(), layers.warm_up]
 
     @classmethod
     def block(cls, store: WeightStore, name: str, threads: int) -> Callable[..., F32]:

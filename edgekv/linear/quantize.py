@@ -11,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv import numba_cache
+from edgekv.checkpoint.packed.mxfp4 import DOUBLED
 from edgekv.types import F32, U8
 
+E2M1 = DOUBLED.astype(np.float32)
+"""What the 16 codes of floating-point formats stand for, doubled so that it is whole."""
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
 
@@ -117,6 +120,13 @@ def pack(centred: npt.NDArray[np.int8], bits: int) -> U8:
     return codes if bits == 8 else codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
 
 
+def pack_e2m1(doubled: npt.NDArray[np.int8]) -> U8:
+    """Codes (r, blocks, block / 2) of numbers of E2M1 (r, blocks, block)."""
+    codes = (np.searchsorted(E2M1[:8], np.abs(doubled)) | np.where(doubled < 0, 8, 0)).astype(np.uint8)
+    packed: U8 = codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
+    return packed
+
+
 def pack_zeros(zeros: npt.NDArray[np.int8]) -> U8:
     """MatMulNBits' zero points of 4-bit blocks, two to a byte, of (r, blocks) in -8..7."""
     codes = np.pad(zeros + 8, ((0, 0), (0, zeros.shape[1] % 2))).astype(np.uint8)
@@ -142,6 +152,7 @@ def dequantize(
     *,
     zeros: U8 | None = None,
     offsets: F32 | None = None,
+    e2m1: bool = False,
 ) -> F32:
     """(r, columns) float32 from codes, scales, and packed zero points or offsets (r, blocks)."""
     rows = codes.shape[0]
@@ -149,7 +160,7 @@ def dequantize(
         wide = np.empty((*codes.shape[:2], block), np.uint8)
         wide[..., 0::2], wide[..., 1::2] = codes & 15, codes >> 4
         codes = wide
-    centred = codes.astype(np.float32) - np.float32(1 << (bits - 1))
+    centred = E2M1[codes] if e2m1 else codes.astype(np.float32) - np.float32(1 << (bits - 1))
     if zeros is not None:
         centred -= unpack_zeros(zeros, scales.shape[1])[..., None]
     values: F32 = centred * scales[..., None]

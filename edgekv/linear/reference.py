@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.experts import expert_rows, gated, mixed
 from edgekv.linear.low_rank import Changes, add_changes, nbytes
 from edgekv.linear.weights import Weights
 from edgekv.models.architecture import Ops
-from edgekv.types import F32
-
-
-def _gelu(x: F32) -> F32:
-    erf: F32 = np.asarray(np.frompyfunc(math.erf, 1, 1)(x / math.sqrt(2.0)), np.float32)
-    return (0.5 * x * (1.0 + erf)).astype(np.float32)
-
-
-def _silu(x: F32) -> F32:
-    with np.errstate(over="ignore"):  # exp(-x) -> inf gives the right limit, 0
-        return (x / (1.0 + np.exp(-x))).astype(np.float32)
-
-
-def _sigmoid(x: F32) -> F32:
-    with np.errstate(over="ignore"):
-        return (1.0 / (1.0 + np.exp(-x))).astype(np.float32)
-
-
-def _gelu_tanh(x: F32) -> F32:
-    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
-    return (0.5 * x * (1.0 + np.tanh(inner))).astype(np.float32)
-
-
-ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
-    "silu": _silu,
-    "gelu_tanh": _gelu_tanh,
-    "gelu": _gelu,
-    "relu": lambda x: np.maximum(x, 0.0),
-    "sigmoid": _sigmoid,
-}
+from edgekv.types import F32, I64
 
 
 class NumpyOps(Ops):
     """Operators that compute at once; float32 in, float32 out. changes: beside the weights."""
 
     def __init__(self, weights: Weights) -> None:
-        self.weights = weights
+        self.weights, self._linears = weights, weights.arch.linears()
         self.changes: Changes = {}
         self._matrices: dict[str, F32] = {}
 
@@ -59,13 +31,16 @@ class NumpyOps(Ops):
         return y
 
     def _stored_linear(self, x: F32, name: str) -> F32:
-        if name not in self._matrices:
-            self._matrices[name] = self.weights.matrix(name)
         bias = self.weights.bias(name)
-        y: F32 = x @ self._matrices[name].T
+        y: F32 = x @ self._matrix(name).T
         if bias is not None:
             y += bias
         return y
+
+    def _matrix(self, name: str) -> F32:
+        if name not in self._matrices:
+            self._matrices[name] = self.weights.matrix(name)
+        return self._matrices[name]
 
     def add_linear(self, x: F32, y: F32, name: str) -> F32:
         return x + self.linear(y, name)
@@ -108,6 +83,18 @@ class NumpyOps(Ops):
     def soft_cap(self, x: F32, cap: float) -> F32:
         capped: F32 = np.tanh(x / np.float32(cap)) * np.float32(cap)
         return capped
+
+    def add_experts(self, x: F32, y: F32, i: int) -> F32:
+        experts = self.weights.arch.config.experts_of(i)
+        assert experts is not None
+        logits = self.linear(y, f"{i}.router")
+        return mixed(experts, i, x, y, logits, self._expert_products, self._expert_gate)
+
+    def _expert_gate(self, both: F32) -> F32:
+        return gated(self.weights.arch.config, both)
+
+    def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
+        return expert_rows(rows, of, self._matrix(name), self.weights.bias(name), self._linears[name].n_experts)
 
 
 class NumpyLinear(LinearBlocks):

@@ -34,6 +34,7 @@ from edgekv.linear.formats import (
     mixed_format,
     specs_bytes,
     store_specs,
+    token_bytes,
 )
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, unpack_zeros
 from edgekv.linear.weights import CheckpointWeights, Codes, Ids
@@ -67,6 +68,9 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
     return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
 
+FormatName = Literal[
+    "f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros", "int4-32-offsets", "fp4-32"
+]
 Write = Callable[[str, "tuple[Codes, F32] | None"], None]
 """Takes each linear layer in the order of the store: its name, and codes and scales where they are known."""
 
@@ -91,13 +95,7 @@ class StoreFile(msgspec.Struct):
     weights: str
     identity: str
     config: dict[str, Any]
-    linears: (
-        dict[
-            str,
-            Literal["f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros", "int4-32-offsets"],
-        ]
-        | None
-    ) = None
+    linears: dict[str, FormatName] | None = None  # FORMATS
     calibration: str | None = None
 
 
@@ -134,13 +132,16 @@ class WeightStore:
                     f"{list(shape)}; quantize the model again"
                 )
         self.nbytes = specs_bytes(specs)
-        tables = {name: specs[name] for name in self.arch.tables()}
-        self.token_bytes = self.nbytes - specs_bytes(tables)  # what one decode step reads, but for a row
+        self.token_bytes = token_bytes(self.arch, specs)
         self._linears = self.arch.linears()
 
     def raw(self, tensor: str) -> npt.NDArray[Any]:
         """A tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
         return self._file.array(tensor)
+
+    def advise(self, tensor: str, advice: int, first: int = 0, n: int | None = None) -> None:
+        """As `TensorFile.advise`."""
+        self._file.advise(tensor, advice, first, n)
 
     def matrix(self, name: str) -> F32:
         """(rows, columns) float32, dequantized: what the codes stand for."""
@@ -151,7 +152,9 @@ class WeightStore:
         zeros = self._file.array(f"{name}.zeros") if form.zeros else None
         offsets = self._file.array(f"{name}.offsets") if form.offsets else None
         columns = self._linears[name].columns
-        return dequantize(codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets)
+        return dequantize(
+            codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets, e2m1=form.e2m1
+        )
 
     def shift(self, name: str) -> F32 | None:
         """(rows, blocks) float32: what zero points or offsets add to the weights of each block; None: nothing."""
@@ -213,9 +216,10 @@ def build(
 ) -> None:
     """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
 
-    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: at most
-    about 0.3 GiB beside the mapped checkpoint, and what a rounding takes. Raises
-    CheckpointError when the disk is too small (before or while writing) or the folder can't be written.
+    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: beside
+    the mapped checkpoint and what a rounding takes at most about 0.3 GiB, or twice the bytes of a layer's experts
+    in the store. Raises CheckpointError when the disk is too small (before or while writing) or the folder
+    can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")

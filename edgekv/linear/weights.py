@@ -12,7 +12,7 @@ from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
 from edgekv.linear.formats import FORMATS, ITEM_BYTES, WeightFormat, mixed_format
-from edgekv.linear.quantize import n_blocks, pack, pack_zeros
+from edgekv.linear.quantize import n_blocks, pack, pack_e2m1, pack_zeros
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.types import F32
@@ -51,7 +51,7 @@ class Weights(Protocol):
 
 
 OFFSET_BLOCK = FORMATS["int4-32-offsets"].block
-WIDTH = ("int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "int8", "int8-32", "f32")
+WIDTH = ("int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "fp4-32", "int8", "int8-32", "f32")
 
 
 def _keeps(exact: str | None, form: WeightFormat) -> bool:
@@ -59,7 +59,7 @@ def _keeps(exact: str | None, form: WeightFormat) -> bool:
     if exact is None or form.bits == 32:
         return exact is not None
     own = FORMATS[exact]
-    same = own.zeros <= form.zeros and own.offsets <= form.offsets
+    same = own.zeros <= form.zeros and own.offsets <= form.offsets and own.e2m1 == form.e2m1
     fits = same if own.bits == form.bits else own.bits < form.bits and not own.offsets
     return fits and own.block % form.block == 0
 
@@ -98,11 +98,16 @@ class CheckpointWeights:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one decode step reads: all but the tables, of which it reads a row."""
+        """Bytes that one decode step reads: all but the tables, of which it reads a row, and idle experts."""
         tables = {tensor for tensor, _ in self.arch.tables().values()} - {
             p.tensor for p in self._linears["head"].parts
         }
-        return self.nbytes - sum(self._tensors.info(name).nbytes for name in tables)
+        idle = 0
+        for linear in self._linears.values():
+            if linear.n_experts:
+                of_all = sum(self._tensors.info(name).nbytes for name in linear.tensors())
+                idle += of_all // linear.n_experts * (linear.n_experts - self.arch.active_experts)
+        return self.nbytes - idle - sum(self._tensors.info(name).nbytes for name in tables)
 
     @property
     def own_format(self) -> WeightFormat | None:
@@ -111,7 +116,7 @@ class CheckpointWeights:
         if not any(kind for part in kinds.values() for kind in part):
             return None
         forms = {
-            name: _widest([self._tensors.forms(part.tensor)[1] for part in linear.parts])
+            name: _widest({self._tensors.forms(part.tensor)[1] for part in linear.parts})
             for name, linear in self._linears.items()
         }
         return mixed_format(self._tensors.files[0].method, forms)
@@ -144,7 +149,7 @@ class CheckpointWeights:
             cut = codes.reshape(part.rows, -1, form.block)[:, :n]
             if form.zeros:
                 cut = cut + self._part_zeros(part, form)[..., None]
-            taken.append((pack(cut, form.bits), finer))
+            taken.append((pack_e2m1(cut) if form.e2m1 else pack(cut, form.bits), finer))
         packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
         return packed, scales
 

@@ -7,16 +7,19 @@ from edgekv.models.architecture import Architecture
 from edgekv.models.config import Raw
 from edgekv.models.gemma import Gemma2, Gemma3, Gemma3WithVision
 from edgekv.models.gpt2 import GPT2
+from edgekv.models.gpt_oss import GptOss
 from edgekv.models.granite import Granite
 from edgekv.models.lfm2 import Lfm2
 from edgekv.models.llama import Llama
 from edgekv.models.llava import Llava
 from edgekv.models.ministral3 import Ministral3, Mistral3
 from edgekv.models.mistral import Mistral
+from edgekv.models.mixtral import Mixtral
 from edgekv.models.olmo2 import Olmo2
 from edgekv.models.phi3 import Phi3
 from edgekv.models.qwen import Qwen2, Qwen3
 from edgekv.models.qwen3_5 import Qwen35, Qwen35WithVision
+from edgekv.models.qwen3_moe import Qwen3Moe
 from edgekv.models.smollm3 import SmolLM3
 from edgekv.schema import shown
 
@@ -38,6 +41,9 @@ MODELS: dict[str, type[Architecture]] = {
     "lfm2": Lfm2,
     "qwen3_5": Qwen35WithVision,
     "qwen3_5_text": Qwen35,
+    "qwen3_moe": Qwen3Moe,
+    "mixtral": Mixtral,
+    "gpt_oss": GptOss,
     "llava": Llava,
 }
 

@@ -58,6 +58,9 @@ class Ops(Protocol):
     def soft_cap(self, x: Any, cap: float) -> Any:
         """cap * tanh(x / cap)."""
 
+    def add_experts(self, x: Any, y: Any, i: int) -> Any:
+        """x plus what layer i's router and experts make of y: the last operator of a block."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightPart:
@@ -76,10 +79,20 @@ class WeightPart:
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A fused projection: the parts stacked along the outputs, with the biases stacked likewise."""
+    """A fused projection: the parts stacked along the outputs, with the biases stacked likewise.
+
+    n_experts: those whose rows follow one another, as many of each; 0: it is of none.
+    """
 
     parts: tuple[WeightPart, ...]
     biases: tuple[str, ...] = ()
+    n_experts: int = 0
+
+    @classmethod
+    def of_experts(cls, each: Sequence[Linear]) -> Linear:
+        """Those of all experts, which have the same shape, as one."""
+        parts, biases = ([x for linear in each for x in getattr(linear, name)] for name in ("parts", "biases"))
+        return cls(tuple(parts), tuple(biases), len(each))
 
     @property
     def rows(self) -> int:
@@ -105,9 +118,9 @@ class Linear:
 class Architecture(abc.ABC):
     """Weights and blocks of one model family.
 
-    Names: linears ``{i}.qkv``, ``{i}.out``, ``{i}.up``, ``{i}.down``, ``head``; vectors ``{i}.norm_in``
-    and so on; tables ``embed`` and, with learned positions, ``positions``. A layer that does not attend has
-    ``{i}.in`` in place of ``{i}.qkv``.
+    Names: linears ``{i}.qkv``, ``{i}.out``, ``{i}.up``, ``{i}.down``, ``head``, with experts ``{i}.router``,
+    ``{i}.experts_up`` and ``{i}.experts_down``; vectors ``{i}.norm_in`` and so on; tables ``embed`` and, with
+    learned positions, ``positions``. A layer that does not attend has ``{i}.in`` in place of ``{i}.qkv``.
     """
 
     read_config: Callable[[Raw], ModelConfig]
@@ -175,6 +188,11 @@ class Architecture(abc.ABC):
     def head_tensor(self) -> str:
         """The language-model head where it has a tensor of its own."""
         return "lm_head.weight"
+
+    @property
+    def active_experts(self) -> int:
+        """Experts of a layer that a token goes through; 0: there are none."""
+        return self.config.experts.per_token if self.config.experts else 0
 
     def linears(self) -> dict[str, Linear]:
         """Every projection of the model, the language-model head last."""

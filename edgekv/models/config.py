@@ -12,7 +12,26 @@ from edgekv.models.rope import RopeConfig
 from edgekv.schema import shown
 
 Raw = Mapping[str, Any]
+MOST_EXPERTS = 1 << 16  # of all layers: twice the largest models'
 CONFIG_HINT = "add or correct it, or give a whole config=FILE"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts: gated MLPs, of which each token goes through a few, whose results are weighted.
+
+    ``layers[i]``: whether layer i has ``count`` experts of ``size`` channels, else it has an MLP as others.
+    ``per_token`` of them are chosen, by the largest logits of the router. ``renormalized``: the weights are a
+    softmax over the chosen ones; else over all. ``clamped``: (alpha, limit) of GPT-OSS's gate, in place of the
+    activation.
+    """
+
+    layers: tuple[bool, ...]
+    count: int
+    per_token: int
+    size: int
+    renormalized: bool
+    clamped: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +42,10 @@ class ModelConfig:
     sliding window in tokens (None: sees everything); ``layer_scales[i]`` multiplies the queries before the dot
     product (1/sqrt(head_dim) as a rule). ``embedding_scale`` multiplies the embeddings of tokens,
     ``residual_scale`` what a block adds to the residual stream, ``logit_scale`` the logits, which ``logit_cap``
-    then bounds softly, as ``score_cap`` does attention's scores before the softmax. ``recurrences[i]`` is what
-    layer i has in place of attention (None: it attends); () where all attend. ``gated_attention``: whether gates,
-    as many as queries, come with the queries and pass attention by.
+    then bounds softly, as ``score_cap`` does attention's scores before the softmax. ``experts`` are in place of
+    the MLPs of some layers (None: of none). ``attention_sinks``: a learned score of each head joins its softmax,
+    without a value. ``recurrences[i]`` is what layer i has in place of attention (None: it attends); () where all
+    attend. ``gated_attention``: whether gates, as many as queries, come with the queries and pass attention by.
     """
 
     model_type: str
@@ -52,8 +72,14 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     score_cap: float | None = None
+    experts: ExpertsConfig | None = None
+    attention_sinks: bool = False
     recurrences: tuple[Recurrence | None, ...] = ()
     gated_attention: bool = False
+
+    def experts_of(self, i: int) -> ExpertsConfig | None:
+        """The experts of layer i; None: it has an MLP."""
+        return self.experts if self.experts and self.experts.layers[i] else None
 
     @property
     def ropes(self) -> list[RopeConfig]:
@@ -154,5 +180,15 @@ def check(config: ModelConfig) -> ModelConfig:
     if config.n_heads % config.n_kv_heads:
         raise ConfigError(
             f"config.json: {config.n_heads} query heads can't share {config.n_kv_heads} key-value heads evenly"
+        )
+    experts = config.experts
+    if experts and experts.per_token > experts.count:
+        raise ConfigError(
+            f"config.json: {experts.per_token} experts per token are more than there are, {experts.count}"
+        )
+    if experts and experts.count * config.n_layers > MOST_EXPERTS:
+        raise ConfigError(
+            f"config.json: {experts.count} experts in each of {config.n_layers} layers are too many; at most "
+            f"{MOST_EXPERTS} in all"
         )
     return config

@@ -15,6 +15,7 @@ Heads = Annotated[int, Meta(ge=1, le=1 << 14)]
 Width = Annotated[int, Meta(ge=1, le=1 << 20)]
 Vocabulary = Annotated[int, Meta(ge=1, le=1 << 24)]
 Positions = Annotated[int, Meta(ge=1, le=1 << 28)]
+Experts = Annotated[int, Meta(ge=1, le=1 << 14)]
 Epsilon = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(gt=1e-6, le=1e6)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -79,6 +80,56 @@ class Qwen3File(QwenFile):
     """qwen3."""
 
     head_dim: Width | None = 128
+
+
+class ExpertsFile(LlamaFile):
+    """What mixtures of experts share; num_experts and num_local_experts are two names of one field."""
+
+    num_experts_per_tok: Experts | None = None
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
+
+
+class MixtralFile(ExpertsFile):
+    """mixtral."""
+
+    rms_norm_eps: Epsilon | None = 1e-5
+    max_position_embeddings: Positions | None = 131072
+    rope_theta: Theta | None = 1e6
+
+
+class Qwen3MoeFile(ExpertsFile):
+    """qwen3_moe; mlp_only_layers and decoder_sparse_step say which layers have an MLP of intermediate_size."""
+
+    max_position_embeddings: Positions | None = 32768
+    moe_intermediate_size: Width = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Annotated[int, Meta(ge=1, le=1024)] = 1
+    mlp_only_layers: list[Annotated[int, Meta(ge=0, le=1024)]] | None = None
+
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class GptOssFile(ExpertsFile):
+    """gpt_oss."""
+
+    head_dim: Width | None = 64
+    max_position_embeddings: Positions | None = 131072
+    rms_norm_eps: Epsilon | None = 1e-5
+    attention_bias: bool | None = True
+    sliding_window: Positions | None = 128
+    rope_theta: Theta | None = 150000.0
+    rope_parameters: dict[str, Any] | None = field(default_factory=GPT_OSS_ROPE.copy)
+    swiglu_alpha: Factor = 1.702
+    swiglu_limit: Factor = 7.0
 
 
 class GemmaFile(LlamaFile):

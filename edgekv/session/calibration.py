@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.decoder.cpu import CpuDecoder
 from edgekv.errors import ConfigError
-from edgekv.kernels import compiling, numba_kernels
+from edgekv.kernels import numba_kernels
 from edgekv.linear.calibrate import CalibratingLinear
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import Write
@@ -46,10 +46,10 @@ class Calibration:
                 f"{model.path} is a store, whose weights are rounded already; give the original checkpoint",
                 field="calibrate",
             )
-        if any(model.config.layer_recurrences):
+        if any(model.config.layer_recurrences) or model.config.experts is not None:
             raise ConfigError(
-                f"`calibrate` reads a text through attention alone, and {model.config.model_type} has layers that "
-                "carry a state; leave it out",
+                f"`calibrate` reads a text through attention and dense layers alone, and {model.config.model_type} "
+                "has layers that carry a state, or experts; leave it out",
                 field="calibrate",
             )
         if model.adapter:
@@ -75,7 +75,6 @@ class Calibration:
     def __call__(self, form: WeightFormat, write: Write) -> None:
         """See `edgekv.linear.store.Rounding`. Reads the text once, layer by layer, all windows together."""
         linear = CalibratingLinear(self.weights, form, write)
-        compiling.prepare()
         n = self._windows.shape[1]
         decoder = CpuDecoder(self.weights, linear, numba_kernels(), n, all_cores())
         with blas_threads(decoder.threads):

@@ -8,6 +8,7 @@ from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.loops import CUDA_KINDS
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.linear.cuda import NO_CHANGES
+from edgekv.linear.cuda_ops import refuse_experts
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.machine import all_cores
@@ -49,7 +50,9 @@ class CudaDevice(Device):
         cupy_driver.require_cupy()
 
     def require_layers(self, config: ModelConfig) -> None:
-        """ConfigError for a model with layers that do not attend."""
+        """ConfigError for a model with layers that do not attend, or with experts."""
+        if config.experts:
+            raise refuse_experts()
         if config.recurrences:
             raise ConfigError(
                 f"device='cuda': it has no kernels for the layers of {config.model_type} that do not attend; use "

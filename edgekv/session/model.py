@@ -16,7 +16,7 @@ from edgekv.checkpoint.merged import Delta
 from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
-from edgekv.linear.formats import WeightFormat, specs_bytes, store_specs, weight_format
+from edgekv.linear.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
 from edgekv.linear.low_rank import Changes, low_rank, low_rank_bytes
 from edgekv.linear.store import Rounding, WeightStore, is_store, open_or_build
 from edgekv.linear.weights import CheckpointWeights
@@ -217,6 +217,10 @@ class Model:
     def weights_bytes(self, form: WeightFormat) -> int:
         """Bytes of a store in this format: what decoding maps."""
         return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
+
+    def idle_bytes(self, form: WeightFormat) -> int:
+        """Of these, bytes of the experts that a token does not go through: they stay in the mapped file."""
+        return idle_bytes(self.arch, store_specs(self.arch, form, self.weights.table_dtypes))
 
     def store(
         self, form: WeightFormat, progress: StageProgress | None = None, rounding: Rounding | None = None

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import expert_cases
 import gguf_writer
 import golden_cases
 import lora_cases
@@ -70,7 +71,7 @@ CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
 MORE = [1, 2] * 20
 FAMILIES = (
     *("gemma2", "gemma3-v5-parameters", "phi3-longrope", "smollm3-options", "olmo2", "granite", "ministral3"),
-    *("lfm2-options", "qwen3_5"),
+    *("lfm2-options", "qwen3_5", "qwen3-moe-options", "mixtral", "gpt-oss"),
 )
 Saved = tuple[bytes, tuple[Session, Session]]  # a file, and models that read it
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
@@ -94,6 +95,7 @@ class Material:
         self.families = [golden_cases.write_checkpoint(name, folder / name) for name in FAMILIES]
         (folder / "packed").mkdir()
         self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
+        self.packed.append(expert_cases.write_mxfp4(folder / "mxfp4")[0])
         self.gguf = [gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)]
         for name in ("gemma3", "phi3-longrope", "olmo2", "granite"):
             checkpoint = golden_cases.write_checkpoint(name, folder / "gguf" / name)

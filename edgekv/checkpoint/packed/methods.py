@@ -11,8 +11,10 @@ from edgekv.checkpoint.packed.compressed import compressed
 from edgekv.checkpoint.packed.float8 import float8
 from edgekv.checkpoint.packed.gptq import awq, gptq
 from edgekv.checkpoint.packed.mlx import mlx
+from edgekv.checkpoint.packed.mxfp4 import mxfp4
 from edgekv.checkpoint.packed.parts import Parts, Quantization, settings_of
 from edgekv.checkpoint.packed.tensors import Packed, PackedTensors
+from edgekv.checkpoint.stacked import StackedTensors
 from edgekv.checkpoint.tensor_set import TensorSet
 from edgekv.errors import ConfigError
 from edgekv.schema import shown
@@ -24,7 +26,9 @@ METHODS: dict[str, Callable[[Parts, Quantization], dict[str, Packed]]] = {
     "fp8": float8,
     "fbgemm_fp8": float8,
     "bitsandbytes": bitsandbytes,
+    "mxfp4": mxfp4,
 }
+STACKED_TYPE = "gpt_oss"  # model_type of checkpoints with stacked experts
 PLAIN = "int8-32"  # of what such a checkpoint leaves unpacked, mostly the language-model head
 IGNORED = re.compile(r"\.(input_scale|activation_scale|input_scale_ub|k_scale|v_scale)$")
 
@@ -35,6 +39,8 @@ def unpacked(tensors: TensorSet, config: Mapping[str, Any]) -> TensorSet:
     Raises ConfigError for a method that can't be read, CheckpointError for tensors that do not fit it.
     """
     method = packing(config)
+    if config.get("model_type") == STACKED_TYPE:
+        tensors = TensorSet([StackedTensors(tensors)])
     if method is None:
         return tensors
     parts = Parts(tensors)

@@ -29,6 +29,7 @@ class Packed(abc.ABC):
     kind: str
     exact: str | None = None  # the weight format that holds the same values, if one does
     nearest = "int8-32"  # else, that which loses little
+    shared = 1  # matrices that are made of the same tensors
 
     def __init__(self, shape: tuple[int, int], parts: Sequence[str]) -> None:
         self.shape, self.parts = shape, tuple(parts)
@@ -36,6 +37,10 @@ class Packed(abc.ABC):
     @abc.abstractmethod
     def values(self, lo: int, hi: int) -> F32:
         """(hi - lo, columns) float32 of the rows lo..hi."""
+
+    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
+        """What `TensorFile.blocks` gives, where ``exact`` is a format."""
+        raise NotImplementedError
 
 
 class Grouped(Packed):
@@ -126,7 +131,8 @@ class PackedTensors(TensorFile):
 
     def _packed_info(self, name: str) -> TensorInfo:
         matrix = self._packed[name]
-        return TensorInfo("F16", matrix.shape, sum(self._inner.info(part).nbytes for part in matrix.parts))
+        nbytes = sum(self._inner.info(part).nbytes for part in matrix.parts)
+        return TensorInfo("F16", matrix.shape, nbytes // matrix.shared)
 
     def hide(self, pattern: re.Pattern[str]) -> None:
         """Leaves out tensors of this pattern, which hold no weights."""
@@ -156,7 +162,7 @@ class PackedTensors(TensorFile):
 
     def blocks(self, name: str, lo: int, hi: int) -> tuple[I8, F32]:
         matrix = self._packed.get(name)
-        if not isinstance(matrix, Grouped) or matrix.exact is None:
+        if matrix is None or matrix.exact is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} has no blocks of a weight format")
         return matrix.blocks(lo, hi)
 

@@ -37,14 +37,21 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
     """A backend is a module with these functions."""
 
     def attend(
-        self, queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
+        self,
+        queries: F32,
+        segments: Sequence[Segment],
+        visible: Visible,
+        out: F32,
+        weights: F32 | None = None,
+        sinks: F32 | None = None,
     ) -> None:
         """out (H, n, D) = softmax(queries . keys) values over the visible tokens of all segments.
 
         queries (H, n, D), multiplied by the score scale, are C-contiguous, as is ``out``. Each codec's kind says
         what a score and a sum of values are: `scores`, `sums`. A query that sees nothing gets zeros. ``weights``
         (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment; ValueError where
-        a segment has ``chosen`` tokens.
+        a segment has ``chosen`` tokens. ``sinks`` (H,), where given, is a score more for each head's queries, of
+        no token and without a value: the weights of the tokens then sum to less than 1.
 
         A segment whose values are of a kind with a second stage is scanned first; its tokens of
         enough probability are then read again, as `reference.gather.attend_planes` says, and the mean numbers of

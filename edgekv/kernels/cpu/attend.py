@@ -29,14 +29,19 @@ ZERO, ONE = np.array([0, 1], np.float32)
 
 
 def attend(
-    queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
+    queries: F32,
+    segments: Sequence[Segment],
+    visible: Visible,
+    out: F32,
+    weights: F32 | None = None,
+    sinks: F32 | None = None,
 ) -> None:
     refuse_weights_of_chosen(segments, weights)
     if queries.shape[1] > 1 and any(segment.chosen is not None for segment in segments):
-        _attend_each(queries, segments, visible, out)
+        _attend_each(queries, segments, visible, out, sinks)
         return
     segments = [with_numbers(segment) for segment in segments]
-    made = make_plan(queries, segments, visible, out, weights)
+    made = make_plan(queries, segments, visible, out, weights, sinks)
     if made.parallel:
         threads.run_parallel(_attend, TEAM.address, threads.count(), made.plan, made.runs)
     else:
@@ -46,7 +51,7 @@ def attend(
             segment.values.counts = pair.counts.mean(axis=0) / queries.shape[1]
 
 
-def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32) -> None:
+def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, sinks: F32 | None) -> None:
     """Token by token: each has chosen its own tokens."""
     lo, hi = visible
     one = np.empty((len(out), 1, out.shape[2]), np.float32)
@@ -56,7 +61,7 @@ def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, ou
             segment._replace(chosen=segment.chosen and (segment.chosen[0][:, part], segment.chosen[1][part]))
             for segment in segments
         ]
-        attend(np.ascontiguousarray(queries[:, part]), each, (lo[part], hi[part]), one)
+        attend(np.ascontiguousarray(queries[:, part]), each, (lo[part], hi[part]), one, sinks=sinks)
         out[:, part] = one
 
 
@@ -75,9 +80,9 @@ def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
         g, split = item // p.splits, item % p.splits
         memory = p.memory + item * p.item_bytes
         ends, out = floats(memory), floats(memory + p.out_at)
-        for m in range(p.rows):
-            put(ends, END * m, MINUS_INFINITY)
-            put(ends, END * m + 1, ZERO)
+        for m in range(p.rows):  # a sink is the first score, of the first share
+            put(ends, END * m, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + m))
+            put(ends, END * m + 1, ONE)
         fill(out, 0, p.rows * p.head_dim, ZERO)
         unit, end = p.n_units * split // p.splits, p.n_units * (split + 1) // p.splits
         for i in range(len(runs)):

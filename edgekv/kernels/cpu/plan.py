@@ -22,7 +22,7 @@ PLAN = np.dtype(
         (name, np.int64)
         for name in (
             *("n_groups", "rows", "n_tokens", "head_dim", "splits", "n_units"),
-            *("queries", "lo", "hi", "out"),  # addresses
+            *("queries", "lo", "hi", "out", "sinks"),  # addresses
             *("lowest", "highest", "lowest_all", "highest_all"),  # positions that some, and that all, rows see
             *("memory", "item_bytes", "out_at", "scores_at", "scratch_at"),  # of a work item, from its start on
             *("kept", "kept_gap", "any_kept"),  # scores (n_groups, rows, gap) that outlive the walk
@@ -75,7 +75,14 @@ class PairPlan(NamedTuple):
     scratch_bytes: int
 
 
-def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None) -> Plan:
+def make_plan(
+    queries: F32,
+    segments: Sequence[Segment],
+    visible: Visible,
+    out: F32,
+    weights: F32 | None,
+    sinks: F32 | None,
+) -> Plan:
     """The plan of `attend`, whose arguments these are."""
     n_heads, n, head_dim = queries.shape
     n_groups = segments[0].keys.n_kv_heads
@@ -114,16 +121,17 @@ def make_plan(queries: F32, segments: Sequence[Segment], visible: Visible, out: 
         kept_address = address_of(weights)
     elif column:
         kept_address = scratch_memory("attend.kept", 4 * n_groups * rows * column)
+    sink = np.full(n_heads * n, -np.inf, np.float32) if sinks is None else np.repeat(sinks, n).astype(np.float32)
     plan = np.empty(1, PLAN)
     plan[0] = (
         *(n_groups, rows, n, head_dim, splits, n_units),
-        *(address_of(queries), address_of(lo), address_of(hi), address_of(out)),
+        *(address_of(queries), address_of(lo), address_of(hi), address_of(out), address_of(sink)),
         *(lo[0], hi[-1], lo[-1], hi[0]),
         *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes, out_at, place, scratch_at),
         *(kept_address, column, column > 0),
     )
     parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
-    return Plan(plan, runs, n_groups * splits, n_groups, parallel, pairs, (queries, visible))
+    return Plan(plan, runs, n_groups * splits, n_groups, parallel, pairs, (queries, visible, sink))
 
 
 def _pair_plan(segment: Segment, rows: int) -> PairPlan:

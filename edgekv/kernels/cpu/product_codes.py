@@ -1,17 +1,26 @@
 """Vectors of weight codes: loaded, unpacked and multiplied with bytes, as this processor can."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 
 from edgekv.kernels.cpu import arm, byte_products, emit
 from edgekv.kernels.cpu.byte_products import signed_products
+from edgekv.kernels.cpu.jit import CPU_FEATURES
+from edgekv.kernels.cpu.product_rows import E2M1, Layout
 from edgekv.kernels.cpu.simd import LANES
 
 INTS = emit.vector(emit.I32, LANES)
 LOW = 0x0F0F0F0F
 SIGN = -0x7F7F7F80  # 0x80 in every byte
 # Where pairs of products are summed in 16 bits, codes of 8 bits would overflow: they are multiplied as 4 and 4.
+SHUFFLES = {  # within 16 bytes, by the bytes of a vector; "": one by one
+    64: "llvm.x86.avx512.pshuf.b.512" if "+avx512bw" in CPU_FEATURES else "",
+    32: "llvm.x86.avx2.pshuf.b" if "+avx2" in CPU_FEATURES else "",
+    16: "llvm.aarch64.neon.tbl1.v16i8",
+}
 IN_HALVES = byte_products.in_pairs
 
 
@@ -27,11 +36,32 @@ def load_some(b: Any, kind: Any, place: Any, offset: int, n: Any, each: int) -> 
     return emit.call(b, name, kind, pointer, emit.I32(1), mask, emit.constant(kind, 0))
 
 
-def unpack(b: Any, bits: int, word: Any) -> list[Any]:
+def unpack(b: Any, layout: Layout, word: Any) -> list[Any]:
     """Codes of 4 bits: a vector of the low ones, one of the high ones; of 8 bits as `add_products` takes them."""
-    if bits == 8:
+    if layout.bits == 8:
         return [b.xor(word, emit.constant(INTS, SIGN)) if arm.IS_ARM else word]
-    return [b.and_(word, emit.constant(INTS, LOW)), high(b, word)]
+    nibbles = [b.and_(word, emit.constant(INTS, LOW)), high(b, word)]
+    return [look_up(b, E2M1, each) for each in nibbles] if layout.e2m1 else nibbles
+
+
+def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
+    """table[nibble] for each byte."""
+    if arm.IS_ARM:
+        return arm.by_register(b, functools.partial(_shuffle, b, table), nibbles)
+    return _shuffle(b, table, nibbles)
+
+
+def _shuffle(b: Any, table: Sequence[int], nibbles: Any) -> Any:
+    n = 4 * nibbles.type.count
+    kind = emit.vector(emit.I8, n)
+    entries, index = ir.Constant(kind, list(table) * (n // 16)), b.bitcast(nibbles, kind)
+    if SHUFFLES[n]:
+        return b.bitcast(emit.call(b, SHUFFLES[n], kind, entries, index), nibbles.type)
+    result = entries
+    for i in range(n):
+        entry = b.extract_element(entries, b.zext(b.extract_element(index, emit.I32(i)), emit.I32))
+        result = b.insert_element(result, entry, emit.I32(i))
+    return b.bitcast(result, nibbles.type)
 
 
 def high(b: Any, word: Any) -> Any:

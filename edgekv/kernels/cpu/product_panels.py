@@ -105,7 +105,7 @@ def _emit_unpack_unit(
         for v in range(layout.vectors):
             words = [load_some(b, INTS, row, VECTOR * v, n, LANES // layout.blocks) for row in rows]
             for lane, word in enumerate(transposed(b, words)):
-                for part, some in enumerate(unpack(b, layout.bits, word)):
+                for part, some in enumerate(unpack(b, layout, word)):
                     index = ((v * layout.parts + part) * LANES + lane) * ACROSS + across
                     emit.store(b, some, target, index * VECTOR)
     with emit.loop(b, emit.I64(0), emit.I64(PANEL), 1) as turn:

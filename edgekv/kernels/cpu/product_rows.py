@@ -21,6 +21,7 @@ from edgekv.kernels.cpu.simd import LANES
 
 VECTOR = 4 * LANES  # bytes
 ZERO_POINTS = {4: 8, 8: 0 if arm.IS_ARM else 128}  # Arm multiplies signed bytes: codes of 8 bits become such
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such codes stand for, doubled, plus 12
 TOP = 127
 LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
 EXACT = ("nsz",)
@@ -28,10 +29,16 @@ ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 
 
 class Layout(NamedTuple):
-    """A weight format: bits of a code, elements of a block."""
+    """A weight format: bits of a code, elements of a block; e2m1: codes are floating-point numbers (`E2M1`)."""
 
     bits: int
     block: int
+    e2m1: bool = False
+
+    @property
+    def zero_point(self) -> int:
+        """What codes, as they are multiplied, are more than they stand for."""
+        return E2M1[0] if self.e2m1 else ZERO_POINTS[self.bits]
 
     @property
     def block_bytes(self) -> int:
@@ -103,7 +110,11 @@ class Int8In32(Product):
     layout = Layout(8, 32)
 
 
-PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32)}
+class Float4In32(Product):
+    layout = Layout(4, 32, e2m1=True)
+
+
+PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32)}
 
 
 def layout_of(product: Any) -> Layout:
@@ -236,6 +247,6 @@ def _emit_block(layout: Layout, panel: bool, b: Any, x: Any, row: Any, block: An
     if panel:
         name = f"llvm.vector.reduce.add.v{n}i32"
         sums = emit.splat(b, emit.call(b, name, emit.I32, codes), run // 4)
-    zero = emit.constant(sums.type, -ZERO_POINTS[layout.bits])
+    zero = emit.constant(sums.type, -layout.zero_point)
     emit.store(b, b.mul(sums, zero), target, layout.sums_at)
     emit.store(b, emit.splat(b, scale, run // 4), target, layout.scales_at)

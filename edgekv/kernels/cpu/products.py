@@ -87,13 +87,14 @@ def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
         prepare_rows(first, last, product_at(product, numbers))
 
     def tiles(first: int, last: int, part: int, numbers: int) -> None:
-        _multiply_tiles(first, last, part, product_at(product, numbers))
+        multiply_tiles(first, last, part, product_at(product, numbers))
 
     return launch.Stage(prepare), launch.Stage(tiles)
 
 
 @fast_jit
-def _multiply_tiles(first: int, last: int, part: int, p: Product) -> None:
+def multiply_tiles(first: int, last: int, part: int, p: Product) -> None:
+    """Tiles first..last of a product's outputs, with the part's scratch."""
     if p.is_panel:
         multiply_panels(first, last, p.panels + part * PANEL_BYTES, p)
         return
@@ -175,7 +176,7 @@ def _emit_unit(
         vectors = (
             load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
         )
-        words.append([codes_of for vector in vectors for codes_of in unpack(b, layout.bits, vector)])
+        words.append([codes_of for vector in vectors for codes_of in unpack(b, layout, vector)])
         size = b.add(scales, b.mul(b.add(block, b.mul(blocks, emit.I64(r))), emit.I64(4)))
         few = load_some(b, emit.vector(emit.F32, layout.blocks), size, 0, n_blocks, 1)
         sizes.append(emit.lanes(b, few, [lane * layout.blocks // LANES for lane in range(LANES)]))

@@ -77,7 +77,10 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         visible: Visible,
         out: Array,
         weights: Array | None = None,
+        sinks: Array | None = None,
     ) -> None:
+        if sinks is not None:
+            raise ValueError("sinks are not known to the kernels of CUDA: leave `sinks` out")
         refuse_weights_of_chosen(segments, weights)
         n_heads, n, head_dim = queries.shape
         n_kv_heads = segments[0].keys.n_kv_heads

@@ -15,14 +15,20 @@ from edgekv.types import F32
 
 
 def attend(
-    queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, weights: F32 | None = None
+    queries: F32,
+    segments: Sequence[Segment],
+    visible: Visible,
+    out: F32,
+    weights: F32 | None = None,
+    sinks: F32 | None = None,
 ) -> None:
     n_heads, n, head_dim = queries.shape
     refuse_weights_of_chosen(segments, weights)
     n_kv_heads = segments[0].keys.n_kv_heads
     q = queries.reshape(n_kv_heads, n_heads // n_kv_heads * n, head_dim)
     columns = [segment_scores(segment, q, n, visible) for segment in segments]
-    p = np.concatenate(columns, axis=2)
+    sink = np.repeat(np.full(n_heads, -np.inf, np.float32) if sinks is None else sinks, n)
+    p = np.concatenate([*columns, sink.reshape(n_kv_heads, -1, 1)], axis=2)
     ends = np.cumsum([0, *(s.shape[2] for s in columns)])
     softmax(p, np.zeros(p.shape[1], np.int64), np.full(p.shape[1], p.shape[2]))
     result, change = np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
@@ -30,7 +36,7 @@ def attend(
         add_values(segment, q, p[:, :, ends[i] : ends[i + 1]], n, result, change)
     out[...] = (result / (1 + change[..., None])).reshape(out.shape)
     if weights is not None:
-        weights[...] = p
+        weights[...] = p[:, :, :-1]
 
 
 def segment_scores(segment: Segment, q: F32, n: int, visible: Visible) -> F32:

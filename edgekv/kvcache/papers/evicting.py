@@ -132,12 +132,12 @@ class Evicting(KVCache):
         """Where each token stands, for a sliding window; without one all that is held is seen."""
         return None if self.geometry.sliding_window is None else self.arrays[name]
 
-    def _read(self, queries: F32, out: F32) -> None:
+    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
         g, n_rep, head_dim = self.geometry.n_kv_heads, self.geometry.n_rep, self.geometry.head_dim
         queries = contiguous(queries)
         weights = self.workspace.array("weights", (g, n_rep, self.n_kept)) if self.evicts else None
         target = self.workspace.array("attention.token", out.shape)
-        self.kernels.attend(queries, self.segments(), self.visible(1), target, weights)
+        self.kernels.attend(queries, self.segments(), self.visible(1), target, weights, sinks)
         if weights is not None:
             self._observe(queries.reshape(g, n_rep, head_dim), weights)
         out[:] = target

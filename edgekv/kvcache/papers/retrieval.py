@@ -124,9 +124,9 @@ class Retrieval(KeepAll):
             b0, b1 = before // self._index.block, self.n_seen // self._index.block
             self._index.encode(self.arrays["key.half"], b0, b1)
 
-    def _read(self, queries: F32, out: F32) -> None:
+    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
         if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
-            super()._read(queries, out)
+            super()._read(queries, out, sinks)
             return
         _, n, head_dim = queries.shape
         q = contiguous(queries)
@@ -134,7 +134,7 @@ class Retrieval(KeepAll):
         chosen = self._choose(self._index, grouped, self.n_seen - n, n)
         segment = Segment(self.key_codec, self.value_codec, 0, self.n_seen, chosen=chosen)
         target = self.workspace.array("attention.piece", out.shape)
-        self.kernels.attend(q, [segment], self.visible(n), target)
+        self.kernels.attend(q, [segment], self.visible(n), target, sinks=sinks)
         out[:] = target
 
     def _choose(self, index: Index, q: F32, start: int, n: int) -> tuple[Array, I64]:

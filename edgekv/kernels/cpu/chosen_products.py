@@ -1,0 +1,96 @@
+"""Products of rows with chosen parts of one large matrix, which may lie in a mapped file: of the others nothing is
+read. What belongs to one part is a product as `products` has it; all of them are shared over the threads together.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+
+from edgekv.kernels import threads
+from edgekv.kernels.cpu import launch
+from edgekv.kernels.cpu.loops import address_of, aligned_size, numbers, scratch_memory
+from edgekv.kernels.cpu.product_panels import PANEL, PANEL_BYTES
+from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout, Product, prepare_rows, product_at
+from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply_tiles
+from edgekv.kernels.cpu.scalar import get
+from edgekv.types import F32, I64, U8
+
+N_FIELDS = len(Product._fields)
+MIN_PARALLEL_ELEMENTS = 1 << 17
+WIDTH = N_FIELDS + 4  # of a product's numbers: behind its fields its first row, its rows, first tile, its tiles
+
+
+def multiply_chosen(
+    x: F32, of: I64, codes: U8, scales: F32, n_parts: int, layout: Layout, n_threads: int | None = None
+) -> F32:
+    """Each row of x (m, columns) times the transpose of part of[row] of a matrix: (m, rows of a part).
+
+    codes and scales are those of `products.multiply`, of n_parts with as many rows, at least OUTPUTS; of (m,)
+    ascending.
+    """
+    x = np.ascontiguousarray(x)
+    (m, columns), rows, blocks = x.shape, len(scales) // n_parts, scales.shape[1]
+    gap, n_threads = -(-blocks // layout.blocks) * layout.record, n_threads or threads.count()
+    borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), m]
+    row_bytes = aligned_size(m * (gap + 4 * layout.block))
+    memory = scratch_memory("products", row_bytes + n_threads * PANEL_BYTES)
+    y = np.empty((m, rows), np.float32)
+    code_bytes, places, n_tiles = layout.block_bytes * blocks, [len(borders) - 1], 0
+    for first, stop in itertools.pairwise(borders):
+        n, own = stop - first, int(of[first]) * rows
+        is_panel = n > FEW_ROWS and rows >= PANEL
+        tiles = -(-rows // (PANEL if is_panel else OUTPUTS))
+        places += (
+            *(address_of(x) + 4 * first * columns, n, columns, blocks, int(is_panel)),
+            *(memory + first * (gap + 4 * layout.block), gap),
+            *(address_of(codes) + own * code_bytes, code_bytes, address_of(scales) + 4 * own * blocks, rows),
+            *(address_of(y) + 4 * first * rows, memory + row_bytes),
+            *(first, n, n_tiles, tiles),
+        )
+        n_tiles += tiles
+    given = np.array(places, np.int64)
+    prepare, multiply = stages(layout)
+    if n_threads == 1 or m * rows * columns < launch.MIN_PARALLEL_WORK:
+        prepare.run(m, given)
+        multiply.run(n_tiles, given)
+    else:
+        if m * columns < MIN_PARALLEL_ELEMENTS:
+            prepare.run(m, given)
+        else:
+            prepare.run_parallel(m, given, n_threads)
+        multiply.run_parallel(n_tiles, given, n_threads)
+    return y
+
+
+def warm_up(layout: Layout) -> None:
+    """Compiles what `multiply_chosen` calls for a format."""
+    codes, scales = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8), np.zeros((OUTPUTS, 1), np.float32)
+    multiply_chosen(np.zeros((1, layout.block), np.float32), np.zeros(1, np.int64), codes, scales, 1, layout)
+    stages(layout)[1].run_parallel(0, np.zeros(1, np.int64))
+
+
+@functools.cache
+def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
+    """What prepares rows of activations, and what multiplies tiles of weights with them."""
+    product = PRODUCTS[layout]
+
+    def prepare(first: int, last: int, part: int, given: int) -> None:
+        for i in range(get(numbers(given), 0)):
+            place = given + 8 * (1 + i * WIDTH)
+            start, n = get(numbers(place), N_FIELDS), get(numbers(place), N_FIELDS + 1)
+            a, b = max(first - start, 0), min(last - start, n)
+            if a < b:
+                prepare_rows(a, b, product_at(product, place))
+
+    def tiles(first: int, last: int, part: int, given: int) -> None:
+        for i in range(get(numbers(given), 0)):
+            place = given + 8 * (1 + i * WIDTH)
+            start, n = get(numbers(place), N_FIELDS + 2), get(numbers(place), N_FIELDS + 3)
+            a, b = max(first - start, 0), min(last - start, n)
+            if a < b:
+                multiply_tiles(a, b, part, product_at(product, place))
+
+    return launch.Stage(prepare), launch.Stage(tiles)

@@ -1,0 +1,42 @@
+"""Products with chosen experts' codes: against what the codes stand for, over odd sizes and every format."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgekv.kernels.cpu.chosen_products import multiply_chosen
+from edgekv.kernels.cpu.product_rows import Layout
+from edgekv.linear.quantize import dequantize, n_blocks
+
+FORMATS = [(4, 32, False), (4, 128, False), (8, 32, False), (8, 128, False), (4, 32, True)]
+EXPERTS, ROWS = 5, 37
+
+
+def rounded(x: np.ndarray, block: int) -> np.ndarray:
+    """x in 8 bits by blocks, as the products have it."""
+    rows, columns = x.shape
+    padded = np.pad(x, ((0, 0), (0, -columns % block))).reshape(rows, -1, block)
+    step = np.abs(padded).max(axis=2, keepdims=True) / np.float32(127)
+    inverse = np.divide(1, step, out=np.zeros_like(step), where=step > 0)
+    return (np.rint(padded * inverse) * step).reshape(rows, -1)[:, :columns]
+
+
+@pytest.mark.parametrize(("bits", "block", "e2m1"), FORMATS)
+@pytest.mark.parametrize("columns", [32, 96, 200, 384, 704])
+@pytest.mark.parametrize("of", [[3], [0, 1, 4], [2, 2, 2, 2, 4], [1] * 3 + [3] * 13])
+def test_products_are_those_of_the_codes(bits: int, block: int, e2m1: bool, columns: int, of: list[int]) -> None:
+    rng = np.random.default_rng(columns)
+    blocks = n_blocks(columns, block)
+    codes = rng.integers(0, 256, (EXPERTS * ROWS, blocks, block * bits // 8), np.uint8)
+    scales = rng.uniform(0.5, 1.5, (EXPERTS * ROWS, blocks)).astype(np.float32)
+    idle = sorted(set(range(EXPERTS)) - set(of))
+    scales.reshape(EXPERTS, ROWS, blocks)[idle] = np.nan  # would show wherever one was read
+    x = rng.standard_normal((len(of), columns)).astype(np.float32)
+    x[0, :block] = 0
+    out = multiply_chosen(x, np.array(of), codes, scales, EXPERTS, Layout(bits, block, e2m1))
+    matrices = dequantize(codes, scales, bits, block, columns, e2m1=e2m1).reshape(EXPERTS, ROWS, columns)
+    expected = np.stack(
+        [matrices[e].astype(np.float64) @ row for e, row in zip(of, rounded(x, block), strict=True)]
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())

@@ -1,0 +1,200 @@
+"""Mixtures of experts: routing, quantized experts on every path, MXFP4, and what is read and refused."""
+
+from __future__ import annotations
+
+import mmap
+import pathlib
+from typing import Any
+
+import expert_cases
+import golden_cases
+import numpy as np
+import packed_cases
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from edgekv import Session
+from edgekv.checkpoint.gguf_layout import find_family
+from edgekv.errors import CheckpointError, ConfigError
+from edgekv.linear.experts import choose
+from edgekv.linear.formats import specs_bytes, store_specs
+from edgekv.linear.low_rank import low_rank
+from edgekv.linear.stored_experts import StoredExperts
+from edgekv.models import architecture
+from edgekv.models.config import ExpertsConfig
+from edgekv.session.cuda_device import CudaDevice
+from edgekv.session.devices import resolve_device
+from edgekv.session.model import Model
+from edgekv.types import Threads
+
+WIDE = golden_cases.QWEN3_MOE | {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+PROMPT = 40
+
+
+def logits_of(folder: pathlib.Path, device: str, weights: str) -> np.ndarray:
+    """Of a prompt, whose tokens share experts, and of tokens one by one."""
+    session, tokens = Session.load(folder, kv="dense:dtype=f32", weights=weights, device=device), tokens_of()
+    prompt = session.logits(tokens[:PROMPT])
+    return np.concatenate([prompt, *(session.logits([token]) for token in tokens[PROMPT:])])
+
+
+def tokens_of() -> list[int]:
+    return golden_cases.tokens("mixtral")
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    """The median over tokens: of some, rounded inputs choose other experts."""
+    return float(np.median(np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)))
+
+
+@pytest.mark.parametrize("renormalized", [False, True])
+def test_weights_of_the_chosen(renormalized: bool) -> None:
+    """As transformers has it: a softmax over all, the largest of it, divided by their sum or not."""
+    experts = ExpertsConfig((True,), 6, 2, 1, renormalized)
+    logits = np.array([[1, 5, -2, 4, 0, 90], [0.5, 0, 3, 2, 1, -1]], np.float32)
+    chosen, weights = choose(logits, experts)
+    softmax = np.exp(logits - logits.max(1, keepdims=True))
+    softmax /= softmax.sum(1, keepdims=True)
+    assert [set(row) for row in chosen.tolist()] == [{1, 5}, {2, 3}]
+    expected = np.take_along_axis(softmax, chosen, 1)
+    if renormalized:
+        expected /= expected.sum(1, keepdims=True)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    every, whole = choose(logits, ExpertsConfig((True,), 6, 6, 1, False))
+    np.testing.assert_allclose(whole, np.take_along_axis(softmax, every, 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int4-32", "int8", "int8-32"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_quantized_experts(name: str, weights: str, tmp_path: pathlib.Path) -> None:
+    """The CPU path rounds inputs to 8 bits in blocks; the reference multiplies what the codes stand for."""
+    folder = golden_cases.write_checkpoint(name, tmp_path / "model")
+    error = relative(*(logits_of(folder, device, weights) for device in ("cpu", "numpy")))
+    assert error < 0.12, error  # measured: 0.03 to 0.08, where rounding chooses other experts most
+
+
+@pytest.mark.parametrize("name", ["gptq-128", "gptq-v2-asymmetric", "gptq-act-order"])
+def test_experts_of_quantized_checkpoints(name: str, tmp_path: pathlib.Path) -> None:
+    folders = packed_cases.write(name, tmp_path, WIDE)
+    exact = [logits_of(folder, "numpy", "f32") for folder in folders]
+    np.testing.assert_allclose(*exact, atol=2e-5, rtol=0)
+    model = Model.open(folders[0])
+    form = model.weight_format("auto")
+    assert form.of("0.router").name == "f32"
+    assert form.of("0.experts_up").name == packed_cases.MODELS[name][2]
+    both = [logits_of(folders[0], device, "auto") for device in ("cpu", "numpy")]
+    assert relative(*both) < 0.06, relative(*both)  # measured: 0.03 to 0.04
+
+
+def test_a_token_reads_its_experts_alone(tmp_path: pathlib.Path) -> None:
+    """Others may hold anything; and the bytes are counted so."""
+    model = Model.open(golden_cases.write_checkpoint("qwen3-moe", tmp_path / "model"))
+    form = model.weight_format("int4-32")
+    store = model.store(form)
+    product, of = StoredExperts(store, Threads(1, 2)), np.array([2, 2, 5])
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    expected = product(x, of, "1.experts_up")
+    codes, scales = product._arrays["1.experts_up"]
+    damaged = np.full_like(scales, np.nan).reshape(8, -1)
+    damaged[[2, 5]] = scales.reshape(8, -1)[[2, 5]]
+    product._arrays["1.experts_up"] = [codes, damaged.reshape(scales.shape)]
+    np.testing.assert_array_equal(product(x, of, "1.experts_up"), expected)
+    specs = store_specs(store.arch, form, store.table_dtypes)
+    of_experts = {key: spec for key, spec in specs.items() if ".experts_" in key}
+    tables = {name: specs[name] for name in store.arch.tables()}
+    assert store.token_bytes == store.nbytes - specs_bytes(tables) - specs_bytes(of_experts) * 5 // 8
+    assert model.idle_bytes(form) == specs_bytes(of_experts) * 5 // 8
+
+
+def test_mxfp4_keeps_its_values(tmp_path: pathlib.Path) -> None:
+    """In float32, in its own format, and in 8 bits; 4-bit whole numbers lose, and a note says so."""
+    packed, plain = expert_cases.write_mxfp4(tmp_path)
+    logits = [logits_of(folder, "numpy", "f32") for folder in (packed, plain)]
+    np.testing.assert_allclose(*logits, atol=2e-5, rtol=0)
+    model, reference = Model.open(packed), Model.open(plain)
+    assert model.quantized == ("MXFP4",)
+    own = model.weight_format("auto")
+    assert [own.of(name).name for name in ("0.experts_up", "0.qkv", "0.router")] == ["fp4-32", "int8-32", "f32"]
+    assert model.weights_note(own) is None
+    for form in (own, model.weight_format("int8-32")):
+        store = model.store(form)
+        for name in ("0.experts_up", "2.experts_down"):
+            np.testing.assert_array_equal(store.matrix(name), reference.weights.matrix(name))
+    assert "MXFP4 were quantized a second time" in str(model.weights_note(model.weight_format("int4-32")))
+    both = [logits_of(packed, device, "auto") for device in ("cpu", "numpy")]
+    assert relative(*both) < 0.06, relative(*both)  # measured: 0.036
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"num_experts_per_tok": 9}, "9 experts per token are more than there are, 8"),
+        ({"num_experts": 16384, "num_hidden_layers": 9}, "16384 experts in each of 9 layers are too many"),
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers[0]"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        architecture(golden_cases.QWEN3_MOE | change)
+    assert part in str(error.value)
+
+
+def test_stacked_experts_of_a_wrong_shape(tmp_path: pathlib.Path) -> None:
+    folder = golden_cases.write_checkpoint("gpt-oss", tmp_path)
+    arrays = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file(arrays | {name: arrays[name][0]}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="expected 3 axes"):
+        Model.open(folder)
+
+
+def test_a_lora_of_experts_is_refused_beside_the_weights() -> None:
+    arch = architecture(golden_cases.MIXTRAL)
+    tensor = arch.linears()["1.experts_down"].parts[2].tensor
+    with pytest.raises(CheckpointError, match="changes experts") as error:
+        low_rank(arch, {tensor: None})  # type: ignore[dict-item]
+    assert error.value.field == "lora"
+
+
+def test_gguf_files_with_experts_are_refused() -> None:
+    """Mixtral's are of the architecture llama."""
+    assert find_family({"general.architecture": "llama", "llama.expert_count": 0})
+    with pytest.raises(ConfigError, match="GGUF files with experts"):
+        find_family({"general.architecture": "llama", "llama.expert_count": 8})
+
+
+def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> None:
+    model = Model.open(golden_cases.write_checkpoint("mixtral", tmp_path))
+    with pytest.raises(ConfigError) as error:
+        CudaDevice().decoder(model, model.weight_format("f32"), 8, 1, None)
+    assert error.value.field == "device"
+    assert resolve_device("auto", Session.load(model.path).plan.kv, model.config) == "cpu"
+
+
+def test_without_room_for_all_experts_the_system_reads_ahead_the_chosen_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model.open(golden_cases.write_checkpoint("qwen3-moe", tmp_path / "model"))
+    store, of = model.store(model.weight_format("int4")), np.array([1, 1, 6])
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    expected = StoredExperts(store, Threads(1, 2))(x, of, "0.experts_up")
+    asked: list[tuple[Any, ...]] = []
+    advise = store.advise
+
+    def record(*arguments: Any) -> None:
+        asked.append(arguments)
+        advise(*arguments)
+
+    monkeypatch.setattr(store, "advise", record)
+    monkeypatch.setattr("edgekv.linear.stored_experts.available_memory_bytes", lambda: 0)
+    product = StoredExperts(store, Threads(1, 2))
+    names = [f"{i}.experts_{part}" for i in range(3) for part in ("up", "down")]
+    parts = ("codes", "scales")
+    assert asked == [(f"{name}.{part}", mmap.MADV_RANDOM, 0, None) for name in names for part in parts]
+    asked.clear()
+    np.testing.assert_array_equal(product(x, of, "0.experts_up"), expected)
+    rows = 2 * 40
+    assert asked == [
+        (f"0.experts_up.{part}", mmap.MADV_WILLNEED, expert * rows, rows) for expert in (1, 6) for part in parts
+    ]

@@ -1,0 +1,40 @@
+"""Attention sinks in every KV scheme: a score of each head that belongs to no token."""
+
+from __future__ import annotations
+
+import cache_cases
+import numpy as np
+import pytest
+
+from edgekv.kvcache import CACHES
+
+HEADS, PROMPT = (4, 2, 128), 200
+
+
+def attended(kv: str, backend: str, sinks: np.ndarray | None) -> np.ndarray:
+    """A token's attention behind a prompt, then that of three at once."""
+    cache = cache_cases.make(kv, HEADS, 256, backend)
+    q, k, v = cache_cases.draw(HEADS, PROMPT + 4, offset=0)
+    cache.prefill(q[:, :PROMPT], k[:, :PROMPT], v[:, :PROMPT])
+    type(cache).finish_prefill([cache])
+    parts = [
+        cache.attend(*(np.ascontiguousarray(x[:, a:b]) for x in (q, k, v)), sinks).copy()
+        for a, b in ((PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 4))
+    ]
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("kv", CACHES)
+def test_a_sink_takes_its_share(kv: str, backend: str) -> None:
+    """One of -inf takes nothing, a very large one everything, and one between part of each head's."""
+    plain = attended(kv, backend, None)
+    np.testing.assert_array_equal(attended(kv, backend, np.full(4, -np.inf, np.float32)), plain)
+    assert np.abs(attended(kv, backend, np.full(4, 80, np.float32))).max() < 1e-6 * np.abs(plain).max()
+    first = attended(kv, backend, np.array([-np.inf, 6, -np.inf, 6], np.float32))[:, 0]
+    # `bitplane` reads a token finely where a head of its group needs it: others' weights have become smaller.
+    np.testing.assert_allclose(first[[0, 2]], plain[[0, 2], 0], rtol=0, atol=2e-3 if kv == "bitplane" else 1e-6)
+    for head in (1, 3):
+        share = (first[head] @ plain[head, 0]) / (plain[head, 0] @ plain[head, 0])
+        assert 0.05 < share < 0.95, share
+        np.testing.assert_allclose(first[head], share * plain[head, 0], rtol=0, atol=0.05 * np.abs(plain).max())

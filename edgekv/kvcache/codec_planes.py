@@ -86,6 +86,7 @@ class CentredPlanes(Codec):
         even = np.ones((n_kv_heads, head_dim), np.float32)
         self.spread = even if spread is None else np.ascontiguousarray(spread)
         self.query_factors = 1 / self.spread
+        self.query_flips: F32 | None = None  # of a Hadamard rotation: its signs times query_factors
         self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.width = -(-head_dim // WORD) * WORD
         self.key_scale: F32 = np.broadcast_to(np.asarray(key_scale, np.float32), n_kv_heads).copy()
@@ -120,6 +121,8 @@ class CentredPlanes(Codec):
         self.key_scale = np.asarray(self.key_scale, like=arrays["planes"])
         self.spread = np.asarray(self.spread, like=arrays["planes"])
         self.query_factors = np.asarray(self.query_factors, like=arrays["planes"])
+        if self.rotation.flips is not None:
+            self.query_flips = self.query_factors * self.rotation.flips[: self.head_dim]
         self.heads = np.asarray(self.heads, like=arrays["planes"])
 
     def encode(self, x: F32, t0: int) -> None:

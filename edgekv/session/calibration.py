@@ -48,8 +48,8 @@ class Calibration:
             )
         if any(model.config.layer_recurrences) or model.config.experts is not None:
             raise ConfigError(
-                f"`calibrate` reads a text through attention and dense layers alone, and {model.config.model_type} "
-                "has layers that carry a state, or experts; leave it out",
+                f"`calibrate` reads a text through attention and dense layers, and {model.config.model_type} has "
+                "layers that carry a state, or experts; leave it out",
                 field="calibrate",
             )
         if model.adapter:

@@ -448,8 +448,8 @@ struct TiledWarp {
     }
 };
 
-// As attend_share; queries as they come from the model, queries.codes the signs of the rotation, queries.scale (G) a factor
-// of the keys' estimates.
+// As attend_share; queries as they come from the model, queries.codes (G, HEAD_DIM) the rotation's signs times factors
+// of the channels, queries.scale (G) a factor of the keys' estimates.
 __device__ void tiled_share(TiledShared& shared, const Queries& queries, const Store& keys, const Store& values, const Span& span,
                             int part, int parts, int g, float* ends, float (*out)[HEAD_DIM])
 {
@@ -464,7 +464,7 @@ __device__ void tiled_share(TiledShared& shared, const Queries& queries, const S
         for (int k = threadIdx.x; k < ROWS_TURNED * HEAD_DIM; k += THREADS) {
             int m = base + k / HEAD_DIM, c = k % HEAD_DIM;
             const float* x = queries.x + ((i64)g * ROWS + m) * HEAD_DIM;
-            shared.turned[k / HEAD_DIM][0][c] = m < ROWS ? x[c] * ((const float*)queries.codes)[c] : 0;
+            shared.turned[k / HEAD_DIM][0][c] = m < ROWS ? x[c] * ((const float*)queries.codes)[g * HEAD_DIM + c] : 0;
         }
         int side = turn_rows(shared.turned);
         for (int m = base + warp; m < least(ROWS, base + ROWS_TURNED); m += WARPS)

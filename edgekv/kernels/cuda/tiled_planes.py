@@ -48,4 +48,4 @@ def macros(rows: int, keys: Reader, values: Reader) -> Macros:
 
 def queries(keys: Any, q: Array) -> Queries:
     """As they come: the kernel rotates and rounds them."""
-    return Queries(q, keys.rotation.flips, keys.key_scale)
+    return Queries(q, keys.query_flips, keys.key_scale)

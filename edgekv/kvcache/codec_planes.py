@@ -85,7 +85,7 @@ class CentredPlanes(Codec):
         self.bits, self.first_plane = bits_of_heads(bits, n_kv_heads)
         even = np.ones((n_kv_heads, head_dim), np.float32)
         self.spread = even if spread is None else np.ascontiguousarray(spread)
-        self.query_factors = 1 / self.spread
+        self.query_factors: F32 = np.divide(np.float32(1), self.spread)
         self.query_flips: F32 | None = None  # of a Hadamard rotation: its signs times query_factors
         self.heads = np.stack([self.first_plane, self.bits], axis=1).astype(np.int32)
         self.width = -(-head_dim // WORD) * WORD

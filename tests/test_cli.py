@@ -258,7 +258,7 @@ def test_a_config_that_contradicts_the_tensors(
         ({"hidden_size": 32}, "shape"),
         ({"num_hidden_layers": 4}, "layers.3"),
         ({"num_hidden_layers": 2}, "do not belong together"),
-        ({"model_type": "mixtral"}, "'mixtral' is not supported"),
+        ({"model_type": "mamba"}, "'mamba' is not supported"),
         ({"num_key_value_heads": 3}, "can't share 3"),
         ({"hidden_act": "mish"}, "'mish' is not supported"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "'spiral' is not supported"),

@@ -55,13 +55,13 @@ def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
     builder.store(x, _pointer(builder, x.type, address, offset), align=1)
 
 
-def prefetch(builder: Any, address: Value, n_bytes: int) -> None:
-    """Asks for the cache lines from an address on, which may be nobody's."""
+def prefetch(builder: Any, address: Value, n_bytes: int, locality: int = 3) -> None:
+    """Asks for the cache lines from an address on, which may be nobody's; locality 3: all levels, 2: not the first."""
     for offset in range(0, n_bytes, LINE):
         pointer = _pointer(builder, I8, address, offset)
         kind = ir.FunctionType(_VOID, [pointer.type, I32, I32, I32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-        builder.call(function, [pointer, I32(0), I32(3), I32(1)])  # for reading, all levels, data
+        builder.call(function, [pointer, I32(0), I32(locality), I32(1)])  # for reading; data
 
 
 def splat(builder: Any, x: Value, n: int) -> Value:

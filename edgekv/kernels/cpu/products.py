@@ -32,6 +32,7 @@ from edgekv.types import F32, U8
 
 FLOATS = emit.vector(emit.F32, LANES)
 OUTPUTS = 4  # rows of weights at a time
+TILES_AHEAD = 2  # are fetched: into the second cache, as the first has no more room for lines on their way
 ROW_COUNTS = 4, 2, 1  # rows of activations at a time
 FEW_ROWS = 8
 
@@ -172,7 +173,8 @@ def _emit_unit(
     for r in range(OUTPUTS):
         start = b.add(at, b.mul(row_bytes, emit.I64(r)))
         if n_blocks is None:
-            emit.prefetch(b, b.add(start, b.mul(row_bytes, emit.I64(OUTPUTS))), layout.vectors * VECTOR)
+            ahead = b.add(start, b.mul(row_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
+            emit.prefetch(b, ahead, layout.vectors * VECTOR, locality=2)
         vectors = (
             load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
         )

@@ -56,7 +56,7 @@ def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
 
 
 def prefetch(builder: Any, address: Value, n_bytes: int, locality: int = 3) -> None:
-    """Asks for the cache lines from an address on, maybe nobody's; locality 3: into all caches, 2: not the first."""
+    """Asks for the cache lines from an address on, maybe nobody's; locality 3: all caches, 2: but the first."""
     for offset in range(0, n_bytes, LINE):
         pointer = _pointer(builder, I8, address, offset)
         kind = ir.FunctionType(_VOID, [pointer.type, I32, I32, I32])

@@ -70,6 +70,18 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(form) -> None:
             assert np.array_equal(alone, whole[first : first + len(part)])
 
 
+@pytest.mark.parametrize("n_threads", [2, 3])
+def test_outputs_behind_the_last_whole_panel_on_several_threads(n_threads: int) -> None:
+    """They are added up in stretches, with outputs of the panel before."""
+    rng = np.random.default_rng(2)
+    rows, columns = PANEL + 5, 4 * STRETCH
+    weight, x = (rng.standard_normal((n, columns)).astype(np.float32) for n in (rows, 64))
+    codes, scales = quantize_numpy(weight, 4, 32)
+    alone = multiply(x, codes, scales, 4, 32, 1)
+    for _ in range(50):
+        assert np.array_equal(multiply(x, codes, scales, 4, 32, n_threads), alone)
+
+
 @pytest.mark.parametrize("x", [0.0, 1e-38, 1e36, -1e36])
 def test_extreme_activations(x: float) -> None:
     codes, scales = quantize_numpy(np.ones((OUTPUTS, 64), np.float32), 4, 32)

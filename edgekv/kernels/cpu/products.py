@@ -50,7 +50,7 @@ def multiply(x: F32, codes: U8, scales: F32, bits: int, block: int, n_threads: i
     row_bytes = aligned_size(n * (gap + 4 * block))
     memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
     y = np.empty((n, rows), np.float32)
-    n_tiles = -(-rows // (PANEL if is_panel else OUTPUTS))
+    n_tiles = rows // PANEL if is_panel else -(-rows // OUTPUTS)
     numbers = np.array(
         (
             *(address_of(x), n, columns, blocks, int(is_panel), memory, gap),

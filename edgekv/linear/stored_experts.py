@@ -50,7 +50,7 @@ class StoredExperts:
         if n < OUTPUTS:
             return expert_rows(rows, of, self._store.matrix(name), bias, n_experts)
         n_threads = self._threads.decode if len(rows) <= FEW_PAIRS else self._threads.prompt
-        result = multiply_chosen(rows, of, codes, scales, n_experts, _layout(form), n_threads)
+        result = multiply_chosen(rows, of, codes, scales, n_experts, product_layout(form), n_threads)
         if form.zeros:
             self._take_off_zeros(rows, of, name, form, result)
         if bias is not None:
@@ -59,7 +59,7 @@ class StoredExperts:
 
     def warm_up(self) -> list[Callable[[], object]]:
         """What is to be called so that all kernels are compiled."""
-        layouts = {_layout(form) for form in self._forms.values() if form.bits < 32}
+        layouts = {product_layout(form) for form in self._forms.values() if form.bits < 32}
         return [functools.partial(warm_up, layout) for layout in layouts]
 
     def _advise(self, name: str, advice: int, expert: int | None = None) -> None:
@@ -88,5 +88,6 @@ def _parts(form: WeightFormat) -> tuple[str, ...]:
     return ("weight",) if form.bits == 32 else ("codes", "scales")
 
 
-def _layout(form: WeightFormat) -> Layout:
+def product_layout(form: WeightFormat) -> Layout:
+    """How kernels have a format of fewer than 32 bits: zero points and offsets are added to what they give."""
     return Layout(form.bits, form.block, form.e2m1)

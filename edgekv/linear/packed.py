@@ -10,6 +10,7 @@ import numpy as np
 
 from edgekv.kernels.cpu import layers, products
 from edgekv.linear.formats import WeightFormat
+from edgekv.linear.quantize import block_sums
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
 from edgekv.linear.stored_experts import StoredExperts, product_layout
@@ -43,7 +44,7 @@ class PackedOps(NumpyOps):
         n_threads = self._threads.decode if len(x) <= products.FEW_ROWS else self._threads.prompt
         y = products.multiply(x, packed.codes, packed.scales, product_layout(packed.form), n_threads)
         if packed.offsets is not None:
-            y += _block_sums(x, packed.form.block) @ packed.offsets.T
+            y += block_sums(x, packed.form.block) @ packed.offsets.T
         if packed.bias is not None:
             y += packed.bias
         return y
@@ -105,11 +106,3 @@ class PackedLinear(NumpyLinear):
     def block(cls, store: WeightStore, name: str, threads: int) -> Callable[..., F32]:
         """The first layer's ``attention_in`` or ``attention_out``, on so many threads."""
         return functools.partial(getattr(cls(store, Threads(threads, threads)), name), 0)
-
-
-def _block_sums(x: F32, block: int) -> F32:
-    """Of each block of the rows x (n, columns): (n, blocks)."""
-    n, columns = x.shape
-    whole = np.pad(x, ((0, 0), (0, -columns % block)))
-    sums: F32 = whole.reshape(n, -1, block).sum(axis=2)
-    return sums

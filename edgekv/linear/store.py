@@ -295,8 +295,8 @@ def _write_weights(
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
             else:
-                taken = rounded or weights.taken_over(name, own)
-                codes, scales = taken or _quantized(weights, name, own, linear.rows, linear.columns)
+                taken = None if rounded else weights.taken_over(name, own)
+                codes, scales = rounded or taken or _quantized(weights, name, own, linear.rows, linear.columns)
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)
                 if own.zeros:

@@ -1,11 +1,13 @@
 """Products of activations with packed weights, against NumPy: formats, odd sizes, few rows and panels, threads."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.kernels import threads
-from edgekv.kernels.cpu import layers
+from edgekv.kernels.cpu import launch, layers
 from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
 from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout
 from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply
@@ -66,14 +68,18 @@ def test_products(layout: Layout, n: int, rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("layout", PRODUCTS, ids=str)
-def test_a_row_does_not_depend_on_the_others(layout: Layout) -> None:
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     rng = np.random.default_rng(1)
     rows, columns = 3 * PANEL + 2, 700
     codes, scales = drawn(rng, layout, rows, columns)
     x = rng.standard_normal((64, columns)).astype(np.float32)
     for few in (x[:FEW_ROWS], x):
         whole = multiply(few, codes, scales, layout, 1)
-        assert np.array_equal(multiply(few, codes, scales, layout, threads.count()), whole)
+        for n_threads in (2, 3):
+            assert np.array_equal(multiply(few, codes, scales, layout, n_threads), whole)
         for part in (few[:1], few[1:4], few[2:FEW_ROWS]) if len(few) <= FEW_ROWS else (few[3:20], few[30:]):
             first = int(np.flatnonzero((few == part[0]).all(axis=1))[0])
             alone = multiply(part, codes, scales, layout)
@@ -110,6 +116,23 @@ def test_norms_and_gates(n: int) -> None:
     gate, up = np.split(x, 2, axis=1)
     for kind in layers.GATED:
         assert np.allclose(layers.gated(x, kind), ACTIVATIONS[kind](gate) * up, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [1, 3, 50])
+def test_norms_and_gates_do_not_depend_on_the_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(n)
+    x, weight = rng.standard_normal((n, 514)).astype(np.float32), rng.random(514, np.float32)
+    calls = [
+        lambda: layers.rms_norm(x, weight, 1e-5),
+        *(functools.partial(layers.gated, x, kind) for kind in layers.GATED),
+    ]
+    alone = []
+    for n_threads in (1, 2, 3):
+        monkeypatch.setattr(threads, "count", lambda n_threads=n_threads: n_threads)
+        monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0 if n_threads > 1 else 1 << 62)
+        found = [call() for call in calls]
+        alone = alone or found
+        assert all(map(np.array_equal, found, alone))
 
 
 def test_dense_layers_of_floating_point_codes() -> None:

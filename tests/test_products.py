@@ -8,9 +8,10 @@ import pytest
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch, layers
+from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
-from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout
-from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply
+from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout, Product
+from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply, stages
 from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.formats import mixed_format
 from edgekv.linear.packed import PackedLinear
@@ -96,6 +97,28 @@ def test_outputs_behind_the_last_whole_panel_on_several_threads(n_threads: int) 
     alone = multiply(x, codes, scales, Layout(4, 32), 1)
     for _ in range(50):
         assert np.array_equal(multiply(x, codes, scales, Layout(4, 32), n_threads), alone)
+
+
+def test_an_output_belongs_to_one_tile_of_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two threads added to at once would be wrong."""
+    rng, layout, rows, n = np.random.default_rng(3), Layout(4, 32), 2 * PANEL + 5, FEW_ROWS + 1
+    codes, scales = drawn(rng, layout, rows, 2 * STRETCH)
+    tiles, written = stages(layout)[1], np.zeros((n, rows), np.int64)
+
+    def one_by_one(stage: launch.Stage, n_items: int, numbers: np.ndarray, n_threads: int) -> None:
+        if stage is not tiles:
+            return stage.run(n_items, numbers)
+        for i in range(n_items):
+            y = np.full((n, rows), np.nan, np.float32)
+            numbers[Product._fields.index("y")] = address_of(y)
+            stage._loop.call(i, i + 1, 0, address_of(numbers))
+            written[...] += ~np.isnan(y)
+        return None
+
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+    monkeypatch.setattr(launch.Stage, "run_parallel", one_by_one)
+    multiply(rng.standard_normal((n, 2 * STRETCH)).astype(np.float32), codes, scales, layout, 2)
+    assert (written == 1).all()
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-38, 1e36, -1e36])

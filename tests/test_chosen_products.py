@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edgekv.kernels.cpu import chosen_products, launch
 from edgekv.kernels.cpu.chosen_products import multiply_chosen
 from edgekv.kernels.cpu.product_rows import Layout
 from edgekv.linear.quantize import dequantize, n_blocks
@@ -23,9 +24,11 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("bits", "block", "e2m1"), FORMATS)
-@pytest.mark.parametrize("columns", [32, 96, 200, 384, 704])
+@pytest.mark.parametrize("columns", [32, 96, 200, 384, 704, 1344])
 @pytest.mark.parametrize("of", [[3], [0, 1, 4], [2, 2, 2, 2, 4], [1] * 3 + [3] * 13])
-def test_products_are_those_of_the_codes(bits: int, block: int, e2m1: bool, columns: int, of: list[int]) -> None:
+def test_products_are_those_of_the_codes(
+    bits: int, block: int, e2m1: bool, columns: int, of: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(columns)
     blocks = n_blocks(columns, block)
     codes = rng.integers(0, 256, (EXPERTS * ROWS, blocks, block * bits // 8), np.uint8)
@@ -34,7 +37,13 @@ def test_products_are_those_of_the_codes(bits: int, block: int, e2m1: bool, colu
     scales.reshape(EXPERTS, ROWS, blocks)[idle] = np.nan  # would show wherever one was read
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, :block] = 0
-    out = multiply_chosen(x, np.array(of), codes, scales, EXPERTS, Layout(bits, block, e2m1))
+    layout = Layout(bits, block, e2m1)
+    out = multiply_chosen(x, np.array(of), codes, scales, EXPERTS, layout, 1)
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+    monkeypatch.setattr(chosen_products, "MIN_PARALLEL_ELEMENTS", 0)
+    for n_threads in (2, 3):
+        again = multiply_chosen(x, np.array(of), codes, scales, EXPERTS, layout, n_threads)
+        assert np.array_equal(again, out)
     matrices = dequantize(codes, scales, bits, block, columns, e2m1=e2m1).reshape(EXPERTS, ROWS, columns)
     expected = np.stack(
         [matrices[e].astype(np.float64) @ row for e, row in zip(of, rounded(x, block), strict=True)]

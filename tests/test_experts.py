@@ -16,9 +16,11 @@ from safetensors.numpy import load_file, save_file
 from edgekv import Session
 from edgekv.checkpoint.gguf_layout import find_family
 from edgekv.errors import CheckpointError, ConfigError
-from edgekv.linear.experts import choose
-from edgekv.linear.formats import specs_bytes, store_specs
+from edgekv.linear.experts import choose, expert_rows
+from edgekv.linear.formats import FORMATS, WeightFormat, mixed_format, specs_bytes, store_specs
 from edgekv.linear.low_rank import low_rank
+from edgekv.linear.random import RandomWeights
+from edgekv.linear.store import WeightStore, build
 from edgekv.linear.stored_experts import StoredExperts
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig
@@ -84,6 +86,31 @@ def test_experts_of_quantized_checkpoints(name: str, tmp_path: pathlib.Path) -> 
     assert form.of("0.experts_up").name == packed_cases.MODELS[name][2]
     both = [logits_of(folders[0], device, "auto") for device in ("cpu", "numpy")]
     assert relative(*both) < 0.06, relative(*both)  # measured: 0.03 to 0.04
+
+
+class Shifted(RandomWeights):
+    """With random zero points and offsets."""
+
+    def zero_points(self, name: str, form: WeightFormat) -> np.ndarray:
+        return self._rng.integers(
+            0, 256, store_specs(self.arch, form, self.table_dtypes)[f"{name}.zeros"][1], np.uint8
+        )
+
+    def offsets(self, name: str) -> np.ndarray:
+        shape = store_specs(self.arch, FORMATS["int4-32-offsets"], self.table_dtypes)[f"{name}.offsets"][1]
+        return self._normal(*shape)
+
+
+@pytest.mark.parametrize("name", ["int4-32-offsets", "int4-32-zeros", "int4-zeros"])
+def test_blocks_of_experts_are_shifted(name: str, tmp_path: pathlib.Path) -> None:
+    weights = Shifted(golden_cases.QWEN3_MOE)
+    form = mixed_format("mixed", dict.fromkeys(weights.arch.linears(), name))
+    build(weights, form, tmp_path / "store", None)
+    store, of = WeightStore(tmp_path / "store"), np.array([0, 2, 2, 5])
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    got = StoredExperts(store, Threads(1, 2))(x, of, "1.experts_up")
+    meant = expert_rows(x, of, store.matrix("1.experts_up"), store.bias("1.experts_up"), 8)
+    assert np.linalg.norm(got - meant) < 0.02 * np.linalg.norm(meant)
 
 
 def test_a_token_reads_its_experts_alone(tmp_path: pathlib.Path) -> None:

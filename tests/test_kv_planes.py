@@ -204,6 +204,9 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
         ("planes:k_bits=0", "k_bits=0': accepted: 1 to 4 bits"),
         ("planes:threshold=0.001", "threshold=0.001': accepted: with k_bits=4 and v_bits=4"),
         ("bitplane:threshold=1.5", "threshold=1.5': accepted: a probability"),
+        ("bitplane:k_heads=4444", "k_heads=4444': accepted: nothing with a threshold"),
+        ("bitplane:v_heads=1234", "v_heads=1234': accepted: nothing with a threshold"),
+        ("bitplane:k_spread=4", "k_spread=4': accepted: nothing with a threshold"),
     ],
 )
 def test_knobs_are_checked(kv: str, message: str) -> None:

@@ -1,18 +1,26 @@
 """Products of activations with packed weights, against NumPy: formats, odd sizes, few rows and panels, threads."""
 
+import functools
+
 import numpy as np
 import pytest
 
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.kernels import threads
-from edgekv.kernels.cpu import layers
+from edgekv.kernels.cpu import launch, layers
+from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
-from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply
+from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout, Product
+from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply, stages
 from edgekv.linear.activations import ACTIVATIONS
-from edgekv.linear.formats import WEIGHTS
+from edgekv.linear.formats import mixed_format
+from edgekv.linear.packed import PackedLinear
 from edgekv.linear.quantize import dequantize, n_blocks, quantize_numpy
-from edgekv.types import F32
+from edgekv.linear.random import random_store
+from edgekv.linear.reference import NumpyLinear
+from edgekv.models import architecture
+from edgekv.types import F32, U8, Threads
 
-PACKED = [form for form in WEIGHTS.values() if form.bits < 32]
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
 
 
@@ -26,7 +34,13 @@ def rounded(x: F32, block: int) -> F32:
     return (codes * (peak / np.float32(127))).reshape(n, -1)[:, :columns].astype(np.float32)
 
 
-@pytest.mark.parametrize("form", PACKED, ids=lambda form: form.name)
+def drawn(rng: np.random.Generator, layout: Layout, rows: int, columns: int) -> tuple[U8, F32]:
+    """Codes and scales of weights (rows, columns)."""
+    codes = rng.integers(0, 256, (rows, n_blocks(columns, layout.block), layout.block_bytes), np.uint8)
+    return codes, rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
+
+
+@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
 @pytest.mark.parametrize(
     ("n", "rows", "columns"),
     [
@@ -41,33 +55,70 @@ def rounded(x: F32, block: int) -> F32:
         (70, 2 * PANEL, 2 * STRETCH + 33),
     ],
 )
-def test_products(form, n: int, rows: int, columns: int) -> None:
+def test_products(layout: Layout, n: int, rows: int, columns: int) -> None:
     rng = np.random.default_rng(n * rows)
-    weight, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, columns), (n, columns)))
+    codes, scales = drawn(rng, layout, rows, columns)
+    x = rng.standard_normal((n, columns)).astype(np.float32)
     x[0, : min(columns, 40)] = 0
-    codes, scales = quantize_numpy(weight, form.bits, form.block)
-    meant = dequantize(codes, scales, form.bits, form.block, columns).astype(np.float64)
-    activations = rounded(x, form.block).astype(np.float64)
+    meant = dequantize(codes, scales, layout.bits, layout.block, columns, e2m1=layout.e2m1).astype(np.float64)
+    activations = rounded(x, layout.block).astype(np.float64)
     size = np.abs(activations) @ np.abs(meant).T
-    got = multiply(x, codes, scales, form.bits, form.block)
+    got = multiply(x, codes, scales, layout)
     assert got.shape == (n, rows)
     assert (np.abs(got - activations @ meant.T) <= TOLERANCE * size).all()
 
 
-@pytest.mark.parametrize("form", PACKED, ids=lambda form: form.name)
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(form) -> None:
+@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     rng = np.random.default_rng(1)
     rows, columns = 3 * PANEL + 2, 700
-    codes = rng.integers(0, 256, (rows, n_blocks(columns, form.block), form.block * form.bits // 8), np.uint8)
-    scales = rng.random(codes.shape[:2], np.float32)
+    codes, scales = drawn(rng, layout, rows, columns)
     x = rng.standard_normal((64, columns)).astype(np.float32)
     for few in (x[:FEW_ROWS], x):
-        whole = multiply(few, codes, scales, form.bits, form.block, 1)
-        assert np.array_equal(multiply(few, codes, scales, form.bits, form.block, threads.count()), whole)
+        whole = multiply(few, codes, scales, layout, 1)
+        for n_threads in (2, 3):
+            assert np.array_equal(multiply(few, codes, scales, layout, n_threads), whole)
         for part in (few[:1], few[1:4], few[2:FEW_ROWS]) if len(few) <= FEW_ROWS else (few[3:20], few[30:]):
             first = int(np.flatnonzero((few == part[0]).all(axis=1))[0])
-            alone = multiply(part, codes, scales, form.bits, form.block)
+            alone = multiply(part, codes, scales, layout)
             assert np.array_equal(alone, whole[first : first + len(part)])
+
+
+@pytest.mark.parametrize("n_threads", [2, 3])
+def test_outputs_behind_the_last_whole_panel_on_several_threads(n_threads: int) -> None:
+    """They are added up in stretches, with outputs of the panel before."""
+    rng = np.random.default_rng(2)
+    rows, columns = PANEL + 5, 4 * STRETCH
+    weight, x = (rng.standard_normal((n, columns)).astype(np.float32) for n in (rows, 64))
+    codes, scales = quantize_numpy(weight, 4, 32)
+    alone = multiply(x, codes, scales, Layout(4, 32), 1)
+    for _ in range(50):
+        assert np.array_equal(multiply(x, codes, scales, Layout(4, 32), n_threads), alone)
+
+
+def test_an_output_belongs_to_one_tile_of_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two threads added to at once would be wrong."""
+    rng, layout, rows, n = np.random.default_rng(3), Layout(4, 32), 2 * PANEL + 5, FEW_ROWS + 1
+    codes, scales = drawn(rng, layout, rows, 2 * STRETCH)
+    tiles, written = stages(layout)[1], np.zeros((n, rows), np.int64)
+
+    def one_by_one(stage: launch.Stage, n_items: int, numbers: np.ndarray, n_threads: int) -> None:
+        if stage is not tiles:
+            return stage.run(n_items, numbers)
+        for i in range(n_items):
+            y = np.full((n, rows), np.nan, np.float32)
+            numbers[Product._fields.index("y")] = address_of(y)
+            stage._loop.call(i, i + 1, 0, address_of(numbers))
+            written[...] += ~np.isnan(y)
+        return None
+
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+    monkeypatch.setattr(launch.Stage, "run_parallel", one_by_one)
+    multiply(rng.standard_normal((n, 2 * STRETCH)).astype(np.float32), codes, scales, layout, 2)
+    assert (written == 1).all()
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-38, 1e36, -1e36])
@@ -75,7 +126,7 @@ def test_extreme_activations(x: float) -> None:
     codes, scales = quantize_numpy(np.ones((OUTPUTS, 64), np.float32), 4, 32)
     row = np.zeros((1, 64), np.float32)
     row[0, 5] = x
-    assert np.allclose(multiply(row, codes, scales, 4, 32), x, rtol=1e-6, atol=1e-30)
+    assert np.allclose(multiply(row, codes, scales, Layout(4, 32)), x, rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("n", [1, 5, 300])
@@ -88,3 +139,31 @@ def test_norms_and_gates(n: int) -> None:
     gate, up = np.split(x, 2, axis=1)
     for kind in layers.GATED:
         assert np.allclose(layers.gated(x, kind), ACTIVATIONS[kind](gate) * up, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [1, 3, 50])
+def test_norms_and_gates_do_not_depend_on_the_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(n)
+    x, weight = rng.standard_normal((n, 514)).astype(np.float32), rng.random(514, np.float32)
+    calls = [
+        lambda: layers.rms_norm(x, weight, 1e-5),
+        *(functools.partial(layers.gated, x, kind) for kind in layers.GATED),
+    ]
+    alone = []
+    for n_threads in (1, 2, 3):
+        monkeypatch.setattr(threads, "count", lambda n_threads=n_threads: n_threads)
+        monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0 if n_threads > 1 else 1 << 62)
+        found = [call() for call in calls]
+        alone = alone or found
+        assert all(map(np.array_equal, found, alone))
+
+
+def test_dense_layers_of_floating_point_codes() -> None:
+    config = load_shape("tiny", 1)
+    store = random_store(config, mixed_format("mxfp4", dict.fromkeys(architecture(config).linears(), "fp4-32")))
+    ours, reference = PackedLinear(store, Threads(1, 2)), NumpyLinear(store)
+    for n in (1, 2 * FEW_ROWS):
+        x = np.random.default_rng(n).standard_normal((n, store.arch.config.hidden_size), np.float32)
+        pairs = (ours.attention_in(0, x), reference.attention_in(0, x)), (ours.head(x), reference.head(x))
+        for got, meant in pairs:
+            assert np.linalg.norm(got - meant) < 0.02 * np.linalg.norm(meant)

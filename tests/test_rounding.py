@@ -11,13 +11,16 @@ import pytest
 from helpers import raises
 
 from edgekv import Session
+from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.linear import calibrate
 from edgekv.linear.calibrate import hessian
+from edgekv.linear.formats import FORMATS, WeightFormat, mixed_format
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
+from edgekv.linear.random import RandomWeights
 from edgekv.linear.rounding import DAMPING, SHRINK, Rounder
-from edgekv.linear.store import WeightStore
+from edgekv.linear.store import WeightStore, Write, build
 from edgekv.session import calibration
 from edgekv.session.calibration import windows
 from edgekv.session.model import Model
@@ -268,3 +271,42 @@ def test_heads_that_are_refused(model: pathlib.Path) -> None:
     for weights in ("int4,head=int5", "int5,head=int4", "int4,head=", "int4,tail=int8", "int4, head=int8"):
         with raises(ConfigError, field="weights", match="accepted"):
             opened.weight_format(weights)
+
+
+class WithOffsets(RandomWeights):
+    def offsets(self, name: str) -> F32:
+        blocks = n_blocks(self._linears[name].columns, 32)
+        return np.ones((self._linears[name].rows, blocks), np.float32)
+
+
+class Rounded:
+    """Hands on codes that are not the checkpoint's."""
+
+    note = "a text"
+
+    def __init__(self, weights: RandomWeights) -> None:
+        self.weights = weights
+
+    def __call__(self, form: WeightFormat, write: Write) -> None:
+        for name in self.weights.arch.linears():
+            write(name, self.weights.taken_over(name, form.of(name)))
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_only_codes_that_are_taken_over_have_offsets(is_rounded: bool, tmp_path: pathlib.Path) -> None:
+    weights = WithOffsets(load_shape("tiny", 1))
+    form = mixed_format("mixed", dict.fromkeys(weights.arch.linears(), "int4-32-offsets"))
+    build(weights, form, tmp_path / "store", None, rounding=Rounded(weights) if is_rounded else None)
+    offsets = WeightStore(tmp_path / "store").shift("0.qkv")
+    assert (offsets == (0 if is_rounded else 1)).all()
+
+
+@pytest.mark.parametrize("name", ["int4-32-offsets", "int4-32-zeros", "fp4-32", "int8"])
+def test_other_formats_are_handed_on_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text rounds to whole numbers around 0 alone."""
+    weights, handed = RandomWeights(load_shape("tiny", 1)), []
+    monkeypatch.setattr(weights, "taken_over", lambda *of: None)
+    ops = calibrate.CalibratingOps(weights, FORMATS[name], lambda *given: handed.append(given))
+    matrix = ops.rounded(np.ones((1, weights.arch.config.hidden_size), np.float32), "0.qkv")
+    assert matrix.shape[1] == weights.arch.config.hidden_size
+    assert handed == [("0.qkv", None)]

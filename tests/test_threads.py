@@ -15,6 +15,7 @@ from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.onnx import LEAST_ROWS
 from edgekv.linear.random import random_store
 from edgekv.linear.store import WeightStore
+from edgekv.machine import machine_info
 from edgekv.types import Threads
 
 MODEL = "demo"
@@ -66,6 +67,9 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
     found = threads.product_threads(store, None)
     assert 1 <= found.decode <= found.prompt <= 4
     assert threads.remembered(store.arch, store.form) == found
+    (key,) = json.loads((cache_root() / "threads.json").read_text())["measured"]
+    library = "onnxruntime" if store.form.bits == 32 else "edgekv"
+    assert f" cores, {library} {machine_info()['versions'][library]}: " in key
     monkeypatch.setattr(threads, "measure", None)
     assert threads.product_threads(store, None) == found
     assert threads.product_threads(store, 3) == (3, 3)
@@ -73,7 +77,7 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("four_cores")
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 2, "measured": {}}', '{"format": 1, "measured": 3}', "numbers of another kind"]
+    "text", ["", "[]", '{"format": 1, "measured": {}}', '{"format": 2, "measured": 3}', "numbers of another kind"]
 )
 def test_what_can_not_be_used_is_measured_again(text: str) -> None:
     store = random_store(load_shape("tiny", 1), WEIGHTS["int4"])

@@ -6,6 +6,9 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import golden_cases
 import numba
@@ -16,7 +19,7 @@ from edgekv.cli import main
 from edgekv.decoder import ahead
 from edgekv.kernels import compiling
 from edgekv.kernels.compiling import CompileClock
-from edgekv.kernels.cpu import kept
+from edgekv.kernels.cpu import kept, loops
 from edgekv.kvcache import CacheSpec
 from edgekv.session.opening import WARM_UP
 
@@ -119,3 +122,29 @@ def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
     assert noted == []
     assert [process.poll() is None for process in begun] == [False] * len(begun)
+
+
+def _nothing(number: int) -> None:
+    return
+
+
+def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, everybody = [], threading.Barrier(4)
+
+    class Slow(loops.CFunc):
+        def compile(self) -> None:
+            begun.append(self)
+            time.sleep(0.05)
+            super().compile()
+
+    def call(number: int) -> int:
+        everybody.wait()
+        loop.call(number)
+        return loop.address
+
+    monkeypatch.setattr(loops, "CFunc", Slow)
+    monkeypatch.setattr(numba_cache, "kept", False)
+    loop = loops.Loop(_nothing, 1)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(call, range(4)))) == 1
+    assert len(begun) == 1

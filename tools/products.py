@@ -22,6 +22,7 @@ from edgekv.linear.formats import WEIGHTS, WeightFormat
 from edgekv.linear.onnx import session_options
 from edgekv.linear.quantize import n_blocks
 from edgekv.linear.runtime import ort
+from edgekv.linear.stored_experts import product_layout
 from edgekv.types import F32, U8
 
 COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many
@@ -75,7 +76,7 @@ def main() -> None:
         + "|"
     )
     for form in (WEIGHTS[name] for name in arguments.weights.split(",")):
-        blocks = n_blocks(columns, form.block)
+        blocks, layout = n_blocks(columns, form.block), product_layout(form)
         weights = [
             (
                 rng.integers(0, 256, (outputs, blocks, form.block * form.bits // 8), np.uint8),
@@ -92,7 +93,7 @@ def main() -> None:
                 x = rng.standard_normal((n, columns)).astype(np.float32)
                 copies = COPIES if n <= FEW_ROWS else 1
                 times = least(
-                    [functools.partial(multiply, x, *each, form.bits, form.block) for each in weights[:copies]],
+                    [functools.partial(multiply, x, *each, layout) for each in weights[:copies]],
                     [functools.partial(session.run, None, {"x": x}) for session in sessions[:copies]],
                     ROUNDS if n <= FEW_ROWS else ROUNDS // 2,
                 )

@@ -85,6 +85,9 @@ class PlanesKnobs:
             raise bad_knob(self.scheme, "threshold", self.threshold, "a probability, or 0 for none")
         if self.threshold and (self.k_bits, self.v_bits, self.by_need) != (4, 4, False):
             raise bad_knob(self.scheme, "threshold", self.threshold, "with k_bits=4 and v_bits=4 only, else 0")
+        for name in self.found:
+            if self.threshold and getattr(self, name):
+                raise bad_knob(self.scheme, name, getattr(self, name), "nothing with a threshold")
 
     @property
     def wants_fit(self) -> bool:

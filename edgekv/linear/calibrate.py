@@ -37,7 +37,8 @@ class CalibratingOps(NumpyOps):
     def rounded(self, x: F32, name: str) -> F32:
         """Hands the layer on and gives its weights (rows, columns) as they will be."""
         own = self._form.of(name)
-        if own.bits != 4 or own.zeros or self._checkpoint.taken_over(name, own) is not None:
+        is_other = own.bits != 4 or own.zeros or own.offsets or own.e2m1  # than what a `Rounder` gives
+        if is_other or self._checkpoint.taken_over(name, own) is not None:
             self._write(name, None)
             return self._checkpoint.matrix(name)
         rounder, columns = Rounder(hessian(x), own.block), x.shape[1]

@@ -12,7 +12,7 @@ from edgekv.models.architecture import Architecture
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 ROUTER = ".router"
-PARTS = ("weight", "codes", "scales", "zeros", "bias")  # of a linear layer
+PARTS = ("weight", "codes", "scales", "zeros", "offsets", "bias")  # of a linear layer
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 

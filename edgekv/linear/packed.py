@@ -10,9 +10,10 @@ import numpy as np
 
 from edgekv.kernels.cpu import layers, products
 from edgekv.linear.formats import WeightFormat
+from edgekv.linear.quantize import block_sums
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
-from edgekv.linear.stored_experts import StoredExperts
+from edgekv.linear.stored_experts import StoredExperts, product_layout
 from edgekv.types import F32, I64, U8, Threads
 
 
@@ -41,9 +42,9 @@ class PackedOps(NumpyOps):
         if packed.form.bits == 32 or len(packed.scales) < products.OUTPUTS:
             return super()._stored_linear(x, name)
         n_threads = self._threads.decode if len(x) <= products.FEW_ROWS else self._threads.prompt
-        y = products.multiply(x, packed.codes, packed.scales, packed.form.bits, packed.form.block, n_threads)
+        y = products.multiply(x, packed.codes, packed.scales, product_layout(packed.form), n_threads)
         if packed.offsets is not None:
-            y += _block_sums(x, packed.form.block) @ packed.offsets.T
+            y += block_sums(x, packed.form.block) @ packed.offsets.T
         if packed.bias is not None:
             y += packed.bias
         return y
@@ -97,18 +98,11 @@ class PackedLinear(NumpyLinear):
     def warm_up(self) -> list[Callable[[], object]]:
         linears = self.arch.linears()
         forms = {self._forms.of(name) for name in linears if not linears[name].n_experts}
-        kernels = [functools.partial(products.warm_up, form.bits, form.block) for form in forms if form.bits < 32]
+        layouts = {product_layout(form) for form in forms if form.bits < 32}
+        kernels = [functools.partial(products.warm_up, layout) for layout in layouts]
         return [*kernels, *self._experts.warm_up(), layers.warm_up]
 
     @classmethod
     def block(cls, store: WeightStore, name: str, threads: int) -> Callable[..., F32]:
         """The first layer's ``attention_in`` or ``attention_out``, on so many threads."""
         return functools.partial(getattr(cls(store, Threads(threads, threads)), name), 0)
-
-
-def _block_sums(x: F32, block: int) -> F32:
-    """Of each block of the rows x (n, columns): (n, blocks)."""
-    n, columns = x.shape
-    whole = np.pad(x, ((0, 0), (0, -columns % block)))
-    sums: F32 = whole.reshape(n, -1, block).sum(axis=2)
-    return sums

@@ -45,6 +45,7 @@ from edgekv.types import F32, StageProgress
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
+EVERY_ROW = slice(None)
 BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -156,15 +157,18 @@ class WeightStore:
             codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets, e2m1=form.e2m1
         )
 
-    def shift(self, name: str) -> F32 | None:
-        """(rows, blocks) float32: what zero points or offsets add to the weights of each block; None: nothing."""
+    def shift(self, name: str, rows: slice = EVERY_ROW) -> F32 | None:
+        """What zero points or offsets add to the weights of each block of the rows, (rows, blocks) float32.
+
+        None: nothing.
+        """
         form = self.form.of(name)
         if form.offsets:
-            return to_float32(self._file.array(f"{name}.offsets"))
+            return to_float32(self._file.array(f"{name}.offsets")[rows])
         if not form.zeros:
             return None
-        scales: F32 = self._file.array(f"{name}.scales")
-        return -unpack_zeros(self._file.array(f"{name}.zeros"), scales.shape[1]) * scales
+        scales: F32 = self._file.array(f"{name}.scales")[rows]
+        return -unpack_zeros(self._file.array(f"{name}.zeros")[rows], scales.shape[1]) * scales
 
     def bias(self, name: str) -> F32 | None:
         """(rows,) float32; None: the linear has none."""
@@ -291,8 +295,8 @@ def _write_weights(
             if own.bits == 32:
                 write(f"{name}.weight", weights.matrix(name))
             else:
-                taken = rounded or weights.taken_over(name, own)
-                codes, scales = taken or _quantized(weights, name, own, linear.rows, linear.columns)
+                taken = None if rounded else weights.taken_over(name, own)
+                codes, scales = rounded or taken or _quantized(weights, name, own, linear.rows, linear.columns)
                 write(f"{name}.codes", codes)
                 write(f"{name}.scales", scales)
                 if own.zeros:

@@ -10,14 +10,12 @@ import functools
 import mmap
 from collections.abc import Callable
 
-import numpy as np
-
 from edgekv.kernels.cpu.chosen_products import multiply_chosen, warm_up
 from edgekv.kernels.cpu.product_rows import Layout
 from edgekv.kernels.cpu.products import OUTPUTS
 from edgekv.linear.experts import expert_rows, groups
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.quantize import unpack_zeros
+from edgekv.linear.quantize import block_sums
 from edgekv.linear.store import WeightStore
 from edgekv.machine import available_memory_bytes
 from edgekv.types import F32, I64, Array, Threads
@@ -50,16 +48,16 @@ class StoredExperts:
         if n < OUTPUTS:
             return expert_rows(rows, of, self._store.matrix(name), bias, n_experts)
         n_threads = self._threads.decode if len(rows) <= FEW_PAIRS else self._threads.prompt
-        result = multiply_chosen(rows, of, codes, scales, n_experts, _layout(form), n_threads)
-        if form.zeros:
-            self._take_off_zeros(rows, of, name, form, result)
+        result = multiply_chosen(rows, of, codes, scales, n_experts, product_layout(form), n_threads)
+        if form.zeros or form.offsets:
+            self._add_shift(rows, of, name, form, result)
         if bias is not None:
             result += bias.reshape(n_experts, n)[of]
         return result
 
     def warm_up(self) -> list[Callable[[], object]]:
         """What is to be called so that all kernels are compiled."""
-        layouts = {_layout(form) for form in self._forms.values() if form.bits < 32}
+        layouts = {product_layout(form) for form in self._forms.values() if form.bits < 32}
         return [functools.partial(warm_up, layout) for layout in layouts]
 
     def _advise(self, name: str, advice: int, expert: int | None = None) -> None:
@@ -69,15 +67,13 @@ class StoredExperts:
             place = (0, None) if expert is None else (expert * n, n)
             self._store.advise(f"{name}.{part}", advice, *place)
 
-    def _take_off_zeros(self, rows: F32, of: I64, name: str, form: WeightFormat, result: F32) -> None:
-        """The products are of codes around half their range: less each block's zero point times its inputs."""
-        scales, zeros = self._arrays[name][1], self._store.raw(f"{name}.zeros")
-        blocks, n = scales.shape[1], result.shape[1]
-        padded = np.pad(rows, ((0, 0), (0, blocks * form.block - rows.shape[1])))
-        sums = padded.reshape(len(rows), blocks, form.block).sum(axis=2)
+    def _add_shift(self, rows: F32, of: I64, name: str, form: WeightFormat, result: F32) -> None:
+        """What zero points or offsets add to the weights of each block, times the sum of its inputs."""
+        sums, n = block_sums(rows, form.block), result.shape[1]
         for expert, pairs in groups(of):
-            own = slice(expert * n, (expert + 1) * n)
-            result[pairs] -= sums[pairs] @ (unpack_zeros(zeros[own], blocks) * scales[own]).T
+            shift = self._store.shift(name, slice(expert * n, (expert + 1) * n))
+            if shift is not None:
+                result[pairs] += sums[pairs] @ shift.T
 
 
 def _arrays(store: WeightStore, name: str, form: WeightFormat) -> list[Array]:
@@ -88,5 +84,6 @@ def _parts(form: WeightFormat) -> tuple[str, ...]:
     return ("weight",) if form.bits == 32 else ("codes", "scales")
 
 
-def _layout(form: WeightFormat) -> Layout:
+def product_layout(form: WeightFormat) -> Layout:
+    """How kernels have a format of fewer than 32 bits: zero points and offsets are added to what they give."""
     return Layout(form.bits, form.block, form.e2m1)

@@ -24,7 +24,7 @@ from edgekv.machine import all_cores, machine_info
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, Threads
 
-FORMAT = 1
+FORMAT = 2
 FEW_CORES = 2  # so many are all used, unmeasured
 ENOUGH = 0.97  # of the best speed
 PROBE_WEIGHTS = 12 << 20  # elements of a block that small caches do not hold, or not four times
@@ -113,9 +113,10 @@ def _key(arch: Architecture, form: WeightFormat) -> str:
     """The machine, and the shape of the block: models that share both are served alike."""
     machine, c = machine_info(), arch.config
     name, (fused, mixed) = _block(arch)[0], arch.widths(0)
-    versions = machine["versions"]["onnxruntime"]
+    library = "onnxruntime" if form.bits == 32 else "edgekv"  # whose products they are
     shape = f"{name} {form.name} {c.hidden_size} {fused} {mixed} {c.intermediate_size}"
-    return f"{machine['board'] or machine['cpu']}, {machine['cores']} cores, onnxruntime {versions}: {shape}"
+    of_library = f"{library} {machine['versions'][library]}"
+    return f"{machine['board'] or machine['cpu']}, {machine['cores']} cores, {of_library}: {shape}"
 
 
 def _entries() -> dict[str, Any]:

@@ -42,7 +42,7 @@ def multiply_chosen(
     for first, stop in itertools.pairwise(borders):
         n, own = stop - first, int(of[first]) * rows
         is_panel = n > FEW_ROWS and rows >= PANEL
-        tiles = -(-rows // (PANEL if is_panel else OUTPUTS))
+        tiles = rows // PANEL if is_panel else -(-rows // OUTPUTS)
         places += (
             *(address_of(x) + 4 * first * columns, n, columns, blocks, int(is_panel)),
             *(memory + first * (gap + 4 * layout.block), gap),

@@ -43,6 +43,7 @@ from edgekv.types import F32
 
 ALIGNMENT = 64
 AT_ONCE = 256  # tokens that attention takes through its steps together
+_compiling = threading.RLock()
 
 
 class Loop:
@@ -52,18 +53,27 @@ class Loop:
         self, function: Callable[..., None], n_arguments: int, exact: bool = False, parallel: bool = False
     ) -> None:
         self.function, self.n_arguments, self.exact, self.parallel = function, n_arguments, exact, parallel
+        self._compiled: Any = None
 
     @functools.cached_property
     def address(self) -> int:
+        """Any Python thread may ask: one compiles, the others wait for it."""
+        with _compiling:
+            if self._compiled is None:
+                self._compiled = self._compile()
+            return int(self._compiled.address)
+
+    def _compile(self) -> Any:
+        """The function; nobody else has it before it is whole."""
         signature = types.void(*[types.intp] * self.n_arguments)
         fastmath = False if self.exact else FAST
         options = {"nopython": True, "error_model": "numpy", "fastmath": fastmath, "parallel": self.parallel}
         make: Any = CFunc
-        self._compiled = make(self.function, normalize_signature(signature), locals={}, options=options)
+        compiled = make(self.function, normalize_signature(signature), locals={}, options=options)
         if numba_cache.kept:
-            self._compiled._cache = KeptKernel(self.function)
-        self._compiled.compile()
-        return int(self._compiled.address)
+            compiled._cache = KeptKernel(self.function)
+        compiled.compile()
+        return compiled
 
     def call(self, *numbers: int) -> None:
         """Calls it from Python."""

@@ -28,14 +28,25 @@ PANEL_BYTES = SCALES_AT + STRETCH // 32 * PANEL * 4
 
 @fast_jit
 def multiply_panels(first: int, last: int, memory: int, p: Product) -> None:
-    """Panels first..last of the outputs; memory: PANEL_BYTES of scratch."""
-    step = STRETCH // block_size(p)
+    """Panels first..last of the whole ones; memory: PANEL_BYTES of scratch.
+
+    Outputs behind the last whole panel are a panel that overlaps it. Both add to the same outputs, so that one
+    thread has to do both.
+    """
     for panel in range(first, last):
-        row = min(panel * PANEL, p.rows - PANEL)
-        for start in range(0, p.blocks, step):
-            n = min(step, p.blocks - start)
-            _unpack_panel(p, row, start, n, memory)
-            _multiply_panel(p, row, start, n, memory)
+        _panel_at(panel * PANEL, memory, p)
+        if panel == p.rows // PANEL - 1 and p.rows % PANEL:
+            _panel_at(p.rows - PANEL, memory, p)
+
+
+@fast_jit
+def _panel_at(row: int, memory: int, p: Product) -> None:
+    """Outputs row..row + PANEL."""
+    step = STRETCH // block_size(p)
+    for start in range(0, p.blocks, step):
+        n = min(step, p.blocks - start)
+        _unpack_panel(p, row, start, n, memory)
+        _multiply_panel(p, row, start, n, memory)
 
 
 @intrinsic

@@ -37,20 +37,20 @@ ROW_COUNTS = 4, 2, 1  # rows of activations at a time
 FEW_ROWS = 8
 
 
-def multiply(x: F32, codes: U8, scales: F32, bits: int, block: int, n_threads: int | None = None) -> F32:
+def multiply(x: F32, codes: U8, scales: F32, layout: Layout, n_threads: int | None = None) -> F32:
     """x (n, columns) times the transpose of the weights (rows, columns): (n, rows).
 
     codes and scales as `edgekv.linear.quantize` has them; rows at least OUTPUTS. n_threads: None, all of
     `threads.count()`.
     """
     x = np.ascontiguousarray(x)
-    layout, (n, columns), (rows, blocks) = Layout(bits, block), x.shape, scales.shape
+    (n, columns), (rows, blocks) = x.shape, scales.shape
     is_panel = n > FEW_ROWS and rows >= PANEL
     gap, n_threads = -(-blocks // layout.blocks) * layout.record, n_threads or threads.count()
-    row_bytes = aligned_size(n * (gap + 4 * block))
+    row_bytes = aligned_size(n * (gap + 4 * layout.block))
     memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
     y = np.empty((n, rows), np.float32)
-    n_tiles = -(-rows // (PANEL if is_panel else OUTPUTS))
+    n_tiles = rows // PANEL if is_panel else -(-rows // OUTPUTS)
     numbers = np.array(
         (
             *(address_of(x), n, columns, blocks, int(is_panel), memory, gap),
@@ -72,11 +72,11 @@ def multiply(x: F32, codes: U8, scales: F32, bits: int, block: int, n_threads: i
     return y
 
 
-def warm_up(bits: int, block: int) -> None:
+def warm_up(layout: Layout) -> None:
     """Compiles what `multiply` calls for a format."""
-    codes = np.zeros((OUTPUTS, 1, Layout(bits, block).block_bytes), np.uint8)
-    multiply(np.zeros((1, block), np.float32), codes, np.zeros((OUTPUTS, 1), np.float32), bits, block)
-    stages(Layout(bits, block))[1].run_parallel(0, np.zeros(len(Product._fields), np.int64))
+    codes = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8)
+    multiply(np.zeros((1, layout.block), np.float32), codes, np.zeros((OUTPUTS, 1), np.float32), layout)
+    stages(layout)[1].run_parallel(0, np.zeros(len(Product._fields), np.int64))
 
 
 @functools.cache

@@ -154,7 +154,10 @@ class CudaOps(Ops):
 def refuse_experts() -> ConfigError:
     """The error for a mixture of experts on the device."""
     return ConfigError(
-        "device='cuda': mixtures of experts do not run on it; use device='cpu'", field="device", accepted=["cpu"]
+        "device='cuda': mixtures of experts do not run on it; use device='cpu' or device='numpy'",
+        field="device",
+        value="cuda",
+        accepted=["cpu", "numpy"],
     )
 
 

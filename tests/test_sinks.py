@@ -56,4 +56,4 @@ def test_prompts_that_are_read_together_see_the_sinks(device: str, tmp_path: pat
         for cache in caches:
             cache.allocate(decoder.kernels, decoder.workspace)
         alone.append(decoder.prefill(x.copy(), caches))
-    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-4)

@@ -12,7 +12,7 @@ VARIABLE = "NUMBA_CACHE_DIR"
 MADE_FROM = "edgekv-made-from"  # the file in a folder of compiled kernels that says what they were made from
 WARM = "edgekv-warm-"  # what files begin with that say for what all kernels are in the folder
 
-kept = True  # whether compiled kernels are kept on disk; else each process compiles its own, half a minute of work
+kept = True  # whether compiled kernels are kept on disk; else each process compiles its own, 17 s of work
 
 
 def prepare(package: pathlib.Path, environment: MutableMapping[str, str]) -> bool:

@@ -151,7 +151,7 @@ def reference(folder: pathlib.Path, linear: str) -> np.ndarray:
 @pytest.mark.parametrize("device", ["cpu", "numpy"])
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_logits_of_quantized_files(kind: str, device: str, tmp_path: pathlib.Path) -> None:
-    """Against the checkpoint with the file's weights; onnxruntime also rounds the activations."""
+    """Against the checkpoint with the file's weights; the products also round the activations."""
     folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "folder")
     path = gguf_writer.write_gguf(folder, tmp_path / "model.gguf", kind)
     rounded = {n: _rounded(a, kind) for n, a in golden_cases.tensors("llama2-gqa").items()}
@@ -209,7 +209,7 @@ def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
         rows.append(np.concatenate([to_host(each.head(hidden)), to_host(each.step(40, caches))[None]]).copy())
     rounded = 0.01 * np.abs(rows[0]).max() if cuda.driver.has_matrix_tiles else 2e-4
     np.testing.assert_allclose(rows[2], rows[0], atol=rounded, rtol=0)
-    assert np.linalg.norm(rows[1] - rows[0]) < 0.06 * np.linalg.norm(rows[0])  # onnxruntime rounds the inputs
+    assert np.linalg.norm(rows[1] - rows[0]) < 0.06 * np.linalg.norm(rows[0])  # the products round the inputs
 
 
 def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:

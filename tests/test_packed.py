@@ -109,7 +109,7 @@ def test_a_model_equals_its_values(name: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", ["gptq-128", "gptq-v2-asymmetric", "awq"])
 def test_zero_points_on_every_path(name: str, device: OnDevice, tmp_path: pathlib.Path) -> None:
-    """Of a prompt and of single tokens; onnxruntime rounds the inputs to 8 bits."""
+    """Of a prompt and of single tokens; the products round the inputs to 8 bits."""
     model = Model.open(write(name, tmp_path)[0])
     form, tokens = model.weight_format("auto"), golden_cases.tokens("llama1")
     cuda = CudaDecoder(DeviceWeights(model.store(form), device.driver, None), device.driver, 48, 1)

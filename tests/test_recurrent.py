@@ -405,7 +405,7 @@ def test_quantized_weights(model: pathlib.Path, weights: str) -> None:
         Session.load(model, ctx=64, kv="dense:dtype=f32", weights=weights, device=device).logits(numbers(40, 1))
         for device in ("numpy", "cpu")
     ]
-    # onnxruntime rounds activations to 8 bits
+    # the products round activations to 8 bits
     assert np.linalg.norm(logits[1] - logits[0]) < 0.15 * np.linalg.norm(logits[0])
 
 

@@ -106,7 +106,7 @@ def test_rewind_forgets(model: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Path, weights: str) -> None:
-    """onnxruntime rounds activations to 8 bits for integer weights; NumPy multiplies the dequantized ones."""
+    """The products round activations to 8 bits for integer weights; NumPy multiplies the dequantized ones."""
     tokens = golden_cases.tokens("llama31")
     ours, reference = (
         Session.load(model, kv="dense:dtype=f32", weights=weights, device=device).logits(tokens)

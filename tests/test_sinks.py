@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import cache_cases
+import golden_cases
 import numpy as np
 import pytest
 
-from edgekv.kvcache import CACHES
+from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
 
 HEADS, PROMPT = (4, 2, 128), 200
 
@@ -38,3 +43,17 @@ def test_a_sink_takes_its_share(kv: str, backend: str) -> None:
         share = (first[head] @ plain[head, 0]) / (plain[head, 0] @ plain[head, 0])
         assert 0.05 < share < 0.95, share
         np.testing.assert_allclose(first[head], share * plain[head, 0], rtol=0, atol=0.05 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+def test_prompts_that_are_read_together_see_the_sinks(device: str, tmp_path: pathlib.Path) -> None:
+    model = Model.open(golden_cases.write_checkpoint("gpt-oss", tmp_path / "model"))
+    decoder = find_device(device).decoder(model, model.weight_format("f32"), 48, 1, None)
+    prompts = [decoder.embed(golden_cases.tokens("gpt-oss")[a : a + 12], 0) for a in (0, 12)]
+    together, alone = decoder.read_together(np.concatenate(prompts), 12), []
+    for x in prompts:
+        caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, 48)
+        for cache in caches:
+            cache.allocate(decoder.kernels, decoder.workspace)
+        alone.append(decoder.prefill(x.copy(), caches))
+    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-4)

@@ -20,6 +20,7 @@ from edgekv.decoder import ahead
 from edgekv.kernels import compiling
 from edgekv.kernels.compiling import CompileClock
 from edgekv.kernels.cpu import kept, loops
+from edgekv.kernels.cpu.jit import entry_jit
 from edgekv.kvcache import CacheSpec
 from edgekv.session.opening import WARM_UP
 
@@ -94,6 +95,9 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
     compiling.note_kept("a scheme")
     assert compiling.are_kept("a scheme")
     assert not compiling.are_kept("another")
+    with monkeypatch.context() as newer:
+        newer.setattr(kept, "sources", lambda: "others")
+        assert not compiling.are_kept("a scheme")
     numba_cache.forget_old(str(tmp_path), "other sources")
     assert not compiling.are_kept("a scheme")
     monkeypatch.setattr(numba_cache, "kept", False)
@@ -148,3 +152,26 @@ def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(call, range(4)))) == 1
     assert len(begun) == 1
+
+
+def one_more(x: int) -> int:
+    return x + 1
+
+
+def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still run when the folder has become that of other sources."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(numba_cache, "kept", True)
+    older, newer = entry_jit(one_more), kept.KeptKernel(one_more)
+    for kernel, sources in ((older._cache, "old"), (newer, "new"), (older._cache, "old")):
+        monkeypatch.setattr(kept, "sources", lambda sources=sources: sources)
+        assert pathlib.Path(kernel.cache_path).is_relative_to(tmp_path)
+    assert older(1) == 2
+    (signature,) = older.overloads
+    assert [file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")] == ["test_warm.one_more"]
+    monkeypatch.setattr(kept, "sources", lambda: "new")
+    assert newer.load_overload(signature, older.targetctx) is None
+    monkeypatch.setattr(kept, "sources", lambda: "old")
+    assert newer.load_overload(signature, older.targetctx) is not None

@@ -12,7 +12,7 @@ import numpy as np
 from edgekv.kernels.cuda.driver import CupyDriver
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.loops import loops_of, read_keys
-from edgekv.kernels.cuda.matvec import matvec, packed_matvec, stages
+from edgekv.kernels.cuda.matvec import matvec, packed_matvec, takes_packed
 from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
@@ -254,7 +254,7 @@ def weight_products(gpu: Gpu, rows: int = 4096, columns: int = 11008) -> Iterato
 
         def step(data: Any = data, scales: Any = scales, bits: int = bits, block: int = block) -> None:
             for each, own in zip(data, scales, strict=True):
-                if not stages(bits, own, block):
+                if not takes_packed(bits, own, block):
                     matvec(gpu.driver, x, each, bits=bits, block=block, columns=columns, scales=own)
                 else:
                     packed_matvec(gpu.driver, x, each, own, bits=bits, block=block, columns=columns)

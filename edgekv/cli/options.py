@@ -145,8 +145,8 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default=AUTO,
-        help="cpu (Numba, onnxruntime), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU "
-        "and the scheme's kernels are, else cpu (default %(default)s)",
+        help="cpu (Numba; onnxruntime for float32 weights), cuda (CuPy), numpy (the slow reference), or auto: "
+        "cuda where CuPy, a GPU and the scheme's kernels are, else cpu (default %(default)s)",
     )
 
 

@@ -230,7 +230,7 @@ class Decoder(abc.ABC):
             for a in range(0, len(x), n):
                 part = projected[a : a + n]
                 self._split(i, part, rotations[i], q, k, v)
-                self._exact_attention(q, k, v, c.layer_windows[i], c.score_cap)
+                self._exact_attention(q, k, v, c.layer_windows[i], c.score_cap, self._sinks[i])
                 merged.append(self._merge(q, part).copy())
             x = self.linear.attention_out(i, x, np.concatenate(merged))
         return x

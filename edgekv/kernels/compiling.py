@@ -65,7 +65,8 @@ def _place(what: str) -> pathlib.Path | None:
     if not numba_cache.kept:
         return None
     from edgekv.kernels.cpu.jit import CPU_FEATURES
-    from edgekv.kernels.cpu.kept import folder
+    from edgekv.kernels.cpu.kept import folder, sources
 
-    made_by = numba.__version__, platform.python_version(), numba.config.CPU_NAME, CPU_FEATURES, what
+    processor = numba.config.CPU_NAME, CPU_FEATURES
+    made_by = numba.__version__, platform.python_version(), processor, sources(), what
     return folder() / f"{numba_cache.WARM}{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"

@@ -49,7 +49,10 @@ def count() -> int:
 
 
 def run_parallel(kernel: Callable[..., None], *args: Any, n_threads: int | None = None) -> None:
-    """Calls a `parallel_jit` kernel with `count()` threads, or ``n_threads`` of them, from any Python thread."""
+    """Calls a kernel with `count()` threads, or ``n_threads`` of them, from any Python thread.
+
+    kernel: what shares its work among Numba's threads, as a rule `TEAM.call` or a `shared` one (`cpu/share.py`).
+    """
     n_threads = min(n_threads or count(), int(numba.config.NUMBA_NUM_THREADS))
     before = numba.get_num_threads()  # Numba keeps it per Python thread
     if before != n_threads:

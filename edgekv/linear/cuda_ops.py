@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import ConfigError
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, packed_matvec, stages
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, packed_matvec, takes_packed
 from edgekv.kernels.cuda.program import Array, Launch
 from edgekv.kernels.memory import contiguous
 from edgekv.linear.cuda_weights import ACTIVATIONS, LAYERS, MOST_BLOCKS, NORM_THREADS, DeviceWeights, Matrix
@@ -42,17 +42,17 @@ class CudaOps(Ops):
         return self._linear(y, name, onto=contiguous(x))
 
     def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
-        if self._stages(x, name):
+        if self._takes_packed(x, name):
             return self._linear(x, name, gate=ACTIVATIONS[kind])
         return self._activation(self._linear(x, name), kind, 1, np.float32)
 
-    def _stages(self, x: Array | Normed, name: str) -> bool:
+    def _takes_packed(self, x: Array | Normed, name: str) -> bool:
         w, n = self.weights.linears[name], len(x.x if isinstance(x, Normed) else x)
-        return n <= MATVEC_ROWS and w.shift is None and stages(w.bits, w.scales, w.block)
+        return n <= MATVEC_ROWS and w.shift is None and takes_packed(w.bits, w.scales, w.block)
 
     def _linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
         w = self.weights.linears[name]
-        if self._stages(x, name):
+        if self._takes_packed(x, name):
             x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
             given: dict[str, Any] = {"bias": w.bias, "onto": onto, "norm": norm, "gate": gate}
             given |= {"bits": w.bits, "block": w.block, "columns": w.columns}
@@ -154,7 +154,10 @@ class CudaOps(Ops):
 def refuse_experts() -> ConfigError:
     """The error for a mixture of experts on the device."""
     return ConfigError(
-        "device='cuda': mixtures of experts do not run on it; use device='cpu'", field="device", accepted=["cpu"]
+        "device='cuda': mixtures of experts do not run on it; use device='cpu' or device='numpy'",
+        field="device",
+        value="cuda",
+        accepted=["cpu", "numpy"],
     )
 
 

@@ -15,7 +15,7 @@ from edgekv.linear.activations import ACTIVATIONS, clamped_gate
 from edgekv.models.config import ExpertsConfig, ModelConfig
 from edgekv.types import F32, I64
 
-Product = Callable[[F32, I64, str], F32]
+ExpertProduct = Callable[[F32, I64, str], F32]
 """(rows (m, columns), their experts (m,) in ascending order, a linear's name) -> (m, rows of one expert)."""
 
 Gate = Callable[[F32], F32]
@@ -38,7 +38,7 @@ def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
     return chosen, weights
 
 
-def mixed(experts: ExpertsConfig, i: int, x: F32, y: F32, logits: F32, product: Product, gate: Gate) -> F32:
+def mixed(experts: ExpertsConfig, i: int, x: F32, y: F32, logits: F32, product: ExpertProduct, gate: Gate) -> F32:
     """x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router's logits."""
     chosen, weights = choose(logits, experts)
     order = np.argsort(chosen, axis=None, kind="stable")
@@ -68,7 +68,7 @@ def groups(of: I64) -> Iterator[tuple[int, slice]]:
 
 
 def expert_rows(rows: F32, of: I64, matrices: F32, bias: F32 | None, n_experts: int) -> F32:
-    """A `Product` in float32: matrices (n_experts * outputs, columns), one below the other, and their biases."""
+    """An `ExpertProduct` in float32: matrices (n_experts * outputs, columns), one below the other, and biases."""
     n = len(matrices) // n_experts
     result = np.empty((len(rows), n), np.float32)
     for expert, pairs in groups(of):

@@ -1,4 +1,4 @@
-"""Block quantization of weights in the layout of onnxruntime's MatMulNBits: int4 and int8, symmetric.
+"""Block quantization of weights: int4 and int8, symmetric. The layout is edgekv's own, once that of MatMulNBits.
 
 A row is cut into blocks of ``block`` inputs; each has one float32 scale and codes around a zero point of
 2^(bits-1). int4 searches the scale that minimises the block's squared error; int8 uses max|w| / 127.
@@ -136,7 +136,7 @@ def pack_e2m1(doubled: npt.NDArray[np.int8]) -> U8:
 
 
 def pack_zeros(zeros: npt.NDArray[np.int8]) -> U8:
-    """MatMulNBits' zero points of 4-bit blocks, two to a byte, of (r, blocks) in -8..7."""
+    """Zero points of 4-bit blocks, two to a byte, of (r, blocks) in -8..7."""
     codes = np.pad(zeros + 8, ((0, 0), (0, zeros.shape[1] % 2))).astype(np.uint8)
     packed: U8 = codes[:, 0::2] | np.left_shift(codes[:, 1::2], np.uint8(4))
     return packed

@@ -20,7 +20,7 @@ from edgekv.linear.quantize import n_blocks, pack
 from edgekv.types import F32, I8, I64, U8
 
 DAMPING = 0.02  # of the mean of H's diagonal, added to it: inputs that the text lacks
-PANEL = 256  # columns between two matrix products
+TOGETHER = 256  # columns between two matrix products
 SHRINK = np.arange(1.04, 0.67, -0.04).astype(np.float32)  # as `quantize.SHRINK`
 ZERO, TOP = 8, 15
 
@@ -68,7 +68,7 @@ class Rounder:
             np.zeros((rows, columns), np.int8),
             np.empty((rows, n), np.float32),
         )
-        per_panel = max(1, PANEL // self.block)
+        per_panel = max(1, TOGETHER // self.block)
         for first in range((n - 1) // per_panel * per_panel, -1, -per_panel):
             ends = self._ends[first : first + per_panel + 1]
             lo, hi = int(ends[0]), int(ends[-1])

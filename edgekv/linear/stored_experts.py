@@ -24,7 +24,7 @@ FEW_PAIRS = 32  # those of a token, or of a few
 
 
 class StoredExperts:
-    """A `Product` of the store's own codes."""
+    """An `ExpertProduct` of the store's own codes."""
 
     def __init__(self, store: WeightStore, threads: Threads) -> None:
         self._store, self._threads = store, threads

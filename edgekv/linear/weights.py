@@ -51,7 +51,8 @@ class Weights(Protocol):
 
 
 OFFSET_BLOCK = FORMATS["int4-32-offsets"].block
-WIDTH = ("int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "fp4-32", "int8", "int8-32", "f32")
+FOUR_BITS = "int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "fp4-32"
+BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
 
 
 def _keeps(exact: str | None, form: WeightFormat) -> bool:
@@ -66,7 +67,7 @@ def _keeps(exact: str | None, form: WeightFormat) -> bool:
 
 def _widest(names: Collection[str]) -> str:
     """The narrowest format that holds what each of these does."""
-    widest = max(names, key=WIDTH.index)
+    widest = max(names, key=BY_WIDTH.index)
     return "int4-32-zeros" if widest == "int4-32" and "int4-zeros" in names else widest
 
 

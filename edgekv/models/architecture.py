@@ -1,7 +1,7 @@
 """What an architecture is: named weights, and the three blocks of a decoder written against abstract operators.
 
 A block is written once. Run with NumPy operators it computes (the reference); run with the graph
-builder's operators it is recorded as an ONNX graph (the CPU path).
+builder's operators it is recorded as an ONNX graph (float32 weights on the CPU).
 """
 
 from __future__ import annotations

@@ -52,7 +52,12 @@ class _Parts(CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class _Files(FunctionCache):  # type: ignore[misc]
+    """What a process saves that still runs older sources is not found by newer ones."""
+
     _impl_class = _Parts
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), sources())
 
 
 class KeptKernel:

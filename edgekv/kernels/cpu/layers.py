@@ -6,11 +6,10 @@ import numpy as np
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.jit import Scalar, fast_jit
 from edgekv.kernels.cpu.loops import address_of, floats
 from edgekv.kernels.cpu.loops import numbers as integers
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.softmax import exp_of_negative
+from edgekv.kernels.cpu.softmax import sigmoid
 from edgekv.types import F32
 
 ZERO, ONE = np.array([0, 1], np.float32)
@@ -71,7 +70,7 @@ def _silu_rows(first: int, last: int, part: int, place: int) -> None:
     for row in range(first, last):
         for i in range(m):
             gate = get(x, 2 * row * m + i)
-            put(out, row * m + i, gate * _sigmoid(gate) * get(x, (2 * row + 1) * m + i))
+            put(out, row * m + i, gate * sigmoid(gate) * get(x, (2 * row + 1) * m + i))
 
 
 def _gelu_rows(first: int, last: int, part: int, place: int) -> None:
@@ -81,13 +80,7 @@ def _gelu_rows(first: int, last: int, part: int, place: int) -> None:
         for i in range(m):
             gate = get(x, 2 * row * m + i)
             inner = DOUBLE_ROOT * (gate + CUBIC * gate * gate * gate)
-            put(out, row * m + i, gate * _sigmoid(inner) * get(x, (2 * row + 1) * m + i))
-
-
-@fast_jit
-def _sigmoid(x: Scalar) -> Scalar:
-    small = exp_of_negative(-abs(x))
-    return (ONE if x >= ZERO else small) / (ONE + small)
+            put(out, row * m + i, gate * sigmoid(inner) * get(x, (2 * row + 1) * m + i))
 
 
 _NORM = launch.Stage(_norm_rows)

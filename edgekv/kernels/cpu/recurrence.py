@@ -7,10 +7,10 @@ of the core that works on the head, whatever the number of tokens.
 import numpy as np
 
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, inline_jit
+from edgekv.kernels.cpu.jit import Args, fast_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.softmax import exp_of_negative
+from edgekv.kernels.cpu.softmax import sigmoid
 from edgekv.types import F32
 
 NONE = np.empty(0, np.float32)
@@ -50,12 +50,6 @@ def gated_delta(
     weights = log_decay, time_bias, norm, np.float32(eps)
     args = (*sizes, flat_x, y, matrix.reshape(-1), rates, *weights, out.reshape(-1))
     run(_delta_heads, value_heads, 4 * n * matrix.size, args)
-
-
-@inline_jit
-def _sigmoid(x: Scalar) -> Scalar:
-    small = exp_of_negative(-abs(x))
-    return (ONE if x >= ZERO else small) / (ONE + small)
 
 
 @fast_jit
@@ -115,7 +109,7 @@ def _delta_inputs(first: int, last: int, args: Args) -> None:
             squares = ZERO
             for d in range(width):
                 value = get(y, to + d)
-                value *= _sigmoid(value)
+                value *= sigmoid(value)
                 squares += value * value
                 put(y, to + d, value)
             if is_key:
@@ -144,7 +138,7 @@ def _delta_heads(first: int, last: int, args: Args) -> None:
                 i = t * channels + key_head + d
                 same += get(y, i) * get(y, i + n_keys)
             put(rates, rate + 3 * t, np.exp(base * (np.log1p(np.exp(-abs(time))) + max(time, ZERO))))
-            put(rates, rate + 3 * t + 1, _sigmoid(get(x, b)))
+            put(rates, rate + 3 * t + 1, sigmoid(get(x, b)))
             put(rates, rate + 3 * t + 2, same)
         state, value, to = head * key_dim * value_dim, 2 * n_keys + head * value_dim, head * value_dim
         for a in range(0, whole, WIDTH):
@@ -190,7 +184,7 @@ def _delta_heads(first: int, last: int, args: Args) -> None:
             factor = ONE / np.sqrt(squares / np.float32(value_dim) + eps)
             for d in range(value_dim):
                 gate = get(x, z + d)
-                gate *= _sigmoid(gate)
+                gate *= sigmoid(gate)
                 put(out, here + d, get(out, here + d) * factor * get(norm, d) * gate)
 
 

@@ -184,6 +184,13 @@ def exp_of_negative(x: Scalar) -> Scalar:
     return mantissa * power if x > LOWEST else ZERO
 
 
+@inline_jit
+def sigmoid(x: Scalar) -> Scalar:
+    """1 / (1 + exp(-x))."""
+    small = exp_of_negative(-abs(x))
+    return (ONE if x >= ZERO else small) / (ONE + small)
+
+
 @fast_jit
 def fill(s: F32, start: int, end: int, x: Scalar) -> None:
     """s[start:end] = x."""

@@ -143,6 +143,8 @@ attend(const float* q, const void* codes, const float* scale,
     int g = blockIdx.y, share = blockIdx.x, shares = gridDim.x;
     let_next_begin();
 #ifdef TILED
+    // The shares of packed tokens wait later, in tiled_share: below, *shift and *t1_moves are read before the launches ahead are
+    // done. That is right only while no launch that lets the next one begin early (let_next_begin) advances these counters.
     if (share >= main_parts) wait_for_inputs();
 #else
     wait_for_inputs();

@@ -55,7 +55,7 @@ def matvec(
     return y
 
 
-def stages(bits: int, scales: Array | None, block: int) -> bool:
+def takes_packed(bits: int, scales: Array | None, block: int) -> bool:
     """Whether `packed_matvec` takes a matrix: packed, its rows not too long for a block's shared memory."""
     return bits < 16 and scales is not None and _chunks(bits, scales, block) <= MOST_CHUNKS[-1]
 

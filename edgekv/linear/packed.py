@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgekv.kernels.cpu import layers, products
-from edgekv.linear.formats import WeightFormat
+from edgekv.kernels.cpu.product_rows import Layout
 from edgekv.linear.quantize import block_sums
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
@@ -22,7 +22,7 @@ class Packed(NamedTuple):
 
     codes: U8
     scales: F32
-    form: WeightFormat
+    layout: Layout
     bias: F32 | None
     offsets: F32 | None
 
@@ -33,18 +33,20 @@ class PackedOps(NumpyOps):
     def __init__(self, store: WeightStore, threads: Threads) -> None:
         super().__init__(store)
         self._store, self._threads = store, threads
-        self._packed: dict[str, Packed] = {}
+        self._packed: dict[str, Packed | None] = {}
         self._vectors: dict[str, F32] = {}
         self.experts = StoredExperts(store, threads)
 
     def _stored_linear(self, x: F32, name: str) -> F32:
-        packed = self._packed.get(name) or self._open(name)
-        if packed.form.bits == 32 or len(packed.scales) < products.OUTPUTS:
+        if name not in self._packed:
+            self._packed[name] = self._open(name)
+        packed = self._packed[name]
+        if packed is None:
             return super()._stored_linear(x, name)
         n_threads = self._threads.decode if len(x) <= products.FEW_ROWS else self._threads.prompt
-        y = products.multiply(x, packed.codes, packed.scales, product_layout(packed.form), n_threads)
+        y = products.multiply(x, packed.codes, packed.scales, packed.layout, n_threads)
         if packed.offsets is not None:
-            y += block_sums(x, packed.form.block) @ packed.offsets.T
+            y += block_sums(x, packed.layout.block) @ packed.offsets.T
         if packed.bias is not None:
             y += packed.bias
         return y
@@ -74,16 +76,16 @@ class PackedOps(NumpyOps):
     def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
         return self.experts(rows, of, name)
 
-    def _open(self, name: str) -> Packed:
+    def _open(self, name: str) -> Packed | None:
+        """None: float32, or too few outputs for the kernels."""
         store, form = self._store, self._store.form.of(name)
         if form.bits == 32:
-            packed = Packed(np.empty(0, np.uint8), np.empty(0, np.float32), form, None, None)
-        else:
-            codes: U8 = np.ascontiguousarray(store.raw(f"{name}.codes"))
-            scales: F32 = np.ascontiguousarray(store.raw(f"{name}.scales"))
-            packed = Packed(codes, scales, form, store.bias(name), store.shift(name))
-        self._packed[name] = packed
-        return packed
+            return None
+        codes: U8 = np.ascontiguousarray(store.raw(f"{name}.codes"))
+        scales: F32 = np.ascontiguousarray(store.raw(f"{name}.scales"))
+        if len(scales) < products.OUTPUTS:
+            return None
+        return Packed(codes, scales, product_layout(form), store.bias(name), store.shift(name))
 
 
 class PackedLinear(NumpyLinear):

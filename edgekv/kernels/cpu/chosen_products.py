@@ -12,9 +12,9 @@ import numpy as np
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.loops import address_of, aligned_size, numbers, scratch_memory
-from edgekv.kernels.cpu.product_panels import PANEL, PANEL_BYTES
+from edgekv.kernels.cpu.product_panels import PANEL_BYTES
 from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout, Product, prepare_rows, product_at
-from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply_tiles
+from edgekv.kernels.cpu.products import OUTPUTS, multiply_tiles, run, tiles_of
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import F32, I64, U8
 
@@ -41,8 +41,7 @@ def multiply_chosen(
     code_bytes, places, n_tiles = layout.block_bytes * blocks, [len(borders) - 1], 0
     for first, stop in itertools.pairwise(borders):
         n, own = stop - first, int(of[first]) * rows
-        is_panel = n > FEW_ROWS and rows >= PANEL
-        tiles = rows // PANEL if is_panel else -(-rows // OUTPUTS)
+        is_panel, tiles = tiles_of(n, rows)
         places += (
             *(address_of(x) + 4 * first * columns, n, columns, blocks, int(is_panel)),
             *(memory + first * (gap + 4 * layout.block), gap),
@@ -52,16 +51,8 @@ def multiply_chosen(
         )
         n_tiles += tiles
     given = np.array(places, np.int64)
-    prepare, multiply = stages(layout)
-    if n_threads == 1 or m * rows * columns < launch.MIN_PARALLEL_WORK:
-        prepare.run(m, given)
-        multiply.run(n_tiles, given)
-    else:
-        if m * columns < MIN_PARALLEL_ELEMENTS:
-            prepare.run(m, given)
-        else:
-            prepare.run_parallel(m, given, n_threads)
-        multiply.run_parallel(n_tiles, given, n_threads)
+    shares = n_threads if m * rows * columns >= launch.MIN_PARALLEL_WORK else 1
+    run(stages(layout), given, m, n_tiles, n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1, shares)
     return y
 
 

@@ -156,15 +156,21 @@ def prepare_rows(first: int, last: int, p: Product) -> None:
             n_left = 0
 
 
-@intrinsic
-def block_size(context: Any, product: Any) -> Any:
-    """Elements of a block."""
-    block = layout_of(product).block
+def _of_layout(name: str) -> Any:
+    @intrinsic
+    def number(context: Any, product: Any) -> Any:
+        n = getattr(layout_of(product), name)
 
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return emit.I64(block)
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            return emit.I64(n)
 
-    return types.intp(product), build
+        return types.intp(product), build
+
+    return number
+
+
+# Elements of a block, and blocks of a unit, inside a kernel.
+block_size, blocks_of_unit = _of_layout("block"), _of_layout("blocks")
 
 
 @fast_jit
@@ -172,17 +178,6 @@ def whole_units(p: Product) -> Scalar:
     """Blocks of a row, and those that its last unit lacks."""
     n = blocks_of_unit(p)
     return (p.blocks + n - 1) // n * n
-
-
-@intrinsic
-def blocks_of_unit(context: Any, product: Any) -> Any:
-    """Blocks of a unit."""
-    n = layout_of(product).blocks
-
-    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        return emit.I64(n)
-
-    return types.intp(product), build
 
 
 @intrinsic

@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numba import types
 
 from edgekv.kernels import threads
@@ -45,12 +46,11 @@ def multiply(x: F32, codes: U8, scales: F32, layout: Layout, n_threads: int | No
     """
     x = np.ascontiguousarray(x)
     (n, columns), (rows, blocks) = x.shape, scales.shape
-    is_panel = n > FEW_ROWS and rows >= PANEL
+    is_panel, n_tiles = tiles_of(n, rows)
     gap, n_threads = -(-blocks // layout.blocks) * layout.record, n_threads or threads.count()
     row_bytes = aligned_size(n * (gap + 4 * layout.block))
     memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
     y = np.empty((n, rows), np.float32)
-    n_tiles = rows // PANEL if is_panel else -(-rows // OUTPUTS)
     numbers = np.array(
         (
             *(address_of(x), n, columns, blocks, int(is_panel), memory, gap),
@@ -59,17 +59,38 @@ def multiply(x: F32, codes: U8, scales: F32, layout: Layout, n_threads: int | No
         ),
         np.int64,
     )
-    prepare, tiles = stages(layout)
-    if n_threads == 1 or n * rows * columns < launch.MIN_PARALLEL_WORK:
-        prepare.run(n, numbers)
-        tiles.run(n_tiles, numbers)
-    else:
-        if n < n_threads:
-            prepare.run(n, numbers)
-        else:
-            prepare.run_parallel(n, numbers, n_threads)
-        tiles.run_parallel(n_tiles, numbers, n_threads)
+    shares = n_threads if n * rows * columns >= launch.MIN_PARALLEL_WORK else 1
+    run(stages(layout), numbers, n, n_tiles, n_threads if n >= n_threads else 1, shares)
     return y
+
+
+def tiles_of(n: int, rows: int) -> tuple[bool, int]:
+    """Whether n rows of activations go through panels of so many rows of weights, and the tiles to share out.
+
+    The last whole panel's tile has the rows behind it, too: an output belongs to one tile.
+    """
+    is_panel = n > FEW_ROWS and rows >= PANEL
+    return is_panel, rows // PANEL if is_panel else -(-rows // OUTPUTS)
+
+
+def run(
+    both: tuple[launch.Stage, launch.Stage],
+    numbers: npt.NDArray[np.int64],
+    n: int,
+    n_tiles: int,
+    preparing: int,
+    multiplying: int,
+) -> None:
+    """The two stages, on so many threads each; rows are prepared on one where the multiplication is."""
+    _run(both[0], n, numbers, min(preparing, multiplying))
+    _run(both[1], n_tiles, numbers, multiplying)
+
+
+def _run(stage: launch.Stage, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int) -> None:
+    if n_threads == 1:
+        stage.run(n_items, numbers)
+    else:
+        stage.run_parallel(n_items, numbers, n_threads)
 
 
 def warm_up(layout: Layout) -> None:

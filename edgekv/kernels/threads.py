@@ -16,10 +16,10 @@ import numba
 from edgekv.errors import ConfigError
 from edgekv.kernels.serial import is_serial
 
-# libgomp's idle threads spin for milliseconds before they sleep, on cores that onnxruntime or another program
-# may need by then: on a busy machine a kernel took 20 ms in place of 0.25. About a thousand rounds (some
-# microseconds) still join the kernels of one attention, and were best or near it, idle and busy.
-GOMP_SPINCOUNT = "1000"
+# libgomp's idle threads spin for milliseconds before they sleep, on cores that another program may need by then:
+# on a busy machine a kernel took 20 ms in place of 0.25. 5,000 rounds (0.1 ms on x86-64) outlast what Python does
+# between two kernels of a token, where waking a thread takes 30 to 50 us.
+GOMP_SPINCOUNT = "5000"
 
 _start_lock = threading.Lock()
 _guard: AbstractContextManager[Any] = nullcontext()

@@ -6,6 +6,7 @@ it. Many rows go through panels (`product_panels`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from edgekv.types import F32, U8
 
 FLOATS = emit.vector(emit.F32, LANES)
 OUTPUTS = 4  # rows of weights at a time
-TILES_AHEAD = 2  # are fetched: into the second cache, as the first has no more room for lines on their way
+AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
+TILES_AHEAD = 2  # whose scales are fetched
+UNITS = 4  # at a time of weights that one row of activations reads: less between memory's loads than one by one
 ROW_COUNTS = 4, 2, 1  # rows of activations at a time
 FEW_ROWS = 8
 
@@ -158,24 +161,53 @@ def _emit_tile(
     y: Any,
     y_gap: Any,
 ) -> None:
-    zero = emit.constant(FLOATS, 0.0)
-    unit = functools.partial(_emit_unit, layout, n, b, x, gap, codes, row_bytes, scales, blocks)
-    with emit.loop(b, emit.I64(0), blocks, layout.blocks, [zero] * (n * OUTPUTS)) as turn:
-        turn.following = unit(turn.i, turn.values, None)
-    sums = turn.values
-    if layout.blocks > 1:  # what is no whole vector
-        some = b.add(blocks, emit.I64(layout.blocks - 1))
-        with emit.loop(b, turn.i, some, layout.blocks, sums) as last:
-            last.following = unit(last.i, last.values, b.sub(blocks, last.i))
-        sums = last.values
+    scale_bytes = b.mul(blocks, emit.I64(4))
+    with emit.loop(b, emit.I64(0), b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
+        ahead = b.add(turn.i, b.mul(scale_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
+        emit.prefetch(b, b.add(scales, ahead), emit.LINE, locality=2)
+    if n == 1:  # waits for memory, which is fastest in order
+        sums, write = [], functools.partial(_emit_row, layout)
+        for r in map(emit.I64, range(OUTPUTS)):
+            own = b.add(codes, b.mul(row_bytes, r)), b.add(scales, b.mul(scale_bytes, r))
+            sums.append(emit.call_own(b, "multiply_row", write, x, *own, blocks, result=FLOATS))
+    else:  # share what is loaded of activations
+        unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, gap, codes, row_bytes, scales, blocks)
+        sums = _emit_sums(layout, n * OUTPUTS, 1, b, blocks, unit)
     for m in range(n):
         totals = emit.totals(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
         emit.store(b, totals, b.add(y, b.mul(y_gap, emit.I64(m))))
 
 
+def _emit_row(layout: Layout, b: Any, x: Any, codes: Any, scales: Any, blocks: Any) -> Any:
+    """The sum of one row of activations times one of weights, to be added up."""
+    zero = emit.I64(0)
+    unit = functools.partial(_emit_unit, layout, 1, 1, b, x, zero, codes, zero, scales, blocks)
+    return _emit_sums(layout, 1, UNITS, b, blocks, unit)[0]
+
+
+def _emit_sums(
+    layout: Layout, n: int, units: int, b: Any, blocks: Any, unit: Callable[..., list[Any]]
+) -> list[Any]:
+    """n sums over all blocks, so many units at a time while there are."""
+    first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
+    for at_a_time in sorted({units, 1}, reverse=True):
+        with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as turn:
+            turn.following = turn.values
+            for i in range(at_a_time):
+                turn.following = unit(b.add(turn.i, emit.I64(i * layout.blocks)), turn.following, None)
+        first, sums = turn.i, turn.values
+    if layout.blocks > 1:  # what is no whole vector
+        some = b.add(blocks, emit.I64(layout.blocks - 1))
+        with emit.loop(b, first, some, layout.blocks, sums) as last:
+            last.following = unit(last.i, last.values, b.sub(blocks, last.i))
+        sums = last.values
+    return sums
+
+
 def _emit_unit(
     layout: Layout,
     n: int,
+    outputs: int,
     b: Any,
     x: Any,
     gap: Any,
@@ -187,15 +219,14 @@ def _emit_unit(
     sums: Any,
     n_blocks: Any,
 ) -> list[Any]:
-    """The sums after a unit from a block on; n_blocks: how many it has, None: all."""
+    """The n * outputs sums after a unit from a block on; n_blocks: how many it has, None: all."""
     record = b.add(x, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.record)))
     at = b.add(codes, b.mul(block, emit.I64(layout.block_bytes)))
     words, sizes = [], []
-    for r in range(OUTPUTS):
+    for r in range(outputs):
         start = b.add(at, b.mul(row_bytes, emit.I64(r)))
         if n_blocks is None:
-            ahead = b.add(start, b.mul(row_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
-            emit.prefetch(b, ahead, layout.vectors * VECTOR, locality=2)
+            emit.prefetch(b, b.add(start, emit.I64(AHEAD)), layout.vectors * VECTOR, locality=2)
         vectors = (
             load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
         )
@@ -209,11 +240,11 @@ def _emit_unit(
         elements = [emit.load(b, INTS, own, VECTOR * i) for i in range(layout.vectors * layout.parts)]
         middle = emit.load(b, INTS, own, VECTOR * len(elements))
         x_size = emit.load(b, FLOATS, own, VECTOR * (len(elements) + 1))
-        for r in range(OUTPUTS):
+        for r in range(outputs):
             whole = middle
             for codes_of, x_of in zip(words[r], elements, strict=True):
                 whole = add_products(b, layout.bits, codes_of, x_of, whole)
             scaled = b.fmul(b.sitofp(whole, FLOATS), x_size, flags=emit.CONTRACT)
-            i = m * OUTPUTS + r
+            i = m * outputs + r
             following[i] = emit.multiply_add(b, scaled, sizes[r], following[i])
     return following

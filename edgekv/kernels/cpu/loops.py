@@ -22,6 +22,7 @@ that share it, each with all query tokens.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import threading
@@ -187,10 +188,16 @@ def bound(codec: Any) -> Bound:
     return state
 
 
+_start_of: Callable[[Any], Any] = (ctypes.c_char * 0).from_buffer
+
+
 def address_of(array: npt.NDArray[Any]) -> int:
     """Of a C-contiguous array's first element."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    try:
+        return ctypes.addressof(_start_of(array))  # a fifth of the time of the other way
+    except TypeError:  # read-only
+        address: int = array.__array_interface__["data"][0]
+        return address
 
 
 def aligned_size(n_bytes: int) -> int:

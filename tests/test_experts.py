@@ -20,7 +20,8 @@ from edgekv.linear.experts import choose, expert_rows
 from edgekv.linear.formats import FORMATS, WeightFormat, mixed_format, specs_bytes, store_specs
 from edgekv.linear.low_rank import low_rank
 from edgekv.linear.random import RandomWeights
-from edgekv.linear.store import WeightStore, build
+from edgekv.linear.store import WeightStore
+from edgekv.linear.store_builder import build
 from edgekv.linear.stored_experts import StoredExperts
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig

@@ -20,7 +20,8 @@ from edgekv.linear.formats import FORMATS, WeightFormat, mixed_format
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
 from edgekv.linear.random import RandomWeights
 from edgekv.linear.rounding import DAMPING, SHRINK, Rounder
-from edgekv.linear.store import WeightStore, Write, build
+from edgekv.linear.store import WeightStore
+from edgekv.linear.store_builder import Write, build
 from edgekv.session import calibration
 from edgekv.session.calibration import windows
 from edgekv.session.model import Model

@@ -43,16 +43,9 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bare(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sensor at all, whatever this machine has."""
-
-    def probe(root: object = "/") -> None:
-        from edgekv.power.base import MeterAbsent
-
-        raise MeterAbsent("not here")
-
-    for name, kind in METERS.items():
-        monkeypatch.setitem(METERS, name, type(kind.__name__, (kind,), {"probe": staticmethod(probe)}))
+    trees.hide_sensors(monkeypatch)
 
 
 def edgekv(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[bytes]":

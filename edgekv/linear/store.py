@@ -18,7 +18,7 @@ import numpy.typing as npt
 from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.tensors import TensorFile, to_float32
 from edgekv.errors import CheckpointError
-from edgekv.linear.formats import WEIGHTS, WeightFormat, mixed_format, specs_bytes, store_specs, token_bytes
+from edgekv.linear.formats import WEIGHTS, WeightFormat, per_linear_format, specs_bytes, store_specs, token_bytes
 from edgekv.linear.quantize import dequantize, unpack_zeros
 from edgekv.linear.weights import Ids
 from edgekv.models import architecture
@@ -77,7 +77,7 @@ class WeightStore:
         self.arch = architecture(self.config)
         if linears and linears.keys() != self.arch.linears().keys():
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
-        self.form = mixed_format(name, linears) if linears else WEIGHTS[name]
+        self.form = per_linear_format(name, linears) if linears else WEIGHTS[name]
         self._file = TensorFile(folder / WEIGHTS_FILE)
         self.table_dtypes = {name: self._file.info(name).dtype for name in self.arch.tables()}
         specs = store_specs(self.arch, self.form, self.table_dtypes)

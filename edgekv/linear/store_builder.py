@@ -17,7 +17,7 @@ from edgekv.cache_folder import remove_abandoned
 from edgekv.checkpoint.writer import TensorWriter
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_write
-from edgekv.linear.formats import MixedFormat, Specs, WeightFormat, file_offsets, specs_bytes, store_specs
+from edgekv.linear.formats import PerLinearFormat, Specs, WeightFormat, file_offsets, specs_bytes, store_specs
 from edgekv.linear.quantize import n_blocks, quantize
 from edgekv.linear.store import FORMAT, WEIGHTS_FILE, WeightStore, default_folder, is_store
 from edgekv.linear.weights import CheckpointWeights, Codes
@@ -112,7 +112,7 @@ def build(
         if beside:
             beside(partial)
         manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
-        if isinstance(form, MixedFormat):
+        if isinstance(form, PerLinearFormat):
             manifest["linears"] = dict(form.linears)
         if rounding:
             manifest["calibration"] = rounding.note

@@ -22,7 +22,7 @@ class WeightFormat:
 
     zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
     whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
-    (`quantize.E2M1`).
+    (`E2M1_DOUBLED` of mxfp4.py).
     """
 
     name: str

@@ -216,9 +216,11 @@ class FakeNvml:
 
 
 class Steady(Signal):
-    """Four watts, whatever happens, in place of a Raspberry Pi's meter."""
+    """A board that draws 4 W, whatever happens, in place of a Raspberry Pi's meter."""
 
     name = "rpi-pmic"
+    covers = "a made-up board"
+    max_hz = 100.0
 
     def __init__(self) -> None:
         super().__init__(lambda: 4.0)

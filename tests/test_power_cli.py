@@ -22,24 +22,9 @@ from edgekv.power.csv_log import read_log
 from edgekv.power.trace import Trace
 
 
-class Steady(trees.Signal):
-    """A board that draws 4 W, of which 3 W on a rail of its own."""
-
-    name = "rpi-pmic"
-    covers = "a made-up board"
-    max_hz = 100.0
-
-    def __init__(self) -> None:
-        super().__init__(lambda: 4.0)
-
-    @classmethod
-    def probe(cls, root: object = "/") -> "Steady":
-        return cls()
-
-
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METERS, "rpi-pmic", Steady)
+    monkeypatch.setitem(METERS, "rpi-pmic", trees.Steady)
 
 
 @pytest.fixture

@@ -17,6 +17,15 @@ from edgekv.types import F32, U8
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
 
+rows_jit = numba.njit(
+    cache=numba_cache.kept,
+    parallel=True,
+    nogil=True,
+    error_model="numpy",
+    fastmath={"reassoc", "nsz", "contract"},
+)
+"""For what goes over rows of weights, on all cores."""
+
 
 def n_blocks(columns: int, block: int) -> int:
     """Blocks of ``block`` inputs that ``columns`` take."""
@@ -66,13 +75,7 @@ def _codes(w: F32, scale: F32, zero: int, top: int) -> F32:
     return codes
 
 
-@numba.njit(
-    cache=numba_cache.kept,
-    parallel=True,
-    nogil=True,
-    error_model="numpy",
-    fastmath={"reassoc", "nsz", "contract"},
-)
+@rows_jit
 def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-untyped-def]
     rows, columns = weight.shape
     zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)

@@ -5,7 +5,10 @@ import pathlib
 import stat
 from collections.abc import Callable, Mapping
 
-from edgekv.power.base import PowerMeter, Reading
+import pytest
+
+from edgekv.power import METERS
+from edgekv.power.base import MeterAbsent, PowerMeter, Reading
 
 PMIC = """ 3V7_WL_SW_A current(0)=0.00000000A
    3V3_SYS_A current(1)=0.06245952A
@@ -213,9 +216,11 @@ class FakeNvml:
 
 
 class Steady(Signal):
-    """Four watts, whatever happens, in place of a Raspberry Pi's meter."""
+    """A board that draws 4 W, whatever happens, in place of a Raspberry Pi's meter."""
 
     name = "rpi-pmic"
+    covers = "a made-up board"
+    max_hz = 100.0
 
     def __init__(self) -> None:
         super().__init__(lambda: 4.0)
@@ -223,3 +228,13 @@ class Steady(Signal):
     @classmethod
     def probe(cls, root: object = "/") -> "Steady":
         return cls()
+
+
+def hide_sensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No meter finds one. The entries of METERS stay, as what is deleted would come back in another order."""
+
+    def probe(root: object = "/") -> None:
+        raise MeterAbsent("not here")
+
+    for name, kind in METERS.items():
+        monkeypatch.setitem(METERS, name, type(kind.__name__, (kind,), {"probe": staticmethod(probe)}))

@@ -65,7 +65,7 @@ def signs_and_int4(p: Problem) -> tuple[Codec, Codec]:
     return keys, Int4(p.g, p.length, p.d)
 
 
-def mixed(p: Problem) -> tuple[Codec, Codec]:
+def several_bits(p: Problem) -> tuple[Codec, Codec]:
     spread = np.exp2(np.random.default_rng(2).uniform(-2, 2, (p.g, p.d))).astype(np.float32)
     keys = CentredPlanes(p.g, p.length, p.d, bits=[1 + g % 4 for g in range(p.g)], spread=spread, **PLANES)
     return keys, InterleavedValues(p.g, p.length, p.d, bits=[4 - g % 4 for g in range(p.g)], seed=0)
@@ -116,7 +116,7 @@ VARIANTS = (
 )
 OWN: dict[str, Callable[[Problem], tuple[Codec, Codec]]] = {
     "signs and int4": signs_and_int4,
-    "planes of several bits": mixed,
+    "planes of several bits": several_bits,
     "planes in two stages": two_stages,
     "mikv": lambda p: (TokenKeys(*p.store, 2), KiviValues(*p.store, 2, p.d)),
     "visual1": lambda p: (LevelSpan(*p.store, 2, "head"), LevelSpan(*p.store, 1, "head+token")),

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import golden_cases
 import numpy as np
 import pytest
 from checkpoint_files import one_line
@@ -17,6 +18,7 @@ from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.program import Launch, Program
 from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.models import architecture
 from edgekv.session.cuda_device import SCHEMES, CudaDevice
 from edgekv.session.devices import find_device, resolve_device
 from edgekv.session.session import Session
@@ -117,6 +119,9 @@ def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros))
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cuda"
     assert resolve_device("cpu", CacheSpec.parse("dense")) == "cpu"
+    for family, device in (("llama1", "cuda"), ("mixtral", "cpu"), ("lfm2", "cpu")):
+        config = architecture(golden_cases.CASES[family]).config
+        assert resolve_device("auto", CacheSpec.parse("dense"), config) == device
     assert find_device("cuda").free_bytes() == 1 << 30
     with pytest.raises(ConfigError, match="accepted: auto, cpu, numpy, cuda"):
         find_device("tpu")

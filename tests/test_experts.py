@@ -17,10 +17,11 @@ from edgekv import Session
 from edgekv.checkpoint.gguf_layout import find_family
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.linear.experts import choose, expert_rows
-from edgekv.linear.formats import FORMATS, WeightFormat, mixed_format, specs_bytes, store_specs
+from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format, specs_bytes, store_specs
 from edgekv.linear.low_rank import low_rank
 from edgekv.linear.random import RandomWeights
-from edgekv.linear.store import WeightStore, build
+from edgekv.linear.store import WeightStore
+from edgekv.linear.store_builder import build
 from edgekv.linear.stored_experts import StoredExperts
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig
@@ -104,7 +105,7 @@ class Shifted(RandomWeights):
 @pytest.mark.parametrize("name", ["int4-32-offsets", "int4-32-zeros", "int4-zeros"])
 def test_blocks_of_experts_are_shifted(name: str, tmp_path: pathlib.Path) -> None:
     weights = Shifted(golden_cases.QWEN3_MOE)
-    form = mixed_format("mixed", dict.fromkeys(weights.arch.linears(), name))
+    form = per_linear_format("several", dict.fromkeys(weights.arch.linears(), name))
     build(weights, form, tmp_path / "store", None)
     store, of = WeightStore(tmp_path / "store"), np.array([0, 2, 2, 5])
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)

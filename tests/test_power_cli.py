@@ -22,37 +22,15 @@ from edgekv.power.csv_log import read_log
 from edgekv.power.trace import Trace
 
 
-class Steady(trees.Signal):
-    """A board that draws 4 W, of which 3 W on a rail of its own."""
-
-    name = "rpi-pmic"
-    covers = "a made-up board"
-    max_hz = 100.0
-
-    def __init__(self) -> None:
-        super().__init__(lambda: 4.0)
-
-    @classmethod
-    def probe(cls, root: object = "/") -> "Steady":
-        return cls()
-
-
 @pytest.fixture
 def steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METERS, "rpi-pmic", Steady)
+    monkeypatch.setitem(METERS, "rpi-pmic", trees.Steady)
 
 
 @pytest.fixture
-def bare(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sensor at all, whatever this machine has."""
-
-    def probe(root: object = "/") -> None:
-        from edgekv.power.base import MeterAbsent
-
-        raise MeterAbsent("not here")
-
-    for name, kind in METERS.items():
-        monkeypatch.setitem(METERS, name, type(kind.__name__, (kind,), {"probe": staticmethod(probe)}))
+    trees.hide_sensors(monkeypatch)
 
 
 def edgekv(*arguments: object, **options: Any) -> "subprocess.CompletedProcess[bytes]":

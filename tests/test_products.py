@@ -13,7 +13,7 @@ from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
 from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout, Product
 from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply, stages
 from edgekv.linear.activations import ACTIVATIONS
-from edgekv.linear.formats import mixed_format
+from edgekv.linear.formats import per_linear_format
 from edgekv.linear.packed import PackedLinear
 from edgekv.linear.quantize import dequantize, n_blocks, quantize_numpy
 from edgekv.linear.random import random_store
@@ -160,7 +160,9 @@ def test_norms_and_gates_do_not_depend_on_the_threads(n: int, monkeypatch: pytes
 
 def test_dense_layers_of_floating_point_codes() -> None:
     config = load_shape("tiny", 1)
-    store = random_store(config, mixed_format("mxfp4", dict.fromkeys(architecture(config).linears(), "fp4-32")))
+    store = random_store(
+        config, per_linear_format("mxfp4", dict.fromkeys(architecture(config).linears(), "fp4-32"))
+    )
     ours, reference = PackedLinear(store, Threads(1, 2)), NumpyLinear(store)
     for n in (1, 2 * FEW_ROWS):
         x = np.random.default_rng(n).standard_normal((n, store.arch.config.hidden_size), np.float32)

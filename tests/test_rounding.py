@@ -16,11 +16,12 @@ from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.linear import calibrate
 from edgekv.linear.calibrate import hessian
-from edgekv.linear.formats import FORMATS, WeightFormat, mixed_format
+from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
 from edgekv.linear.random import RandomWeights
 from edgekv.linear.rounding import DAMPING, SHRINK, Rounder
-from edgekv.linear.store import WeightStore, Write, build
+from edgekv.linear.store import WeightStore
+from edgekv.linear.store_builder import Write, build
 from edgekv.session import calibration
 from edgekv.session.calibration import windows
 from edgekv.session.model import Model
@@ -295,7 +296,7 @@ class Rounded:
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_only_codes_that_are_taken_over_have_offsets(is_rounded: bool, tmp_path: pathlib.Path) -> None:
     weights = WithOffsets(load_shape("tiny", 1))
-    form = mixed_format("mixed", dict.fromkeys(weights.arch.linears(), "int4-32-offsets"))
+    form = per_linear_format("several", dict.fromkeys(weights.arch.linears(), "int4-32-offsets"))
     build(weights, form, tmp_path / "store", None, rounding=Rounded(weights) if is_rounded else None)
     offsets = WeightStore(tmp_path / "store").shift("0.qkv")
     assert (offsets == (0 if is_rounded else 1)).all()

@@ -56,7 +56,7 @@ def open_shape(name: str, plan: Plan, threads: int | None, progress: StageProgre
     _forget_peak()
     begun = time.perf_counter()
     decoder = find_device("cpu").decoder(model, form, _capacity(plan), threads, progress)
-    products = decoder.linear.threads
+    weight_threads = decoder.linear.threads
     facts = Shape(
         name=name,
         parameters=model.n_parameters,
@@ -64,8 +64,8 @@ def open_shape(name: str, plan: Plan, threads: int | None, progress: StageProgre
         weights=form.name,
         weights_bytes=model.weights_bytes(form),
         threads=decoder.threads,
-        decode_threads=products.decode if products else decoder.threads,
-        prompt_threads=products.prompt if products else decoder.threads,
+        decode_threads=weight_threads.decode if weight_threads else decoder.threads,
+        prompt_threads=weight_threads.prompt if weight_threads else decoder.threads,
         making_s=making_s,
         opening_s=time.perf_counter() - begun,
         opening_peak_bytes=peak_rss_bytes(),

@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     """
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
-    imported()
     try:
+        imported()
         status: int = arguments.execute(arguments)
         sys.stdout.flush()
     except EdgeKVError as error:

@@ -18,6 +18,8 @@ from edgekv.machine import format_bytes, parse_bytes
 from edgekv.session.devices import AUTO
 from edgekv.session.options import LORA_NAME, LoadOptions
 
+LORA_HELP = "a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Command:
@@ -70,7 +72,7 @@ def add_lora_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora",
         metavar="FOLDER[:scale]",
-        help="a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)",
+        help=LORA_HELP,
     )
 
 
@@ -81,8 +83,7 @@ def add_loras_option(parser: argparse.ArgumentParser, use: str) -> None:
         action="append",
         default=[],
         metavar="[NAME=]FOLDER[:scale]",
-        help="a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1); with "
-        f"a name it is applied beside the weights, which stay as they are: {use}",
+        help=f"{LORA_HELP}; with a name it is applied beside the weights, which stay as they are: {use}",
     )
 
 

@@ -18,7 +18,8 @@ from edgekv.cli.options import (
 from edgekv.cli.prompt import read_text
 from edgekv.errors import CheckpointError
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.store import WeightStore, build
+from edgekv.linear.store import WeightStore
+from edgekv.linear.store_builder import build
 from edgekv.session.calibration import Calibration
 from edgekv.session.model import Model
 from edgekv.vision import copy_vision

@@ -68,8 +68,8 @@ class CpuDecoder(Decoder):
         block is packed and all threads work.
         """
         cache, c = caches[-1], self.config
-        products = f"{type(self.linear).__name__} {getattr(self.weights, 'form', '')}"
-        what = f"{type(cache).__name__} {cache.knobs} {cache.geometry} {c.model_type} {self.threads} {products}"
+        linear = f"{type(self.linear).__name__} {getattr(self.weights, 'form', '')}"
+        what = f"{type(cache).__name__} {cache.knobs} {cache.geometry} {c.model_type} {self.threads} {linear}"
         if compiling.are_kept(what):
             return []
         n, last = cache.geometry.capacity, c.attending[-1]

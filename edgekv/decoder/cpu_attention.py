@@ -39,7 +39,7 @@ class CpuAttention:
         cap: float | None = None,
         sinks: F32 | None = None,
     ) -> None:
-        """See `edgekv.decoder.decoder.PromptAttention`. Scratch: BLOCK_ROWS x m float32 scores per thread."""
+        """See `PromptAttention` (prompt_attention.py). Scratch: BLOCK_ROWS x m float32 scores per thread."""
         n_heads, n, _ = queries.shape
         n_kv_heads = keys.shape[0]
         rows = max(1, BLOCK_ROWS // (n_heads // n_kv_heads))

@@ -26,7 +26,7 @@ class CudaAttention:
         cap: float | None = None,
         sinks: Array | None = None,
     ) -> None:
-        """See `edgekv.decoder.decoder.PromptAttention`; without sinks. Scratch: up to SCORES float32 scores."""
+        """See `PromptAttention` (prompt_attention.py); without sinks. Scratch: up to SCORES float32 scores."""
         if sinks is not None:
             raise ValueError("sinks are not known here: leave `sinks` out")
         n_heads, n, head_dim = queries.shape

@@ -9,10 +9,11 @@ import abc
 import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
+from edgekv.decoder.layer_vectors import Upload, head_norms, recurrence_arrays, sinks
+from edgekv.decoder.prompt_attention import PromptAttention
 from edgekv.decoder.rope_tables import LayerRopes, RopeRotation
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
@@ -28,31 +29,10 @@ from edgekv.types import F32, I64
 
 CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
 ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
-NONE = np.empty(0, np.float32)
 
 
 def _no_pause() -> None:
     """Nobody else computes."""
-
-
-class PromptAttention(Protocol):
-    """Exact causal attention over a prompt."""
-
-    def __call__(
-        self,
-        queries: F32,
-        keys: F32,
-        values: F32,
-        window: int | None,
-        cap: float | None = None,
-        sinks: F32 | None = None,
-    ) -> None:
-        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
-
-        keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
-        token t sees keys max(0, t + 1 - window)..t; None: all up to t. cap: the soft bound of scores.
-        sinks (n_heads,): a score of each head that belongs to no token.
-        """
 
 
 class Decoder(abc.ABC):
@@ -76,7 +56,7 @@ class Decoder(abc.ABC):
         threads: int,
         workspace: Workspace,
         chunk: int | None = None,
-        upload: Callable[[F32], Any] = lambda array: array,
+        upload: Upload = lambda array: array,
     ) -> None:
         self.config, self.weights, self.kernels, self.linear = weights.arch.config, weights, kernels, linear
         self.threads, self._pid = threads, os.getpid()
@@ -84,15 +64,8 @@ class Decoder(abc.ABC):
         self._exact_attention = attention
         self._ropes = LayerRopes(self.config.layer_ropes, capacity, upload)
         self._learned_positions = weights.arch.learned_positions
-        names, attend = ("norm_q", "norm_k") if self.config.qk_norm else (), self.config.attending
-        layers, has_sinks = range(self.config.n_layers), self.config.attention_sinks
-        # Copies: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again.
-        vectors = [
-            tuple(upload(weights.vector(f"{i}.{name}").copy()) for name in names if i in attend) for i in layers
-        ]
-        self._sinks = [upload(weights.vector(f"{i}.sinks").copy()) if has_sinks else None for i in layers]
-        self._norms = [pair or (upload(NONE), upload(NONE)) for pair in vectors]
-        self._arrays = [{name: upload(array) for name, array in _arrays(weights, i).items()} for i in layers]
+        self._norms, self._sinks = head_norms(weights, upload), sinks(weights, upload)
+        self._arrays = recurrence_arrays(weights, upload)
 
     @abc.abstractmethod
     def free_bytes(self) -> int:
@@ -319,9 +292,3 @@ class Decoder(abc.ABC):
         if not self.config.gated_attention:
             return merged
         return np.concatenate([merged, projected[:, -self.config.q_size :]], axis=1)
-
-
-def _arrays(weights: Weights, i: int) -> dict[str, F32]:
-    """What the kernel of a layer that does not attend is given, by argument; of convolutions (taps, channels)."""
-    named = {name.partition(".")[2]: weights.array(name) for name in weights.arch.layer_arrays(i)}
-    return {name: (array[:, 0].T if array.ndim == 3 else array).copy() for name, array in named.items()}

@@ -11,7 +11,7 @@ from edgekv.linear.formats import WeightFormat
 from edgekv.linear.quantize import dequantize
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.rounding import Rounder
-from edgekv.linear.store import Write
+from edgekv.linear.store_builder import Write
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.types import F32
 

@@ -38,7 +38,9 @@ def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
     return chosen, weights
 
 
-def mixed(experts: ExpertsConfig, i: int, x: F32, y: F32, logits: F32, product: ExpertProduct, gate: Gate) -> F32:
+def add_experts(
+    experts: ExpertsConfig, i: int, x: F32, y: F32, logits: F32, product: ExpertProduct, gate: Gate
+) -> F32:
     """x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router's logits."""
     chosen, weights = choose(logits, experts)
     order = np.argsort(chosen, axis=None, kind="stable")

@@ -22,7 +22,7 @@ class WeightFormat:
 
     zeros: whether each block has a zero point of its own, a whole number; else it is half the range. offsets:
     whether instead a float32 of its own is added to each block. e2m1: whether codes are floating-point numbers
-    (`quantize.E2M1`).
+    (`E2M1_DOUBLED` of mxfp4.py).
     """
 
     name: str
@@ -38,8 +38,8 @@ class WeightFormat:
 
 
 @dataclasses.dataclass(frozen=True)
-class MixedFormat(WeightFormat):
-    """Of several: ``linears`` names the format in FORMATS of each linear layer."""
+class PerLinearFormat(WeightFormat):
+    """Of several formats: ``linears`` names that of each linear layer, in FORMATS."""
 
     linears: tuple[tuple[str, str], ...] = ()
 
@@ -67,9 +67,9 @@ FORMATS = WEIGHTS | {
 HEAD = ",head="
 
 
-def mixed_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
+def per_linear_format(name: str, linears: Mapping[str, str]) -> WeightFormat:
     """The format of linear layers that have one each; name: of all, such as a quantized checkpoint's method."""
-    return MixedFormat(name, 0, 0, linears=tuple(linears.items()))
+    return PerLinearFormat(name, 0, 0, linears=tuple(linears.items()))
 
 
 def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None) -> WeightFormat:
@@ -85,7 +85,7 @@ def weight_format(name: str, arch: Architecture, own: WeightFormat | None = None
     if head not in WEIGHTS:
         raise unknown(ConfigError, "weights", name, [f"{form.name}{HEAD}{each}" for each in WEIGHTS])
     linears = {linear: form.of(linear).name for linear in arch.linears()}
-    return mixed_format(f"{form.name}{HEAD}{head}", linears | {"head": head})
+    return per_linear_format(f"{form.name}{HEAD}{head}", linears | {"head": head})
 
 
 def _named(name: str, arch: Architecture, own: WeightFormat | None) -> WeightFormat:

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.blocks import LinearBlocks
-from edgekv.linear.experts import gated, graph_width, mixed
+from edgekv.linear.experts import add_experts, gated, graph_width
 from edgekv.linear.low_rank import Changes
 from edgekv.linear.packed import PackedLinear
 from edgekv.linear.runtime import ort
@@ -110,7 +110,7 @@ class OrtLinear(LinearBlocks):
         if experts is None:
             return y
         x, normed, logits = np.split(y, (size, 2 * size), axis=1)
-        return mixed(experts, i, x, normed, logits, self._experts, functools.partial(gated, self._config))
+        return add_experts(experts, i, x, normed, logits, self._experts, functools.partial(gated, self._config))
 
     def head(self, x: F32) -> F32:
         return self._run(self._head, x=x)

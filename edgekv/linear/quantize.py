@@ -11,13 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv import numba_cache
-from edgekv.checkpoint.packed.mxfp4 import DOUBLED
+from edgekv.checkpoint.packed.mxfp4 import E2M1_DOUBLED
 from edgekv.types import F32, U8
 
-E2M1 = DOUBLED.astype(np.float32)
-"""What the 16 codes of floating-point formats stand for, doubled so that it is whole."""
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
+
+rows_jit = numba.njit(
+    cache=numba_cache.kept,
+    parallel=True,
+    nogil=True,
+    error_model="numpy",
+    fastmath={"reassoc", "nsz", "contract"},
+)
+"""For what goes over rows of weights, on all cores."""
 
 
 def n_blocks(columns: int, block: int) -> int:
@@ -68,13 +75,7 @@ def _codes(w: F32, scale: F32, zero: int, top: int) -> F32:
     return codes
 
 
-@numba.njit(
-    cache=numba_cache.kept,
-    parallel=True,
-    nogil=True,
-    error_model="numpy",
-    fastmath={"reassoc", "nsz", "contract"},
-)
+@rows_jit
 def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-untyped-def]
     rows, columns = weight.shape
     zero, top = np.float32(1 << (bits - 1)), np.float32((1 << bits) - 1)
@@ -129,8 +130,8 @@ def pack(centred: npt.NDArray[np.int8], bits: int) -> U8:
 
 
 def pack_e2m1(doubled: npt.NDArray[np.int8]) -> U8:
-    """Codes (r, blocks, block / 2) of numbers of E2M1 (r, blocks, block)."""
-    codes = (np.searchsorted(E2M1[:8], np.abs(doubled)) | np.where(doubled < 0, 8, 0)).astype(np.uint8)
+    """Codes (r, blocks, block / 2) of numbers of `E2M1_DOUBLED` (r, blocks, block)."""
+    codes = (np.searchsorted(E2M1_DOUBLED[:8], np.abs(doubled)) | np.where(doubled < 0, 8, 0)).astype(np.uint8)
     packed: U8 = codes[..., 0::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
     return packed
 
@@ -168,7 +169,10 @@ def dequantize(
         wide = np.empty((*codes.shape[:2], block), np.uint8)
         wide[..., 0::2], wide[..., 1::2] = codes & 15, codes >> 4
         codes = wide
-    centred = E2M1[codes] if e2m1 else codes.astype(np.float32) - np.float32(1 << (bits - 1))
+    if e2m1:
+        centred: F32 = E2M1_DOUBLED[codes].astype(np.float32)
+    else:
+        centred = codes.astype(np.float32) - np.float32(1 << (bits - 1))
     if zeros is not None:
         centred -= unpack_zeros(zeros, scales.shape[1])[..., None]
     values: F32 = centred * scales[..., None]

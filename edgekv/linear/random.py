@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.linear.formats import WeightFormat, store_specs
-from edgekv.linear.store import WeightStore, build, default_folder, is_store
+from edgekv.linear.store import WeightStore, default_folder, is_store
+from edgekv.linear.store_builder import build
 from edgekv.linear.weights import CheckpointWeights, Codes
 from edgekv.models import architecture
 from edgekv.types import F32, StageProgress

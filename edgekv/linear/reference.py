@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.blocks import LinearBlocks
-from edgekv.linear.experts import expert_rows, gated, mixed
+from edgekv.linear.experts import add_experts, expert_rows, gated
 from edgekv.linear.low_rank import Changes, add_changes, nbytes
 from edgekv.linear.weights import Weights
 from edgekv.models.architecture import Ops
@@ -88,7 +88,7 @@ class NumpyOps(Ops):
         experts = self.weights.arch.config.experts_of(i)
         assert experts is not None
         logits = self.linear(y, f"{i}.router")
-        return mixed(experts, i, x, y, logits, self._expert_products, self._expert_gate)
+        return add_experts(experts, i, x, y, logits, self._expert_products, self._expert_gate)
 
     def _expert_gate(self, both: F32) -> F32:
         return gated(self.weights.arch.config, both)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from edgekv import numba_cache
 from edgekv.errors import EdgeKVError
-from edgekv.linear.quantize import n_blocks, pack
+from edgekv.linear.quantize import n_blocks, pack, rows_jit
 from edgekv.types import F32, I8, I64, U8
 
 DAMPING = 0.02  # of the mean of H's diagonal, added to it: inputs that the text lacks
@@ -98,13 +97,7 @@ class Rounder:
         return own_scales, own_errors
 
 
-@numba.njit(
-    cache=numba_cache.kept,
-    parallel=True,
-    nogil=True,
-    error_model="numpy",
-    fastmath={"reassoc", "nsz", "contract"},
-)
+@rows_jit
 def _round_panel(targets, weight, factor, weights, ends, shrink, codes, scales, errors):  # type: ignore[no-untyped-def]
     """factor[j, i]: by which the error of column i > j counts in the target of j."""
     rows, columns = targets.shape

@@ -1,4 +1,4 @@
-"""The weight store: a folder made once from a checkpoint, mapped at every later start, copied freely.
+"""The weight store: a folder that `store_builder.py` makes once, mapped at every later start, copied freely.
 
 store.json            format, weight format, the checkpoint's identity, its config.json
 weights.safetensors   codes, scales, norms, biases and the embedding table
@@ -8,55 +8,26 @@ tokenizer files       copied from the checkpoint
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 import pathlib
-import shutil
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from edgekv.cache_folder import cache_root, remove_abandoned
+from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.tensors import TensorFile, to_float32
-from edgekv.checkpoint.writer import TensorWriter
-from edgekv.errors import CheckpointError, EdgeKVError
-from edgekv.files import atomic_write
-from edgekv.linear.formats import (
-    WEIGHTS,
-    MixedFormat,
-    Specs,
-    WeightFormat,
-    file_offsets,
-    mixed_format,
-    specs_bytes,
-    store_specs,
-    token_bytes,
-)
-from edgekv.linear.quantize import dequantize, n_blocks, quantize, unpack_zeros
-from edgekv.linear.weights import CheckpointWeights, Codes, Ids
-from edgekv.machine import format_bytes
+from edgekv.errors import CheckpointError
+from edgekv.linear.formats import WEIGHTS, WeightFormat, per_linear_format, specs_bytes, store_specs, token_bytes
+from edgekv.linear.quantize import dequantize, unpack_zeros
+from edgekv.linear.weights import Ids
 from edgekv.models import architecture
 from edgekv.schema import read
-from edgekv.types import F32, StageProgress
+from edgekv.types import F32
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
 EVERY_ROW = slice(None)
-BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -72,21 +43,6 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
 FormatName = Literal[
     "f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros", "int4-32-offsets", "fp4-32"
 ]
-Write = Callable[[str, "tuple[Codes, F32] | None"], None]
-"""Takes each linear layer in the order of the store: its name, and codes and scales where they are known."""
-
-
-class Rounding(Protocol):
-    """What hands on the linear layers in place of `build`, rounded in its own way.
-
-    note: what store.json says of it. weights: the checkpoint's, with an identity that tells of the rounding.
-    """
-
-    note: str
-    weights: CheckpointWeights
-
-    def __call__(self, form: WeightFormat, write: Write) -> None:
-        """Calls ``write`` for each."""
 
 
 class StoreFile(msgspec.Struct):
@@ -121,7 +77,7 @@ class WeightStore:
         self.arch = architecture(self.config)
         if linears and linears.keys() != self.arch.linears().keys():
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
-        self.form = mixed_format(name, linears) if linears else WEIGHTS[name]
+        self.form = per_linear_format(name, linears) if linears else WEIGHTS[name]
         self._file = TensorFile(folder / WEIGHTS_FILE)
         self.table_dtypes = {name: self._file.info(name).dtype for name in self.arch.tables()}
         specs = store_specs(self.arch, self.form, self.table_dtypes)
@@ -185,151 +141,3 @@ class WeightStore:
     def rows(self, table: str, ids: Ids) -> F32:
         """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
         return to_float32(self._file.array(table)[ids])
-
-
-def open_or_build(
-    weights: CheckpointWeights,
-    form: WeightFormat,
-    progress: StageProgress | None,
-    rounding: Rounding | None = None,
-) -> WeightStore:
-    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable.
-
-    rounding: see `build`.
-    """
-    folder = default_folder(weights.source.identity, form)
-    if is_store(folder):
-        try:
-            store = WeightStore(folder)
-        except EdgeKVError:
-            store = None
-        if store and store.form == form:
-            return store
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or of a version that chose other formats
-    build(weights, form, folder, progress, rounding=rounding)
-    return WeightStore(folder)
-
-
-def build(
-    weights: CheckpointWeights,
-    form: WeightFormat,
-    folder: pathlib.Path,
-    progress: StageProgress | None,
-    beside: Callable[[pathlib.Path], None] | None = None,
-    rounding: Rounding | None = None,
-) -> None:
-    """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
-
-    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: beside
-    the mapped checkpoint and what a rounding takes at most about 0.3 GiB, or twice the bytes of a layer's experts
-    in the store. Raises CheckpointError when the disk is too small (before or while writing) or the folder
-    can't be written.
-    """
-    source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder.parent, glob.escape(folder.name))
-        free = shutil.disk_usage(folder.parent).free
-        if free < specs_bytes(specs) * 1.01:
-            raise CheckpointError(
-                f"{folder}: the store needs {format_bytes(specs_bytes(specs))}, the disk has {format_bytes(free)} "
-                f"free; make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
-            )
-        partial.mkdir()
-        _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
-        if form.bits == 32:
-            _write_graphs(weights, specs, partial)
-        for name in TOKENIZER_FILES:
-            if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
-                shutil.copyfile(source.tokenizer_folder / name, partial / name)
-        if beside:
-            beside(partial)
-        manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
-        if isinstance(form, MixedFormat):
-            manifest["linears"] = dict(form.linears)
-        if rounding:
-            manifest["calibration"] = rounding.note
-        atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not is_store(folder):  # otherwise another process finished the same store first
-                raise
-    except OSError as error:
-        raise CheckpointError(f"{folder}: can't write the store ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_graphs(weights: CheckpointWeights, specs: Specs, folder: pathlib.Path) -> None:
-    from edgekv.linear.graph import block_graphs  # onnx takes 0.2 s to import, and only a new store needs it
-
-    start = os.path.getsize(folder / WEIGHTS_FILE) - specs_bytes(specs)
-    graphs = block_graphs(weights.arch, specs, file_offsets(specs, start), WEIGHTS_FILE)
-    for name, graph in graphs.items():
-        (folder / name).write_bytes(graph)
-
-
-def _write_weights(
-    weights: CheckpointWeights,
-    form: WeightFormat,
-    specs: dict[str, tuple[str, tuple[int, ...]]],
-    path: pathlib.Path,
-    progress: StageProgress | None,
-    rounding: Rounding | None,
-) -> None:
-    arch, linears = weights.arch, weights.arch.linears()
-    total, done = specs_bytes(specs), 0
-    with TensorWriter(path, specs, {"weights": form.name}) as writer:
-
-        def write(name: str, array: npt.NDArray[Any]) -> None:
-            nonlocal done
-            writer.write(name, array)
-            done += array.nbytes
-            if progress:
-                progress("quantizing" if form.bits < 32 else "converting", done, total)
-
-        def write_linear(name: str, rounded: tuple[Codes, F32] | None = None) -> None:
-            linear, own = linears[name], form.of(name)
-            if own.bits == 32:
-                write(f"{name}.weight", weights.matrix(name))
-            else:
-                taken = None if rounded else weights.taken_over(name, own)
-                codes, scales = rounded or taken or _quantized(weights, name, own, linear.rows, linear.columns)
-                write(f"{name}.codes", codes)
-                write(f"{name}.scales", scales)
-                if own.zeros:
-                    write(f"{name}.zeros", weights.zero_points(name, own))
-                if own.offsets:
-                    write(f"{name}.offsets", weights.offsets(name) if taken else np.zeros_like(scales))
-            bias = weights.bias(name)
-            if bias is not None:
-                write(f"{name}.bias", bias)
-            weights.release(name)
-
-        if rounding:
-            rounding(form, write_linear)
-        else:
-            for name in linears:
-                write_linear(name)
-        for name in arch.vectors():
-            write(name, weights.vector(name))
-        for name in arch.arrays():
-            write(name, weights.array(name))
-        for name in arch.tables():
-            write(name, weights.table(name))
-
-
-def _quantized(
-    weights: CheckpointWeights, name: str, form: WeightFormat, rows: int, columns: int
-) -> tuple[npt.NDArray[np.uint8], F32]:
-    blocks = n_blocks(columns, form.block)
-    codes = np.empty((rows, blocks, form.block * form.bits // 8), np.uint8)
-    scales = np.empty((rows, blocks), np.float32)
-    row = 0
-    for block in weights.blocks(name, BLOCK_ELEMENTS):
-        end = row + len(block)
-        quantize(block, form.bits, form.block, codes[row:end], scales[row:end])
-        row = end
-    return codes, scales

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError
-from edgekv.linear.formats import FORMATS, ITEM_BYTES, WeightFormat, mixed_format
+from edgekv.linear.formats import FORMATS, ITEM_BYTES, WeightFormat, per_linear_format
 from edgekv.linear.quantize import n_blocks, pack, pack_e2m1, pack_zeros
 from edgekv.models import unexpected
 from edgekv.models.architecture import Architecture, WeightPart
@@ -120,7 +120,7 @@ class CheckpointWeights:
             name: _widest({self._tensors.forms(part.tensor)[1] for part in linear.parts})
             for name, linear in self._linears.items()
         }
-        return mixed_format(self._tensors.files[0].method, forms)
+        return per_linear_format(self._tensors.files[0].method, forms)
 
     def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
         """Types of quantized tensors that have other blocks than ``form`` and lose by it."""

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, and answers whole or as a stream that notices when its client is gone."""
+"""The HTTP side: routes and endpoints; answers whole (`waiting.py`) or as a stream (`stream.py`)."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from edgekv.server.response_builders import ChatBuilder, CompletionBuilder, Resp
 from edgekv.server.responses import ResponsesBuilder
 from edgekv.server.responses_request import chat_request
 from edgekv.server.stream import EventStream
+from edgekv.server.waiting import embedding_vectors, unless_gone, whole_answer
 from edgekv.version import __version__
 
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
@@ -192,7 +193,7 @@ class _Server:
                 ids = [await run_in_threadpool(self._engine.prompts.ids, text, "input") for text in texts]
         channel = Channel()
         self._engine.submit([EmbeddingJob(channel, each, i, lora) for i, each in enumerate(ids)])
-        vectors = await _unless_gone(request, channel, _vectors(channel, len(ids)))
+        vectors = await unless_gone(request, channel, embedding_vectors(channel, len(ids)))
         if vectors is None:
             return Response(status_code=499)
         n_tokens = sum(vector.n_tokens for vector in vectors)
@@ -223,7 +224,7 @@ class _Server:
             self._engine.submit(jobs_of(channel, checked, prompts, lora))
             if checked.stream:
                 return EventStream(channel, answers, self._limits.client_timeout_s, headers, held.pop_all().close)
-            whole = await _unless_gone(request, channel, _whole(channel, answers))
+            whole = await unless_gone(request, channel, whole_answer(channel, answers))
             return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
 
     def _named(self, model: str) -> tuple[str | None, dict[str, str]]:
@@ -247,48 +248,10 @@ class _Server:
 _UNQUOTABLE = dict.fromkeys((*range(32), ord('"'), ord("\\"), 127), "?")
 
 
-async def _unless_gone(request: Request, channel: Channel, work: Any) -> Any:
-    """The result of ``work``, or None, and the jobs ended, where the client goes before."""
-    gone = asyncio.create_task(_disconnected(request))
-    working = asyncio.create_task(work)
-    try:
-        await asyncio.wait((gone, working), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        channel.cancelled.set()
-        gone.cancel()
-        working.cancel()
-
-
-async def _whole(channel: Channel, answers: ResponseBuilder) -> dict[str, Any]:
-    while not answers.is_done:
-        event = await channel.events.get()
-        if isinstance(event, EdgeKVError):
-            raise event
-        answers.take(event)
-    return answers.whole()
-
-
-async def _vectors(channel: Channel, n: int) -> list[EmbeddingVector]:
-    vectors: list[EmbeddingVector] = []
-    while len(vectors) < n:
-        event = await channel.events.get()
-        if isinstance(event, EdgeKVError):
-            raise event
-        assert isinstance(event, EmbeddingVector)
-        vectors.append(event)
-    return vectors
-
-
 def _vector(vector: EmbeddingVector, form: str) -> Any:
     if form == "float":
         return vector.values
     return base64.b64encode(np.asarray(vector.values, "<f4").tobytes()).decode()
-
-
-async def _disconnected(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.2)
 
 
 async def _as_json(request: Request, error: Exception) -> Response:

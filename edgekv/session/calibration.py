@@ -12,7 +12,7 @@ from edgekv.errors import ConfigError
 from edgekv.kernels import numba_kernels
 from edgekv.linear.calibrate import CalibratingLinear
 from edgekv.linear.formats import WeightFormat
-from edgekv.linear.store import Write
+from edgekv.linear.store_builder import Write
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import all_cores, blas_threads
 from edgekv.session.model import Model
@@ -73,7 +73,7 @@ class Calibration:
         self.weights = CheckpointWeights(dataclasses.replace(model.weights.source, identity=own), model.arch)
 
     def __call__(self, form: WeightFormat, write: Write) -> None:
-        """See `edgekv.linear.store.Rounding`. Reads the text once, layer by layer, all windows together."""
+        """A `Rounding` (linear/store_builder.py): reads the text once, layer by layer, all windows together."""
         linear = CalibratingLinear(self.weights, form, write)
         n = self._windows.shape[1]
         decoder = CpuDecoder(self.weights, linear, numba_kernels(), n, all_cores())

@@ -31,11 +31,10 @@ SCHEMES = tuple(name for name, scheme in CACHES.items() if runs(CacheSpec(scheme
 class CudaDevice(Device):
     """The GPU that CuPy finds first (CUDA_VISIBLE_DEVICES chooses another)."""
 
-    runs_recurrences = False
-
-    def available(self, spec: CacheSpec) -> bool:
-        """Whether CuPy, a GPU and the scheme's kernels are there."""
-        return runs(spec) and cupy_driver.available()
+    def available(self, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
+        """Whether CuPy, a GPU and the kernels of scheme and layers are there."""
+        lacks_layers = config is not None and (config.experts is not None or bool(config.recurrences))
+        return runs(spec) and not lacks_layers and cupy_driver.available()
 
     def require(self, spec: CacheSpec) -> None:
         """CacheError for a scheme without kernels, ConfigError without CuPy or a GPU."""

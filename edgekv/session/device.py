@@ -15,12 +15,10 @@ from edgekv.types import StageProgress
 
 
 class Device(abc.ABC):
-    """A place to compute. runs_recurrences: whether it has kernels for layers that do not attend."""
+    """A place to compute."""
 
-    runs_recurrences = True
-
-    def available(self, spec: CacheSpec) -> bool:
-        """Whether this machine has it, and it has the scheme."""
+    def available(self, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
+        """Whether this machine has it, and it has the scheme and the model's layers; None: of any model."""
         return True
 
     def require(self, spec: CacheSpec) -> None:

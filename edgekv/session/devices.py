@@ -89,6 +89,4 @@ def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None
         return name
     if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
         return "cpu"  # without a look at all that a GPU would need
-    cuda = find_device("cuda")
-    runs = config is None or (config.experts is None and (cuda.runs_recurrences or not config.recurrences))
-    return "cuda" if runs and cuda.available(spec) else "cpu"
+    return "cuda" if find_device("cuda").available(spec, config) else "cpu"

@@ -18,7 +18,8 @@ from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
 from edgekv.linear.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
 from edgekv.linear.low_rank import Changes, low_rank, low_rank_bytes
-from edgekv.linear.store import Rounding, WeightStore, is_store, open_or_build
+from edgekv.linear.store import WeightStore, is_store
+from edgekv.linear.store_builder import Rounding, open_or_build
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.models import architecture
 from edgekv.models.architecture import Architecture

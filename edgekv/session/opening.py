@@ -57,15 +57,15 @@ class LoadedModel:
 
     def settings(self) -> dict[str, Any]:
         """For the report: every setting by its option's name, and the threads of the weight products."""
-        products = self.decoder.linear.threads
+        weight_threads = self.decoder.linear.threads
         return {
             "kv": str(self.plan.kv),
             "weights": self.plan.weights,
             "ctx": self.plan.ctx,
             "device": self.device,
             "threads": self.decoder.threads,
-            "decode_threads": products and products.decode,
-            "prompt_threads": products and products.prompt,
+            "decode_threads": weight_threads and weight_threads.decode,
+            "prompt_threads": weight_threads and weight_threads.prompt,
             "adapter": self.model.adapter and self.model.adapter.path.name,
             "lora": self.model.lora_text(self.lora),
         }

@@ -28,7 +28,7 @@ from safetensors.numpy import load_file, save_file
 from edgekv import Session
 from edgekv.chat import renderer
 from edgekv.chat.template import ChatTemplate, find_template
-from edgekv.linear.store import build
+from edgekv.linear.store_builder import build
 from edgekv.server.answer_parser import AnswerParser
 from edgekv.server.body import parse_json
 from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion

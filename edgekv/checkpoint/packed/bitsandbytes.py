@@ -64,8 +64,8 @@ class NormalFloat(Packed):
         pairs = self._codes[first // 2 : -(-stop // 2)]
         codes = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(-1)  # the high half first
         numbers = self._table[codes[first % 2 : first % 2 + stop - first]]
-        product: F32 = numbers * self._largest[np.arange(first, stop) // self._size]
-        return product.reshape(hi - lo, -1)
+        values: F32 = numbers * self._largest[np.arange(first, stop) // self._size]
+        return values.reshape(hi - lo, -1)
 
 
 def bitsandbytes(parts: Parts, settings: Quantization) -> dict[str, Packed]:

@@ -35,8 +35,8 @@ class Float8(Packed):
     def values(self, lo: int, hi: int) -> F32:
         numbers = self._bytes[lo:hi].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         rows, columns = np.arange(lo, hi) // self._high, np.arange(self.shape[1]) // self._wide
-        product: F32 = numbers * self._scale[rows][:, columns]
-        return product
+        values: F32 = numbers * self._scale[rows][:, columns]
+        return values
 
 
 def float8(parts: Parts, settings: Quantization) -> dict[str, Packed]:

@@ -33,8 +33,8 @@ class Mlx(Packed):
     def values(self, lo: int, hi: int) -> F32:
         scales, biases = (to_float32(np.ascontiguousarray(end[lo:hi]))[..., None] for end in self._ends)
         numbers = unpack(self._words[lo:hi], self._bits).reshape(hi - lo, -1, self._group)
-        product: F32 = (numbers * scales + biases).reshape(hi - lo, -1)
-        return product
+        values: F32 = (numbers * scales + biases).reshape(hi - lo, -1)
+        return values
 
 
 def mlx(parts: Parts, settings: Quantization, raw: Mapping[str, Any] | None = None) -> dict[str, Packed]:

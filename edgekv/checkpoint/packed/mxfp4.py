@@ -10,8 +10,8 @@ from edgekv.checkpoint.stacked import PARTS
 from edgekv.types import F32, I8
 
 BLOCK = 32
-DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the numbers that the 16 codes stand for, which are then whole."""
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the numbers that the 16 e2m1 codes stand for, which are then whole."""
 BIAS, MOST = 128, 254  # of the exponents, for twice the numbers; and the largest that is a number
 
 
@@ -39,7 +39,7 @@ class MxFp4(Packed):
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], BLOCK)
         exponents = np.minimum(self._exponents[lo:hi], MOST).astype(np.int32) - BIAS
         scales: F32 = np.ldexp(np.float32(1), exponents).astype(np.float32)
-        return DOUBLED[codes], scales
+        return E2M1_DOUBLED[codes], scales
 
 
 def mxfp4(parts: Parts, settings: Quantization) -> dict[str, Packed]:

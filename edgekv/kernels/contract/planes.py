@@ -60,7 +60,7 @@ class PlaneKernels(Protocol):
     def hadamard(self, x: F32, flips: F32, out: F32) -> None:
         """out (A, n, D) = H (flips * x) / sqrt(D), x (A, n, d <= D) padded with zeros, D = 2 ** k, flips (D,) +-1.
 
-        H is the Walsh-Hadamard matrix. The sums are made in k stages of pairs D / 2 apart, and are thus equal to
+        H is the Walsh-Hadamard matrix. The sums are made in k passes over pairs D / 2 apart, and are thus equal to
         the bit in all backends.
         """
 

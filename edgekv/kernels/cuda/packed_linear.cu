@@ -18,18 +18,6 @@ __device__ __forceinline__ float lifted(const u32* words, int i)
     return __uint_as_float(word & ((1u << WEIGHT_BITS) - 1) << position(i));
 }
 
-// Inputs k .. k + 3 of x, 0 from `columns` on.
-__device__ __forceinline__ void load_four(const float* x, int k, int columns, float* v)
-{
-    if (columns % 4 == 0 && k < columns) {
-        float4 a = *(const float4*)(x + k);
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = k + i < columns ? x[k + i] : 0;
-    }
-}
-
 // A lane's chunks c, c + 32 .. of each of a warp's rows, and what the numbers in there are to be multiplied with.
 struct Piece {
     u32 words[ROWS][ACROSS][4];

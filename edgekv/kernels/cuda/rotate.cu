@@ -1,6 +1,6 @@
 // The Walsh-Hadamard transform of rows, one block each, WIDTH / 2 threads: `hadamard`, `hadamard_back`.
 
-// Transforms x (WIDTH) in shared memory, pairs WIDTH / 2 apart in every stage; returns where the result is.
+// Transforms x (WIDTH) in shared memory, pairs WIDTH / 2 apart in every pass; returns where the result is.
 __device__ float* transform(float (*x)[WIDTH])
 {
     int side = 0, i = threadIdx.x;

@@ -19,18 +19,6 @@ struct Chunk {
     int offset;  // what the weights' zero adds to their sum
 };
 
-// Inputs k .. k + 3 of x, 0 from `columns` on.
-__device__ __forceinline__ void load_four(const float* x, int k, int columns, float* v)
-{
-    if (columns % 4 == 0 && k < columns) {
-        float4 a = *(const float4*)(x + k);
-        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = k + i < columns ? x[k + i] : 0;
-    }
-}
-
 // Two digits of four inputs to their places: thread f of a row's.
 __device__ __forceinline__ void put_digits(u8* staged, int f, const int (&x)[4])
 {

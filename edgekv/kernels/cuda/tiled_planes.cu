@@ -26,7 +26,7 @@ struct TiledShared {
     float parts[WARPS][ROWS][HEAD_DIM];
 };
 
-// The Walsh-Hadamard transform of ROWS_TURNED rows, pairs HEAD_DIM / 2 apart in every stage; returns on which side they are.
+// The Walsh-Hadamard transform of ROWS_TURNED rows, pairs HEAD_DIM / 2 apart in every pass; returns on which side they are.
 __device__ int turn_rows(float (*x)[2][HEAD_DIM])
 {
     int side = 0, slot = threadIdx.x / (HEAD_DIM / 2), i = threadIdx.x % (HEAD_DIM / 2);

@@ -22,6 +22,7 @@ that share it, each with all query tokens.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import threading
@@ -189,8 +190,11 @@ def bound(codec: Any) -> Bound:
 
 def address_of(array: npt.NDArray[Any]) -> int:
     """Of a C-contiguous array's first element."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))  # a third of the time
+    except (TypeError, ValueError):  # one that is not to be written to, or has no elements
+        address: int = array.__array_interface__["data"][0]
+        return address
 
 
 def aligned_size(n_bytes: int) -> int:

@@ -22,7 +22,7 @@ from edgekv.linear.formats import WEIGHTS, WeightFormat
 from edgekv.linear.onnx import session_options
 from edgekv.linear.quantize import n_blocks
 from edgekv.linear.runtime import ort
-from edgekv.linear.stored_experts import product_layout
+from edgekv.linear.stored_weights import product_layout
 from edgekv.types import F32, U8
 
 COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many

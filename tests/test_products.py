@@ -132,6 +132,25 @@ def test_formats_without_shifts_refuse_them() -> None:
         PackedProduct(Weights(codes, scales, Layout(8, 32), offsets=scales))
 
 
+@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
+@pytest.mark.parametrize("n", [3, FEW_ROWS + 1])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_no_number_makes_its_row_nan(layout: Layout, n: int, value: float) -> None:
+    rng, columns = np.random.default_rng(6), 300
+    x = rng.standard_normal((n, columns)).astype(np.float32)
+    kinds = KINDS if layout.can_shift else []
+    every = [Weights(*drawn(rng, layout, PANEL + 1, columns), layout)]
+    every += [shifted(rng, layout, PANEL + 1, columns, kind) for kind in kinds]
+    for weights in every:
+        weights.scales[5] = 0
+        for column in (0, 130, columns - 1):
+            bad = x.copy()
+            bad[1, column] = value
+            got, others = PackedProduct(weights)(bad), np.arange(n) != 1
+            assert np.isnan(got[1]).all()
+            assert np.array_equal(got[others], PackedProduct(weights)(x)[others])
+
+
 def test_activations_that_nobody_may_write_to() -> None:
     rng, layout = np.random.default_rng(7), Layout(4, 32)
     product = PackedProduct(Weights(*drawn(rng, layout, OUTPUTS, 64), layout))

@@ -1,7 +1,7 @@
 """Rows of activations as bytes, in the order in which vectors of packed weights are unpacked.
 
-A block of elements gets a scale, max|x| / 127. The blocks whose codes fill a vector, or a block of several
-vectors, are a unit, and a row is a run of records, one for each unit:
+A block of elements gets a scale, max|x| / 127, or NaN where one of them is infinite or NaN. The blocks whose codes
+fill a vector, or a block of several vectors, are a unit, and a row is a run of records, one for each unit:
 
     elements    a byte each: of each vector of codes those of its bytes' low bits, then those of the high bits
     sums        an int32 for each lane of codes: minus the weights' zero point times the sum of its elements,
@@ -29,6 +29,7 @@ ZERO_POINTS = {4: 8, 8: 0 if arm.IS_ARM else 128}  # Arm multiplies signed bytes
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such codes stand for, doubled, plus 12
 TOP = 127
 LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
+NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
 EXACT = ("nsz",)
 ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 
@@ -249,10 +250,13 @@ def _emit_block(layout: Layout, panel: bool, b: Any, x: Any, row: Any, block: An
     n = layout.block
     wide, whole = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
     elements = emit.load(b, wide, x)
-    peak = emit.largest(b, emit.call(b, f"llvm.fabs.v{n}f32", wide, elements))
-    is_nothing = b.fcmp_ordered("<", peak, emit.F32(float(LEAST)))
+    sizes = b.and_(b.bitcast(elements, whole), emit.constant(whole, NO_SIGN))
+    top = emit.call(b, f"llvm.vector.reduce.smax.v{n}i32", emit.I32, sizes)
+    peak, is_finite = b.bitcast(top, emit.F32), b.icmp_signed("<", top, emit.I32(INFINITE))
+    is_nothing = b.icmp_signed("<", top, emit.I32(int(LEAST.view(np.int32))))
     factor = b.select(is_nothing, emit.F32(0.0), b.fdiv(emit.F32(float(TOP)), peak))
     scale = b.select(is_nothing, emit.F32(0.0), b.fmul(peak, emit.F32(float(np.float32(1 / TOP)))))
+    scale = b.select(is_finite, scale, emit.F32(float("nan")))
     # Not fused: a fused one would round other halves than processors without it.
     shifted = b.fadd(
         b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(wide, ROUND), flags=EXACT

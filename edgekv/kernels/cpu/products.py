@@ -55,7 +55,7 @@ class PackedProduct:
     def __call__(self, x: F32, n_threads: int | None = None) -> F32:
         """x (n, columns) times the transpose of the weights: (n, rows).
 
-        n_threads: None, all of `threads.count()`.
+        A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`.
         """
         x = np.ascontiguousarray(x)
         (n, columns), rows = x.shape, self._rows

@@ -8,9 +8,11 @@ import pytest
 from edgekv.kernels.cpu import chosen_products, launch
 from edgekv.kernels.cpu.chosen_products import multiply_chosen
 from edgekv.kernels.cpu.product_rows import Layout
+from edgekv.kernels.cpu.product_weights import Weights
 from edgekv.linear.quantize import dequantize, n_blocks
 
 FORMATS = [(4, 32, False), (4, 128, False), (8, 32, False), (8, 128, False), (4, 32, True)]
+SHIFTED = [(*form, shift) for form in FORMATS[:2] for shift in ("zeros", "offsets")]
 EXPERTS, ROWS = 5, 37
 
 
@@ -23,28 +25,38 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:
     return (np.rint(padded * inverse) * step).reshape(rows, -1)[:, :columns]
 
 
-@pytest.mark.parametrize(("bits", "block", "e2m1"), FORMATS)
+@pytest.mark.parametrize(("bits", "block", "e2m1", "shift"), [*((*form, None) for form in FORMATS), *SHIFTED])
 @pytest.mark.parametrize("columns", [32, 96, 200, 384, 704, 1344])
 @pytest.mark.parametrize("of", [[3], [0, 1, 4], [2, 2, 2, 2, 4], [1] * 3 + [3] * 13])
 def test_products_are_those_of_the_codes(
-    bits: int, block: int, e2m1: bool, columns: int, of: list[int], monkeypatch: pytest.MonkeyPatch
+    bits: int,
+    block: int,
+    e2m1: bool,
+    shift: str | None,
+    columns: int,
+    of: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rng = np.random.default_rng(columns)
     blocks = n_blocks(columns, block)
     codes = rng.integers(0, 256, (EXPERTS * ROWS, blocks, block * bits // 8), np.uint8)
     scales = rng.uniform(0.5, 1.5, (EXPERTS * ROWS, blocks)).astype(np.float32)
     idle = sorted(set(range(EXPERTS)) - set(of))
-    scales.reshape(EXPERTS, ROWS, blocks)[idle] = np.nan  # would show wherever one was read
+    offsets = rng.uniform(-8, 8, scales.shape).astype(np.float32)
+    for floats in (scales, offsets):
+        floats.reshape(EXPERTS, ROWS, blocks)[idle] = np.nan  # would show wherever one was read
+    zeros = rng.integers(0, 256, (EXPERTS * ROWS, -(-blocks // 2)), np.uint8)
+    shifts = {shift: {"zeros": zeros, "offsets": offsets}[shift]} if shift else {}
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, :block] = 0
-    layout = Layout(bits, block, e2m1)
-    out = multiply_chosen(x, np.array(of), codes, scales, EXPERTS, layout, 1)
+    weights = Weights(codes, scales, Layout(bits, block, e2m1), **shifts)
+    out = multiply_chosen(x, np.array(of), weights, EXPERTS, 1)
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     monkeypatch.setattr(chosen_products, "MIN_PARALLEL_ELEMENTS", 0)
     for n_threads in (2, 3):
-        again = multiply_chosen(x, np.array(of), codes, scales, EXPERTS, layout, n_threads)
+        again = multiply_chosen(x, np.array(of), weights, EXPERTS, n_threads)
         assert np.array_equal(again, out)
-    matrices = dequantize(codes, scales, bits, block, columns, e2m1=e2m1).reshape(EXPERTS, ROWS, columns)
+    matrices = dequantize(codes, scales, bits, block, columns, e2m1=e2m1, **shifts).reshape(EXPERTS, ROWS, columns)
     expected = np.stack(
         [matrices[e].astype(np.float64) @ row for e, row in zip(of, rounded(x, block), strict=True)]
     )

@@ -122,10 +122,10 @@ def test_a_token_reads_its_experts_alone(tmp_path: pathlib.Path) -> None:
     product, of = StoredExperts(store, Threads(1, 2)), np.array([2, 2, 5])
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     expected = product(x, of, "1.experts_up")
-    codes, scales = product._arrays["1.experts_up"]
-    damaged = np.full_like(scales, np.nan).reshape(8, -1)
-    damaged[[2, 5]] = scales.reshape(8, -1)[[2, 5]]
-    product._arrays["1.experts_up"] = [codes, damaged.reshape(scales.shape)]
+    weights = product._weights["1.experts_up"]
+    damaged = np.full_like(weights.scales, np.nan).reshape(8, -1)
+    damaged[[2, 5]] = weights.scales.reshape(8, -1)[[2, 5]]
+    product._weights["1.experts_up"] = weights._replace(scales=damaged.reshape(weights.scales.shape))
     np.testing.assert_array_equal(product(x, of, "1.experts_up"), expected)
     specs = store_specs(store.arch, form, store.table_dtypes)
     of_experts = {key: spec for key, spec in specs.items() if ".experts_" in key}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import golden_cases
@@ -23,6 +24,7 @@ from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.formats import FORMATS
+from edgekv.linear.stored_weights import stored_weights
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
@@ -210,3 +212,30 @@ def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
                 messages.append(str(error))
     assert messages
     assert not any("\n" in message for message in messages)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-v2-asymmetric"])
+def test_zero_points_stay_in_the_mapped_file(name: str, tmp_path: pathlib.Path) -> None:
+    """So the store's bytes are all that products read."""
+    model = Model.open(write(name, tmp_path)[0])
+    store = model.store(model.weight_format("auto"))
+    held = [linear for linear in store.arch.linears() if store.form.of(linear).zeros]
+    assert held
+    for linear in held:
+        weights = stored_weights(store, linear)
+        for part in ("codes", "scales", "zeros"):
+            assert np.shares_memory(getattr(weights, part), store.raw(f"{linear}.{part}"))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-v2-asymmetric", "gptq-32"])
+def test_bytes_on_a_device_are_those_that_went_there(name: str, tmp_path: pathlib.Path) -> None:
+    """Zero points go as float32."""
+    model, sent = Model.open(write(name, tmp_path)[0]), []
+
+    def upload(array: np.ndarray) -> np.ndarray:
+        sent.append(array.nbytes)
+        return array
+
+    driver: Any = SimpleNamespace(upload=upload)
+    weights = DeviceWeights(model.store(model.weight_format("auto")), driver, None)
+    assert weights.nbytes == sum(sent)

@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from edgekv.checkpoint.shapes import load_shape
@@ -10,8 +11,9 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch, layers
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
-from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout, Product
-from edgekv.kernels.cpu.products import FEW_ROWS, OUTPUTS, multiply, stages
+from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, Layout, Product
+from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct, multiply, stages
 from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.formats import per_linear_format
 from edgekv.linear.packed import PackedLinear
@@ -40,8 +42,26 @@ def drawn(rng: np.random.Generator, layout: Layout, rows: int, columns: int) -> 
     return codes, rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
 
 
-@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
-@pytest.mark.parametrize(
+def shifted(rng: np.random.Generator, layout: Layout, rows: int, columns: int, kind: str) -> Weights:
+    """Weights with zero points or offsets of the size of the others."""
+    codes, scales = drawn(rng, layout, rows, columns)
+    if kind == "zeros":
+        return Weights(
+            codes, scales, layout, zeros=rng.integers(0, 256, (rows, -(-scales.shape[1] // 2)), np.uint8)
+        )
+    return Weights(codes, scales, layout, offsets=rng.uniform(-8, 8, scales.shape).astype(np.float32))
+
+
+def meaning(weights: Weights, columns: int) -> npt.NDArray[np.float64]:
+    """What they stand for, (rows, columns)."""
+    codes, scales, layout, offsets, zeros = weights
+    shift = {"offsets": offsets, "zeros": zeros}
+    return dequantize(codes, scales, layout.bits, layout.block, columns, e2m1=layout.e2m1, **shift).astype(
+        np.float64
+    )
+
+
+SIZES = pytest.mark.parametrize(
     ("n", "rows", "columns"),
     [
         (1, OUTPUTS, 32),
@@ -55,17 +75,91 @@ def drawn(rng: np.random.Generator, layout: Layout, rows: int, columns: int) -> 
         (70, 2 * PANEL, 2 * STRETCH + 33),
     ],
 )
+SHIFTED = [layout for layout in PRODUCTS if layout.can_shift]
+KINDS = ["zeros", "offsets"]
+
+
+@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
+@SIZES
 def test_products(layout: Layout, n: int, rows: int, columns: int) -> None:
     rng = np.random.default_rng(n * rows)
     codes, scales = drawn(rng, layout, rows, columns)
     x = rng.standard_normal((n, columns)).astype(np.float32)
     x[0, : min(columns, 40)] = 0
-    meant = dequantize(codes, scales, layout.bits, layout.block, columns, e2m1=layout.e2m1).astype(np.float64)
-    activations = rounded(x, layout.block).astype(np.float64)
+    check(x, Weights(codes, scales, layout))
+
+
+def check(x: F32, weights: Weights) -> None:
+    meant = meaning(weights, x.shape[1])
+    activations = rounded(x, weights.layout.block).astype(np.float64)
     size = np.abs(activations) @ np.abs(meant).T
-    got = multiply(x, codes, scales, layout)
-    assert got.shape == (n, rows)
+    got = PackedProduct(weights)(x)
+    assert got.shape == (len(x), len(meant))
     assert (np.abs(got - activations @ meant.T) <= TOLERANCE * size).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", SHIFTED, ids=str)
+@SIZES
+def test_zero_points_and_offsets(layout: Layout, kind: str, n: int, rows: int, columns: int) -> None:
+    rng = np.random.default_rng(n * rows + 1)
+    x = rng.standard_normal((n, columns)).astype(np.float32) + 1
+    x[0, : min(columns, 40)] = 0
+    check(x, shifted(rng, layout, rows, columns, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", SHIFTED, ids=str)
+def test_shifts_do_not_depend_on_other_rows_nor_on_the_threads(
+    layout: Layout, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((40, 2 * STRETCH + 40)).astype(np.float32)
+    product = PackedProduct(shifted(rng, layout, PANEL + 3, x.shape[1], kind))
+    for few in (x[:FEW_ROWS], x):
+        alone = product(few, 1)
+        for _ in range(20):
+            assert np.array_equal(product(few, 2), alone)
+            assert np.array_equal(product(few, 3), alone)
+        size = 1 if len(few) == FEW_ROWS else FEW_ROWS + 2
+        assert np.array_equal(product(few[3 : 3 + size], 1), alone[3 : 3 + size])
+
+
+def test_formats_without_shifts_refuse_them() -> None:
+    codes, scales = drawn(np.random.default_rng(5), Layout(8, 32), OUTPUTS, 64)
+    with pytest.raises(ValueError, match="accepted: whole numbers of 4 bits"):
+        PackedProduct(Weights(codes, scales, Layout(8, 32), offsets=scales))
+
+
+@pytest.mark.parametrize("layout", PRODUCTS, ids=str)
+@pytest.mark.parametrize("n", [3, FEW_ROWS + 1])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_no_number_makes_its_row_nan(layout: Layout, n: int, value: float) -> None:
+    rng, columns = np.random.default_rng(6), 300
+    x = rng.standard_normal((n, columns)).astype(np.float32)
+    kinds = KINDS if layout.can_shift else []
+    every = [Weights(*drawn(rng, layout, PANEL + 1, columns), layout)]
+    every += [shifted(rng, layout, PANEL + 1, columns, kind) for kind in kinds]
+    for weights in every:
+        weights.scales[5] = 0
+        for column in (0, 130, columns - 1):
+            bad = x.copy()
+            bad[1, column] = value
+            got, others = PackedProduct(weights)(bad), np.arange(n) != 1
+            assert np.isnan(got[1]).all()
+            assert np.array_equal(got[others], PackedProduct(weights)(x)[others])
+
+
+def test_activations_that_nobody_may_write_to() -> None:
+    rng, layout = np.random.default_rng(7), Layout(4, 32)
+    product = PackedProduct(Weights(*drawn(rng, layout, OUTPUTS, 64), layout))
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+    expected = product(x)
+    x.flags.writeable = False
+    assert np.array_equal(product(x), expected)
+    assert np.array_equal(product(x[::-1]), expected[::-1])
+    assert product(x[:0]).shape == (0, OUTPUTS)
 
 
 @pytest.mark.parametrize("layout", PRODUCTS, ids=str)

@@ -3,7 +3,8 @@
     python tools/products.py --weights int4,int4-32,int8 --rows 1,4,64,512 --threads 1,2
 
 A matrix of --columns x --outputs; a token's products (few rows) read copies of it in turn, which no cache holds.
-Prints the least time of all rounds, bytes of weights per second and operations per second.
+Prints the least time of all rounds, bytes of weights per second and operations per second. Formats are those of
+`edgekv.linear.formats` in fewer than 32 bits; onnxruntime has none with offsets.
 """
 
 from __future__ import annotations
@@ -17,43 +18,56 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.products import FEW_ROWS, multiply
-from edgekv.linear.formats import WEIGHTS, WeightFormat
+from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct
+from edgekv.linear.formats import FORMATS, WeightFormat
 from edgekv.linear.onnx import session_options
 from edgekv.linear.quantize import n_blocks
 from edgekv.linear.runtime import ort
-from edgekv.linear.stored_experts import product_layout
-from edgekv.types import F32, U8
+from edgekv.linear.stored_weights import product_layout
 
 COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many
 
 
-def graph(codes: U8, scales: F32, form: WeightFormat, columns: int) -> bytes:
+def drawn(rng: np.random.Generator, form: WeightFormat, rows: int, columns: int) -> Weights:
+    """Any weights in a format."""
+    blocks = n_blocks(columns, form.block)
+    codes = rng.integers(0, 256, (rows, blocks, form.block * form.bits // 8), np.uint8)
+    scales, offsets = (rng.random((rows, blocks), np.float32) / 100 for _ in range(2))
+    zeros = rng.integers(0, 256, (rows, -(-blocks // 2)), np.uint8)
+    shift = {"offsets": offsets} if form.offsets else {"zeros": zeros} if form.zeros else {}
+    return Weights(codes, scales, product_layout(form), **shift)
+
+
+def graph(weights: Weights, form: WeightFormat, columns: int) -> bytes:
     """One product as onnxruntime computes it, activations rounded to bytes."""
-    rows = len(codes)
+    codes, scales, zeros = weights.codes, weights.scales, weights.zeros
+    rows, inputs = len(codes), ["x", "codes", "scales", *(["zeros"] if zeros is not None else [])]
     sizes = {"K": columns, "N": rows, "bits": form.bits, "block_size": form.block, "accuracy_level": 4}
-    node = helper.make_node("MatMulNBits", ["x", "codes", "scales"], ["y"], domain="com.microsoft", **sizes)
+    node = helper.make_node("MatMulNBits", inputs, ["y"], domain="com.microsoft", **sizes)
     ends = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", n])
         for name, n in (("x", columns), ("y", rows))
     ]
-    weights = [
+    tensors = [
         helper.make_tensor("codes", TensorProto.UINT8, codes.shape, codes.tobytes(), raw=True),
         helper.make_tensor("scales", TensorProto.FLOAT, scales.shape, scales.tobytes(), raw=True),
     ]
+    if zeros is not None:
+        tensors.append(helper.make_tensor("zeros", TensorProto.UINT8, zeros.shape, zeros.tobytes(), raw=True))
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(
-        helper.make_graph([node], "product", ends[:1], ends[1:], weights), opset_imports=opsets, ir_version=9
+        helper.make_graph([node], "product", ends[:1], ends[1:], tensors), opset_imports=opsets, ir_version=9
     )
     data: bytes = model.SerializeToString()
     return data
 
 
-def least(ours: list[Callable[[], object]], theirs: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Seconds of one call of each, the least of the rounds, which take turns."""
-    best = [np.inf, np.inf]
+def least(rounds: int, *all_calls: list[Callable[[], object]]) -> list[float]:
+    """Seconds of one call of each kind, the least of the rounds, which take turns."""
+    best = [np.inf] * len(all_calls)
     for _ in range(rounds):
-        for i, calls in enumerate((ours, theirs)):
+        for i, calls in enumerate(all_calls):
             begun = time.perf_counter()
             for call in calls:
                 call()
@@ -75,33 +89,26 @@ def main() -> None:
         + "|---" * 9
         + "|"
     )
-    for form in (WEIGHTS[name] for name in arguments.weights.split(",")):
-        blocks, layout = n_blocks(columns, form.block), product_layout(form)
-        weights = [
-            (
-                rng.integers(0, 256, (outputs, blocks, form.block * form.bits // 8), np.uint8),
-                rng.random((outputs, blocks), np.float32) / 100,
-            )
-            for _ in range(COPIES)
-        ]
-        n_bytes = sum(array.nbytes for array in weights[0])
+    for form in (FORMATS[name] for name in arguments.weights.split(",")):
+        weights = [drawn(rng, form, outputs, columns) for _ in range(COPIES)]
+        products = [PackedProduct(each) for each in weights]
+        n_bytes = sum(array.nbytes for array in weights[0] if isinstance(array, np.ndarray))
         for n_threads in map(int, arguments.threads.split(",")):
             threads.configure(n_threads)
             options = session_options(n_threads)
-            sessions = [ort.InferenceSession(graph(*each, form, columns), options) for each in weights]
+            theirs = [] if form.offsets else [graph(each, form, columns) for each in weights]
+            sessions = [ort.InferenceSession(each, options) for each in theirs]
             for n in map(int, arguments.rows.split(",")):
                 x = rng.standard_normal((n, columns)).astype(np.float32)
                 copies = COPIES if n <= FEW_ROWS else 1
-                times = least(
-                    [functools.partial(multiply, x, *each, layout) for each in weights[:copies]],
-                    [functools.partial(session.run, None, {"x": x}) for session in sessions[:copies]],
-                    ROUNDS if n <= FEW_ROWS else ROUNDS // 2,
-                )
-                cells = []
+                calls = [[functools.partial(product, x) for product in products[:copies]]]
+                if sessions:
+                    calls.append([functools.partial(session.run, None, {"x": x}) for session in sessions[:copies]])
+                cells, times = [], least(ROUNDS if n <= FEW_ROWS else ROUNDS // 2, *calls)
                 for seconds in times:
                     work = 2 * n * columns * outputs / seconds / 1e9
                     cells.append(f"{seconds * 1e3:.2f} | {n_bytes / seconds / 1e9:.1f} | {work:.0f}")
-                print(f"| `{form.name}` | {n_threads} | {n} | {cells[0]} | {cells[1]} |", flush=True)
+                print(f"| `{form.name}` | {n_threads} | {n} | {' | '.join([*cells, '| |'][:2])} |", flush=True)
 
 
 if __name__ == "__main__":

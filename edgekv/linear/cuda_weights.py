@@ -59,6 +59,9 @@ class DeviceWeights:
             uploaded = None if bias is None else driver.upload(bias)
             shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
             shift = store.shift(name)
+            if form.zeros and shift is not None:  # in place of the zero points
+                more = shift.nbytes - store.raw(f"{name}.zeros").nbytes
+                self.nbytes, self.token_bytes = self.nbytes + more, self.token_bytes + more
             shift = None if shift is None else driver.upload(np.ascontiguousarray(shift))
             self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded, shift)
             if progress:

@@ -9,22 +9,20 @@ from typing import NamedTuple
 import numpy as np
 
 from edgekv.kernels.cpu import layers, products
-from edgekv.kernels.cpu.product_rows import Layout
-from edgekv.linear.quantize import block_sums
+from edgekv.kernels.cpu.product_rows import OUTPUTS
+from edgekv.kernels.cpu.products import PackedProduct
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
-from edgekv.linear.stored_experts import StoredExperts, product_layout
-from edgekv.types import F32, I64, U8, Threads
+from edgekv.linear.stored_experts import StoredExperts
+from edgekv.linear.stored_weights import product_layout, shift_kernels, stored_weights
+from edgekv.types import F32, I64, Threads
 
 
 class Packed(NamedTuple):
-    """A linear layer as it is read: ``offsets`` (rows, blocks) are added to each weight of a block, if any."""
+    """A linear layer as it is read."""
 
-    codes: U8
-    scales: F32
-    layout: Layout
+    product: PackedProduct
     bias: F32 | None
-    offsets: F32 | None
 
 
 class PackedOps(NumpyOps):
@@ -44,9 +42,7 @@ class PackedOps(NumpyOps):
         if packed is None:
             return super()._stored_linear(x, name)
         n_threads = self._threads.decode if len(x) <= products.FEW_ROWS else self._threads.prompt
-        y = products.multiply(x, packed.codes, packed.scales, packed.layout, n_threads)
-        if packed.offsets is not None:
-            y += block_sums(x, packed.layout.block) @ packed.offsets.T
+        y = packed.product(x, n_threads)
         if packed.bias is not None:
             y += packed.bias
         return y
@@ -81,11 +77,10 @@ class PackedOps(NumpyOps):
         store, form = self._store, self._store.form.of(name)
         if form.bits == 32:
             return None
-        codes: U8 = np.ascontiguousarray(store.raw(f"{name}.codes"))
-        scales: F32 = np.ascontiguousarray(store.raw(f"{name}.scales"))
-        if len(scales) < products.OUTPUTS:
+        weights = stored_weights(store, name)
+        if len(weights.scales) < OUTPUTS:
             return None
-        return Packed(codes, scales, product_layout(form), store.bias(name), store.shift(name))
+        return Packed(PackedProduct(weights), store.bias(name))
 
 
 class PackedLinear(NumpyLinear):
@@ -102,7 +97,7 @@ class PackedLinear(NumpyLinear):
         forms = {self._forms.of(name) for name in linears if not linears[name].n_experts}
         layouts = {product_layout(form) for form in forms if form.bits < 32}
         kernels = [functools.partial(products.warm_up, layout) for layout in layouts]
-        return [*kernels, *self._experts.warm_up(), layers.warm_up]
+        return [*kernels, *shift_kernels(forms), *self._experts.warm_up(), layers.warm_up]
 
     @classmethod
     def block(cls, store: WeightStore, name: str, threads: int) -> Callable[..., F32]:

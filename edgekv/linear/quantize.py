@@ -32,14 +32,6 @@ def n_blocks(columns: int, block: int) -> int:
     return -(-columns // block)
 
 
-def block_sums(x: F32, block: int) -> F32:
-    """Of each block of the rows x (n, columns): (n, blocks)."""
-    n, columns = x.shape
-    whole = np.pad(x, ((0, 0), (0, -columns % block)))
-    sums: F32 = whole.reshape(n, -1, block).sum(axis=2)
-    return sums
-
-
 def quantize_numpy(weight: F32, bits: int, block: int) -> tuple[U8, F32]:
     """weight (r, k) float32 -> codes (r, blocks, block * bits / 8) uint8, scales (r, blocks) float32.
 

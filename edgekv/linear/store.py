@@ -27,7 +27,6 @@ from edgekv.types import F32
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
-EVERY_ROW = slice(None)
 
 
 def is_store(path: pathlib.Path) -> bool:
@@ -113,18 +112,15 @@ class WeightStore:
             codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets, e2m1=form.e2m1
         )
 
-    def shift(self, name: str, rows: slice = EVERY_ROW) -> F32 | None:
-        """What zero points or offsets add to the weights of each block of the rows, (rows, blocks) float32.
-
-        None: nothing.
-        """
+    def shift(self, name: str) -> F32 | None:
+        """What zero points or offsets add to the weights of each block, (rows, blocks) float32; None: nothing."""
         form = self.form.of(name)
         if form.offsets:
-            return to_float32(self._file.array(f"{name}.offsets")[rows])
+            return to_float32(self._file.array(f"{name}.offsets"))
         if not form.zeros:
             return None
-        scales: F32 = self._file.array(f"{name}.scales")[rows]
-        return -unpack_zeros(self._file.array(f"{name}.zeros")[rows], scales.shape[1]) * scales
+        scales: F32 = self._file.array(f"{name}.scales")
+        return -unpack_zeros(self._file.array(f"{name}.zeros"), scales.shape[1]) * scales
 
     def bias(self, name: str) -> F32 | None:
         """(rows,) float32; None: the linear has none."""

@@ -13,40 +13,38 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.loops import address_of, aligned_size, numbers, scratch_memory
 from edgekv.kernels.cpu.product_panels import PANEL_BYTES
-from edgekv.kernels.cpu.product_rows import PRODUCTS, Layout, Product, prepare_rows, product_at
-from edgekv.kernels.cpu.products import OUTPUTS, multiply_tiles, run, tiles_of
+from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, Layout, Product, prepare_rows, product_at
+from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.products import multiply_tiles, run, tiles_of
 from edgekv.kernels.cpu.scalar import get
-from edgekv.types import F32, I64, U8
+from edgekv.types import F32, I64
 
 N_FIELDS = len(Product._fields)
 MIN_PARALLEL_ELEMENTS = 1 << 17
 WIDTH = N_FIELDS + 4  # of a product's numbers: behind its fields its first row, its rows, first tile, its tiles
 
 
-def multiply_chosen(
-    x: F32, of: I64, codes: U8, scales: F32, n_parts: int, layout: Layout, n_threads: int | None = None
-) -> F32:
+def multiply_chosen(x: F32, of: I64, weights: Weights, n_parts: int, n_threads: int | None = None) -> F32:
     """Each row of x (m, columns) times the transpose of part of[row] of a matrix: (m, rows of a part).
 
-    codes and scales are those of `products.multiply`, of n_parts with as many rows, at least OUTPUTS; of (m,)
-    ascending.
+    weights: of n_parts with as many rows, at least OUTPUTS; of (m,) ascending.
     """
-    x = np.ascontiguousarray(x)
-    (m, columns), rows, blocks = x.shape, len(scales) // n_parts, scales.shape[1]
-    gap, n_threads = -(-blocks // layout.blocks) * layout.record, n_threads or threads.count()
+    x, layout, at = np.ascontiguousarray(x), weights.layout, weights.at()
+    (m, columns), rows, n_threads = x.shape, len(weights.scales) // n_parts, n_threads or threads.count()
     borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), m]
-    row_bytes = aligned_size(m * (gap + 4 * layout.block))
+    a_row = at.gap + 4 * layout.block
+    row_bytes = aligned_size(m * a_row)
     memory = scratch_memory("products", row_bytes + n_threads * PANEL_BYTES)
     y = np.empty((m, rows), np.float32)
-    code_bytes, places, n_tiles = layout.block_bytes * blocks, [len(borders) - 1], 0
+    x_at, y_at, panels = address_of(x), address_of(y), memory + row_bytes
+    places, n_tiles = [len(borders) - 1], 0
     for first, stop in itertools.pairwise(borders):
-        n, own = stop - first, int(of[first]) * rows
+        n = stop - first
         is_panel, tiles = tiles_of(n, rows)
         places += (
-            *(address_of(x) + 4 * first * columns, n, columns, blocks, int(is_panel)),
-            *(memory + first * (gap + 4 * layout.block), gap),
-            *(address_of(codes) + own * code_bytes, code_bytes, address_of(scales) + 4 * own * blocks, rows),
-            *(address_of(y) + 4 * first * rows, memory + row_bytes),
+            *(x_at + 4 * first * columns, n, columns, int(is_panel), memory + first * a_row),
+            *(rows, y_at + 4 * first * rows, panels),
+            *at.from_row(int(of[first]) * rows),
             *(first, n, n_tiles, tiles),
         )
         n_tiles += tiles
@@ -59,7 +57,8 @@ def multiply_chosen(
 def warm_up(layout: Layout) -> None:
     """Compiles what `multiply_chosen` calls for a format."""
     codes, scales = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8), np.zeros((OUTPUTS, 1), np.float32)
-    multiply_chosen(np.zeros((1, layout.block), np.float32), np.zeros(1, np.int64), codes, scales, 1, layout)
+    weights = Weights(codes, scales, layout)
+    multiply_chosen(np.zeros((1, layout.block), np.float32), np.zeros(1, np.int64), weights, 1)
     stages(layout)[1].run_parallel(0, np.zeros(1, np.int64))
 
 
@@ -82,6 +81,6 @@ def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
             start, n = get(numbers(place), N_FIELDS + 2), get(numbers(place), N_FIELDS + 3)
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
-                multiply_tiles(a, b, part, product_at(product, place))
+                multiply_tiles(a, b, part, product_at(product, place), place)
 
     return launch.Stage(prepare), launch.Stage(tiles)

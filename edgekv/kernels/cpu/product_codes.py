@@ -1,4 +1,4 @@
-"""Vectors of weight codes: loaded, unpacked and multiplied with bytes, as this processor can."""
+"""Vectors of weight codes: loaded, unpacked, turned and multiplied with bytes, as this processor can."""
 
 import functools
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ def load_some(b: Any, kind: Any, place: Any, offset: int, n: Any, each: int) -> 
     end = emit.splat(b, b.trunc(b.mul(n, emit.I64(each)), emit.I32), kind.count)
     mask = b.icmp_signed("<", ir.Constant(numbers, list(range(kind.count))), end)
     pointer = b.inttoptr(b.add(place, emit.I64(offset)), kind.as_pointer())
-    name = f"llvm.masked.load.v{kind.count}{'f32' if kind.element == emit.F32 else 'i32'}.p0"
+    element = "f32" if kind.element == emit.F32 else f"i{kind.element.width}"
+    name = f"llvm.masked.load.v{kind.count}{element}.p0"
     return emit.call(b, name, kind, pointer, emit.I32(1), mask, emit.constant(kind, 0))
 
 
@@ -76,3 +77,19 @@ def add_products(b: Any, bits: int, codes: Any, x: Any, so_far: Any) -> Any:
     upper = signed_products(b, high(b, codes), x, emit.constant(INTS, 0))
     so_far = signed_products(b, b.and_(codes, emit.constant(INTS, LOW)), x, so_far)
     return b.add(so_far, b.shl(upper, emit.constant(INTS, 4)))
+
+
+def transposed(b: Any, rows: Sequence[Any]) -> list[Any]:
+    """Vector i of the result holds lane i of each of as many vectors as they have lanes."""
+    n, rows = len(rows), list(rows)
+    half = n // 2
+    while half:  # swaps the blocks off the diagonal, of half the size each time
+        for i in range(n):
+            if not i & half:
+                upper, lower = rows[i], rows[i + half]
+                first = [lane - half + n if lane & half else lane for lane in range(n)]
+                second = [lane + n if lane & half else lane + half for lane in range(n)]
+                rows[i] = emit.lanes(b, upper, first, lower)
+                rows[i + half] = emit.lanes(b, upper, second, lower)
+        half //= 2
+    return rows

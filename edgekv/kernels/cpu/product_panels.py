@@ -6,15 +6,14 @@ elements at a time, which stay in the first cache while all rows pass.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from numba import types
 
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.jit import fast_jit, intrinsic
-from edgekv.kernels.cpu.product_codes import INTS, add_products, load_some, unpack
-from edgekv.kernels.cpu.product_rows import VECTOR, Layout, Product, block_size, fields, layout_of
+from edgekv.kernels.cpu.product_codes import INTS, add_products, load_some, transposed, unpack
+from edgekv.kernels.cpu.product_rows import VECTOR, Layout, Product, block_size, call_shift, fields, layout_of
 from edgekv.kernels.cpu.simd import LANES
 
 FLOATS = emit.vector(emit.F32, LANES)
@@ -23,30 +22,33 @@ PANEL = ACROSS * LANES  # outputs
 ROW_COUNTS = (6, 2, 1) if emit.REGISTER == 16 else (4, 2, 1)  # rows of activations at a time
 STRETCH = 1024  # elements of a row of weights, a multiple of every unit
 SCALES_AT = STRETCH * PANEL  # bytes, behind a stretch's codes
-PANEL_BYTES = SCALES_AT + STRETCH // 32 * PANEL * 4
+SHIFTS_AT = SCALES_AT + STRETCH // 32 * PANEL * 4
+PANEL_BYTES = SHIFTS_AT + STRETCH // 32 * PANEL * 4
 
 
 @fast_jit
-def multiply_panels(first: int, last: int, memory: int, p: Product) -> None:
+def multiply_panels(first: int, last: int, memory: int, p: Product, place: int) -> None:
     """Panels first..last of the whole ones; memory: PANEL_BYTES of scratch.
 
     Outputs behind the last whole panel are a panel that overlaps it. Both add to the same outputs, so that one
     thread has to do both.
     """
     for panel in range(first, last):
-        _panel_at(panel * PANEL, memory, p)
+        _panel_at(panel * PANEL, memory, p, place)
         if panel == p.rows // PANEL - 1 and p.rows % PANEL:
-            _panel_at(p.rows - PANEL, memory, p)
+            _panel_at(p.rows - PANEL, memory, p, place)
 
 
 @fast_jit
-def _panel_at(row: int, memory: int, p: Product) -> None:
+def _panel_at(row: int, memory: int, p: Product, place: int) -> None:
     """Outputs row..row + PANEL."""
     step = STRETCH // block_size(p)
     for start in range(0, p.blocks, step):
         n = min(step, p.blocks - start)
         _unpack_panel(p, row, start, n, memory)
         _multiply_panel(p, row, start, n, memory)
+        if p.shift:
+            call_shift(p.shift, row, start, n, memory, place)
 
 
 @intrinsic
@@ -126,22 +128,6 @@ def _emit_unpack_unit(
         target = b.add(sizes_place, b.mul(b.add(b.mul(block, emit.I64(PANEL)), turn.i), emit.I64(4)))
         for i in range(layout.blocks):
             emit.store(b, b.extract_element(own, emit.I32(i)), target, 4 * PANEL * i)
-
-
-def transposed(b: Any, rows: Sequence[Any]) -> list[Any]:
-    """Vector i of the result holds lane i of each of as many vectors as they have lanes."""
-    n, rows = len(rows), list(rows)
-    half = n // 2
-    while half:  # swaps the blocks off the diagonal, of half the size each time
-        for i in range(n):
-            if not i & half:
-                upper, lower = rows[i], rows[i + half]
-                first = [lane - half + n if lane & half else lane for lane in range(n)]
-                second = [lane + n if lane & half else lane + half for lane in range(n)]
-                rows[i] = emit.lanes(b, upper, first, lower)
-                rows[i + half] = emit.lanes(b, upper, second, lower)
-        half //= 2
-    return rows
 
 
 def _emit_rows(

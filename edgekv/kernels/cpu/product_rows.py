@@ -1,12 +1,15 @@
 """Rows of activations as bytes, in the order in which vectors of packed weights are unpacked.
 
-A block of elements gets a scale, max|x| / 127. The blocks whose codes fill a vector, or a block of several
-vectors, are a unit, and a row is a run of records, one for each unit:
+A block of elements gets a scale, max|x| / 127, or NaN where one of them is infinite or NaN. The blocks whose codes
+fill a vector, or a block of several vectors, are a unit, and a row is a run of records, one for each unit:
 
     elements    a byte each: of each vector of codes those of its bytes' low bits, then those of the high bits
     sums        an int32 for each lane of codes: minus the weights' zero point times the sum of its elements,
                 or, as panels want it, of the whole block's
     scales      a float32 for each lane: its block's
+
+Behind the records of a row are the sums of its blocks' elements as float32, for zero points and offsets of weights
+(`product_shifts`).
 """
 
 import functools
@@ -17,13 +20,16 @@ from numba import types
 
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, intrinsic
+from edgekv.kernels.cpu.loops import call
 from edgekv.kernels.cpu.simd import LANES
 
 VECTOR = 4 * LANES  # bytes
+OUTPUTS = 4  # rows of weights at a time, where rows of activations are few
 ZERO_POINTS = {4: 8, 8: 0 if arm.IS_ARM else 128}  # Arm multiplies signed bytes: codes of 8 bits become such
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such codes stand for, doubled, plus 12
 TOP = 127
 LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
+NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
 EXACT = ("nsz",)
 ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 
@@ -75,6 +81,15 @@ class Layout(NamedTuple):
         """Bytes of a unit of a row."""
         return self.scales_at + VECTOR
 
+    @property
+    def can_shift(self) -> bool:
+        """Whether there are weights with zero points or offsets in this format."""
+        return self.bits == 4 and not self.e2m1
+
+    def gap(self, blocks: int) -> int:
+        """Bytes of a row's records, and of its blocks' sums."""
+        return -(-blocks // self.blocks) * self.record + (-(-blocks // LANES) * VECTOR if self.can_shift else 0)
+
 
 class Product(NamedTuple):
     """One product as kernels get it: addresses and sizes. They are compiled for the class, hence its layout."""
@@ -82,16 +97,19 @@ class Product(NamedTuple):
     x: int  # (n, columns) float32
     n: int
     columns: int
-    blocks: int  # of a row
     is_panel: int
     records: int
-    gap: int  # bytes of a row's records
-    codes: int
-    row_bytes: int  # of codes
-    scales: int
     rows: int  # of weights
     y: int  # (n, rows) float32
     panels: int  # scratch of each thread
+    blocks: int  # of a row; from here on what only depends on the weights
+    gap: int  # bytes from a row's records to the next one's
+    codes: int
+    row_bytes: int  # of codes
+    scales: int
+    offsets: int  # (rows, blocks) float32; 0: none
+    zeros: int  # in place of offsets zero points, two to a byte; 0: none
+    shift: int  # address of what adds their share, `product_shifts.SHIFT`; 0: there are none
 
 
 class Int4(Product):
@@ -126,6 +144,19 @@ def layout_of(product: Any) -> Layout:
 def fields(b: Any, product: Any, *names: str) -> list[Any]:
     """Of a `Product` inside a kernel."""
     return [b.extract_value(product, Product._fields.index(name)) for name in names]
+
+
+def before_sums(b: Any, product: Any) -> Any:
+    """Bytes of a row before the sums of its blocks."""
+    gap, blocks = fields(b, product, "gap", "blocks")
+    vectors = b.sdiv(b.add(blocks, emit.I64(LANES - 1)), emit.I64(LANES))
+    return b.sub(gap, b.mul(vectors, emit.I64(VECTOR)))
+
+
+@intrinsic
+def call_shift(context: Any, shift: Any, row: Any, start: Any, n: Any, memory: Any, place: Any) -> Any:
+    """Calls `product_shifts.SHIFT` by its address."""
+    return call(5)
 
 
 @intrinsic
@@ -202,26 +233,30 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) ->
     """Block ``block`` of a row, x, into the row's records."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        p, *rest = args
+        layout, (p, *rest) = layout_of(product), args
+        block_sum = b.add(b.add(rest[1], before_sums(b, p)), b.mul(rest[2], emit.I64(4)))
         is_panel = b.icmp_signed("!=", *fields(b, p, "is_panel"), emit.I64(0))
         with b.if_else(is_panel) as cases:
             for panel, case in zip((True, False), cases, strict=True):
                 with case:
-                    write = functools.partial(_emit_block, layout_of(product), panel)
-                    emit.call_own(b, f"quantize_{'panel' if panel else 'rows'}", write, *rest)
+                    write = functools.partial(_emit_block, layout, panel)
+                    emit.call_own(b, f"quantize_{'panel' if panel else 'rows'}", write, *rest, block_sum)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 3), build
 
 
-def _emit_block(layout: Layout, panel: bool, b: Any, x: Any, row: Any, block: Any) -> None:
+def _emit_block(layout: Layout, panel: bool, b: Any, x: Any, row: Any, block: Any, block_sum: Any) -> None:
     n = layout.block
     wide, whole = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
     elements = emit.load(b, wide, x)
-    peak = emit.largest(b, emit.call(b, f"llvm.fabs.v{n}f32", wide, elements))
-    is_nothing = b.fcmp_ordered("<", peak, emit.F32(float(LEAST)))
+    sizes = b.and_(b.bitcast(elements, whole), emit.constant(whole, NO_SIGN))
+    top = emit.call(b, f"llvm.vector.reduce.smax.v{n}i32", emit.I32, sizes)
+    peak, is_finite = b.bitcast(top, emit.F32), b.icmp_signed("<", top, emit.I32(INFINITE))
+    is_nothing = b.icmp_signed("<", top, emit.I32(int(LEAST.view(np.int32))))
     factor = b.select(is_nothing, emit.F32(0.0), b.fdiv(emit.F32(float(TOP)), peak))
     scale = b.select(is_nothing, emit.F32(0.0), b.fmul(peak, emit.F32(float(np.float32(1 / TOP)))))
+    scale = b.select(is_finite, scale, emit.F32(float("nan")))
     # Not fused: a fused one would round other halves than processors without it.
     shifted = b.fadd(
         b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(wide, ROUND), flags=EXACT
@@ -239,9 +274,12 @@ def _emit_block(layout: Layout, panel: bool, b: Any, x: Any, row: Any, block: An
             emit.store(b, b.trunc(mine, emit.vector(emit.I8, run)), target, (v * layout.parts + part) * VECTOR)
             for i in range(0 if panel else 4):
                 sums = b.add(sums, emit.lanes(b, mine, range(i, run, 4)))
+    if panel or layout.can_shift:
+        total = emit.total(b, codes if panel else sums)
     if panel:
-        name = f"llvm.vector.reduce.add.v{n}i32"
-        sums = emit.splat(b, emit.call(b, name, emit.I32, codes), run // 4)
+        sums = emit.splat(b, total, run // 4)
+    if layout.can_shift:
+        emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), block_sum)
     zero = emit.constant(sums.type, -layout.zero_point)
     emit.store(b, b.mul(sums, zero), target, layout.sums_at)
     emit.store(b, emit.splat(b, scale, run // 4), target, layout.scales_at)

@@ -20,20 +20,22 @@ from edgekv.kernels.cpu.loops import address_of, aligned_size, scratch_memory
 from edgekv.kernels.cpu.product_codes import INTS, add_products, load_some, unpack
 from edgekv.kernels.cpu.product_panels import PANEL, PANEL_BYTES, multiply_panels
 from edgekv.kernels.cpu.product_rows import (
+    OUTPUTS,
     PRODUCTS,
     VECTOR,
     Layout,
     Product,
+    call_shift,
     fields,
     layout_of,
     prepare_rows,
     product_at,
 )
+from edgekv.kernels.cpu.product_weights import Weights
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.types import F32, U8
 
 FLOATS = emit.vector(emit.F32, LANES)
-OUTPUTS = 4  # rows of weights at a time
 AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
 TILES_AHEAD = 2  # whose scales are fetched
 UNITS = 4  # at a time of weights that one row of activations reads: less between memory's loads than one by one
@@ -42,38 +44,43 @@ FEW_ROWS = 8
 
 
 def multiply(x: F32, codes: U8, scales: F32, layout: Layout, n_threads: int | None = None) -> F32:
-    """x (n, columns) times the transpose of the weights (rows, columns): (n, rows).
+    """One product with weights that stay nowhere: see `PackedProduct`."""
+    return PackedProduct(Weights(codes, scales, layout))(x, n_threads)
 
-    codes and scales as `edgekv.linear.quantize` has them; rows at least OUTPUTS. n_threads: None, all of
-    `threads.count()`.
-    """
-    x = np.ascontiguousarray(x)
-    (n, columns), (rows, blocks) = x.shape, scales.shape
-    is_panel, n_tiles = tiles_of(n, rows)
-    gap, n_threads = -(-blocks // layout.blocks) * layout.record, n_threads or threads.count()
-    row_bytes = aligned_size(n * (gap + 4 * layout.block))
-    memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
-    y = np.empty((n, rows), np.float32)
-    numbers = np.array(
-        (
-            *(address_of(x), n, columns, blocks, int(is_panel), memory, gap),
-            *(address_of(codes), layout.block_bytes * blocks, address_of(scales), rows, address_of(y)),
-            memory + row_bytes,
-        ),
-        np.int64,
-    )
-    shares = n_threads if n * rows * columns >= launch.MIN_PARALLEL_WORK else 1
-    run(stages(layout), numbers, n, n_tiles, n_threads if n >= n_threads else 1, shares)
-    return y
+
+class PackedProduct:
+    """Products with the same weights (rows, columns), whose addresses are taken once; rows at least OUTPUTS."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
+        self._rows, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
+
+    def __call__(self, x: F32, n_threads: int | None = None) -> F32:
+        """x (n, columns) times the transpose of the weights: (n, rows).
+
+        A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`.
+        """
+        x = np.ascontiguousarray(x)
+        (n, columns), rows = x.shape, self._rows
+        is_panel, n_tiles = tiles_of(n, rows)
+        n_threads = n_threads or threads.count()
+        row_bytes = aligned_size(n * self._row_bytes)
+        memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
+        y = np.empty((n, rows), np.float32)
+        own = address_of(x), n, columns, is_panel, memory, rows, address_of(y), memory + row_bytes
+        numbers = np.array(own + self._at, np.int64)
+        shares = n_threads if n * rows * columns >= launch.MIN_PARALLEL_WORK else 1
+        run(self._stages, numbers, n, n_tiles, n_threads if n >= n_threads else 1, shares)
+        return y
 
 
 def tiles_of(n: int, rows: int) -> tuple[bool, int]:
     """Whether n rows of activations go through panels of so many rows of weights, and the tiles to share out.
 
-    The last whole panel's tile has the rows behind it, too: an output belongs to one tile.
+    The last whole tile has the rows behind it, too: an output belongs to one.
     """
     is_panel = n > FEW_ROWS and rows >= PANEL
-    return is_panel, rows // PANEL if is_panel else -(-rows // OUTPUTS)
+    return is_panel, rows // (PANEL if is_panel else OUTPUTS)
 
 
 def run(
@@ -112,20 +119,24 @@ def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
         prepare_rows(first, last, product_at(product, numbers))
 
     def tiles(first: int, last: int, part: int, numbers: int) -> None:
-        multiply_tiles(first, last, part, product_at(product, numbers))
+        multiply_tiles(first, last, part, product_at(product, numbers), numbers)
 
     return launch.Stage(prepare), launch.Stage(tiles)
 
 
 @fast_jit
-def multiply_tiles(first: int, last: int, part: int, p: Product) -> None:
-    """Tiles first..last of a product's outputs, with the part's scratch."""
+def multiply_tiles(first: int, last: int, part: int, p: Product, place: int) -> None:
+    """Tiles first..last of the outputs of the product whose numbers are at a place, with the part's scratch."""
     if p.is_panel:
-        multiply_panels(first, last, p.panels + part * PANEL_BYTES, p)
+        multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place)
         return
+    if first < last == p.rows // OUTPUTS:
+        last = (p.rows + OUTPUTS - 1) // OUTPUTS
     for tile in range(first, last):
         row = min(tile * OUTPUTS, p.rows - OUTPUTS)
         _multiply_tile(p, p.codes + row * p.row_bytes, p.scales + 4 * row * p.blocks, p.y + 4 * row)
+        if p.shift:
+            call_shift(p.shift, row, 0, 0, 0, place)
 
 
 @intrinsic

@@ -210,12 +210,12 @@ _memory = threading.local()
 
 def scratch_memory(name: str, n_bytes: int) -> int:
     """Address of memory of this Python thread, aligned, contents undefined, valid until the name is used again."""
-    buffer = getattr(_memory, name, None)
-    if buffer is None or buffer.nbytes < n_bytes + ALIGNMENT:
+    start, size, _ = getattr(_memory, name, (0, -1, None))
+    if size < n_bytes:
         buffer = np.empty(n_bytes + ALIGNMENT, np.uint8)
-        setattr(_memory, name, buffer)
-    start = address_of(buffer)
-    return start + -start % ALIGNMENT
+        start = aligned_size(address_of(buffer))
+        setattr(_memory, name, (start, n_bytes, buffer))
+    return cast(int, start)
 
 
 def _pointer(kind: Any) -> Any:

@@ -180,6 +180,13 @@ def test_scores_are_looked_up_on_an_arm() -> None:
         assert (loop.calls, loop.scalar_float) == (0, 0)
 
 
+def test_rotation_is_vectors_on_an_arm() -> None:
+    """What Python calls as a kernel, not as a loop of a codec, is compiled here, too."""
+    loop = arm_asm.measure("rope", arm_kernels.KERNELS["rope"], arm_compile.compile_for("cortex-a76", "rope"))
+    assert "fmul.4s" in loop.mnemonics
+    assert (loop.calls, loop.scalar_float) == (0, 0)
+
+
 @pytest.fixture(scope="module")
 def values() -> dict[str, arm_asm.Found]:
     """Compiled here, too."""

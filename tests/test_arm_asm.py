@@ -180,6 +180,39 @@ def test_scores_are_looked_up_on_an_arm() -> None:
         assert (loop.calls, loop.scalar_float) == (0, 0)
 
 
+def test_rotation_is_vectors_on_an_arm() -> None:
+    """What Python calls as a kernel, not as a loop of a codec, is compiled here, too."""
+    loop = arm_asm.measure("rope", arm_kernels.KERNELS["rope"], arm_compile.compile_for("cortex-a76", "rope"))
+    assert "fmul.4s" in loop.mnemonics
+    assert (loop.calls, loop.scalar_float) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, arm_asm.Found]:
+    """Compiled here, too."""
+    compiled = arm_compile.compile_for("cortex-a76", "interleaved_values")
+    kernels = {name: kernel for name, kernel in arm_kernels.KERNELS.items() if "bit values" in name}
+    return {name: arm_asm.measure(name, kernel, compiled) for name, kernel in kernels.items()}
+
+
+@pytest.mark.parametrize("bits", arm_kernels.BITS)
+@pytest.mark.parametrize("rows", ["", ", 2 rows", ", 4 rows"])
+def test_values_take_weights_from_lanes(values: dict[str, arm_asm.Found], bits: int, rows: str) -> None:
+    loop = values[f"{bits}-bit values{rows}"]
+    assert (loop.calls, loop.scalar_float) == (0, 0)
+    assert "dup.4s" not in loop.mnemonics
+    assert "scvtf.4s" not in loop.mnemonics
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_vectors_do_little_beside_products_of_values(values: dict[str, arm_asm.Found], bits: int) -> None:
+    """16 products for each of four rows; two instructions make numbers of each row's sums and add them."""
+    loop = values[f"{bits}-bit values, 4 rows"]
+    unpacking = 2 * bits  # a byte's highest code
+    assert loop.mnemonics["udot.4s"] == 64
+    assert loop.vector <= 64 + 2 * 4 + unpacking
+
+
 def test_the_page_is_that_of_the_data() -> None:
     page = arm_page.PAGE.read_text(encoding="utf-8")
     assert [page.count(f"<!-- /{name} -->") for name in arm_page.TABLES] == [1, 2, 1]

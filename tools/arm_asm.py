@@ -173,6 +173,10 @@ def main() -> None:
         found = [measure(name, kernel, compiled, cpu) for name, kernel in KERNELS.items()]
         print(f"{cpu}, cycles of llvm-mca {version} as {MODELS[cpu][0]}\n{table(found)}\n")
         counts[cpu] = [dataclasses.asdict(one) for one in found]
+    if not counts:
+        raise SystemExit(
+            f"{arguments.assembly} has no assembly: python tools/arm_compile.py --out FOLDER makes it"
+        )
     if arguments.json:
         facts = {"llvm_mca": version, "models": {cpu: MODELS[cpu][0] for cpu in counts}, "cpus": counts}
         pathlib.Path(arguments.json).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -93,7 +93,7 @@ def compile_rope() -> None:
 
     rope = module("rope")
 
-    def compile_only(function: Any, parallel: Any, n_items: int, work: int, args: Any) -> None:
+    def compile_only(function: Any, n_items: int, work: int, args: Any) -> None:
         function.compile((numba.intp, numba.intp, numba.typeof(args)))
 
     def f32(*shape: int) -> Any:

@@ -65,10 +65,14 @@ KERNELS = {
     "weights in bytes": Kernel("round_weights_1", HALF, 1, loop=COLUMNS, straight=True),
     **{
         f"{bits}-bit values" + ("" if rows == 1 else f", {rows} rows"): Kernel(
-            f"add_columns_{bits}_{rows}", DOT, 128, loop=COLUMNS
+            f"add_columns_{bits}_{rows}",
+            DOT,
+            256 if bits == 3 else 128,
+            (channels * rows * 256 / 128,),
+            loop=COLUMNS,
         )
         for bits in BITS
-        for rows in (1, 2, 4)
+        for rows, channels in {1: 8, 2: 8, 4: 4}.items()  # of 256 tokens in one pass of the outer loop
     },
     "bitplane key unpacked": Kernel("refine.estimate", SHIFTS, 512),
     "bitplane key": Kernel("refine.estimate", DOT, 512, (1, 1)),

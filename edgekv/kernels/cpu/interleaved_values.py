@@ -7,7 +7,7 @@ import numpy as np
 from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu import arm, block_weights, dot, emit
+from edgekv.kernels.cpu import arm, arm_values, block_weights, dot, emit
 from edgekv.kernels.cpu.block_weights import MORE, ROWS, copy_floats, copy_halves
 from edgekv.kernels.cpu.jit import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
@@ -22,10 +22,12 @@ ROW_COUNTS = 1, 2, 4
 TOGETHER = {1: 4, 2: 2, 4: 1} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
 ROUNDED = {1: 1, 2: 2, 4: 4} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
 TOGETHER_1, TOGETHER_2 = TOGETHER[1], TOGETHER[2]
+BY_LANES = arm.IS_ARM and arm.has_dot()  # `arm_values` adds whole blocks
 # In a loop's scratch: weights in bytes, by row and block; their sizes, and MORE bytes behind these their shifts;
 # copies of scales and of weights of what is no whole block.
-SIZES_AT = ROWS * BLOCK
-PART_AT = SIZES_AT + 2 * MORE
+WEIGHTS_AT, ROW_BYTES, SIZES_AT, PART_AT = 0, BLOCK, ROWS * BLOCK, ROWS * BLOCK + 2 * MORE
+if BY_LANES:
+    WEIGHTS_AT, ROW_BYTES, SIZES_AT, PART_AT = arm_values.WEIGHTS_AT, arm_values.ROW_BYTES, 0, arm_values.SCRATCH
 ROWS_AT = PART_AT + 2 * BLOCK
 SCRATCH = ROWS_AT + 4 * ROWS * BLOCK
 BLOCKS_AHEAD = 4
@@ -81,9 +83,10 @@ def _add_blocks(
                 case = b.append_basic_block("case")
                 cases.add_case(emit.I64(8 * n_bits + n_rows), case)
                 b.position_at_end(case)
-                emit.call_own(
-                    b, f"add_blocks_{n_bits}_{n_rows}", functools.partial(_write_blocks, n_bits, n_rows), *rest
-                )
+                write = functools.partial(_write_blocks, n_bits, n_rows)
+                if BY_LANES:
+                    write = functools.partial(arm_values.add_blocks, PARTS[n_bits], n_rows)
+                emit.call_own(b, f"add_blocks_{n_bits}_{n_rows}", write, *rest)
                 b.branch(end)
         b.position_at_end(end)
         return context.get_dummy_value()
@@ -264,7 +267,8 @@ def _add_channel(
 ) -> None:
     """`_add_columns` for one channel of row r of `rows`, of any head_dim."""
     place = r * (TOGETHER_1 if rows == 1 else TOGETHER_2 if rows == 2 else 1)
-    packed, whole, sizes = chars(codes), chars(scratch + place * BLOCK), floats(scratch + SIZES_AT + 4 * place)
+    packed, sizes = chars(codes), floats(scratch + SIZES_AT + 4 * place)
+    whole = chars(scratch + WEIGHTS_AT + place * ROW_BYTES)
     part, worth = (2, 2) if bits == 3 else (bits, 1)
     row = total = 0
     while row < 2 * bits:

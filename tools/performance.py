@@ -1,6 +1,6 @@
-"""Rewrite the tables of docs/performance.md from JSON in docs/data.
+"""Rewrite the tables of docs/performance.md and docs/performance-history.md from JSON in docs/data.
 
-usage: python tools/performance.py [--check]     (--check: exit 1 when the page is out of date)
+usage: python tools/performance.py [--check]     (--check: exit 1 when a page is out of date)
 
 A block <!-- bench: NAME.json --> ... <!-- /bench --> holds what `edgekv bench --json` measured of a token, prefill
 what it measured of prompts, compare what `tools/compare_llamacpp.py --json` did; what is between is replaced.
@@ -15,7 +15,8 @@ from typing import Any
 from pages import rewrite
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE, DATA = ROOT / "docs" / "performance.md", ROOT / "docs" / "data"
+DOCS, DATA = ROOT / "docs", ROOT / "docs" / "data"
+PAGES = DOCS / "performance.md", DOCS / "performance-history.md"
 BLOCK = re.compile(r"(<!-- (\w+): (\S+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 ORDER = ("matmul", "append", "score", "select", "value", "choose", "attend", "rope", "sampling", "python")
 
@@ -94,4 +95,4 @@ def updated(page: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(rewrite(PAGE, updated))
+    sys.exit(max([rewrite(page, updated) for page in PAGES]))

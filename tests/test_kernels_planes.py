@@ -249,6 +249,25 @@ def test_numba_computes_the_same_scores_and_sums(
     assert_close(sums[1], sums[0], 2e-3)  # a weight on the border of two 8-bit codes may take the other
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("d", [20, 36, 64])  # vectors of 4, 8 or 16 channels, and what is left of them
+def test_sums_of_any_channels_rows_and_blocks_are_the_same(d: int, bits: int) -> None:
+    rng, capacity = np.random.default_rng(bits), 640
+    codes, scale = np.zeros((1, capacity // BLOCK, 2 * bits, d, 4), np.uint8), np.zeros((1, capacity), np.uint16)
+    reference.encode_interleaved(normal(rng, 1, capacity, d), codes, scale, 0)
+    arrays = {"codes": codes.reshape(bits, -1, 2, d, 4), "scale": scale}
+    values = codec(
+        "interleaved", (1, capacity, d), arrays, **of_heads(np.full(1, bits)), rotation=Rotation(d, d, 1)
+    )
+    for rows in (1, 2, 3, 4, 7):
+        for t0, t1 in ((0, 640), (64, 300), (17, 200), (5, 40)):
+            p = np.exp(2 * normal(rng, 1, rows, t1 - t0))
+            sums = [np.zeros((1, rows, d), np.float32) for _ in range(2)]
+            for backend, out in zip((reference, cpu), sums, strict=True):
+                backend.sums(values, p, t0, t1, out)
+            assert_close(sums[1], sums[0], 2e-3)
+
+
 def attended(
     case: Case, store: Store, p: npt.NDArray[np.float32], threshold: float
 ) -> tuple[npt.NDArray[Any], ...]:

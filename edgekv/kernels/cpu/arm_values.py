@@ -15,9 +15,10 @@ import numpy as np
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import arm, block_weights, emit
 from edgekv.kernels.cpu.block_weights import MORE, ROWS
+from edgekv.kernels.cpu.simd import LANES
 
 BLOCKS = BLOCKS_AHEAD = 4  # that a column of channels is taken of at once, and asked for meanwhile
-COLUMNS = {1: (2, 1), 2: (2, 1), 4: (1,)}  # by rows, vectors of channels at a time
+COLUMNS = {1: 2, 2: 2, 4: 1}  # by rows, registers of channels at a time
 # By rows and bits, the codes of a byte that the integer units unpack, so that all units have about as much to do.
 STORED: dict[int, dict[int, Sequence[int]]] = {
     1: {1: (1, 3, 5), 2: (1,), 4: ()},
@@ -102,29 +103,27 @@ def _add_columns(
     with emit.loop(b, emit.I64(0), n_blocks, 1, [emit.constant(FLOATS, 0)]) as block:
         shift = emit.load(b, FLOATS, _of_block(b, whole, block.i, n_rows), MORE)
         block.following = [b.fadd(block.values[0], shift)]
-    (shifts,), done = block.values, emit.I64(0)
-    for n_columns in COLUMNS[n_rows]:
-        each = [(r, c) for r in range(n_rows) for c in range(n_columns)]
-        with emit.loop(b, done, head_dim, 4 * n_columns) as turn:
-            rows = [b.add(turn.i, b.mul(head_dim, emit.I64(r))) for r in range(n_rows)]
-            targets = [b.add(out, b.mul(row, emit.I64(4))) for row in rows]
-            so_far = [
-                b.fadd(emit.load(b, FLOATS, targets[r], 16 * c), emit.lanes(b, shifts, [r] * 4)) for r, c in each
+    (shifts,), n_columns = block.values, COLUMNS[n_rows]
+    each = [(r, c) for r in range(n_rows) for c in range(n_columns)]
+    with emit.loop(b, emit.I64(0), b.and_(head_dim, emit.I64(-LANES)), 4 * n_columns) as turn:
+        rows = [b.add(turn.i, b.mul(head_dim, emit.I64(r))) for r in range(n_rows)]
+        targets = [b.add(out, b.mul(row, emit.I64(4))) for row in rows]
+        so_far = [
+            b.fadd(emit.load(b, FLOATS, targets[r], 16 * c), emit.lanes(b, shifts, [r] * 4)) for r, c in each
+        ]
+        first = b.add(codes, b.mul(turn.i, emit.I64(4)))
+        with emit.loop(b, emit.I64(0), n_blocks, 1, so_far) as block:
+            place = b.add(first, b.mul(block.i, block_bytes))
+            sizes = _of_block(b, whole, block.i, n_rows)
+            columns = [b.add(place, emit.I64(16 * c)) for c in range(n_columns)]
+            sums = _sums(parts, n_rows, b, sizes, columns, row_bytes, block_bytes, masks, near)
+            size = emit.load(b, FLOATS, sizes)
+            block.following = [
+                emit.multiply_add(b, sums[r][c], emit.lanes(b, size, [r] * 4), x)
+                for (r, c), x in zip(each, block.values, strict=True)
             ]
-            first = b.add(codes, b.mul(turn.i, emit.I64(4)))
-            with emit.loop(b, emit.I64(0), n_blocks, 1, so_far) as block:
-                place = b.add(first, b.mul(block.i, block_bytes))
-                sizes = _of_block(b, whole, block.i, n_rows)
-                columns = [b.add(place, emit.I64(16 * c)) for c in range(n_columns)]
-                sums = _sums(parts, n_rows, b, sizes, columns, row_bytes, block_bytes, masks, near)
-                size = emit.load(b, FLOATS, sizes)
-                block.following = [
-                    emit.multiply_add(b, sums[r][c], emit.lanes(b, size, [r] * 4), x)
-                    for (r, c), x in zip(each, block.values, strict=True)
-                ]
-            for (r, c), x in zip(each, block.values, strict=True):
-                emit.store(b, x, targets[r], 16 * c)
-        done = turn.i
+        for (r, c), x in zip(each, block.values, strict=True):
+            emit.store(b, x, targets[r], 16 * c)
 
 
 def _sums(

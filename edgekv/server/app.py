@@ -27,7 +27,15 @@ from edgekv.server.guard import Guard
 from edgekv.server.jobs import Channel, EmbeddingJob, EmbeddingVector, EncodedPrompt, jobs_of
 from edgekv.server.limits import BodyMemory, ServerLimits
 from edgekv.server.page import page, page_headers
-from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RequestError, listed, read
+from edgekv.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RequestError,
+    listed,
+    read,
+    request_error,
+)
 from edgekv.server.response_builders import ChatBuilder, CompletionBuilder, ResponseBuilder
 from edgekv.server.responses import ResponsesBuilder
 from edgekv.server.responses_request import chat_request
@@ -259,7 +267,6 @@ async def _as_json(request: Request, error: Exception) -> Response:
         error = RequestError(
             error.status_code, f"{request.method} {request.url.path[:60]}: {error.detail}", "not_found"
         )
-    if not isinstance(error, RequestError):
-        error = RequestError(400, str(error))
-    headers = {"Retry-After": "1"} if error.status == 429 else None
-    return JSONResponse(error.as_json(), error.status, headers=headers)
+    assert isinstance(error, EdgeKVError)
+    told = request_error(error)
+    return JSONResponse(told.as_json(), told.status, headers=told.headers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from starlette.responses import Response
@@ -10,9 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from edgekv.errors import EdgeKVError
 from edgekv.server.jobs import Channel
-from edgekv.server.protocol import RequestError
+from edgekv.server.protocol import FAILED, RequestError
 from edgekv.server.response_builders import ResponseBuilder
 
+LOG = logging.getLogger("edgekv.server")
 HEARTBEAT_S = 10.0  # a comment while nothing comes, so that proxies and clients keep waiting
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 
@@ -44,7 +46,11 @@ class EventStream(Response):
             self._channel.cancelled.set()
             for task in (sending, gone):
                 task.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
+            if isinstance(sent, Exception) and not isinstance(sent, (OSError, asyncio.TimeoutError)):
+                LOG.error(
+                    "a stream failed", exc_info=sent
+                )  # others are the client's: it reads too slowly, or is gone
             self._on_end()
 
     async def _send(self, send: Send) -> None:
@@ -63,22 +69,27 @@ class EventStream(Response):
         )
 
     async def _lines(self) -> AsyncIterator[bytes]:
+        """All that is sent. What fails while it is built is logged, and told at the end."""
         answers = self._answers
-        for value in answers.opening():
-            yield answers.encoded(value)
-        while not answers.is_done:
-            try:
-                event = await asyncio.wait_for(self._channel.events.get(), HEARTBEAT_S)
-            except asyncio.TimeoutError:
-                yield b": waiting\n\n"
-                continue
-            if isinstance(event, EdgeKVError):
-                values = answers.failed(event) if isinstance(event, RequestError) else []
-                break
-            for value in answers.take(event):
+        try:
+            for value in answers.opening():
                 yield answers.encoded(value)
-        else:
-            values = answers.closing()
+            while not answers.is_done:
+                try:
+                    event = await asyncio.wait_for(self._channel.events.get(), HEARTBEAT_S)
+                except asyncio.TimeoutError:
+                    yield b": waiting\n\n"
+                    continue
+                if isinstance(event, EdgeKVError):
+                    values = answers.failed(event) if isinstance(event, RequestError) else []
+                    break
+                for value in answers.take(event):
+                    yield answers.encoded(value)
+            else:
+                values = answers.closing()
+        except Exception:
+            LOG.exception("a stream failed")
+            values = answers.failed(RequestError(500, FAILED, "internal_error"))
         for value in values:
             yield answers.encoded(value)
         if answers.last_line:

@@ -26,11 +26,11 @@ from serving import DEMO, Server, serving
 from edgekv import SamplingParams, Session
 from edgekv.cli import main
 from edgekv.server.checked_request import CheckedRequest, check_chat
+from edgekv.server.delivery import EventStream
 from edgekv.server.jobs import Channel, EncodedPrompt, Piece
 from edgekv.server.pool import SessionPool
 from edgekv.server.protocol import ChatRequest, RequestError, read
 from edgekv.server.response_builders import CompletionBuilder
-from edgekv.server.stream import EventStream
 
 PROMPT = "It was a dark night when the old man"
 

@@ -17,6 +17,7 @@ from edgekv import Session
 from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.server.app import build_app
+from edgekv.server.delivery import EventStream
 from edgekv.server.energy import ServerEnergy
 from edgekv.server.engine import Engine
 from edgekv.server.jobs import Channel
@@ -24,7 +25,6 @@ from edgekv.server.limits import LogLimit, ServerLimits
 from edgekv.server.responder import Responder
 from edgekv.server.response_builders import CompletionBuilder
 from edgekv.server.responses import ResponsesBuilder
-from edgekv.server.stream import EventStream
 
 ANSWER = {"model": "m", "prompt": "It was", "max_tokens": 2, "temperature": 0}
 

@@ -1,22 +1,58 @@
-"""Server-sent events of one request, to a client that may read slowly or vanish."""
+"""What an engine's jobs give, to the client for as long as it is there: in one piece, or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from edgekv.errors import EdgeKVError
-from edgekv.server.jobs import Channel
+from edgekv.server.jobs import Channel, EmbeddingVector
 from edgekv.server.protocol import FAILED, RequestError
 from edgekv.server.response_builders import ResponseBuilder
 
 LOG = logging.getLogger("edgekv.server")
 HEARTBEAT_S = 10.0  # a comment while nothing comes, so that proxies and clients keep waiting
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+
+
+async def unless_gone(receive: Receive, channel: Channel, work: Any) -> Any:
+    """The result of ``work``, or None, and the jobs ended, where the client goes before."""
+    gone = asyncio.create_task(_until_gone(receive))
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait((gone, working), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        channel.cancelled.set()
+        gone.cancel()
+        working.cancel()
+
+
+async def whole_answer(channel: Channel, answers: ResponseBuilder) -> dict[str, Any]:
+    """What ``answers`` makes of all events. Raises the EdgeKVError that ended one."""
+    while not answers.is_done:
+        event = await channel.events.get()
+        if isinstance(event, EdgeKVError):
+            raise event
+        answers.take(event)
+    return answers.whole()
+
+
+async def embedding_vectors(channel: Channel, n: int) -> list[EmbeddingVector]:
+    """The vectors of n texts, in the order in which they come. Raises as `whole_answer`."""
+    vectors: list[EmbeddingVector] = []
+    while len(vectors) < n:
+        event = await channel.events.get()
+        if isinstance(event, EdgeKVError):
+            raise event
+        assert isinstance(event, EmbeddingVector)
+        vectors.append(event)
+    return vectors
 
 
 class EventStream(Response):
@@ -47,10 +83,9 @@ class EventStream(Response):
             for task in (sending, gone):
                 task.cancel()
             sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
-            if isinstance(sent, Exception) and not isinstance(sent, (OSError, asyncio.TimeoutError)):
-                LOG.error(
-                    "a stream failed", exc_info=sent
-                )  # others are the client's: it reads too slowly, or is gone
+            of_client = OSError, asyncio.TimeoutError  # it is gone, or reads too slowly
+            if isinstance(sent, Exception) and not isinstance(sent, of_client):
+                LOG.error("a stream failed", exc_info=sent)
             self._on_end()
 
     async def _send(self, send: Send) -> None:
@@ -97,5 +132,6 @@ class EventStream(Response):
 
 
 async def _until_gone(receive: Receive) -> None:
+    """Of a request whose body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,5 +1,6 @@
 """The documents say what the data beside them say."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import pytest
 import quality
 from helpers import UNBOUND
+
+from edgekv.kvcache.planes import KEY_SCALES, PlanesKnobs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODELS = "llama-40m", "gpt2-60m"
@@ -40,3 +43,14 @@ def test_runs_with_other_settings_are_not_merged() -> None:
 def test_performance_tables_are_those_of_the_data() -> None:
     command = [sys.executable, ROOT / "tools" / "performance.py", "--check"]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_the_knobs_of_planes_are_those_of_its_page() -> None:
+    page = (ROOT / "docs" / "planes.md").read_text(encoding="utf-8")
+    table = page.partition("## Knobs\n")[2].partition("\n## ")[0]
+    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
+    names = {name.strip("`| ") for row in rows for name in row[0].split(", ")}
+    assert names == {field.name for field in dataclasses.fields(PlanesKnobs)}
+    scales = ", ".join(f"{KEY_SCALES[bits]:g}" for bits in (1, 2, 3))
+    told = f"0 takes {scales} and {KEY_SCALES[4]:g} for 1 to 4 bits, {KEY_SCALES[1]:g} with a `threshold` |"
+    assert any(row[0] == "| `key_scale`" and row[2].endswith(told) for row in rows)

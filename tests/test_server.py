@@ -26,11 +26,11 @@ from serving import DEMO, Server, serving
 from edgekv import SamplingParams, Session
 from edgekv.cli import main
 from edgekv.server.checked_request import CheckedRequest, check_chat
+from edgekv.server.delivery import EventStream
 from edgekv.server.jobs import Channel, EncodedPrompt, Piece
 from edgekv.server.pool import SessionPool
 from edgekv.server.protocol import ChatRequest, RequestError, read
 from edgekv.server.response_builders import CompletionBuilder
-from edgekv.server.stream import EventStream
 
 PROMPT = "It was a dark night when the old man"
 
@@ -246,7 +246,6 @@ BAD: dict[str, tuple[Any, str | None, str]] = {  # fields, who is to blame, what
     "a penalty": ({"frequency_penalty": 9}, "frequency_penalty", "from -2 to 2"),
     "temperature": ({"temperature": -1}, "temperature", "temperature=-1.0"),
     "a text as number": ({"temperature": "hot"}, "temperature", "is 'hot'; accepted: float"),
-    "not a number": ({"top_p": float("nan")}, "top_p", "nan"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens", "1 or more"),
     "stream": ({"stream": "yes"}, "stream", "accepted: bool"),
     "stop": ({"stop": [""]}, "stop[0]", ">= 1"),
@@ -279,6 +278,9 @@ BAD_BYTES = {
     "deep": (b"[" * 100_000, {}, 400, "not valid JSON"),
     "another type": (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     "empty": (b"", {}, 400, "not valid JSON"),
+    "NaN": (b'{"model": "demo", "prompt": "x", "metadata": NaN}', {}, 400, "NaN is no number"),
+    "infinity": (b'{"model": "demo", "prompt": "x", "metadata": [-Infinity]}', {}, 400, "-Infinity is no number"),
+    "a number without bound": (b'{"model": "demo", "prompt": "x", "top_p": 1e999}', {}, 400, "top_p=inf"),
 }
 
 
@@ -426,6 +428,22 @@ def test_a_name_from_elsewhere_is_refused(server: Server) -> None:
     with pytest.raises(urllib.error.HTTPError, match="403") as error:
         urllib.request.urlopen(request, timeout=30)
     error.value.close()
+
+
+def test_host_names_have_no_case(server: Server) -> None:
+    host = f"LocalHost:{urlsplit(server.url).port}"
+    request = urllib.request.Request(f"{server.url}/health", headers={"Host": host})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "soon"])
+def test_a_timeout_is_seconds_above_0(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model", str(DEMO), "--client-timeout", seconds])
+    assert ended.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"--client-timeout: {seconds!r} is not a number of seconds above 0")
 
 
 def test_beyond_this_machine_a_key_is_needed(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

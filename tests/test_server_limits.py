@@ -223,6 +223,10 @@ def test_a_valid_pair_of_surrogates_is_a_character() -> None:
     assert parse_json(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}
 
 
+def test_of_two_values_of_a_key_the_last_counts() -> None:
+    assert parse_json(b'{"n": 1, "a": {"n": 1, "n": 2}, "n": 3}') == {"n": 3, "a": {"n": 2}}
+
+
 def test_numbers_beyond_all_bounds_are_refused_in_python_too() -> None:
     with pytest.raises(ConfigError):
         SamplingParams(temperature=10**400)

@@ -24,6 +24,7 @@ from edgekv.cli.options import (
     add_model_options,
     load_options,
     positive_int,
+    positive_seconds,
 )
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.machine import available_memory_bytes, parse_bytes
@@ -90,7 +91,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--client-timeout",
-        type=float,
+        type=positive_seconds,
         default=30.0,
         metavar="S",
         help="for a request to arrive whole, and for a client that stops reading (default 30)",

@@ -1,4 +1,4 @@
-"""The HTTP side: routes and endpoints; answers whole (`waiting.py`) or as a stream (`stream.py`)."""
+"""The HTTP side: routes and endpoints."""
 
 from __future__ import annotations
 
@@ -22,17 +22,24 @@ from starlette.types import ASGIApp
 from edgekv.errors import EdgeKVError
 from edgekv.server.body import read_json
 from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
+from edgekv.server.delivery import EventStream, embedding_vectors, unless_gone, whole_answer
 from edgekv.server.engine import Engine
 from edgekv.server.guard import Guard
 from edgekv.server.jobs import Channel, EmbeddingJob, EmbeddingVector, EncodedPrompt, jobs_of
 from edgekv.server.limits import BodyMemory, ServerLimits
 from edgekv.server.page import page, page_headers
-from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RequestError, listed, read
+from edgekv.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RequestError,
+    listed,
+    read,
+    request_error,
+)
 from edgekv.server.response_builders import ChatBuilder, CompletionBuilder, ResponseBuilder
 from edgekv.server.responses import ResponsesBuilder
 from edgekv.server.responses_request import chat_request
-from edgekv.server.stream import EventStream
-from edgekv.server.waiting import embedding_vectors, unless_gone, whole_answer
 from edgekv.version import __version__
 
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
@@ -193,7 +200,7 @@ class _Server:
                 ids = [await run_in_threadpool(self._engine.prompts.ids, text, "input") for text in texts]
         channel = Channel()
         self._engine.submit([EmbeddingJob(channel, each, i, lora) for i, each in enumerate(ids)])
-        vectors = await unless_gone(request, channel, embedding_vectors(channel, len(ids)))
+        vectors = await unless_gone(request.receive, channel, embedding_vectors(channel, len(ids)))
         if vectors is None:
             return Response(status_code=499)
         n_tokens = sum(vector.n_tokens for vector in vectors)
@@ -224,7 +231,7 @@ class _Server:
             self._engine.submit(jobs_of(channel, checked, prompts, lora))
             if checked.stream:
                 return EventStream(channel, answers, self._limits.client_timeout_s, headers, held.pop_all().close)
-            whole = await unless_gone(request, channel, whole_answer(channel, answers))
+            whole = await unless_gone(request.receive, channel, whole_answer(channel, answers))
             return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
 
     def _named(self, model: str) -> tuple[str | None, dict[str, str]]:
@@ -259,7 +266,6 @@ async def _as_json(request: Request, error: Exception) -> Response:
         error = RequestError(
             error.status_code, f"{request.method} {request.url.path[:60]}: {error.detail}", "not_found"
         )
-    if not isinstance(error, RequestError):
-        error = RequestError(400, str(error))
-    headers = {"Retry-After": "1"} if error.status == 429 else None
-    return JSONResponse(error.as_json(), error.status, headers=headers)
+    assert isinstance(error, EdgeKVError)
+    told = request_error(error)
+    return JSONResponse(told.as_json(), told.status, headers=told.headers())

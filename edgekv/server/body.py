@@ -43,13 +43,20 @@ async def _bytes(request: Request, limit: int, body: BodyShare) -> bytearray:
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """Raises RequestError (400) for what is no JSON, or holds half of a surrogate pair."""
+    """A body's value; of a key that an object has twice the last one, as Python's json has it.
+
+    Raises RequestError (400) for what is no JSON (NaN and Infinity are none), or holds half of a surrogate pair.
+    """
     try:
         text = data.decode("utf-8")
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).encode(errors="replace").decode().split())[:200]
         raise RequestError(400, f"the body is not valid JSON ({reason})", "invalid_json") from None
     return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from edgekv.chat.template import ChatTemplate
-from edgekv.errors import ContextError, EdgeKVError
+from edgekv.errors import EdgeKVError
 from edgekv.server.energy import ServerEnergy
 from edgekv.server.jobs import AnswerEnd, Cancelled, EmbeddingJob, EmbeddingVector, Job
 from edgekv.server.metrics import Metrics
 from edgekv.server.pool import SessionPool
-from edgekv.server.protocol import RequestError
+from edgekv.server.protocol import FAILED, RequestError, request_error
 from edgekv.server.request_encoder import RequestEncoder
 from edgekv.server.responder import Responder
 from edgekv.session.session import Session
@@ -102,13 +102,14 @@ class Engine:
             return self._answering.embed(job) if isinstance(job, EmbeddingJob) else self._answering.answer(job)
         except Cancelled:
             return None
-        except ContextError as error:
-            return RequestError(400, str(error), "context_length_exceeded", error.field)
         except EdgeKVError as error:
-            return error if isinstance(error, RequestError) else RequestError(400, str(error), param=error.field)
+            told = request_error(error)
+            if told.status >= 500:
+                LOG.warning("an answer failed: %s", error)
+            return told
         except Exception:
             LOG.exception("an answer failed")
-            return RequestError(500, "the server failed on this request; its log says why", "internal_error")
+            return RequestError(500, FAILED, "internal_error")
 
     def _next(self) -> Job | EmbeddingJob | None:
         """Waits for a job whose client is still there; None: the end."""

@@ -32,7 +32,8 @@ class Guard:
     """hosts: names by which the server may be called; None: any. requests: counts by endpoint and status."""
 
     def __init__(self, app: ASGIApp, requests: Counter, api_key: str | None, hosts: list[str] | None) -> None:
-        self._app, self._requests, self._hosts = app, requests, hosts
+        self._app, self._requests = app, requests
+        self._hosts = None if hosts is None else [host.lower() for host in hosts]
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +54,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
+        host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2].lower()
         name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name not in self._hosts:  # a page elsewhere whose name was pointed here
             return RequestError(403, f"this server is not called {name[:60]!r}", "forbidden_host")

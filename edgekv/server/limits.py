@@ -11,6 +11,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Any
 
 import uvicorn
@@ -241,7 +242,10 @@ class BoundedServer(uvicorn.Server):
 
 
 class LogLimit(logging.Filter):
-    """Lets a line of each kind through once in LOG_INTERVAL_S: no client can fill the disk with the log."""
+    """Lets a line of each kind through once in LOG_INTERVAL_S: no client can fill the disk with the log.
+
+    A kind: the place that logs, with the type of the exception and the place that raised it, where there is one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,8 +253,15 @@ class LogLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is logged."""
-        kind, now = (record.module, record.lineno), time.monotonic()
+        kind, now = (record.module, record.lineno, *_raised(record)), time.monotonic()
         if now - self._latest.get(kind, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
             return False
         self._latest[kind] = now
         return True
+
+
+def _raised(record: logging.LogRecord) -> tuple[object, ...]:
+    """Type, file and line of the exception that is logged."""
+    kind, _, traceback = record.exc_info or (None, None, None)
+    frames = list(walk_tb(traceback))
+    return kind, *((frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ())

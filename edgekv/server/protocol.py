@@ -13,11 +13,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from edgekv.errors import EdgeKVError
+from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.schema import shown
 
 MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16, 128, 128, 20, 16
 LARGEST = (1 << 63) - 1
+RETRY_AFTER_S = "1"
+FAILED = "the server failed on this request; its log says why"
 T = TypeVar("T", bound=Struct)
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -39,6 +41,22 @@ class RequestError(EdgeKVError):
         """OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After where the same request may be served later: OpenAI's clients wait and ask again."""
+        return {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
+
+
+def request_error(error: EdgeKVError) -> RequestError:
+    """An error of the library as an answer: 503 where memory is short or a pass was interrupted, else 400."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, MemoryBudgetError):
+        return RequestError(503, str(error), "overloaded")
+    if isinstance(error, SessionError):
+        return RequestError(503, str(error), "interrupted")
+    code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_request"
+    return RequestError(400, str(error), code, error.field)
 
 
 class StrictStruct(Struct, forbid_unknown_fields=True):

@@ -11,9 +11,9 @@ from edgekv.kernels.contract.planes import LEAST_WEIGHT
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.half import widen
 from edgekv.kernels.cpu.jit import intrinsic
+from edgekv.kernels.cpu.rounding import ROUND
 
-ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer, halves to even; |x| < 2 ** 22
-ROUND_BITS = int(np.float32(ROUND).view(np.int32))
+ROUND_BITS = int(ROUND.view(np.int32))
 ROWS = 4  # that share each unpacked code
 MORE = 4 * ROWS  # bytes between sizes and shifts
 TOP_WEIGHT = 255

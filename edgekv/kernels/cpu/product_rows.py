@@ -21,6 +21,7 @@ from numba import types
 from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import call
+from edgekv.kernels.cpu.rounding import ROUND
 from edgekv.kernels.cpu.simd import LANES
 
 VECTOR = 4 * LANES  # bytes
@@ -31,7 +32,6 @@ TOP = 127
 LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
 NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
 EXACT = ("nsz",)
-ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 
 
 class Layout(NamedTuple):

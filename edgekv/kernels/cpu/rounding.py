@@ -7,7 +7,8 @@ from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Scalar, jit
 from edgekv.kernels.cpu.scalar import minimum
 
-ROUND = np.float32(1.5 * 2**23)  # x + ROUND - ROUND rounds |x| < 2**22 to an integer, halves to even
+# x + ROUND has in its low bits a float32 |x| < 2**22, rounded to an integer, halves to even; - ROUND: as a float.
+ROUND = np.float32(1.5 * 2**23)
 
 
 @jit

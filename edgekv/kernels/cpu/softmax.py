@@ -9,6 +9,7 @@ from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.jit import CPU_FEATURES, Args, Scalar, fast_jit, inline_jit, intrinsic
 from edgekv.kernels.cpu.launch import flat, run
+from edgekv.kernels.cpu.rounding import ROUND
 from edgekv.kernels.cpu.scalar import get, maximum, put
 from edgekv.types import F32, I64
 
@@ -27,7 +28,6 @@ POWERS_ABOVE = 1.0, 0.693151312, 0.24016445, 0.0557999131, 0.0090170303, 0.00186
 LEAST_POWER = -127.0  # 2 to it has no bits: 0
 SCALES, DOWN = {"+avx512f", "+avx512dq"} <= set(CPU_FEATURES.split(",")), 9  # what is left above the whole number
 ZERO, HALF, ONE, MINUS_INFINITY = np.array([0, 0.5, 1, -np.inf], np.float32)
-ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 EXPONENT_BIAS, EXPONENT_SHIFT = np.int32(127), np.int32(23)
 
 

@@ -11,6 +11,7 @@ from numba import types
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import arm, block_weights, dot, emit
 from edgekv.kernels.cpu.jit import intrinsic
+from edgekv.kernels.cpu.rounding import ROUND
 from edgekv.kernels.cpu.simd import LANES
 
 TOP_WEIGHT = 65535
@@ -36,7 +37,7 @@ def round_weights(context: Any, p: Any, delta: Any, zero: Any, weights: Any) -> 
         products = []
         for j, x in enumerate(shifted):
             points = b.zext(emit.load(b, block_weights.BYTES, zero, kind.count * j), block_weights.INTS)
-            whole = emit.subtract(b, x, emit.constant(kind, block_weights.ROUND))
+            whole = emit.subtract(b, x, emit.constant(kind, ROUND))
             products.append(b.fmul(whole, b.sitofp(points, kind)))
         total = emit.total(b, emit.tree(b, type(b).fadd, products))
         emit.store(b, size, weights, SIZES_AT)

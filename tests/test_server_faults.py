@@ -1,0 +1,184 @@
+"""What is the server's own fault is told to the client as such, and to the log."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from traceback import walk_tb
+from typing import Any
+
+import openai
+import pytest
+from serving import DEMO, TEMPLATE
+from starlette.testclient import TestClient
+
+from edgekv import Session
+from edgekv.chat.template import ChatTemplate
+from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.server.app import build_app
+from edgekv.server.delivery import EventStream
+from edgekv.server.energy import ServerEnergy
+from edgekv.server.engine import Engine
+from edgekv.server.jobs import Channel
+from edgekv.server.limits import LogLimit, ServerLimits
+from edgekv.server.responder import Responder
+from edgekv.server.response_builders import CompletionBuilder
+from edgekv.server.responses import ResponsesBuilder
+
+ANSWER = {"model": "m", "prompt": "It was", "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Session]:
+    with Session.load(DEMO, ctx=64) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def asked(loaded: Session) -> Iterator[TestClient]:
+    """The server's endpoints, without a socket."""
+    engine = Engine(
+        loaded,
+        ChatTemplate(TEMPLATE, loaded.require_tokenizer()),
+        queue_limit=4,
+        pool_bytes=0,
+        max_new_tokens=4,
+        energy=ServerEnergy(None),
+    )
+    app = build_app(engine, "m", api_key=None, hosts=None, limits=ServerLimits())
+    with TestClient(app, base_url="http://localhost") as client:
+        yield client
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> None:
+    """The next ``times`` answers raise it."""
+    left, answer = [error] * times, Responder.answer
+
+    def answer_or_fail(self: Responder, job: Any) -> Any:
+        if left:
+            raise left.pop()
+        return answer(self, job)
+
+    monkeypatch.setattr(Responder, "answer", answer_or_fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (MemoryBudgetError("out of memory while reading 3 tokens"), 503, "overloaded"),
+        (SessionError("the pass was interrupted"), 503, "interrupted"),
+        (ContextError("64 positions", field="prompt"), 400, "context_length_exceeded"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_whose_fault_it_is(
+    error: EdgeKVError, status: int, code: str, path: str, loaded: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the engine's thread and, of a prompt's ids, in the endpoint."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with asked(loaded) as client:
+        if path == "/v1/completions":
+            monkeypatch.setattr(Responder, "answer", fail)
+            answer = client.post(path, json=ANSWER)
+        else:
+            monkeypatch.setattr("edgekv.server.request_encoder.RequestEncoder.ids", fail)
+            answer = client.post(path, json={"model": "m", "input": "It was"})
+    told = answer.json()["error"]
+    kind = "server_error" if status == 503 else "invalid_request_error"
+    assert (answer.status_code, told["type"], told["code"]) == (status, kind, code)
+    assert (told["message"], told["param"]) == (str(error), error.field)
+    assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
+
+
+def test_openais_client_asks_again(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, MemoryBudgetError("out of memory"), times=1)
+    with asked(loaded) as http:
+        client = openai.OpenAI(base_url="http://localhost/v1", api_key="x", max_retries=1, http_client=http)
+        assert client.completions.create(**ANSWER).choices[0].text  # type: ignore[call-overload]
+        failing(monkeypatch, MemoryBudgetError("out of memory"), times=2)
+        with pytest.raises(openai.InternalServerError, match="out of memory"):
+            client.completions.create(**ANSWER)  # type: ignore[call-overload]
+
+
+def raise_value() -> None:
+    raise ValueError
+
+
+def raise_key() -> None:
+    raise KeyError
+
+
+def raise_another_value() -> None:
+    raise ValueError
+
+
+def log_failure(log: logging.Logger, fails: Callable[[], None]) -> None:
+    """Always from the same line."""
+    try:
+        fails()
+    except Exception:
+        log.exception("an answer failed")
+
+
+def test_the_log_has_every_cause_once(caplog: pytest.LogCaptureFixture) -> None:
+    log, limit = logging.getLogger("edgekv.test"), LogLimit()
+    log.addFilter(limit)
+    for fails in (raise_value, raise_key, raise_another_value, raise_value):
+        log_failure(log, fails)
+    log.removeFilter(limit)
+    places = [list(walk_tb(record.exc_info[2]))[-1][0] for record in caplog.records if record.exc_info]
+    assert [place.f_code.co_name for place in places] == ["raise_value", "raise_key", "raise_another_value"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("method", ["take", "closing"])
+def test_a_stream_that_cannot_be_built_says_so(
+    path: str, method: str, loaded: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    builder, asks = (
+        (CompletionBuilder, {"prompt": "It was"})
+        if path == "/v1/completions"
+        else (ResponsesBuilder, {"input": "It was"})
+    )
+    monkeypatch.setattr(builder, method, fail)
+    with asked(loaded) as client:
+        lines = client.post(path, json={"model": "m", **asks, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    if path == "/v1/completions":
+        assert events[-1]["error"]["type"] == "server_error"
+        assert lines[-2] == "data: [DONE]"
+    else:
+        assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+
+
+@pytest.mark.parametrize(("error", "logged"), [(RuntimeError("a bug"), 1), (ConnectionResetError(), 0)])
+def test_what_ends_a_stream_is_logged_unless_it_is_the_client(
+    error: Exception, logged: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Builder:
+        def opening(self) -> list[dict[str, Any]]:
+            return [{}]
+
+        def encoded(self, value: object) -> bytes:
+            return b"data: {}\n\n"
+
+    async def run() -> None:
+        async def send(message: object) -> None:
+            raise error
+
+        async def receive() -> dict[str, str]:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        await EventStream(Channel(), Builder(), 5.0)({}, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert len(caplog.records) == logged

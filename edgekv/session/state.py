@@ -71,11 +71,7 @@ class State:
 
     def add_coming_spans(self, spans: Spans) -> None:
         """Embeddings that are about to be appended with their placeholders, counted from the end of the tokens."""
-        self.spans += shifted(spans, len(self.tokens))
-
-    def drop_coming_spans(self) -> None:
-        """Drops the embeddings behind the last token: what was to be appended has not been."""
-        self.spans = clipped(self.spans, 0, len(self.tokens))
+        self.spans = [*self.spans, *shifted(spans, len(self.tokens))]
 
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` tokens.
@@ -149,11 +145,11 @@ class State:
 
     def copy_from(self, other: State, caches: list[LayerState]) -> None:
         """Takes over another conversation into ``caches``, which are empty and of its scheme and size."""
-        self.caches = caches
         other.drop_tentative()
-        for cache, source in zip(self.caches, other.caches, strict=True):
+        for cache, source in zip(caches, other.caches, strict=True):
             state = source.state()
             for name, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():
                 copy_used(state.arrays[name], array)
+        self.caches = caches
         self.tokens, self.memo = list(other.tokens), copy.deepcopy(other.memo)
         self.spans, self.n_dropped = list(other.spans), other.n_dropped

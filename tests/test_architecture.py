@@ -19,7 +19,7 @@ LAYERS = (
     ("edgekv.linear", "edgekv.kvcache"),
     ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
-    ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files"),
+    ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files", "edgekv.folders"),
     ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
 )
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")

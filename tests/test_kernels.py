@@ -50,6 +50,30 @@ print(numba.threading_layer(), threads.count(), len(done))
 """
 
 
+TWO_BUILDERS = """
+import sys, threading, numba, numpy as np
+from edgekv.kernels.serial import serial_kernels
+from edgekv.linear.quantize import quantize
+from edgekv.linear.rounding import Rounder
+
+weight = np.random.default_rng(0).standard_normal((256, 64), np.float32)
+rounder, done = Rounder(np.eye(64, dtype=np.float32), 32), []
+def work():
+    for _ in range(50):
+        codes, scales = np.empty((256, 2, 16), np.uint8), np.empty((256, 2), np.float32)
+        quantize(weight, 4, 32, codes, scales)
+        rounder.round(weight)
+        done.append(1)
+def serial():
+    with serial_kernels():
+        work()
+pair = [threading.Thread(target=serial if sys.argv[1:] == ["serial"] else work) for _ in range(2)]
+for thread in pair: thread.start()
+for thread in pair: thread.join()
+print(numba.threading_layer(), len(done))
+"""
+
+
 # A caller that may reorder sums, compiled first: it must not pass that on to what is kept for all callers.
 HURRY = """
 import numba, numpy as np
@@ -117,6 +141,15 @@ def test_two_python_threads_may_use_kernels_at_once(layer: str) -> None:
     name, count, done = result.stdout.split()
     assert (count, done) == ("2", "600")
     assert layer in ("default", name)
+
+
+@pytest.mark.parametrize("how", ["parallel", "serial"])
+def test_two_python_threads_may_round_weights_at_once(how: str) -> None:
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_BUILDERS, how], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout.split()) == (0, ["workqueue", "100"]), result.stderr
 
 
 def test_each_python_thread_uses_the_configured_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from edgekv.errors import ConfigError
 from edgekv.kernels import aligned, cpu, reference, threads
 from edgekv.kernels.contract import attention as contract
 from edgekv.kernels.cpu import jit, launch, ranges, rope, rounding, rows
+from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.papers import int4, signs
 from edgekv.kernels.cpu.share import shared
 from edgekv.kernels.cpu.softmax import _softmax_rows
@@ -176,6 +177,17 @@ def test_aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> None:
     assert (x.shape, x.dtype, x.flags.c_contiguous, x.flags.writeable) == (shape, dtype, True, True)
     assert x.ctypes.data % 64 == 0
     assert not x.any()
+
+
+def test_addresses_are_of_contiguous_arrays() -> None:
+    x = np.zeros((3, 4), np.float32)
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    for whole in (x, x[1:], x[:1, :2], x[:0, :2], fixed, fixed[2:]):
+        assert address_of(whole) == whole.ctypes.data
+    for parts in (x.T, x[:, :2], x[::2], x[::-1], np.broadcast_to(x[0], (3, 4)), fixed.T):
+        with pytest.raises(ValueError, match="kernels take contiguous ones"):
+            address_of(parts)
 
 
 def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import pathlib
 from collections.abc import Iterator
 
 import grimp
+
+import edgekv
 
 # From top to bottom; rooms of one line know nothing of each other. Names are those of modules, or of packages.
 LAYERS = (
@@ -19,13 +23,19 @@ LAYERS = (
     ("edgekv.linear", "edgekv.kvcache"),
     ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
-    ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files"),
+    ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files", "edgekv.folders"),
     ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
 )
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")
 KNOW_PAPERS = {  # what joins the papers' part to ours
     "edgekv.kvcache.registry",
     "edgekv.kernels.contract.attention",  # whose Kernels a backend provides whole
+}
+PACKAGE = pathlib.Path(edgekv.__file__).parent
+PARALLEL = {  # what compiles with parallel=True, and where it is
+    "kernels/cpu/jit.py": "parallel_jit",
+    "kernels/cpu/loops.py": "team_loop",
+    "linear/quantize.py": "rows_jit",
 }
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 
@@ -117,3 +127,60 @@ def test_no_module_imports_itself_on_a_way_round() -> None:
         if module not in number:
             visit(module)
     assert circles == []
+
+
+def test_parallel_kernels_are_called_by_run_parallel_alone() -> None:
+    """It holds the lock without which two Python threads in Numba's workqueue end the process."""
+    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    makers = {(path, name_of(node)) for path, tree in trees.items() for node in tree.body if says_parallel(node)}
+    assert makers == set(PARALLEL.items()), "what is compiled with parallel=True is decorated with one of these"
+    kernels = {
+        (path, node.name)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and {name_of(each) for each in node.decorator_list} & {*PARALLEL.values()}
+    }
+    assert {name for _, name in kernels} == {"TEAM", "_sum_parallel", "_quantize", "_round_panel"}
+    around = [
+        f"{path}:{node.lineno}: {name_of(node)}"
+        for path, tree in trees.items()
+        for node in used_elsewhere(path, tree, makers | kernels)
+    ]
+    assert around == []
+
+
+def says_parallel(node: ast.AST) -> bool:
+    """Whether parallel=True is said anywhere in it."""
+    keywords = [each for each in ast.walk(node) if isinstance(each, ast.keyword) and each.arg == "parallel"]
+    return any(isinstance(each.value, ast.Constant) and each.value.value is True for each in keywords)
+
+
+def name_of(node: ast.AST) -> str:
+    """The last part of what a name, an attribute, a definition or an assignment is called; else nothing."""
+    if isinstance(node, ast.Assign):
+        return name_of(node.targets[0])
+    return str(getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "name", ""))
+
+
+def used_elsewhere(path: str, tree: ast.Module, known: set[tuple[str, str]]) -> list[ast.Name | ast.Attribute]:
+    """Where known names are read, but neither as decorators nor handed to `run_parallel`, or a part of them."""
+    allowed: set[ast.AST] = set()
+    names = {name for file, name in known if file == path}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            allowed.update(node.decorator_list)
+        elif isinstance(node, ast.Call) and name_of(node.func) == "run_parallel":
+            allowed.update(node.args)
+            allowed.update(each.value for each in node.args if isinstance(each, ast.Attribute))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            file = f"{node.module.removeprefix('edgekv.').replace('.', '/')}.py"
+            names.update(each.asname or each.name for each in node.names if (file, each.name) in known)
+    of_modules = {name for _, name in known}
+    return [
+        node
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr in of_modules)
+        if node not in allowed
+    ]

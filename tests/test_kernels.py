@@ -20,6 +20,7 @@ from edgekv.errors import ConfigError
 from edgekv.kernels import aligned, cpu, reference, threads
 from edgekv.kernels.contract import attention as contract
 from edgekv.kernels.cpu import jit, launch, ranges, rope, rounding, rows
+from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.papers import int4, signs
 from edgekv.kernels.cpu.share import shared
 from edgekv.kernels.cpu.softmax import _softmax_rows
@@ -47,6 +48,30 @@ pair = [threading.Thread(target=work) for _ in range(2)]
 for thread in pair: thread.start()
 for thread in pair: thread.join()
 print(numba.threading_layer(), threads.count(), len(done))
+"""
+
+
+TWO_BUILDERS = """
+import sys, threading, numba, numpy as np
+from edgekv.kernels.serial import serial_kernels
+from edgekv.linear.quantize import quantize
+from edgekv.linear.rounding import Rounder
+
+weight = np.random.default_rng(0).standard_normal((256, 64), np.float32)
+rounder, done = Rounder(np.eye(64, dtype=np.float32), 32), []
+def work():
+    for _ in range(50):
+        codes, scales = np.empty((256, 2, 16), np.uint8), np.empty((256, 2), np.float32)
+        quantize(weight, 4, 32, codes, scales)
+        rounder.round(weight)
+        done.append(1)
+def serial():
+    with serial_kernels():
+        work()
+pair = [threading.Thread(target=serial if sys.argv[1:] == ["serial"] else work) for _ in range(2)]
+for thread in pair: thread.start()
+for thread in pair: thread.join()
+print(numba.threading_layer(), len(done))
 """
 
 
@@ -119,6 +144,15 @@ def test_two_python_threads_may_use_kernels_at_once(layer: str) -> None:
     assert layer in ("default", name)
 
 
+@pytest.mark.parametrize("how", ["parallel", "serial"])
+def test_two_python_threads_may_round_weights_at_once(how: str) -> None:
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}
+    result = subprocess.run(
+        [sys.executable, "-c", TWO_BUILDERS, how], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout.split()) == (0, ["workqueue", "100"]), result.stderr
+
+
 def test_each_python_thread_uses_the_configured_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba's own setting belongs to the Python thread that made it; and it is put back."""
     monkeypatch.setattr(threads, "_n_threads", 1)
@@ -143,6 +177,17 @@ def test_aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> None:
     assert (x.shape, x.dtype, x.flags.c_contiguous, x.flags.writeable) == (shape, dtype, True, True)
     assert x.ctypes.data % 64 == 0
     assert not x.any()
+
+
+def test_addresses_are_of_contiguous_arrays() -> None:
+    x = np.zeros((3, 4), np.float32)
+    fixed = x.copy()
+    fixed.flags.writeable = False
+    for whole in (x, x[1:], x[:1, :2], x[:0, :2], fixed, fixed[2:]):
+        assert address_of(whole) == whole.ctypes.data
+    for parts in (x.T, x[:, :2], x[::2], x[::-1], np.broadcast_to(x[0], (3, 4)), fixed.T):
+        with pytest.raises(ValueError, match="kernels take contiguous ones"):
+            address_of(parts)
 
 
 def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:

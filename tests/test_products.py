@@ -151,6 +151,18 @@ def test_what_is_no_number_makes_its_row_nan(layout: Layout, n: int, value: floa
             assert np.array_equal(got[others], PackedProduct(weights)(x)[others])
 
 
+def test_what_does_not_fit_the_weights_is_refused() -> None:
+    """Kernels read by address: they would take other bytes for numbers, or leave outputs as they were."""
+    rng, layout = np.random.default_rng(8), Layout(4, 32)
+    with pytest.raises(ValueError, match=f"3 rows; accepted: {OUTPUTS} or more"):
+        PackedProduct(Weights(*drawn(rng, layout, OUTPUTS - 1, 64), layout))
+    product = PackedProduct(Weights(*drawn(rng, layout, OUTPUTS, 64), layout))
+    for x in (np.zeros((1, 64)), *(np.zeros((1, columns), np.float32) for columns in (32, 65))):
+        with pytest.raises(ValueError, match="accepted: float32, 33 to 64 columns"):
+            product(x)
+    assert [product(np.zeros((1, columns), np.float32)).shape for columns in (33, 64)] == [(1, OUTPUTS)] * 2
+
+
 def test_activations_that_nobody_may_write_to() -> None:
     rng, layout = np.random.default_rng(7), Layout(4, 32)
     product = PackedProduct(Weights(*drawn(rng, layout, OUTPUTS, 64), layout))

@@ -23,8 +23,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from edgekv.cache_folder import cache_root, made_once
+from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.shapes import load_shape
+from edgekv.folders import made_once
 from edgekv.machine import machine_info
 from edgekv.models import architecture
 from edgekv.models.config import ModelConfig

@@ -8,10 +8,11 @@ import os
 import pathlib
 from typing import Any
 
-from edgekv.cache_folder import cache_root, made_once
+from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.gguf_header import Header, Tensor
 from edgekv.checkpoint.gguf_layout import ROPE_FACTORS, Facts, checkpoint_name, find_family, make_config
 from edgekv.errors import CheckpointError, EdgeKVError
+from edgekv.folders import made_once
 
 INDEX, VERSION = "gguf.json", 2
 HEAD_BYTES = 1 << 20

@@ -53,6 +53,8 @@ def run_parallel(kernel: Callable[..., None], *args: Any, n_threads: int | None 
 
     kernel: what shares its work among Numba's threads, as a rule `TEAM.call` or a `shared` one (`cpu/share.py`).
     """
+    if not _n_threads:
+        _start()  # makes the guard
     n_threads = min(n_threads or count(), int(numba.config.NUMBA_NUM_THREADS))
     before = numba.get_num_threads()  # Numba keeps it per Python thread
     if before != n_threads:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from edgekv import numba_cache
 from edgekv.checkpoint.packed.mxfp4 import E2M1_DOUBLED
+from edgekv.kernels import threads
 from edgekv.types import F32, U8
 
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
@@ -24,7 +25,7 @@ rows_jit = numba.njit(
     error_model="numpy",
     fastmath={"reassoc", "nsz", "contract"},
 )
-"""For what goes over rows of weights, on all cores."""
+"""For what goes over rows of weights, and is called by `threads.run_parallel`."""
 
 
 def n_blocks(columns: int, block: int) -> int:
@@ -111,8 +112,9 @@ def _quantize(weight, bits, block, shrink, codes, scales):  # type: ignore[no-un
 
 
 def quantize(weight: F32, bits: int, block: int, codes: U8, scales: F32) -> None:
-    """Like `quantize_numpy`, on all cores, into ``codes`` and ``scales``."""
-    _quantize(np.ascontiguousarray(weight), bits, block, SHRINK if bits == 4 else SHRINK[:1], codes, scales)
+    """Like `quantize_numpy`, on `threads.count()` threads, into ``codes`` and ``scales``."""
+    shrink = SHRINK if bits == 4 else SHRINK[:1]
+    threads.run_parallel(_quantize, np.ascontiguousarray(weight), bits, block, shrink, codes, scales)
 
 
 def pack(centred: npt.NDArray[np.int8], bits: int) -> U8:

@@ -15,6 +15,7 @@ import numba
 import numpy as np
 
 from edgekv.errors import EdgeKVError
+from edgekv.kernels import threads
 from edgekv.linear.quantize import n_blocks, pack, rows_jit
 from edgekv.types import F32, I8, I64, U8
 
@@ -73,7 +74,8 @@ class Rounder:
             lo, hi = int(ends[0]), int(ends[-1])
             targets = w[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
             inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
-            _round_panel(
+            threads.run_parallel(
+                _round_panel,
                 targets,
                 w[:, lo:hi],
                 inner,

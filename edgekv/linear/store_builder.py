@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import pathlib
@@ -13,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.cache_folder import remove_abandoned
 from edgekv.checkpoint.writer import TensorWriter
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_write
+from edgekv.folders import written_whole
 from edgekv.linear.formats import PerLinearFormat, Specs, WeightFormat, file_offsets, specs_bytes, store_specs
 from edgekv.linear.quantize import n_blocks, quantize
 from edgekv.linear.store import FORMAT, WEIGHTS_FILE, WeightStore, default_folder, is_store
@@ -92,40 +91,39 @@ def build(
     can't be written.
     """
     source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder.parent, glob.escape(folder.name))
-        free = shutil.disk_usage(folder.parent).free
-        if free < specs_bytes(specs) * 1.01:
-            raise CheckpointError(
-                f"{folder}: the store needs {format_bytes(specs_bytes(specs))}, the disk has {format_bytes(free)} "
-                f"free; make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
-            )
-        partial.mkdir()
-        _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
-        if form.bits == 32:
-            _write_graphs(weights, specs, partial)
-        for name in TOKENIZER_FILES:
-            if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
-                shutil.copyfile(source.tokenizer_folder / name, partial / name)
-        if beside:
-            beside(partial)
-        manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
-        if isinstance(form, PerLinearFormat):
-            manifest["linears"] = dict(form.linears)
-        if rounding:
-            manifest["calibration"] = rounding.note
-        atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not is_store(folder):  # otherwise another process finished the same store first
-                raise
+        with written_whole(folder, is_store) as partial:
+            _require_space(folder, specs_bytes(specs))
+            _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
+            if form.bits == 32:
+                _write_graphs(weights, specs, partial)
+            for name in TOKENIZER_FILES:
+                if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
+                    shutil.copyfile(source.tokenizer_folder / name, partial / name)
+            if beside:
+                beside(partial)
+            atomic_write(partial / "store.json", json.dumps(_manifest(weights, form, rounding), indent=1).encode())
     except OSError as error:
         raise CheckpointError(f"{folder}: can't write the store ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _require_space(folder: pathlib.Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder.parent).free
+    if free < nbytes * 1.01:
+        raise CheckpointError(
+            f"{folder}: the store needs {format_bytes(nbytes)}, the disk has {format_bytes(free)} "
+            f"free; make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
+        )
+
+
+def _manifest(weights: CheckpointWeights, form: WeightFormat, rounding: Rounding | None) -> dict[str, Any]:
+    source = weights.source
+    manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
+    if isinstance(form, PerLinearFormat):
+        manifest["linears"] = dict(form.linears)
+    if rounding:
+        manifest["calibration"] = rounding.note
+    return manifest
 
 
 def _write_graphs(weights: CheckpointWeights, specs: Specs, folder: pathlib.Path) -> None:

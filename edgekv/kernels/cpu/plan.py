@@ -138,7 +138,7 @@ def _pair_plan(segment: Segment, rows: int) -> PairPlan:
     """The pair's reader, remembered with the values until their arrays, or the keys', are others."""
     if segment.chosen is not None:
         tokens, counts = segment.chosen
-        choice = address_of(tokens), tokens.strides[0] // tokens.itemsize, int(counts[0])
+        choice = address_of(tokens[0]), tokens.strides[0] // tokens.itemsize, int(counts[0])
         keys, values = (Bound(CHOSEN[codec.kind], codec, *choice) for codec in segment[:2])
         return _make_pair_plan(keys, values, segment, rows)
     keys, values = bound(segment.keys), bound(segment.values)

@@ -52,16 +52,25 @@ class PackedProduct:
     """Products with the same weights (rows, columns), whose addresses are taken once; rows at least OUTPUTS."""
 
     def __init__(self, weights: Weights) -> None:
+        """Raises ValueError for fewer rows."""
         self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
         self._rows, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
+        most = self._at.blocks * weights.layout.block
+        self._widths = range(most - weights.layout.block + 1, most + 1)  # the last block may be padded
+        if self._rows < OUTPUTS:
+            raise ValueError(f"weights of {self._rows} rows; accepted: {OUTPUTS} or more")
 
     def __call__(self, x: F32, n_threads: int | None = None) -> F32:
         """x (n, columns) times the transpose of the weights: (n, rows).
 
-        A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`.
+        A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`. Raises
+        ValueError for x of another type or width.
         """
         x = np.ascontiguousarray(x)
         (n, columns), rows = x.shape, self._rows
+        if x.dtype != np.float32 or columns not in self._widths:
+            first, last = self._widths[0], self._widths[-1]
+            raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
         is_panel, n_tiles = tiles_of(n, rows)
         n_threads = n_threads or threads.count()
         row_bytes = aligned_size(n * self._row_bytes)

@@ -41,7 +41,7 @@ def scores(codec: Any, queries: F32, t0: int, t1: int, s: F32) -> None:
     splits = min(threads.count(), max(pieces, 1)) if work >= launch.MIN_PARALLEL_WORK else 1
     args = (
         *(rows, head_dim, splits, t0, t1, block, address_of(store), address_of(queries)),
-        *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s)),
+        *(loops.prepare.address if loops.prepare else 0, loops.score.address, address_of(s[0, 0])),
         *(s.strides[0] // 4, s.strides[1] // 4, scratch_memory("ranges.scores", n_groups * splits * item_bytes)),
         *(item_bytes, prepared),
     )
@@ -59,7 +59,7 @@ def sums(codec: Any, p: F32, t0: int, t1: int, out: F32) -> None:
     item_bytes = own + aligned_size(loops.scratch(codec, rows))
     store = state.numbers
     args = (
-        *(rows, head_dim, t0, t1, loops.block(codec), address_of(store), address_of(p)),
+        *(rows, head_dim, t0, t1, loops.block(codec), address_of(store), address_of(p[0, 0])),
         *(p.strides[0] // 4, p.strides[1] // 4, loops.add.address, loops.finish.address if loops.finish else 0),
         *(address_of(out), width, scratch_memory("ranges.sums", n_groups * item_bytes), item_bytes, own),
     )

@@ -1,0 +1,151 @@
+"""Folders that appear whole, whoever else writes them, and what killed processes leave of them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from edgekv import folders
+from edgekv.checkpoint.shapes import load_shape
+from edgekv.errors import CheckpointError
+from edgekv.folders import made_once
+from edgekv.linear.formats import WEIGHTS
+from edgekv.linear.random import RandomWeights
+from edgekv.linear.store import WeightStore
+from edgekv.linear.store_builder import build
+
+KILLED = """
+import os, pathlib, signal, sys
+from edgekv.folders import made_once
+
+def make(partial):
+    (partial / "half").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+made_once(pathlib.Path(sys.argv[1]), make)
+"""
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def write(partial: pathlib.Path) -> None:
+    (partial / "a").write_bytes(b"a")
+
+
+def test_two_threads_make_a_store_at_once(tmp_path: pathlib.Path) -> None:
+    store, both, errors = tmp_path / "store", threading.Barrier(2, timeout=60), list[Exception]()
+
+    def wait(partial: pathlib.Path) -> None:
+        both.wait()
+        assert partial.is_dir()
+
+    def work() -> None:
+        try:
+            build(RandomWeights(load_shape("tiny", 1)), WEIGHTS["int8"], store, None, beside=wait)
+        except Exception as error:
+            both.abort()
+            errors.append(error)
+
+    pair = [threading.Thread(target=work) for _ in range(2)]
+    for thread in pair:
+        thread.start()
+    for thread in pair:
+        thread.join()
+    assert errors == []
+    assert names(tmp_path) == ["store"]
+    assert names(store) == ["store.json", "weights.safetensors"]
+    assert WeightStore(store).form == WEIGHTS["int8"]
+
+
+def test_a_store_after_a_killed_process_of_the_same_number(tmp_path: pathlib.Path) -> None:
+    left = tmp_path / f"store.partial-{os.getpid()}"
+    left.mkdir()
+    (left / "weights.safetensors").write_bytes(b"half")
+    build(RandomWeights(load_shape("tiny", 1)), WEIGHTS["int8"], tmp_path / "store", None)
+    assert names(tmp_path) == ["store"]
+
+
+def test_leftovers_of_killed_writers_go(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "folder"
+    killed = subprocess.run([sys.executable, "-c", KILLED, folder], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) == 1
+    made_once(folder, write)
+    assert names(tmp_path) == ["folder"]
+    assert names(folder) == ["a"]
+
+
+def test_what_another_one_writes_stays(tmp_path: pathlib.Path) -> None:
+    """Also under the number of a process that there is not, as another container's would be."""
+    other = tmp_path / f"folder.partial-{2**22 + 1}"
+    other.mkdir()
+    with open(other / folders.LOCK, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made_once(tmp_path / "folder", write)
+        assert names(tmp_path) == ["folder", other.name]
+    made_once(tmp_path / "next", write)
+    assert names(tmp_path) == ["folder", "next"]
+
+
+def test_the_first_one_that_is_whole_stays(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "folder"
+
+    def late(partial: pathlib.Path) -> None:
+        (partial / "late").write_bytes(b"b")
+        made_once(folder, write)
+
+    assert made_once(folder, late) == folder
+    assert names(tmp_path) == ["folder"]
+    assert names(folder) == ["a"]
+
+
+def test_a_folder_that_goes_before_it_is_locked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a lock looks like a leftover to others."""
+    lock, taken = fcntl.flock, list[pathlib.Path]()
+
+    def after_another(file: object, flags: int) -> None:
+        if len(taken) < 2:
+            (partial,) = tmp_path.iterdir()
+            taken.append(partial)
+            shutil.rmtree(partial)
+            if len(taken) == 2:
+                raise BlockingIOError(errno.EWOULDBLOCK, "locked")
+        lock(file, flags)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    made_once(tmp_path / "folder", write)
+    assert len(set(taken)) == 2
+    assert names(tmp_path) == ["folder"]
+    assert names(tmp_path / "folder") == ["a"]
+
+
+def test_a_filesystem_without_locks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: object, flags: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "folder.partial-1").mkdir()
+    made_once(tmp_path / "folder", write)
+    assert names(tmp_path) == ["folder", "folder.partial-1"]
+    assert names(tmp_path / "folder") == ["a"]
+
+
+def test_a_folder_that_can_not_be_written(tmp_path: pathlib.Path) -> None:
+    def fail(partial: pathlib.Path) -> None:
+        write(partial)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"folder: can't be written \(No space left on device\)"):
+        made_once(tmp_path / "folder", fail)
+    assert names(tmp_path) == []

@@ -13,8 +13,8 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.loops import address_of, aligned_size, numbers, scratch_memory
 from edgekv.kernels.cpu.product_panels import PANEL_BYTES
-from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, Layout, Product, prepare_rows, product_at
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product, prepare_rows, product_at
+from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.products import multiply_tiles, run, tiles_of
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import F32, I64
@@ -24,7 +24,7 @@ MIN_PARALLEL_ELEMENTS = 1 << 17
 WIDTH = N_FIELDS + 4  # of a product's numbers: behind its fields its first row, its rows, first tile, its tiles
 
 
-def multiply_chosen(x: F32, of: I64, weights: Weights, n_parts: int, n_threads: int | None = None) -> F32:
+def multiply_chosen(x: F32, of: I64, weights: PackedWeights, n_parts: int, n_threads: int | None = None) -> F32:
     """Each row of x (m, columns) times the transpose of part of[row] of a matrix: (m, rows of a part).
 
     weights: of n_parts with as many rows, at least OUTPUTS; of (m,) ascending.
@@ -54,16 +54,16 @@ def multiply_chosen(x: F32, of: I64, weights: Weights, n_parts: int, n_threads: 
     return y
 
 
-def warm_up(layout: Layout) -> None:
+def warm_up(layout: CodeLayout) -> None:
     """Compiles what `multiply_chosen` calls for a format."""
     codes, scales = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8), np.zeros((OUTPUTS, 1), np.float32)
-    weights = Weights(codes, scales, layout)
+    weights = PackedWeights(codes, scales, layout)
     multiply_chosen(np.zeros((1, layout.block), np.float32), np.zeros(1, np.int64), weights, 1)
     stages(layout)[1].run_parallel(0, np.zeros(1, np.int64))
 
 
 @functools.cache
-def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
+def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
     """What prepares rows of activations, and what multiplies tiles of weights with them."""
     product = PRODUCTS[layout]
 

@@ -9,7 +9,7 @@ from llvmlite import ir
 from edgekv.kernels.cpu import arm, byte_products, emit
 from edgekv.kernels.cpu.byte_products import signed_products
 from edgekv.kernels.cpu.jit import CPU_FEATURES
-from edgekv.kernels.cpu.product_rows import E2M1, Layout
+from edgekv.kernels.cpu.product_rows import E2M1, CodeLayout
 from edgekv.kernels.cpu.simd import LANES
 
 INTS = emit.vector(emit.I32, LANES)
@@ -37,7 +37,7 @@ def load_some(b: Any, kind: Any, place: Any, offset: int, n: Any, each: int) -> 
     return emit.call(b, name, kind, pointer, emit.I32(1), mask, emit.constant(kind, 0))
 
 
-def unpack(b: Any, layout: Layout, word: Any) -> list[Any]:
+def unpack(b: Any, layout: CodeLayout, word: Any) -> list[Any]:
     """Codes of 4 bits: a vector of the low ones, one of the high ones; of 8 bits as `add_products` takes them."""
     if layout.bits == 8:
         return [b.xor(word, emit.constant(INTS, SIGN)) if arm.IS_ARM else word]

@@ -13,7 +13,7 @@ from numba import types
 from edgekv.kernels.cpu import emit
 from edgekv.kernels.cpu.jit import fast_jit, intrinsic
 from edgekv.kernels.cpu.product_codes import INTS, add_products, load_some, transposed, unpack
-from edgekv.kernels.cpu.product_rows import VECTOR, Layout, Product, block_size, call_shift, fields, layout_of
+from edgekv.kernels.cpu.product_rows import VECTOR, CodeLayout, Product, block_size, call_shift, fields, layout_of
 from edgekv.kernels.cpu.simd import LANES
 
 FLOATS = emit.vector(emit.F32, LANES)
@@ -95,7 +95,7 @@ def _multiply_panel(context: Any, product: Any, row: Any, start: Any, n: Any, me
 
 
 def _emit_unpack(
-    layout: Layout, b: Any, codes: Any, row_bytes: Any, scales: Any, blocks: Any, n: Any, memory: Any
+    layout: CodeLayout, b: Any, codes: Any, row_bytes: Any, scales: Any, blocks: Any, n: Any, memory: Any
 ) -> None:
     targets = memory, b.add(memory, emit.I64(SCALES_AT))
     unit = functools.partial(_emit_unpack_unit, layout, b, codes, row_bytes, scales, blocks, targets)
@@ -107,7 +107,15 @@ def _emit_unpack(
 
 
 def _emit_unpack_unit(
-    layout: Layout, b: Any, codes: Any, row_bytes: Any, scales: Any, blocks: Any, targets: Any, block: Any, n: Any
+    layout: CodeLayout,
+    b: Any,
+    codes: Any,
+    row_bytes: Any,
+    scales: Any,
+    blocks: Any,
+    targets: Any,
+    block: Any,
+    n: Any,
 ) -> None:
     place, sizes_place = targets
     size = layout.vectors * layout.parts * VECTOR * PANEL // layout.blocks  # of a block's codes
@@ -131,7 +139,16 @@ def _emit_unpack_unit(
 
 
 def _emit_rows(
-    layout: Layout, n: int, b: Any, x: Any, gap: Any, start: Any, n_blocks: Any, memory: Any, y: Any, y_gap: Any
+    layout: CodeLayout,
+    n: int,
+    b: Any,
+    x: Any,
+    gap: Any,
+    start: Any,
+    n_blocks: Any,
+    memory: Any,
+    y: Any,
+    y_gap: Any,
 ) -> None:
     sizes = b.add(memory, emit.I64(SCALES_AT))
     some = b.add(n_blocks, emit.I64(layout.blocks - 1))  # what a unit lacks is 0
@@ -157,7 +174,7 @@ def _emit_rows(
 
 
 def _emit_block(
-    layout: Layout, n: int, b: Any, i: int, rows: Any, codes: Any, scales: Any, sums: list[Any]
+    layout: CodeLayout, n: int, b: Any, i: int, rows: Any, codes: Any, scales: Any, sums: list[Any]
 ) -> list[Any]:
     """sums (n * ACROSS) after block i of a unit."""
     lanes = LANES // layout.blocks

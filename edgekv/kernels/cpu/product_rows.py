@@ -34,7 +34,7 @@ EXACT = ("nsz",)
 ROUND = 1.5 * 2**23  # x + ROUND has in its low bits x, rounded to an integer
 
 
-class Layout(NamedTuple):
+class CodeLayout(NamedTuple):
     """A weight format: bits of a code, elements of a block; e2m1: codes are floating-point numbers (`E2M1`)."""
 
     bits: int
@@ -113,31 +113,31 @@ class Product(NamedTuple):
 
 
 class Int4(Product):
-    layout = Layout(4, 128)
+    layout = CodeLayout(4, 128)
 
 
 class Int4In32(Product):
-    layout = Layout(4, 32)
+    layout = CodeLayout(4, 32)
 
 
 class Int8(Product):
-    layout = Layout(8, 128)
+    layout = CodeLayout(8, 128)
 
 
 class Int8In32(Product):
-    layout = Layout(8, 32)
+    layout = CodeLayout(8, 32)
 
 
 class Float4In32(Product):
-    layout = Layout(4, 32, e2m1=True)
+    layout = CodeLayout(4, 32, e2m1=True)
 
 
 PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32)}
 
 
-def layout_of(product: Any) -> Layout:
+def layout_of(product: Any) -> CodeLayout:
     """Of the Numba type of a `Product`."""
-    layout: Layout = product.instance_class.layout
+    layout: CodeLayout = product.instance_class.layout
     return layout
 
 
@@ -246,7 +246,7 @@ def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) ->
     return types.none(product, *[types.intp] * 3), build
 
 
-def _emit_block(layout: Layout, panel: bool, b: Any, x: Any, row: Any, block: Any, block_sum: Any) -> None:
+def _emit_block(layout: CodeLayout, panel: bool, b: Any, x: Any, row: Any, block: Any, block_sum: Any) -> None:
     n = layout.block
     wide, whole = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
     elements = emit.load(b, wide, x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from edgekv.kernels.cpu.loops import address_of
-from edgekv.kernels.cpu.product_rows import Layout
+from edgekv.kernels.cpu.product_rows import CodeLayout
 from edgekv.kernels.cpu.product_shifts import SHIFT
 from edgekv.types import F32, U8
 
@@ -33,12 +33,12 @@ class WeightsAt(NamedTuple):
         )
 
 
-class Weights(NamedTuple):
+class PackedWeights(NamedTuple):
     """Weights (rows, columns): codes, scales, and maybe offsets or zeros, as `edgekv.linear.quantize` has them."""
 
     codes: U8
     scales: F32
-    layout: Layout
+    layout: CodeLayout
     offsets: F32 | None = None
     zeros: U8 | None = None
 

@@ -23,7 +23,7 @@ from edgekv.kernels.cpu.product_rows import (
     OUTPUTS,
     PRODUCTS,
     VECTOR,
-    Layout,
+    CodeLayout,
     Product,
     call_shift,
     fields,
@@ -31,7 +31,7 @@ from edgekv.kernels.cpu.product_rows import (
     prepare_rows,
     product_at,
 )
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.types import F32, U8
 
@@ -43,15 +43,15 @@ ROW_COUNTS = 4, 2, 1  # rows of activations at a time
 FEW_ROWS = 8
 
 
-def multiply(x: F32, codes: U8, scales: F32, layout: Layout, n_threads: int | None = None) -> F32:
+def multiply(x: F32, codes: U8, scales: F32, layout: CodeLayout, n_threads: int | None = None) -> F32:
     """One product with weights that stay nowhere: see `PackedProduct`."""
-    return PackedProduct(Weights(codes, scales, layout))(x, n_threads)
+    return PackedProduct(PackedWeights(codes, scales, layout))(x, n_threads)
 
 
 class PackedProduct:
     """Products with the same weights (rows, columns), whose addresses are taken once; rows at least OUTPUTS."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PackedWeights) -> None:
         self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
         self._rows, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
 
@@ -103,7 +103,7 @@ def _run(stage: launch.Stage, n_items: int, numbers: npt.NDArray[np.int64], n_th
         stage.run_parallel(n_items, numbers, n_threads)
 
 
-def warm_up(layout: Layout) -> None:
+def warm_up(layout: CodeLayout) -> None:
     """Compiles what `multiply` calls for a format."""
     codes = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8)
     multiply(np.zeros((1, layout.block), np.float32), codes, np.zeros((OUTPUTS, 1), np.float32), layout)
@@ -111,7 +111,7 @@ def warm_up(layout: Layout) -> None:
 
 
 @functools.cache
-def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
+def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
     """What prepares rows of activations, and what multiplies tiles of weights with them."""
     product = PRODUCTS[layout]
 
@@ -160,7 +160,7 @@ def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) 
 
 
 def _emit_tile(
-    layout: Layout,
+    layout: CodeLayout,
     n: int,
     b: Any,
     x: Any,
@@ -189,7 +189,7 @@ def _emit_tile(
         emit.store(b, totals, b.add(y, b.mul(y_gap, emit.I64(m))))
 
 
-def _emit_row(layout: Layout, b: Any, x: Any, codes: Any, scales: Any, blocks: Any) -> Any:
+def _emit_row(layout: CodeLayout, b: Any, x: Any, codes: Any, scales: Any, blocks: Any) -> Any:
     """The sum of one row of activations times one of weights, to be added up."""
     zero = emit.I64(0)
     unit = functools.partial(_emit_unit, layout, 1, 1, b, x, zero, codes, zero, scales, blocks)
@@ -197,7 +197,7 @@ def _emit_row(layout: Layout, b: Any, x: Any, codes: Any, scales: Any, blocks: A
 
 
 def _emit_sums(
-    layout: Layout, n: int, units: int, b: Any, blocks: Any, unit: Callable[..., list[Any]]
+    layout: CodeLayout, n: int, units: int, b: Any, blocks: Any, unit: Callable[..., list[Any]]
 ) -> list[Any]:
     """n sums over all blocks, so many units at a time while there are."""
     first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
@@ -216,7 +216,7 @@ def _emit_sums(
 
 
 def _emit_unit(
-    layout: Layout,
+    layout: CodeLayout,
     n: int,
     outputs: int,
     b: Any,

@@ -13,9 +13,10 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.loops import address_of, aligned_size, numbers, scratch_memory
 from edgekv.kernels.cpu.product_panels import PANEL_BYTES
-from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product, prepare_rows, product_at
+from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product, product_at
 from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.products import multiply_tiles, run, tiles_of
+from edgekv.kernels.cpu.quantized_rows import prepare_rows
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import F32, I64
 

@@ -35,8 +35,8 @@ def multiply_panels(first: int, last: int, memory: int, p: Product, place: int) 
     """
     for panel in range(first, last):
         _panel_at(panel * PANEL, memory, p, place)
-        if panel == p.rows // PANEL - 1 and p.rows % PANEL:
-            _panel_at(p.rows - PANEL, memory, p, place)
+        if panel == p.outputs // PANEL - 1 and p.outputs % PANEL:
+            _panel_at(p.outputs - PANEL, memory, p, place)
 
 
 @fast_jit
@@ -78,7 +78,7 @@ def _multiply_panel(context: Any, product: Any, row: Any, start: Any, n: Any, me
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, row, start, n_blocks, memory = args
-        n, x, gap, rows, y = fields(b, p, "n", "records", "gap", "rows", "y")
+        n, x, gap, rows, y = fields(b, p, "n", "records", "gap", "outputs", "y")
         layout, four, done = layout_of(product), emit.I64(4), emit.I64(0)
         records = b.add(x, b.mul(b.sdiv(start, emit.I64(layout.blocks)), emit.I64(layout.record)))
         outputs, y_gap = b.add(y, b.mul(row, four)), b.mul(rows, four)

@@ -44,7 +44,7 @@ Of OUTPUTS outputs, or a panel, of which only blocks start..start + n, with its 
 def _shift_tile(context: Any, product: Any, row: Any) -> Any:
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, row = args
-        n, records, gap, rows, y = fields(b, p, "n", "records", "gap", "rows", "y")
+        n, records, gap, rows, y = fields(b, p, "n", "records", "gap", "outputs", "y")
         sums, four, done = b.add(records, before_sums(b, p)), emit.I64(4), emit.I64(0)
         outputs, y_gap, weights = b.add(y, b.mul(row, four)), b.mul(rows, four), _weights(b, p, row, emit.I64(0))
         for together in TILE_ROW_COUNTS:
@@ -61,7 +61,7 @@ def _shift_tile(context: Any, product: Any, row: Any) -> Any:
 def _shift_panel(context: Any, product: Any, row: Any, start: Any, n: Any, memory: Any) -> Any:
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, row, start, n_blocks, memory = args
-        n, records, gap, rows, y = fields(b, p, "n", "records", "gap", "rows", "y")
+        n, records, gap, rows, y = fields(b, p, "n", "records", "gap", "outputs", "y")
         four, done, table = emit.I64(4), emit.I64(0), b.add(memory, emit.I64(SHIFTS_AT))
         _emit_table(b, *_weights(b, p, row, start), n_blocks, table)
         sums = b.add(b.add(records, before_sums(b, p)), b.mul(start, four))

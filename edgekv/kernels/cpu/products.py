@@ -78,13 +78,13 @@ class PackedProduct:
         return y
 
 
-def tiles_of(n: int, rows: int) -> tuple[bool, int]:
-    """Whether n rows go through panels of as many outputs as ``rows``, and the tiles or panels to share out.
+def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
+    """Whether n rows go through panels, and how many panels or tiles of the outputs there are to share out.
 
     The last whole one has the outputs behind it, too: an output belongs to one.
     """
-    is_panel = n > FEW_ROWS and rows >= PANEL
-    return is_panel, rows // (PANEL if is_panel else OUTPUTS)
+    is_panel = n > FEW_ROWS and n_outputs >= PANEL
+    return is_panel, n_outputs // (PANEL if is_panel else OUTPUTS)
 
 
 def run(

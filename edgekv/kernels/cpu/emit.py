@@ -47,11 +47,12 @@ def constant(kind: Kind, x: float) -> Value:
 
 
 def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
-    """A number or vector ``offset`` scalars of its kind behind an address, which need not be aligned."""
+    """A number or vector ``offset`` bytes behind an address, which need not be aligned."""
     return builder.load(_pointer(builder, kind, address, offset), align=1)
 
 
 def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
+    """x, a number or vector, to ``offset`` bytes behind an address, which need not be aligned."""
     builder.store(x, _pointer(builder, x.type, address, offset), align=1)
 
 

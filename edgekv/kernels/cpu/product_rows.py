@@ -32,8 +32,7 @@ from edgekv.kernels.cpu.simd import LANES
 
 VECTOR = 4 * LANES  # bytes
 OUTPUTS = 4  # of a tile
-# What codes, as they are multiplied, are more than they stand for. Arm multiplies signed bytes: codes of 8 bits
-# become such.
+# By bits, see `CodeLayout.zero_point`. Arm multiplies signed bytes: codes of 8 bits become such.
 ZERO_POINTS = {4: 8, 8: 0 if arm.IS_ARM else 128}
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such codes stand for, doubled, plus 12
 

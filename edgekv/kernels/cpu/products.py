@@ -42,7 +42,7 @@ from edgekv.types import F32, U8
 FLOATS = emit.vector(emit.F32, LANES)
 AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
 TILES_AHEAD = 2  # whose scales are fetched
-UNITS = 4  # at a time of an output that one row reads: less between memory's loads than one by one
+UNITS = 4  # of an output in one pass, where a single row reads it: less lies between loads than one by one
 TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there are, then a pair, then one
 FEW_ROWS = 8  # more go through panels
 

@@ -7,8 +7,8 @@ import pytest
 
 from edgekv.kernels.cpu import chosen_products, launch
 from edgekv.kernels.cpu.chosen_products import multiply_chosen
-from edgekv.kernels.cpu.product_rows import Layout
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_rows import CodeLayout
+from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.linear.quantize import dequantize, n_blocks
 
 FORMATS = [(4, 32, False), (4, 128, False), (8, 32, False), (8, 128, False), (4, 32, True)]
@@ -49,7 +49,7 @@ def test_products_are_those_of_the_codes(
     shifts = {shift: {"zeros": zeros, "offsets": offsets}[shift]} if shift else {}
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, :block] = 0
-    weights = Weights(codes, scales, Layout(bits, block, e2m1), **shifts)
+    weights = PackedWeights(codes, scales, CodeLayout(bits, block, e2m1), **shifts)
     out = multiply_chosen(x, np.array(of), weights, EXPERTS, 1)
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     monkeypatch.setattr(chosen_products, "MIN_PARALLEL_ELEMENTS", 0)

@@ -11,8 +11,8 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch, layers
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
-from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, Layout, Product
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product
+from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct, multiply, stages
 from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.formats import per_linear_format
@@ -36,23 +36,23 @@ def rounded(x: F32, block: int) -> F32:
     return (codes * (peak / np.float32(127))).reshape(n, -1)[:, :columns].astype(np.float32)
 
 
-def drawn(rng: np.random.Generator, layout: Layout, rows: int, columns: int) -> tuple[U8, F32]:
+def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int) -> tuple[U8, F32]:
     """Codes and scales of weights (rows, columns)."""
     codes = rng.integers(0, 256, (rows, n_blocks(columns, layout.block), layout.block_bytes), np.uint8)
     return codes, rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
 
 
-def shifted(rng: np.random.Generator, layout: Layout, rows: int, columns: int, kind: str) -> Weights:
+def shifted(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int, kind: str) -> PackedWeights:
     """Weights with zero points or offsets of the size of the others."""
     codes, scales = drawn(rng, layout, rows, columns)
     if kind == "zeros":
-        return Weights(
+        return PackedWeights(
             codes, scales, layout, zeros=rng.integers(0, 256, (rows, -(-scales.shape[1] // 2)), np.uint8)
         )
-    return Weights(codes, scales, layout, offsets=rng.uniform(-8, 8, scales.shape).astype(np.float32))
+    return PackedWeights(codes, scales, layout, offsets=rng.uniform(-8, 8, scales.shape).astype(np.float32))
 
 
-def meaning(weights: Weights, columns: int) -> npt.NDArray[np.float64]:
+def meaning(weights: PackedWeights, columns: int) -> npt.NDArray[np.float64]:
     """What they stand for, (rows, columns)."""
     codes, scales, layout, offsets, zeros = weights
     shift = {"offsets": offsets, "zeros": zeros}
@@ -81,15 +81,15 @@ KINDS = ["zeros", "offsets"]
 
 @pytest.mark.parametrize("layout", PRODUCTS, ids=str)
 @SIZES
-def test_products(layout: Layout, n: int, rows: int, columns: int) -> None:
+def test_products(layout: CodeLayout, n: int, rows: int, columns: int) -> None:
     rng = np.random.default_rng(n * rows)
     codes, scales = drawn(rng, layout, rows, columns)
     x = rng.standard_normal((n, columns)).astype(np.float32)
     x[0, : min(columns, 40)] = 0
-    check(x, Weights(codes, scales, layout))
+    check(x, PackedWeights(codes, scales, layout))
 
 
-def check(x: F32, weights: Weights) -> None:
+def check(x: F32, weights: PackedWeights) -> None:
     meant = meaning(weights, x.shape[1])
     activations = rounded(x, weights.layout.block).astype(np.float64)
     size = np.abs(activations) @ np.abs(meant).T
@@ -101,7 +101,7 @@ def check(x: F32, weights: Weights) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", SHIFTED, ids=str)
 @SIZES
-def test_zero_points_and_offsets(layout: Layout, kind: str, n: int, rows: int, columns: int) -> None:
+def test_zero_points_and_offsets(layout: CodeLayout, kind: str, n: int, rows: int, columns: int) -> None:
     rng = np.random.default_rng(n * rows + 1)
     x = rng.standard_normal((n, columns)).astype(np.float32) + 1
     x[0, : min(columns, 40)] = 0
@@ -111,7 +111,7 @@ def test_zero_points_and_offsets(layout: Layout, kind: str, n: int, rows: int, c
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", SHIFTED, ids=str)
 def test_shifts_do_not_depend_on_other_rows_nor_on_the_threads(
-    layout: Layout, kind: str, monkeypatch: pytest.MonkeyPatch
+    layout: CodeLayout, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     rng = np.random.default_rng(4)
@@ -127,19 +127,19 @@ def test_shifts_do_not_depend_on_other_rows_nor_on_the_threads(
 
 
 def test_formats_without_shifts_refuse_them() -> None:
-    codes, scales = drawn(np.random.default_rng(5), Layout(8, 32), OUTPUTS, 64)
+    codes, scales = drawn(np.random.default_rng(5), CodeLayout(8, 32), OUTPUTS, 64)
     with pytest.raises(ValueError, match="accepted: whole numbers of 4 bits"):
-        PackedProduct(Weights(codes, scales, Layout(8, 32), offsets=scales))
+        PackedProduct(PackedWeights(codes, scales, CodeLayout(8, 32), offsets=scales))
 
 
 @pytest.mark.parametrize("layout", PRODUCTS, ids=str)
 @pytest.mark.parametrize("n", [3, FEW_ROWS + 1])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_no_number_makes_its_row_nan(layout: Layout, n: int, value: float) -> None:
+def test_what_is_no_number_makes_its_row_nan(layout: CodeLayout, n: int, value: float) -> None:
     rng, columns = np.random.default_rng(6), 300
     x = rng.standard_normal((n, columns)).astype(np.float32)
     kinds = KINDS if layout.can_shift else []
-    every = [Weights(*drawn(rng, layout, PANEL + 1, columns), layout)]
+    every = [PackedWeights(*drawn(rng, layout, PANEL + 1, columns), layout)]
     every += [shifted(rng, layout, PANEL + 1, columns, kind) for kind in kinds]
     for weights in every:
         weights.scales[5] = 0
@@ -153,10 +153,10 @@ def test_what_is_no_number_makes_its_row_nan(layout: Layout, n: int, value: floa
 
 def test_what_does_not_fit_the_weights_is_refused() -> None:
     """Kernels read by address: they would take other bytes for numbers, or leave outputs as they were."""
-    rng, layout = np.random.default_rng(8), Layout(4, 32)
+    rng, layout = np.random.default_rng(8), CodeLayout(4, 32)
     with pytest.raises(ValueError, match=f"3 rows; accepted: {OUTPUTS} or more"):
-        PackedProduct(Weights(*drawn(rng, layout, OUTPUTS - 1, 64), layout))
-    product = PackedProduct(Weights(*drawn(rng, layout, OUTPUTS, 64), layout))
+        PackedProduct(PackedWeights(*drawn(rng, layout, OUTPUTS - 1, 64), layout))
+    product = PackedProduct(PackedWeights(*drawn(rng, layout, OUTPUTS, 64), layout))
     for x in (np.zeros((1, 64)), *(np.zeros((1, columns), np.float32) for columns in (32, 65))):
         with pytest.raises(ValueError, match="accepted: float32, 33 to 64 columns"):
             product(x)
@@ -164,8 +164,8 @@ def test_what_does_not_fit_the_weights_is_refused() -> None:
 
 
 def test_activations_that_nobody_may_write_to() -> None:
-    rng, layout = np.random.default_rng(7), Layout(4, 32)
-    product = PackedProduct(Weights(*drawn(rng, layout, OUTPUTS, 64), layout))
+    rng, layout = np.random.default_rng(7), CodeLayout(4, 32)
+    product = PackedProduct(PackedWeights(*drawn(rng, layout, OUTPUTS, 64), layout))
     x = rng.standard_normal((2, 64)).astype(np.float32)
     expected = product(x)
     x.flags.writeable = False
@@ -176,7 +176,7 @@ def test_activations_that_nobody_may_write_to() -> None:
 
 @pytest.mark.parametrize("layout", PRODUCTS, ids=str)
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
+    layout: CodeLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     rng = np.random.default_rng(1)
@@ -200,14 +200,14 @@ def test_outputs_behind_the_last_whole_panel_on_several_threads(n_threads: int) 
     rows, columns = PANEL + 5, 4 * STRETCH
     weight, x = (rng.standard_normal((n, columns)).astype(np.float32) for n in (rows, 64))
     codes, scales = quantize_numpy(weight, 4, 32)
-    alone = multiply(x, codes, scales, Layout(4, 32), 1)
+    alone = multiply(x, codes, scales, CodeLayout(4, 32), 1)
     for _ in range(50):
-        assert np.array_equal(multiply(x, codes, scales, Layout(4, 32), n_threads), alone)
+        assert np.array_equal(multiply(x, codes, scales, CodeLayout(4, 32), n_threads), alone)
 
 
 def test_an_output_belongs_to_one_tile_of_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What two threads added to at once would be wrong."""
-    rng, layout, rows, n = np.random.default_rng(3), Layout(4, 32), 2 * PANEL + 5, FEW_ROWS + 1
+    rng, layout, rows, n = np.random.default_rng(3), CodeLayout(4, 32), 2 * PANEL + 5, FEW_ROWS + 1
     codes, scales = drawn(rng, layout, rows, 2 * STRETCH)
     tiles, written = stages(layout)[1], np.zeros((n, rows), np.int64)
 
@@ -232,7 +232,7 @@ def test_extreme_activations(x: float) -> None:
     codes, scales = quantize_numpy(np.ones((OUTPUTS, 64), np.float32), 4, 32)
     row = np.zeros((1, 64), np.float32)
     row[0, 5] = x
-    assert np.allclose(multiply(row, codes, scales, Layout(4, 32)), x, rtol=1e-6, atol=1e-30)
+    assert np.allclose(multiply(row, codes, scales, CodeLayout(4, 32)), x, rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("n", [1, 5, 300])

@@ -18,7 +18,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from edgekv.kernels import threads
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct
 from edgekv.linear.formats import FORMATS, WeightFormat
 from edgekv.linear.onnx import session_options
@@ -29,17 +29,17 @@ from edgekv.linear.stored_weights import product_layout
 COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many
 
 
-def drawn(rng: np.random.Generator, form: WeightFormat, rows: int, columns: int) -> Weights:
+def drawn(rng: np.random.Generator, form: WeightFormat, rows: int, columns: int) -> PackedWeights:
     """Any weights in a format."""
     blocks = n_blocks(columns, form.block)
     codes = rng.integers(0, 256, (rows, blocks, form.block * form.bits // 8), np.uint8)
     scales, offsets = (rng.random((rows, blocks), np.float32) / 100 for _ in range(2))
     zeros = rng.integers(0, 256, (rows, -(-blocks // 2)), np.uint8)
     shift = {"offsets": offsets} if form.offsets else {"zeros": zeros} if form.zeros else {}
-    return Weights(codes, scales, product_layout(form), **shift)
+    return PackedWeights(codes, scales, product_layout(form), **shift)
 
 
-def graph(weights: Weights, form: WeightFormat, columns: int) -> bytes:
+def graph(weights: PackedWeights, form: WeightFormat, columns: int) -> bytes:
     """One product as onnxruntime computes it, activations rounded to bytes."""
     codes, scales, zeros = weights.codes, weights.scales, weights.zeros
     rows, inputs = len(codes), ["x", "codes", "scales", *(["zeros"] if zeros is not None else [])]

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from edgekv.kernels.cpu.product_rows import Layout
+from edgekv.kernels.cpu.product_rows import CodeLayout
 from edgekv.kernels.cpu.product_shifts import SHIFT
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import WeightStore
 
 
-def product_layout(form: WeightFormat) -> Layout:
+def product_layout(form: WeightFormat) -> CodeLayout:
     """How kernels have a format of fewer than 32 bits."""
-    return Layout(form.bits, form.block, form.e2m1)
+    return CodeLayout(form.bits, form.block, form.e2m1)
 
 
 def weight_parts(form: WeightFormat) -> tuple[str, ...]:
@@ -26,11 +26,11 @@ def weight_parts(form: WeightFormat) -> tuple[str, ...]:
     return ("codes", "scales", *shift)
 
 
-def stored_weights(store: WeightStore, name: str) -> Weights:
+def stored_weights(store: WeightStore, name: str) -> PackedWeights:
     """Of a linear layer in fewer than 32 bits."""
     form = store.form.of(name)
     arrays = {part: np.ascontiguousarray(store.raw(f"{name}.{part}")) for part in weight_parts(form)}
-    return Weights(layout=product_layout(form), **arrays)
+    return PackedWeights(layout=product_layout(form), **arrays)
 
 
 def shift_kernels(forms: Iterable[WeightFormat]) -> list[Callable[[], object]]:

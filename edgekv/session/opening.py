@@ -89,9 +89,7 @@ class LoadedModel:
 
     def new_report(self, images: ImagesReport | None = None, **settings: Any) -> RunReport:
         """Of a text that has not begun. settings: its own."""
-        return RunReport(
-            self.settings() | settings, self.model.summary(), images=images, compile_s=self.compile_s
-        )
+        return RunReport(self.settings() | settings, self.model.summary(), images=images, compile_s=self.compile_s)
 
 
 def open_model(path: Path, options: LoadOptions) -> Model:

@@ -1,7 +1,11 @@
-"""A block's weights, p * scale, rounded to integers: what products of bytes take, for the sums over values."""
+"""Weights of a block of tokens, p * scale, rounded to integers: what products of bytes take, for sums over values.
+
+p are probabilities, a row for each query; scale is one float16 of a token's value. A rounded weight stands for
+itself times the step of its row and block.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -9,16 +13,26 @@ from numba import types
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import LEAST_WEIGHT
 from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.half import widen
 from edgekv.kernels.cpu.jit import intrinsic
 from edgekv.kernels.cpu.rounding import ROUND
 
 ROUND_BITS = int(ROUND.view(np.int32))
-ROWS = 4  # that share each unpacked code
-MORE = 4 * ROWS  # bytes between sizes and shifts
-TOP_WEIGHT = 255
+ROWS = 4  # at most, that share each unpacked code
+TO_SHIFTS = 4 * ROWS  # bytes from a step to its shift: behind the steps of all rows
+TOP_WEIGHT = 255  # the largest one that is rounded to a byte
 LANES = 16
 FLOATS, INTS, HALVES, BYTES = (emit.vector(kind, LANES) for kind in (emit.F32, emit.I32, emit.I16, emit.I8))
+
+
+class TokensAt(NamedTuple):
+    """Blocks of tokens inside a kernel: the first token's probability and scale, and how many blocks there are."""
+
+    p: Value  # float32
+    gap: Value  # float32s from a row's to the next row's
+    scale: Value  # float16
+    n_blocks: Value
 
 
 def _copying(kind: Any, n_bytes: int) -> Callable[..., None]:
@@ -46,37 +60,37 @@ def _copying(kind: Any, n_bytes: int) -> Callable[..., None]:
 copy_floats, copy_halves, copy_bytes = _copying(emit.F32, 4), _copying(emit.I16, 2), _copying(emit.I8, 1)
 
 
-def scaled(builder: Any, p: Any, scale: Any) -> list[Any]:
-    """p * scale, float16, of a block's tokens."""
+def scaled(builder: Any, p: Value, scale: Value) -> list[Value]:
+    """p * scale of a block's tokens: BLOCK float32 in vectors of LANES."""
     parts = range(0, BLOCK, LANES)
     weights = (emit.load(builder, FLOATS, p, 4 * t) for t in parts)
     scales = (widen(builder, emit.load(builder, HALVES, scale, 2 * t)) for t in parts)
     return [builder.fmul(weight, width) for weight, width in zip(weights, scales, strict=True)]
 
 
-def rounded(builder: Any, weights: list[Any], highest: int) -> tuple[list[Any], Any]:
-    """weights as integers of at most `highest`, ROUND added as floats, and the size of 1."""
-    (shifted,), size = all_rounded(builder, [weights], highest)
-    return shifted, size
+def rounded(builder: Any, weights: list[Value], highest: int) -> tuple[list[Value], Value]:
+    """`scaled` weights of one block as integers of at most ``highest``, with ROUND added as floats; their step."""
+    (shifted,), step = all_rounded(builder, [weights], highest)
+    return shifted, step
 
 
-def all_rounded(builder: Any, blocks: list[list[Any]], highest: int) -> tuple[list[list[Any]], Any]:
-    """`rounded` of one block, or of four: their sizes are then a vector."""
+def all_rounded(builder: Any, blocks: list[list[Value]], highest: int) -> tuple[list[list[Value]], Value]:
+    """`rounded` of one block, or of four: their steps are then a vector."""
     top = emit.all_lanes(builder, emit.maximum, [emit.tree(builder, emit.maximum, x) for x in blocks])
     least, most = (emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, highest))
     factors = builder.fdiv(most, emit.maximum(builder, top, least))
-    shifted, round_ = [], emit.constant(FLOATS, ROUND)
+    shifted, round_ = [], emit.constant(FLOATS, float(ROUND))
     for i, weights in enumerate(blocks):
         if len(blocks) == 1:
-            each = emit.splat(builder, factors, LANES)
+            factor = emit.splat(builder, factors, LANES)
         else:
-            each = emit.lanes(builder, factors, [i] * LANES)
-        shifted.append([emit.multiply_add(builder, weight, each, round_) for weight in weights])
+            factor = emit.lanes(builder, factors, [i] * LANES)
+        shifted.append([emit.multiply_add(builder, weight, factor, round_) for weight in weights])
     return shifted, builder.fmul(top, emit.constant(top.type, np.float32(1 / highest)))
 
 
-def store_bytes(builder: Any, shifted: list[Any], byte: int, address: Any) -> None:
-    """Byte `byte` of each of `rounded`'s integers."""
+def store_bytes(builder: Any, shifted: list[Value], byte: int, address: Value) -> None:
+    """Byte ``byte`` of each of `rounded`'s integers, the lowest one being 0: BLOCK bytes."""
     for j, x in enumerate(shifted):
         bits = builder.bitcast(x, INTS)
         if byte:
@@ -85,26 +99,18 @@ def store_bytes(builder: Any, shifted: list[Any], byte: int, address: Any) -> No
 
 
 def round_blocks(
-    n_rows: int,
-    together: int,
-    b: Any,
-    p: Any,
-    gap: Any,
-    scale: Any,
-    n_blocks: Any,
-    middle: Any,
-    whole: Any,
-    sizes: Any,
+    n_rows: int, together: int, b: Any, tokens: TokensAt, middle: Value, weights: Value, steps: Value
 ) -> None:
-    """whole (n_rows, together, BLOCK) = p * scale of blocks as bytes; of missing ones the last is taken.
+    """weights (n_rows, together, BLOCK) uint8 = p * scale, rounded, of blocks; of missing ones the last is taken.
 
-    sizes (n_rows, together): what 1 stands for, and MORE bytes behind it what the sum of weights times
-    (code - middle) has beyond that of weights times codes.
+    steps (n_rows, together) float32, and TO_SHIFTS bytes behind each its shift: what the sum of p * scale times
+    (code - middle) has beyond that of p * scale times codes. n_rows * together is 1 or 4.
     """
+    p, gap, scale, n_blocks = tokens
     last = b.sub(n_blocks, emit.I64(1))
     numbers = [emit.I64(i) for i in range(together)]
     blocks = [b.select(b.icmp_signed("<", i, last), i, last) for i in numbers] if together > 1 else numbers
-    weights = [
+    exact = [
         scaled(
             b,
             b.add(p, b.add(b.mul(gap, emit.I64(4 * r)), b.mul(block, emit.I64(4 * BLOCK)))),
@@ -113,13 +119,13 @@ def round_blocks(
         for r in range(n_rows)
         for block in blocks
     ]
-    shifted, size = all_rounded(b, weights, TOP_WEIGHT)
+    shifted, step = all_rounded(b, exact, TOP_WEIGHT)
     for i, x in enumerate(shifted):
-        store_bytes(b, x, 0, b.add(whole, emit.I64(i * BLOCK)))
-    each = [emit.tree(b, emit.add, [b.bitcast(x, INTS) for x in block]) for block in shifted]
-    total = emit.all_lanes(b, emit.add, each)
+        store_bytes(b, x, 0, b.add(weights, emit.I64(i * BLOCK)))
+    sums = [emit.tree(b, emit.add, [b.bitcast(x, INTS) for x in block]) for block in shifted]
+    total = emit.all_lanes(b, emit.add, sums)
     total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))
-    middles = middle if len(weights) == 1 else emit.splat(b, middle, len(weights))
-    shift = b.fmul(b.fmul(size, middles), b.sitofp(total, size.type))
-    emit.store(b, size, sizes)
-    emit.store(b, b.fneg(shift), sizes, MORE)
+    middles = middle if len(exact) == 1 else emit.splat(b, middle, len(exact))
+    shift = b.fmul(b.fmul(step, middles), b.sitofp(total, step.type))
+    emit.store(b, step, steps)
+    emit.store(b, b.fneg(shift), steps, TO_SHIFTS)

@@ -13,72 +13,77 @@ from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.cpu.loops import address_of, aligned_size, numbers, scratch_memory
 from edgekv.kernels.cpu.product_panels import PANEL_BYTES
-from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, Layout, Product, prepare_rows, product_at
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product, product_at
+from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.products import multiply_tiles, run, tiles_of
+from edgekv.kernels.cpu.quantized_rows import prepare_rows
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import F32, I64
 
-N_FIELDS = len(Product._fields)
 MIN_PARALLEL_ELEMENTS = 1 << 17
-WIDTH = N_FIELDS + 4  # of a product's numbers: behind its fields its first row, its rows, first tile, its tiles
+# Kernels get the number of products, then for each of them its fields and where it stands among all: its first
+# row, its rows, its first tile (or panel), its tiles.
+N_FIELDS = len(Product._fields)
+FIRST_ROW, ROWS, FIRST_TILE, TILES = range(N_FIELDS, N_FIELDS + 4)
+N_NUMBERS = N_FIELDS + 4
 
 
-def multiply_chosen(x: F32, of: I64, weights: Weights, n_parts: int, n_threads: int | None = None) -> F32:
-    """Each row of x (m, columns) times the transpose of part of[row] of a matrix: (m, rows of a part).
+def multiply_chosen(x: F32, of: I64, weights: PackedWeights, n_parts: int, n_threads: int | None = None) -> F32:
+    """Each row of x (m, columns) times the transpose of part of[row] of a matrix: (m, outputs of a part).
 
-    weights: of n_parts with as many rows, at least OUTPUTS; of (m,) ascending.
+    weights: of n_parts with as many outputs, at least OUTPUTS; of (m,) ascending. n_threads: None, all of
+    `threads.count()`.
     """
     x, layout, at = np.ascontiguousarray(x), weights.layout, weights.at()
-    (m, columns), rows, n_threads = x.shape, len(weights.scales) // n_parts, n_threads or threads.count()
-    borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), m]
-    a_row = at.gap + 4 * layout.block
-    row_bytes = aligned_size(m * a_row)
-    memory = scratch_memory("products", row_bytes + n_threads * PANEL_BYTES)
-    y = np.empty((m, rows), np.float32)
-    x_at, y_at, panels = address_of(x), address_of(y), memory + row_bytes
-    places, n_tiles = [len(borders) - 1], 0
+    (m, columns), outputs, n_threads = x.shape, len(weights.scales) // n_parts, n_threads or threads.count()
+    borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), m]  # rows of one part lie between two
+    row_bytes = at.gap + 4 * layout.block
+    x_bytes = aligned_size(m * row_bytes)
+    memory = scratch_memory("products", x_bytes + n_threads * PANEL_BYTES)
+    y = np.empty((m, outputs), np.float32)
+    x_at, y_at, panels = address_of(x), address_of(y), memory + x_bytes
+    given, all_tiles = [len(borders) - 1], 0
     for first, stop in itertools.pairwise(borders):
         n = stop - first
-        is_panel, tiles = tiles_of(n, rows)
-        places += (
-            *(x_at + 4 * first * columns, n, columns, int(is_panel), memory + first * a_row),
-            *(rows, y_at + 4 * first * rows, panels),
-            *at.from_row(int(of[first]) * rows),
-            *(first, n, n_tiles, tiles),
+        is_panel, n_tiles = tiles_of(n, outputs)
+        given += (
+            *(x_at + 4 * first * columns, n, columns, int(is_panel), memory + first * row_bytes),
+            *(outputs, y_at + 4 * first * outputs, panels),
+            *at.from_output(int(of[first]) * outputs),
+            *(first, n, all_tiles, n_tiles),
         )
-        n_tiles += tiles
-    given = np.array(places, np.int64)
-    shares = n_threads if m * rows * columns >= launch.MIN_PARALLEL_WORK else 1
-    run(stages(layout), given, m, n_tiles, n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1, shares)
+        all_tiles += n_tiles
+    shares = n_threads if m * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
+    preparing = n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1
+    run(stages(layout), np.array(given, np.int64), m, all_tiles, preparing, shares)
     return y
 
 
-def warm_up(layout: Layout) -> None:
+def warm_up(layout: CodeLayout) -> None:
     """Compiles what `multiply_chosen` calls for a format."""
     codes, scales = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8), np.zeros((OUTPUTS, 1), np.float32)
-    weights = Weights(codes, scales, layout)
+    weights = PackedWeights(codes, scales, layout)
     multiply_chosen(np.zeros((1, layout.block), np.float32), np.zeros(1, np.int64), weights, 1)
     stages(layout)[1].run_parallel(0, np.zeros(1, np.int64))
 
 
 @functools.cache
-def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
-    """What prepares rows of activations, and what multiplies tiles of weights with them."""
+def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
+    """What prepares rows, and what multiplies tiles or panels with them; both are counted over all products."""
     product = PRODUCTS[layout]
 
     def prepare(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(numbers(given), 0)):
-            place = given + 8 * (1 + i * WIDTH)
-            start, n = get(numbers(place), N_FIELDS), get(numbers(place), N_FIELDS + 1)
+            place = given + 8 * (1 + i * N_NUMBERS)
+            start, n = get(numbers(place), FIRST_ROW), get(numbers(place), ROWS)
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
                 prepare_rows(a, b, product_at(product, place))
 
     def tiles(first: int, last: int, part: int, given: int) -> None:
         for i in range(get(numbers(given), 0)):
-            place = given + 8 * (1 + i * WIDTH)
-            start, n = get(numbers(place), N_FIELDS + 2), get(numbers(place), N_FIELDS + 3)
+            place = given + 8 * (1 + i * N_NUMBERS)
+            start, n = get(numbers(place), FIRST_TILE), get(numbers(place), TILES)
             a, b = max(first - start, 0), min(last - start, n)
             if a < b:
                 multiply_tiles(a, b, part, product_at(product, place), place)

@@ -47,11 +47,12 @@ def constant(kind: Kind, x: float) -> Value:
 
 
 def load(builder: Any, kind: Kind, address: Value, offset: int = 0) -> Value:
-    """A number or vector ``offset`` scalars of its kind behind an address, which need not be aligned."""
+    """A number or vector ``offset`` bytes behind an address, which need not be aligned."""
     return builder.load(_pointer(builder, kind, address, offset), align=1)
 
 
 def store(builder: Any, x: Value, address: Value, offset: int = 0) -> None:
+    """x, a number or vector, to ``offset`` bytes behind an address, which need not be aligned."""
     builder.store(x, _pointer(builder, x.type, address, offset), align=1)
 
 
@@ -222,18 +223,28 @@ def either(
 
 
 def call_own(
-    builder: Any, name: str, write: Callable[..., Value | None], *args: Value, result: Kind = _VOID
+    builder: Any,
+    name: str,
+    write: Callable[..., Value | None],
+    *args: Value | tuple[Value, ...],
+    result: Kind = _VOID,
 ) -> Value:
-    """Calls a function of its own, filled by write(builder, *args): LLVM moves nothing of it before the call."""
-    kind = ir.FunctionType(result, [x.type for x in args])
+    """Calls a function of its own, filled by write(builder, *args): LLVM moves nothing of it before the call.
+
+    An argument may be a NamedTuple of values; ``write`` gets it as one.
+    """
+    values = [x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,))]
+    kind = ir.FunctionType(result, [x.type for x in values])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     if function.is_declaration:
         function.linkage = "internal"
         function.attributes.add("noinline")
         inside = ir.IRBuilder(function.append_basic_block("entry"))
-        returned = write(inside, *function.args)
+        given = iter(function.args)
+        own = [type(arg)(*(next(given) for _ in arg)) if isinstance(arg, tuple) else next(given) for arg in args]
+        returned = write(inside, *own)
         inside.ret_void() if result == _VOID else inside.ret(returned)
-    return builder.call(function, args)
+    return builder.call(function, values)
 
 
 def _pointer(builder: Any, kind: Kind, address: Value, offset: int) -> Value:

@@ -1,4 +1,16 @@
-"""Values in 1 to 4 bits, four tokens side by side, summed with 8-bit weights in integer dot products."""
+"""Values in 1 to 4 bits, four tokens side by side, summed with 8-bit weights in integer dot products.
+
+    row       a query's probabilities p, and its sums (head_dim,); rows share what is unpacked of codes
+    block     BLOCK tokens; their codes are 2 * bits lines
+    line      head_dim words of 32 bits, one for each channel: a byte for each token of a quad. A part's line i has
+              quad i in its bytes' lowest bits, quad i + 2 * part in the next ones, and so on
+    quad      four tokens, one behind the other
+    part      bits of a code that are stored together, a divisor of 8 (`PARTS`)
+    column    as many channels as a vector has lanes
+
+The sums of whole blocks and columns are made by `value_blocks` or `arm_values`; what is no whole block is copied
+to scratch first, and channels behind the last whole column follow one by one.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -7,34 +19,28 @@ import numpy as np
 from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu import arm, arm_values, block_weights, dot, emit
-from edgekv.kernels.cpu.block_weights import MORE, ROWS, copy_floats, copy_halves
+from edgekv.kernels.cpu import arm, arm_values, emit, value_blocks
+from edgekv.kernels.cpu.block_weights import ROWS, TokensAt, copy_floats, copy_halves
 from edgekv.kernels.cpu.jit import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
 from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.simd import LANES
+from edgekv.kernels.cpu.value_blocks import ChannelsAt
 from edgekv.types import F32
 
-ROW_COUNTS = 1, 2, 4
-# By rows, blocks whose weights are rounded before they are used, and rows of which this is done at once: four
-# rounded together share their ways across lanes, where registers hold them.
-TOGETHER = {1: 4, 2: 2, 4: 1} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
-ROUNDED = {1: 1, 2: 2, 4: 4} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
-TOGETHER_1, TOGETHER_2 = TOGETHER[1], TOGETHER[2]
-BY_LANES = arm.IS_ARM and arm.has_dot()  # `arm_values` adds whole blocks
-# In a loop's scratch: weights in bytes, by row and block; their sizes, and MORE bytes behind these their shifts;
-# copies of scales and of weights of what is no whole block.
-WEIGHTS_AT, ROW_BYTES, SIZES_AT, PART_AT = 0, BLOCK, ROWS * BLOCK, ROWS * BLOCK + 2 * MORE
-if BY_LANES:
-    WEIGHTS_AT, ROW_BYTES, SIZES_AT, PART_AT = arm_values.WEIGHTS_AT, arm_values.ROW_BYTES, 0, arm_values.SCRATCH
-ROWS_AT = PART_AT + 2 * BLOCK
-SCRATCH = ROWS_AT + 4 * ROWS * BLOCK
-BLOCKS_AHEAD = 4
-# By rows, vectors of channels at a time: as many sums as hide a product's latency, and fit the registers.
-COLUMNS = {1: (2, 1) if arm.IS_ARM else (4, 1), 2: (2, 1), 4: (1,) if arm.IS_ARM or emit.FEW_REGISTERS else (2, 1)}
-# Bits of a code, in parts that divide a byte: (bits, rows of the store before it).
+ROW_COUNTS = 1, 2, 4  # rows that are added together: fours while there are, then a pair, then one
+# Bits of a code, in parts that divide a byte: (bits, lines of the block before them).
 PARTS = {1: ((1, 0),), 2: ((2, 0),), 3: ((2, 0), (1, 4)), 4: ((4, 0),)}
+SUMS: Any = arm_values if arm.IS_ARM and arm.has_dot() else value_blocks
+# What compiled code takes of it: where rounded weights and steps are in scratch, and by rows how many blocks lie
+# between those of a row and of the next one.
+WEIGHTS_AT, WEIGHTS_BYTES, STEPS_AT = SUMS.WEIGHTS_AT, SUMS.WEIGHTS_BYTES, SUMS.STEPS_AT
+BLOCKS_OF_1_ROW, BLOCKS_OF_2_ROWS, BLOCKS_OF_4_ROWS = (SUMS.BLOCKS_TOGETHER[n] for n in ROW_COUNTS)
+# Behind that in scratch: copies of scales, float16, and of p, float32, of what is no whole block.
+SCALES_AT = SUMS.SCRATCH
+P_AT = SCALES_AT + 2 * BLOCK
+SCRATCH = P_AT + 4 * ROWS * BLOCK
 
 
 class ValueNumbers(NamedTuple):
@@ -67,26 +73,22 @@ def _add_blocks(
     codes: Any,
     head_dim: Any,
     out: Any,
-    whole: Any,
+    scratch: Any,
 ) -> Any:
-    """out (rows, head_dim) += p * scale times (codes - their middle) of n_blocks blocks, rows in ROW_COUNTS.
-
-    Channels behind the last whole vector are left out. In whole remains what `round_blocks` put there last.
-    """
+    """`value_blocks.emit_add_blocks` for bits of `PARTS` and rows of ROW_COUNTS, or that of `arm_values`."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        bits, rows, *rest = args
+        bits, rows, p, gap, scale, n_blocks, codes, head_dim, out, scratch = args
+        tokens, channels = TokensAt(p, gap, scale, n_blocks), ChannelsAt(codes, head_dim, out)
         end = b.append_basic_block("end")
         cases = b.switch(b.add(b.mul(bits, emit.I64(8)), rows), end)
-        for n_bits in PARTS:
+        for n_bits, parts in PARTS.items():
             for n_rows in ROW_COUNTS:
                 case = b.append_basic_block("case")
                 cases.add_case(emit.I64(8 * n_bits + n_rows), case)
                 b.position_at_end(case)
-                write = functools.partial(_write_blocks, n_bits, n_rows)
-                if BY_LANES:
-                    write = functools.partial(arm_values.add_blocks, PARTS[n_bits], n_rows)
-                emit.call_own(b, f"add_blocks_{n_bits}_{n_rows}", write, *rest)
+                write = functools.partial(SUMS.emit_add_blocks, parts, n_rows)
+                emit.call_own(b, f"add_blocks_{n_bits}_{n_rows}", write, tokens, channels, scratch)
                 b.branch(end)
         b.position_at_end(end)
         return context.get_dummy_value()
@@ -94,145 +96,38 @@ def _add_blocks(
     return types.none(*[types.intp] * 10), build
 
 
-def _write_blocks(
-    bits: int,
-    n_rows: int,
-    b: Any,
-    p: Any,
-    gap: Any,
-    scale: Any,
-    n_blocks: Any,
-    codes: Any,
-    head_dim: Any,
-    out: Any,
-    whole: Any,
-) -> None:
-    together, middle = TOGETHER[n_rows], emit.F32(((1 << bits) - 1) / 2)
-    block_bytes = b.mul(head_dim, emit.I64(8 * bits))
-    with emit.loop(b, emit.I64(0), b.add(n_blocks, emit.I64(together - 1)), together) as few:
-        left = b.sub(n_blocks, few.i)
-        here = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
-        first = b.add(p, b.mul(few.i, emit.I64(4 * BLOCK))), b.add(scale, b.mul(few.i, emit.I64(2 * BLOCK)))
-        for row in range(0, n_rows, ROUNDED[n_rows]):
-            own = b.add(first[0], b.mul(gap, emit.I64(4 * row)))
-            rows = ROUNDED[n_rows]
-            write = functools.partial(block_weights.round_blocks, rows, together)
-            target = b.add(whole, emit.I64(row * BLOCK)), b.add(whole, emit.I64(SIZES_AT + 4 * row))
-            emit.call_own(b, f"round_weights_{rows}", write, own, gap, first[1], here, middle, *target)
-        with emit.loop(b, emit.I64(0), here, 1) as block:
-            weights = b.add(whole, b.mul(block.i, emit.I64(BLOCK)))
-            sizes = b.add(whole, b.add(emit.I64(SIZES_AT), b.mul(block.i, emit.I64(4))))
-            place = b.add(codes, b.mul(b.add(few.i, block.i), block_bytes))
-            write = functools.partial(_add_columns, bits, n_rows)
-            emit.call_own(b, f"add_columns_{bits}_{n_rows}", write, weights, sizes, place, head_dim, out)
-
-
-def _add_columns(
-    bits: int, n_rows: int, b: Any, whole: Any, sizes: Any, codes: Any, head_dim: Any, out: Any
-) -> None:
-    """out (rows, head_dim) += size * (weights times the block's codes) + shift."""
-    words = [_load_words(b, b.add(whole, emit.I64(r * TOGETHER[n_rows] * BLOCK))) for r in range(n_rows)]
-    each = [
-        [emit.splat(b, emit.load(b, emit.F32, sizes, 4 * r * TOGETHER[n_rows] + i), LANES) for i in (0, MORE)]
-        for r in range(n_rows)
-    ]
-    row_bytes, done = b.mul(head_dim, emit.I64(4)), emit.I64(0)
-    block_bytes = b.mul(row_bytes, emit.I64(2 * bits * BLOCKS_AHEAD))
-    for n_columns in COLUMNS[n_rows]:
-        with emit.loop(b, done, head_dim, n_columns * LANES) as turn:
-            d = turn.i
-            start = b.add(codes, b.mul(d, emit.I64(4)))
-            sums = _sums(b, bits, start, row_bytes, block_bytes, n_rows, n_columns, words)
-            for r in range(n_rows):
-                size, shift = each[r]
-                target = b.add(out, b.mul(b.add(b.mul(head_dim, emit.I64(r)), d), emit.I64(4)))
-                for c in range(n_columns):
-                    kind = emit.vector(emit.F32, LANES)
-                    so_far = b.fadd(emit.load(b, kind, target, 4 * LANES * c), shift)
-                    so_far = emit.multiply_add(b, b.sitofp(sums[r][c], kind), size, so_far)
-                    emit.store(b, so_far, target, 4 * LANES * c)
-        if n_columns > 1:
-            done = b.sub(head_dim, b.srem(head_dim, emit.I64(n_columns * LANES)))
-
-
-def _load_words(b: Any, whole: Any) -> Any:
-    """quad -> its four weights in every lane."""
-    if arm.IS_ARM:  # products take a lane of a register
-        four = emit.vector(emit.I32, 4)
-        registers = [emit.load(b, four, whole, 16 * j) for j in range(BLOCK // 16)]
-        return lambda quad: emit.lanes(b, registers[quad // 4], [quad % 4] * LANES)
-    return lambda quad: emit.splat(b, emit.load(b, emit.I32, whole, 4 * quad), LANES)
-
-
-def _sums(
-    b: Any, bits: int, start: Any, row_bytes: Any, ahead: Any, n_rows: int, n_columns: int, words: Any
-) -> Any:
-    """sums[r][c] of the weights of row r times the codes of column c."""
-    zero = emit.constant(dot.INTS, 0)
-    low = [[zero] * n_columns for _ in range(n_rows)]
-    high = [[zero] * n_columns for _ in range(n_rows)]  # of codes that stay where they lie, times 2 ** part
-    for part, first in PARTS[bits]:
-        if first:
-            low = [[b.shl(x, emit.constant(dot.INTS, 1)) for x in row] for row in low]
-        two = part < 4 and not (arm.IS_ARM and n_rows == 4)
-        for q in range(2 * part):
-            address = b.add(start, b.mul(row_bytes, emit.I64(first + q)))
-            emit.prefetch(b, b.add(address, ahead), 4 * LANES * n_columns)
-            packed = [emit.load(b, dot.INTS, address, 4 * LANES * c) for c in range(n_columns)]
-            for field in range(8 // part):
-                above = part if two and field % 2 else 0
-                shift, mask = field * part - above, ((1 << part) - 1 << above) * 0x01010101
-                codes = [
-                    b.and_(
-                        b.lshr(x, emit.constant(dot.INTS, shift)) if shift else x, emit.constant(dot.INTS, mask)
-                    )
-                    for x in packed
-                ]
-                sums = high if above else low
-                for r in range(n_rows):
-                    word = words[r](q + field * 2 * part)
-                    sums[r] = [dot.products(b, word, code, x) for code, x in zip(codes, sums[r], strict=True)]
-    if high[0][0] is zero:
-        return low
-    places = PARTS[bits][-1][0] if len(PARTS[bits]) == 1 else 1
-    return [
-        [b.add(x, b.lshr(y, emit.constant(dot.INTS, places))) for x, y in zip(*pair, strict=True)]
-        for pair in zip(low, high, strict=True)
-    ]
-
-
 @add_loop
 def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     x = numbers(store)
-    bits, head_dim, first = get(numbers(get(x, AT.bits)), g), get(x, AT.head_dim), get(x, AT.scale)
-    first += 2 * g * get(x, AT.capacity)
-    whole_only, done = head_dim % LANES == 0, 0
+    bits, head_dim, scales = get(numbers(get(x, AT.bits)), g), get(x, AT.head_dim), get(x, AT.scale)
+    scales += 2 * g * get(x, AT.capacity)
+    has_whole_columns, done = head_dim % LANES == 0, 0
     while done < n:
         i = (t + done) % BLOCK
-        few, row, row_gap, scale = min(BLOCK - i, n - done), p + 4 * done, gap, first + 2 * (t + done - i)
-        if few < BLOCK:
-            copy_halves(scale + 2 * i, i, few, scratch + PART_AT)
-            scale = scratch + PART_AT
-        elif whole_only:
-            few = (n - done) // BLOCK * BLOCK
+        n_tokens, p_at, p_gap, scale = min(BLOCK - i, n - done), p + 4 * done, gap, scales + 2 * (t + done - i)
+        if n_tokens < BLOCK:
+            copy_halves(scale + 2 * i, i, n_tokens, scratch + SCALES_AT)
+            scale = scratch + SCALES_AT
+        elif has_whole_columns:  # all whole blocks at once; else the last rounded weights are needed of each
+            n_tokens = (n - done) // BLOCK * BLOCK
         plane = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + (t + done) // BLOCK * bits
         codes, m = get(x, AT.codes) + 8 * head_dim * plane, 0
         while m < rows:
-            together = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
-            own, target = row + 4 * gap * m, out + 4 * m * head_dim
-            if few < BLOCK:
-                for r in range(together):
-                    copy_floats(own + 4 * gap * r, i, few, scratch + ROWS_AT + 4 * BLOCK * r)
-                own, row_gap = scratch + ROWS_AT, BLOCK
-            n_blocks = max(few // BLOCK, 1)
-            _add_blocks(bits, together, own, row_gap, scale, n_blocks, codes, head_dim, target, scratch)
+            n_rows = 4 if rows - m >= 4 else 2 if rows - m >= 2 else 1
+            row_p, target = p_at + 4 * gap * m, out + 4 * m * head_dim
+            if n_tokens < BLOCK:
+                for r in range(n_rows):
+                    copy_floats(row_p + 4 * gap * r, i, n_tokens, scratch + P_AT + 4 * BLOCK * r)
+                row_p, p_gap = scratch + P_AT, BLOCK
+            n_blocks = max(n_tokens // BLOCK, 1)
+            _add_blocks(bits, n_rows, row_p, p_gap, scale, n_blocks, codes, head_dim, target, scratch)
             for d in range(head_dim // LANES * LANES, head_dim):
-                for r in range(together):
+                for r in range(n_rows):
                     _add_channel(
-                        bits, scratch, r, together, codes + 4 * d, head_dim, floats(target), r * head_dim + d
+                        bits, scratch, r, n_rows, codes + 4 * d, head_dim, floats(target), r * head_dim + d
                     )
-            m += together
-        done += few
+            m += n_rows
+        done += n_tokens
 
 
 @finish_loop
@@ -265,18 +160,18 @@ LOOPS = {
 def _add_channel(
     bits: int, scratch: int, r: int, rows: int, codes: int, head_dim: int, out: F32, target: int
 ) -> None:
-    """`_add_columns` for one channel of row r of `rows`, of any head_dim."""
-    place = r * (TOGETHER_1 if rows == 1 else TOGETHER_2 if rows == 2 else 1)
-    packed, sizes = chars(codes), floats(scratch + SIZES_AT + 4 * place)
-    whole = chars(scratch + WEIGHTS_AT + place * ROW_BYTES)
+    """out[target] += row r of ``rows`` times a channel of the block rounded last; codes: that channel's words."""
+    place = r * (BLOCKS_OF_1_ROW if rows == 1 else BLOCKS_OF_2_ROWS if rows == 2 else BLOCKS_OF_4_ROWS)
+    packed, steps = chars(codes), floats(scratch + STEPS_AT + 4 * place)
+    weights = chars(scratch + WEIGHTS_AT + place * WEIGHTS_BYTES)
     part, worth = (2, 2) if bits == 3 else (bits, 1)
-    row = total = 0
-    while row < 2 * bits:
-        for q in range(2 * part):
+    first_line = total = 0
+    while first_line < 2 * bits:
+        for line in range(2 * part):
             for i in range(4):
-                byte = np.int64(get(packed, (row + q) * 4 * head_dim + i))
+                byte = np.int64(get(packed, (first_line + line) * 4 * head_dim + i))
                 for field in range(8 // part):
-                    weight = np.int64(get(whole, 4 * (q + field * 2 * part) + i))
+                    weight = np.int64(get(weights, 4 * (line + field * 2 * part) + i))
                     total += worth * weight * (byte >> field * part & (1 << part) - 1)
-        row, part, worth = row + 2 * part, 1, 1
-    put(out, target, get(out, target) + get(sizes, 0) * np.float32(total) + get(sizes, ROWS))
+        first_line, part, worth = first_line + 2 * part, 1, 1
+    put(out, target, get(out, target) + get(steps, 0) * np.float32(total) + get(steps, ROWS))

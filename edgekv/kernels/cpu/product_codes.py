@@ -1,4 +1,7 @@
-"""Vectors of weight codes: loaded, unpacked, turned and multiplied with bytes, as this processor can."""
+"""Vectors of weight codes: loaded, unpacked, turned and multiplied with bytes, as this processor can.
+
+A vector is LANES words of 32 bits, each with four bytes: codes of 8 bits, or two of 4 bits to a byte.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -8,24 +11,25 @@ from llvmlite import ir
 
 from edgekv.kernels.cpu import arm, byte_products, emit
 from edgekv.kernels.cpu.byte_products import signed_products
+from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.jit import CPU_FEATURES
-from edgekv.kernels.cpu.product_rows import E2M1, Layout
+from edgekv.kernels.cpu.product_rows import E2M1, CodeLayout
 from edgekv.kernels.cpu.simd import LANES
 
 INTS = emit.vector(emit.I32, LANES)
-LOW = 0x0F0F0F0F
+LOW = 0x0F0F0F0F  # the lower four bits of every byte
 SIGN = -0x7F7F7F80  # 0x80 in every byte
-# Where pairs of products are summed in 16 bits, codes of 8 bits would overflow: they are multiplied as 4 and 4.
-SHUFFLES = {  # within 16 bytes, by the bytes of a vector; "": one by one
+SHUFFLES = {  # the instruction that looks bytes up within 16, by the bytes of a vector; "": one by one
     64: "llvm.x86.avx512.pshuf.b.512" if "+avx512bw" in CPU_FEATURES else "",
     32: "llvm.x86.avx2.pshuf.b" if "+avx2" in CPU_FEATURES else "",
     16: "llvm.aarch64.neon.tbl1.v16i8",
 }
+# Where pairs of products are summed in 16 bits, codes of 8 bits would overflow: they are multiplied as 4 and 4.
 IN_HALVES = byte_products.in_pairs
 
 
-def load_some(b: Any, kind: Any, place: Any, offset: int, n: Any, each: int) -> Any:
-    """A vector; with n not None its first n * each lanes, the others 0 and not read."""
+def load_some(b: Any, kind: Any, place: Value, offset: int, n: Value | None, each: int) -> Value:
+    """A vector, ``offset`` bytes behind a place; with n its first n * each lanes, the others 0 and not read."""
     if n is None:
         return emit.load(b, kind, place, offset)
     numbers = emit.vector(emit.I32, kind.count)
@@ -37,22 +41,22 @@ def load_some(b: Any, kind: Any, place: Any, offset: int, n: Any, each: int) -> 
     return emit.call(b, name, kind, pointer, emit.I32(1), mask, emit.constant(kind, 0))
 
 
-def unpack(b: Any, layout: Layout, word: Any) -> list[Any]:
-    """Codes of 4 bits: a vector of the low ones, one of the high ones; of 8 bits as `add_products` takes them."""
+def unpack(b: Any, layout: CodeLayout, packed: Value) -> list[Value]:
+    """Codes, a byte each, as `add_products` takes them: of 4 bits a vector of low ones, and one of high ones."""
     if layout.bits == 8:
-        return [b.xor(word, emit.constant(INTS, SIGN)) if arm.IS_ARM else word]
-    nibbles = [b.and_(word, emit.constant(INTS, LOW)), high(b, word)]
+        return [b.xor(packed, emit.constant(INTS, SIGN)) if arm.IS_ARM else packed]
+    nibbles = [b.and_(packed, emit.constant(INTS, LOW)), high(b, packed)]
     return [look_up(b, E2M1, each) for each in nibbles] if layout.e2m1 else nibbles
 
 
-def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
+def look_up(b: Any, table: Sequence[int], nibbles: Value) -> Value:
     """table[nibble] for each byte."""
     if arm.IS_ARM:
         return arm.by_register(b, functools.partial(_shuffle, b, table), nibbles)
     return _shuffle(b, table, nibbles)
 
 
-def _shuffle(b: Any, table: Sequence[int], nibbles: Any) -> Any:
+def _shuffle(b: Any, table: Sequence[int], nibbles: Value) -> Value:
     n = 4 * nibbles.type.count
     kind = emit.vector(emit.I8, n)
     entries, index = ir.Constant(kind, list(table) * (n // 16)), b.bitcast(nibbles, kind)
@@ -65,13 +69,13 @@ def _shuffle(b: Any, table: Sequence[int], nibbles: Any) -> Any:
     return b.bitcast(result, nibbles.type)
 
 
-def high(b: Any, word: Any) -> Any:
+def high(b: Any, packed: Value) -> Value:
     """The upper four bits of every byte."""
-    return b.and_(b.lshr(word, emit.constant(INTS, 4)), emit.constant(INTS, LOW))
+    return b.and_(b.lshr(packed, emit.constant(INTS, 4)), emit.constant(INTS, LOW))
 
 
-def add_products(b: Any, bits: int, codes: Any, x: Any, so_far: Any) -> Any:
-    """so_far + the products of `unpack`'s codes with signed bytes, four to a lane."""
+def add_products(b: Any, bits: int, codes: Value, x: Value, so_far: Value) -> Value:
+    """so_far (LANES int32) + the products of `unpack`'s codes with signed bytes x, four to a lane."""
     if bits == 4 or not IN_HALVES:
         return signed_products(b, codes, x, so_far)
     upper = signed_products(b, high(b, codes), x, emit.constant(INTS, 0))
@@ -79,7 +83,7 @@ def add_products(b: Any, bits: int, codes: Any, x: Any, so_far: Any) -> Any:
     return b.add(so_far, b.shl(upper, emit.constant(INTS, 4)))
 
 
-def transposed(b: Any, rows: Sequence[Any]) -> list[Any]:
+def transposed(b: Any, rows: Sequence[Value]) -> list[Value]:
     """Vector i of the result holds lane i of each of as many vectors as they have lanes."""
     n, rows = len(rows), list(rows)
     half = n // 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from edgekv.kernels.cpu.loops import address_of
-from edgekv.kernels.cpu.product_rows import Layout
+from edgekv.kernels.cpu.product_rows import CodeLayout
 from edgekv.kernels.cpu.product_shifts import SHIFT
 from edgekv.types import F32, U8
 
 
-class WeightsAt(NamedTuple):
-    """The last fields of a `Product`."""
+class WeightNumbers(NamedTuple):
+    """The last fields of a `Product`, which says what they are."""
 
     blocks: int
     gap: int
@@ -22,33 +22,36 @@ class WeightsAt(NamedTuple):
     zeros: int
     shift: int
 
-    def from_row(self, row: int) -> WeightsAt:
-        """The same without the rows before one."""
-        floats = 4 * row * self.blocks
+    def from_output(self, output: int) -> WeightNumbers:
+        """The same without the outputs before one."""
+        floats = 4 * output * self.blocks
         return self._replace(
-            codes=self.codes + row * self.row_bytes,
+            codes=self.codes + output * self.row_bytes,
             scales=self.scales + floats,
             offsets=self.offsets and self.offsets + floats,
-            zeros=self.zeros and self.zeros + row * ((self.blocks + 1) // 2),
+            zeros=self.zeros and self.zeros + output * ((self.blocks + 1) // 2),
         )
 
 
-class Weights(NamedTuple):
-    """Weights (rows, columns): codes, scales, and maybe offsets or zeros, as `edgekv.linear.quantize` has them."""
+class PackedWeights(NamedTuple):
+    """Weights (outputs, columns) in blocks of a format, as `edgekv.linear.quantize` packs them.
 
-    codes: U8
-    scales: F32
-    layout: Layout
-    offsets: F32 | None = None
-    zeros: U8 | None = None
+    What is left of the last block of an output is padding. At most one of offsets and zeros is there.
+    """
 
-    def at(self) -> WeightsAt:
+    codes: U8  # (outputs, blocks, layout.block_bytes)
+    scales: F32  # (outputs, blocks)
+    layout: CodeLayout
+    offsets: F32 | None = None  # (outputs, blocks)
+    zeros: U8 | None = None  # (outputs, (blocks + 1) // 2), two zero points to a byte
+
+    def at(self) -> WeightNumbers:
         """They must stay alive. Raises ValueError for offsets or zeros that products in the format do not know."""
         layout, blocks = self.layout, self.scales.shape[1]
         shifts = self.offsets is not None or self.zeros is not None
         if shifts and not layout.can_shift:
             raise ValueError(f"weights in {layout} with zero points or offsets; accepted: whole numbers of 4 bits")
-        return WeightsAt(
+        return WeightNumbers(
             blocks,
             layout.gap(blocks),
             address_of(self.codes),

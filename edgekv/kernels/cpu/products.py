@@ -1,8 +1,8 @@
 """Rows of activations times weights of 4 or 8 bits, which are read as the weight store has them.
 
-Products of bytes are summed in int32 for a block, or as many blocks as a vector holds, and times both scales in
+Words are those of `product_rows`. Products of bytes are summed in int32 for a unit, and times both scales in
 float32. A few rows take the same steps as one: a token's logits do not depend on which others are computed with
-it. Many rows go through panels (`product_panels`).
+it. They go through tiles of OUTPUTS outputs, many rows through panels (`product_panels`).
 """
 
 import functools
@@ -15,6 +15,7 @@ from numba import types
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import emit, launch
+from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.jit import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import address_of, aligned_size, scratch_memory
 from edgekv.kernels.cpu.product_codes import INTS, add_products, load_some, unpack
@@ -23,35 +24,38 @@ from edgekv.kernels.cpu.product_rows import (
     OUTPUTS,
     PRODUCTS,
     VECTOR,
-    Layout,
+    CodeLayout,
+    OutputsAt,
     Product,
+    RowsAt,
     call_shift,
     fields,
     layout_of,
-    prepare_rows,
     product_at,
+    row_groups,
 )
-from edgekv.kernels.cpu.product_weights import Weights
+from edgekv.kernels.cpu.product_weights import PackedWeights
+from edgekv.kernels.cpu.quantized_rows import prepare_rows
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.types import F32, U8
 
 FLOATS = emit.vector(emit.F32, LANES)
 AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
 TILES_AHEAD = 2  # whose scales are fetched
-UNITS = 4  # at a time of weights that one row of activations reads: less between memory's loads than one by one
-ROW_COUNTS = 4, 2, 1  # rows of activations at a time
-FEW_ROWS = 8
+UNITS = 4  # of an output in one pass, where a single row reads it: less lies between loads than one by one
+TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there are, then a pair, then one
+FEW_ROWS = 8  # more go through panels
 
 
-def multiply(x: F32, codes: U8, scales: F32, layout: Layout, n_threads: int | None = None) -> F32:
+def multiply(x: F32, codes: U8, scales: F32, layout: CodeLayout, n_threads: int | None = None) -> F32:
     """One product with weights that stay nowhere: see `PackedProduct`."""
-    return PackedProduct(Weights(codes, scales, layout))(x, n_threads)
+    return PackedProduct(PackedWeights(codes, scales, layout))(x, n_threads)
 
 
 class PackedProduct:
     """Products with the same weights (rows, columns), whose addresses are taken once; rows at least OUTPUTS."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PackedWeights) -> None:
         """Raises ValueError for fewer rows."""
         self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
         self._rows, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
@@ -83,13 +87,13 @@ class PackedProduct:
         return y
 
 
-def tiles_of(n: int, rows: int) -> tuple[bool, int]:
-    """Whether n rows of activations go through panels of so many rows of weights, and the tiles to share out.
+def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
+    """Whether n rows go through panels, and how many panels or tiles of the outputs there are to share out.
 
-    The last whole tile has the rows behind it, too: an output belongs to one.
+    The last whole one has the outputs behind it, too: an output belongs to one.
     """
-    is_panel = n > FEW_ROWS and rows >= PANEL
-    return is_panel, rows // (PANEL if is_panel else OUTPUTS)
+    is_panel = n > FEW_ROWS and n_outputs >= PANEL
+    return is_panel, n_outputs // (PANEL if is_panel else OUTPUTS)
 
 
 def run(
@@ -112,7 +116,7 @@ def _run(stage: launch.Stage, n_items: int, numbers: npt.NDArray[np.int64], n_th
         stage.run_parallel(n_items, numbers, n_threads)
 
 
-def warm_up(layout: Layout) -> None:
+def warm_up(layout: CodeLayout) -> None:
     """Compiles what `multiply` calls for a format."""
     codes = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8)
     multiply(np.zeros((1, layout.block), np.float32), codes, np.zeros((OUTPUTS, 1), np.float32), layout)
@@ -120,8 +124,8 @@ def warm_up(layout: Layout) -> None:
 
 
 @functools.cache
-def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
-    """What prepares rows of activations, and what multiplies tiles of weights with them."""
+def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
+    """What prepares rows, and what multiplies tiles or panels of outputs with them."""
     product = PRODUCTS[layout]
 
     def prepare(first: int, last: int, part: int, numbers: int) -> None:
@@ -135,80 +139,75 @@ def stages(layout: Layout) -> tuple[launch.Stage, launch.Stage]:
 
 @fast_jit
 def multiply_tiles(first: int, last: int, part: int, p: Product, place: int) -> None:
-    """Tiles first..last of the outputs of the product whose numbers are at a place, with the part's scratch."""
+    """Tiles or panels first..last of the product whose numbers are at a place, with the part's scratch."""
     if p.is_panel:
         multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place)
         return
-    if first < last == p.rows // OUTPUTS:
-        last = (p.rows + OUTPUTS - 1) // OUTPUTS
+    if first < last == p.outputs // OUTPUTS:
+        last = (p.outputs + OUTPUTS - 1) // OUTPUTS
     for tile in range(first, last):
-        row = min(tile * OUTPUTS, p.rows - OUTPUTS)
-        _multiply_tile(p, p.codes + row * p.row_bytes, p.scales + 4 * row * p.blocks, p.y + 4 * row)
+        output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
+        _multiply_tile(p, p.codes + output * p.row_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
         if p.shift:
-            call_shift(p.shift, row, 0, 0, 0, place)
+            call_shift(p.shift, output, 0, 0, 0, place)
 
 
 @intrinsic
 def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) -> Any:
-    """y[m, r] of all rows m of activations and OUTPUTS rows r of weights."""
+    """y[m, o] of all rows m and OUTPUTS outputs o, from the tile's codes and scales on."""
 
     def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
         p, codes, scales, y = args
-        x, n, gap, row_bytes, blocks, rows = fields(b, p, "records", "n", "gap", "row_bytes", "blocks", "rows")
-        y_gap, done = b.mul(rows, emit.I64(4)), emit.I64(0)
-        for together in ROW_COUNTS:
-            with emit.loop(b, done, n, together) as turn:
-                own, target = b.add(x, b.mul(turn.i, gap)), b.add(y, b.mul(turn.i, y_gap))
-                write = functools.partial(_emit_tile, layout_of(product), together)
-                name = f"multiply_rows_{together}"
-                emit.call_own(b, name, write, own, gap, codes, row_bytes, scales, blocks, target, y_gap)
-            done = turn.i
+        x, n, gap, row_bytes, blocks, n_outputs = fields(
+            b, p, "records", "n", "gap", "row_bytes", "blocks", "outputs"
+        )
+        outputs = OutputsAt(codes, row_bytes, scales, blocks)
+        results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
+        for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, gap), results):
+            write = functools.partial(_emit_tile_products, layout_of(product), count)
+            emit.call_own(b, f"multiply_rows_{count}", write, rows, outputs, to)
         return context.get_dummy_value()
 
     return types.none(product, *[types.intp] * 3), build
 
 
-def _emit_tile(
-    layout: Layout,
-    n: int,
-    b: Any,
-    x: Any,
-    gap: Any,
-    codes: Any,
-    row_bytes: Any,
-    scales: Any,
-    blocks: Any,
-    y: Any,
-    y_gap: Any,
-) -> None:
-    scale_bytes = b.mul(blocks, emit.I64(4))
+def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
+    """y (n, OUTPUTS) = n rows times a tile."""
+    scale_bytes = b.mul(outputs.blocks, emit.I64(4))  # of an output
     with emit.loop(b, emit.I64(0), b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
         ahead = b.add(turn.i, b.mul(scale_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
-        emit.prefetch(b, b.add(scales, ahead), emit.LINE, locality=2)
+        emit.prefetch(b, b.add(outputs.scales, ahead), emit.LINE, locality=2)
     if n == 1:  # waits for memory, which is fastest in order
-        sums, write = [], functools.partial(_emit_row, layout)
-        for r in map(emit.I64, range(OUTPUTS)):
-            own = b.add(codes, b.mul(row_bytes, r)), b.add(scales, b.mul(scale_bytes, r))
-            sums.append(emit.call_own(b, "multiply_row", write, x, *own, blocks, result=FLOATS))
-    else:  # share what is loaded of activations
-        unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, gap, codes, row_bytes, scales, blocks)
-        sums = _emit_sums(layout, n * OUTPUTS, 1, b, blocks, unit)
+        sums, write = [], functools.partial(_emit_row_product, layout)
+        for o in map(emit.I64, range(OUTPUTS)):
+            codes = b.add(outputs.codes, b.mul(outputs.row_bytes, o))
+            scales = b.add(outputs.scales, b.mul(scale_bytes, o))
+            sums.append(
+                emit.call_own(b, "multiply_row", write, x.first, codes, scales, outputs.blocks, result=FLOATS)
+            )
+    else:  # share what is loaded of rows
+        unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
+        sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
     for m in range(n):
         totals = emit.totals(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
-        emit.store(b, totals, b.add(y, b.mul(y_gap, emit.I64(m))))
+        emit.store(b, totals, y.row(b, m))
 
 
-def _emit_row(layout: Layout, b: Any, x: Any, codes: Any, scales: Any, blocks: Any) -> Any:
-    """The sum of one row of activations times one of weights, to be added up."""
+def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales: Value, blocks: Value) -> Value:
+    """One row times one output: LANES float32, to be added up."""
     zero = emit.I64(0)
-    unit = functools.partial(_emit_unit, layout, 1, 1, b, x, zero, codes, zero, scales, blocks)
+    x_row, output = RowsAt(x, zero), OutputsAt(codes, zero, scales, blocks)
+    unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
     return _emit_sums(layout, 1, UNITS, b, blocks, unit)[0]
 
 
 def _emit_sums(
-    layout: Layout, n: int, units: int, b: Any, blocks: Any, unit: Callable[..., list[Any]]
-) -> list[Any]:
-    """n sums over all blocks, so many units at a time while there are."""
+    layout: CodeLayout, n: int, units: int, b: Any, blocks: Value, unit: Callable[..., list[Value]]
+) -> list[Value]:
+    """n sums of LANES float32 over all blocks, so many units at a time while there are.
+
+    unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` has it.
+    """
     first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
     for at_a_time in sorted({units, 1}, reverse=True):
         with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as turn:
@@ -216,55 +215,51 @@ def _emit_sums(
             for i in range(at_a_time):
                 turn.following = unit(b.add(turn.i, emit.I64(i * layout.blocks)), turn.following, None)
         first, sums = turn.i, turn.values
-    if layout.blocks > 1:  # what is no whole vector
-        some = b.add(blocks, emit.I64(layout.blocks - 1))
-        with emit.loop(b, first, some, layout.blocks, sums) as last:
+    if layout.blocks > 1:  # what is no whole unit
+        end = b.add(blocks, emit.I64(layout.blocks - 1))
+        with emit.loop(b, first, end, layout.blocks, sums) as last:
             last.following = unit(last.i, last.values, b.sub(blocks, last.i))
         sums = last.values
     return sums
 
 
 def _emit_unit(
-    layout: Layout,
+    layout: CodeLayout,
     n: int,
-    outputs: int,
+    n_outputs: int,
     b: Any,
-    x: Any,
-    gap: Any,
-    codes: Any,
-    row_bytes: Any,
-    scales: Any,
-    blocks: Any,
-    block: Any,
-    sums: Any,
-    n_blocks: Any,
-) -> list[Any]:
-    """The n * outputs sums after a unit from a block on; n_blocks: how many it has, None: all."""
-    record = b.add(x, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.record)))
-    at = b.add(codes, b.mul(block, emit.I64(layout.block_bytes)))
-    words, sizes = [], []
-    for r in range(outputs):
-        start = b.add(at, b.mul(row_bytes, emit.I64(r)))
+    x: RowsAt,
+    outputs: OutputsAt,
+    block: Value,
+    sums: list[Value],
+    n_blocks: Value | None,
+) -> list[Value]:
+    """sums (n * n_outputs) after the unit that begins with a block; n_blocks: how many it has, None: all."""
+    records = RowsAt(b.add(x.first, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.record))), x.gap)
+    codes_at = b.add(outputs.codes, b.mul(block, emit.I64(layout.block_bytes)))
+    codes, scales = [], []  # of each output: the unit's, unpacked, and its blocks', in every lane of theirs
+    for o in range(n_outputs):
+        start = b.add(codes_at, b.mul(outputs.row_bytes, emit.I64(o)))
         if n_blocks is None:
             emit.prefetch(b, b.add(start, emit.I64(AHEAD)), layout.vectors * VECTOR, locality=2)
         vectors = (
             load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
         )
-        words.append([codes_of for vector in vectors for codes_of in unpack(b, layout, vector)])
-        size = b.add(scales, b.mul(b.add(block, b.mul(blocks, emit.I64(r))), emit.I64(4)))
-        few = load_some(b, emit.vector(emit.F32, layout.blocks), size, 0, n_blocks, 1)
-        sizes.append(emit.lanes(b, few, [lane * layout.blocks // LANES for lane in range(LANES)]))
+        codes.append([some for vector in vectors for some in unpack(b, layout, vector)])
+        scale_at = b.add(outputs.scales, b.mul(b.add(block, b.mul(outputs.blocks, emit.I64(o))), emit.I64(4)))
+        each = load_some(b, emit.vector(emit.F32, layout.blocks), scale_at, 0, n_blocks, 1)
+        scales.append(emit.lanes(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
     following = list(sums)
     for m in range(n):
-        own = b.add(record, b.mul(gap, emit.I64(m)))
-        elements = [emit.load(b, INTS, own, VECTOR * i) for i in range(layout.vectors * layout.parts)]
-        middle = emit.load(b, INTS, own, VECTOR * len(elements))
-        x_size = emit.load(b, FLOATS, own, VECTOR * (len(elements) + 1))
-        for r in range(outputs):
-            whole = middle
-            for codes_of, x_of in zip(words[r], elements, strict=True):
-                whole = add_products(b, layout.bits, codes_of, x_of, whole)
-            scaled = b.fmul(b.sitofp(whole, FLOATS), x_size, flags=emit.CONTRACT)
-            i = m * outputs + r
-            following[i] = emit.multiply_add(b, scaled, sizes[r], following[i])
+        record = records.row(b, m)
+        elements = [emit.load(b, INTS, record, VECTOR * i) for i in range(layout.vectors * layout.parts)]
+        record_sums = emit.load(b, INTS, record, layout.sums_at)
+        record_scales = emit.load(b, FLOATS, record, layout.scales_at)
+        for o in range(n_outputs):
+            dots = record_sums
+            for codes_of, elements_of in zip(codes[o], elements, strict=True):
+                dots = add_products(b, layout.bits, codes_of, elements_of, dots)
+            scaled = b.fmul(b.sitofp(dots, FLOATS), record_scales, flags=emit.CONTRACT)
+            i = m * n_outputs + o
+            following[i] = emit.multiply_add(b, scaled, scales[o], following[i])
     return following

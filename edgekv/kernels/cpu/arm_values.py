@@ -30,7 +30,11 @@ STORED: dict[int, dict[int, Sequence[int]]] = {
 WEIGHTS_AT, ROW_BYTES = 2 * MORE, BLOCK + 16
 MASKS_AT = BLOCKS * (WEIGHTS_AT + ROWS * ROW_BYTES)
 CODES_AT = MASKS_AT + 32
-SCRATCH = CODES_AT + 36 * 16  # those of 3 bits for two rows
+SCRATCH = CODES_AT + 16 * max(
+    COLUMNS[rows] * sum(2 * part * len(stored[part]) for part in parts)
+    for rows, stored in STORED.items()
+    for parts in ((1,), (2,), (2, 1), (4,))
+)
 
 BYTES, INTS, FLOATS = emit.vector(emit.I8, 16), emit.vector(emit.I32, 4), emit.vector(emit.F32, 4)
 TWO_23 = np.float32(2**23)

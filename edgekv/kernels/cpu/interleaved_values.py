@@ -22,7 +22,7 @@ ROW_COUNTS = 1, 2, 4
 TOGETHER = {1: 4, 2: 2, 4: 1} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
 ROUNDED = {1: 1, 2: 2, 4: 4} if emit.REGISTER == 16 else {1: 1, 2: 1, 4: 1}
 TOGETHER_1, TOGETHER_2 = TOGETHER[1], TOGETHER[2]
-BY_LANES = arm.IS_ARM and arm.has_dot()  # `arm_values` adds whole blocks
+BY_LANES = arm.IS_ARM and arm.has_dot()  # whole blocks are added by `arm_values`, which see
 # In a loop's scratch: weights in bytes, by row and block; their sizes, and MORE bytes behind these their shifts;
 # copies of scales and of weights of what is no whole block.
 WEIGHTS_AT, ROW_BYTES, SIZES_AT, PART_AT = 0, BLOCK, ROWS * BLOCK, ROWS * BLOCK + 2 * MORE
@@ -157,7 +157,7 @@ def _add_columns(
 
 def _load_words(b: Any, whole: Any) -> Any:
     """quad -> its four weights in every lane."""
-    if arm.IS_ARM:  # products take a lane of a register
+    if arm.IS_ARM:  # fewer registers than words
         four = emit.vector(emit.I32, 4)
         registers = [emit.load(b, four, whole, 16 * j) for j in range(BLOCK // 16)]
         return lambda quad: emit.lanes(b, registers[quad // 4], [quad % 4] * LANES)

@@ -13,9 +13,10 @@ from helpers import raises
 
 from edgekv import Session
 from edgekv.errors import CacheError, SessionError
+from edgekv.kernels.contract.planes import GAUSS_STEP
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.by_need import HeadNoise, evenly, factors_of, give_bits, given, head_noise, spread_of
-from edgekv.kvcache.planes import PlanesKnobs
+from edgekv.kvcache.by_need import LEFT, HeadNoise, evenly, factors_of, give_bits, given, head_noise, spread_of
+from edgekv.kvcache.planes import KEY_SCALES, PlanesKnobs
 from edgekv.session.head_bits import remembered
 
 DAMAGED = {"keys": [[1.0]]}, {"format": 0}, {"spread": [[1]]}, {"spread": []}
@@ -104,18 +105,52 @@ def test_a_stretched_key_scores_as_it_does_unstretched() -> None:
     assert errors[0] > 1.5 * errors[1] > 2 * errors[2]
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_a_code_leaves_what_the_rule_takes(bits: int) -> None:
+    """Of a Gaussian, in the best uniform levels, scaled as the codecs scale them."""
+    x = np.random.default_rng(bits).standard_normal((400, 1024))
+    half = 2 ** (bits - 1)
+    levels = np.clip(np.floor(x / GAUSS_STEP[bits]), -half, half - 1) + 0.5
+    levels *= (np.square(x).sum(axis=1) / (x * levels).sum(axis=1))[:, None]
+    for kind, scale in enumerate((KEY_SCALES[bits], 1)):
+        assert LEFT[kind, bits] == pytest.approx(np.square(x - scale * levels).mean(), rel=0.02)
+    assert (LEFT[:, 0] == 1).all()
+
+
 def test_bits_go_where_the_noise_is() -> None:
     noise = np.array([[1e-4, 1.0], [3e-2, 1e-6]])
-    assert give_bits(noise, 1).tolist() == [[1, 1], [1, 1]]
-    assert give_bits(noise, 1.25).tolist() == [[1, 2], [1, 1]]
-    assert give_bits(noise, 2.25).tolist() == [[1, 4], [3, 1]]
-    assert give_bits(noise, 4).tolist() == [[4, 4], [4, 4]]
-    assert give_bits(np.zeros((2, 2)), 1.5).sum() == 6
+
+    def bits(mean: float) -> list[list[int]]:
+        given_bits: list[list[int]] = give_bits(noise[None], LEFT[:1], int(4 * mean))[0].tolist()
+        return given_bits
+
+    assert bits(1) == [[1, 1], [1, 1]]
+    assert bits(1.25) == [[1, 2], [1, 1]]
+    assert bits(2.25) == [[1, 4], [3, 1]]
+    assert bits(4) == [[4, 4], [4, 4]]
+    assert give_bits(np.zeros((1, 2, 2)), LEFT[1:], 6).sum() == 6
+
+
+def test_equal_means_are_one_of_keys_and_values() -> None:
+    """Each bit goes to a key or a value; means that differ, or bits of different size, are kept apart."""
+    noise = HeadNoise(np.array([[1e-6, 1e-6]]), np.array([[1.0, 1.0]]), np.full((1, 2, 8), 4))
+    assert given(noise, 1.5, 1.5, [None], together=True) == ("11", "22")
+    assert given(noise, 1.5, 1.5, [None], together=False) == ("21", "21")
+    for k_bits, v_bits, head_dim, found in (
+        (1.5, 1.5, 64, ("11", "22")),
+        (1.5, 1.5, 80, ("21", "21")),
+        (2, 1.5, 64, ("22", "21")),
+        (2, 2, 128, ("11", "33")),
+    ):
+        knobs = PlanesKnobs(k_bits=k_bits, v_bits=v_bits, by_need=True).with_bits(noise, [None], head_dim)
+        assert (knobs.k_heads, knobs.v_heads) == found
 
 
 def test_sliding_layers_share_a_mean_of_their_own() -> None:
-    noise = np.array([[1.0, 1.0], [1e-9, 1e-8], [2.0, 1.0], [1e-8, 1e-9]])
-    assert given(noise, 1.5, [None, 64, None, 64]) == "21122121"
+    keys = np.array([[1.0, 1.0], [1e-9, 1e-8], [2.0, 1.0], [1e-8, 1e-9]])
+    noise = HeadNoise(keys, keys, np.full((4, 2, 8), 4))
+    assert given(noise, 1.5, 1.5, [None, 64, None, 64], together=False) == ("21122121", "21122121")
+    assert given(noise, 1.5, 1.5, [None, 64, None, 64], together=True) == ("22122121", "11122121")
 
 
 @pytest.mark.parametrize("mean", [1, 1.25, 1.5, 2, 3.7, 4])
@@ -123,13 +158,16 @@ def test_without_a_fit_heads_have_bits_by_their_order(mean: float) -> None:
     for n in (1, 7, 96):
         bits = evenly(mean, n)
         assert set(bits) <= {int(mean), int(np.ceil(mean))}
-        assert sum(bits) == give_bits(np.ones((1, n)), mean).sum() == np.ceil(mean * n - 0.5)
+        assert sum(bits) == np.ceil(mean * n - 0.5)
+        noise = HeadNoise(np.ones((1, n)), np.ones((1, n)), np.full((1, n, 8), 4))
+        for found in given(noise, mean, mean, [None], together=False):
+            assert sum(map(int, found)) == sum(bits)
 
 
 def test_every_layer_has_its_own_digits() -> None:
     keys, values = np.array([[1.0, 1e-3], [1e-3, 1e-3]]), np.array([[1e-3, 1e-3], [1e-3, 1.0]])
     noise = HeadNoise(keys, values, np.arange(32).reshape(2, 2, 8) % 9)
-    knobs = PlanesKnobs(k_bits=1.5, v_bits=1.25).with_bits(noise, [None, None])
+    knobs = PlanesKnobs(k_bits=1.5, v_bits=1.25).with_bits(noise, [None, None], 64)
     assert (knobs.k_heads, knobs.v_heads) == ("3111", "1112")
     assert knobs.k_spread == "01234567801234567801234567801234"
     spec = CacheSpec.parse(
@@ -144,7 +182,7 @@ def test_every_layer_has_its_own_digits() -> None:
     np.testing.assert_allclose(layers[1].key_codec.spread[0, [0, 4, 8, 33]], [2**1.5, 4, 0.25, 2**1.5])
     assert "keys 3 of 1, 1 of 3; values 3 of 1, 1 of 2; keys of 4 stretched" in layers[0].notes()[0]
     even = HeadNoise(keys, values, np.full((2, 2, 8), 4))
-    assert PlanesKnobs(k_bits=1.5).with_bits(even, [None, None]).k_spread == ""
+    assert PlanesKnobs(k_bits=1.5).with_bits(even, [None, None], 64).k_spread == ""
     with raises(CacheError, field="kv"):
         make(str(spec), (4, 2, 64), 300, layer=0, n_layers=3)
 
@@ -184,8 +222,9 @@ def text(session: Session, prompt: object, n: int = 12) -> list[int]:
 def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -> None:
     config, knobs = loaded.config, loaded.plan.kv.knobs
     n = config.n_layers * config.n_kv_heads
+    assert sum(map(int, knobs.k_heads + knobs.v_heads)) == 2 * 1.5 * n
     for digits in (knobs.k_heads, knobs.v_heads):
-        assert (len(digits), sum(map(int, digits))) == (n, 1.5 * n)
+        assert len(digits) == n
         assert len(set(digits)) > 1
     assert loaded.plan.kv.short == KV
     assert sum(cache.nbytes for cache in loaded.state.caches) == loaded.plan.cache_bytes

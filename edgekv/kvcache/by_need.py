@@ -21,11 +21,18 @@ from edgekv.kvcache.keepall import KeepAll
 from edgekv.types import F32, F64, I64
 
 LEAST, MOST = 1, 4  # bits of a head
-NOISE = np.array([1, 0.3634, 0.1188, 0.0374, 0.0115])
-"""What 0 to 4 bits leave of a Gaussian's variance."""
+LEFT = np.array([[1, 0.4724, 0.1242, 0.0389, 0.0116], [1, 0.5708, 0.1348, 0.0389, 0.0116]])
+"""What 0 to 4 bits leave of a Gaussian's variance, in keys and in values.
+
+The best uniform levels leave e = .3634, .1188, .0374 and .0115; with a scale that is right on average, as values
+have it, e / (1 - e); keys' scores are shrunk by s of `planes.KEY_SCALES`: 1 - 2 s + s^2 / (1 - e).
+"""
 
 FLATTEN = 0.7
 """Exponent of the noise: how a layer's noise goes on to the logits is not known."""
+
+VALUES_COUNT = 0.6
+"""Factor of the values' noise beside the keys', which goes through an exponential: what diverged least."""
 
 SINK, NEAR = 4, 128  # tokens that stay exact, first and latest
 FIT_TOKENS, LEAST_FIT_TOKENS = 512, 256  # that a fit reads, and that it must have to tell something
@@ -155,24 +162,40 @@ def _softmax(scores: F32) -> F32:
     return p
 
 
-def give_bits(noise: F64, mean: float) -> I64:
-    """Whole bits (n_layers, n_kv_heads) of that mean: each next one to the head where it takes most noise away."""
+def give_bits(noise: F64, left: F64, total: int) -> I64:
+    """Whole bits, `total` in all: each next one to where it takes most noise away.
+
+    noise (n_kinds, ...), left (n_kinds, 5): what 0 to 4 bits leave of it.
+    """
     weights, bits = noise**FLATTEN, np.full(noise.shape, LEAST)
-    gain = np.append(NOISE[:MOST] - NOISE[1:], 0)
-    for _ in range(_total(mean, noise.size) - LEAST * noise.size):
-        taken = np.where(bits < MOST, weights * gain[bits], -1)
+    gain = np.pad(left[:, :MOST] - left[:, 1:], ((0, 0), (0, 1)))
+    kinds = np.arange(len(noise)).reshape(-1, *[1] * (noise.ndim - 1))
+    for _ in range(total - LEAST * noise.size):
+        taken = np.where(bits < MOST, weights * gain[kinds, bits], -1)
         bits[np.unravel_index(taken.argmax(), bits.shape)] += 1
     return bits
 
 
-def given(noise: F64, mean: float, sliding_windows: Sequence[int | None]) -> str:
-    """`give_bits` as digits, layer after layer: layers that see all tokens share the mean, and sliding ones do."""
-    bits = np.empty(noise.shape, np.int64)
+def given(
+    noise: HeadNoise, k_bits: float, v_bits: float, sliding_windows: Sequence[int | None], *, together: bool
+) -> tuple[str, str]:
+    """`give_bits` of keys and of values as digits, layer after layer; ``together``: from one sum of bits.
+
+    Layers that see all tokens share the means, and sliding ones do.
+    """
+    every = np.stack([noise.keys, VALUES_COUNT * noise.values])
+    bits = np.empty(every.shape, np.int64)
     slides = np.array([window is not None for window in sliding_windows])
     for layers in (slides, ~slides):
-        if layers.any():
-            bits[layers] = give_bits(noise[layers], mean)
-    return "".join(map(str, bits.ravel()))
+        own = every[:, layers]
+        totals = [_total(mean, own[0].size) for mean in (k_bits, v_bits)]
+        if together:
+            bits[:, layers] = give_bits(own, LEFT, sum(totals))
+        else:
+            for kind, total in enumerate(totals):
+                bits[kind, layers] = give_bits(own[kind : kind + 1], LEFT[kind : kind + 1], total)[0]
+    keys, values = ("".join(map(str, kind.ravel())) for kind in bits)
+    return keys, values
 
 
 def evenly(mean: float, n: int) -> list[int]:

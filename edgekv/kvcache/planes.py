@@ -28,7 +28,8 @@ class PlanesKnobs:
 
     k_bits: float, default 2. Bits of a key's element, 1 to 4. With a fraction, the mean over all KV heads: each
         has 1, 2, 3 or 4, more where the model needs them.
-    v_bits: float, default 2. Bits of a value's element, likewise.
+    v_bits: float, default 2. Bits of a value's element, likewise. Equal to k_bits, both are one mean: of all keys
+        and values together.
     by_need: bool, default False. Whether whole k_bits and v_bits are means, too.
     k_heads: digits, default none. What was given out: bits of the keys of each KV head, layer after layer.
     v_heads: digits, default none. Bits of the values of each KV head, likewise.
@@ -95,12 +96,17 @@ class PlanesKnobs:
         by_need = self.by_need or self.k_bits % 1 != 0 or self.v_bits % 1 != 0
         return by_need and not (self.k_heads and self.v_heads)
 
-    def with_bits(self, noise: HeadNoise, sliding_windows: Sequence[int | None]) -> PlanesKnobs:
-        """With bits given out; sliding_windows: of the layers, None for one that sees all tokens."""
+    def with_bits(self, noise: HeadNoise, sliding_windows: Sequence[int | None], head_dim: int) -> PlanesKnobs:
+        """With bits given out; sliding_windows: of the layers, None for one that sees all tokens.
+
+        Equal means are one, of keys and values together, where a bit of either takes the same bytes.
+        """
+        together = self.k_bits == self.v_bits and head_dim % WORD == 0
+        k_heads, v_heads = given(noise, self.k_bits, self.v_bits, sliding_windows, together=together)
         return dataclasses.replace(
             self,
-            k_heads=given(noise.keys, self.k_bits, sliding_windows),
-            v_heads=given(noise.values, self.v_bits, sliding_windows),
+            k_heads=k_heads,
+            v_heads=v_heads,
             k_spread="".join(map(str, noise.spread.ravel())) if (noise.spread != MIDDLE_DIGIT).any() else "",
         )
 

@@ -53,7 +53,7 @@ def give_heads_bits(
             return spec
         noise = measure(decoder, tokens, progress)
         _remember(place, noise)
-    return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows))
+    return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows, model.config.head_dim))
 
 
 def measure(decoder: Decoder, tokens: list[int], progress: StageProgress | None = None) -> HeadNoise:

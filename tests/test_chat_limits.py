@@ -75,9 +75,10 @@ def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatc
     renderer.RENDERER.close()
     if started:
         rendered(FINE)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(renderer, "_received", interrupt)
-        rendered("the first")
+        with pytest.raises(KeyboardInterrupt):
+            rendered("the first")
     assert rendered(FINE) == "user: x\n"
 
 

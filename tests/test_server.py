@@ -516,9 +516,10 @@ def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: py
     pool.release(session)
     beginning = list(range(100, 145))
     for method in ("align", "copy_from"):
-        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        with monkeypatch.context() as patch:
             patch.setattr(Session, method, fail)
-            pool.acquire([*beginning, 7])
+            with pytest.raises(MemoryError):
+                pool.acquire([*beginning, 7])
     sessions = [pool.acquire([*beginning, i])[0] for i in (7, 8)]
     assert pool.n_sessions == 2
     assert [len(each.tokens) for each in sessions] == [45, 45]

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from edgekv import Session
 from edgekv.checkpoint.gguf_layout import find_family
 from edgekv.errors import CheckpointError, ConfigError
+from edgekv.kernels.cpu.chosen_products import ChosenProduct
 from edgekv.linear.experts import choose, expert_rows
 from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format, specs_bytes, store_specs
 from edgekv.linear.low_rank import low_rank
@@ -122,10 +123,12 @@ def test_a_token_reads_its_experts_alone(tmp_path: pathlib.Path) -> None:
     product, of = StoredExperts(store, Threads(1, 2)), np.array([2, 2, 5])
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     expected = product(x, of, "1.experts_up")
-    weights = product._weights["1.experts_up"]
+    weights = product._products["1.experts_up"]._weights
     damaged = np.full_like(weights.scales, np.nan).reshape(8, -1)
     damaged[[2, 5]] = weights.scales.reshape(8, -1)[[2, 5]]
-    product._weights["1.experts_up"] = weights._replace(scales=damaged.reshape(weights.scales.shape))
+    product._products["1.experts_up"] = ChosenProduct(
+        weights._replace(scales=damaged.reshape(weights.scales.shape)), 8
+    )
     np.testing.assert_array_equal(product(x, of, "1.experts_up"), expected)
     specs = store_specs(store.arch, form, store.table_dtypes)
     of_experts = {key: spec for key, spec in specs.items() if ".experts_" in key}

@@ -10,7 +10,7 @@ import functools
 import mmap
 from collections.abc import Callable
 
-from edgekv.kernels.cpu.chosen_products import multiply_chosen, warm_up
+from edgekv.kernels.cpu.chosen_products import ChosenProduct, warm_up
 from edgekv.kernels.cpu.product_rows import OUTPUTS
 from edgekv.linear.experts import expert_rows, groups
 from edgekv.linear.store import WeightStore
@@ -31,7 +31,10 @@ class StoredExperts:
         self._outputs = {name: linear.rows // linear.n_experts for name, linear in linears.items()}
         self._biases = {name: store.bias(name) for name in linears}
         self._forms = {name: store.form.of(name) for name in linears}
-        self._weights = {name: stored_weights(store, name) for name, form in self._forms.items() if form.bits < 32}
+        packed = [name for name, form in self._forms.items() if form.bits < 32 and self._outputs[name] >= OUTPUTS]
+        self._products = {
+            name: ChosenProduct(stored_weights(store, name), self._n_experts[name]) for name in packed
+        }
         self._is_cold = store.nbytes > available_memory_bytes()
         for name in linears if self._is_cold else ():
             self._advise(name, mmap.MADV_RANDOM)
@@ -40,10 +43,10 @@ class StoredExperts:
         bias, n_experts, n = self._biases[name], self._n_experts[name], self._outputs[name]
         for expert, _ in groups(of) if self._is_cold else ():
             self._advise(name, mmap.MADV_WILLNEED, expert)
-        if name not in self._weights or n < OUTPUTS:
+        if name not in self._products:
             return expert_rows(rows, of, self._store.matrix(name), bias, n_experts)
         n_threads = self._threads.decode if len(rows) <= FEW_PAIRS else self._threads.prompt
-        result = multiply_chosen(rows, of, self._weights[name], n_experts, n_threads)
+        result = self._products[name](rows, of, n_threads)
         if bias is not None:
             result += bias.reshape(n_experts, n)[of]
         return result

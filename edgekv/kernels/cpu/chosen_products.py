@@ -5,7 +5,6 @@ read. What belongs to one part is a product as `products` has it; all of them ar
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from edgekv.kernels.cpu.loops import address_of, aligned_size, numbers, scratch_
 from edgekv.kernels.cpu.product_panels import PANEL_BYTES
 from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product, product_at
 from edgekv.kernels.cpu.product_weights import PackedWeights
-from edgekv.kernels.cpu.products import multiply_tiles, run, tiles_of
+from edgekv.kernels.cpu.products import FEW_ROWS, multiply_tiles, run, tiles_of
 from edgekv.kernels.cpu.quantized_rows import prepare_rows
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import F32, I64
@@ -29,34 +28,51 @@ N_NUMBERS = N_FIELDS + 4
 
 
 def multiply_chosen(x: F32, of: I64, weights: PackedWeights, n_parts: int, n_threads: int | None = None) -> F32:
-    """Each row of x (m, columns) times the transpose of part of[row] of a matrix: (m, outputs of a part).
+    """One product with weights that stay nowhere: see `ChosenProduct`."""
+    return ChosenProduct(weights, n_parts)(x, of, n_threads)
 
-    weights: of n_parts with as many outputs, at least OUTPUTS; of (m,) ascending. n_threads: None, all of
-    `threads.count()`.
-    """
-    x, layout, at = np.ascontiguousarray(x), weights.layout, weights.at()
-    (m, columns), outputs, n_threads = x.shape, len(weights.scales) // n_parts, n_threads or threads.count()
-    borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), m]  # rows of one part lie between two
-    row_bytes = at.gap + 4 * layout.block
-    x_bytes = aligned_size(m * row_bytes)
-    memory = scratch_memory("products", x_bytes + n_threads * PANEL_BYTES)
-    y = np.empty((m, outputs), np.float32)
-    x_at, y_at, panels = address_of(x), address_of(y), memory + x_bytes
-    given, all_tiles = [len(borders) - 1], 0
-    for first, stop in itertools.pairwise(borders):
-        n = stop - first
-        is_panel, n_tiles = tiles_of(n, outputs)
-        given += (
-            *(x_at + 4 * first * columns, n, columns, int(is_panel), memory + first * row_bytes),
-            *(outputs, y_at + 4 * first * outputs, panels),
-            *at.from_output(int(of[first]) * outputs),
-            *(first, n, all_tiles, n_tiles),
-        )
-        all_tiles += n_tiles
-    shares = n_threads if m * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
-    preparing = n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1
-    run(stages(layout), np.array(given, np.int64), m, all_tiles, preparing, shares)
-    return y
+
+class ChosenProduct:
+    """Products with parts of the same weights: of n_parts with as many outputs, at least OUTPUTS."""
+
+    def __init__(self, weights: PackedWeights, n_parts: int) -> None:
+        self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
+        self._outputs = len(weights.scales) // n_parts
+        few, many = (tiles_of(n, self._outputs) for n in (FEW_ROWS, FEW_ROWS + 1))
+        self._tiles = tuple(zip(few, many, strict=True))
+
+    def __call__(self, x: F32, of: I64, n_threads: int | None = None) -> F32:
+        """Each row of x (m, columns) times the transpose of part of[row]: (m, outputs of a part).
+
+        of (m,) ascending. n_threads: None, all of `threads.count()`.
+        """
+        x, at, outputs = np.ascontiguousarray(x), self._at, self._outputs
+        (m, columns), n_threads = x.shape, n_threads or threads.count()
+        first = np.append(0, np.flatnonzero(of[1:] != of[:-1]) + 1)  # rows of one part lie between two
+        n = np.append(first[1:], m) - first
+        row_bytes = at.gap + 4 * self._weights.layout.block
+        x_bytes = aligned_size(m * row_bytes)
+        memory = scratch_memory("products", x_bytes + n_threads * PANEL_BYTES)
+        y = np.empty((m, outputs), np.float32)
+        is_panel, n_tiles = (np.where(n > FEW_ROWS, many, few) for few, many in self._tiles)
+        tiles_before = n_tiles.cumsum() - n_tiles
+        given = np.empty(1 + len(first) * N_NUMBERS, np.int64)
+        given[0], fields = len(first), given[1:].reshape(-1, N_NUMBERS).T
+        for field, value in zip(
+            fields,
+            (
+                *(address_of(x) + 4 * columns * first, n, columns, is_panel, memory + row_bytes * first),
+                *(outputs, address_of(y) + 4 * outputs * first, memory + x_bytes),
+                *at.from_outputs(outputs * of[first]),
+                *(first, n, tiles_before, n_tiles),
+            ),
+            strict=True,
+        ):
+            field[:] = value
+        shares = n_threads if m * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
+        preparing = n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1
+        run(self._stages, given, m, int(n_tiles.sum()), preparing, shares)
+        return y
 
 
 def warm_up(layout: CodeLayout) -> None:

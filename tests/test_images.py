@@ -27,6 +27,16 @@ def accepted(command: str, variables: dict[str, str]) -> None:
     parser().parse_args(words)
 
 
+def test_both_start_the_scheme_that_is_recommended() -> None:
+    variables = [
+        assigned(re.findall(r"^Environment=(.*)$", SERVICE, re.MULTILINE)),
+        assigned(re.findall(r"^ENV (.*)$", CONTAINER, re.MULTILINE)),
+    ]
+    (recommended,) = re.findall(r"edgekv serve --model \S+ --kv (\S+)", (ROOT / "README.md").read_text("utf-8"))
+    assert [each["KV"] for each in variables] == [recommended, recommended]
+    assert recommended == board_memory.CHOSEN
+
+
 @pytest.mark.parametrize("key", ["ExecStartPre", "ExecStart"])
 def test_the_service_starts_what_edgekv_accepts(key: str) -> None:
     (command,) = re.findall(rf"^{key}=/opt/edgekv/bin/edgekv (.*)$", SERVICE, re.MULTILINE)
@@ -72,6 +82,6 @@ def test_what_fits_is_what_budget_says() -> None:
 def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
     model = board_memory.unread_model("llama3.2-1b", board_memory.read_shape("llama3.2-1b"))
     memory = 2 * board_memory.GIB
-    ctx = board_memory.longest(model, "kivi2", memory)
-    assert board_memory.total(board_memory.plan(model, "kivi2", ctx)) <= memory
-    assert board_memory.total(board_memory.plan(model, "kivi2", ctx + board_memory.STEP)) > memory
+    ctx = board_memory.longest(model, board_memory.CHOSEN, memory)
+    assert board_memory.total(board_memory.plan(model, board_memory.CHOSEN, ctx)) <= memory
+    assert board_memory.total(board_memory.plan(model, board_memory.CHOSEN, ctx + board_memory.STEP)) > memory

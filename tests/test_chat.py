@@ -1,5 +1,7 @@
 """Chat: templates in a sandbox, turns that reuse the cache on every scheme, the terminal with a real Ctrl-C."""
 
+import copy
+import functools
 import json
 import pathlib
 import shutil
@@ -178,6 +180,31 @@ def test_interrupted_in_the_prompt(loaded: Session) -> None:
         next(talk.ask("Tom", progress=interrupt))
     assert talk.messages == []
     assert said(talk.ask("Lily", max_new_tokens=4))
+
+
+def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a question or a retry that is refused, interrupted in its prompt, or never begun."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    talk = chat(loaded.fork(), system="Stories.")
+    first = said(talk.ask("Tom", max_new_tokens=8))
+    before = copy.deepcopy(talk.messages)
+    for answer in (talk.retry, functools.partial(talk.ask, "Lily")):
+        with raises(ContextError, field="max_new_tokens"):
+            answer(max_new_tokens=0)
+        assert talk.messages == before
+        with monkeypatch.context() as patch:
+            patch.setattr(talk.session.runner, "append", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(answer())
+        assert talk.messages == before
+        steps = answer()
+        steps.close()
+        assert talk.messages == before
+    assert said(talk.retry(max_new_tokens=8)) == first
+    assert talk.messages == before
 
 
 def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Path) -> None:

@@ -64,8 +64,7 @@ class Chat:
             if PLACEHOLDER not in text:
                 message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
             message["images"] = list(images)
-        self.messages.append(message)
-        return self._answer(max_new_tokens, sampling, stop, progress)
+        return self._answer([*self.messages, message], max_new_tokens, sampling, stop, progress)
 
     def retry(
         self,
@@ -75,11 +74,10 @@ class Chat:
         stop: Sequence[str] = (),
         progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
-        """Another answer in place of the last one, from the cache rewound to the question."""
+        """Another answer in place of the last one, which stays until the first token of the other comes."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SessionError("there is no answer to try again: ask something first")
-        self.messages.pop()
-        return self._answer(max_new_tokens, sampling, stop, progress)
+        return self._answer(self.messages[:-1], max_new_tokens, sampling, stop, progress)
 
     def clear(self) -> None:
         """Forgets all but the system message."""
@@ -88,73 +86,76 @@ class Chat:
 
     def _answer(
         self,
+        history: Sequence[dict[str, Any]],
         max_new_tokens: int,
         sampling: SamplingParams | None,
         stop: Sequence[str],
         progress: LayerProgress | None,
     ) -> Generator[Step, None, None]:
-        try:
-            new = self.session.align(self._fitting())
-            steps = self.session.generate(
-                new,
-                images=self._images(new),
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                stop=(*self.template.stops, *stop),
-                progress=progress,
-            )
-        except BaseException:
-            self.messages.pop()
-            raise
-        return self._collected(steps)
+        messages = [dict(message) for message in history]  # the chat's from the first step on
+        new = self.session.align(self._fitting(messages))
+        steps = self.session.generate(
+            new,
+            images=self._images(messages, new),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=(*self.template.stops, *stop),
+            progress=progress,
+        )
+        return self._collected(messages, steps)
 
-    def _fitting(self) -> list[int]:
+    def _fitting(self, messages: list[dict[str, Any]]) -> list[int]:
         """Ids of the conversation; where it outgrew the context, and may slide, without its oldest turns."""
-        ids, ctx = self._ids(), self.session.plan.ctx
+        ids, ctx = self._ids(messages), self.session.plan.ctx
         if len(ids) >= ctx and self.session.runner.context_shift.makes_room:
-            while len(ids) > ctx // 2 and self._drop_oldest():
-                ids = self._ids()
+            while len(ids) > ctx // 2 and _drop_oldest(messages):
+                ids = self._ids(messages)
         return ids
 
-    def _ids(self) -> list[int]:
-        shown = [message for message in self.messages if not message.get("dropped")]
+    def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        shown = [message for message in messages if not message.get("dropped")]
         return self._encoder.ids(shown, lambda i: shown[i].get("ids"))
 
-    def _images(self, new: Sequence[int | Embeddings]) -> list[str]:
+    def _images(self, messages: Sequence[dict[str, Any]], new: Sequence[int | Embeddings]) -> list[str]:
         """The files whose places are among the new ids: the latest of those that are shown."""
-        shown = [m for m in self.messages if not m.get("dropped")]
+        shown = [m for m in messages if not m.get("dropped")]
         files = [str(file) for message in shown for file in message.get("images", ())]
         places = sum(token == self.session.model.image_token for token in new) if files else 0
         return files[len(files) - places :]
 
-    def _drop_oldest(self) -> bool:
-        """Leaves out the oldest question and its answer, unless it is the last one."""
-        turns = [i for i, m in enumerate(self.messages) if m["role"] != "system" and not m.get("dropped")]
-        later = [i for i in turns[1:] if self.messages[i]["role"] == "user"]
-        for i in turns:
-            if later and i < later[0]:
-                self.messages[i]["dropped"] = True
-        return bool(later)
-
-    def _collected(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-        """Passes the steps on and writes the answer into the history."""
+    def _collected(
+        self, messages: list[dict[str, Any]], steps: Generator[Step, None, None]
+    ) -> Generator[Step, None, None]:
+        """Passes the steps on and writes question and answer into the history; without any it stays as it is."""
+        before = list(self.messages)
         made: list[Step] = []
+        self.messages[:] = messages
         try:
             with contextlib.closing(steps):
                 for step in steps:
                     made.append(step)
                     yield step
         finally:
-            self._record(made)
+            if made:
+                self._record(made)
+            else:
+                self.messages[:] = before
 
     def _record(self, made: Sequence[Step]) -> None:
-        if not made:
-            self.messages.pop()
-            return
         text, tokens = "".join(step.text for step in made), [step.token for step in made]
         ids = answer_ids(self._tokenizer, tokens, text)
         self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
         self.messages.append({"role": "assistant", "content": text.strip(), "ids": ids})
+
+
+def _drop_oldest(messages: Sequence[dict[str, Any]]) -> bool:
+    """Leaves out the oldest question and its answer, unless it is the last one."""
+    turns = [i for i, m in enumerate(messages) if m["role"] != "system" and not m.get("dropped")]
+    later = [i for i in turns[1:] if messages[i]["role"] == "user"]
+    for i in turns:
+        if later and i < later[0]:
+            messages[i]["dropped"] = True
+    return bool(later)
 
 
 def answer_ids(tokenizer: Tokenizer, generated: Sequence[int], text: str) -> list[int]:

@@ -67,6 +67,21 @@ def test_one_process_renders_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert renderer.RENDERER._process is process
 
 
+@pytest.mark.parametrize("started", [True, False])
+def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch, started: bool) -> None:
+    def interrupt(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    renderer.RENDERER.close()
+    if started:
+        rendered(FINE)
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer, "_received", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rendered("the first")
+    assert rendered(FINE) == "user: x\n"
+
+
 def test_a_large_conversation_is_rendered() -> None:
     template = ChatTemplate(FINE, load_tokenizer(DEMO))
     messages = [{"role": "user", "content": "ä" * 1000}] * 1000

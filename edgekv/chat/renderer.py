@@ -43,9 +43,8 @@ class Renderer:
         with self._lock:
             process = self._running()
             try:
-                data = _exchange(process, request, time.monotonic() + SECONDS)
+                data = self._exchanged(process, request, SECONDS)
             except (OSError, ValueError) as error:
-                self.close()
                 return {"refused": f"{error}; it may take {SECONDS:g} s and {MEMORY >> 20} MiB"}
         answer: dict[str, str] = json.loads(data)
         return answer
@@ -80,11 +79,18 @@ class Renderer:
                 start_new_session=True,  # Ctrl-C is not for it
             )
             self._owner = os.getpid()
-            _exchange(self._process, b'{"source": "", "names": null}', time.monotonic() + START_SECONDS)
+            self._exchanged(self._process, b'{"source": "", "names": null}', START_SECONDS)
         except (OSError, ValueError) as error:
-            self.close()
             raise EdgeKVError(f"the process that renders chat templates does not start: {error}") from None
         return self._process
+
+    def _exchanged(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes:
+        """The answer to a request. Whatever interrupts it ends the process: what it says later is no one's."""
+        try:
+            return _exchange(process, request, time.monotonic() + seconds)
+        except BaseException:
+            self.close()
+            raise
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes:

@@ -488,6 +488,25 @@ def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
     assert pool.nbytes == 2 * each
 
 
+def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    pool = SessionPool(loaded.fork(), 2 * loaded.plan.cache_bytes, slots=2)
+    session, new = pool.acquire(list(range(100, 150)))
+    session.prefill(new)
+    pool.release(session)
+    beginning = list(range(100, 145))
+    for method in ("align", "copy_from"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, method, fail)
+            with pytest.raises(MemoryError):
+                pool.acquire([*beginning, 7])
+    sessions = [pool.acquire([*beginning, i])[0] for i in (7, 8)]
+    assert pool.n_sessions == 2
+    assert [len(each.tokens) for each in sessions] == [45, 45]
+
+
 @pytest.mark.parametrize("kv", ["h1b", "sign_keys", "mikv:budget=90", "kvcomp", "kivi2", "onebit"])
 def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
     """Whatever the pool held: another's prompt that begins alike, an equal one, one with nothing in common."""

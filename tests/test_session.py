@@ -23,6 +23,7 @@ from edgekv.errors import (
 from edgekv.kvcache import CacheSpec
 from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes
+from edgekv.session import state
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,23 @@ def test_a_conversation_of_another_plan_is_not_taken_over(model: pathlib.Path) -
     with pytest.raises(SessionError, match="must be the same"):
         session.copy_from(other)
     assert not session.tokens
+
+
+def test_a_copy_that_fails_keeps_the_conversation(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    session = Session.load(model, weights="f32", ctx=40)
+    other, untouched = session.fork(), session.fork()
+    for each in (session, untouched):
+        each.prefill([1, 2, 3])
+    other.prefill([4, 5, 6, 7])
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "copy_used", fail)
+        with pytest.raises(MemoryError):
+            session.copy_from(other)
+    assert (session.tokens, session.state.n_past) == ([1, 2, 3], 3)
+    np.testing.assert_array_equal(session.prefill([8]), untouched.prefill([8]))
 
 
 def test_rewind_forgets(model: pathlib.Path) -> None:

@@ -54,8 +54,9 @@ class SessionPool:
                     session.use_lora(lora)
                 if closest and session is not closest and shared >= WORTH_COPYING:
                     session.copy_from(closest)
-            self._idle.remove(session)
-            return session, session.align(prompt)
+            rest = session.align(prompt)
+            self._idle.remove(session)  # last: what fails before leaves it in the pool
+            return session, rest
 
     def borrow(self, lora: str | None) -> Session:
         """A session with this LoRA for work apart from its conversation, which stays; to `release`."""

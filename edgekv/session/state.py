@@ -149,11 +149,11 @@ class State:
 
     def copy_from(self, other: State, caches: list[LayerState]) -> None:
         """Takes over another conversation into ``caches``, which are empty and of its scheme and size."""
-        self.caches = caches
         other.drop_tentative()
-        for cache, source in zip(self.caches, other.caches, strict=True):
+        for cache, source in zip(caches, other.caches, strict=True):
             state = source.state()
             for name, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():
                 copy_used(state.arrays[name], array)
+        self.caches = caches
         self.tokens, self.memo = list(other.tokens), copy.deepcopy(other.memo)
         self.spans, self.n_dropped = list(other.spans), other.n_dropped

@@ -1,5 +1,6 @@
 """Conversations that outgrow their context: what stays, what is said, and that positions are right."""
 
+import copy
 import json
 import pathlib
 import re
@@ -16,7 +17,7 @@ from serving import DEMO, TEMPLATE
 from edgekv import SamplingParams, Session
 from edgekv.chat.conversation import Chat
 from edgekv.chat.template import ChatTemplate
-from edgekv.errors import ConfigError, ContextError
+from edgekv.errors import ConfigError, ContextError, MemoryBudgetError
 from edgekv.session.context_shift import SINK, Slide
 
 CTX = 400
@@ -82,6 +83,45 @@ def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
     assert text(more, PROMPT, 20) == text(loaded.fork(), kept, 20)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_long_prompt_that_is_interrupted_drops_nothing(loaded: Session, error: type[BaseException]) -> None:
+    """And the next time it is read as if nothing had been."""
+
+    def fail(done: int, total: int) -> None:
+        raise error
+
+    session, other = loaded.fork(), loaded.fork()
+    assert text(session, PROMPT, 20) == text(other, PROMPT, 20)
+    tokens = list(session.tokens)
+    with pytest.raises((KeyboardInterrupt, MemoryBudgetError)):
+        next(session.generate(PROMPT, progress=fail))
+    assert session.tokens == tokens
+    assert session.state.n_dropped == 0
+    with pytest.raises((KeyboardInterrupt, MemoryBudgetError)):
+        session.prefill(PROMPT, progress=fail)
+    assert session.tokens == tokens
+    assert session.state.n_dropped == 0
+    assert text(session, PROMPT, 20) == text(other, PROMPT, 20)
+    assert session.tokens == other.tokens
+    assert session.state.n_dropped == other.state.n_dropped > 0
+
+
+def test_a_long_prompt_that_is_not_begun_changes_nothing(loaded: Session) -> None:
+    session = loaded.fork()
+    text(session, PROMPT, 20)
+    state = session.state
+    before = list(state.tokens), state.n_past, state.n_dropped, state.sampler
+    session.generate(PROMPT, temperature=1.0).close()
+    assert (state.tokens, state.n_past, state.n_dropped, state.sampler) == before
+
+
+def test_a_slide_counts_what_it_reads(loaded: Session) -> None:
+    session = loaded.fork()
+    text(session, PROMPT, 20)
+    text(session, PROMPT, 1)
+    assert session.report().prefill_tokens == CTX - CTX // 4
+
+
 def test_more_first_tokens_may_stay(loaded: Session) -> None:
     session = loaded.fork()
     session.runner.context_shift = Slide(sink=50)
@@ -126,6 +166,10 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert "Question 11" in text
     assert "Question 0" not in text
     assert session.state.n_dropped == 0
+    before = copy.deepcopy(talk.messages)
+    with raises(ContextError, field="max_new_tokens"):
+        talk.ask("What? " * 60, max_new_tokens=0)
+    assert talk.messages == before
     long = Chat(session.fork(), talk.template)
     answer = list(long.ask("Tell me everything.", max_new_tokens=700, sampling=greedy))
     assert len(answer) == 700

@@ -84,6 +84,7 @@ class Generation:
         self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
     ) -> Generator[Step, None, None]:
         begin = time.perf_counter()
+        self._runner.state.sampler = self._sampler
         logits = self._prefill(ids, spans, report, progress)
         for produced in range(1, self._max_new_tokens + 1):
             same_pass = self._runner.is_ready
@@ -109,10 +110,9 @@ class Generation:
 
     def _prefill(self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None) -> F32:
         begin = time.perf_counter()
-        n_pending = self._runner.n_pending  # the last answer's final token
         logits: F32 = self._runner.append(ids, spans, progress=progress)[0]
         report.drafts = self._runner.begin_drafts()
-        report.prefill_tokens = n_pending + len(ids)
+        report.prefill_tokens = self._runner.n_read
         report.prefill_s = time.perf_counter() - begin
         return logits
 

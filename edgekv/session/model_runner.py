@@ -11,7 +11,7 @@ from edgekv.errors import ContextError, TokenizerError
 from edgekv.machine import memory_errors
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
-from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, shifted, visual_ranges
+from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, visual_ranges
 from edgekv.session.schedule import Schedule
 from edgekv.session.state import State
 from edgekv.types import F32, LayerProgress
@@ -42,6 +42,7 @@ class ModelRunner:
         self.counts = DraftCounts("none")
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
         self._n_drafted = 0  # in the latest pass
+        self.n_read = 0  # tokens that the latest prompt and what was pending before it had, with room made
         self._ready: F32 | None = None  # the logits behind the latest token, which was a draft
 
     @property
@@ -130,15 +131,20 @@ class ModelRunner:
     ) -> F32:
         """Logits (n_logits, vocab) after the last of the ids, which are added to the conversation.
 
-        spans: embeddings in place of some of them, counted from the first.
+        spans: embeddings in place of some of them, counted from the first. Where there are too many, the context
+        shift makes room first. On an error the conversation is what it was, though it may be pending.
         """
         state = self.state
-        state.add_coming_spans(spans)
+        before = state.tokens, state.spans, state.n_dropped
         try:
+            ids, spans = self._room_for(ids, spans)
+            self.n_read = self.n_pending + len(ids)
+            state.add_coming_spans(spans)
             logits = self._logits(ids, n_logits, progress)
-            state.tokens.extend(ids)
-        finally:
-            state.drop_coming_spans()
+        except BaseException:
+            state.tokens, state.spans, state.n_dropped = before
+            raise
+        state.tokens.extend(ids)
         return logits
 
     def flatten_prompt(self, prompt: Prompt) -> tuple[list[int], Spans]:
@@ -148,16 +154,8 @@ class ModelRunner:
         return ids, spans
 
     def fit_prompt(self, prompt: Prompt) -> tuple[list[int], Spans]:
-        """As `flatten_prompt`; where the prompt is too long, what the context shift leaves of it and the rest."""
-        ids, spans = self._known(prompt)
-        state, n = self.state, len(self.state.tokens) + len(ids)
-        kept = self._kept(n, self.ctx - self.ctx // 4) if n > self.ctx else None
-        if kept is not None:
-            whole, every = [*state.tokens, *ids], [*state.spans, *shifted(spans, len(state.tokens))]
-            state.rewind(0)
-            ids, spans = [whole[i] for i in kept], selected(every, kept)
-        require_room(len(ids), self.ctx, self.decoder.config.max_positions, n_held=len(self.state.tokens))
-        return ids, spans
+        """As `flatten_prompt`, but of any length where the context shift makes room: `append` does."""
+        return self._known(prompt) if self.context_shift.makes_room else self.flatten_prompt(prompt)
 
     def _known(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """A prompt of the model's tokens, as ids and spans."""
@@ -177,6 +175,17 @@ class ModelRunner:
                 field="prompt",
                 value=bad[0],
             )
+
+    def _room_for(self, ids: Sequence[int], spans: Spans) -> tuple[Sequence[int], Spans]:
+        """What is to be appended of a prompt; of the conversation stays what leaves room for it."""
+        state, n_held = self.state, len(self.state.tokens)
+        n = n_held + len(ids)
+        kept = self._kept(n, self.ctx - self.ctx // 4) if n > self.ctx else None
+        if kept is None:
+            return ids, spans
+        held, new = [i for i in kept if i < n_held], [i - n_held for i in kept if i >= n_held]
+        state.replace([state.tokens[i] for i in held], selected(state.spans, held))
+        return [ids[i] for i in new], selected(spans, new)
 
     def _make_room(self) -> None:
         state = self.state

@@ -191,7 +191,6 @@ class Session(Conversation):
         generation = Generation(self.runner, self.tokenizer, sampler, max_new_tokens, stop, constraint)
         pieces, images_report = self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)
         ids, spans = self.runner.fit_prompt(pieces)
-        self.state.sampler = sampler
         self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         return self._running.begin(generation.steps(ids, spans, self._report, progress))
 

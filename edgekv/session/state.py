@@ -71,11 +71,7 @@ class State:
 
     def add_coming_spans(self, spans: Spans) -> None:
         """Embeddings that are about to be appended with their placeholders, counted from the end of the tokens."""
-        self.spans += shifted(spans, len(self.tokens))
-
-    def drop_coming_spans(self) -> None:
-        """Drops the embeddings behind the last token: what was to be appended has not been."""
-        self.spans = clipped(self.spans, 0, len(self.tokens))
+        self.spans = [*self.spans, *shifted(spans, len(self.tokens))]
 
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` tokens.

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 from edgekv.errors import ConfigError
 from edgekv.kernels.memory import to_host
-from edgekv.session.caches import open_caches
 from edgekv.session.drafts import ROW_COST, DraftLength, Drafts, NGram
 from edgekv.session.model import Model
-from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import LoadedModel, load_model, open_model
 from edgekv.session.options import LoadOptions
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
-from edgekv.session.state import State
 from edgekv.types import F32, StageProgress
 
 NONE, AUTO = "none", "auto"
@@ -32,12 +29,7 @@ class DraftModel(Drafts):
     def __init__(self, loaded: LoadedModel, vocab_size: int, cost: float) -> None:
         self.name = loaded.model.path.name
         self._loaded, self._vocab_size, self._cost = loaded, vocab_size, cost
-        state = State(
-            open_caches(loaded.decoder, loaded.plan.kv, loaded.plan.ctx), loaded.model.config.keys_change
-        )
-        self._runner = ModelRunner(
-            state, loaded.decoder, loaded.schedule, loaded.plan.ctx, loaded.model.placeholder
-        )
+        self._runner = loaded.new_runner()
         self._n_same = 0  # tokens that both conversations are known to begin with
         self._estimate = DraftLength(ROW_COST + cost)
 

@@ -11,15 +11,22 @@ from edgekv.errors import ConfigError, ContextError, TokenizerError, unknown
 from edgekv.kernels.compiling import CompileClock
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import memory_errors, require_memory
+from edgekv.session.caches import open_caches
+from edgekv.session.context_shift import ContextShift
 from edgekv.session.devices import find_device, resolve_device
+from edgekv.session.drafts import Drafts
 from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.model import Model
+from edgekv.session.model_runner import ModelRunner
 from edgekv.session.options import LoadOptions
 from edgekv.session.plan import SessionPlan
+from edgekv.session.report import RunReport
 from edgekv.session.saving import SavedState
 from edgekv.session.schedule import SHARED_CHUNK, OneAtATime, Schedule, Together
+from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 from edgekv.types import Path, StageProgress
+from edgekv.vision.prompt import ImagesReport
 
 WARM_UP = "compiling kernels (once per machine)"
 WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
@@ -69,6 +76,20 @@ class LoadedModel:
             "adapter": self.model.adapter and self.model.adapter.path.name,
             "lora": self.model.lora_text(self.lora),
         }
+
+    def new_state(self) -> State:
+        """An empty conversation, with its caches allocated."""
+        caches = open_caches(self.decoder, self.plan.kv, self.plan.ctx, self.model.adapter)
+        return State(caches, self.model.config.keys_change)
+
+    def new_runner(self, context_shift: ContextShift | None = None, drafts: Drafts | None = None) -> ModelRunner:
+        """What computes an empty conversation; see there."""
+        state, ctx, placeholder = self.new_state(), self.plan.ctx, self.model.placeholder
+        return ModelRunner(state, self.decoder, self.schedule, ctx, placeholder, context_shift, drafts)
+
+    def new_report(self, images: ImagesReport | None = None, **settings: Any) -> RunReport:
+        """Of a text that has not begun. settings: its own."""
+        return RunReport(self.settings() | settings, self.model.summary(), images=images, compile_s=self.compile_s)
 
 
 def open_model(path: Path, options: LoadOptions) -> Model:

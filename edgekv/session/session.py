@@ -6,33 +6,40 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from edgekv.decoder.decoder import Decoder
 from edgekv.errors import SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
-from edgekv.session.context_shift import find_context_shift
-from edgekv.session.conversation import Conversation
+from edgekv.session.context_shift import ContextShift, find_context_shift
 from edgekv.session.draft_model import open_drafts
+from edgekv.session.drafts import Drafts
 from edgekv.session.embedding import embed
 from edgekv.session.generation import Generation
 from edgekv.session.grammar import Constraint, find_constraint
-from edgekv.session.opening import fork, load_model, open_model, reopen
+from edgekv.session.model_runner import ModelRunner
+from edgekv.session.opening import LoadedModel, fork, load_model, open_model, reopen
 from edgekv.session.options import LoadOptions, changed
-from edgekv.session.running import StepIterator
+from edgekv.session.prompt_encoder import PromptEncoder
+from edgekv.session.report import RunReport, measured
+from edgekv.session.running import Running, StepIterator
 from edgekv.session.sampling import Sampler, open_sampler
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.saving import SavedState, save_state
+from edgekv.session.state import State
+from edgekv.tokenizer import Tokenizer
 from edgekv.types import F32, LayerProgress, Path, StageProgress
 from edgekv.vision import ImageSource
-from edgekv.vision.prompt import Prompt
+from edgekv.vision.prompt import Embeddings, Prompt
 
 
-class Session(Conversation):
+class Session:
     """One conversation with a model. Shares nothing with other sessions but, as a `fork`, the weights.
 
     A context manager: at its end, or with `close`, the caches are freed, and the session refuses to go on.
     model: the opened checkpoint; config: its shape; plan: scheme, context and bytes; tokenizer: None where the
     model has none; prompt_encoder: with the vision encoder of a model that sees.
+    What changes the conversation raises SessionError while a text is being generated.
     """
 
     @classmethod
@@ -84,50 +91,13 @@ class Session(Conversation):
         saved.fill(session.state, session.config)
         return session
 
-    def save(self, path: Path, *, compress: bool = False) -> int:
-        """Writes the conversation, its compressed cache and its sampler to a file; returns the file's bytes.
-
-        Whatever happens meanwhile, the file is the new one, whole, or what it was before. ``compress``: smaller by
-        Huffman codes, slower to write and to read. Raises CheckpointError when it can't be written.
-        """
-        return save_state(path, self.state, self.model, self.lora, self.plan, compress=compress)
-
-    def load_state(self, path: Path) -> None:
-        """Replaces the conversation by a saved one of the same model, scheme and context, with its LoRA.
-
-        Raises SessionError, and keeps the present one, when the file does not fit.
-        """
-        self._running.require_none()
-        saved = SavedState(path)
-        lora = saved.require_plan(self.model, self.plan)
-        state = self._new_state()
-        saved.fill(state, self.config)
-        self.runner.state = state
-        self._set_lora(lora)
-
-    def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
-        """Another, empty conversation on the weights that are loaded, for up to as many tokens.
-
-        The two share scratch memory. In one thread they may take turns, token by token; for threads of their own
-        load with as many ``slots``, else SessionError is raised where one computes while the other does. Raises
-        ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
-        """
-        runner = self.runner
-        return Session(fork(self._loaded, kv, ctx), runner.context_shift, runner.drafts and runner.drafts.fork())
-
-    def copy_from(self, other: Session) -> None:
-        """Takes over the conversation of another session of the same model, LoRA, scheme and context; both go on.
-
-        Not how its last text was sampled. Raises SessionError while this one generates, and for another plan.
-        """
-        self._running.require_none()
-        mine, theirs = self.plan, other.plan
-        same_model = (self.model.path, self.lora) == (other.model.path, other.lora)
-        if not same_model or (mine.kv, mine.ctx) != (theirs.kv, theirs.ctx):
-            raise SessionError(
-                f"{other!r} can't be taken over by {self!r}: model, LoRA, kv and ctx must be the same"
-            )
-        self.state.copy_from(other.state, self._new_state().caches)
+    def __init__(self, loaded: LoadedModel, context_shift: ContextShift, drafts: Drafts | None) -> None:
+        self._loaded = loaded
+        self.model, self.plan, self.config = loaded.model, loaded.plan, loaded.model.config
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.schedule)
+        self._runner: ModelRunner | None = loaded.new_runner(context_shift, drafts)
+        self._running, self._report = Running(), loaded.new_report()
 
     def __enter__(self) -> Session:
         return self
@@ -142,6 +112,55 @@ class Session(Conversation):
         held = f"{len(self.tokens)} of {self.plan.ctx} tokens, cache {format_bytes(self.state.nbytes)}"
         return f"<edgekv.Session {about}, {held}>"
 
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the decoder, with its drafts and context shift. Raises SessionError when it is closed."""
+        if self._runner is None:
+            raise SessionError(f"this session of {self.model.name} is closed: load another, or restore one")
+        return self._runner
+
+    @property
+    def _idle(self) -> ModelRunner:
+        """The same, to change what it holds. Raises SessionError while a text is being generated."""
+        self._running.require_none()
+        return self.runner
+
+    @property
+    def state(self) -> State:
+        """Tokens, caches, and all else that the next tokens depend on. Raises SessionError when it is closed."""
+        return self.runner.state
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model's computation, which forks share."""
+        return self.runner.decoder
+
+    @property
+    def lora(self) -> str | None:
+        """The name of the LoRA that is applied beside the weights."""
+        return self._loaded.lora
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of prompt and output; the last may not be in the caches yet."""
+        return self.state.tokens
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises TokenizerError where it has none."""
+        return self.prompt_encoder.require_tokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt; the beginning-of-text token is added only to an empty conversation."""
+        return self.prompt_encoder.encode(text, bos=not self.tokens)
+
+    def prompt(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
+        """Token ids and, in place of its `<image>` tokens, the embeddings of images: files or Pillow images.
+
+        Without such tokens the images come first. Raises ImageError: a file that is no image, more or fewer images
+        than `<image>` tokens, a model that takes none.
+        """
+        return self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)[0]
+
     def computing(self) -> AbstractContextManager[object]:
         """Within it no conversation of these weights computes: for other work with all cores.
 
@@ -153,9 +172,9 @@ class Session(Conversation):
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
     ) -> F32:
         """(vocab,) float32: logits after a prompt, which is appended to the conversation. See `prompt`."""
-        self._running.require_none()
-        ids, spans = self.runner.fit_prompt(self.prompt(prompt, images))
-        return to_host(self.runner.append(ids, spans, progress=progress)[0])
+        runner = self._idle
+        ids, spans = runner.fit_prompt(self.prompt(prompt, images))
+        return to_host(runner.append(ids, spans, progress=progress)[0])
 
     def generate(
         self,
@@ -173,6 +192,7 @@ class Session(Conversation):
     ) -> StepIterator:
         """An iterator of tokens that continue the conversation with a prompt and ``images``: see `prompt`.
 
+        Nothing of the conversation changes before its first step.
         sampling: how tokens are chosen; a Sampler goes on with its series of random numbers, as with ``prompt=[]``
             and `state.sampler` the last text does. temperature, seed: these two of `SamplingParams` instead, the
             others at their defaults; without either the most probable token is taken.
@@ -185,13 +205,13 @@ class Session(Conversation):
         for a schema that can't be followed, ``json_schema`` beside ``constraint`` and ``sampling`` beside
         ``temperature`` or ``seed``, SessionError while another iterator is neither exhausted nor closed.
         """
-        self._running.require_none()
+        runner = self._idle
         constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed)
-        generation = Generation(self.runner, self.tokenizer, sampler, max_new_tokens, stop, constraint)
+        generation = Generation(runner, self.tokenizer, sampler, max_new_tokens, stop, constraint)
         pieces, images_report = self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)
-        ids, spans = self.runner.fit_prompt(pieces)
-        self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
+        ids, spans = runner.fit_prompt(pieces)
+        self._report = self._loaded.new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         return self._running.begin(generation.steps(ids, spans, self._report, progress))
 
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
@@ -199,9 +219,9 @@ class Session(Conversation):
 
         See `prompt`.
         """
-        self._running.require_none()
-        ids, spans = self.runner.flatten_prompt(self.prompt(prompt, images))
-        return to_host(self.runner.append(ids, spans, n_logits=len(ids)))
+        runner = self._idle
+        ids, spans = runner.flatten_prompt(self.prompt(prompt, images))
+        return to_host(runner.append(ids, spans, n_logits=len(ids)))
 
     def embed(self, text: str | Sequence[int]) -> F32:
         """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
@@ -213,3 +233,95 @@ class Session(Conversation):
         self.runner.require_known(ids)
         with self.computing():
             return embed(self.decoder, ids, self.plan.ctx)
+
+    def report(self) -> RunReport:
+        """Counts, times and bytes of the last `generate`."""
+        return measured(self._report, self.state, self.decoder, self.plan.notes)
+
+    def rewind(self, n_tokens: int) -> None:
+        """Forgets all but the first ``n_tokens`` of the conversation.
+
+        What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
+        quarter of its exact window, else up to two windows (docs/quality.md). Raises ContextError below 0.
+        """
+        self._idle.state.rewind(n_tokens)
+
+    def align(self, prompt: str | Prompt) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
+
+        That is at least its last piece, whose logits are needed. A text is encoded as the beginning of a
+        conversation.
+        """
+        state = self._idle.state
+        whole = self.prompt_encoder.prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
+        return state.align(whole)
+
+    def reset(self) -> None:
+        """Forgets the conversation; the model stays loaded."""
+        self.rewind(0)
+        self.state.n_dropped = 0
+        self._report = self._loaded.new_report()
+
+    def close(self) -> None:
+        """Frees the caches; a text that is being generated ends. What has been closed may be closed again."""
+        if self._runner is not None:
+            self._running.close()
+            self._runner.state.caches = []
+            self._runner = None
+
+    def use_lora(self, name: str | None) -> None:
+        """Forgets the conversation, and goes on with one of the ``loras`` that were loaded; None: without.
+
+        Raises ConfigError for another name.
+        """
+        self._running.require_none()
+        loaded = self._loaded.with_lora(name)
+        self.reset()
+        self._run_on(loaded)
+
+    def _run_on(self, loaded: LoadedModel) -> None:
+        self._loaded, self.runner.decoder = loaded, loaded.decoder
+        self._report = loaded.new_report()
+
+    def save(self, path: Path, *, compress: bool = False) -> int:
+        """Writes the conversation, its compressed cache and its sampler to a file; returns the file's bytes.
+
+        Whatever happens meanwhile, the file is the new one, whole, or what it was before. ``compress``: smaller by
+        Huffman codes, slower to write and to read. Raises CheckpointError when it can't be written.
+        """
+        return save_state(path, self.state, self.model, self.lora, self.plan, compress=compress)
+
+    def load_state(self, path: Path) -> None:
+        """Replaces the conversation by a saved one of the same model, scheme and context, with its LoRA.
+
+        Raises SessionError, and keeps the present one, when the file does not fit.
+        """
+        runner, saved = self._idle, SavedState(path)
+        loaded = self._loaded.with_lora(saved.require_plan(self.model, self.plan))
+        state = loaded.new_state()
+        saved.fill(state, self.config)
+        runner.state = state
+        self._run_on(loaded)
+
+    def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
+        """Another, empty conversation on the weights that are loaded, for up to as many tokens.
+
+        The two share scratch memory. In one thread they may take turns, token by token; for threads of their own
+        load with as many ``slots``, else SessionError is raised where one computes while the other does. Raises
+        ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
+        """
+        runner = self.runner
+        return Session(fork(self._loaded, kv, ctx), runner.context_shift, runner.drafts and runner.drafts.fork())
+
+    def copy_from(self, other: Session) -> None:
+        """Takes over the conversation of another session of the same model, LoRA, scheme and context; both go on.
+
+        Not how its last text was sampled. Raises SessionError for another plan.
+        """
+        state = self._idle.state
+        mine, theirs = ((each.model.path, each.lora, each.plan.kv, each.plan.ctx) for each in (self, other))
+        if mine != theirs:
+            raise SessionError(
+                f"{other!r} can't be taken over by {self!r}: model, LoRA, kv and ctx must be the same"
+            )
+        state.copy_from(other.state, self._loaded.new_state().caches)

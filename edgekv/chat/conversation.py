@@ -126,7 +126,7 @@ class Chat:
     def _collected(
         self, messages: list[dict[str, Any]], steps: Generator[Step, None, None]
     ) -> Generator[Step, None, None]:
-        """Passes the steps on; writes question and answer into the history, which stays as it is without any."""
+        """Passes the steps on and writes question and answer into the history; without any it stays as it is."""
         before = list(self.messages)
         made: list[Step] = []
         self.messages[:] = messages

@@ -42,9 +42,7 @@ class ModelRunner:
         self.counts = DraftCounts("none")
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
         self._n_drafted = 0  # in the latest pass
-        self.n_read = (
-            0  # tokens of the latest prompt, without what made room, and those that were pending before it
-        )
+        self.n_read = 0  # tokens that the latest prompt and what was pending before it had, with room made
         self._ready: F32 | None = None  # the logits behind the latest token, which was a draft
 
     @property

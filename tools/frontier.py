@@ -31,7 +31,7 @@ OURS = {"planes", "onebit", "bitplane"}
 def results(model: str) -> Iterator[dict[str, Any]]:
     """All that was measured of the model on the text."""
     for path in sorted(DATA.glob(f"*-{model}*.json")):
-        if path.name.startswith(("quality-", "tables-")):
+        if path.name.startswith(("quality-", "tables-")) and "-two-" not in path.name:  # two windows, of one model
             content = json.loads(path.read_text())
             for run in content if isinstance(content, list) else [content]:
                 settings = run.get("settings", {})

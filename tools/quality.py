@@ -44,8 +44,9 @@ def table(facts: dict[str, Any]) -> str:
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Runs of different schemes on the same model and text as one."""
-    if any(run["settings"] != runs[0]["settings"] for run in runs):
-        raise SystemExit(f"different settings in one block: {[run['settings'] for run in runs]}")
+    settings = [{k: v for k, v in run["settings"].items() if v is not None} for run in runs]
+    if any(each != settings[0] for each in settings):
+        raise SystemExit(f"different settings in one block: {settings}")
     return runs[0] | {"results": [result for run in runs for result in run["results"]]}
 
 

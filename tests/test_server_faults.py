@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from edgekv import Session
 from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.server import limits
 from edgekv.server.app import build_app
 from edgekv.server.delivery import EventStream
 from edgekv.server.energy import ServerEnergy
@@ -142,6 +143,7 @@ def test_a_stream_that_cannot_be_built_says_so(
     def fail(*_: object) -> None:
         raise KeyError("a bug")
 
+    monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)  # another test may just have logged the same
     builder, asks = (
         (CompletionBuilder, {"prompt": "It was"})
         if path == "/v1/completions"
@@ -161,8 +163,10 @@ def test_a_stream_that_cannot_be_built_says_so(
 
 @pytest.mark.parametrize(("error", "logged"), [(RuntimeError("a bug"), 1), (ConnectionResetError(), 0)])
 def test_what_ends_a_stream_is_logged_unless_it_is_the_client(
-    error: Exception, logged: int, caplog: pytest.LogCaptureFixture
+    error: Exception, logged: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)
+
     class Builder:
         def opening(self) -> list[dict[str, Any]]:
             return [{}]

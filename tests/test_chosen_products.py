@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgekv.kernels.cpu import chosen_products, launch
-from edgekv.kernels.cpu.chosen_products import multiply_chosen
+from edgekv.kernels.cpu.chosen_products import ChosenProduct
 from edgekv.kernels.cpu.product_rows import CodeLayout
 from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.linear.quantize import dequantize, n_blocks
@@ -50,11 +50,11 @@ def test_products_are_those_of_the_codes(
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, :block] = 0
     weights = PackedWeights(codes, scales, CodeLayout(bits, block, e2m1), **shifts)
-    out = multiply_chosen(x, np.array(of), weights, EXPERTS, 1)
+    out = ChosenProduct(weights, EXPERTS)(x, np.array(of), 1)
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     monkeypatch.setattr(chosen_products, "MIN_PARALLEL_ELEMENTS", 0)
     for n_threads in (2, 3):
-        again = multiply_chosen(x, np.array(of), weights, EXPERTS, n_threads)
+        again = ChosenProduct(weights, EXPERTS)(x, np.array(of), n_threads)
         assert np.array_equal(again, out)
     matrices = dequantize(codes, scales, bits, block, columns, e2m1=e2m1, **shifts).reshape(EXPERTS, ROWS, columns)
     expected = np.stack(

@@ -13,7 +13,7 @@ from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
 from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product
 from edgekv.kernels.cpu.product_weights import PackedWeights
-from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct, multiply, stages
+from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct, stages
 from edgekv.linear.activations import ACTIVATIONS
 from edgekv.linear.formats import per_linear_format
 from edgekv.linear.packed import PackedLinear
@@ -24,6 +24,10 @@ from edgekv.models import architecture
 from edgekv.types import F32, U8, Threads
 
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
+
+
+def multiply(x: F32, codes: U8, scales: F32, layout: CodeLayout, n_threads: int | None = None) -> F32:
+    return PackedProduct(PackedWeights(codes, scales, layout))(x, n_threads)
 
 
 def rounded(x: F32, block: int) -> F32:

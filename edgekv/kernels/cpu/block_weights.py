@@ -79,7 +79,7 @@ def all_rounded(builder: Any, blocks: list[list[Value]], highest: int) -> tuple[
     top = emit.all_lanes(builder, emit.maximum, [emit.tree(builder, emit.maximum, x) for x in blocks])
     least, most = (emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, highest))
     factors = builder.fdiv(most, emit.maximum(builder, top, least))
-    shifted, round_ = [], emit.constant(FLOATS, float(ROUND))
+    shifted, round_ = [], emit.constant(FLOATS, ROUND)
     for i, weights in enumerate(blocks):
         if len(blocks) == 1:
             factor = emit.splat(builder, factors, LANES)

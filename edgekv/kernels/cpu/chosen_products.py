@@ -27,17 +27,12 @@ FIRST_ROW, ROWS, FIRST_TILE, TILES = range(N_FIELDS, N_FIELDS + 4)
 N_NUMBERS = N_FIELDS + 4
 
 
-def multiply_chosen(x: F32, of: I64, weights: PackedWeights, n_parts: int, n_threads: int | None = None) -> F32:
-    """One product with weights that stay nowhere: see `ChosenProduct`."""
-    return ChosenProduct(weights, n_parts)(x, of, n_threads)
-
-
 class ChosenProduct:
     """Products with parts of the same weights: of n_parts with as many outputs, at least OUTPUTS."""
 
     def __init__(self, weights: PackedWeights, n_parts: int) -> None:
         self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
-        self._outputs = len(weights.scales) // n_parts
+        self._outputs, self._row_bytes = len(weights.scales) // n_parts, self._at.gap + 4 * weights.layout.block
         few, many = (tiles_of(n, self._outputs) for n in (FEW_ROWS, FEW_ROWS + 1))
         self._tiles = tuple(zip(few, many, strict=True))
 
@@ -50,8 +45,7 @@ class ChosenProduct:
         (m, columns), n_threads = x.shape, n_threads or threads.count()
         first = np.append(0, np.flatnonzero(of[1:] != of[:-1]) + 1)  # rows of one part lie between two
         n = np.append(first[1:], m) - first
-        row_bytes = at.gap + 4 * self._weights.layout.block
-        x_bytes = aligned_size(m * row_bytes)
+        x_bytes = aligned_size(m * self._row_bytes)
         memory = scratch_memory("products", x_bytes + n_threads * PANEL_BYTES)
         y = np.empty((m, outputs), np.float32)
         is_panel, n_tiles = (np.where(n > FEW_ROWS, many, few) for few, many in self._tiles)
@@ -61,7 +55,7 @@ class ChosenProduct:
         for field, value in zip(
             fields,
             (
-                *(address_of(x) + 4 * columns * first, n, columns, is_panel, memory + row_bytes * first),
+                *(address_of(x) + 4 * columns * first, n, columns, is_panel, memory + self._row_bytes * first),
                 *(outputs, address_of(y) + 4 * outputs * first, memory + x_bytes),
                 *at.from_outputs(outputs * of[first]),
                 *(first, n, tiles_before, n_tiles),
@@ -76,10 +70,10 @@ class ChosenProduct:
 
 
 def warm_up(layout: CodeLayout) -> None:
-    """Compiles what `multiply_chosen` calls for a format."""
+    """Compiles what a `ChosenProduct` calls for a format."""
     codes, scales = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8), np.zeros((OUTPUTS, 1), np.float32)
-    weights = PackedWeights(codes, scales, layout)
-    multiply_chosen(np.zeros((1, layout.block), np.float32), np.zeros(1, np.int64), weights, 1)
+    product = ChosenProduct(PackedWeights(codes, scales, layout), 1)
+    product(np.zeros((1, layout.block), np.float32), np.zeros(1, np.int64))
     stages(layout)[1].run_parallel(0, np.zeros(1, np.int64))
 
 

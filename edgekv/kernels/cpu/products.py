@@ -37,7 +37,7 @@ from edgekv.kernels.cpu.product_rows import (
 from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.quantized_rows import prepare_rows
 from edgekv.kernels.cpu.simd import LANES
-from edgekv.types import F32, U8
+from edgekv.types import F32
 
 FLOATS = emit.vector(emit.F32, LANES)
 AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
@@ -47,42 +47,37 @@ TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there a
 FEW_ROWS = 8  # more go through panels
 
 
-def multiply(x: F32, codes: U8, scales: F32, layout: CodeLayout, n_threads: int | None = None) -> F32:
-    """One product with weights that stay nowhere: see `PackedProduct`."""
-    return PackedProduct(PackedWeights(codes, scales, layout))(x, n_threads)
-
-
 class PackedProduct:
-    """Products with the same weights (rows, columns), whose addresses are taken once; rows at least OUTPUTS."""
+    """Products with the same weights (outputs, columns), whose addresses are taken once; at least OUTPUTS."""
 
     def __init__(self, weights: PackedWeights) -> None:
-        """Raises ValueError for fewer rows."""
+        """Raises ValueError for fewer outputs."""
         self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
-        self._rows, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
+        self._outputs, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
         most = self._at.blocks * weights.layout.block
         self._widths = range(most - weights.layout.block + 1, most + 1)  # the last block may be padded
-        if self._rows < OUTPUTS:
-            raise ValueError(f"weights of {self._rows} rows; accepted: {OUTPUTS} or more")
+        if self._outputs < OUTPUTS:
+            raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
 
     def __call__(self, x: F32, n_threads: int | None = None) -> F32:
-        """x (n, columns) times the transpose of the weights: (n, rows).
+        """x (n, columns) times the transpose of the weights: (n, outputs).
 
         A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`. Raises
         ValueError for x of another type or width.
         """
         x = np.ascontiguousarray(x)
-        (n, columns), rows = x.shape, self._rows
+        (n, columns), outputs = x.shape, self._outputs
         if x.dtype != np.float32 or columns not in self._widths:
             first, last = self._widths[0], self._widths[-1]
             raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
-        is_panel, n_tiles = tiles_of(n, rows)
+        is_panel, n_tiles = tiles_of(n, outputs)
         n_threads = n_threads or threads.count()
         row_bytes = aligned_size(n * self._row_bytes)
         memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
-        y = np.empty((n, rows), np.float32)
-        own = address_of(x), n, columns, is_panel, memory, rows, address_of(y), memory + row_bytes
+        y = np.empty((n, outputs), np.float32)
+        own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + row_bytes
         numbers = np.array(own + self._at, np.int64)
-        shares = n_threads if n * rows * columns >= launch.MIN_PARALLEL_WORK else 1
+        shares = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
         run(self._stages, numbers, n, n_tiles, n_threads if n >= n_threads else 1, shares)
         return y
 
@@ -117,9 +112,9 @@ def _run(stage: launch.Stage, n_items: int, numbers: npt.NDArray[np.int64], n_th
 
 
 def warm_up(layout: CodeLayout) -> None:
-    """Compiles what `multiply` calls for a format."""
-    codes = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8)
-    multiply(np.zeros((1, layout.block), np.float32), codes, np.zeros((OUTPUTS, 1), np.float32), layout)
+    """Compiles what a `PackedProduct` calls for a format."""
+    codes, scales = np.zeros((OUTPUTS, 1, layout.block_bytes), np.uint8), np.zeros((OUTPUTS, 1), np.float32)
+    PackedProduct(PackedWeights(codes, scales, layout))(np.zeros((1, layout.block), np.float32))
     stages(layout)[1].run_parallel(0, np.zeros(len(Product._fields), np.int64))
 
 

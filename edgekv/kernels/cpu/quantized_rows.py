@@ -105,7 +105,7 @@ def _emit_quantized_block(
     scale = b.select(is_finite, scale, emit.F32(float("nan")))
     # Not fused: a fused one would round other halves than processors without it.
     shifted = b.fadd(
-        b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(floats, float(ROUND)), flags=EXACT
+        b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(floats, ROUND), flags=EXACT
     )
     rounded = b.sub(b.bitcast(shifted, ints), emit.constant(ints, int(ROUND.view(np.int32))))
     unit = b.sdiv(block, emit.I64(layout.blocks))

@@ -189,11 +189,8 @@ def given(
     for layers in (slides, ~slides):
         own = every[:, layers]
         totals = [_total(mean, own[0].size) for mean in (k_bits, v_bits)]
-        if together:
-            bits[:, layers] = give_bits(own, LEFT, sum(totals))
-        else:
-            for kind, total in enumerate(totals):
-                bits[kind, layers] = give_bits(own[kind : kind + 1], LEFT[kind : kind + 1], total)[0]
+        for kinds in (slice(0, 2),) if together else (slice(0, 1), slice(1, 2)):
+            bits[kinds, layers] = give_bits(own[kinds], LEFT[kinds], sum(totals[kinds]))
     keys, values = ("".join(map(str, kind.ravel())) for kind in bits)
     return keys, values
 

@@ -36,10 +36,7 @@ async def unless_gone(receive: Receive, channel: Channel, work: Any) -> Any:
 async def whole_answer(channel: Channel, answers: ResponseBuilder) -> dict[str, Any]:
     """What ``answers`` makes of all events. Raises the EdgeKVError that ended one."""
     while not answers.is_done:
-        event = await channel.events.get()
-        if isinstance(event, EdgeKVError):
-            raise event
-        answers.take(event)
+        answers.take(await _event(channel))
     return answers.whole()
 
 
@@ -47,12 +44,18 @@ async def embedding_vectors(channel: Channel, n: int) -> list[EmbeddingVector]:
     """The vectors of n texts, in the order in which they come. Raises as `whole_answer`."""
     vectors: list[EmbeddingVector] = []
     while len(vectors) < n:
-        event = await channel.events.get()
-        if isinstance(event, EdgeKVError):
-            raise event
+        event = await _event(channel)
         assert isinstance(event, EmbeddingVector)
         vectors.append(event)
     return vectors
+
+
+async def _event(channel: Channel) -> Any:
+    """The next event that is no error: errors are raised."""
+    event = await channel.events.get()
+    if isinstance(event, EdgeKVError):
+        raise event
+    return event
 
 
 class EventStream(Response):

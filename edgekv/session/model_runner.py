@@ -179,8 +179,7 @@ class ModelRunner:
     def _room_for(self, ids: Sequence[int], spans: Spans) -> tuple[Sequence[int], Spans]:
         """What is to be appended of a prompt; of the conversation stays what leaves room for it."""
         state, n_held = self.state, len(self.state.tokens)
-        n = n_held + len(ids)
-        kept = self._kept(n, self.ctx - self.ctx // 4) if n > self.ctx else None
+        kept = self._kept(n_held + len(ids), self.ctx - self.ctx // 4)
         if kept is None:
             return ids, spans
         held, new = [i for i in kept if i < n_held], [i - n_held for i in kept if i >= n_held]
@@ -189,16 +188,15 @@ class ModelRunner:
 
     def _make_room(self) -> None:
         state = self.state
-        n = len(state.tokens)
-        kept = self._kept(n, self.ctx - self.ctx // 2) if n > self.ctx else None
+        kept = self._kept(len(state.tokens), self.ctx - self.ctx // 2)
         if kept is not None:
             state.replace([state.tokens[i] for i in kept], selected(state.spans, kept))
             if self.drafts is not None:
                 self.drafts.begin(state.tokens)
 
     def _kept(self, n: int, room: int) -> list[int] | None:
-        """Positions that stay of a conversation of n tokens; None: no room is made."""
-        kept = self.context_shift.kept(n, max(room, 1))
+        """Positions that stay of a conversation of n tokens; None: all fit, or no room is made."""
+        kept = self.context_shift.kept(n, max(room, 1)) if n > self.ctx else None
         if kept is not None:
             self.state.n_dropped += n - len(kept)
         return kept

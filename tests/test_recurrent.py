@@ -126,7 +126,8 @@ def test_a_rewind_goes_to_the_latest_snapshot(recurrence: Recurrence) -> None:
         run(again, x, [300, 400])
         assert rewind([again], target) == again.n_seen == at
         assert max(again.snapshots) <= at
-        np.testing.assert_array_equal(run(again, x[at:], [700 - at]), whole[at:])
+        replayed = run(again, x[at:], [700 - at])  # sums' order can depend on how many tokens there are at once
+        np.testing.assert_allclose(replayed, whole[at:], rtol=0, atol=1e-6 * np.abs(whole).max())
 
 
 def test_an_interrupted_run_leaves_no_half_made_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.saving import SavedState, save_state
 from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import F32, LayerProgress, Path, StageProgress
+from edgekv.types import F32, LayerProgress, Path, TaskProgress
 from edgekv.vision import ImageSource
 from edgekv.vision.prompt import Embeddings, Prompt
 
@@ -45,7 +45,7 @@ class Session:
         path: Path,
         options: LoadOptions | None = None,
         *,
-        progress: StageProgress | None = None,
+        progress: TaskProgress | None = None,
         **changes: Any,
     ) -> Session:
         """Opens a model for a new conversation.
@@ -53,9 +53,9 @@ class Session:
         path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "demo" or
         "scenes", which ship with edgekv, or a model of the Hub: "org/name", "org/name@revision" or
         "org/name:file.gguf", downloaded once. options: see `LoadOptions`; its fields may be given by name instead:
-        ``Session.load("demo", kv="onebit", ctx=4096)``. progress(stage, done, total) is called while weights are
-        quantized. Raises an EdgeKVError: a bad file or option, a context beyond the model, too little memory
-        (computed before it is taken).
+        ``Session.load("demo", kv="onebit", ctx=4096)``. progress(task, done, total) is called while weights are
+        quantized and kernels compiled. Raises an EdgeKVError: a bad file or option, a context beyond the model,
+        too little memory (computed before it is taken).
         """
         options = changed(options, changes)
         shift = find_context_shift(options.overflow)
@@ -69,7 +69,7 @@ class Session:
         model: Path | Session,
         options: LoadOptions | None = None,
         *,
-        progress: StageProgress | None = None,
+        progress: TaskProgress | None = None,
         **changes: Any,
     ) -> Session:
         """The conversation that `save` wrote, with its scheme, context and sampler; its next tokens are those

@@ -49,18 +49,22 @@ def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: py
 
 
 class HeldCopy:
-    """A pool of a conversation of 50 tokens, whose copy for another request waits for `go_on`."""
+    """A pool of equal conversations of 50 tokens, of which the latest is copied; the copy waits for `go_on`."""
 
-    def __init__(self, loaded: Session, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, loaded: Session, slots: int, monkeypatch: pytest.MonkeyPatch, conversations: int = 1
+    ) -> None:
         self.pool = SessionPool(loaded.fork(), 0, slots)
-        self.source, rest = self.pool.acquire(self.prompt(50))
-        self.source.prefill(rest)
-        self.pool.release(self.source)
+        for _ in range(conversations):
+            self.source, _ = self.pool.acquire([1])
+            self.source.prefill(self.source.align(self.prompt(50)))
+            self.pool.release(self.source)
         self._begun, self.go_on, copy = threading.Event(), threading.Event(), Session.copy_from
 
         def held(session: Session, other: Session) -> None:
-            self._begun.set()
-            assert self.go_on.wait(60)
+            if not self._begun.is_set():
+                self._begun.set()
+                assert self.go_on.wait(60)
             copy(session, other)
 
         monkeypatch.setattr(Session, "copy_from", held)
@@ -92,6 +96,15 @@ def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.M
         assert len({id(session) for session in (held.source, other, copy)}) == 3
         assert (copy.tokens, rest) == (held.prompt(45), [7])
         assert held.source.tokens == held.prompt(50)
+
+
+def test_another_conversation_that_begins_as_well_is_taken(
+    loaded: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HeldCopy(loaded, 4, monkeypatch, conversations=2) as held:
+        copy, rest = held.threads.submit(held.pool.acquire, [*held.prompt(40), 8]).result(60)
+        assert not held.copied.done()
+        assert (copy.tokens, rest) == (held.prompt(40), [8])
 
 
 @pytest.mark.parametrize(

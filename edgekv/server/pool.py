@@ -83,6 +83,7 @@ class SessionPool:
         Reading again what a copy holds would take longer than waiting for it.
         """
         alike = [session for session in reversed(self._idle) if session.lora == lora]
+        alike.sort(key=lambda session: session in self._sources)  # of equal ones one that can be taken now
         closest = max(alike, key=lambda session: session.state.shared(prompt)[0], default=None)
         shared = closest.state.shared(prompt)[0] if closest else 0
         goes_on = closest is not None and shared == len(closest.tokens)

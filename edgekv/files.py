@@ -1,14 +1,13 @@
 """Files that appear whole or not at all: small ones at once, large ones piece by piece."""
 
 import contextlib
-import fcntl
 import glob
 import os
-import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from edgekv import partial
 from edgekv.errors import CheckpointError
 
 
@@ -24,12 +23,12 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
         except OSError as error:
             raise _unwritable(target, len(data), error) from error
         return
-    partial = PartialFile(target, len(data))
+    file = PartialFile(target, len(data))
     try:
-        partial.write(data)
-        partial.commit()
+        file.write(data)
+        file.commit()
     except BaseException:
-        partial.discard()
+        file.discard()
         raise
 
 
@@ -39,36 +38,33 @@ def atomic_stream(path: str | os.PathLike[str], nbytes: int, pieces: Iterable[by
     It is on the disk, not only in the page cache, when this returns. Raises CheckpointError when it cannot be
     written.
     """
-    partial = PartialFile(Path(path), nbytes)
+    file = PartialFile(Path(path), nbytes)
     try:
         for piece in pieces:
-            partial.write(piece)
-        partial.commit()
+            file.write(piece)
+        file.commit()
     except BaseException:
-        partial.discard()
+        file.discard()
         raise
 
 
 class PartialFile:
     """A file under a temporary name beside `path`, which `commit` makes durable and renames to it.
 
-    It stays locked while it is written: an unlocked one was left by a killed process and can be removed.
+    What killed processes left of it is removed.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._target = Path(os.path.realpath(path))
         self._nbytes = nbytes
-        self._path = self._target.with_name(f"{self._target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            _remove_abandoned(self._target)
+            partial.remove_abandoned(self._target.parent, glob.escape(self._target.name))
             free = shutil.disk_usage(self._target.parent).free
             if nbytes > free:
                 raise CheckpointError(
                     f"{path}: needs {nbytes:,} bytes, {free:,} are free; free some space or write elsewhere"
                 )
-            self._file = open(self._path, "xb")  # noqa: SIM115 - closed by commit or discard
-            with contextlib.suppress(OSError):  # a filesystem without locks
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._path, self._file = partial.new_file(self._target)
         except OSError as error:
             raise _unwritable(self._target, nbytes, error) from error
 
@@ -82,8 +78,8 @@ class PartialFile:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
+            os.replace(self._path, self._target)  # before it is closed: unlocked, another one would remove it
             self._file.close()
-            os.replace(self._path, self._target)
         except OSError as error:
             raise _unwritable(self._target, self._nbytes, error) from error
         _sync_folder(self._target.parent)
@@ -94,13 +90,6 @@ class PartialFile:
             self._file.close()
         with contextlib.suppress(OSError):
             self._path.unlink()
-
-
-def _remove_abandoned(target: Path) -> None:
-    for path in target.parent.glob(f"{glob.escape(target.name)}.partial-*"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:  # OSError: its writer holds the lock
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

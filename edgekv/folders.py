@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
-import os
 import pathlib
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
+from edgekv import partial
 from edgekv.errors import CheckpointError
-
-LOCK = ".lock"  # in a folder that is being written; its writer holds it
 
 
 def made_once(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
@@ -25,8 +19,8 @@ def made_once(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pat
     if folder.is_dir():
         return folder
     try:
-        with written_whole(folder, pathlib.Path.is_dir, leftovers="*") as partial:
-            make(partial)
+        with written_whole(folder, pathlib.Path.is_dir, leftovers="*") as new:
+            make(new)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: can't be written ({error.strerror or error}); make room, or set XDG_CACHE_HOME"
@@ -45,64 +39,17 @@ def written_whole(
     None: this folder's. Raises OSError where it can't be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f"{leftovers or glob.escape(folder.name)}.partial-*"):
-        _remove_abandoned(left)
-    with _locked(folder) as partial:
-        yield partial
+    partial.remove_abandoned(folder.parent, leftovers or glob.escape(folder.name))
+    new, lock = partial.new_folder(folder)
+    with lock:
         try:
-            partial.rename(folder)
-        except OSError:
-            if not is_whole(folder):  # otherwise another one was first
-                raise
-        else:
-            (folder / LOCK).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A new folder whose lock is held; what is left under its name at the end is removed."""
-    while True:
-        partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
-        partial.mkdir()
-        try:
-            file = _lock(partial, or_unlocked=True)
-            if file:
-                with file:
-                    yield partial
-                return
+            yield new
+            try:
+                new.rename(folder)
+            except OSError:
+                if not is_whole(folder):  # otherwise another one was first
+                    raise
+            else:
+                (folder / partial.LOCK).unlink(missing_ok=True)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _remove_abandoned(partial: pathlib.Path) -> None:
-    """Process numbers would not tell: they come again, and other containers have their own."""
-    with contextlib.suppress(OSError):
-        file = _lock(partial)
-        if file:
-            with file:
-                shutil.rmtree(partial, ignore_errors=True)
-
-
-def _lock(partial: pathlib.Path, or_unlocked: bool = False) -> BinaryIO | None:
-    """The open lock of a partial folder, held; None where another one holds it, or removed the folder before.
-
-    or_unlocked: also on a filesystem without locks, where it raises OSError else.
-    """
-    path = partial / LOCK
-    try:
-        file = open(path, "ab")  # noqa: SIM115 - closed by the caller
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        if or_unlocked:
-            return file
-        file.close()
-        raise
-    file.close()
-    return None
+            partial.remove(new)

@@ -20,8 +20,8 @@ U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
-StageProgress = Callable[[str, int, int], None]
-"""Is called with the stage of the work, what is done of it, and the total."""
+TaskProgress = Callable[[str, int, int], None]
+"""Is called with the name of what takes long ("quantizing"), how much of it is done, and the total."""
 LayerProgress = Callable[[int, int], None]
 """Is called while a prompt is read, with the layers that are done, and all layers."""
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,16 @@ import pytest
 from cuda_host.driver import HostDriver
 from kernel_cases import assert_close, own
 
+from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import ConfigError
 from edgekv.kernels import reference
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.kinds import KINDS
 from edgekv.kernels.memory import to_host
+from edgekv.kvcache import CacheSpec
+from edgekv.linear.cuda_weights import DeviceWeights
+from edgekv.session.devices import find_device
+from edgekv.session.model import Model
 
 DEVICES = ["host", "gpu"]
 
@@ -96,6 +102,24 @@ class OnDevice:
         reference.sums(codec, p[:, :, 2 : 2 + t1 - t0], t0, t1, expected)
         self.kernels.sums(self.twin(codec), self.up(p)[:, :, 2 : 2 + t1 - t0], t0, t1, actual)
         assert_close(to_host(actual), expected)
+
+
+def require_same_logits(model: Model, tokens: Sequence[int], device: OnDevice) -> None:
+    """Of a prompt and of a token behind it, by NumPy, on the CPU and on CUDA, in the weights' own format."""
+    form, n = model.weight_format("auto"), len(tokens)
+    cuda = CudaDecoder(DeviceWeights(model.store(form), device.driver, None), device.driver, n, 1)
+    rows = []
+    for each in (*(find_device(where).decoder(model, form, n, 1, None) for where in ("numpy", "cpu")), cuda):
+        caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, n)
+        for cache in caches:
+            cache.allocate(each.kernels, each.workspace)
+        prompt = to_host(each.head(each.prefill(each.embed(tokens[:-1], 0), caches)))
+        rows.append(np.concatenate([prompt, to_host(each.step(tokens[-1], caches))[None]]))
+    oracle, compiled, found = rows
+    rounded = 0.01 * np.abs(oracle).max() if cuda.driver.has_matrix_tiles else 2e-4  # a prompt in half precision
+    np.testing.assert_allclose(found, oracle, atol=rounded, rtol=0)
+    error = np.linalg.norm(compiled - oracle) / np.linalg.norm(oracle)
+    assert error < 0.06, error  # the products round the inputs to 8 bits; measured: 0.035 to 0.045
 
 
 @pytest.fixture(params=DEVICES)

@@ -89,6 +89,25 @@ def normal(rng: np.random.Generator, *shape: int) -> npt.NDArray[np.float32]:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
+def awkward_rows(n: int, d: int, levels: int) -> npt.NDArray[np.float32]:
+    """Tokens (1, n, d), 16 or more, at the edges of what can be encoded in so many levels; the last are random."""
+    x = normal(np.random.default_rng(d), n, d)
+    x[0] = 0
+    x[1] = -0.0
+    x[2] = np.where(np.arange(d) % 2, 0.0, -0.0)
+    x[3] = 3.25
+    x[4] = np.abs(x[4])
+    x[5] = -np.abs(x[5])
+    x[6] = 1e-12
+    x[7] *= 1e-6  # the scale is a subnormal float16
+    x[8] *= 1e5
+    x[9] = 1e7  # beyond what the largest scale covers
+    x[10] = np.arange(d) % levels  # with a step of 1
+    x[11] = np.arange(d) % (2 * levels - 1) * 0.5  # halfway between levels
+    x[12, 0], x[13, 0] = 1000, -1000  # outliers
+    return x[None]
+
+
 def poisoned_scores(case: Case, contiguous: bool) -> npt.NDArray[np.float32]:
     """NaN scores with unused columns before and behind; as a slice, rows are apart in memory."""
     columns = case.s0 + case.length + 4

@@ -32,7 +32,7 @@ from edgekv.power import METERS
 def go(board: Board, path: pathlib.Path, seconds: float = 600.0) -> list[str]:
     """One run; returns what it told."""
     lines: list[str] = []
-    Run(board, path, Metering(), seconds, lines.append, lambda stage, done, total: None).go()
+    Run(board, path, Metering(), seconds, lines.append, lambda task, done, total: None).go()
     return lines
 
 

@@ -1,6 +1,7 @@
 """Files appear whole or not at all, and other readers accept them."""
 
 import errno
+import fcntl
 import functools
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from checkpoint_files import one_line, sample
 from safetensors import safe_open
 
-from edgekv import files
+from edgekv import files, partial
 from edgekv.checkpoint.tensors import TensorFile
 from edgekv.checkpoint.writer import ALIGNMENT, TensorWriter
 from edgekv.errors import CheckpointError
@@ -113,7 +114,7 @@ def full_disk(*args: object) -> None:
 
 @pytest.mark.parametrize("failing", ["write", "flush"])
 def test_disk_that_fills_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    monkeypatch.setattr(files, "open", functools.partial(FullDisk, failing=failing), raising=False)
+    monkeypatch.setattr(partial, "open", functools.partial(FullDisk, failing=failing), raising=False)
     path = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError) as error:
         write_all(path, {"w": ("U8", (2,))}, [("w", np.zeros(2, np.uint8))])
@@ -171,6 +172,65 @@ def test_leftovers_of_killed_writers_are_removed_and_live_ones_kept(tmp_path: Pa
         second.write("w", np.full(1, 2, np.uint8))
     assert os.listdir(tmp_path) == ["a.safetensors"]
     assert TensorFile(path).array("w") == 1
+
+
+def test_a_file_that_goes_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a lock looks like a leftover to others, who lock it to remove it."""
+    lock, taken = fcntl.flock, list[Path]()
+
+    def after_another(file: Any, flags: int) -> None:
+        if len(taken) < 2:
+            (unlocked,) = tmp_path.iterdir()
+            taken.append(unlocked)
+            unlocked.unlink()
+            if len(taken) == 2:
+                raise BlockingIOError(errno.EWOULDBLOCK, "locked")
+        lock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    atomic_write(tmp_path / "a.json", b"{}")
+    assert len(set(taken)) == 2
+    assert os.listdir(tmp_path) == ["a.json"]
+    assert (tmp_path / "a.json").read_bytes() == b"{}"
+
+
+def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def after_another(source: Path, target: Path) -> None:
+        partial.remove_abandoned(tmp_path, "a.json")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", after_another)
+    atomic_write(tmp_path / "a.json", b"{}")
+    assert (tmp_path / "a.json").read_bytes() == b"{}"
+
+
+MANY_WRITES = """
+import sys
+from edgekv.files import atomic_write
+
+for _ in range(100):
+    atomic_write(sys.argv[1], b"whole")
+"""
+
+
+def test_processes_that_write_one_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    writers = [subprocess.Popen([sys.executable, "-c", MANY_WRITES, path]) for _ in range(4)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0, 0]
+    assert os.listdir(tmp_path) == ["a"]
+    assert path.read_bytes() == b"whole"
+
+
+def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: object, flags: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "a.json.partial-1").write_bytes(b"x")
+    atomic_write(tmp_path / "a.json", b"{}")
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "a.json.partial-1"]
 
 
 def test_atomic_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import threading
 
 import pytest
 
-from edgekv import folders
 from edgekv.checkpoint.shapes import load_shape
 from edgekv.errors import CheckpointError
 from edgekv.folders import made_once
@@ -22,6 +21,7 @@ from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.random import RandomWeights
 from edgekv.linear.store import WeightStore
 from edgekv.linear.store_builder import build
+from edgekv.partial import LOCK
 
 KILLED = """
 import os, pathlib, signal, sys
@@ -90,7 +90,7 @@ def test_what_another_one_writes_stays(tmp_path: pathlib.Path) -> None:
     """Also under the number of a process that there is not, as another container's would be."""
     other = tmp_path / f"folder.partial-{2**22 + 1}"
     other.mkdir()
-    with open(other / folders.LOCK, "wb") as lock:
+    with open(other / LOCK, "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made_once(tmp_path / "folder", write)
         assert names(tmp_path) == ["folder", other.name]

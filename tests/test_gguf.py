@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tokenizers
-from cuda_cases import OnDevice
+from cuda_cases import OnDevice, require_same_logits
 from helpers import raises
 from safetensors.numpy import save_file
 
@@ -29,14 +29,9 @@ from edgekv.checkpoint.gguf_file import GgufFile
 from edgekv.checkpoint.gguf_import import imported
 from edgekv.checkpoint.gguf_layout import FAMILIES, Facts, make_config
 from edgekv.cli import main
-from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
-from edgekv.kernels.memory import to_host
-from edgekv.kvcache import CacheSpec
-from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.store import WeightStore
 from edgekv.models import architecture
-from edgekv.session.devices import find_device
 from edgekv.session.model import Model
 from edgekv.tokenizer import load_tokenizer
 
@@ -198,18 +193,7 @@ def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
     store = model.store(form)
     np.testing.assert_allclose(store.matrix("0.down"), expected, atol=near, rtol=0)
     assert WeightStore(store.folder).form == form
-    cuda = CudaDecoder(DeviceWeights(store, device.driver, None), device.driver, 48, 1)
-    decoders = [find_device(where).decoder(model, form, 48, 1, None) for where in ("numpy", "cpu")]
-    rows = []
-    for each in (*decoders, cuda):
-        caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, 48)
-        for cache in caches:
-            cache.allocate(each.kernels, each.workspace)
-        hidden = each.prefill(each.embed(range(40), 0), caches)
-        rows.append(np.concatenate([to_host(each.head(hidden)), to_host(each.step(40, caches))[None]]).copy())
-    rounded = 0.01 * np.abs(rows[0]).max() if cuda.driver.has_matrix_tiles else 2e-4
-    np.testing.assert_allclose(rows[2], rows[0], atol=rounded, rtol=0)
-    assert np.linalg.norm(rows[1] - rows[0]) < 0.06 * np.linalg.norm(rows[0])  # the products round the inputs
+    require_same_logits(model, range(41), device)
 
 
 def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, Case, generator, inside, normal, poisoned_scores
+from kernel_cases import EITHER_PATH, Case, awkward_rows, generator, inside, normal, poisoned_scores
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
@@ -35,22 +35,6 @@ def widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return bits.view(np.float16).astype(np.float32)
 
 
-def awkward_rows(d: int) -> npt.NDArray[np.float32]:
-    """Tokens (1, 16, d) at the edges of what can be quantised."""
-    x = normal(np.random.default_rng(d), 16, d)
-    x[0] = 0
-    x[1] = -0.0
-    x[2] = 3.25
-    x[3] = 1e-12
-    x[4] *= 1e-6  # the step is a subnormal float16
-    x[5] *= 1e5
-    x[6] = 1e7  # beyond float16
-    x[7] = np.arange(d) % 8
-    x[8] = np.arange(d) % 8 + 0.5
-    x[9, 0] = -1000  # an outlier
-    return x[None]
-
-
 def check_unit(
     x: npt.NDArray[np.float32],
     codes: npt.NDArray[np.uint8],
@@ -70,7 +54,7 @@ def check_unit(
 @pytest.mark.parametrize(("relative_step", "levels"), [(0.2, 6), (0.15, 8), (1.0, 2), (1 / 255, 256)])
 def test_levels_are_as_specified(backend: object, relative_step: float, levels: int) -> None:
     """Keys per channel of 16 tokens, values per token: the same rule along other axes."""
-    x, d = awkward_rows(12), 12
+    x, d = awkward_rows(16, 12, 8), 12
     codes, ends = np.full(x.shape, POISON, np.uint8), np.full((2, 1, 3, d), HUGE_F16, np.uint16)
     backend.quantize_channels(x, relative_step, levels, 16, codes, *ends, 1)
     for channel in range(d):
@@ -104,7 +88,7 @@ def test_error_is_half_a_step(relative_step: float) -> None:
 def test_numba_quantises_to_the_same_bits(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     for d in (8, 12, 80, 128):
-        for x in (normal(np.random.default_rng(d), 3, 96, d) * 3, np.tile(awkward_rows(d), (1, 2, 1))):
+        for x in (normal(np.random.default_rng(d), 3, 96, d) * 3, np.tile(awkward_rows(16, d, 8), (1, 2, 1))):
             for relative_step in (0.25, 0.11):
                 results = []
                 for backend in (cpu, reference):

@@ -10,6 +10,7 @@ from kernel_cases import (
     HEAD_DIMS,
     Case,
     assert_close,
+    awkward_rows,
     cases,
     codec,
     generator,
@@ -44,27 +45,9 @@ def decode(store: Store) -> npt.NDArray[np.float64]:
     return (levels - zero[..., None]) * delta.view(np.float16)[..., None].astype(np.float64)
 
 
-def awkward_rows(d: int) -> npt.NDArray[np.float32]:
-    """Tokens (1, n, d) at the edges of what can be encoded."""
-    rng = np.random.default_rng(d)
-    x = normal(rng, 12, d)
-    x[0] = 0
-    x[1] = np.abs(x[1])
-    x[2] = -np.abs(x[2])
-    x[3] = 1e-12
-    x[4] *= 1e-6  # the scale is a subnormal float16
-    x[5] *= 1e5
-    x[6] = 1e7  # beyond what the largest scale covers
-    x[7] = -0.0
-    x[8] = np.arange(d) % 16  # levels with a step of 1
-    x[9] = np.arange(d) % 31 * 0.5  # halfway between levels
-    x[10, 0] = 1000  # an outlier
-    return x[None]
-
-
 def test_numpy_encodes_as_the_equation_says() -> None:
-    x = awkward_rows(24)
-    codes, delta, zero = store = empty_store(1, 14, 24)
+    x = awkward_rows(16, 24, 16)
+    codes, delta, zero = store = empty_store(1, 18, 24)
     own(reference, "int4").encode_int4(x, *store, 1)
     for t, row in enumerate(x[0], start=1):
         step = float(delta.view(np.float16)[0, t])
@@ -79,8 +62,8 @@ def test_numpy_encodes_as_the_equation_says() -> None:
         else:
             assert zero[0, t] == 0
             assert not nibbles.any()
-    for array, untouched in zip(store, empty_store(1, 14, 24), strict=True):
-        np.testing.assert_array_equal(array[0, [0, 13]], untouched[0, [0, 13]])
+    for array, untouched in zip(store, empty_store(1, 18, 24), strict=True):
+        np.testing.assert_array_equal(array[0, [0, 17]], untouched[0, [0, 17]])
 
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
@@ -109,7 +92,7 @@ def test_zeros_decode_to_zeros(backend: object) -> None:
 def test_numba_encodes_the_same_bits(d: int, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     random = normal(np.random.default_rng(d), 2, 400, d) * 3
-    for x in (random, awkward_rows(d)):
+    for x in (random, awkward_rows(16, d, 16)):
         stores = [empty_store(len(x), 409, d) for _ in range(2)]
         own(reference, "int4").encode_int4(x, *stores[0], 7)
         own(cpu, "int4").encode_int4(x, *stores[1], 7)

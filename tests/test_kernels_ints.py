@@ -8,6 +8,7 @@ import pytest
 from kernel_cases import (
     EITHER_PATH,
     Case,
+    awkward_rows,
     bound,
     generator,
     inside,
@@ -100,28 +101,9 @@ def sym_decoded(store: Store, bits: int) -> npt.NDArray[np.float64]:
     return (levels - 2 ** (bits - 1)) * widened(scale)[..., None]
 
 
-def awkward_rows(d: int) -> npt.NDArray[np.float32]:
-    """Tokens (1, n, d) at the edges of what can be encoded."""
-    rng = np.random.default_rng(d)
-    x = normal(rng, 32, d)
-    x[0] = 0
-    x[1] = np.abs(x[1])
-    x[2] = 1e-12
-    x[3] *= 1e-6  # the scale is a subnormal float16
-    x[4] *= 1e5
-    x[5] = 1e7  # beyond what the largest scale covers
-    x[6] = -0.0
-    x[7] = np.arange(d) % 8  # levels with a step of 1
-    x[8] = np.arange(d) % 15 * 0.5  # halfway between levels
-    x[9, 0] = 1000  # an outlier
-    x[10] = 3.25
-    x[11] = np.where(np.arange(d) % 2, 0.0, -0.0)
-    return x[None]
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_symmetric_codes_are_as_specified(bits: int) -> None:
-    x, top = awkward_rows(12), 2 ** (bits - 1) - 1
+    x, top = awkward_rows(32, 12, 8), 2 ** (bits - 1) - 1
     codes, scale = store = sym_store(1, 40, 12, bits, KEYS)
     reference.encode_sym(x, *store, 3)
     levels = unpacked(in_order(codes), bits)[0] - (top + 1)
@@ -163,7 +145,7 @@ def test_numba_encodes_symmetric_codes_to_the_same_bits(
 ) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     for d in (8, 12, 80, 128):
-        for x in (normal(np.random.default_rng(d), 2, 100, d) * 3, awkward_rows(d)):
+        for x in (normal(np.random.default_rng(d), 2, 100, d) * 3, awkward_rows(32, d, 8)):
             stores = [sym_store(len(x), 130, d, bits, block) for _ in range(2)]
             reference.encode_sym(x, *stores[0], 7)
             cpu.encode_sym(x, *stores[1], 7)
@@ -214,7 +196,7 @@ def test_numba_computes_the_same_on_symmetric_codes(
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_codes_are_as_specified(bits: int) -> None:
     """Keys per channel of 32 tokens, and values per token of six channels: the same rule along other axes."""
-    x, top, d = awkward_rows(12), 2**bits - 1, 12
+    x, top, d = awkward_rows(32, 12, 8), 2**bits - 1, 12
     keys, values = kivi_keys(1, 3, d, bits, 32), kivi_values(1, 40, d, bits, 2)
     own(reference, "kivi_keys").encode_kivi_keys(x, *keys, 32)
     own(reference, "kivi_values").encode_kivi_values(x, *values, 3)
@@ -253,7 +235,7 @@ def test_numba_encodes_kivi_codes_to_the_same_bits(
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     for d, group, spans in ((8, 32, 1), (12, 64, 3), (80, 32, 5), (128, 64, 4)):
         random = normal(np.random.default_rng(d), 2, 128, d) * 3
-        for x in (random, np.tile(awkward_rows(d), (1, 2, 1))):
+        for x in (random, np.tile(awkward_rows(32, d, 8), (1, 2, 1))):
             stores = [kivi_keys(len(x), 6, d, bits, group) for _ in range(2)]
             own(reference, "kivi_keys").encode_kivi_keys(x, *stores[0], group)
             own(cpu, "kivi_keys").encode_kivi_keys(x, *stores[1], group)

@@ -1,9 +1,10 @@
 """The sampling thread: known signals in real time, and sensors that fail, lie, hang and vanish in mid-run."""
 
+import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import power_trees as trees
@@ -139,17 +140,25 @@ def test_a_sensor_that_never_answers_again_does_not_hold_the_run(monkeypatch: py
     assert not meter._thread.is_alive()
 
 
-def test_a_sensor_that_never_answers_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "STOP_S", 0.05)
-    monkeypatch.setattr(sampler, "FIRST_SAMPLE_S", 0.05)
+@contextlib.contextmanager
+def never_answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[PowerSampler]:
+    """A sampler that has begun, of a sensor that hangs until the end."""
+    for name in ("STOP_S", "MARK_S", "FIRST_SAMPLE_S"):
+        monkeypatch.setattr(sampler, name, 0.05)
     release = threading.Event()
     meter = PowerSampler(trees.Signal(lambda: float(release.wait(60))))
     meter.start()
-    meter.stop()
-    with pytest.raises(PowerError, match="0 samples"):
-        meter.window(0.0, 1.0)
+    yield meter
     release.set()
     meter._thread.join(60)
+    assert not meter._thread.is_alive()
+
+
+def test_a_sensor_that_never_answers_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with never_answering(monkeypatch) as meter:
+        meter.stop()
+        with pytest.raises(PowerError, match="0 samples"):
+            meter.window(0.0, 1.0)
 
 
 def test_a_late_answer_belongs_to_no_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,14 +227,6 @@ def test_the_edges_of_a_phase_are_read_at_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_mark_does_not_wait_for_a_sensor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "STOP_S", 0.05)
-    monkeypatch.setattr(sampler, "MARK_S", 0.05)
-    monkeypatch.setattr(sampler, "FIRST_SAMPLE_S", 0.05)
-    release = threading.Event()
-    meter = PowerSampler(trees.Signal(lambda: float(release.wait(60))))
-    meter.start()
-    meter.mark()
-    meter.stop()
-    release.set()
-    meter._thread.join(60)
-    assert not meter._thread.is_alive()
+    with never_answering(monkeypatch) as meter:
+        meter.mark()
+        meter.stop()

@@ -28,7 +28,6 @@ from edgekv.cli import main
 from edgekv.server.checked_request import CheckedRequest, check_chat
 from edgekv.server.delivery import EventStream
 from edgekv.server.jobs import Channel, EncodedPrompt, Piece
-from edgekv.server.pool import SessionPool
 from edgekv.server.protocol import ChatRequest, RequestError, read
 from edgekv.server.response_builders import CompletionBuilder
 
@@ -492,73 +491,6 @@ def test_help_needs_no_library() -> None:
 @pytest.fixture(scope="module")
 def loaded() -> Session:
     return Session.load(DEMO, ctx=256)
-
-
-def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
-    each = loaded.plan.cache_bytes
-    pool = SessionPool(loaded.fork(), 2 * each + each // 2)
-    for i in range(5):
-        session, new = pool.acquire([i, 1, 2])
-        assert new == [i, 1, 2]
-        list(session.generate(new, max_new_tokens=2))
-        pool.release(session)
-    assert pool.n_sessions == 2
-    assert pool.nbytes == 2 * each
-
-
-def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    pool = SessionPool(loaded.fork(), 2 * loaded.plan.cache_bytes, slots=2)
-    session, new = pool.acquire(list(range(100, 150)))
-    session.prefill(new)
-    pool.release(session)
-    beginning = list(range(100, 145))
-    for method in ("align", "copy_from"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Session, method, fail)
-            with pytest.raises(MemoryError):
-                pool.acquire([*beginning, 7])
-    sessions = [pool.acquire([*beginning, i])[0] for i in (7, 8)]
-    assert pool.n_sessions == 2
-    assert [len(each.tokens) for each in sessions] == [45, 45]
-
-
-@pytest.mark.parametrize("kv", ["h1b", "sign_keys", "mikv:budget=90", "kvcomp", "kivi2", "onebit"])
-def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
-    """Whatever the pool held: another's prompt that begins alike, an equal one, one with nothing in common."""
-    common, asked = list(range(100, 160)), [7, 8, 9]
-    answers, temperatures = [], []
-    for others in ([*common, *range(300, 400)], [*common, *range(500, 600)], [*common, *asked], [1, 2, 3]):
-        base = loaded.fork(kv=kv)
-        pool = SessionPool(base, base.plan.cache_bytes)
-        for ids in (others, [*common, *asked]):
-            session, new = pool.acquire(ids)
-            answer = [step.token for step in session.generate(new, max_new_tokens=20)]
-            pool.release(session)
-        answers.append(answer)
-        temperatures.append([cache.fitted().get("tau") for cache in session.state.caches])
-    assert all(answer == answers[0] for answer in answers)
-    assert all(tau == temperatures[0] for tau in temperatures)
-
-
-def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None:
-    pool = SessionPool(loaded.fork(), 10 * loaded.plan.cache_bytes)
-    shared = list(range(3, 63))
-    first, new = pool.acquire([*shared, 100, 101])
-    list(first.generate(new, max_new_tokens=3))
-    pool.release(first)
-    second, new = pool.acquire([*shared, 200, 201])
-    assert second is not first
-    assert new == [200, 201]
-    answer = [step.token for step in second.generate(new, max_new_tokens=8)]
-    pool.release(second)
-    fresh = loaded.fork()
-    assert answer == [step.token for step in fresh.generate([*shared, 200, 201], max_new_tokens=8)]
-    again, new = pool.acquire([*first.tokens, 7])
-    assert again is first
-    assert new == [7]
 
 
 def test_every_accepted_field_of_a_request() -> None:

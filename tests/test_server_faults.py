@@ -23,8 +23,9 @@ from edgekv.server.energy import ServerEnergy
 from edgekv.server.engine import Engine
 from edgekv.server.jobs import Channel
 from edgekv.server.limits import LogLimit, ServerLimits
+from edgekv.server.protocol import FAILED
 from edgekv.server.responder import Responder
-from edgekv.server.response_builders import CompletionBuilder
+from edgekv.server.response_builders import ChatBuilder, CompletionBuilder
 from edgekv.server.responses import ResponsesBuilder
 
 ANSWER = {"model": "m", "prompt": "It was", "max_tokens": 2, "temperature": 0}
@@ -37,8 +38,8 @@ def loaded() -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def asked(loaded: Session) -> Iterator[TestClient]:
-    """The server's endpoints, without a socket."""
+def asked(loaded: Session, *, raising: bool = True) -> Iterator[TestClient]:
+    """The server's endpoints, without a socket. raising: of an endpoint's fault, in place of its answer."""
     engine = Engine(
         loaded,
         ChatTemplate(TEMPLATE, loaded.require_tokenizer()),
@@ -48,7 +49,7 @@ def asked(loaded: Session) -> Iterator[TestClient]:
         energy=ServerEnergy(None),
     )
     app = build_app(engine, "m", api_key=None, hosts=None, limits=ServerLimits())
-    with TestClient(app, base_url="http://localhost") as client:
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=raising) as client:
         yield client
 
 
@@ -159,6 +160,35 @@ def test_a_stream_that_cannot_be_built_says_so(
     else:
         assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+
+
+@pytest.mark.parametrize("method", ["__init__", "take", "whole"])
+@pytest.mark.parametrize(
+    ("path", "builder", "asks"),
+    [
+        ("/v1/completions", CompletionBuilder, {"prompt": "It was"}),
+        ("/v1/chat/completions", ChatBuilder, {"messages": [{"role": "user", "content": "Sing"}]}),
+        ("/v1/responses", ResponsesBuilder, {"input": "It was"}),
+    ],
+)
+def test_an_answer_that_cannot_be_built_says_so(
+    path: str,
+    builder: type,
+    asks: dict[str, Any],
+    method: str,
+    loaded: Session,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **options: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(builder, method, fail)
+    with asked(loaded, raising=False) as client:
+        answer = client.post(path, json={"model": "m", **asks})
+    told = {"message": FAILED, "type": "server_error", "param": None, "code": "internal_error"}
+    assert (answer.status_code, answer.json()) == (500, {"error": told})
+    with asked(loaded) as client, pytest.raises(KeyError, match="a bug"):  # uvicorn gets it, too, for the log
+        client.post(path, json={"model": "m", **asks})
 
 
 @pytest.mark.parametrize(("error", "logged"), [(RuntimeError("a bug"), 1), (ConnectionResetError(), 0)])

@@ -69,8 +69,8 @@ def test_loading_says_what_it_does(tmp_path: pathlib.Path, monkeypatch: pytest.M
     monkeypatch.setattr(compiling, "are_kept", lambda what: False)
     seen = []
     model = golden_cases.write_checkpoint("llama31", tmp_path)
-    session = Session.load(model, progress=lambda stage, done, total: seen.append((stage, done, total)))
-    steps = [(done, total) for stage, done, total in seen if stage == WARM_UP]
+    session = Session.load(model, progress=lambda *told: seen.append(told))
+    steps = [(done, total) for task, done, total in seen if task == WARM_UP]
     assert steps == [(i, len(steps) - 1) for i in range(len(steps))]
     assert len(steps) > 5
     report = session.report()

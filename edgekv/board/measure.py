@@ -28,7 +28,7 @@ from edgekv.session.devices import find_device
 from edgekv.session.plan import SessionPlan
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 PASSES = 8  # over memory, for each number of threads
 LEAST_TOKENS, MOST_TOKENS = 6, 64  # of a decoding that is timed
@@ -46,7 +46,7 @@ class Opened:
     facts: Shape
 
 
-def open_shape(name: str, plan: Plan, threads: int | None, progress: StageProgress | None) -> Opened:
+def open_shape(name: str, plan: Plan, threads: int | None, progress: TaskProgress | None) -> Opened:
     """The model in the cache folder, made there if it is not, and opened. Raises an EdgeKVError."""
     is_made = is_store(weights_folder(name, plan))
     begun = time.perf_counter()

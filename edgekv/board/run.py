@@ -15,7 +15,7 @@ from edgekv.board.record import Board, LeftOut, Measured, save
 from edgekv.errors import EdgeKVError
 from edgekv.linear.store import is_store
 from edgekv.machine import available_memory_bytes, format_bytes
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 MOST_ATTEMPTS = 2  # beginnings without an end: the process was killed in the middle
 NO_TIME = "no time was left"
@@ -35,7 +35,7 @@ class Run:
         metering: Metering,
         seconds: float,
         say: Say,
-        progress: StageProgress,
+        progress: TaskProgress,
     ) -> None:
         self.board, self.path, self.metering = board, path, metering
         self._say, self._progress = say, progress

@@ -1,4 +1,4 @@
-"""Progress on a terminal's standard error, one stage at a time; nothing where it is piped."""
+"""Progress on a terminal's standard error, one task at a time; nothing where it is piped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Bars:
     """A bar that counts what is done and the seconds left, redrawn while it waits."""
 
     def __init__(self) -> None:
-        self._stage = ""
+        self._task = ""
         self._bar: tqdm | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -30,13 +30,13 @@ class Bars:
     ) -> None:
         self._close()
 
-    def update(self, stage: str, done: int, total: int) -> None:
-        """The bar of a stage at ``done`` of ``total``; another stage's bar is closed."""
+    def update(self, task: str, done: int, total: int) -> None:
+        """The bar of a task at ``done`` of ``total``; another task's bar is closed."""
         if not sys.stderr.isatty():
             return
-        if stage != self._stage:
+        if task != self._task:
             self._close()
-            self._open(stage, total)
+            self._open(task, total)
         with self._lock:
             if self._bar is not None:
                 self._bar.update(done - self._bar.n)
@@ -47,10 +47,10 @@ class Bars:
         """A prompt of ``n_tokens``, of which ``layer`` of ``n_layers`` are through, in tokens."""
         self.update(PREFILL, n_tokens * layer // n_layers, n_tokens)
 
-    def _open(self, stage: str, total: int) -> None:
-        unit = "B" if stage in BYTES else " tokens" if stage == PREFILL else ""
-        self._bar = tqdm(total=total, desc=stage, unit=unit, unit_scale=unit == "B", leave=False)
-        self._stage, self._end = stage, threading.Event()
+    def _open(self, task: str, total: int) -> None:
+        unit = "B" if task in BYTES else " tokens" if task == PREFILL else ""
+        self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=unit == "B", leave=False)
+        self._task, self._end = task, threading.Event()
         threading.Thread(target=self._refresh, args=(self._bar, self._end), daemon=True).start()
 
     def _refresh(self, bar: tqdm, end: threading.Event) -> None:
@@ -64,4 +64,4 @@ class Bars:
             self._end.set()
             if self._bar is not None:
                 self._bar.close()
-            self._bar, self._stage = None, ""
+            self._bar, self._task = None, ""

@@ -9,6 +9,7 @@ import numpy as np
 
 from edgekv.decoder.cpu_attention import BLOCK_ROWS, CpuAttention
 from edgekv.decoder.decoder import CHUNK, Decoder
+from edgekv.decoder.prompt_attention import Scoring
 from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels import Kernels, compiling
 from edgekv.kernels.memory import contiguous
@@ -98,7 +99,7 @@ class CpuDecoder(Decoder):
         return [
             *self.linear.warm_up(),
             split,
-            lambda: self._exact_attention(q, k, v, None),  # of a prompt, and what every scheme needs: `ahead`
+            lambda: self._exact_attention(q, k, v, Scoring()),  # of a prompt, and what every scheme needs: `ahead`
             functools.partial(attend, 1),
             prefill,
             *(functools.partial(attend, rows) for rows in WARM_UP_ROWS),

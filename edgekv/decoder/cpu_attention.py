@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from edgekv.decoder.prompt_attention import Scoring, seen
 from edgekv.kernels import Kernels
 from edgekv.kernels.serial import serial_kernels
 from edgekv.kvcache.geometry import Workspace
@@ -30,15 +31,7 @@ class CpuAttention:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="edgekv-attention")
         self._scratch = [Workspace() for _ in range(threads)]
 
-    def __call__(
-        self,
-        queries: F32,
-        keys: F32,
-        values: F32,
-        window: int | None,
-        cap: float | None = None,
-        sinks: F32 | None = None,
-    ) -> None:
+    def __call__(self, queries: F32, keys: F32, values: F32, scoring: Scoring) -> None:
         """See `PromptAttention` (prompt_attention.py). Scratch: BLOCK_ROWS x m float32 scores per thread."""
         n_heads, n, _ = queries.shape
         n_kv_heads = keys.shape[0]
@@ -46,7 +39,7 @@ class CpuAttention:
         starts = range((n - 1) // rows * rows, -1, -rows)  # the longest blocks first
         blocks = iter([(g, a, min(a + rows, n)) for a in starts for g in range(n_kv_heads)])
         with blas_threads(1):
-            work = functools.partial(self._work, blocks, queries, keys, values, window, cap, sinks)
+            work = functools.partial(self._work, blocks, queries, keys, values, scoring)
             jobs = [self._pool.submit(work, scratch) for scratch in self._scratch]
             for job in jobs:
                 job.result()
@@ -57,17 +50,15 @@ class CpuAttention:
         queries: F32,
         keys: F32,
         values: F32,
-        window: int | None,
-        cap: float | None,
-        sinks: F32 | None,
+        scoring: Scoring,
         scratch: Workspace,
     ) -> None:
         group = queries.shape[0] // keys.shape[0]
         with serial_kernels():
             for g, a, b in blocks:  # a list's iterator: each block goes to one worker
                 heads = slice(g * group, (g + 1) * group)
-                own = None if sinks is None else sinks[heads]
-                self._block(scratch, queries[heads], keys[g], values[g], a, b, window, cap, own)
+                own = scoring if scoring.sinks is None else scoring._replace(sinks=scoring.sinks[heads])
+                self._block(scratch, queries[heads], keys[g], values[g], a, b, own)
 
     def _block(
         self,
@@ -77,15 +68,15 @@ class CpuAttention:
         values: F32,
         a: int,
         b: int,
-        window: int | None,
-        cap: float | None,
-        sinks: F32 | None,
+        scoring: Scoring,
     ) -> None:
         """Queries a..b of one group (group, n, head_dim) over its keys and values (m, head_dim)."""
         group, n, head_dim = queries.shape
         t0 = len(keys) - n + a
         t1 = t0 + b - a
-        first = 0 if window is None else max(0, t0 + 1 - window)
+        window, cap, sinks = scoring
+        first, *ranges = seen(t0, t1, window)
+        lo, hi = (np.tile(each, group) for each in ranges)
         rows = group * (b - a)
         q = scratch.array("rows", (rows, head_dim))
         q.reshape(group, b - a, head_dim)[:] = queries[:, a:b]
@@ -94,8 +85,6 @@ class CpuAttention:
         np.matmul(q, keys[first:t1].T, out=s)
         if cap is not None:
             cap_scores(s, cap)
-        hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, group)
-        lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
         if sinks is None:
             self.kernels.softmax(s[None], lo, hi)
         else:

@@ -11,6 +11,7 @@ from edgekv.decoder.cuda_attention import CudaAttention
 from edgekv.decoder.cuda_graph import Replay
 from edgekv.decoder.cuda_prompt import HalfPrompt, chunk_tokens
 from edgekv.decoder.decoder import Decoder
+from edgekv.decoder.prompt_attention import Scoring
 from edgekv.decoder.rope_tables import RopeRotation
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
@@ -76,7 +77,7 @@ class CudaDecoder(Decoder):
             cache.prefill(q[:, :-1], k[:, :-1], v[:, :-1])
             type(cache).finish_prefill([cache])
         cache.attend(q[:, -1:].copy(), k[:, -1:].copy(), v[:, -1:].copy())
-        self._exact_attention(q, k, v, None)
+        self._exact_attention(q, k, v, Scoring())
 
     def _prompt_layer(
         self, i: int, cache: KVCache, x: Array, rotation: RopeRotation, pause: Callable[[], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgekv.decoder.prompt_attention import Scoring, seen
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array
 from edgekv.kvcache.soft_cap import cap_scores
@@ -17,17 +18,9 @@ class CudaAttention:
     def __init__(self, kernels: CudaKernels) -> None:
         self.kernels = kernels
 
-    def __call__(
-        self,
-        queries: Array,
-        keys: Array,
-        values: Array,
-        window: int | None,
-        cap: float | None = None,
-        sinks: Array | None = None,
-    ) -> None:
+    def __call__(self, queries: Array, keys: Array, values: Array, scoring: Scoring) -> None:
         """See `PromptAttention` (prompt_attention.py); without sinks. Scratch: up to SCORES float32 scores."""
-        if sinks is not None:
+        if scoring.sinks is not None:
             raise ValueError("sinks are not known here: leave `sinks` out")
         n_heads, n, head_dim = queries.shape
         earlier = keys.shape[1] - n
@@ -37,12 +30,11 @@ class CudaAttention:
         for a in range(0, n, step):
             b = min(a + step, n)
             t0, t1 = earlier + a, earlier + b
-            first = 0 if window is None else max(0, t0 + 1 - window)
+            first, *ranges = seen(t0, t1, scoring.window)
+            lo, hi = (np.tile(each, n_rep) for each in ranges)
             q = queries[:, a:b].copy().reshape(n_kv_heads, n_rep * (b - a), head_dim)
             s = q @ keys[:, first:t1].transpose(0, 2, 1)
-            if cap is not None:
-                cap_scores(s, cap)
-            hi = np.tile(np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first, n_rep)
-            lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
+            if scoring.cap is not None:
+                cap_scores(s, scoring.cap)
             self.kernels.softmax(s, lo, hi)
             queries[:, a:b] = (s @ values[:, first:t1]).reshape(n_heads, b - a, head_dim)

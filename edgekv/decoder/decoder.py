@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgekv.decoder.layer_vectors import Upload, head_norms, recurrence_arrays, sinks
-from edgekv.decoder.prompt_attention import PromptAttention
+from edgekv.decoder.prompt_attention import PromptAttention, Scoring
 from edgekv.decoder.rope_tables import LayerRopes, RopeRotation
 from edgekv.errors import EdgeKVError
 from edgekv.kernels import Kernels
@@ -64,7 +64,11 @@ class Decoder(abc.ABC):
         self._exact_attention = attention
         self._ropes = LayerRopes(self.config.layer_ropes, capacity, upload)
         self._learned_positions = weights.arch.learned_positions
-        self._norms, self._sinks = head_norms(weights, upload), sinks(weights, upload)
+        self._norms = head_norms(weights, upload)
+        self._scoring = [
+            Scoring(window, self.config.score_cap, each)
+            for window, each in zip(self.config.layer_windows, sinks(weights, upload), strict=True)
+        ]
         self._arrays = recurrence_arrays(weights, upload)
 
     @abc.abstractmethod
@@ -203,7 +207,7 @@ class Decoder(abc.ABC):
             for a in range(0, len(x), n):
                 part = projected[a : a + n]
                 self._split(i, part, rotations[i], q, k, v)
-                self._exact_attention(q, k, v, c.layer_windows[i], c.score_cap, self._sinks[i])
+                self._exact_attention(q, k, v, self._scoring[i])
                 merged.append(self._merge(q, part).copy())
             x = self.linear.attention_out(i, x, np.concatenate(merged))
         return x
@@ -224,7 +228,7 @@ class Decoder(abc.ABC):
             self._split(i, projected, rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
-            self._exact_attention(out, k[:, :b], v[:, :b], c.layer_windows[i], c.score_cap, self._sinks[i])
+            self._exact_attention(out, k[:, :b], v[:, :b], self._scoring[i])
             x[a:b] = self.linear.attention_out(i, x[a:b], self._merge(out, projected))
             pause()
         cache.prefill(q, k, v)
@@ -243,7 +247,7 @@ class Decoder(abc.ABC):
             out = self.workspace.array("step.out", q.shape)
             for b in range(0, part.stop - part.start, block):
                 rows = slice(b, b + block)
-                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], self._sinks[i])
+                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], self._scoring[i].sinks)
             x[part] = self.linear.attention_out(i, x[part], self._merge(out, projected))
             pause()
 
@@ -266,7 +270,7 @@ class Decoder(abc.ABC):
         assert isinstance(state, KVCache)
         q, k, v = self._qkv_buffers("step", len(projected))
         self._split(i, projected, rotation, q, k, v)
-        return self._merge(state.attend(q, k, v, self._sinks[i]), projected)
+        return self._merge(state.attend(q, k, v, self._scoring[i].sinks), projected)
 
     def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
         array, head_dim = self.workspace.array, self.config.head_dim

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 from edgekv.linear.store import WeightStore
 from edgekv.models.architecture import Architecture
-from edgekv.types import F32, StageProgress
+from edgekv.types import F32, TaskProgress
 
 Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
@@ -43,7 +43,7 @@ class Matrix:
 class DeviceWeights:
     """Everything that decoding reads; `rows` looks embeddings up on the device."""
 
-    def __init__(self, store: WeightStore, driver: Driver, progress: StageProgress | None) -> None:
+    def __init__(self, store: WeightStore, driver: Driver, progress: TaskProgress | None) -> None:
         self.arch: Architecture = store.arch
         self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
         self.driver, self._store = driver, store

@@ -16,7 +16,7 @@ from edgekv.linear.store import WeightStore, default_folder, is_store
 from edgekv.linear.store_builder import build
 from edgekv.linear.weights import CheckpointWeights, Codes
 from edgekv.models import architecture
-from edgekv.types import F32, StageProgress
+from edgekv.types import F32, TaskProgress
 
 STD = 0.02  # of the weights, as models are initialised: activations stay in range
 
@@ -82,7 +82,7 @@ def random_folder(config: dict[str, Any], form: WeightFormat) -> pathlib.Path:
     return default_folder(RandomWeights(config).source.identity, form)
 
 
-def random_store(config: dict[str, Any], form: WeightFormat, progress: StageProgress | None = None) -> WeightStore:
+def random_store(config: dict[str, Any], form: WeightFormat, progress: TaskProgress | None = None) -> WeightStore:
     """The shape's store in the cache folder, made at the first call."""
     weights, folder = RandomWeights(config), random_folder(config, form)
     if not is_store(folder):

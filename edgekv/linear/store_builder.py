@@ -21,7 +21,7 @@ from edgekv.linear.quantize import n_blocks, quantize
 from edgekv.linear.store import FORMAT, WEIGHTS_FILE, WeightStore, default_folder, is_store
 from edgekv.linear.weights import CheckpointWeights, Codes
 from edgekv.machine import format_bytes
-from edgekv.types import F32, StageProgress
+from edgekv.types import F32, TaskProgress
 
 BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
 TOKENIZER_FILES = (
@@ -55,7 +55,7 @@ class Rounding(Protocol):
 def open_or_build(
     weights: CheckpointWeights,
     form: WeightFormat,
-    progress: StageProgress | None,
+    progress: TaskProgress | None,
     rounding: Rounding | None = None,
 ) -> WeightStore:
     """The checkpoint's store in the default folder, made first if it isn't there or is unreadable.
@@ -79,7 +79,7 @@ def build(
     weights: CheckpointWeights,
     form: WeightFormat,
     folder: pathlib.Path,
-    progress: StageProgress | None,
+    progress: TaskProgress | None,
     beside: Callable[[pathlib.Path], None] | None = None,
     rounding: Rounding | None = None,
 ) -> None:
@@ -140,7 +140,7 @@ def _write_weights(
     form: WeightFormat,
     specs: dict[str, tuple[str, tuple[int, ...]]],
     path: pathlib.Path,
-    progress: StageProgress | None,
+    progress: TaskProgress | None,
     rounding: Rounding | None,
 ) -> None:
     arch, linears = weights.arch, weights.arch.linears()

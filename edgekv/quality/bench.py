@@ -21,7 +21,7 @@ from edgekv.quality.stopwatch import ATTENTION, Stopwatch
 from edgekv.session.caches import open_caches
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 FILL_TOKENS = 512  # synthetic keys and values drawn at a time
 ROUND_TOKENS = 8  # that one scheme decodes before the next one's turn
@@ -164,7 +164,7 @@ def bench(
     *,
     tokens: int,
     bandwidth: Bandwidth,
-    progress: StageProgress | None = None,
+    progress: TaskProgress | None = None,
 ) -> list[Timing]:
     """``tokens`` tokens with each scheme at each depth, the schemes and the bandwidth's probe taking turns."""
     results = []

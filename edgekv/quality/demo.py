@@ -21,7 +21,7 @@ from edgekv.quality.retrieval import answer, copy_caches, is_right, read
 from edgekv.session.caches import open_caches
 from edgekv.session.opening import warm_up
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 FACTS = 5  # a pass key and the codes of four things
 LEAST_CTX = 1024
@@ -77,7 +77,7 @@ class Demo:
         self.after = [int(token) for token in tokens[-WRITTEN:]]
         self._exact: list[int] = []  # the first scheme's likeliest token after each of them
 
-    def warm_up(self, spec: CacheSpec, progress: StageProgress | None = None) -> None:
+    def warm_up(self, spec: CacheSpec, progress: TaskProgress | None = None) -> None:
         """Compiles what the scheme needs, so that no time has it in it."""
         warm_up(self.decoder, spec, self.capacity, progress)
 

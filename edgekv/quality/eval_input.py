@@ -15,7 +15,7 @@ from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.opening import open_model, open_tokenizer
 from edgekv.session.options import LoadOptions
 from edgekv.session.plan import SessionPlan
-from edgekv.types import Path, StageProgress
+from edgekv.types import Path, TaskProgress
 
 
 class EvalInput:
@@ -45,7 +45,7 @@ class EvalInput:
             device.require(spec)
         return specs
 
-    def load(self, ctx: int | None, progress: StageProgress | None) -> tuple[Decoder, int]:
+    def load(self, ctx: int | None, progress: TaskProgress | None) -> tuple[Decoder, int]:
         """The decoder, and its window: ``ctx`` tokens or the default of a session."""
         plan = SessionPlan.make(self.model, kv=DEFAULT, ctx=ctx, weights=self.options.weights)
         form = self.model.weight_format(plan.weights)
@@ -53,7 +53,7 @@ class EvalInput:
         return decoder, plan.ctx
 
     def fitted(
-        self, specs: Sequence[CacheSpec], decoder: Decoder, progress: StageProgress | None = None
+        self, specs: Sequence[CacheSpec], decoder: Decoder, progress: TaskProgress | None = None
     ) -> list[CacheSpec]:
         """The schemes with what is found for them on this model."""
         weights = self.model.weight_format(self.options.weights).name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from edgekv.kvcache.recurrent import attending
 from edgekv.kvcache.rewinding import rewind
 from edgekv.machine import blas_threads, memory_errors
 from edgekv.session.caches import open_caches
-from edgekv.types import F32, F64
+from edgekv.types import F32, F64, LayerProgress, TaskProgress
 
 LOGIT_ROWS = 256  # logits (rows, vocab) alive at once, twice
 FIT_TOKENS = 1024
@@ -56,7 +57,7 @@ def evaluate(
     *,
     fit_tokens: int = FIT_TOKENS,
     adapter: Adapter | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: TaskProgress | None = None,
 ) -> list[Quality]:
     """Each scheme over consecutive windows of ``ctx`` tokens; `dense` in f32 is the reference.
 
@@ -82,7 +83,7 @@ def evaluate(
             begin = time.perf_counter()
             hidden = []
             for window in windows:
-                report = None if progress is None else _stage(progress, spec)
+                report = progress and functools.partial(progress, spec.scheme.name)
                 x, caches = _hidden(decoder, window, spec, min(fit_tokens, ctx // 2), adapter, report)
                 hidden.append(x)
             scores = _compare(decoder, windows, exact, hidden)
@@ -105,17 +106,13 @@ def evaluate(
         return results
 
 
-def _stage(progress: Callable[[str, int, int], None], spec: CacheSpec) -> Callable[[int, int], None]:
-    return lambda done, total: progress(spec.scheme.name, done, total)
-
-
 def _hidden(
     decoder: Decoder,
     window: npt.NDArray[Any],
     spec: CacheSpec,
     fit_tokens: int,
     adapter: Adapter | None,
-    progress: Callable[[int, int], None] | None,
+    progress: LayerProgress | None,
 ) -> tuple[F32, list[LayerState]]:
     """Final hidden states (n, hidden) of a window, and the caches as it left them."""
     caches = open_caches(decoder, spec, len(window), adapter)

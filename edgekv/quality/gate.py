@@ -17,7 +17,7 @@ from edgekv.quality.needles import Prose
 from edgekv.quality.retrieval import NEEDLES, NeedleTest
 from edgekv.session.plan import DEFAULT_CTX
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 LEAST_TOKENS = 512  # most schemes keep the latest 128 tokens exact: a shorter text tells nothing
 
@@ -108,7 +108,7 @@ def gate(
     n_needles: int = NEEDLES,
     fit_tokens: int = FIT_TOKENS,
     adapter: Adapter | None = None,
-    progress: StageProgress | None = None,
+    progress: TaskProgress | None = None,
 ) -> tuple[list[Verdict], NeedleTest]:
     """A verdict per scheme over the first ``windows`` of a tokenised text, and the needles hidden anywhere in it.
 

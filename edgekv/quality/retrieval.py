@@ -19,7 +19,7 @@ from edgekv.quality.needles import Haystack, Prose, Question, make_haystack
 from edgekv.session.caches import open_caches
 from edgekv.session.file import copy_used
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import F32, StageProgress
+from edgekv.types import F32, TaskProgress
 
 NEEDLES = 20
 PER_HAYSTACK = 10  # needles in one window
@@ -45,7 +45,7 @@ class NeedleTest:
         *,
         n: int = NEEDLES,
         seed: int = 0,
-        progress: StageProgress | None = None,
+        progress: TaskProgress | None = None,
     ) -> NeedleTest:
         """``n`` needles, at most `PER_HAYSTACK` in a window of ``ctx`` tokens, and fewer in a short one."""
         per_haystack = min(PER_HAYSTACK, ctx // SPACING)
@@ -86,7 +86,7 @@ class NeedleTest:
         spec: CacheSpec,
         *,
         adapter: Adapter | None = None,
-        progress: StageProgress | None = None,
+        progress: TaskProgress | None = None,
     ) -> int:
         """How many of the known needles the scheme finds."""
         n = 0

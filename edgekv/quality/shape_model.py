@@ -10,13 +10,13 @@ from edgekv.linear.formats import weight_format
 from edgekv.linear.random import RandomWeights, random_store
 from edgekv.models import architecture
 from edgekv.session.model import Model
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 SPARE_POSITIONS = 4096  # beyond those that are asked for, where a shape has too few learned ones
 
 
 def shape_model(
-    shape: str, n_layers: int | None, positions: int, weights: str, progress: StageProgress | None = None
+    shape: str, n_layers: int | None, positions: int, weights: str, progress: TaskProgress | None = None
 ) -> Model:
     """A shape of `edgekv.checkpoint.shapes` with ``n_layers`` layers (None: its own).
 

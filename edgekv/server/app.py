@@ -29,6 +29,7 @@ from edgekv.server.jobs import Channel, EmbeddingJob, EmbeddingVector, EncodedPr
 from edgekv.server.limits import BodyMemory, ServerLimits
 from edgekv.server.page import page, page_headers
 from edgekv.server.protocol import (
+    FAILED,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -84,7 +85,7 @@ def build_app(
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={RequestError: _as_json, HTTPException: _as_json, EdgeKVError: _as_json},
+        exception_handlers=dict.fromkeys((RequestError, HTTPException, EdgeKVError, Exception), _as_json),
     )
     guarded = Guard(app, engine.metrics.requests, api_key, hosts)
     if not origins:
@@ -262,10 +263,10 @@ def _vector(vector: EmbeddingVector, form: str) -> Any:
 
 
 async def _as_json(request: Request, error: Exception) -> Response:
+    """OpenAI's error object. What is no EdgeKVError is a fault of edgekv: Starlette passes it on to the log."""
     if isinstance(error, HTTPException):
         error = RequestError(
             error.status_code, f"{request.method} {request.url.path[:60]}: {error.detail}", "not_found"
         )
-    assert isinstance(error, EdgeKVError)
-    told = request_error(error)
+    told = request_error(error) if isinstance(error, EdgeKVError) else RequestError(500, FAILED, "internal_error")
     return JSONResponse(told.as_json(), told.status, headers=told.headers())

@@ -15,7 +15,7 @@ from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.session.device import Device
 from edgekv.session.model import Model
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 
 def runs(spec: CacheSpec) -> bool:
@@ -80,7 +80,7 @@ class CudaDevice(Device):
         return cupy_driver.free_bytes()
 
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
     ) -> CudaDecoder:
         self.require_layers(model.config)
         driver = cupy_driver.CupyDriver()

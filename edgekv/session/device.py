@@ -11,7 +11,7 @@ from edgekv.linear.formats import WeightFormat
 from edgekv.machine import available_memory_bytes
 from edgekv.models.config import ModelConfig
 from edgekv.session.model import Model
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 
 class Device(abc.ABC):
@@ -47,7 +47,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
     ) -> Decoder:
         """Loads the weights in this format.
 

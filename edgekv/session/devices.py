@@ -25,7 +25,7 @@ from edgekv.machine import all_cores
 from edgekv.models.config import ModelConfig
 from edgekv.session.device import Device
 from edgekv.session.model import Model
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 AUTO = "auto"
 
@@ -34,7 +34,7 @@ AUTO = "auto"
 class HostDevice(Device):
     """This machine's cores: the linear layers' backend, and the attention kernels."""
 
-    open_linear: Callable[[Model, WeightFormat, int | None, StageProgress | None], tuple[Weights, LinearBlocks]]
+    open_linear: Callable[[Model, WeightFormat, int | None, TaskProgress | None], tuple[Weights, LinearBlocks]]
     open_kernels: Callable[[int], Kernels]
     ahead: Callable[[CacheSpec], AbstractContextManager[None]] = lambda spec: nullcontext()
 
@@ -42,7 +42,7 @@ class HostDevice(Device):
         return self.ahead(spec)
 
     def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: StageProgress | None
+        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
     ) -> Decoder:
         kernels = self.open_kernels(all_cores(threads))
         weights, linear = self.open_linear(model, form, threads, progress)
@@ -50,14 +50,14 @@ class HostDevice(Device):
 
 
 def _cores(
-    model: Model, form: WeightFormat, threads: int | None, progress: StageProgress | None
+    model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
 ) -> tuple[Weights, LinearBlocks]:
     store = model.store(form, progress)
     return store, cpu_linear(store.form)(store, product_threads(store, threads))
 
 
 def _numpy(
-    model: Model, form: WeightFormat, threads: int | None, progress: StageProgress | None
+    model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
 ) -> tuple[Weights, LinearBlocks]:
     weights = model.weights if form.bits == 32 else model.store(form, progress)
     return weights, NumpyLinear(weights)

@@ -12,7 +12,7 @@ from edgekv.session.opening import LoadedModel, load_model, open_model
 from edgekv.session.options import LoadOptions
 from edgekv.session.sampling import Sampler
 from edgekv.session.sampling_params import SamplingParams
-from edgekv.types import F32, StageProgress
+from edgekv.types import F32, TaskProgress
 
 NONE, AUTO = "none", "auto"
 
@@ -78,7 +78,7 @@ class DraftModel(Drafts):
         return twin
 
 
-def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: StageProgress | None = None) -> Drafts | None:
+def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: TaskProgress | None = None) -> Drafts | None:
     """What ``draft`` asks for, for a session that is opened; None: nothing.
 
     Raises ConfigError (field draft) for a model of another vocabulary, and what `Session.load` raises for one that

@@ -46,6 +46,9 @@ class Step:
     finish_message: str | None = None
 
 
+StepIterator = Generator[Step, None, None]
+
+
 class Generation:
     """What `Session.generate` does, step by step; see there. Raises ContextError where it may make no token."""
 
@@ -73,7 +76,7 @@ class Generation:
 
     def steps(
         self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
-    ) -> Generator[Step, None, None]:
+    ) -> StepIterator:
         """The prompt's ids with embeddings in the place of some, and then a step per token; fills the report."""
         try:
             yield from self._steps(ids, spans, report, progress)
@@ -82,7 +85,7 @@ class Generation:
 
     def _steps(
         self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
-    ) -> Generator[Step, None, None]:
+    ) -> StepIterator:
         begin = time.perf_counter()
         self._runner.state.sampler = self._sampler
         logits = self._prefill(ids, spans, report, progress)

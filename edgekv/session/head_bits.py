@@ -20,10 +20,10 @@ from edgekv.kvcache.recurrent import open_layers
 from edgekv.machine import blas_threads
 from edgekv.session.model import Model
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import StageProgress
+from edgekv.types import TaskProgress
 
 TEXT = "demo/prose.txt"
-STAGE = "bits by need (once per model)"
+TASK = "bits by need (once per model)"
 FORMAT = 2
 
 
@@ -33,7 +33,7 @@ def give_heads_bits(
     weights: str,
     decoder: Decoder,
     tokenizer: Tokenizer | None,
-    progress: StageProgress | None = None,
+    progress: TaskProgress | None = None,
 ) -> CacheSpec:
     """The scheme with the bits of every head in its knobs, where these are to be given out by need.
 
@@ -56,12 +56,12 @@ def give_heads_bits(
     return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows, model.config.head_dim))
 
 
-def measure(decoder: Decoder, tokens: list[int], progress: StageProgress | None = None) -> HeadNoise:
+def measure(decoder: Decoder, tokens: list[int], progress: TaskProgress | None = None) -> HeadNoise:
     """What each head's noise does, as the decoder reads the tokens."""
     probes = open_layers(CacheSpec(NoiseProbe, None), decoder.config, len(tokens))
     for probe in probes:
         probe.allocate(decoder.kernels, decoder.workspace)
-    layers = None if progress is None else lambda done, total: progress(STAGE, done, total)
+    layers = None if progress is None else lambda done, total: progress(TASK, done, total)
     with blas_threads(decoder.threads):
         decoder.prefill(decoder.embed(tokens, 0), probes, layers)
     layers_noise = [probe.noise for probe in probes if isinstance(probe, NoiseProbe)]

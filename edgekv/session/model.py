@@ -25,7 +25,7 @@ from edgekv.models import architecture
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import ModelConfig
 from edgekv.models.llava import image_token
-from edgekv.types import Path, StageProgress
+from edgekv.types import Path, TaskProgress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Model:
         return idle_bytes(self.arch, store_specs(self.arch, form, self.weights.table_dtypes))
 
     def store(
-        self, form: WeightFormat, progress: StageProgress | None = None, rounding: Rounding | None = None
+        self, form: WeightFormat, progress: TaskProgress | None = None, rounding: Rounding | None = None
     ) -> WeightStore:
         """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder.
 

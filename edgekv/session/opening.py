@@ -25,7 +25,7 @@ from edgekv.session.saving import SavedState
 from edgekv.session.schedule import SHARED_CHUNK, OneAtATime, Schedule, Together
 from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer, load_tokenizer
-from edgekv.types import Path, StageProgress
+from edgekv.types import Path, TaskProgress
 from edgekv.vision.prompt import ImagesReport
 
 WARM_UP = "compiling kernels (once per machine)"
@@ -104,10 +104,10 @@ def open_model(path: Path, options: LoadOptions) -> Model:
     )
 
 
-def load_model(options: LoadOptions, model: Model, *, progress: StageProgress | None = None) -> LoadedModel:
+def load_model(options: LoadOptions, model: Model, *, progress: TaskProgress | None = None) -> LoadedModel:
     """Checks the options against model and machine, then loads weights and compiles kernels.
 
-    progress(stage, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
+    progress(task, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
     """
     plan = SessionPlan.make(
         model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget
@@ -142,7 +142,7 @@ def load_model(options: LoadOptions, model: Model, *, progress: StageProgress | 
 
 
 def reopen(
-    saved: SavedState, model: Model | LoadedModel, options: LoadOptions, *, progress: StageProgress | None = None
+    saved: SavedState, model: Model | LoadedModel, options: LoadOptions, *, progress: TaskProgress | None = None
 ) -> LoadedModel:
     """As `load_model`, with scheme, context and weights of a saved session; or a `fork` of a loaded model.
 
@@ -189,7 +189,7 @@ def open_tokenizer(model: Model) -> Tokenizer:
     return load_tokenizer(model.tokenizer_path, config=model.text_config)
 
 
-def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: StageProgress | None) -> float:
+def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: TaskProgress | None) -> float:
     """Compiles the kernels of the scheme, and of those that it comes to use as it fills; returns the seconds.
 
     Before any clock of a text starts. 0 where all were compiled before and are only loaded.

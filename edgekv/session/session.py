@@ -7,28 +7,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from edgekv.decoder.decoder import Decoder
-from edgekv.errors import SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.machine import format_bytes
-from edgekv.session.context_shift import ContextShift, find_context_shift
+from edgekv.session.context_shift import find_context_shift
 from edgekv.session.draft_model import open_drafts
-from edgekv.session.drafts import Drafts
 from edgekv.session.embedding import embed
-from edgekv.session.generation import Generation
+from edgekv.session.generation import Generation, StepIterator
 from edgekv.session.grammar import Constraint, find_constraint
+from edgekv.session.held import Held
 from edgekv.session.model_runner import ModelRunner
-from edgekv.session.opening import LoadedModel, fork, load_model, open_model, reopen
+from edgekv.session.opening import load_model, open_model, reopen
 from edgekv.session.options import LoadOptions, changed
 from edgekv.session.prompt_encoder import PromptEncoder
 from edgekv.session.report import RunReport, measured
-from edgekv.session.running import Running, StepIterator
 from edgekv.session.sampling import Sampler, open_sampler
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.saving import SavedState, save_state
 from edgekv.session.state import State
 from edgekv.tokenizer import Tokenizer
-from edgekv.types import F32, LayerProgress, Path, StageProgress
+from edgekv.types import F32, LayerProgress, Path, TaskProgress
 from edgekv.vision import ImageSource
 from edgekv.vision.prompt import Embeddings, Prompt
 
@@ -48,7 +45,7 @@ class Session:
         path: Path,
         options: LoadOptions | None = None,
         *,
-        progress: StageProgress | None = None,
+        progress: TaskProgress | None = None,
         **changes: Any,
     ) -> Session:
         """Opens a model for a new conversation.
@@ -56,14 +53,14 @@ class Session:
         path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "demo" or
         "scenes", which ship with edgekv, or a model of the Hub: "org/name", "org/name@revision" or
         "org/name:file.gguf", downloaded once. options: see `LoadOptions`; its fields may be given by name instead:
-        ``Session.load("demo", kv="onebit", ctx=4096)``. progress(stage, done, total) is called while weights are
-        quantized. Raises an EdgeKVError: a bad file or option, a context beyond the model, too little memory
-        (computed before it is taken).
+        ``Session.load("demo", kv="onebit", ctx=4096)``. progress(task, done, total) is called while weights are
+        quantized and kernels compiled. Raises an EdgeKVError: a bad file or option, a context beyond the model,
+        too little memory (computed before it is taken).
         """
         options = changed(options, changes)
         shift = find_context_shift(options.overflow)
         loaded = load_model(options, open_model(path, options), progress=progress)
-        return cls(loaded, shift, open_drafts(options, loaded, progress))
+        return cls(Held(loaded, shift, open_drafts(options, loaded, progress)))
 
     @classmethod
     def restore(
@@ -72,7 +69,7 @@ class Session:
         model: Path | Session,
         options: LoadOptions | None = None,
         *,
-        progress: StageProgress | None = None,
+        progress: TaskProgress | None = None,
         **changes: Any,
     ) -> Session:
         """The conversation that `save` wrote, with its scheme, context and sampler; its next tokens are those
@@ -85,19 +82,17 @@ class Session:
         options = changed(options, changes)
         saved, shift = SavedState(path), find_context_shift(options.overflow)
         saved.require_scheme(options.kv, options.ctx, options.kv_budget)
-        source = model._loaded if isinstance(model, Session) else open_model(model, options)
+        source = model._held.loaded if isinstance(model, Session) else open_model(model, options)
         loaded = reopen(saved, source, options, progress=progress)
-        session = cls(loaded, shift, open_drafts(options, loaded, progress))
+        session = cls(Held(loaded, shift, open_drafts(options, loaded, progress)))
         saved.fill(session.state, session.config)
         return session
 
-    def __init__(self, loaded: LoadedModel, context_shift: ContextShift, drafts: Drafts | None) -> None:
-        self._loaded = loaded
+    def __init__(self, held: Held) -> None:
+        self._held, loaded = held, held.loaded
         self.model, self.plan, self.config = loaded.model, loaded.plan, loaded.model.config
         self.tokenizer: Tokenizer | None = loaded.tokenizer
         self.prompt_encoder = PromptEncoder(loaded.model, loaded.tokenizer, loaded.schedule)
-        self._runner: ModelRunner | None = loaded.new_runner(context_shift, drafts)
-        self._running, self._report = Running(), loaded.new_report()
 
     def __enter__(self) -> Session:
         return self
@@ -106,24 +101,12 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        about = f"{self.model.name}, kv {self.plan.kv.short}"
-        if self._runner is None:
-            return f"<edgekv.Session {about}, closed>"
-        held = f"{len(self.tokens)} of {self.plan.ctx} tokens, cache {format_bytes(self.state.nbytes)}"
-        return f"<edgekv.Session {about}, {held}>"
+        return repr(self._held)
 
     @property
     def runner(self) -> ModelRunner:
         """What runs the decoder, with its drafts and context shift. Raises SessionError when it is closed."""
-        if self._runner is None:
-            raise SessionError(f"this session of {self.model.name} is closed: load another, or restore one")
-        return self._runner
-
-    @property
-    def _idle(self) -> ModelRunner:
-        """The same, to change what it holds. Raises SessionError while a text is being generated."""
-        self._running.require_none()
-        return self.runner
+        return self._held.runner
 
     @property
     def state(self) -> State:
@@ -138,7 +121,7 @@ class Session:
     @property
     def lora(self) -> str | None:
         """The name of the LoRA that is applied beside the weights."""
-        return self._loaded.lora
+        return self._held.loaded.lora
 
     @property
     def tokens(self) -> list[int]:
@@ -172,7 +155,7 @@ class Session:
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
     ) -> F32:
         """(vocab,) float32: logits after a prompt, which is appended to the conversation. See `prompt`."""
-        runner = self._idle
+        runner = self._held.idle_runner
         ids, spans = runner.fit_prompt(self.prompt(prompt, images))
         return to_host(runner.append(ids, spans, progress=progress)[0])
 
@@ -205,21 +188,22 @@ class Session:
         for a schema that can't be followed, ``json_schema`` beside ``constraint`` and ``sampling`` beside
         ``temperature`` or ``seed``, SessionError while another iterator is neither exhausted nor closed.
         """
-        runner = self._idle
+        runner = self._held.idle_runner
         constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed)
         generation = Generation(runner, self.tokenizer, sampler, max_new_tokens, stop, constraint)
         pieces, images_report = self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)
         ids, spans = runner.fit_prompt(pieces)
-        self._report = self._loaded.new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
-        return self._running.begin(generation.steps(ids, spans, self._report, progress))
+        settings = sampler.settings() | {"max_new_tokens": max_new_tokens}
+        report = self._held.loaded.new_report(images_report, **settings)
+        return self._held.generating(generation.steps(ids, spans, report, progress), report)
 
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
         """(n, vocab) float32: logits after each token id or row of embeddings of a prompt, which is appended.
 
         See `prompt`.
         """
-        runner = self._idle
+        runner = self._held.idle_runner
         ids, spans = runner.flatten_prompt(self.prompt(prompt, images))
         return to_host(runner.append(ids, spans, n_logits=len(ids)))
 
@@ -236,7 +220,7 @@ class Session:
 
     def report(self) -> RunReport:
         """Counts, times and bytes of the last `generate`."""
-        return measured(self._report, self.state, self.decoder, self.plan.notes)
+        return measured(self._held.report, self.state, self.decoder, self.plan.notes)
 
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` of the conversation.
@@ -244,7 +228,7 @@ class Session:
         What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
         quarter of its exact window, else up to two windows (docs/quality.md). Raises ContextError below 0.
         """
-        self._idle.state.rewind(n_tokens)
+        self._held.idle_runner.state.rewind(n_tokens)
 
     def align(self, prompt: str | Prompt) -> list[int | Embeddings]:
         """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
@@ -252,36 +236,24 @@ class Session:
         That is at least its last piece, whose logits are needed. A text is encoded as the beginning of a
         conversation.
         """
-        state = self._idle.state
+        state = self._held.idle_runner.state
         whole = self.prompt_encoder.prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
         return state.align(whole)
 
     def reset(self) -> None:
         """Forgets the conversation; the model stays loaded."""
-        self.rewind(0)
-        self.state.n_dropped = 0
-        self._report = self._loaded.new_report()
+        self._held.reset(self.lora)
 
     def close(self) -> None:
         """Frees the caches; a text that is being generated ends. What has been closed may be closed again."""
-        if self._runner is not None:
-            self._running.close()
-            self._runner.state.caches = []
-            self._runner = None
+        self._held.close()
 
     def use_lora(self, name: str | None) -> None:
         """Forgets the conversation, and goes on with one of the ``loras`` that were loaded; None: without.
 
         Raises ConfigError for another name.
         """
-        self._running.require_none()
-        loaded = self._loaded.with_lora(name)
-        self.reset()
-        self._run_on(loaded)
-
-    def _run_on(self, loaded: LoadedModel) -> None:
-        self._loaded, self.runner.decoder = loaded, loaded.decoder
-        self._report = loaded.new_report()
+        self._held.reset(name)
 
     def save(self, path: Path, *, compress: bool = False) -> int:
         """Writes the conversation, its compressed cache and its sampler to a file; returns the file's bytes.
@@ -296,12 +268,7 @@ class Session:
 
         Raises SessionError, and keeps the present one, when the file does not fit.
         """
-        runner, saved = self._idle, SavedState(path)
-        loaded = self._loaded.with_lora(saved.require_plan(self.model, self.plan))
-        state = loaded.new_state()
-        saved.fill(state, self.config)
-        runner.state = state
-        self._run_on(loaded)
+        self._held.restore(SavedState(path))
 
     def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
         """Another, empty conversation on the weights that are loaded, for up to as many tokens.
@@ -310,18 +277,11 @@ class Session:
         load with as many ``slots``, else SessionError is raised where one computes while the other does. Raises
         ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
         """
-        runner = self.runner
-        return Session(fork(self._loaded, kv, ctx), runner.context_shift, runner.drafts and runner.drafts.fork())
+        return Session(self._held.fork(kv, ctx))
 
     def copy_from(self, other: Session) -> None:
         """Takes over the conversation of another session of the same model, LoRA, scheme and context; both go on.
 
         Not how its last text was sampled. Raises SessionError for another plan.
         """
-        state = self._idle.state
-        mine, theirs = ((each.model.path, each.lora, each.plan.kv, each.plan.ctx) for each in (self, other))
-        if mine != theirs:
-            raise SessionError(
-                f"{other!r} can't be taken over by {self!r}: model, LoRA, kv and ctx must be the same"
-            )
-        state.copy_from(other.state, self._loaded.new_state().caches)
+        self._held.copy_from(other._held)

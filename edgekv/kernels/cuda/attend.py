@@ -219,7 +219,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
 
 def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is_tiled: bool = False) -> Program:
     """attend.cu for a pair, beside exact tokens or not; is_tiled: on tensor cores."""
-    pair = (tiled_planes.FILE,) if is_tiled else (keys.file, values.file)
+    pair = tiled_planes.FILES if is_tiled else (keys.file, values.file)
     files = dict.fromkeys((*pair, *(["rows"] if with_exact else []), "attend"))
     tiles = 1 if is_tiled else tiles_at_once(rows, keys, values)
     types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)

@@ -10,7 +10,7 @@ from edgekv.kernels.contract.planes import LARGEST_FOUR
 from edgekv.kernels.cuda.loops import Queries, Reader
 from edgekv.kernels.cuda.program import Array, Driver, Macros
 
-FILE = "tiled_planes"
+FILES = ("tiled_queries", "tiled_warp", "tiled_scores", "tiled_values", "tiled_planes")
 WIDTHS, MOST_ROWS = (64, 128), 4  # of a head, as it is stored; of queries
 
 

@@ -1,0 +1,177 @@
+"""The server's conversations: which one a request goes on with, and who waits for whom."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+
+import pytest
+from serving import DEMO
+
+from edgekv import Session
+from edgekv.server.pool import SessionPool
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Session:
+    return Session.load(DEMO, ctx=256)
+
+
+def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
+    each = loaded.plan.cache_bytes
+    pool = SessionPool(loaded.fork(), 2 * each + each // 2)
+    for i in range(5):
+        session, new = pool.acquire([i, 1, 2])
+        assert new == [i, 1, 2]
+        list(session.generate(new, max_new_tokens=2))
+        pool.release(session)
+    assert pool.n_sessions == 2
+    assert pool.nbytes == 2 * each
+
+
+def test_a_session_that_fails_stays_in_the_pool(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    pool = SessionPool(loaded.fork(), 2 * loaded.plan.cache_bytes, slots=2)
+    session, new = pool.acquire(list(range(100, 150)))
+    session.prefill(new)
+    pool.release(session)
+    beginning = list(range(100, 145))
+    for method in ("align", "copy_from"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, method, fail)
+            with pytest.raises(MemoryError):
+                pool.acquire([*beginning, 7])
+    sessions = [pool.acquire([*beginning, i])[0] for i in (7, 8)]
+    assert pool.n_sessions == 2
+    assert [len(each.tokens) for each in sessions] == [45, 45]
+
+
+class HeldCopy:
+    """A pool of equal conversations of 50 tokens, of which the latest is copied; the copy waits for `go_on`."""
+
+    def __init__(
+        self, loaded: Session, slots: int, monkeypatch: pytest.MonkeyPatch, conversations: int = 1
+    ) -> None:
+        self.pool = SessionPool(loaded.fork(), 0, slots)
+        for _ in range(conversations):
+            self.source, _ = self.pool.acquire([1])
+            self.source.prefill(self.source.align(self.prompt(50)))
+            self.pool.release(self.source)
+        self._begun, self.go_on, copy = threading.Event(), threading.Event(), Session.copy_from
+
+        def held(session: Session, other: Session) -> None:
+            if not self._begun.is_set():
+                self._begun.set()
+                assert self.go_on.wait(60)
+            copy(session, other)
+
+        monkeypatch.setattr(Session, "copy_from", held)
+        self.threads = concurrent.futures.ThreadPoolExecutor(2)
+        self.copied = self.threads.submit(self.pool.acquire, [*self.prompt(45), 7])
+        assert self._begun.wait(60)
+
+    def prompt(self, n: int) -> list[int]:
+        return list(range(100, 100 + n))
+
+    def __enter__(self) -> HeldCopy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
+        self.threads.shutdown()
+
+
+def test_a_copy_holds_up_no_other_request(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HeldCopy(loaded, 3, monkeypatch) as held:
+        other, rest = held.threads.submit(held.pool.acquire, [1, 2, 3]).result(60)
+        assert not held.copied.done()
+        assert rest == [1, 2, 3]
+        held.pool.release(other)
+        assert held.threads.submit(held.pool.borrow, None).result(60) is other
+        assert not held.copied.done()
+        held.go_on.set()
+        copy, rest = held.copied.result(60)
+        assert len({id(session) for session in (held.source, other, copy)}) == 3
+        assert (copy.tokens, rest) == (held.prompt(45), [7])
+        assert held.source.tokens == held.prompt(50)
+
+
+def test_another_conversation_that_begins_as_well_is_taken(
+    loaded: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HeldCopy(loaded, 4, monkeypatch, conversations=2) as held:
+        copy, rest = held.threads.submit(held.pool.acquire, [*held.prompt(40), 8]).result(60)
+        assert not held.copied.done()
+        assert (copy.tokens, rest) == (held.prompt(40), [8])
+
+
+@pytest.mark.parametrize(
+    ("slots", "ids", "n_read", "takes_source"),
+    [
+        (3, [*range(100, 150), 8], 50, True),  # goes on with it
+        (3, [*range(100, 140), 8], 40, False),  # copies it as well
+        (2, [1, 2, 3], 0, True),  # finds no other
+    ],
+)
+def test_what_needs_a_conversation_that_is_copied_waits(
+    loaded: Session,
+    monkeypatch: pytest.MonkeyPatch,
+    slots: int,
+    ids: list[int],
+    n_read: int,
+    takes_source: bool,
+) -> None:
+    with HeldCopy(loaded, slots, monkeypatch) as held:
+        waiting, wait = threading.Event(), held.pool._changed.wait
+
+        def told(timeout: float | None = None) -> bool:
+            waiting.set()
+            return wait(timeout)
+
+        monkeypatch.setattr(held.pool._changed, "wait", told)
+        later = held.threads.submit(held.pool.acquire, ids)
+        assert waiting.wait(60)
+        held.go_on.set()
+        session, rest = later.result(60)
+        assert (session.tokens, rest) == (ids[:n_read], ids[n_read:])
+        assert (session is held.source) == takes_source
+        copy, _ = held.copied.result(60)
+        assert copy.tokens == held.prompt(45)
+
+
+@pytest.mark.parametrize("kv", ["h1b", "sign_keys", "mikv:budget=90", "kvcomp", "kivi2", "onebit"])
+def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv: str) -> None:
+    """Whatever the pool held: another's prompt that begins alike, an equal one, one with nothing in common."""
+    common, asked = list(range(100, 160)), [7, 8, 9]
+    answers, temperatures = [], []
+    for others in ([*common, *range(300, 400)], [*common, *range(500, 600)], [*common, *asked], [1, 2, 3]):
+        base = loaded.fork(kv=kv)
+        pool = SessionPool(base, base.plan.cache_bytes)
+        for ids in (others, [*common, *asked]):
+            session, new = pool.acquire(ids)
+            answer = [step.token for step in session.generate(new, max_new_tokens=20)]
+            pool.release(session)
+        answers.append(answer)
+        temperatures.append([cache.fitted().get("tau") for cache in session.state.caches])
+    assert all(answer == answers[0] for answer in answers)
+    assert all(tau == temperatures[0] for tau in temperatures)
+
+
+def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None:
+    pool = SessionPool(loaded.fork(), 10 * loaded.plan.cache_bytes)
+    shared = list(range(3, 63))
+    first, new = pool.acquire([*shared, 100, 101])
+    list(first.generate(new, max_new_tokens=3))
+    pool.release(first)
+    second, new = pool.acquire([*shared, 200, 201])
+    assert second is not first
+    assert new == [200, 201]
+    answer = [step.token for step in second.generate(new, max_new_tokens=8)]
+    pool.release(second)
+    fresh = loaded.fork()
+    assert answer == [step.token for step in fresh.generate([*shared, 200, 201], max_new_tokens=8)]
+    again, new = pool.acquire([*first.tokens, 7])
+    assert again is first
+    assert new == [7]

@@ -14,7 +14,7 @@ from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
 from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product
 from edgekv.kernels.cpu.product_weights import PackedWeights
 from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct, stages
-from edgekv.linear.activations import ACTIVATIONS
+from edgekv.linear.activations import ACTIVATIONS, clamped_gate
 from edgekv.linear.formats import per_linear_format
 from edgekv.linear.packed import PackedLinear
 from edgekv.linear.quantize import dequantize, n_blocks, quantize_numpy
@@ -249,6 +249,14 @@ def test_norms_and_gates(n: int) -> None:
     gate, up = np.split(x, 2, axis=1)
     for kind in layers.GATED:
         assert np.allclose(layers.gated(x, kind), ACTIVATIONS[kind](gate) * up, rtol=1e-5, atol=2e-6)
+    gate[0, 4] = up[0, 5] = np.nan
+    assert np.allclose(
+        layers.clamped_gate(x, 1.702, 2.5),
+        clamped_gate(gate, up, 1.702, 2.5),
+        rtol=1e-5,
+        atol=2e-6,
+        equal_nan=True,
+    )
 
 
 @pytest.mark.parametrize("n", [1, 3, 50])
@@ -258,6 +266,7 @@ def test_norms_and_gates_do_not_depend_on_the_threads(n: int, monkeypatch: pytes
     calls = [
         lambda: layers.rms_norm(x, weight, 1e-5),
         *(functools.partial(layers.gated, x, kind) for kind in layers.GATED),
+        lambda: layers.clamped_gate(x, 1.702, 2.5),
     ]
     alone = []
     for n_threads in (1, 2, 3):

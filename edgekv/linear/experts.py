@@ -1,7 +1,7 @@
 """Experts: which of a layer's each token goes through, and the products with those alone.
 
 A pair is a token and one of its experts. Pairs are ordered by expert, so that one that several tokens have chosen
-is read once for all of them.
+is read once for all of them. This is the meaning, in NumPy; `stored_experts` has kernels for it.
 """
 
 from __future__ import annotations

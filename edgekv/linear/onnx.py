@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pathlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from edgekv.errors import CheckpointError
 from edgekv.linear.blocks import LinearBlocks
-from edgekv.linear.experts import add_experts, gated, graph_width
+from edgekv.linear.experts import graph_width
 from edgekv.linear.low_rank import Changes
 from edgekv.linear.packed import PackedLinear
 from edgekv.linear.runtime import ort
@@ -90,6 +90,9 @@ class OrtLinear(LinearBlocks):
         self._callers = 1 + threads.prompt - threads.decode
         self._pool = ThreadPoolExecutor(self._callers, thread_name_prefix="edgekv-products")
 
+    def warm_up(self) -> list[Callable[[], object]]:
+        return self._experts.warm_up()
+
     def with_changes(self, changes: Changes) -> LinearBlocks:
         """The graphs have no place for them: NumPy multiplies, over the mapped store."""
         return PackedLinear(self._store, self._product_threads).with_changes(changes)
@@ -106,11 +109,11 @@ class OrtLinear(LinearBlocks):
 
     def attention_out(self, i: int, x: F32, attention: F32) -> F32:
         y = self._run(self._out[i], x=x, attention=attention)
-        experts, size = self._config.experts_of(i), self._config.hidden_size
-        if experts is None:
+        size = self._config.hidden_size
+        if self._config.experts_of(i) is None:
             return y
         x, normed, logits = np.split(y, (size, 2 * size), axis=1)
-        return add_experts(experts, i, x, normed, logits, self._experts, functools.partial(gated, self._config))
+        return self._experts.add(x, normed, logits, i)
 
     def head(self, x: F32) -> F32:
         return self._run(self._head, x=x)

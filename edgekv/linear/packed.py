@@ -15,7 +15,7 @@ from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
 from edgekv.linear.stored_experts import StoredExperts
 from edgekv.linear.stored_weights import product_layout, shift_kernels, stored_weights
-from edgekv.types import F32, I64, Threads
+from edgekv.types import F32, Threads
 
 
 class Packed(NamedTuple):
@@ -62,15 +62,8 @@ class PackedOps(NumpyOps):
             return super().gated_linear(x, name, kind)
         return layers.gated(self.linear(x, name), kind)
 
-    def _expert_gate(self, both: F32) -> F32:
-        config = self.weights.arch.config
-        clamped = config.experts is not None and config.experts.clamped
-        if clamped or config.activation not in layers.GATED:
-            return super()._expert_gate(both)
-        return layers.gated(both, config.activation)
-
-    def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
-        return self.experts(rows, of, name)
+    def add_experts(self, x: F32, y: F32, i: int) -> F32:
+        return self.experts.add(x, y, self.linear(y, f"{i}.router"), i)
 
     def _open(self, name: str) -> Packed | None:
         """None: float32, or too few outputs for the kernels."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -85,13 +86,11 @@ class NumpyOps(Ops):
         return capped
 
     def add_experts(self, x: F32, y: F32, i: int) -> F32:
-        experts = self.weights.arch.config.experts_of(i)
+        config = self.weights.arch.config
+        experts, gate = config.experts_of(i), functools.partial(gated, config)
         assert experts is not None
         logits = self.linear(y, f"{i}.router")
-        return add_experts(experts, i, x, y, logits, self._expert_products, self._expert_gate)
-
-    def _expert_gate(self, both: F32) -> F32:
-        return gated(self.weights.arch.config, both)
+        return add_experts(experts, i, x, y, logits, self._expert_products, gate)
 
     def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
         return expert_rows(rows, of, self._matrix(name), self.weights.bias(name), self._linears[name].n_experts)

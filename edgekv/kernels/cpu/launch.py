@@ -52,8 +52,9 @@ class Stage:
     numbers: the address of what it gets; part: which of the threads' shares of the items this is.
     """
 
-    def __init__(self, items: Callable[[int, int, int, int], None]) -> None:
-        self._loop = Loop(items, 4)
+    def __init__(self, items: Callable[[int, int, int, int], None], exact: bool = False) -> None:
+        """exact: arithmetic as written, else sums in any order."""
+        self._loop = Loop(items, 4, exact)
 
     def run(self, n_items: int, numbers: npt.NDArray[np.int64]) -> None:
         """All items, on this thread."""

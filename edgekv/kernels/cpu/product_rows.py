@@ -224,3 +224,15 @@ def product_at(context: Any, product: Any, numbers: Any) -> Any:
         return context.make_tuple(b, kind, fields)
 
     return kind(product, types.intp), build
+
+
+@intrinsic
+def put_product(context: Any, product: Any, numbers: Any) -> Any:
+    """The fields of a `Product` to an address, for `product_at`."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        for i, field in enumerate(fields(b, args[0], *Product._fields)):
+            emit.store(b, field, args[1], 8 * i)
+        return context.get_dummy_value()
+
+    return types.none(product, types.intp), build

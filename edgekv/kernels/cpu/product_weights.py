@@ -7,7 +7,7 @@ from typing import NamedTuple
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.product_rows import CodeLayout
 from edgekv.kernels.cpu.product_shifts import SHIFT
-from edgekv.types import F32, I64, U8
+from edgekv.types import F32, U8
 
 
 class WeightNumbers(NamedTuple):
@@ -21,16 +21,6 @@ class WeightNumbers(NamedTuple):
     offsets: int
     zeros: int
     shift: int
-
-    def from_outputs(self, outputs: I64) -> tuple[int | I64, ...]:
-        """The same fields for products (n,) without the outputs before those."""
-        floats = 4 * self.blocks * outputs
-        return (
-            *(self.blocks, self.gap, self.codes + self.row_bytes * outputs, self.row_bytes, self.scales + floats),
-            self.offsets and self.offsets + floats,
-            self.zeros and self.zeros + (self.blocks + 1) // 2 * outputs,
-            self.shift,
-        )
 
 
 class PackedWeights(NamedTuple):

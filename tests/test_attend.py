@@ -13,9 +13,12 @@ from kernel_cases import EITHER_PATH, normal
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.aligned import zeros
+from edgekv.kernels.contract.attention import BLOCK
+from edgekv.kernels.contract.planes import CENTRE, sampled_blocks
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.kinds import KINDS
+from edgekv.kernels.reference import gather
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec
@@ -316,3 +319,42 @@ def test_second_stage_of_all_tokens_or_none(threshold: float) -> None:
     keys, values = packed(p, two_stages(p), np.random.default_rng(0))
     values.threshold = threshold
     assert_same(p, [Segment(keys, values, 0, p.length)], 5e-4)
+
+
+@EITHER_PATH
+@pytest.mark.parametrize("p", [PROBLEMS[2], PROBLEMS[4]], ids=str)
+def test_only_blocks_that_can_matter_are_scanned(
+    p: Problem, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere all tokens of a centre have one weight. A block in which one stands out is scanned."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    keys, values = packed(p, two_stages(p), np.random.default_rng(0))
+    values.threshold = 0.06
+    segments = [Segment(keys, values, 0, p.length)]
+    assert_same(p, segments, bound_of("planes in two"))
+    _, weights = attended(reference, p, segments, weights=True)
+    assert weights is not None
+    of_centres = weights.reshape(p.g, -1, p.length // CENTRE, CENTRE)
+    scanned = (np.ptp(of_centres, axis=3) > 0).reshape(p.g, p.r, p.n, p.length // BLOCK, -1).any(axis=(1, 4))
+    assert 0 < scanned.mean() < 1
+    for g, j, block in np.ndindex(scanned.shape):
+        of_block = weights.reshape(p.g, p.r, p.n, p.length)[g, :, j, block * BLOCK : (block + 1) * BLOCK]
+        assert scanned[g, j, block] or of_block.max() < values.threshold
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 3.0])
+def test_deviations_are_measured_where_queries_look(factor: float) -> None:
+    """Keys differ ``factor`` times as much along the queries as in all directions on average."""
+    g, d, n, rng = 2, 64, 1024, np.random.default_rng(0)
+    keys = TwoStageKeys(g, n, d, **PLANES)
+    x, q = normal(rng, g, n, d), normal(rng, g, 3, d)
+    along = q[:, :1] / np.linalg.norm(q[:, :1], axis=2, keepdims=True)
+    x += (factor - 1) * (x @ along.transpose(0, 2, 1)) * along
+    filled(keys, x)
+    near, deviation = gather.deviations(keys, q, 0, n)
+    left = q[:, :1] @ x.transpose(0, 2, 1) - np.repeat(near[:, :1], CENTRE, axis=2)
+    found = np.sqrt((left**2).mean(axis=2)) / np.sqrt((deviation[:, :1] ** 2).mean(axis=2))
+    np.testing.assert_allclose(found, 1, atol=0.2)  # 256 tokens in one bit: 0.13 measured
+    np.testing.assert_array_equal(sampled_blocks(5, 70), [])
+    assert sampled_blocks(0, n) == [0, 4, 8, 12]
+    assert sampled_blocks(100, 320) == [2, 3, 4]

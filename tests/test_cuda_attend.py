@@ -218,6 +218,25 @@ def test_a_replayed_step_sees_less(device: OnDevice, pairs: tuple[str, ...]) -> 
         device.driver.shift.fill(0)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("shape", ["mha", "gqa"])
+def test_only_tiles_that_can_matter_are_scanned(device: OnDevice, shape: str, n: int) -> None:
+    both = Both(device, shape)
+    both.add("f16", 0, 3, 0)
+    both.add("planes", 0, CAPACITY, 3)
+    for segments in (both.here, both.there):
+        segments[-1].values.threshold = 0.028
+    both.add("f16", 1, 38, CAPACITY + 3)
+    visible = causal(n, CAPACITY + 40, None)
+    both.check(n, *visible, True, TOLERANCE)
+    queries = normal(both.rng, both.g * both.rep, n, both.d) * np.float32(1.5 / np.sqrt(both.d))
+    weights = np.empty((both.g, both.rep * n, CAPACITY + 40), np.float32)
+    reference.attend(queries, both.here, visible, np.empty_like(queries), weights)
+    of_sixteen = weights[:, :, 3 : CAPACITY + 3].reshape(both.g, both.rep * n, -1, 16)
+    is_estimate = (np.ptp(of_sixteen, axis=3) == 0).mean()
+    assert 0 < is_estimate < 1
+
+
 @pytest.mark.parametrize("pair", ["f16", "sketches"])
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_tokens_that_stand_anywhere(device: OnDevice, pair: str, with_weights: bool) -> None:

@@ -105,8 +105,9 @@ def test_bitplane_reading_none_is_the_estimate_times_means() -> None:
     exact = v.astype(np.float16).astype(float)[:, 4:260]
     means = np.repeat(exact.reshape(2, 4, 64, 64).mean(axis=2), 64, axis=1)
     expected = attention(q[:, -1:], keys, with_exact(v, means, 4), None)
-    assert np.linalg.norm(got - expected) < 0.1 * np.linalg.norm(expected)  # means in 4 bits
-    assert cache.value_codec.counts.tolist() == [0, 0]
+    # 0.14 measured: scores of 16 tokens as their centre's, means in 4 bits
+    assert np.linalg.norm(got - expected) < 0.2 * np.linalg.norm(expected)
+    assert cache.value_codec.counts.tolist() == [0, 0, 4]  # samples
 
 
 def test_a_lower_threshold_is_closer_and_reads_more() -> None:
@@ -171,7 +172,7 @@ def test_more_value_bits_are_closer() -> None:
         ("planes:k_bits=3,v_bits=1", 128, 48 + 2 + 66 * 5 / 64 + 16 + 2),
         ("planes:k_bits=1.5,v_bits=2.5,k_heads=12,v_heads=41", 128, 24 + 2 + 66 * 5 / 64 + 40 + 2),
         ("planes:k_bits=1.5,v_bits=1.5", 128, 24 + 2 + 66 * 5 / 64 + 24 + 2),
-        ("bitplane", 32, 66 + 66 * 5 / 64 + 66 + 66 / 64),
+        ("bitplane", 32, 66 + 66 * 5 / 64 + 2 / 16 + 66 + 66 / 64),
     ],
 )
 def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
@@ -183,7 +184,7 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
     exact = (4 + window) * 4 * d
     if kv == "bitplane":  # before the first query: as many as there can be
         chosen = 4096 * (48 + 32 + 2 + 32)
-        assert cache.bytes_read() == g * (4096 * (18 + 66 * 5 / 64 + 66 / 64) + chosen + exact)
+        assert cache.bytes_read() == g * (4096 * (18 + 66 * 5 / 64 + 2 / 16 + 66 / 64) + chosen + exact)
     else:
         assert cache.bytes_read() == pytest.approx(g * (4096 * token + exact), abs=1)
 
@@ -197,7 +198,7 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
         ("planes:k_bits=1.5,k_heads=121", "k_heads=121': accepted: 2 digits"),
         ("planes:k_bits=1.5,k_spread=9", "k_spread=9': accepted: digits from 0 to 8"),
         ("planes:k_bits=1.5,k_spread=4444", "k_spread=4444': accepted: 16 digits"),
-        ("bitplane:by_need=true", "threshold=0.00025': accepted: with k_bits=4 and v_bits=4"),
+        ("bitplane:by_need=true", "threshold=0.00014': accepted: with k_bits=4 and v_bits=4"),
         ("onebit:sink=-1", "sink=-1': accepted: 0 or more"),
         ("onebit:residual_length=-1", "residual_length=-1': accepted: 0 or more"),
         ("onebit:key_scale=-1", "key_scale=-1.0': accepted: at least 0"),
@@ -220,7 +221,7 @@ def test_presets_are_planes() -> None:
     q, k, v = normal(shape, n, n)
     for name, same in (
         ("onebit", "planes:k_bits=1"),
-        ("bitplane", "planes:k_bits=4,v_bits=4,threshold=2.5e-4,residual_length=32"),
+        ("bitplane", "planes:k_bits=4,v_bits=4,threshold=1.4e-4,residual_length=32"),
     ):
         outputs = [last(make(kv, shape, n), q, k, v) for kv in (name, same)]
         np.testing.assert_array_equal(*outputs)

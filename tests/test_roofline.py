@@ -82,11 +82,11 @@ def test_heads_that_share_keys_take_the_loop_for_most_of_them() -> None:
 
 def test_bitplane_reads_more_of_the_tokens_that_it_chose() -> None:
     cache = roofline_need.filled_cache(CacheSpec.parse("bitplane"), Geometry(4, 2, 64, 1000))
-    cache.value_codec.counts = np.array([20.0, 5.0])
+    cache.value_codec.counts = np.array([20.0, 5.0, 3.0])
     tokens = roofline_need.SCHEMES["bitplane"](cache)
     packed = cache.n_packed
     assert 800 < packed < 1000
-    assert tokens["1-bit scan"] == packed
+    assert (tokens["1-bit scan"], tokens["centres"]) == (3 * 64, packed)
     assert tokens["scores f16"] == 1000 - packed
     assert (tokens["bitplane key"], tokens["bitplane key unpacked"]) == (20, 10)  # two heads share the key
     assert (tokens["bitplane value, 2 planes"], tokens["bitplane value, 4 planes"]) == (15, 5)

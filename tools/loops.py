@@ -26,7 +26,8 @@ import numpy as np
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.aligned import zeros
 from edgekv.kernels.cpu import loops
-from edgekv.kernels.cpu.loops import address_of, bound, call_block, call_prepare
+from edgekv.kernels.cpu.calls import call_block, call_prepare
+from edgekv.kernels.cpu.loops import address_of, bound
 from edgekv.kernels.cpu.softmax import END, weigh
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels import numba_kernels
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Geometry, Workspace
@@ -42,9 +43,9 @@ def _planes(cache: Any) -> Tokens:
 
 
 def _bitplane(cache: Any) -> Tokens:
-    exact, (chosen, full) = cache.n_seen - cache.n_packed, cache.value_codec.counts
+    exact, (chosen, full, blocks) = cache.n_seen - cache.n_packed, cache.value_codec.counts
     return {
-        "1-bit scan": cache.n_packed,
+        "1-bit scan": min(blocks * BLOCK, cache.n_packed),
         "centres": cache.n_packed,
         "bitplane key unpacked": chosen / cache.geometry.n_rep,
         "bitplane key": chosen,

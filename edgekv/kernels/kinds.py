@@ -21,7 +21,7 @@ KINDS: dict[str, str] = {
     "symmetric_values": "ints",
     "centred_planes": "planes",
     "interleaved": "interleaved_values",
-    "plane_keys": "planes",
+    "plane_keys": "gather",
     "plane_values": "gather",
     "signs": "papers.signs",
     "int4": "papers.int4",

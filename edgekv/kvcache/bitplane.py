@@ -1,4 +1,4 @@
-"""bitplane (ours): `planes` of 4 bits; keys' signs score every token, the rest is read where it matters."""
+"""bitplane (ours): `planes` of 4 bits; centres tell where signs are scanned, signs where the rest is read."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from edgekv.kvcache.planes import Planes, PlanesKnobs
 
 @dataclasses.dataclass(frozen=True)
 class BitPlaneKnobs(PlanesKnobs):
-    """`PlanesKnobs` with k_bits=4, v_bits=4, threshold=2.5e-4, residual_length=32 and key_scale=0.9."""
+    """`PlanesKnobs` with k_bits=4, v_bits=4, threshold=1.4e-4, residual_length=32 and key_scale=0.9."""
 
     scheme = "bitplane"
 
     k_bits: float = 4.0
     v_bits: float = 4.0
-    threshold: float = 2.5e-4
+    threshold: float = 1.4e-4
     residual_length: int = 32
     key_scale: float = 0.9
 
 
 class BitPlane(Planes):
-    """`planes:k_bits=4,v_bits=4,threshold=2.5e-4`: fewer than 1 / threshold tokens are read in full."""
+    """`planes:k_bits=4,v_bits=4,threshold=1.4e-4`: fewer than 1 / threshold tokens are read in full."""
 
     name = "bitplane"
-    version = 2  # the signs in groups of 16 tokens
+    version = 3  # with the deviations around centres
     paper = "ours"
-    summary = "4-bit rotated keys and values in bit planes; keys' signs scanned, the rest read where needed"
+    summary = "4-bit rotated keys and values in bit planes; keys' signs and the rest read where needed"
     gives_up = "the exact weights of unlikely tokens, and their values within a block"
     Knobs = BitPlaneKnobs

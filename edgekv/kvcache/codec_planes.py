@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.attention import LARGEST_F16
-from edgekv.kernels.contract.planes import CENTRES, GAUSS_STEP, GROUPS, KEY_STEP
+from edgekv.kernels.contract.planes import CENTRE, CENTRES, GAUSS_STEP, GROUPS, KEY_STEP
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.geometry import Layout
@@ -194,7 +194,11 @@ class InterleavedValues(Codec):
 
 
 class TwoStageKeys(CentredPlanes):
-    """`CentredPlanes` of 1 bit, and per token the three lower planes of the 4-bit code of r that it begins."""
+    """`CentredPlanes` of 1 bit, and per token the three lower planes of the 4-bit code of r that it begins.
+
+    ``deviation`` of every CENTRE tokens is the root mean square of r's elements: with the centre it tells which of
+    them can matter, and only their blocks are scanned.
+    """
 
     kind = "plane_keys"
 
@@ -203,7 +207,22 @@ class TwoStageKeys(CentredPlanes):
 
     def layout(self) -> Layout:
         fine = (self.n_kv_heads, self.capacity, 3, self.width // WORD)
-        return super().layout() | {"fine": (fine, "uint64")}
+        deviation = (self.n_kv_heads, self.capacity // CENTRE)
+        return super().layout() | {"fine": (fine, "uint64"), "deviation": (deviation, "uint16")}
+
+    @property
+    def estimate_bytes(self) -> int:
+        """Of WORD tokens, all heads together: centres and deviations, which are read of all."""
+        return self.n_kv_heads * (CENTRES * (self.width // 2 + 2) + WORD // CENTRE * 2)
+
+    @property
+    def scan_bytes(self) -> int:
+        """Of WORD tokens, all heads together: signs and scales."""
+        return self.n_kv_heads * WORD * (self.width // 8 + 2)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.estimate_bytes + self.scan_bytes
 
     @property
     def fine_bytes(self) -> int:
@@ -218,6 +237,10 @@ class TwoStageKeys(CentredPlanes):
         return super().bytes_of(n_tokens) + n_tokens * self.n_kv_heads * self.fine_bytes
 
     def _encode_rest(self, residual: F32, t0: int) -> None:
+        g, n, width = residual.shape
+        square = (residual * residual).reshape(g, n // CENTRE, CENTRE * width).mean(axis=2)
+        deviation = np.minimum(np.sqrt(square), LARGEST_F16).astype(np.float16).view(np.uint16)
+        self.arrays["deviation"][:, t0 // CENTRE : (t0 + n) // CENTRE] = deviation
         step = self.arrays["scale"][:, t0 : t0 + residual.shape[1]].view(np.float16)
         step = step.astype(np.float32) * np.float32(KEY_STEP)
         half = 4 * step[..., None]
@@ -237,8 +260,9 @@ class TwoStageValues(Codec):
     def __init__(self, keys: TwoStageKeys, *, n_rep: int, threshold: float) -> None:
         super().__init__(keys.n_kv_heads, keys.capacity, keys.head_dim)
         self.keys, self.n_rep, self.threshold = keys, n_rep, threshold
-        # tokens corrected and read in full per KV head and query token, on average: of the last attention
-        self.counts = np.full(2, np.inf)
+        # tokens corrected and read in full, and blocks scanned, per KV head and query token, on average: of the
+        # last attention
+        self.counts = np.full(3, np.inf)
 
     def layout(self) -> Layout:
         g, capacity, width = self.n_kv_heads, self.capacity, self.keys.width
@@ -261,10 +285,11 @@ class TwoStageValues(Codec):
         return self.n_kv_heads * (self.keys.width // 2 + 2) + -(-self.block_bytes // WORD)
 
     def chosen_bytes(self, n_tokens: int) -> int:
-        """Bytes of the tokens chosen among n_tokens: as the last queries did, or at most."""
-        corrected, full = np.minimum(self.counts, min(n_tokens, self.n_rep / self.threshold))
-        pair = self.keys.width // 4
-        return int(self.n_kv_heads * (corrected * (self.keys.fine_bytes + pair + 2) + full * pair))
+        """Bytes of the blocks and tokens chosen among n_tokens: as the last queries did, or at most."""
+        corrected, full = np.minimum(self.counts[:2], min(n_tokens, self.n_rep / self.threshold))
+        scanned, pair = min(self.counts[2], -(-n_tokens // WORD)), self.keys.width // 4
+        of_head = corrected * (self.keys.fine_bytes + pair + 2) + full * pair
+        return int(scanned * self.keys.scan_bytes + self.n_kv_heads * of_head)
 
     def encode(self, x: F32, t0: int) -> None:
         a, (g, n, _) = self.arrays, x.shape

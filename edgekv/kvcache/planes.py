@@ -35,8 +35,9 @@ class PlanesKnobs:
     v_heads: digits, default none. Bits of the values of each KV head, likewise.
     k_spread: digits, default none. Of each KV head 8, found likewise: 2 ** ((digit - 4) / 2) is the factor of its
         keys' channels in an eighth of RoPE's pairs.
-    threshold: float, default 0. If above 0, all keys are scored by their first bit alone, and tokens with this
-        attention probability or more are read in full: k_bits and v_bits are 4 then. At most 1.
+    threshold: float, default 0. If above 0, keys are scored by their first bit alone, and only where their
+        centres leave a chance; tokens with this attention probability or more, times the square root of the query
+        heads that share a KV head, are read in full: k_bits and v_bits are 4 then. At most 1.
     sink: int, default 4. First tokens of the context that stay in f16.
     residual_length: int, default 128. Latest tokens that stay in f16, at least; packed 64 at a time.
     key_scale: float, default 0. Factor of the estimated scores, at most 2; 1 is unbiased, 0 takes the best for the
@@ -157,7 +158,7 @@ class Planes(Windowed):
 
     P is a randomised Hadamard transform, c the mean of 16 tokens in two steps, f = |r|_2 ** 2 / (r . x), as in
     RaBitQ (SIGMOD 2024). With a fraction of bits, or ``by_need``, heads have different whole bits. With a
-    ``threshold`` (138.2 bytes at D = 128) a step reads 24.2 of every token, the rest of few. docs/planes.md
+    ``threshold`` (138.3 bytes at D = 128) a step reads 6.3 of every token, the rest of few. docs/planes.md
     explains each part. An adapter brings trained ``key_scale``, one per KV head; with it a prompt too attends to
     what is packed.
     """
@@ -185,7 +186,8 @@ class Planes(Windowed):
         self.keys: CentredPlanes
         if knobs.threshold:
             keys = self.keys = TwoStageKeys(*shape, key_scale=knobs.key_scale or KEY_SCALES[1], seed=knobs.seed)
-            return keys, TwoStageValues(keys, n_rep=geometry.n_rep, threshold=knobs.threshold)
+            of_group = knobs.threshold * math.sqrt(geometry.n_rep)  # a read token serves all heads of the group
+            return keys, TwoStageValues(keys, n_rep=geometry.n_rep, threshold=of_group)
         k_bits, v_bits = knobs.layer_bits(geometry)
         scales = [knobs.key_scale or KEY_SCALES[bits] for bits in k_bits]
         spread = knobs.layer_spread(geometry)
@@ -231,5 +233,6 @@ class Planes(Windowed):
         packed = min(self.n_packed, left - recent)
         sink = min(self.n_sink, left - recent - packed)
         exact = self._stores["recent_key"].token_bytes + self._stores["recent_value"].token_bytes
-        scanned = -(-packed // WORD) * (self.keys.block_bytes + self.value_codec.block_bytes)
-        return (recent + sink) * exact + scanned + self.value_codec.chosen_bytes(packed)
+        values = self.value_codec
+        of_all = -(-packed // WORD) * (values.keys.estimate_bytes + values.block_bytes)
+        return (recent + sink) * exact + of_all + values.chosen_bytes(packed)

@@ -50,6 +50,29 @@ FULL_VALUES = 2.8
 LARGEST_CORRECTION = 8.0
 """Of a score, in either direction, by the second stage."""
 
+REACH = 1.25
+"""A token's score is taken to exceed its centre's by this many deviations at most, or by the deviation's square.
+
+Of scores that deviate by d, those that lie d * d above the centre have most of the weight (see `Kernels.attend`).
+"""
+
+SIGN_NOISE = 0.5708
+"""pi / 2 - 1: the variance that one bit adds to a score, over that of all directions alike."""
+
+LEAST_VARIANCE = 0.25
+"""Of scores around their centres, over that of all directions alike, at least."""
+
+MOST_SAMPLES = 4
+"""Blocks on which that is measured for each query."""
+
+
+def sampled_blocks(first: int, stop: int) -> list[int]:
+    """Numbers of the whole blocks of tokens first..stop on which deviations are measured, evenly apart."""
+    start, end = -(-first // 64), stop // 64
+    n = max(0, min(MOST_SAMPLES, end - start))
+    return [start + i * (end - start) // n for i in range(n)]
+
+
 LEAST_WEIGHT = 1e-30
 """p * scale: where a block's largest is smaller, its 8-bit weights are too, down to 0."""
 

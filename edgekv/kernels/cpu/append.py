@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.cpu.calls import call_put
 from edgekv.kernels.cpu.jit import Args, jit
-from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, call_put, loops_of, scratch_memory
+from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, loops_of, scratch_memory
 from edgekv.types import F32
 
 FEW_TOKENS = 8  # more are encoded codec by codec

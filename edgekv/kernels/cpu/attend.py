@@ -16,13 +16,15 @@ import numpy as np
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
+from edgekv.kernels.cpu.calls import call_again, call_block, call_finish, call_measure, call_prepare
 from edgekv.kernels.cpu.decoded import with_numbers
 from edgekv.kernels.cpu.jit import Scalar, entry_jit, fast_jit
-from edgekv.kernels.cpu.loops import call_again, call_block, call_finish, call_prepare, floats, ints, numbers
-from edgekv.kernels.cpu.plan import make_plan
+from edgekv.kernels.cpu.loops import floats, ints, numbers
+from edgekv.kernels.cpu.plan import ESTIMATED, make_plan
+from edgekv.kernels.cpu.rescan import add_estimates, count_scanned, estimate, raise_to_kept, rescan_items, share_of
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.share import TEAM, share
-from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, exp_of_negative, fill, raise_peak, weigh
+from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, exp_of_negative, fill, weigh
 from edgekv.types import F32
 
 ZERO, ONE = np.array([0, 1], np.float32)
@@ -69,6 +71,8 @@ def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, ou
 def _attend(team: int, n_parts: int, plan: Any, runs: Any) -> None:
     p = plan[0]
     share(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
+    if p.estimates_gap:
+        share(team, n_parts, p.n_groups * p.splits, rescan_items, (plan, runs))
     few = n_parts if p.any_kept else 1  # without a second stage a microsecond: less than waking threads again
     share(team, few, p.n_groups, _finish_groups, (plan, runs))
 
@@ -83,21 +87,17 @@ def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
         for m in range(p.rows):  # a sink is the first score, of the first share
             put(ends, END * m, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + m))
             put(ends, END * m + 1, ONE)
+            put(ends, END * m + ESTIMATED, ZERO)
         fill(out, 0, p.rows * p.head_dim, ZERO)
-        unit, end = p.n_units * split // p.splits, p.n_units * (split + 1) // p.splits
         for i in range(len(runs)):
             run = runs[i]
             if run.width:
                 fill(floats(memory + run.sums_at), 0, p.rows * run.width, ZERO)
-        passed = 0
         for i in range(len(runs)):
             run = runs[i]
-            base = run.first // run.block
-            n_blocks = (run.stop + run.block - 1) // run.block - base
-            a, b = max(unit - passed, 0), min(end - passed, n_blocks)
-            passed += n_blocks
-            if a < b:
-                _walk(base + a, base + b, g, memory, plan, runs, i)
+            first_block, last_block = share_of(split, i, plan, runs)
+            if first_block < last_block:
+                _walk(first_block, last_block, g, memory, plan, runs, i)
                 if run.width:
                     call_finish(run.finish, run.value_store, memory + run.sums_at, memory + p.out_at, p.rows)
 
@@ -109,6 +109,8 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
     prepared = _prepare(g, memory, plan, runs, i)
     ends, own, scratch = floats(memory), memory + p.scores_at, memory + p.scratch_at
     s, sums = floats(own), memory + (run.sums_at if run.width else p.out_at)
+    if run.again:
+        call_measure(run.measure, run.key_store, prepared, p.rows, g, run.first, run.stop, scratch)
     for at in range(block, last):
         t = max(run.first, at * run.block)
         n = min(run.stop, (at + 1) * run.block) - t
@@ -120,15 +122,12 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
             continue
         in_sight = run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all
         partly = run.masked and not in_sight  # asked here: a call that passes arrays costs as much as scores do
-        if run.again:  # scores alone: their sum is made when all of them are there
-            target = p.kept + 4 * (g * p.rows * p.kept_gap + run.column + t - run.first)
-            _score(run, prepared, p.rows, g, t, n, target, p.kept_gap, scratch)
-            if partly:
-                _mask(floats(target), p.kept_gap, g, t, n, position, plan, runs, i)
+        if run.again:  # what is to be scored is known when all is estimated
+            estimate(t, n, g, prepared, memory, plan, runs, i)
             for m in range(p.rows):
-                shrink = raise_peak(floats(target), m * p.kept_gap, n, ends, END * m)
-                if shrink != ONE:
-                    _rescale(m, shrink, memory, plan, runs)
+                if get(ends, END * m + 2) != ONE:
+                    _rescale(m, get(ends, END * m + 2), memory, plan, runs)
+            add_estimates(t, n, g, memory, plan, runs, i)
             continue
         _score(run, prepared, p.rows, g, t, n, own, run.block, scratch)
         if partly:
@@ -201,6 +200,7 @@ def _rescale(m: int, factor: float, memory: int, plan: Any, runs: Any) -> None:
     """Row m's sums so far, times factor."""
     p = plan[0]
     _scale(floats(memory + p.out_at), m * p.head_dim, p.head_dim, factor)
+    _scale(floats(memory), END * m + ESTIMATED, 1, factor)
     for i in range(len(runs)):
         if runs[i].width:
             _scale(floats(memory + runs[i].sums_at), m * runs[i].width, runs[i].width, factor)
@@ -221,6 +221,8 @@ def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
         ends, out, change = floats(memory), floats(memory + p.out_at), floats(memory + p.scores_at)
         for m in range(p.rows):
             _merge(m, memory, plan)
+            if p.estimates_gap:
+                raise_to_kept(m, memory, plan)
         for i in range(len(runs)):
             if runs[i].kept:
                 _exponentiate(g, ends, plan, runs, i)
@@ -234,23 +236,13 @@ def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
         for i in range(len(runs)):
             run = runs[i]
             if run.again:
+                count_scanned(g, memory, plan, runs, i)
                 prepared = _prepare(g, memory, plan, runs, i)
                 kept = p.kept + 4 * (g * p.rows * p.kept_gap + run.column)
                 call_again(
-                    run.again,
-                    run.key_store,
-                    run.value_store,
-                    prepared,
-                    kept,
-                    p.kept_gap,
-                    p.rows,
-                    p.n_tokens,
-                    g,
-                    run.first,
-                    run.stop,
-                    memory + p.out_at,
-                    memory + p.scores_at,
-                    memory + p.scratch_at,
+                    *(run.again, run.key_store, run.value_store, prepared, kept, p.kept_gap),
+                    *(p.rows, p.n_tokens, g, run.first, run.stop),
+                    *(memory + p.out_at, memory + p.scores_at, memory + p.scratch_at),
                 )
         result = floats(p.out + 4 * g * p.rows * p.head_dim)
         for m in range(p.rows):

@@ -4,7 +4,7 @@ x86 multiplies pairs of 16 bits, to which the codes are widened. Arm multiplies 
 query's high and low bytes have products of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgekv.kernels.contract.planes import CENTRES
@@ -34,6 +34,40 @@ PRODUCTS = {
     32: ("+avx2", "llvm.x86.avx2.pmadd.wd"),
     16: ("", "llvm.x86.sse2.pmadd.wd"),
 }
+
+
+def each_block(
+    b: Any,
+    n_rows: int,
+    words: Value,
+    sizes: Value,
+    width: Value,
+    centres: Value,
+    steps: Value,
+    n_blocks: Value,
+    near: Value,
+    write: Callable[[Value, Value], None],
+) -> None:
+    """Of every block calls write(its number, the address of its first row's NEAR products with the centres).
+
+    Those of the next row lie `row_bytes` behind. The other arguments are those of `put_near`.
+    """
+    together, block_bytes = BLOCKS[n_rows], b.lshr(b.mul(width, emit.I64(CENTRES)), emit.I64(1))
+    with emit.loop(b, emit.I64(0), b.add(n_blocks, emit.I64(together - 1)), together) as few:
+        left = b.sub(n_blocks, few.i)
+        some = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
+        first = b.add(centres, b.mul(few.i, block_bytes))
+        first_steps = b.add(steps, b.mul(few.i, emit.I64(2 * CENTRES)))
+        for row in range(0, n_rows, ROWS[n_rows]):
+            queries = b.add(words, b.mul(width, emit.I64(2 * row))), b.add(sizes, emit.I64(8 * row))
+            put_near(b, n_rows, *queries, width, first, first_steps, some, b.add(near, emit.I64(4 * NEAR * row)))
+        with emit.loop(b, few.i, b.add(few.i, some), 1) as block:
+            write(block.i, b.add(near, b.mul(b.sub(block.i, few.i), emit.I64(4 * NEAR))))
+
+
+def row_bytes(n_rows: int) -> int:
+    """Between the products of two rows with a block's centres."""
+    return 4 * BLOCKS[n_rows] * NEAR
 
 
 def put_near(

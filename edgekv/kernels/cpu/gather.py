@@ -7,10 +7,20 @@ import numpy as np
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.codes import add_row
+from edgekv.kernels.cpu.estimated_keys import ESTIMATED_KEYS
 from edgekv.kernels.cpu.half import as_float
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, address_of, again_loop, chars, floats, halves, ints, numbers
+from edgekv.kernels.cpu.loops import (
+    Loops,
+    address_of,
+    again_loop,
+    chars,
+    floats,
+    halves,
+    ints,
+    numbers,
+)
 from edgekv.kernels.cpu.masks import at_least, lowest_one
 from edgekv.kernels.cpu.planes import AT as KEY
 from edgekv.kernels.cpu.planes import parts_of as planes_of
@@ -124,8 +134,8 @@ def _read_again(
                 n_full_all += n_whole
                 n_read_all += n_found
                 n_found = 0
-    put(numbers(get(v, COUNTS)), 2 * g, n_read_all)
-    put(numbers(get(v, COUNTS)), 2 * g + 1, n_full_all)
+    put(numbers(get(v, COUNTS)), 3 * g, n_read_all)
+    put(numbers(get(v, COUNTS)), 3 * g + 1, n_full_all)
     first = g * n_blocks + t0 // BLOCK
     means, mean_scale = chars(get(v, VALUE.means)), halves(get(v, VALUE.mean_scale))
     _add_means(tail, rows, blocks, means, mean_scale, first, width, weights, sums)
@@ -181,7 +191,10 @@ def _scratch_bytes(codec: Any, rows: int) -> int:
     return end + LINE
 
 
-LOOPS = {"plane_values": Loops(_store_numbers, again=_read_again, scratch=_scratch_bytes, counts=True)}
+LOOPS = {
+    "plane_keys": ESTIMATED_KEYS,
+    "plane_values": Loops(_store_numbers, again=_read_again, scratch=_scratch_bytes, counts=True),
+}
 
 
 @jit

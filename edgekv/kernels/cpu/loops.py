@@ -9,6 +9,10 @@ that share it, each with all query tokens.
         queries (rows, head_dim) float32 as the scores want them, into ``prepared``
     score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
         s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one run of `Loops.at_once`
+    estimate(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
+        of keys whose values have a second stage: what is known of the scores before a scan (`estimates`)
+    measure(store, prepared, rows, g, first, stop, scratch)
+        of these keys: makes prepared queries ready for ``estimate``, by some of the tokens first..stop
     add(store, p, gap, rows, g, t, n_tokens, out, scratch)
         out (rows, width) += p[m * gap + i] times token t + i
     finish(store, sums, out, rows)
@@ -31,7 +35,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
@@ -102,6 +105,11 @@ def score_loop(function: Callable[..., None]) -> Loop:
     return Loop(function, 9)
 
 
+def measure_loop(function: Callable[..., None]) -> Loop:
+    """Sums in any order."""
+    return Loop(function, 7)
+
+
 def add_loop(function: Callable[..., None]) -> Loop:
     """Sums in any order."""
     return Loop(function, 9)
@@ -130,7 +138,7 @@ class Loops:
     as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once:
     tokens that one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64.
     prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
-    sums, before ``finish``. counts: whether ``again`` leaves two numbers of tokens per KV head at an address that
+    sums, before ``finish``. counts: whether the second stage leaves three numbers per KV head at an address that
     is the last of its numbers; their means per query token become the codec's ``counts``. encode: (codec,
     x (G, n, D), t0) stores x as tokens t0.., where `Codec.encode` does not do so itself.
     """
@@ -142,6 +150,8 @@ class Loops:
     finish: Loop | None = None
     again: Loop | None = None
     put: Loop | None = None
+    estimate: Loop | None = None
+    measure: Loop | None = None
     block: Callable[[Any], int] = lambda codec: 64
     at_once: int = 64
     prepared: Callable[[Any, int], int] = lambda codec, rows: 0
@@ -153,7 +163,7 @@ class Loops:
 
     def all(self) -> list[Loop]:
         """Those that there are."""
-        every = self.score, self.add, self.prepare, self.finish, self.again, self.put
+        every = self.score, self.add, self.prepare, self.finish, self.again, self.put, self.estimate, self.measure
         return [loop for loop in every if loop is not None]
 
 
@@ -165,8 +175,8 @@ def loops_of(kind: str) -> Loops:
 class Bound:
     """A codec bound to its arrays, as this backend remembers it: its loops, and the numbers that they get.
 
-    counts: (G, 2) tokens that a second stage counts, or None. pair: on the values' side, how they are read beside
-    their keys (`edgekv.kernels.cpu.plan`).
+    counts: (G, 3) tokens and blocks that a second stage counts, or None. pair: on the values' side, how they are
+    read beside their keys (`edgekv.kernels.cpu.plan`).
     """
 
     __slots__ = ("counts", "loops", "numbers", "pair")
@@ -175,7 +185,7 @@ class Bound:
         """more: numbers behind those of the codec's store."""
         self.loops, self.pair, self.counts = loops, cast(Any, None), None
         if loops.counts:
-            self.counts = np.zeros((codec.n_kv_heads, 2), np.int64)
+            self.counts = np.zeros((codec.n_kv_heads, 3), np.int64)
             more = (*more, address_of(self.counts))
         self.numbers = np.array((*loops.store(codec), *more), np.int64)
 
@@ -235,69 +245,3 @@ def _pointer(kind: Any) -> Any:
 # The memory at an address, for `scalar.get`, `scalar.put` and `simd`.
 floats, halves, words = _pointer(types.float32), _pointer(types.uint16), _pointer(types.uint64)
 chars, words32, ints, numbers = (_pointer(kind) for kind in (types.uint8, types.uint32, types.int32, types.int64))
-
-
-def call(n_arguments: int) -> Any:
-    """Signature and body of an intrinsic that calls a function of whole numbers by its address."""
-    integer = ir.IntType(64)
-    kind = ir.FunctionType(ir.VoidType(), [integer] * n_arguments)
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.none(*[types.intp] * (n_arguments + 1)), build
-
-
-@intrinsic
-def call_part(context: Any, part_of: Any, first: Any, last: Any, part: Any, args: Any) -> Any:
-    """Calls a function of four whole numbers at an address."""
-    return call(4)
-
-
-@intrinsic
-def call_prepare(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """Calls the `prepare_loop` at an address."""
-    return call(5)
-
-
-@intrinsic
-def call_put(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
-    """Calls the `put_loop` at an address."""
-    return call(6)
-
-
-@intrinsic
-def call_block(
-    context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any
-) -> Any:
-    """Calls the `score_loop` or `add_loop` at an address."""
-    return call(9)
-
-
-@intrinsic
-def call_finish(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Calls the `finish_loop` at an address."""
-    return call(4)
-
-
-@intrinsic
-def call_again(
-    context: Any,
-    loop: Any,
-    a: Any,
-    b: Any,
-    c: Any,
-    d: Any,
-    e: Any,
-    f: Any,
-    g: Any,
-    h: Any,
-    i: Any,
-    j: Any,
-    k: Any,
-    l: Any,  # noqa: E741
-    m: Any,
-) -> Any:
-    """Calls the `again_loop` at an address."""
-    return call(13)

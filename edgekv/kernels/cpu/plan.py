@@ -9,13 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import threads
+from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.cpu.estimates import PER_BLOCK
 from edgekv.kernels.cpu.loops import AT_ONCE, Bound, Loop, address_of, aligned_size, bound, scratch_memory
 from edgekv.kernels.cpu.softmax import END
 from edgekv.kernels.cpu.sparse_attention import CHOSEN
 from edgekv.types import F32
 
+ESTIMATED, KEPT_PEAK = 3, 2
+"""Of a row's ends (END): the weights of what is estimated; then the largest score that is kept."""
 FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache
 PLAN = np.dtype(
     [
@@ -24,8 +28,10 @@ PLAN = np.dtype(
             *("n_groups", "rows", "n_tokens", "head_dim", "splits", "n_units"),
             *("queries", "lo", "hi", "out", "sinks"),  # addresses
             *("lowest", "highest", "lowest_all", "highest_all"),  # positions that some, and that all, rows see
-            *("memory", "item_bytes", "out_at", "scores_at", "scratch_at"),  # of a work item, from its start on
+            *("memory", "item_bytes"),
+            *("out_at", "limits_at", "scores_at", "scratch_at"),  # of a work item, from its start on
             *("kept", "kept_gap", "any_kept"),  # scores (n_groups, rows, gap) that outlive the walk
+            *("estimates", "estimates_gap"),  # (n_groups, rows, gap); gap 0: none
         )
     ]
 )
@@ -33,11 +39,13 @@ RUN = np.dtype(
     [
         (name, np.int64)
         for name in (
-            *("key_store", "value_store", "prepare", "score", "add", "finish", "again"),  # addresses, 0: none
+            *("key_store", "value_store"),  # addresses
+            *("prepare", "score", "measure", "estimate", "add", "finish", "again"),  # addresses, 0: none
             *("first", "stop", "position", "positions", "positions_gap", "masked", "block"),
             *("score_step", "add_step"),  # tokens of one call, at most
             *("width", "prepared_at", "sums_at"),  # width 0: values are added to the result itself
             *("kept", "column"),
+            *("estimates", "threshold", "counts"),  # a column; the bits of a float32; an address
         )
     ]
 )
@@ -63,12 +71,13 @@ class PairPlan(NamedTuple):
 
     keys: Bound
     values: npt.NDArray[np.int64]  # numbers of the store
-    counts: npt.NDArray[np.int64] | None  # (G, 2) that the second stage leaves
+    counts: npt.NDArray[np.int64] | None  # (G, 3) that the second stage leaves
     rows: int
     addresses: tuple[int, ...]  # of the stores, then of the loops, as RUN begins
     keeps_scores: bool
     block: int
     steps: tuple[int, int]  # tokens that one call of score and of add takes
+    threshold: int
     width: int
     prepared_bytes: int
     sums_bytes: int
@@ -90,9 +99,11 @@ def make_plan(
     lo, hi = visible
     out_at = place = aligned_size(4 * END * rows)  # behind each row's ends
     place += aligned_size(4 * rows * head_dim)
+    limits_at = place  # of rows; behind them how many blocks each run has scanned
+    place += aligned_size(4 * (rows + len(segments)))
     runs = np.empty(len(segments), RUN)
     pairs: list[PairPlan] = []
-    column = n_units = n_tokens = longest = scratch_bytes = 0
+    column = estimates = n_units = n_tokens = longest = scratch_bytes = 0
     for i, segment in enumerate(segments):
         _, _, first, stop, position, positions, chosen = segment
         pair = _pair_plan(segment, rows)
@@ -104,10 +115,12 @@ def make_plan(
         runs[i] = (
             *(*pair.addresses, first, stop, position, *where, chosen is None, block, *pair.steps),
             *(width, place, sums_at, kept, column),
+            *(estimates, pair.threshold, 0 if pair.counts is None else address_of(pair.counts)),
         )
         pairs.append(pair)
         place = sums_at + pair.sums_bytes
         column += stop - first if kept else 0
+        estimates += PER_BLOCK * (-(-stop // BLOCK) - first // BLOCK) if pair.counts is not None else 0
         n_tokens += stop - first
         n_units += -(-stop // block) - first // block
         longest = max(longest, block)
@@ -127,8 +140,10 @@ def make_plan(
         *(n_groups, rows, n, head_dim, splits, n_units),
         *(address_of(queries), address_of(lo), address_of(hi), address_of(out), address_of(sink)),
         *(lo[0], hi[-1], lo[-1], hi[0]),
-        *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes, out_at, place, scratch_at),
+        *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes),
+        *(out_at, limits_at, place, scratch_at),
         *(kept_address, column, column > 0),
+        *(scratch_memory("attend.estimates", 4 * n_groups * rows * estimates), estimates),
     )
     parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
     return Plan(plan, runs, n_groups * splits, n_groups, parallel, pairs, (queries, visible, sink))
@@ -150,7 +165,8 @@ def _pair_plan(segment: Segment, rows: int) -> PairPlan:
 
 def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> PairPlan:
     k, v = keys.loops, values.loops
-    loops = k.prepare, k.score, v.add, v.finish, v.again
+    loops = k.prepare, k.score, k.measure, k.estimate, v.add, v.finish, v.again
+    threshold = int(np.float32(segment.values.threshold).view(np.int32)) if v.again else 0
     width = v.width(segment.values) if v.finish else 0
     scratch_bytes = max(k.scratch(segment.keys, rows), v.scratch(segment.values, rows))
     steps = max(k.block(segment.keys), k.at_once), max(v.block(segment.values), v.at_once)
@@ -158,7 +174,8 @@ def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> 
     return PairPlan(
         *(keys, values.numbers, values.counts, rows),
         (address_of(keys.numbers), address_of(values.numbers), *map(_address, loops)),
-        *(v.again is not None, max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps, width),
+        *(v.again is not None, max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps),
+        *(threshold, width),
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),

@@ -39,6 +39,7 @@ class KeyNumbers(NamedTuple):
     inverse: int
     first_plane: int
     query_factors: int  # (G, head_dim), of the queries before they are rotated
+    deviation: int  # of `plane_keys` alone
 
 
 AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
@@ -46,7 +47,7 @@ AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
 
 # What a head's queries become, in this order: tables (rows, 4 * width) of bytes, see `_put_tables`; P q
 # (rows, width) float32; what it was rounded to, likewise; P q in two bytes (rows, 2 * width); their size and sum
-# (rows, 2), then the rounding's step times the head's key_scale (rows,), float32.
+# (rows, 2), then the rounding's step times the head's key_scale (rows,), then its length (rows,), float32.
 
 
 @jit
@@ -81,6 +82,7 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
         put(floats(sizes), 2 * m, size)
         put(floats(sizes), 2 * m + 1, np.float32(total))
         put(floats(sizes), 2 * rows + m, key_scale * step)
+        put(floats(sizes), 3 * rows + m, _length(floats(rotated), row, width))
 
 
 @score_loop
@@ -90,10 +92,10 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
         i = (t + done) % BLOCK
         if i == 0 and n - done >= BLOCK:
             few = (n - done) // BLOCK * BLOCK
-            _score_blocks(store, prepared, rows, g, (t + done) // BLOCK, few // BLOCK, s + 4 * done, gap, scratch)
+            scan_blocks(store, prepared, rows, g, (t + done) // BLOCK, few // BLOCK, s + 4 * done, gap, scratch)
         else:
             few, part = min(BLOCK - i, n - done), scratch + NEAR_BYTES
-            _score_blocks(store, prepared, rows, g, (t + done) // BLOCK, 1, part, BLOCK, scratch)
+            scan_blocks(store, prepared, rows, g, (t + done) // BLOCK, 1, part, BLOCK, scratch)
             for m in range(rows):
                 for k in range(few):
                     put(floats(s), m * gap + done + k, get(floats(part), m * BLOCK + i + k))
@@ -101,7 +103,7 @@ def _score(store: int, prepared: int, rows: int, g: int, t: int, n: int, s: int,
 
 
 @fast_jit
-def _score_blocks(
+def scan_blocks(
     store: int, prepared: int, rows: int, g: int, block: int, n_blocks: int, s: int, gap: int, scratch: int
 ) -> None:
     x = numbers(store)
@@ -123,11 +125,12 @@ def _store_numbers(codec: Any) -> KeyNumbers:
         **{name: address_of(getattr(codec, name)) for name in of_heads},
         **{"n_blocks": a["planes"].shape[1], "width": codec.width, "head_dim": codec.head_dim},
         **rotation_numbers(codec.rotation),
+        deviation=address_of(a["deviation"]) if "deviation" in a else 0,
     )
 
 
 def _prepared_bytes(codec: Any, rows: int) -> int:
-    size: int = rows * (14 * codec.width + 12)
+    size: int = rows * (14 * codec.width + 16)
     return size
 
 
@@ -139,7 +142,15 @@ CENTRED = Loops(
     scratch=lambda codec, rows: NEAR_BYTES + 4 * rows * BLOCK,
     at_once=AT_ONCE,
 )
-LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), CENTRED)
+LOOPS = {"centred_planes": CENTRED}
+
+
+@jit
+def _length(x: F32, start: int, n: int) -> Scalar:
+    total = ZERO
+    for d in range(start, start + n):
+        total += get(x, d) * get(x, d)
+    return np.sqrt(total)
 
 
 @jit

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from numba import types
 
 from edgekv.kernels.cpu import arm, emit
+from edgekv.kernels.cpu.calls import call
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.jit import intrinsic
-from edgekv.kernels.cpu.loops import call
 from edgekv.kernels.cpu.simd import LANES
 
 VECTOR = 4 * LANES  # bytes

@@ -8,18 +8,10 @@ import numpy as np
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
+from edgekv.kernels.cpu.calls import call_block, call_finish, call_prepare
 from edgekv.kernels.cpu.decoded import as_numbers
 from edgekv.kernels.cpu.jit import Args, fast_jit
-from edgekv.kernels.cpu.loops import (
-    address_of,
-    aligned_size,
-    bound,
-    call_block,
-    call_finish,
-    call_prepare,
-    floats,
-    scratch_memory,
-)
+from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, floats, scratch_memory
 from edgekv.kernels.cpu.softmax import fill
 from edgekv.types import F32
 

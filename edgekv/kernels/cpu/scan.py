@@ -6,7 +6,6 @@ from typing import Any
 from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import CENTRES
 from edgekv.kernels.cpu import centre_products, emit
 from edgekv.kernels.cpu.half import widen
 from edgekv.kernels.cpu.jit import intrinsic
@@ -84,24 +83,16 @@ def _score_rows(
     gap: Value,
     near: Value,
 ) -> None:
-    block_bytes, together = b.mul(b.mul(bits, width), emit.I64(BLOCK // 8)), centre_products.BLOCKS[n_rows]
-    centre_bytes = b.mul(width, emit.I64(CENTRES))
-    with emit.loop(b, emit.I64(0), b.add(n_blocks, emit.I64(together - 1)), together) as few:
-        left = b.sub(n_blocks, few.i)
-        here = b.select(b.icmp_signed("<", left, emit.I64(together)), left, emit.I64(together))
-        first = b.add(centres, b.lshr(b.mul(few.i, centre_bytes), emit.I64(1)))
-        own_steps = b.add(steps, b.mul(few.i, emit.I64(2 * CENTRES)))
-        for row in range(0, n_rows, centre_products.ROWS[n_rows]):
-            queries = b.add(words, b.mul(width, emit.I64(2 * row))), b.add(sizes, emit.I64(8 * row))
-            target = b.add(near, emit.I64(4 * centre_products.NEAR * row))
-            centre_products.put_near(b, n_rows, *queries, width, first, own_steps, here, target)
-        with emit.loop(b, few.i, b.add(few.i, here), 1) as block:
-            at = b.add(near, b.mul(b.sub(block.i, few.i), emit.I64(4 * centre_products.NEAR)))
-            _scan_block(
-                *(n_rows, b, tables, width, b.add(planes, b.mul(block.i, block_bytes)), bits),
-                *(b.add(scale, b.mul(block.i, emit.I64(2 * BLOCK))), factors, at),
-                *(b.add(s, b.mul(block.i, emit.I64(4 * BLOCK))), gap, block_bytes),
-            )
+    block_bytes = b.mul(b.mul(bits, width), emit.I64(BLOCK // 8))
+
+    def write(block: Value, at: Value) -> None:
+        _scan_block(
+            *(n_rows, b, tables, width, b.add(planes, b.mul(block, block_bytes)), bits),
+            *(b.add(scale, b.mul(block, emit.I64(2 * BLOCK))), factors, at),
+            *(b.add(s, b.mul(block, emit.I64(4 * BLOCK))), gap, block_bytes),
+        )
+
+    centre_products.each_block(b, n_rows, words, sizes, width, centres, steps, n_blocks, near, write)
 
 
 def _scan_block(
@@ -124,7 +115,6 @@ def _scan_block(
     with emit.loop(b, ahead, b.add(ahead, block_bytes), 4 * emit.LINE) as lines:
         emit.prefetch(b, lines.i, 4 * emit.LINE)
     targets = [b.add(s, b.mul(gap, emit.I64(4 * r))) for r in range(n_rows)]
-    near_bytes = 4 * centre_products.BLOCKS[n_rows] * centre_products.NEAR  # of a row
     unit = emit.F32(2.0**-16)  # sums come in the upper 16 bits of 32
     each = [emit.splat(b, b.fmul(emit.load(b, emit.F32, factors, 4 * r), unit), TOKENS) for r in range(n_rows)]
     below = b.sub(b.shl(emit.I64(1), bits), emit.I64(1))
@@ -151,7 +141,7 @@ def _scan_block(
                         b,
                         b.icmp_signed(">", chunk.i, emit.I64(0)),
                         functools.partial(_so_far, b, at),
-                        functools.partial(_near, b, b.add(near, emit.I64(near_bytes * r))),
+                        functools.partial(_near, b, b.add(near, emit.I64(centre_products.row_bytes(n_rows) * r))),
                     )
                     for run, x in enumerate(_in_runs(b, totals[p * n_rows + r], less)):
                         product = b.fmul(b.sitofp(x, FLOATS), widths[run])

@@ -13,8 +13,9 @@ from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
+from edgekv.kernels.cpu.calls import call_part
 from edgekv.kernels.cpu.jit import entry_jit, intrinsic
-from edgekv.kernels.cpu.loops import call_part, team_loop
+from edgekv.kernels.cpu.loops import team_loop
 
 _I64 = ir.IntType(64)
 

@@ -155,7 +155,7 @@ def raise_peak(s: F32, row: int, n: int, ends: F32, end: int) -> Scalar:
     Returns what earlier weights must be multiplied with.
     """
     before = get(ends, end)
-    peak = maximum(before, _largest(s, row, BLOCK) if n == BLOCK else _largest(s, row, n))
+    peak = maximum(before, largest(s, row, BLOCK) if n == BLOCK else largest(s, row, n))
     if peak == before:
         return ONE
     shrink = exp_of_negative(before - peak)
@@ -165,7 +165,8 @@ def raise_peak(s: F32, row: int, n: int, ends: F32, end: int) -> Scalar:
 
 
 @inline_jit
-def _largest(s: F32, row: int, n: int) -> Scalar:
+def largest(s: F32, row: int, n: int) -> Scalar:
+    """Of s[row:][:n]."""
     peak = MINUS_INFINITY
     for i in range(n):
         peak = maximum(peak, get(s, row + i))

@@ -19,7 +19,7 @@ from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_
 from edgekv.kernels.cuda import tiled_planes
 from edgekv.kernels.cuda.backend import MOST_SHARES
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
-from edgekv.kernels.cuda.loops import Queries, Reader, loops_of, read_keys, read_values
+from edgekv.kernels.cuda.loops import Estimates, Queries, Reader, loops_of, read_keys, read_values
 from edgekv.kernels.cuda.planes import PlaneKernels
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.cuda.ranges import RangeKernels
@@ -192,12 +192,18 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         shape = n_kv_heads, rows, ends[-1]
         buffer = self.scratch("attend.scores", shape) if weights is None else weights
         columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
+        estimates: list[Estimates | None] = []
         for part, queries, s in zip(parts, prepared, columns, strict=True):
             chosen, segment = part.segment.chosen, part.segment
             if chosen is not None:
                 self.scores_at(part.q, segment.keys.arrays["half"], *chosen, s)
+                estimates.append(None)
             else:
-                self.launch_scores(part.keys, queries, segment.first, part.most, s, segment, visible)
+                estimated = None if part.values else self._estimate(part, queries, s)
+                read = (part.keys, queries) if estimated is None else estimated[:2]
+                self.launch_scores(*read, segment.first, part.most, s, segment, visible)
+                estimates.append(estimated)
+        counts = self._rescan(parts, prepared, estimates, columns, buffer, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
         change = None  # of the sum of a row's probabilities, by second stages
@@ -211,10 +217,41 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
                 segment = segment._replace(stop=part.most)
                 second_stage = loops_of(segment.values.kind).second_stage
                 assert second_stage is not None
-                moved = second_stage(self, segment, queries, p, len(visible[0]), out)
+                moved = second_stage(self, segment, queries, p, counts.pop(0), out)
                 change = moved if change is None else change + moved
         if change is not None:
             out /= (1 + change)[..., None]
+
+    def _estimate(self, part: Part, queries: Queries, s: Array) -> Estimates:
+        """What reads the estimates of a part whose values have a second stage."""
+        estimate = loops_of(part.segment.keys.kind).estimate
+        assert estimate is not None, part.segment.keys.kind
+        return estimate(self, part.segment, part.most, part.keys, queries, s)
+
+    def _rescan(
+        self,
+        parts: list[Part],
+        prepared: list[Queries],
+        estimates: list[Estimates | None],
+        columns: list[Array],
+        buffer: Array,
+        visible: Visible,
+    ) -> list[Array]:
+        """Scores in place of estimates where they can matter; returns counts for the parts' second stages."""
+        found: list[Array] = []
+        if not any(estimates):
+            return found
+        totals = self.scratch("attend.totals", buffer.shape[:2])
+        self.log_sums(buffer, totals)
+        for part, queries, estimated, s in zip(parts, prepared, estimates, columns, strict=True):
+            choose, segment = loops_of(part.segment.values.kind).choose, part.segment
+            if estimated is not None and choose is not None:
+                whole = segment._replace(stop=part.most)
+                chosen, counts = choose(self, whole, estimated, s, totals, len(visible[0]))
+                place = segment.first, part.most
+                self.launch_scores(part.keys, queries, *place, s, segment, visible, chosen)
+                found.append(counts)
+        return found
 
 
 def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is_tiled: bool = False) -> Program:

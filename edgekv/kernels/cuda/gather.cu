@@ -7,7 +7,7 @@
 // +-1 of this lane's channel in 32-bit word w of a plane.
 __device__ __forceinline__ float sign_at(const u32* plane, int w) { return plane[w] >> threadIdx.x % 32 & 1 ? 1.0f : -1.0f; }
 
-// Grid (splits, G * n). partial (G, splits, rows, KEY_DIM), changes (G, splits, rows), counts (G, n, 2) zeros at first.
+// Grid (splits, G * n). partial (G, splits, rows, KEY_DIM), changes (G, splits, rows), counts (G, n, 3): to its first two is added.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attend_planes(const float* p, int group_stride, int row_stride, int t0, int t1, const float* q, const float* rounded,
               const float* key_scale, const u8* signs, const u16* scale, const u32* fine, const u32* top, const u32* low,
@@ -96,8 +96,8 @@ attend_planes(const float* p, int group_stride, int row_stride, int t0, int t1, 
             for (int r = 0; r < ROWS; ++r) tail[((i64)g * rows + r * n + j) * blocks + b] = rest[r];
     }
     if (lane == 0) {
-        atomicAdd(&counts[2 * blockIdx.y], (u64)corrected);
-        atomicAdd(&counts[2 * blockIdx.y + 1], (u64)read_in_full);
+        atomicAdd(&counts[3 * blockIdx.y], (u64)corrected);
+        atomicAdd(&counts[3 * blockIdx.y + 1], (u64)read_in_full);
     }
     __shared__ float sums[WARPS][KEY_DIM], changed[WARPS];
     for (int r = 0; r < ROWS; ++r) {

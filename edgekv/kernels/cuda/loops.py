@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from edgekv.kernels import kinds
 from edgekv.kernels.contract.segment import Segment
@@ -41,6 +41,14 @@ class Queries:
     rounded: Array | None = None  # what the codes stand for
 
 
+class Estimates(NamedTuple):
+    """What reads estimates of scores, the queries for it, and the tiles (tiles,) that these were measured on."""
+
+    reader: Reader
+    queries: Queries
+    sampled: Array
+
+
 class Tools(Protocol):
     """What loops use of the kernels (`edgekv.kernels.cuda.kernels.CudaKernels`)."""
 
@@ -64,8 +72,11 @@ class Loops:
     keys, values: (codec) -> what reads it as keys, or as values. queries: (tools, codec, q (G, M, D)) -> the
     queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., where
     `Codec.encode` does not do so itself. placed: whether that takes a token to a place that moves (a `Counter`).
-    second_stage: (kernels, segment, queries, p (G, M, tokens), n, out) -> the change of p's sums (G, M), where the
-    probabilities of the scan say which tokens are read once more.
+    estimate: (kernels, segment, most, keys, queries, s (G, M, most - first)) -> `Estimates`: of keys whose values
+    have a second stage, of tokens up to ``most``; s is used up. choose: (kernels, segment, estimates, s, totals
+    (G, M), n) -> the tiles to scan (G, n, tiles) and counts (G, n, 3) for the second stage; totals: the logarithm
+    of the sum of exp over a row. second_stage: (kernels, segment, queries, p (G, M, tokens), counts, out) -> the
+    change of p's sums (G, M), where the probabilities of the scan say which tokens are read once more.
     """
 
     keys: Callable[[Any], Reader] | None = None
@@ -73,7 +84,9 @@ class Loops:
     queries: Callable[[Tools, Any, Array], Queries] = as_they_are
     encode: Callable[[Any, Any, Array, int], None] | None = None
     placed: bool = False
-    second_stage: Callable[[Any, Segment, Queries, Array, int, Array], Array] | None = None
+    estimate: Callable[[Any, Segment, int, Reader, Queries, Array], Estimates] | None = None
+    choose: Callable[[Any, Segment, Estimates, Array, Array, int], tuple[Array, Array]] | None = None
+    second_stage: Callable[[Any, Segment, Queries, Array, Array, Array], Array] | None = None
 
 
 def loops_of(kind: str) -> Loops:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
+from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR, REACH
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
 from edgekv.kernels.cuda.program import Array, Launch, Program
@@ -61,7 +61,7 @@ def encode_program(bits: int = 1) -> Program:
 def _read(codec: Any) -> Reader:
     a, bits = codec.arrays, int(codec.bits.max())
     arrays = a["planes"], a["scale"], a["centres"], a["centre_step"], codec.heads
-    macros = ("KEY_BITS", bits), ("KEY_HEADS", int(codec.bits.min() < bits))
+    macros = ("KEY_BITS", bits), ("KEY_HEADS", int(codec.bits.min() < bits)), ("REACH", f"{REACH}f")
     return Reader("CentredKeys", "centred", arrays, a["scale"].shape[1], codec.width, macros, tiles=4 // bits)
 
 
@@ -74,4 +74,5 @@ def _whole(tools: Tools, codec: Any, q: Array) -> Queries:
     return Queries(x, whole, step * tools.constant(codec.key_scale)[:, None], rounded)
 
 
-LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), Loops(_read, queries=_whole))
+CENTRED = Loops(_read, queries=_whole)
+LOOPS = {"centred_planes": CENTRED}

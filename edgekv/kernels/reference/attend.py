@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.reference.loops import decoded, loops_of
-from edgekv.kernels.reference.softmax import softmax
+from edgekv.kernels.reference.softmax import log_sum, softmax
 from edgekv.kernels.reference.sparse_attention import add_chosen, scores_of_chosen
 from edgekv.types import F32
 
@@ -30,6 +30,11 @@ def attend(
     sink = np.repeat(np.full(n_heads, -np.inf, np.float32) if sinks is None else sinks, n)
     p = np.concatenate([*columns, sink.reshape(n_kv_heads, -1, 1)], axis=2)
     ends = np.cumsum([0, *(s.shape[2] for s in columns)])
+    total = log_sum(p)
+    for i, segment in enumerate(segments):
+        rescan = loops_of(segment.values.kind).rescan
+        if rescan is not None:
+            rescan(segment, q, n, total, p[:, :, ends[i] : ends[i + 1]])
     softmax(p, np.zeros(p.shape[1], np.int64), np.full(p.shape[1], p.shape[2]))
     result, change = np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
     for i, segment in enumerate(segments):
@@ -46,7 +51,8 @@ def segment_scores(segment: Segment, q: F32, n: int, visible: Visible) -> F32:
     if chosen is not None:
         return scores_of_chosen(keys, q, *chosen)
     s = np.empty((n_kv_heads, rows, stop - first), np.float32)
-    scores(keys, q, first, stop, s)
+    estimate = loops_of(keys.kind).estimate or scores
+    estimate(keys, q, first, stop, s)
     at = np.arange(position, position + stop - first) if positions is None else positions[:, None, first:stop]
     lo, hi = (np.tile(x, rows // n)[:, None] for x in visible)
     return np.where((at >= lo) & (at < hi), s, np.float32(-np.inf))

@@ -18,7 +18,10 @@ class Loops:
     decode: (codec, t0, t1) -> the numbers (G, t1 - t0, D) that tokens stand for. With it nothing else is needed.
     encode: (codec, x (G, n, D), t0) stores x as tokens t0.., where `Codec.encode` does not do so itself.
     scores: (codec, q (G, M, D), t0, t1, s (G, M, t1 - t0)) fills s, where that is not q times what `decode` gives.
+    estimate: likewise, from what is read of every token before `rescan`.
     sums: (codec, p (G, M, t1 - t0), t0, t1, out (G, M, D)) adds p times the values, likewise.
+    rescan: (segment, q, n, total (G, M), s (G, M, tokens)) puts the scores of the blocks that can matter in place
+        of the estimates s; total: the logarithm of the sum of exp of all segments' scores, estimates among them.
     second_stage: (segment, q, p, n, out, change (G, M)) reads tokens that p makes worth it once more: adds to out
         their values and all others', to change what the probabilities changed by.
     """
@@ -27,6 +30,8 @@ class Loops:
     encode: Callable[[Any, F32, int], None] | None = None
     scores: Callable[[Any, F32, int, int, F32], None] | None = None
     sums: Callable[[Any, F32, int, int, F32], None] | None = None
+    estimate: Callable[[Any, F32, int, int, F32], None] | None = None
+    rescan: Callable[[Segment, F32, int, F32, F32], None] | None = None
     second_stage: Callable[[Segment, F32, F32, int, F32, F32], None] | None = None
 
 

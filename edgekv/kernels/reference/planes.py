@@ -104,7 +104,7 @@ def scores_centred(
     rounded, step = round_queries(q)
     width = scale[:, t0:t1].view(np.float16).astype(np.float32) * key_scale[:, None]
     products = rounded @ levels[:, t0:t1].transpose(0, 2, 1)
-    near = q @ _centres(centres, centre_step)[:, np.arange(t0, t1) // CENTRE].transpose(0, 2, 1)
+    near = q @ centres_of(centres, centre_step)[:, np.arange(t0, t1) // CENTRE].transpose(0, 2, 1)
     s[:, :, s0 : s0 + t1 - t0] = near + step[..., None] * width[:, None] * products
 
 
@@ -114,7 +114,7 @@ def to_half(x: npt.NDArray[np.floating]) -> U16:
     return bits
 
 
-def _centres(codes: U8, step: U16) -> F32:
+def centres_of(codes: U8, step: U16) -> F32:
     """(G, cap / CENTRE, D)."""
     levels = np.concatenate([codes & 15, codes >> 4], axis=3).astype(np.float32) - np.float32(7.5)
     means = levels * step.view(np.float16).astype(np.float32)[..., None]  # (G, blocks, CENTRES, D)
@@ -122,7 +122,7 @@ def _centres(codes: U8, step: U16) -> F32:
     return centres.reshape(len(centres), -1, centres.shape[3])
 
 
-def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
+def score_planes(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     a = codec.arrays
     levels = key_levels(a["planes"], codec.bits)
     stored = levels, a["scale"], codec.key_scale, a["centres"], a["centre_step"]
@@ -130,4 +130,4 @@ def _scores(codec: Any, q: F32, t0: int, t1: int, s: F32) -> None:
     scores_centred(rotated, *stored, t0, t1, s, 0)
 
 
-LOOPS = dict.fromkeys(("centred_planes", "plane_keys"), Loops(scores=_scores))
+LOOPS = {"centred_planes": Loops(scores=score_planes)}

@@ -300,6 +300,12 @@ def test_nothing_visible_is_nothing() -> None:
         assert not out.any()
 
 
+def test_second_stages_share_one_sum_of_probabilities() -> None:
+    p, rng = PROBLEMS[2], np.random.default_rng(0)
+    segments = [Segment(*packed(p, two_stages(p), rng), 0, p.length, i * p.length) for i in range(2)]
+    assert_same(p, segments, bound_of("planes in two"))
+
+
 def test_counts_of_the_second_stage() -> None:
     p = PROBLEMS[2]
     keys, values = packed(p, two_stages(p), np.random.default_rng(0))

@@ -109,7 +109,7 @@ def _read_again(
         chances = j * gap - t0  # column of token 0, of the first head
         heads = Heads(floats(p), chances, n * gap, n_heads, j, n, width)
         key_scale = get(floats(get(k, KEY.key_scale)), g)
-        prepare(floats(rotated), floats(rounded), key_scale, heads, memory, products, floats(change))
+        prepare(floats(rotated), floats(rounded), key_scale, heads, memory, products)
         n_found = 0
         for block in range(t0 // BLOCK, (t1 + BLOCK - 1) // BLOCK):
             start, end = max(t0, block * BLOCK), min(t1, (block + 1) * BLOCK)

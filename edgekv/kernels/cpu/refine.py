@@ -88,9 +88,7 @@ class Tail(NamedTuple):
 
 
 @fast_jit
-def prepare(
-    q: F32, rounded: F32, key_scale: Scalar, heads: Heads, memory: Memory, products: Products, change: F32
-) -> None:
+def prepare(q: F32, rounded: F32, key_scale: Scalar, heads: Heads, memory: Memory, products: Products) -> None:
     """Per head: what a key's sign and fine bits are multiplied with, in bytes; their size; what all keys share.
 
     KEY_STEP * q . (8 sign + fine - 7.5) - key_scale * rounded . (2 sign - 1)
@@ -110,7 +108,6 @@ def prepare(
         size, _ = split(near, factors, 2 * width, halves, query + r * 4 * width)
         put(near, own + r, size)
         put(near, own + n_heads + r, shared)
-        put(change, row + r * n, ZERO)
 
 
 @fast_jit

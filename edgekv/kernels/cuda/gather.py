@@ -40,12 +40,12 @@ def estimate(
     keys, first = segment.keys, segment.first
     a, tiles, launch = keys.arrays, -(-most // TILE) - first // TILE, kernels.driver.launch
     n_kv_heads, rows, width = queries.x.shape
-    sampled = kernels.scratch("planes.sampled", (tiles,), np.uint8)
+    sampled = kernels.driver.empty((tiles,), np.uint8)
     program = rescan_program(width)
     stop = place(kernels.driver, segment.stop)
     launch(Launch(program, "sample_tiles", (-(-tiles // THREADS),), THREADS), first, *stop, tiles, sampled)
     kernels.launch_scores(reader, queries, first, most, s, chosen=sampled)
-    lengths = kernels.scratch("planes.lengths", (n_kv_heads, rows))
+    lengths = kernels.driver.empty((n_kv_heads, rows), np.float32)
     stored = a["centres"], a["centre_step"], a["deviation"], keys.capacity, kernels.constant(keys.key_scale)
     sample = s, *strides(s), first, sampled, tiles
     launch(Launch(program, "measure", (rows, n_kv_heads), THREADS), *sample, queries.x, *stored, lengths)

@@ -89,7 +89,7 @@ class Rounder:
 
     def _forward(self, b: F32) -> F32:
         """x with x F^T = b, where F = L / its diagonal; b / x (r, columns) in the order of H."""
-        x = b.copy()
+        x: F32 = b.copy()
         for lo, hi, _, _ in reversed(list(self._panels())):
             rest = x[:, lo:hi] - x[:, :lo] @ self._factor[lo:hi, :lo].T
             x[:, lo:hi] = np.linalg.solve(self._factor[lo:hi, lo:hi], rest.T).T

@@ -26,6 +26,7 @@ from edgekv.types import F32, I8, I64, U8
 
 TOGETHER = 256  # columns between two matrix products
 SHRINK = np.arange(1.04, 0.67, -0.04).astype(np.float32)  # as `quantize.SHRINK`
+CANDIDATES = len(SHRINK)
 ZERO, TOP = 8, 15
 
 
@@ -130,10 +131,16 @@ class Rounder:
 def _round_panel(targets, weight, factor, weights, ends, shrink, codes, scales, errors):  # type: ignore[no-untyped-def]
     """factor[j, i]: by which the error of column i > j counts in the target of j."""
     rows, columns = targets.shape
+    block = 1
+    for b in range(len(ends) - 1):
+        block = max(block, ends[b + 1] - ends[b])
     for r in numba.prange(rows):
         t = np.empty(columns, np.float32)
         e = np.zeros(columns, np.float32)
-        kept = np.zeros(columns, np.float32)
+        kept = np.empty(
+            (block, CANDIDATES), np.float32
+        )  # errors by the scale: side by side, they are tried together
+        u, d, inverses, sums = np.empty((4, CANDIDATES), np.float32)
         for b in range(len(ends) - 2, -1, -1):
             lo, hi = ends[b], ends[b + 1]
             peak = np.float32(0)
@@ -144,23 +151,27 @@ def _round_panel(targets, weight, factor, weights, ends, shrink, codes, scales, 
                 t[j] = total
                 if abs(total) > abs(peak):
                     peak = total
-            best, scale = np.float32(np.inf), np.float32(0)
-            for s in shrink:
-                d = peak * s / np.float32(-8)
-                inverse = np.float32(1) / d if d != 0 else np.float32(0)
-                error = np.float32(0)
-                for j in range(hi - 1, lo - 1, -1):
-                    u = t[j]
-                    for i in range(j + 1, hi):
-                        u += kept[i] * factor[j, i]
-                    q = min(max(np.rint(u * inverse), np.float32(-8)), np.float32(7))
-                    kept[j] = weight[r, j] - q * d
-                    error += weights[j] * (u - q * d) * (u - q * d)
-                    if error >= best:
-                        break
-                if error < best:
-                    best, scale = error, d
-                    e[lo:hi] = kept[lo:hi]
+            for s in range(CANDIDATES):
+                d[s] = peak * shrink[s] / np.float32(-8)
+                inverses[s] = np.float32(1) / d[s] if d[s] != 0 else np.float32(0)
+                sums[s] = 0
+            for j in range(hi - 1, lo - 1, -1):
+                u[:] = t[j]
+                for i in range(j + 1, hi):
+                    share, errors_of = factor[j, i], kept[i - lo]
+                    for s in range(CANDIDATES):
+                        u[s] += errors_of[s] * share
+                own, w, heavy = kept[j - lo], weight[r, j], weights[j]
+                for s in range(CANDIDATES):
+                    q = np.rint(u[s] * inverses[s])
+                    q = np.float32(-8) if q < np.float32(-8) else q
+                    q = np.float32(7) if q > np.float32(7) else q
+                    own[s] = w - q * d[s]
+                    left = u[s] - q * d[s]
+                    sums[s] += heavy * left * left
+            best = np.argmin(sums)
+            scale = d[best]
+            e[lo:hi] = kept[: hi - lo, best]
             scales[r, b] = scale
             inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
             for j in range(lo, hi):

@@ -63,7 +63,7 @@ def work():
     for _ in range(50):
         codes, scales = np.empty((256, 2, 16), np.uint8), np.empty((256, 2), np.float32)
         quantize(weight, 4, 32, codes, scales)
-        rounder.round(weight)
+        rounder.round(weight, weight)
         done.append(1)
 def serial():
     with serial_kernels():

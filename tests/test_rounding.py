@@ -15,11 +15,11 @@ from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.linear import calibrate
-from edgekv.linear.calibrate import hessian
+from edgekv.linear.calibrate import DAMPING, SAMPLE, hessian, pull
 from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
 from edgekv.linear.random import RandomWeights
-from edgekv.linear.rounding import DAMPING, SHRINK, Rounder
+from edgekv.linear.rounding import SHRINK, Rounder
 from edgekv.linear.store import WeightStore
 from edgekv.linear.store_builder import Write, build
 from edgekv.session import calibration
@@ -61,7 +61,14 @@ def inputs(tokens: int, columns: int) -> F32:
     return (mixed * np.exp(rng.standard_normal(columns))).astype(np.float32)
 
 
-def one_after_the_other(weight: F32, h: F32, block: int) -> np.ndarray[Any, Any]:
+def independent(x: F32) -> np.ndarray[Any, Any]:
+    """`hessian` by the formula, in float64: as many inputs again as x has columns, of a diagonal covariance."""
+    (n, columns), x = x.shape, x.astype(np.float64)
+    own = np.diag(np.square(x).mean(0))
+    return (x.T @ x + columns * own) / (n + columns) + (DAMPING * own.trace() / columns or 1.0) * np.eye(columns)
+
+
+def one_after_the_other(weight: F32, pull: F32, h: F32, block: int) -> np.ndarray[Any, Any]:
     """The rounded weights by the formula, in float64."""
     columns = len(h)
     n = n_blocks(columns, block)
@@ -71,58 +78,118 @@ def one_after_the_other(weight: F32, h: F32, block: int) -> np.ndarray[Any, Any]
         b * block + np.argsort(diagonal[b * block : (b + 1) * block], kind="stable") for b in np.argsort(sums)
     ]
     order = np.concatenate(groups)
-    damped = h.astype(np.float64)[np.ix_(order, order)] + DAMPING * diagonal.mean() * np.eye(columns)
-    factor = np.linalg.cholesky(damped)
-    w = weight[:, order].astype(np.float64)
-    q, hi = w.copy(), columns
+    h = h.astype(np.float64)[np.ix_(order, order)]
+    factor = np.linalg.cholesky(h)
+    w, pull = weight[:, order].astype(np.float64), pull[:, order].astype(np.float64)
+    pulled = np.linalg.solve(factor, pull.T).T
+    codes, scales, hi = np.zeros_like(w), np.zeros_like(w), columns
     for group in groups[::-1]:
         lo = hi - len(group)
         for row in range(len(w)):
-            targets = w[row, lo:hi] + (w[row, hi:] - q[row, hi:]) @ factor[hi:, lo:hi] / factor.diagonal()[lo:hi]
+            error = w[row, hi:] - codes[row, hi:] * scales[row, hi:]
+            targets = w[row, lo:hi] + (error @ factor[hi:] + pulled[row])[lo:hi] / factor.diagonal()[lo:hi]
             peak = targets[np.abs(targets).argmax()]
             best = np.inf
             for step in peak * SHRINK.astype(np.float64) / -8:
-                trial, error = w[row, lo:hi].copy(), 0.0
+                trial, added = np.zeros(hi - lo), 0.0
                 for j in range(hi - 1, lo - 1, -1):
-                    after = w[row, j + 1 : hi] - trial[j + 1 - lo :]
+                    after = w[row, j + 1 : hi] - step * trial[j + 1 - lo :]
                     target = targets[j - lo] + after @ factor[j + 1 : hi, j] / factor[j, j]
-                    trial[j - lo] = step * np.clip(np.rint(target / step) if step else 0, -8, 7)
-                    error += (factor[j, j] * (target - trial[j - lo])) ** 2
-                if error < best:
-                    best, q[row, lo:hi] = error, trial
+                    trial[j - lo] = np.clip(np.rint(target / step) if step else 0, -8, 7)
+                    added += (factor[j, j] * (target - step * trial[j - lo])) ** 2
+                if added < best:
+                    best, codes[row, lo:hi], scales[row, lo:hi] = added, trial, step
         hi = lo
-    restored = np.empty_like(q)
-    restored[:, order] = q
+    hi = columns
+    for group in groups[::-1]:
+        lo = hi - len(group)
+        for row in range(len(w)):
+            q, slopes = codes[row, lo:hi], (w[row] - codes[row] * scales[row]) @ h + pull[row]
+            if q.any():
+                scales[row, lo:hi] += slopes[lo:hi] @ q / (q @ h[lo:hi, lo:hi] @ q)
+            for j in range(lo, hi):
+                error = w[row] - codes[row] * scales[row]
+                best = w[row, j] - error[j] + (error @ h[:, j] + pull[row, j]) / h[j, j]
+                codes[row, j] = np.clip(np.rint(best / scales[row, j]) if scales[row, j] else 0, -8, 7)
+        hi = lo
+    restored = np.empty_like(w)
+    restored[:, order] = codes * scales
     return restored
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(400, 96), (5000, 40), (5, 64)])
+def test_a_hessian_is_the_formula(tokens: int, columns: int) -> None:
+    x = inputs(tokens, columns)
+    np.testing.assert_allclose(hessian(x), independent(x), rtol=1e-4, atol=1e-5 * np.square(x).mean(0).max())
 
 
 @pytest.mark.parametrize(("columns", "block"), [(96, 32), (320, 32), (200, 128), (600, 128)])
 def test_rounding_is_the_formula(columns: int, block: int) -> None:
     w, x = drawn(6, columns), inputs(400, columns)
-    codes, scales, errors = Rounder(hessian(x), block).round(w)
-    ours = dequantize(codes, scales, 4, block, columns)
-    np.testing.assert_allclose(w - ours, errors, atol=1e-5)
-    expected = one_after_the_other(w, hessian(x), block)
-    lost = [np.square((w - each) @ x.T).sum(1) for each in (ours, expected)]
-    np.testing.assert_allclose(
-        lost[0].sum(), lost[1].sum(), rtol=0.02
-    )  # where two levels are as near, all after differs
+    h = hessian(x)
+    change = np.float32(0.1) * np.roll(w, 1, axis=1)
+    target = w + change
+    ours = dequantize(*Rounder(h, block).round(w, change @ h), 4, block, columns)
+    expected = one_after_the_other(w, change @ h, h, block)
+    lost = [np.einsum("ri,ij,rj->", target - each, h, target - each) for each in (ours, expected)]
+    np.testing.assert_allclose(lost[0], lost[1], rtol=0.02)  # where two levels are as near, all after differs
     assert (np.abs(ours - expected) < 1e-4).mean() > 0.9
     n = n_blocks(columns, block)
     plain = np.empty((6, n, block // 2), np.uint8), np.empty((6, n), np.float32)
-    quantize(w, 4, block, *plain)
-    alone = np.square((w - dequantize(*plain, 4, block, columns)) @ x.T).sum()
-    assert lost[0].sum() < 0.6 * alone
+    quantize(target, 4, block, *plain)
+    alone = target - dequantize(*plain, 4, block, columns)
+    assert lost[0] < 0.6 * np.einsum("ri,ij,rj->", alone, h, alone)
 
 
 def test_rounding_where_the_text_says_little() -> None:
     """Fewer inputs than columns, channels that are always 0, none at all: rounded all the same."""
     w = drawn(4, 64)
     for x in (inputs(5, 64), inputs(50, 64) * (np.arange(64) % 2), np.zeros((3, 64), np.float32)):
-        codes, scales, _ = Rounder(hessian(x.astype(np.float32)), 32).round(w)
+        codes, scales = Rounder(hessian(x.astype(np.float32)), 32).round(w, np.zeros_like(w))
         assert np.square(w - dequantize(codes, scales, 4, 32, 64)).sum() < 0.1 * np.square(w).sum()
     with pytest.raises(EdgeKVError, match="not finite"):
-        Rounder(hessian(np.full((2, 64), np.inf, np.float32)), 32)
+        hessian(np.full((2, 64), np.inf, np.float32))
+
+
+def aim(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
+    """What is rounded in place of rows."""
+    h = hessian(own)
+    return rows + pull(Rounder(h, 32), rows, lost, own) @ np.linalg.inv(h.astype(np.float64))
+
+
+def formula(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
+    """`aim` in float64."""
+    inverse = np.linalg.inv(independent(own))
+    missing = lost.astype(np.float64) @ rows.T
+    first, second = (missing[part].T @ own[part] for part in np.split(np.arange(len(own)), [len(own) // 2]))
+    sizes = [
+        np.trace(part @ inverse @ part.T) for part in ((first - second)[::SAMPLE], (first + second)[::SAMPLE])
+    ]
+    return rows + max(0, 1 - sizes[0] / sizes[1]) / len(own) * (first + second) @ inverse
+
+
+@pytest.mark.parametrize(("tokens", "columns", "rows"), [(4000, 48, 100), (301, 96, 12), (600, 600, 20)])
+def test_a_pull_is_the_formula(tokens: int, columns: int, rows: int) -> None:
+    own, w, rng = inputs(tokens, columns), drawn(rows, columns), np.random.default_rng(1)
+    lost = (own @ (0.1 * rng.standard_normal((columns, columns))).astype(np.float32)).astype(np.float32)
+    expected = formula(w, lost, own)
+    change = np.abs(expected - w).max()
+    assert change > 0.1
+    np.testing.assert_allclose(aim(w, lost, own), expected, atol=1e-3 * change)
+
+
+def test_a_pull_makes_up_for_what_the_text_shows() -> None:
+    """What inputs lost as a rule is made up for; what they lost by chance hardly, however short the text."""
+    rng, w = np.random.default_rng(1), drawn(64, 64)
+    own, other = np.split(inputs(3000, 64), [1000])
+    lost = own * np.float32(0.1)
+    left = other @ (w * np.float32(1.1) - aim(w, lost, own)).T
+    assert np.square(left).sum() < 0.01 * np.square(other @ (0.1 * w).T).sum()
+    chance = rng.standard_normal((1000, 64)).astype(np.float32)
+    for n in (60, 1000):  # least squares alone changes the outputs by 0.58 and 0.02 of what was lost
+        change = aim(w, chance[:n], own[:n]) - w
+        assert np.square(other @ change.T).mean() < 0.001 * np.square(chance @ w.T).mean()
+    np.testing.assert_array_equal(aim(w, np.zeros_like(own), own), w)
 
 
 @pytest.fixture

@@ -1,12 +1,16 @@
-"""Weights rounded while a text goes through the model: every linear layer as its inputs arrive.
+"""Weights rounded while a text goes through the model twice: through its own weights, and the rounded ones.
 
-What a layer reads has gone through the rounded layers before it, so each makes up for those too.
+On its second way a text comes to each layer as the rounded layers before have made it. Every linear layer is
+rounded so that it makes of these inputs what its own weights make of the exact ones, as far as the text can tell.
+
+Source of the exact outputs as the aim: Li et al., GPTAQ, 2025 (arXiv:2504.02692).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from edgekv.errors import EdgeKVError
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.quantize import dequantize
 from edgekv.linear.reference import NumpyLinear, NumpyOps
@@ -17,10 +21,15 @@ from edgekv.types import F32
 
 HESSIAN_ROWS = 1 << 12  # inputs added to a hessian at a time
 ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
+DAMPING = 0.02  # of the mean of a hessian's diagonal, added to it: inputs that the text lacks
+SAMPLE = 8  # of so many rows one tells what is chance
 
 
 class CalibratingOps(NumpyOps):
-    """`NumpyOps` whose linear layers are rounded when they are called, and then compute with what is left."""
+    """`NumpyOps` whose linear layers are rounded when they are called.
+
+    Rows of activations are the exact ones of all tokens, and behind them as many of the rounded model.
+    """
 
     def __init__(self, weights: CheckpointWeights, form: WeightFormat, write: Write) -> None:
         super().__init__(weights)
@@ -28,28 +37,33 @@ class CalibratingOps(NumpyOps):
 
     def linear(self, x: F32, name: str) -> F32:
         """Keeps no matrix: it is called once for each."""
-        self._matrices[name] = self.rounded(x, name)
-        try:
-            return super().linear(x, name)
-        finally:
-            del self._matrices[name]
+        outputs, matrices = [], (self._checkpoint.matrix(name), self.rounded(x, name))
+        for part, matrix in zip(np.split(x, 2), matrices, strict=True):
+            self._matrices[name] = matrix
+            outputs.append(super().linear(part, name))
+        del self._matrices[name]
+        return np.concatenate(outputs)
 
     def rounded(self, x: F32, name: str) -> F32:
         """Hands the layer on and gives its weights (rows, columns) as they will be."""
-        own = self._form.of(name)
-        is_other = own.bits != 4 or own.zeros or own.offsets or own.e2m1  # than what a `Rounder` gives
-        if is_other or self._checkpoint.taken_over(name, own) is not None:
+        form = self._form.of(name)
+        is_other = form.bits != 4 or form.zeros or form.offsets or form.e2m1  # than what a `Rounder` gives
+        if is_other or self._checkpoint.taken_over(name, form) is not None:
             self._write(name, None)
             return self._checkpoint.matrix(name)
-        rounder, columns = Rounder(hessian(x), own.block), x.shape[1]
-        parts = [rounder.round(rows) for rows in self._checkpoint.blocks(name, ROUND_ELEMENTS)]
-        codes, scales = (np.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:2])
+        exact, own = np.split(x, 2)
+        rounder, lost = Rounder(hessian(own), form.block), exact - own
+        parts = [
+            rounder.round(rows, pull(rounder, rows, lost, own))
+            for rows in self._checkpoint.blocks(name, ROUND_ELEMENTS)
+        ]
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         self._write(name, (codes, scales))
-        return dequantize(codes, scales, own.bits, own.block, columns)
+        return dequantize(codes, scales, form.bits, form.block, x.shape[1])
 
 
 class CalibratingLinear(NumpyLinear):
-    """The three blocks of every layer, each of which is to be called once, in order, with a whole text."""
+    """The three blocks of every layer, each of which is to be called once, in order, with a whole text twice."""
 
     def __init__(self, weights: CheckpointWeights, form: WeightFormat, write: Write) -> None:
         super().__init__(weights)
@@ -62,10 +76,40 @@ class CalibratingLinear(NumpyLinear):
 
 
 def hessian(x: F32) -> F32:
-    """(columns, columns): the mean of the outer products of x's rows."""
-    total = np.zeros((x.shape[1],) * 2, np.float32)
-    for a in range(0, len(x), HESSIAN_ROWS):
+    """(columns, columns): the mean of the outer products of x's rows, and of as many more as x has columns.
+
+    Those are of inputs as large that do not depend on each other, so that few rows say little of how they do.
+    Raises EdgeKVError where x is not finite.
+    """
+    n, columns = x.shape
+    total = np.zeros((columns, columns), np.float32)
+    for a in range(0, n, HESSIAN_ROWS):
         part = x[a : a + HESSIAN_ROWS]
         total += part.T @ part
-    total /= np.float32(max(1, len(x)))
+    diagonal = total.diagonal() / np.float32(max(1, n))
+    mean = float(diagonal.mean(dtype=np.float64))
+    if not np.isfinite(mean):
+        raise EdgeKVError("the model's activations on this text are not finite; calibrate with another text")
+    total /= np.float32(n + columns)
+    total[np.diag_indices(columns)] = diagonal + np.float32(DAMPING * mean or 1.0)
     return total
+
+
+def pull(rounder: Rounder, rows: F32, lost: F32, own: F32) -> F32:
+    """For `Rounder.round`: rows (r, columns) are to make of inputs ``own`` what they make of own + lost.
+
+    lost, own (tokens, columns), of which rounder has the hessian. A least-squares change, times the share of it
+    that is no chance: in which the text's halves agree.
+    """
+
+    def products(each: int, tokens: int) -> F32:
+        """Of every ``each``-th row with the first ``tokens`` inputs."""
+        made: F32 = np.linalg.multi_dot([rows[::each], lost[:tokens].T, own[:tokens]])
+        return made
+
+    both = products(1, len(own))
+    sample = both[::SAMPLE]
+    apart, whole = 2 * products(SAMPLE, len(own) // 2) - sample, rounder.size(sample)
+    share = max(0.0, 1 - rounder.size(apart) / whole) if whole > 0 else 0.0
+    both *= np.float32(share / len(own))
+    return both

@@ -6,22 +6,27 @@ behind it were rounded by: t_j = w_j + sum over i > j of (w_i - q_i) L_ij / L_jj
 last to the first, each to the level next to t_j, and the heaviest columns lie last: what they are rounded by, all
 others can make up for. A block's scale is the candidate with which the block, rounded in that way, adds least.
 
-Source: Frantar et al., GPTQ, 2022 (arXiv:2210.17323).
+Then once more, from the last block to the first, its scale and each of its codes become what is best beside all
+others: with the slopes s = (w - q) H a column's error is best less by s_j / H_jj. To have w + b H^-1 rounded in
+place of w, b is added to the slopes, and b L^-T to what the targets add, before they are divided.
+
+Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numba
 import numpy as np
 
-from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
 from edgekv.linear.quantize import n_blocks, pack, rows_jit
 from edgekv.types import F32, I8, I64, U8
 
-DAMPING = 0.02  # of the mean of H's diagonal, added to it: inputs that the text lacks
 TOGETHER = 256  # columns between two matrix products
 SHRINK = np.arange(1.04, 0.67, -0.04).astype(np.float32)  # as `quantize.SHRINK`
+CANDIDATES = len(SHRINK)
 ZERO, TOP = 8, 15
 
 
@@ -37,20 +42,13 @@ def column_order(importance: F32, block: int) -> tuple[I64, I64]:
 
 
 class Rounder:
-    """Rounds rows of one linear layer. hessian (columns, columns) float32: the sum of x x^T over its inputs x.
-
-    Raises EdgeKVError where it is not finite.
-    """
+    """Rounds rows of one linear layer. hessian (columns, columns) float32: H, positive definite."""
 
     def __init__(self, hessian: F32, block: int) -> None:
         self.block, columns = block, len(hessian)
         self._order, self._blocks = column_order(np.ascontiguousarray(hessian.diagonal()), block)
-        h = hessian[np.ix_(self._order, self._order)]
-        mean = float(h.diagonal().mean(dtype=np.float64))
-        if not np.isfinite(mean):
-            raise EdgeKVError("the model's activations on this text are not finite; calibrate with another text")
-        h[np.diag_indices(columns)] += np.float32(DAMPING * mean or 1.0)
-        factor: F32 = np.linalg.cholesky(h)
+        self._hessian = hessian[np.ix_(self._order, self._order)]
+        factor: F32 = np.linalg.cholesky(self._hessian)
         diagonal = factor.diagonal().copy()
         self._weights = diagonal * diagonal
         factor /= diagonal
@@ -58,21 +56,18 @@ class Rounder:
         sizes = np.minimum(block, columns - self._blocks * block)
         self._ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
-    def round(self, weight: F32) -> tuple[U8, F32, F32]:
-        """weight (r, columns) -> codes and scales as `quantize` gives them, and the errors weight - rounded."""
+    def round(self, weight: F32, pull: F32) -> tuple[U8, F32]:
+        """weight (r, columns) -> codes and scales as `quantize` gives them.
+
+        pull (r, columns): as if weight + pull H^-1 were rounded.
+        """
         rows, columns = weight.shape
-        n = len(self._blocks)
-        w = np.ascontiguousarray(weight[:, self._order])
-        errors, codes, scales = (
-            np.zeros_like(w),
-            np.zeros((rows, columns), np.int8),
-            np.empty((rows, n), np.float32),
-        )
-        per_panel = max(1, TOGETHER // self.block)
-        for first in range((n - 1) // per_panel * per_panel, -1, -per_panel):
-            ends = self._ends[first : first + per_panel + 1]
-            lo, hi = int(ends[0]), int(ends[-1])
-            targets = w[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
+        w, b = np.ascontiguousarray(weight[:, self._order]), pull[:, self._order]
+        wanted = w + self._forward(b) / self._weights
+        errors, codes = np.zeros_like(w), np.zeros((rows, columns), np.int8)
+        scales = np.empty((rows, len(self._blocks)), np.float32)
+        for lo, hi, blocks, ends in self._panels():
+            targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
             inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
             threads.run_parallel(
                 _round_panel,
@@ -80,33 +75,72 @@ class Rounder:
                 w[:, lo:hi],
                 inner,
                 self._weights[lo:hi],
-                ends - lo,
+                ends,
                 SHRINK,
                 codes[:, lo:hi],
-                scales[:, first : first + per_panel],
+                scales[:, blocks],
                 errors[:, lo:hi],
             )
-        return self._in_place(codes, rows, columns), *self._restored(scales, errors)
+        self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
+        return self._in_place(codes, scales)
 
-    def _in_place(self, codes: I8, rows: int, columns: int) -> U8:
-        whole = np.zeros((rows, len(self._blocks) * self.block), np.int8)
-        whole[:, self._order] = codes
-        return pack(whole.reshape(rows, -1, self.block), 4)
+    def size(self, pull: F32) -> float:
+        """The sum of pull H^-1 pull^T over the rows of pull (r, columns): what a change by it makes better."""
+        return float((np.square(self._forward(pull[:, self._order])) / self._weights).sum(dtype=np.float64))
 
-    def _restored(self, scales: F32, errors: F32) -> tuple[F32, F32]:
-        own_scales, own_errors = np.empty_like(scales), np.empty_like(errors)
-        own_scales[:, self._blocks], own_errors[:, self._order] = scales, errors
-        return own_scales, own_errors
+    def _forward(self, b: F32) -> F32:
+        """x with x F^T = b, where F = L / its diagonal; b / x (r, columns) in the order of H."""
+        x: F32 = b.copy()
+        for lo, hi, _, _ in reversed(list(self._panels())):
+            rest = x[:, lo:hi] - x[:, :lo] @ self._factor[lo:hi, :lo].T
+            x[:, lo:hi] = np.linalg.solve(self._factor[lo:hi, lo:hi], rest.T).T
+        return x
+
+    def _panels(self) -> Iterator[tuple[int, int, slice, I64]]:
+        """Columns lo to hi, their blocks, and where within the columns each block begins; the last ones first."""
+        n, blocks = len(self._blocks), max(1, TOGETHER // self.block)
+        for first in range((n - 1) // blocks * blocks, -1, -blocks):
+            ends = self._ends[first : first + blocks + 1]
+            yield int(ends[0]), int(ends[-1]), slice(first, first + blocks), ends - ends[0]
+
+    def _round_again(self, w: F32, slopes: F32, codes: I8, scales: F32, errors: F32) -> None:
+        """Changes all but w, in the order of H."""
+        for lo, hi, blocks, ends in self._panels():
+            before = errors[:, lo:hi].copy()
+            inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
+            threads.run_parallel(
+                _round_panel_again,
+                w[:, lo:hi],
+                slopes[:, lo:hi],
+                inner,
+                ends,
+                codes[:, lo:hi],
+                scales[:, blocks],
+                errors[:, lo:hi],
+            )
+            slopes[:, :lo] += (errors[:, lo:hi] - before) @ self._hessian[lo:hi, :lo]
+
+    def _in_place(self, codes: I8, scales: F32) -> tuple[U8, F32]:
+        rows = len(codes)
+        whole, own_scales = np.zeros((rows, len(self._blocks) * self.block), np.int8), np.empty_like(scales)
+        whole[:, self._order], own_scales[:, self._blocks] = codes, scales
+        return pack(whole.reshape(rows, -1, self.block), 4), own_scales
 
 
 @rows_jit
 def _round_panel(targets, weight, factor, weights, ends, shrink, codes, scales, errors):  # type: ignore[no-untyped-def]
     """factor[j, i]: by which the error of column i > j counts in the target of j."""
     rows, columns = targets.shape
+    block = 1
+    for b in range(len(ends) - 1):
+        block = max(block, ends[b + 1] - ends[b])
     for r in numba.prange(rows):
         t = np.empty(columns, np.float32)
         e = np.zeros(columns, np.float32)
-        kept = np.zeros(columns, np.float32)
+        kept = np.empty(
+            (block, CANDIDATES), np.float32
+        )  # errors by the scale: side by side, they are tried together
+        u, d, inverses, sums = np.empty((4, CANDIDATES), np.float32)
         for b in range(len(ends) - 2, -1, -1):
             lo, hi = ends[b], ends[b + 1]
             peak = np.float32(0)
@@ -117,25 +151,61 @@ def _round_panel(targets, weight, factor, weights, ends, shrink, codes, scales, 
                 t[j] = total
                 if abs(total) > abs(peak):
                     peak = total
-            best, scale = np.float32(np.inf), np.float32(0)
-            for s in shrink:
-                d = peak * s / np.float32(-8)
-                inverse = np.float32(1) / d if d != 0 else np.float32(0)
-                error = np.float32(0)
-                for j in range(hi - 1, lo - 1, -1):
-                    u = t[j]
-                    for i in range(j + 1, hi):
-                        u += kept[i] * factor[j, i]
-                    q = min(max(np.rint(u * inverse), np.float32(-8)), np.float32(7))
-                    kept[j] = weight[r, j] - q * d
-                    error += weights[j] * (u - q * d) * (u - q * d)
-                    if error >= best:
-                        break
-                if error < best:
-                    best, scale = error, d
-                    e[lo:hi] = kept[lo:hi]
+            for s in range(CANDIDATES):
+                d[s] = peak * shrink[s] / np.float32(-8)
+                inverses[s] = np.float32(1) / d[s] if d[s] != 0 else np.float32(0)
+                sums[s] = 0
+            for j in range(hi - 1, lo - 1, -1):
+                u[:] = t[j]
+                for i in range(j + 1, hi):
+                    share, errors_of = factor[j, i], kept[i - lo]
+                    for s in range(CANDIDATES):
+                        u[s] += errors_of[s] * share
+                own, w, heavy = kept[j - lo], weight[r, j], weights[j]
+                for s in range(CANDIDATES):
+                    q = np.rint(u[s] * inverses[s])
+                    q = np.float32(-8) if q < np.float32(-8) else q
+                    q = np.float32(7) if q > np.float32(7) else q
+                    own[s] = w - q * d[s]
+                    left = u[s] - q * d[s]
+                    sums[s] += heavy * left * left
+            best = np.argmin(sums)
+            scale = d[best]
+            e[lo:hi] = kept[: hi - lo, best]
             scales[r, b] = scale
             inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
             for j in range(lo, hi):
                 codes[r, j] = np.int8(np.rint((weight[r, j] - e[j]) * inverse))
                 errors[r, j] = e[j]
+
+
+@rows_jit
+def _round_panel_again(weight, slopes, hessian, ends, codes, scales, errors):  # type: ignore[no-untyped-def]
+    """slopes: of half the sum to be small, by the errors of these columns; hessian: that among them."""
+    for r in numba.prange(len(weight)):
+        slope = slopes[r].copy()
+        for b in range(len(ends) - 2, -1, -1):
+            lo, hi = ends[b], ends[b + 1]
+            gain, square = np.float32(0), np.float32(0)
+            for j in range(lo, hi):
+                product = np.float32(0)
+                for i in range(lo, hi):
+                    product += hessian[j, i] * codes[r, i]
+                gain += slope[j] * codes[r, j]
+                square += product * codes[r, j]
+            if square <= 0:
+                continue
+            scale = scales[r, b] + gain / square
+            scales[r, b] = scale
+            inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
+            for is_coded in (False, True):  # first the codes that are there, times the new scale
+                for j in range(lo, hi):
+                    if is_coded:
+                        best = weight[r, j] - errors[r, j] + slope[j] / hessian[j, j]
+                        codes[r, j] = np.int8(min(max(np.rint(best * inverse), np.float32(-8)), np.float32(7)))
+                    error = weight[r, j] - np.float32(codes[r, j]) * scale
+                    change = error - errors[r, j]
+                    errors[r, j] = error
+                    if change != 0:
+                        for i in range(hi):  # those behind have been rounded again
+                            slope[i] += change * hessian[j, i]

@@ -20,10 +20,10 @@ from edgekv.session.opening import open_tokenizer
 from edgekv.tokenizer import Tokenizer
 from edgekv.types import I64
 
-VERSION = 1  # of the rounding: another one makes other weights
+VERSION = 2  # of the rounding: another one makes other weights
 WINDOW = 2048  # tokens that are read in one go
 MOST_TOKENS, LEAST_TOKENS = 32768, 4096  # of all windows
-WORK = 8192 * 1_000_000_000  # tokens times weights: so that a large model takes minutes, too
+WORK = 6144 * 1_000_000_000  # tokens times weights: so that a large model takes minutes, too
 LETTERS = 16  # of the text, for each token of a window: more than any tokenizer takes
 
 
@@ -73,13 +73,13 @@ class Calibration:
         self.weights = CheckpointWeights(dataclasses.replace(model.weights.source, identity=own), model.arch)
 
     def __call__(self, form: WeightFormat, write: Write) -> None:
-        """A `Rounding` (linear/store_builder.py): reads the text once, layer by layer, all windows together."""
+        """A `Rounding` (linear/store_builder.py): all windows together, layer by layer, exact and rounded."""
         linear = CalibratingLinear(self.weights, form, write)
         n = self._windows.shape[1]
         decoder = CpuDecoder(self.weights, linear, numba_kernels(), n, all_cores())
         with blas_threads(decoder.threads):
             x = np.concatenate([decoder.embed(window, 0) for window in self._windows])
-            decoder.head(decoder.read_together(x, n))
+            decoder.head(decoder.read_together(np.concatenate([x, x]), n))
 
 
 def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:

@@ -25,7 +25,7 @@ WHEN = {
     "planes": "a model has no tokenizer to measure what its heads need",
     "planes:v_bits=1": "likewise, and the context must go further",
     "onebit": "every microsecond counts, and the gate passes it",
-    "bitplane": "the cache outgrows the processor's caches by far: it reads a quarter of its bytes",
+    "bitplane": "the cache outgrows the processor's caches by far: it reads a fifth of its bytes",
     "kivi2": "keys have large biases or outlier channels",
     "steps": "a bound on the bytes matters more than which bits: `--kv-budget`",
     "visual=planes": "a prompt is mostly pictures",

@@ -22,7 +22,7 @@ from edgekv.types import F32
 ZERO, ONE, INFINITY = np.array([0, 1, np.inf], np.float32)
 
 
-@fast_jit
+@inline_jit
 def estimates_of(block: int, g: int, plan: Any, runs: Any, i: int) -> Scalar:
     """The address of what is estimated of a block of run i, for the head's first row."""
     p, run = plan[0], runs[i]
@@ -120,6 +120,7 @@ def rescan_items(first: int, last: int, plan: Any, runs: Any) -> None:
                     t = max(run.first, block * run.block)
                     n = min(run.stop, (block + 1) * run.block) - t
                     scanned += _rescan(t, n, g, limits, memory, plan, runs, i)
+                scanned += _samples(start, end, g, limits, plan, runs, i)
             put(counts, i, np.int32(scanned))
 
 
@@ -147,11 +148,11 @@ def count_scanned(g: int, memory: int, plan: Any, runs: Any, i: int) -> None:
     put(numbers(runs[i].counts), 3 * g + 2, np.int64(total))
 
 
-@fast_jit
+@inline_jit
 def _rescan(t: int, n: int, g: int, limits: F32, memory: int, plan: Any, runs: Any, i: int) -> int:
     """Scores of tokens t..t + n, a block of the walk, to where they are kept: scanned, or as they were estimated.
 
-    Returns for how many blocks and query tokens they were scanned, samples among them.
+    Returns for how many blocks and query tokens they were scanned.
     """
     p, run = plan[0], runs[i]
     start, scanned = t, 0
@@ -167,10 +168,9 @@ def _rescan(t: int, n: int, g: int, limits: F32, memory: int, plan: Any, runs: A
         start = end
     for block in range(t // BLOCK, (t + n + BLOCK - 1) // BLOCK):
         start, end = max(t, block * BLOCK), min(t + n, (block + 1) * BLOCK)
-        is_sampled = _is_sampled(block, run.first, run.stop)
         for j in range(p.n_tokens):
             reaches = _reaches(j, block, g, limits, plan, runs, i)
-            scanned += reaches or is_sampled
+            scanned += reaches
             for m in range(j, p.rows, p.n_tokens):
                 scores = floats(memory + p.scores_at + 4 * (m * run.block + start - t))
                 _keep(m, start, end, reaches, scores, g, memory, plan, runs, i)
@@ -178,18 +178,21 @@ def _rescan(t: int, n: int, g: int, limits: F32, memory: int, plan: Any, runs: A
 
 
 @fast_jit
-def _is_sampled(block: int, first: int, stop: int) -> bool:
-    """As `sampled_blocks` has it."""
-    start = (first + BLOCK - 1) // BLOCK
-    n_whole = stop // BLOCK - start
+def _samples(start: int, end: int, g: int, limits: F32, plan: Any, runs: Any, i: int) -> int:
+    """Of the share's blocks of the walk: for how many blocks and query tokens a sample alone was scanned."""
+    run, found = runs[i], 0
+    first = (run.first + BLOCK - 1) // BLOCK
+    n_whole = run.stop // BLOCK - first
     n = min(MOST_SAMPLES, n_whole)
-    for i in range(n):  # noqa: SIM110
-        if start + i * n_whole // n == block:
-            return True
-    return False
+    for k in range(n):
+        block = first + k * n_whole // n  # as `sampled_blocks` has it
+        if start <= block * BLOCK // run.block < end:
+            for j in range(plan[0].n_tokens):
+                found += not _reaches(j, block, g, limits, plan, runs, i)
+    return found
 
 
-@fast_jit
+@inline_jit
 def _any_reaches(block: int, g: int, limits: F32, plan: Any, runs: Any, i: int) -> bool:
     for j in range(plan[0].n_tokens):  # noqa: SIM110 - Numba knows no generators
         if _reaches(j, block, g, limits, plan, runs, i):
@@ -197,7 +200,7 @@ def _any_reaches(block: int, g: int, limits: F32, plan: Any, runs: Any, i: int) 
     return False
 
 
-@fast_jit
+@inline_jit
 def _reaches(j: int, block: int, g: int, limits: F32, plan: Any, runs: Any, i: int) -> bool:
     """Whether a token of the block can matter for a head of query token j."""
     p, run = plan[0], runs[i]
@@ -212,7 +215,7 @@ def _reaches(j: int, block: int, g: int, limits: F32, plan: Any, runs: Any, i: i
     return False
 
 
-@fast_jit
+@inline_jit
 def _keep(
     m: int, start: int, end: int, is_scanned: bool, scores: F32, g: int, memory: int, plan: Any, runs: Any, i: int
 ) -> None:
@@ -224,8 +227,9 @@ def _keep(
             put(kept, column + k, get(scores, k - start))
     else:
         row = floats(estimates_of(start // BLOCK, g, plan, runs, i) + 4 * m * p.estimates_gap)
-        for k in range(start, end):
-            put(kept, column + k, get(row, k % BLOCK // CENTRE * 2))
+        for c in range(start // CENTRE, (end + CENTRE - 1) // CENTRE):
+            estimate = get(row, 2 * (c % (BLOCK // CENTRE)))
+            fill(kept, column + max(start, c * CENTRE), column + min(end, (c + 1) * CENTRE), estimate)
     a, b = _in_sight(start, end - start, m, plan, runs, i)
     fill(kept, column + start, column + min(max(a, start), end), MINUS_INFINITY)
     fill(kept, column + max(min(b, end), start), column + end, MINUS_INFINITY)

@@ -142,7 +142,13 @@ def test_parallel_kernels_are_called_by_run_parallel_alone() -> None:
         if isinstance(node, ast.FunctionDef)
         and {name_of(each) for each in node.decorator_list} & {*PARALLEL.values()}
     }
-    assert {name for _, name in kernels} == {"TEAM", "_sum_parallel", "_quantize", "_round_panel"}
+    assert {name for _, name in kernels} == {
+        "TEAM",
+        "_sum_parallel",
+        "_quantize",
+        "_round_panel",
+        "_round_panel_again",
+    }
     around = [
         f"{path}:{node.lineno}: {name_of(node)}"
         for path, tree in trees.items()

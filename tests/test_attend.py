@@ -121,6 +121,7 @@ OWN: dict[str, Callable[[Problem], tuple[Codec, Codec]]] = {
     "signs and int4": signs_and_int4,
     "planes of several bits": several_bits,
     "planes in two stages": two_stages,
+    "planes of the first stage alone": lambda p: (two_stages(p)[0], InterleavedValues(*p.store, bits=2, seed=0)),
     "mikv": lambda p: (TokenKeys(*p.store, 2), KiviValues(*p.store, 2, p.d)),
     "visual1": lambda p: (LevelSpan(*p.store, 2, "head"), LevelSpan(*p.store, 1, "head+token")),
     "visual1:group=channel": lambda p: (ChannelLevels(*p.store, 1, 0.3), ChannelLevels(*p.store, 2)),
@@ -364,3 +365,30 @@ def test_deviations_are_measured_where_queries_look(factor: float) -> None:
     np.testing.assert_array_equal(sampled_blocks(5, 70), [])
     assert sampled_blocks(0, n) == [0, 4, 8, 12]
     assert sampled_blocks(100, 320) == [2, 3, 4]
+
+
+def test_blocks_out_of_sight_are_not_scanned() -> None:
+    """A window that begins within a block, and one that ends within one."""
+    p, rng = Problem(1, 2, 64, 640, 1, None), np.random.default_rng(0)
+    keys, values = packed(p, two_stages(p), rng)
+    values.threshold = 1e-6
+    q = normal(rng, 2, 1, 64) / np.float32(8)
+    for lo, hi in ((255, 640), (0, 250), (130, 131)):
+        outs, counts = [], []
+        for backend in (reference, cpu):
+            out = np.empty_like(q)
+            backend.attend(q, [Segment(keys, values, 5, 640)], (np.array([lo - 5]), np.array([hi - 5])), out)
+            outs.append(out)
+            counts.append(values.counts)
+        np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=5e-4)
+        np.testing.assert_allclose(counts[1], counts[0], atol=1)
+        blocks = {*range(lo // BLOCK, -(-hi // BLOCK)), *sampled_blocks(5, 640)}
+        assert counts[1][2] == len(blocks)
+
+
+def test_two_stages_refuse_tokens_that_stand_anywhere() -> None:
+    p, rng = PROBLEMS[2], np.random.default_rng(0)
+    keys, values = packed(p, two_stages(p), rng)
+    positions = np.zeros((p.g, p.length), np.int32)
+    with pytest.raises(ValueError, match="one behind the other"):
+        attended(cpu, p, [Segment(keys, values, 0, p.length, positions=positions)], weights=False)

@@ -62,7 +62,7 @@ def test_a_cpu_kind_can_be_stored_and_read() -> None:
     """Keys have scores, values sums; who has no encoder of its own is encoded by its codec, in several steps."""
     for kind in KINDS.keys() - {"decoded"}:
         loops = cpu_loops(kind)
-        assert loops.score or loops.add or loops.again
+        assert loops.score or loops.add or loops.second_stage
         plain = reference_loops(kind)
         assert plain.decode or plain.scores or plain.sums or plain.second_stage
         assert (loops.encode is None) == (plain.encode is None)

@@ -35,7 +35,7 @@ LOOPS = (
     ("papers.int4", "int4", ("add",)),
     ("papers.kivi", "kivi_keys", ("score",)),
     ("papers.kivi", "kivi_values", ("add",)),
-    ("gather", "plane_values", ("again",)),
+    ("gather", "plane_values", ("second_stage",)),
     ("papers.fier", "sign_index", ("score",)),
 )
 

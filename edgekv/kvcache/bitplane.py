@@ -21,7 +21,7 @@ class BitPlaneKnobs(PlanesKnobs):
 
 
 class BitPlane(Planes):
-    """`planes:k_bits=4,v_bits=4,threshold=1.4e-4`: fewer than 1 / threshold tokens are read in full."""
+    """`planes:k_bits=4,v_bits=4,threshold=1.4e-4`: few tokens are read in full."""
 
     name = "bitplane"
     version = 3  # with the deviations around centres

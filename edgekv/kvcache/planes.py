@@ -209,9 +209,10 @@ class Planes(Windowed):
     def load_fitted(self, fitted: Mapping[str, Any]) -> None:
         if fitted:
             self.exact_prefill = False
-            self.keys.key_scale[:] = np.asarray(
-                np.array(fitted["key_scale"], np.float32), like=self.keys.key_scale
-            )
+            scale = np.array(fitted["key_scale"], np.float32)
+            if not (np.isfinite(scale) & (scale > 0)).all():
+                raise bad_knob(self.name, "key_scale", fitted["key_scale"], "numbers above 0")
+            self.keys.key_scale[:] = np.asarray(scale, like=self.keys.key_scale)
             self.adapted_by = fitted["adapted_by"]
 
     def notes(self) -> list[str]:

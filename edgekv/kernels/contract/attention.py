@@ -53,10 +53,11 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
         a segment has ``chosen`` tokens. ``sinks`` (H,), where given, is a score more for each head's queries, of
         no token and without a value: the weights of the tokens then sum to less than 1.
 
-        A segment whose values are of a kind with a second stage is scanned first; its tokens of
-        enough probability are then read again, as `reference.gather.attend_planes` says, and the mean numbers of
-        these per KV head and query token go into ``values.counts``. All ``chosen`` tokens
-        of a segment are visible.
+        Of a segment whose values are of a kind with a second stage scores are estimated first; blocks in which a
+        token can matter are then scanned, and of these the tokens of enough probability read in full, as
+        `reference.gather` says. The mean numbers per KV head and query token of tokens corrected and read in full,
+        and of blocks scanned, go into ``values.counts``. Such keys have estimates, and their tokens stand one
+        behind the other. All ``chosen`` tokens of a segment are visible.
         """
 
     def append(self, keys: Stored, values: Stored, k: F32, v: F32, t0: int) -> None:

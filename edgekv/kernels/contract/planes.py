@@ -53,7 +53,7 @@ LARGEST_CORRECTION = 8.0
 REACH = 1.25
 """A token's score is taken to exceed its centre's by this many deviations at most, or by the deviation's square.
 
-Of scores that deviate by d, those that lie d * d above the centre have most of the weight (see `Kernels.attend`).
+Of scores that deviate by d, those that lie d * d above the centre have most of the weight.
 """
 
 SIGN_NOISE = 0.5708
@@ -78,7 +78,7 @@ LEAST_WEIGHT = 1e-30
 
 
 class PlaneKernels(Protocol):
-    """What a backend provides for `onebit` and `bitplane`."""
+    """What a backend provides for `planes` and its presets."""
 
     def hadamard(self, x: F32, flips: F32, out: F32) -> None:
         """out (A, n, D) = H (flips * x) / sqrt(D), x (A, n, d <= D) padded with zeros, D = 2 ** k, flips (D,) +-1.

@@ -16,15 +16,25 @@ import numpy as np
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
-from edgekv.kernels.cpu.calls import call_again, call_block, call_finish, call_measure, call_prepare
+from edgekv.kernels.cpu.calls import call_block, call_finish, call_measure, call_prepare, call_second_stage
 from edgekv.kernels.cpu.decoded import with_numbers
 from edgekv.kernels.cpu.jit import Scalar, entry_jit, fast_jit
 from edgekv.kernels.cpu.loops import floats, ints, numbers
-from edgekv.kernels.cpu.plan import ESTIMATED, make_plan
+from edgekv.kernels.cpu.plan import make_plan
 from edgekv.kernels.cpu.rescan import add_estimates, count_scanned, estimate, raise_to_kept, rescan_items, share_of
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.share import TEAM, share
-from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, exp_of_negative, fill, weigh
+from edgekv.kernels.cpu.softmax import (
+    END,
+    ESTIMATED,
+    MINUS_INFINITY,
+    PEAK,
+    SHRINK,
+    TOTAL,
+    exp_of_negative,
+    fill,
+    weigh,
+)
 from edgekv.types import F32
 
 ZERO, ONE = np.array([0, 1], np.float32)
@@ -85,8 +95,8 @@ def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
         memory = p.memory + item * p.item_bytes
         ends, out = floats(memory), floats(memory + p.out_at)
         for m in range(p.rows):  # a sink is the first score, of the first share
-            put(ends, END * m, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + m))
-            put(ends, END * m + 1, ONE)
+            put(ends, END * m + PEAK, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + m))
+            put(ends, END * m + TOTAL, ONE)
             put(ends, END * m + ESTIMATED, ZERO)
         fill(out, 0, p.rows * p.head_dim, ZERO)
         for i in range(len(runs)):
@@ -109,7 +119,7 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
     prepared = _prepare(g, memory, plan, runs, i)
     ends, own, scratch = floats(memory), memory + p.scores_at, memory + p.scratch_at
     s, sums = floats(own), memory + (run.sums_at if run.width else p.out_at)
-    if run.again:
+    if run.second_stage:
         call_measure(run.measure, run.key_store, prepared, p.rows, g, run.first, run.stop, scratch)
     for at in range(block, last):
         t = max(run.first, at * run.block)
@@ -122,11 +132,11 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
             continue
         in_sight = run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all
         partly = run.masked and not in_sight  # asked here: a call that passes arrays costs as much as scores do
-        if run.again:  # what is to be scored is known when all is estimated
+        if run.second_stage:  # what is to be scored is known when all is estimated
             estimate(t, n, g, prepared, memory, plan, runs, i)
             for m in range(p.rows):
-                if get(ends, END * m + 2) != ONE:
-                    _rescale(m, get(ends, END * m + 2), memory, plan, runs)
+                if get(ends, END * m + SHRINK) != ONE:
+                    _rescale(m, get(ends, END * m + SHRINK), memory, plan, runs)
             add_estimates(t, n, g, memory, plan, runs, i)
             continue
         _score(run, prepared, p.rows, g, t, n, own, run.block, scratch)
@@ -140,8 +150,8 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
             fill(s, m * run.block + n, m * run.block + whole, MINUS_INFINITY)
         if weigh(own, run.block, p.rows, whole, memory):
             for m in range(p.rows):
-                if get(ends, END * m + 2) != ONE:
-                    _rescale(m, get(ends, END * m + 2), memory, plan, runs)
+                if get(ends, END * m + SHRINK) != ONE:
+                    _rescale(m, get(ends, END * m + SHRINK), memory, plan, runs)
         _add(run, own, run.block, p.rows, g, t, n, sums, scratch)
 
 
@@ -227,7 +237,7 @@ def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
             if runs[i].kept:
                 _exponentiate(g, ends, plan, runs, i)
         for m in range(p.rows):
-            total = get(ends, END * m + 1)
+            total = get(ends, END * m + TOTAL)
             factor = ONE / total if total > ZERO else ZERO
             _scale(out, m * p.head_dim, p.head_dim, factor)
             if p.any_kept:
@@ -235,12 +245,12 @@ def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
         fill(change, 0, p.rows, ZERO)
         for i in range(len(runs)):
             run = runs[i]
-            if run.again:
+            if run.second_stage:
                 count_scanned(g, memory, plan, runs, i)
                 prepared = _prepare(g, memory, plan, runs, i)
                 kept = p.kept + 4 * (g * p.rows * p.kept_gap + run.column)
-                call_again(
-                    *(run.again, run.key_store, run.value_store, prepared, kept, p.kept_gap),
+                call_second_stage(
+                    *(run.second_stage, run.key_store, run.value_store, prepared, kept, p.kept_gap),
                     *(p.rows, p.n_tokens, g, run.first, run.stop),
                     *(memory + p.out_at, memory + p.scores_at, memory + p.scratch_at),
                 )
@@ -258,14 +268,14 @@ def _merge(m: int, memory: int, plan: Any) -> None:
     ends, out = floats(memory), floats(memory + p.out_at)
     for split in range(1, p.splits):
         other = memory + split * p.item_bytes
-        theirs, peak = floats(other), get(ends, END * m)
-        their_peak = get(theirs, END * m)
+        theirs, peak = floats(other), get(ends, END * m + PEAK)
+        their_peak = get(theirs, END * m + PEAK)
         top = max(peak, their_peak)
         if top == MINUS_INFINITY:
             continue
         ours, other_factor = exp_of_negative(peak - top), exp_of_negative(their_peak - top)
-        put(ends, END * m, top)
-        put(ends, END * m + 1, get(ends, END * m + 1) * ours + get(theirs, END * m + 1) * other_factor)
+        put(ends, END * m + PEAK, top)
+        put(ends, END * m + TOTAL, get(ends, END * m + TOTAL) * ours + get(theirs, END * m + TOTAL) * other_factor)
         sums = floats(other + p.out_at)
         for d in range(m * p.head_dim, (m + 1) * p.head_dim):
             put(out, d, get(out, d) * ours + get(sums, d) * other_factor)
@@ -278,7 +288,7 @@ def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
     kept, n = floats(p.kept), run.stop - run.first
     for m in range(p.rows):
         start = (g * p.rows + m) * p.kept_gap + run.column
-        peak, total = get(ends, END * m), ZERO
+        peak, total = get(ends, END * m + PEAK), ZERO
         if peak == MINUS_INFINITY:
             fill(kept, start, start + n, ZERO)
             continue
@@ -286,5 +296,5 @@ def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
             weight = exp_of_negative(get(kept, k) - peak)
             put(kept, k, weight)
             total += weight
-        if run.again:
-            put(ends, END * m + 1, get(ends, END * m + 1) + total)
+        if run.second_stage:
+            put(ends, END * m + TOTAL, get(ends, END * m + TOTAL) + total)

@@ -59,7 +59,7 @@ def call_finish(context: Any, loop: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 @intrinsic
-def call_again(
+def call_second_stage(
     context: Any,
     loop: Any,
     a: Any,
@@ -76,5 +76,5 @@ def call_again(
     l: Any,  # noqa: E741
     m: Any,
 ) -> Any:
-    """Calls the `again_loop` at an address."""
+    """Calls the `second_stage_loop` at an address."""
     return call(13)

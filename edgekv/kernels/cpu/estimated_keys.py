@@ -13,10 +13,11 @@ from edgekv.kernels.cpu.jit import fast_jit
 from edgekv.kernels.cpu.loops import floats, halves, measure_loop, numbers, score_loop
 from edgekv.kernels.cpu.planes import AT as KEY
 from edgekv.kernels.cpu.planes import CENTRED, parts_of, scan_blocks
-from edgekv.kernels.cpu.scalar import get, maximum, put
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
 from edgekv.kernels.cpu.softmax import fill
 
-ZERO, OF_CENTRE, REACHED, NOISE, LEAST = np.array([0, CENTRE, REACH, SIGN_NOISE, LEAST_VARIANCE], np.float32)
+ZERO, HALF, OF_CENTRE = np.array([0, 0.5, CENTRE], np.float32)
+REACHED, NOISE, LEAST = np.array([REACH, SIGN_NOISE, LEAST_VARIANCE], np.float32)
 
 
 @score_loop
@@ -32,9 +33,9 @@ def _estimate_blocks(
     store: int, prepared: int, rows: int, g: int, block: int, end: int, s: int, gap: int, scratch: int
 ) -> None:
     x, of_head = numbers(store), g * get(numbers(store), KEY.n_blocks) + block
-    _, _, _, words, sizes = parts_of(prepared, rows, get(x, KEY.width))
+    _, _, _, words, sizes, lengths = parts_of(prepared, rows, get(x, KEY.width))
     estimate_blocks(
-        *(words, sizes, sizes + 12 * rows, rows, get(x, KEY.width)),
+        *(words, sizes, lengths, rows, get(x, KEY.width)),
         get(x, KEY.centres) + of_head * CENTRES * get(x, KEY.width) // 2,
         *(get(x, KEY.centre_step) + 2 * CENTRES * of_head, get(x, KEY.deviation) + 8 * of_head),
         *(end - block, s, gap, scratch),
@@ -45,8 +46,8 @@ def _estimate_blocks(
 def _measure(store: int, prepared: int, rows: int, g: int, first: int, stop: int, scratch: int) -> None:
     """Multiplies the rows' lengths with what `reference.gather.deviations` finds in sampled blocks."""
     x = numbers(store)
-    _, _, _, _, sizes = parts_of(prepared, rows, get(x, KEY.width))
-    lengths, deviation = floats(sizes + 12 * rows), halves(get(x, KEY.deviation))
+    _, _, _, _, _, lengths_at = parts_of(prepared, rows, get(x, KEY.width))
+    lengths, deviation = floats(lengths_at), halves(get(x, KEY.deviation))
     scores = scratch + NEAR_BYTES
     estimates = scores + 4 * rows * BLOCK
     sums = floats(estimates + 4 * rows * PER_BLOCK)  # of squares (rows,): found, then expected
@@ -62,9 +63,8 @@ def _measure(store: int, prepared: int, rows: int, g: int, first: int, stop: int
             for c in range(BLOCK // CENTRE):
                 at = (g * get(x, KEY.n_blocks) + block) * (BLOCK // CENTRE) + c
                 expected, found = get(lengths, m) * as_float(get(deviation, at)), ZERO
-                near = get(floats(estimates), m * PER_BLOCK + 2 * c + 1) - maximum(
-                    REACHED * expected, expected * expected
-                )
+                added = minimum(expected * expected * HALF, REACHED * expected)
+                near = get(floats(estimates), m * PER_BLOCK + 2 * c) - added
                 for k in range(m * BLOCK + c * CENTRE, m * BLOCK + (c + 1) * CENTRE):
                     left = get(floats(scores), k) - near
                     found += left * left

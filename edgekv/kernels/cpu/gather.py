@@ -14,12 +14,12 @@ from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
     Loops,
     address_of,
-    again_loop,
     chars,
     floats,
     halves,
     ints,
     numbers,
+    second_stage_loop,
 )
 from edgekv.kernels.cpu.masks import at_least, lowest_one
 from edgekv.kernels.cpu.planes import AT as KEY
@@ -34,9 +34,9 @@ from edgekv.kernels.cpu.refine import (
     Values,
     add_planes,
     add_up,
-    choose,
-    estimate,
+    correct_scores,
     prepare,
+    split_by_weight,
     weigh,
 )
 from edgekv.kernels.cpu.rotate import rotate_back_row
@@ -74,8 +74,8 @@ VALUE = ValueNumbers(*range(len(ValueNumbers._fields)))  # where each stands
 COUNTS = len(VALUE)
 
 
-@again_loop
-def _read_again(
+@second_stage_loop
+def _second_stage(
     key_store: int,
     value_store: int,
     prepared: int,
@@ -95,7 +95,7 @@ def _read_again(
     n_blocks, width = get(k, KEY.n_blocks), get(k, KEY.width)
     n_heads, capacity = rows // n, n_blocks * BLOCK
     blocks = (t1 + BLOCK - 1) // BLOCK - t0 // BLOCK
-    _, rotated, rounded, _, _ = planes_of(prepared, rows, width)
+    _, rotated, rounded, _, _, _ = planes_of(prepared, rows, width)
     keys = Keys(chars(get(k, KEY.planes)), halves(get(k, KEY.scale)), chars(get(v, VALUE.fine)))
     values = Values(chars(get(v, VALUE.top)), chars(get(v, VALUE.low)), halves(get(v, VALUE.scale)))
     places = _places(scratch, rows, n_heads, width, n_blocks)
@@ -127,9 +127,9 @@ def _read_again(
                     put(chosen, n_found, np.int32(token))
                     n_found += 1
             if n_found > PENDING - BLOCK or block == (t1 - 1) // BLOCK:
-                estimate(n_found, base, heads, memory, products, keys)
+                correct_scores(n_found, base, heads, memory, products, keys)
                 weigh(n_found, heads, memory, floats(change))
-                n_pairs, n_whole = choose(n_found, base, threshold, heads, memory, values, tail_of)
+                n_pairs, n_whole = split_by_weight(n_found, base, threshold, heads, memory, values, tail_of)
                 add_planes(n_pairs, n_whole, base, heads, memory, values, sums)
                 n_full_all += n_whole
                 n_read_all += n_found
@@ -193,7 +193,7 @@ def _scratch_bytes(codec: Any, rows: int) -> int:
 
 LOOPS = {
     "plane_keys": ESTIMATED_KEYS,
-    "plane_values": Loops(_store_numbers, again=_read_again, scratch=_scratch_bytes, counts=True),
+    "plane_values": Loops(_store_numbers, second_stage=_second_stage, scratch=_scratch_bytes, counts=True),
 }
 
 
@@ -233,7 +233,7 @@ def _at_least(p: F32, start: int, length: int, threshold: Scalar) -> Scalar:
 
 @fast_jit
 def _prefetch(keys: Keys, values: Values, stored: int, width: int) -> None:
-    """Asks for what `estimate` and `add_planes` will read, but for keys' signs and the lower value planes."""
+    """Asks for what `correct_scores` and `add_planes` will read, but keys' signs and the lower value planes."""
     (_, _, fine), (top, _, _) = keys, values
     for i in range(0, 3 * width // 8, LINE):
         simd.prefetch(fine, stored * 3 * width // 8 + i)

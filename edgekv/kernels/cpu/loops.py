@@ -1,6 +1,6 @@
 """Inner loops that are called by address, so that one walk over the tokens serves every codec.
 
-Keys are read by `prepare` and `score`, values by `add`, `finish` and `again`; `put` stores tokens. Each is
+Keys are read by `prepare` and `score`, values by `add`, `finish` and `second_stage`; `put` stores tokens. Each is
 compiled by itself and kept in Numba's disk cache. All arguments are whole numbers: addresses, sizes and counts.
 ``store`` is the address of a codec's numbers (`Loops.store`), g is a KV head, rows are its queries: of the heads
 that share it, each with all query tokens.
@@ -19,7 +19,7 @@ that share it, each with all query tokens.
         out (rows, head_dim) += what ``sums`` (rows, width) mean: a rotation undone
     put(store, x, n, g, t0, scratch)
         stores x (n, head_dim) as tokens t0.. of head g: of codecs that take tokens one by one
-    again(key_store, store, prepared, p, gap, rows, n, g, first, stop, out, change, scratch)
+    second_stage(key_store, store, prepared, p, gap, rows, n, g, first, stop, out, change, scratch)
         the second stage of a segment that was scanned: out (rows, head_dim) += its part of the attention, change
         (rows,) += what it adds to the probabilities p[m * gap + t - first]
 """
@@ -115,7 +115,7 @@ def add_loop(function: Callable[..., None]) -> Loop:
     return Loop(function, 9)
 
 
-def again_loop(function: Callable[..., None]) -> Loop:
+def second_stage_loop(function: Callable[..., None]) -> Loop:
     """Sums in any order."""
     return Loop(function, 13)
 
@@ -138,7 +138,7 @@ class Loops:
     as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once:
     tokens that one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64.
     prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
-    sums, before ``finish``. counts: whether the second stage leaves three numbers per KV head at an address that
+    sums, before ``finish``. counts: whether the two stages leave three numbers per KV head at an address that
     is the last of its numbers; their means per query token become the codec's ``counts``. encode: (codec,
     x (G, n, D), t0) stores x as tokens t0.., where `Codec.encode` does not do so itself.
     """
@@ -148,7 +148,7 @@ class Loops:
     add: Loop | None = None
     prepare: Loop | None = None
     finish: Loop | None = None
-    again: Loop | None = None
+    second_stage: Loop | None = None
     put: Loop | None = None
     estimate: Loop | None = None
     measure: Loop | None = None
@@ -163,7 +163,16 @@ class Loops:
 
     def all(self) -> list[Loop]:
         """Those that there are."""
-        every = self.score, self.add, self.prepare, self.finish, self.again, self.put, self.estimate, self.measure
+        every = (
+            self.score,
+            self.add,
+            self.prepare,
+            self.finish,
+            self.second_stage,
+            self.put,
+            self.estimate,
+            self.measure,
+        )
         return [loop for loop in every if loop is not None]
 
 

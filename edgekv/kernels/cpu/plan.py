@@ -18,8 +18,6 @@ from edgekv.kernels.cpu.softmax import END
 from edgekv.kernels.cpu.sparse_attention import CHOSEN
 from edgekv.types import F32
 
-ESTIMATED, KEPT_PEAK = 3, 2
-"""Of a row's ends (END): the weights of what is estimated; then the largest score that is kept."""
 FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache
 PLAN = np.dtype(
     [
@@ -40,7 +38,7 @@ RUN = np.dtype(
         (name, np.int64)
         for name in (
             *("key_store", "value_store"),  # addresses
-            *("prepare", "score", "measure", "estimate", "add", "finish", "again"),  # addresses, 0: none
+            *("prepare", "score", "measure", "estimate", "add", "finish", "second_stage"),  # addresses, 0: none
             *("first", "stop", "position", "positions", "positions_gap", "masked", "block"),
             *("score_step", "add_step"),  # tokens of one call, at most
             *("width", "prepared_at", "sums_at"),  # width 0: values are added to the result itself
@@ -59,8 +57,6 @@ class Plan(NamedTuple):
 
     plan: npt.NDArray[Any]
     runs: npt.NDArray[Any]
-    n_items: int
-    n_groups: int
     parallel: bool
     pairs: list[PairPlan]
     alive: tuple[Any, ...]
@@ -120,7 +116,7 @@ def make_plan(
         pairs.append(pair)
         place = sums_at + pair.sums_bytes
         column += stop - first if kept else 0
-        estimates += PER_BLOCK * (-(-stop // BLOCK) - first // BLOCK) if pair.counts is not None else 0
+        estimates += PER_BLOCK * (-(-stop // BLOCK) - first // BLOCK) if pair.keeps_scores else 0
         n_tokens += stop - first
         n_units += -(-stop // block) - first // block
         longest = max(longest, block)
@@ -146,7 +142,7 @@ def make_plan(
         *(scratch_memory("attend.estimates", 4 * n_groups * rows * estimates), estimates),
     )
     parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
-    return Plan(plan, runs, n_groups * splits, n_groups, parallel, pairs, (queries, visible, sink))
+    return Plan(plan, runs, parallel, pairs, (queries, visible, sink))
 
 
 def _pair_plan(segment: Segment, rows: int) -> PairPlan:
@@ -165,8 +161,15 @@ def _pair_plan(segment: Segment, rows: int) -> PairPlan:
 
 def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> PairPlan:
     k, v = keys.loops, values.loops
-    loops = k.prepare, k.score, k.measure, k.estimate, v.add, v.finish, v.again
-    threshold = int(np.float32(segment.values.threshold).view(np.int32)) if v.again else 0
+    loops = k.prepare, k.score, k.measure, k.estimate, v.add, v.finish, v.second_stage
+    threshold = 0
+    if v.second_stage:
+        threshold = int(np.float32(segment.values.threshold).view(np.int32))
+        if k.estimate is None or segment.positions is not None:
+            raise ValueError(
+                f"values of kind {segment.values.kind} beside keys of kind {segment.keys.kind}: a second stage "
+                "takes keys that have estimates, whose tokens stand one behind the other"
+            )
     width = v.width(segment.values) if v.finish else 0
     scratch_bytes = max(k.scratch(segment.keys, rows), v.scratch(segment.values, rows))
     steps = max(k.block(segment.keys), k.at_once), max(v.block(segment.values), v.at_once)
@@ -174,7 +177,7 @@ def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> 
     return PairPlan(
         *(keys, values.numbers, values.counts, rows),
         (address_of(keys.numbers), address_of(values.numbers), *map(_address, loops)),
-        *(v.again is not None, max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps),
+        *(v.second_stage is not None, max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps),
         *(threshold, width),
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),

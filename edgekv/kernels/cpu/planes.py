@@ -51,12 +51,13 @@ AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
 
 
 @jit
-def parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, int]:
+def parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, int, int]:
     """Addresses of the parts of prepared queries."""
     rotated = prepared + 4 * rows * width
     rounded = rotated + 4 * rows * width
     words = rounded + 4 * rows * width
-    return prepared, rotated, rounded, words, words + 2 * rows * width
+    sizes = words + 2 * rows * width
+    return prepared, rotated, rounded, words, sizes, sizes + 12 * rows
 
 
 @prepare_loop
@@ -65,7 +66,7 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
     factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
     key_scale = get(floats(get(x, AT.key_scale)), g)
-    tables_at, rotated, rounded, words, sizes = parts_of(prepared, rows, width)
+    tables_at, rotated, rounded, words, sizes, lengths = parts_of(prepared, rows, width)
     for m in range(rows):
         row = m * width
         for d in range(head_dim):
@@ -82,7 +83,7 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
         put(floats(sizes), 2 * m, size)
         put(floats(sizes), 2 * m + 1, np.float32(total))
         put(floats(sizes), 2 * rows + m, key_scale * step)
-        put(floats(sizes), 3 * rows + m, _length(floats(rotated), row, width))
+        put(floats(lengths), m, _length(floats(rotated), row, width))
 
 
 @score_loop
@@ -109,7 +110,7 @@ def scan_blocks(
     x = numbers(store)
     width, bits, of_head = get(x, AT.width), get(numbers(get(x, AT.bits)), g), g * get(x, AT.n_blocks) + block
     first = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + block * bits
-    tables_at, _, _, words, sizes = parts_of(prepared, rows, width)
+    tables_at, _, _, words, sizes, _ = parts_of(prepared, rows, width)
     score_blocks(
         *(tables_at, words, sizes, sizes + 8 * rows, rows, width),
         *(get(x, AT.planes) + first * width * BLOCK // 8, bits, get(x, AT.scale) + 2 * BLOCK * of_head),

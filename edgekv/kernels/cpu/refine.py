@@ -111,7 +111,7 @@ def prepare(q: F32, rounded: F32, key_scale: Scalar, heads: Heads, memory: Memor
 
 
 @fast_jit
-def estimate(n_found: int, base: int, heads: Heads, memory: Memory, products: Products, keys: Keys) -> None:
+def correct_scores(n_found: int, base: int, heads: Heads, memory: Memory, products: Products, keys: Keys) -> None:
     """The corrections of the found tokens' scores, and their probabilities."""
     p, chances, gap, n_heads, _, _, width = heads
     chosen, found, weights, corrections, near, own = memory
@@ -177,7 +177,7 @@ def weigh(n_found: int, heads: Heads, memory: Memory, change: F32) -> None:
 
 
 @fast_jit
-def choose(
+def split_by_weight(
     n_found: int, base: int, threshold: Scalar, heads: Heads, memory: Memory, values: Values, tail_of: Tail
 ) -> tuple[int, int]:
     """Lists the tokens to read in two planes and in four, with their weights; tail: what is not read after all."""

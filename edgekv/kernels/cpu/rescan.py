@@ -14,9 +14,19 @@ from edgekv.kernels.cpu.calls import call_block
 from edgekv.kernels.cpu.estimates import PER_BLOCK
 from edgekv.kernels.cpu.jit import Scalar, fast_jit, inline_jit
 from edgekv.kernels.cpu.loops import floats, ints, numbers
-from edgekv.kernels.cpu.plan import ESTIMATED, KEPT_PEAK
 from edgekv.kernels.cpu.scalar import get, maximum, put
-from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, exp_of_negative, fill, largest
+from edgekv.kernels.cpu.softmax import (
+    END,
+    ESTIMATED,
+    KEPT_PEAK,
+    MINUS_INFINITY,
+    PEAK,
+    SHRINK,
+    TOTAL,
+    exp_of_negative,
+    fill,
+    largest,
+)
 from edgekv.types import F32
 
 ZERO, ONE, INFINITY = np.array([0, 1, np.inf], np.float32)
@@ -51,14 +61,14 @@ def estimate(t: int, n: int, g: int, prepared: int, memory: int, plan: Any, runs
         memory + p.scratch_at,
     )
     for m in range(p.rows):
-        row, end, peak = floats(target + 4 * m * p.estimates_gap), END * m, get(ends, END * m)
+        row, end, peak = floats(target + 4 * m * p.estimates_gap), END * m, get(ends, END * m + PEAK)
         a, b = _in_sight(t, n, m, plan, runs, i)
         for c in range(a // CENTRE, (b + CENTRE - 1) // CENTRE if a < b else 0):
             peak = maximum(peak, get(row, 2 * (c - first)))
-        shrink = ONE if peak == get(ends, end) else exp_of_negative(get(ends, end) - peak)
-        put(ends, end, peak)
-        put(ends, end + 1, get(ends, end + 1) * shrink)
-        put(ends, end + 2, shrink)
+        shrink = ONE if peak == get(ends, end + PEAK) else exp_of_negative(get(ends, end + PEAK) - peak)
+        put(ends, end + PEAK, peak)
+        put(ends, end + TOTAL, get(ends, end + TOTAL) * shrink)
+        put(ends, end + SHRINK, shrink)
 
 
 @fast_jit
@@ -71,7 +81,7 @@ def add_estimates(t: int, n: int, g: int, memory: int, plan: Any, runs: Any, i: 
         a, b = _in_sight(t, n, m, plan, runs, i)
         for c in range(a // CENTRE, (b + CENTRE - 1) // CENTRE if a < b else 0):
             n_seen = min(b, (c + 1) * CENTRE) - max(a, c * CENTRE)
-            total += np.float32(n_seen) * exp_of_negative(get(row, 2 * (c - first)) - get(ends, END * m))
+            total += np.float32(n_seen) * exp_of_negative(get(row, 2 * (c - first)) - get(ends, END * m + PEAK))
         put(ends, END * m + ESTIMATED, get(ends, END * m + ESTIMATED) + total)
 
 
@@ -90,14 +100,14 @@ def _put_limits(g: int, limits: F32, plan: Any, threshold: Scalar) -> None:
     for m in range(p.rows):
         peak, total = MINUS_INFINITY, ZERO
         for split in range(p.splits):
-            peak = maximum(peak, get(floats(p.memory + (g * p.splits + split) * p.item_bytes), END * m))
+            peak = maximum(peak, get(floats(p.memory + (g * p.splits + split) * p.item_bytes), END * m + PEAK))
         if peak == MINUS_INFINITY:
             put(limits, m, INFINITY)
             continue
         for split in range(p.splits):
             ends = floats(p.memory + (g * p.splits + split) * p.item_bytes)
-            weights = get(ends, END * m + 1) + get(ends, END * m + ESTIMATED)
-            total += weights * exp_of_negative(get(ends, END * m) - peak)
+            weights = get(ends, END * m + TOTAL) + get(ends, END * m + ESTIMATED)
+            total += weights * exp_of_negative(get(ends, END * m + PEAK) - peak)
         put(limits, m, peak + np.float32(np.log(threshold * total)))
 
 
@@ -113,7 +123,7 @@ def rescan_items(first: int, last: int, plan: Any, runs: Any) -> None:
             put(floats(memory), END * m + KEPT_PEAK, MINUS_INFINITY)
         for i in range(len(runs)):
             run, scanned = runs[i], 0
-            if run.again:
+            if run.second_stage:
                 _put_limits(g, limits, plan, np.int32(run.threshold).view(np.float32))
                 start, end = share_of(split, i, plan, runs)
                 for block in range(start, end):
@@ -128,13 +138,13 @@ def rescan_items(first: int, last: int, plan: Any, runs: Any) -> None:
 def raise_to_kept(m: int, memory: int, plan: Any) -> None:
     """Takes the largest kept score of a head's shares into row m of the first, which starts at ``memory``."""
     p, ends = plan[0], floats(memory)
-    peak = get(ends, END * m)
+    peak = get(ends, END * m + PEAK)
     for split in range(p.splits):
         peak = maximum(peak, get(floats(memory + split * p.item_bytes), END * m + KEPT_PEAK))
-    if peak != get(ends, END * m):
-        shrink, out = exp_of_negative(get(ends, END * m) - peak), floats(memory + p.out_at)
-        put(ends, END * m, peak)
-        put(ends, END * m + 1, get(ends, END * m + 1) * shrink)
+    if peak != get(ends, END * m + PEAK):
+        shrink, out = exp_of_negative(get(ends, END * m + PEAK) - peak), floats(memory + p.out_at)
+        put(ends, END * m + PEAK, peak)
+        put(ends, END * m + TOTAL, get(ends, END * m + TOTAL) * shrink)
         for d in range(m * p.head_dim, (m + 1) * p.head_dim):
             put(out, d, get(out, d) * shrink)
 
@@ -209,7 +219,7 @@ def _reaches(j: int, block: int, g: int, limits: F32, plan: Any, runs: Any, i: i
     for m in range(j, p.rows, p.n_tokens):
         row = floats(estimates + 4 * m * p.estimates_gap)
         a, b = _in_sight(start, end - start, m, plan, runs, i)
-        for c in range(a // CENTRE, (b + CENTRE - 1) // CENTRE):
+        for c in range(a // CENTRE, (b + CENTRE - 1) // CENTRE if a < b else 0):
             if get(row, 2 * (c - block * (BLOCK // CENTRE)) + 1) >= get(limits, m):
                 return True
     return False

@@ -13,7 +13,11 @@ from edgekv.kernels.cpu.rounding import ROUND
 from edgekv.kernels.cpu.scalar import get, maximum, put
 from edgekv.types import F32, I64
 
-END = 4  # float32 of a row's ends
+END = 5
+"""float32 of what a row's scores have come to, its ends, in this order:"""
+PEAK, TOTAL, SHRINK, ESTIMATED, KEPT_PEAK = range(END)
+"""the largest score so far; the sum of weights relative to it; what earlier weights must be multiplied with; the
+sum of estimated weights; the largest of the scores that are kept for a second stage."""
 WIDE = emit.vector(emit.F32, 16)
 UNROLLED = BLOCK if emit.REGISTER == 16 else WIDE.count  # exponentials at a time: more would not fit the registers
 EXP_WORK = 3  # in multiply-adds
@@ -71,8 +75,8 @@ def _softmax_row(s: F32, start: int, end: int) -> None:
 def weigh(context: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
     """Each row of s, gap elements apart: its first n = exp(they - the largest so far), n a multiple of BLOCK.
 
-    ends (rows, END): the largest score so far, which is raised, the sum of weights relative to it, to which these
-    are added, and what earlier weights must be multiplied with. Scores of -inf get 0. Whether any row was raised.
+    ends (rows, END): peaks are raised, these weights added to totals, and what earlier ones are to be multiplied
+    with is put beside them. Scores of -inf get 0. Returns whether any peak was raised.
     """
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -91,13 +95,13 @@ def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
             block.following = [emit.maximum(b, block.values[0], emit.tree(b, emit.maximum, scores))]
         largest, before = block.values[0], emit.load(b, emit.F32, end)
         raised = _any_above(b, largest, before)
-        emit.store(b, emit.constant(emit.F32, 1), end, 8)
+        emit.store(b, emit.constant(emit.F32, 1), end, 4 * SHRINK)
         with b.if_then(raised, likely=False):
             top = emit.largest(b, largest)
             shrink = _exp_of_negative(b, b.fsub(before, top))
             emit.store(b, top, end)
-            emit.store(b, b.fmul(emit.load(b, emit.F32, end, 4), shrink), end, 4)
-            emit.store(b, shrink, end, 8)
+            emit.store(b, b.fmul(emit.load(b, emit.F32, end, 4 * TOTAL), shrink), end, 4 * TOTAL)
+            emit.store(b, shrink, end, 4 * SHRINK)
         peak = emit.load(b, emit.F32, end)
         peak = b.select(b.fcmp_ordered("==", peak, nothing), emit.constant(emit.F32, 0), peak)
         peaks = emit.splat(b, peak, WIDE.count)
@@ -106,7 +110,9 @@ def _weigh_rows(b: Any, s: Any, gap: Any, rows: Any, n: Any, ends: Any) -> Any:
                 weight = _exp_of_negative(b, b.fsub(emit.load(b, WIDE, block.i, offset), peaks))
                 emit.store(b, weight, block.i, offset)
                 block.following = [b.fadd(block.following[0], weight)]
-        emit.store(b, b.fadd(emit.load(b, emit.F32, end, 4), emit.total(b, block.values[0])), end, 4)
+        emit.store(
+            b, b.fadd(emit.load(b, emit.F32, end, 4 * TOTAL), emit.total(b, block.values[0])), end, 4 * TOTAL
+        )
         row.following = [b.or_(row.values[0], b.zext(raised, emit.I64))]
     return row.values[0]
 

@@ -144,7 +144,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         n_shares = shares + sum(exact_shares)
         ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
         sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))
-        place = keys.capacity, values.capacity, *self._place(main.segment), shares
+        stored = keys.capacity, values.capacity, *self._place(main.segment), shares
         seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
         program = attend_program(keys, values, rows, bool(exact), is_tiled)
         if is_tiled:
@@ -160,7 +160,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         )
         results = ends, sums, self._done(n_kv_heads), end, rotated, out
         launch = Launch(program, "attend", (n_shares, n_kv_heads), THREADS, early=True)
-        self.driver.launch(launch, *arrays, *place, *self._exact_arguments(exact, exact_shares), *seen, *results)
+        self.driver.launch(launch, *arrays, *stored, *self._exact_arguments(exact, exact_shares), *seen, *results)
         if values.rotation is not None:
             self.rotate_back(values.rotation, rotated, out)
 
@@ -244,13 +244,14 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         totals = self.scratch("attend.totals", buffer.shape[:2])
         self.log_sums(buffer, totals)
         for part, queries, estimated, s in zip(parts, prepared, estimates, columns, strict=True):
-            choose, segment = loops_of(part.segment.values.kind).choose, part.segment
-            if estimated is not None and choose is not None:
-                whole = segment._replace(stop=part.most)
-                chosen, counts = choose(self, whole, estimated, s, totals, len(visible[0]))
-                place = segment.first, part.most
-                self.launch_scores(part.keys, queries, *place, s, segment, visible, chosen)
-                found.append(counts)
+            if estimated is None:
+                continue
+            segment, select_tiles = part.segment, loops_of(part.segment.values.kind).select_tiles
+            assert select_tiles is not None, segment.values.kind
+            whole = segment._replace(stop=part.most)
+            chosen, counts = select_tiles(self, whole, estimated, s, totals, len(visible[0]))
+            self.launch_scores(part.keys, queries, segment.first, part.most, s, segment, visible, chosen)
+            found.append(counts)
         return found
 
 

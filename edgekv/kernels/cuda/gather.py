@@ -8,6 +8,8 @@ import math
 import numpy as np
 
 from edgekv.kernels.contract.planes import (
+    CENTRE,
+    CENTRES,
     FULL_VALUES,
     KEY_STEP,
     LARGEST_CORRECTION,
@@ -54,17 +56,17 @@ def estimate(
     return Estimates(estimating, Queries(queries.x, scale=lengths), sampled)
 
 
-def choose(
+def select_tiles(
     kernels: RangeKernels, segment: Segment, estimates: Estimates, s: Array, totals: Array, n: int
 ) -> tuple[Array, Array]:
     """The tiles (G, n, tiles) in which a token can have the threshold, and counts (G, n, 3) of them."""
     keys, values, t0, t1, *_ = segment
     n_kv_heads, rows, width = estimates.queries.x.shape
     n_tiles = -(-t1 // TILE) - t0 // TILE
-    chosen = kernels.scratch("planes.chosen", (n_kv_heads, n, n_tiles), np.uint8)
+    chosen = kernels.scratch("planes.selected", (n_kv_heads, n, n_tiles), np.uint8)
     counts = kernels.driver.zeros((n_kv_heads, n, 3), np.int64)
     grid = -(-n_tiles // (THREADS // 32)), n_kv_heads * n
-    launch = Launch(rescan_program(width), "choose_tiles", grid, THREADS)
+    launch = Launch(rescan_program(width), "select_tiles", grid, THREADS)
     stored = estimates.queries.scale, keys.arrays["deviation"], keys.capacity
     limits = totals, math.log(values.threshold), rows // n, n
     results = estimates.sampled, chosen, counts
@@ -74,7 +76,10 @@ def choose(
 
 def rescan_program(width: int) -> Program:
     numbers = (("REACH", f"{REACH}f"), ("SIGN_NOISE", f"{SIGN_NOISE}f"), ("LEAST_VARIANCE", f"{LEAST_VARIANCE}f"))
-    return Program(("rescan",), (("KEY_DIM", width), ("MOST_SAMPLES", MOST_SAMPLES), *numbers))
+    return Program(
+        ("rescan",),
+        (("KEY_DIM", width), ("CENTRE", CENTRE), ("CENTRES", CENTRES), ("MOST_SAMPLES", MOST_SAMPLES), *numbers),
+    )
 
 
 def second_stage(
@@ -111,5 +116,5 @@ def second_stage(
 
 LOOPS = {
     "plane_keys": dataclasses.replace(CENTRED, estimate=estimate),
-    "plane_values": Loops(choose=choose, second_stage=second_stage),
+    "plane_values": Loops(select_tiles=select_tiles, second_stage=second_stage),
 }

@@ -73,10 +73,10 @@ class Loops:
     queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., where
     `Codec.encode` does not do so itself. placed: whether that takes a token to a place that moves (a `Counter`).
     estimate: (kernels, segment, most, keys, queries, s (G, M, most - first)) -> `Estimates`: of keys whose values
-    have a second stage, of tokens up to ``most``; s is used up. choose: (kernels, segment, estimates, s, totals
-    (G, M), n) -> the tiles to scan (G, n, tiles) and counts (G, n, 3) for the second stage; totals: the logarithm
-    of the sum of exp over a row. second_stage: (kernels, segment, queries, p (G, M, tokens), counts, out) -> the
-    change of p's sums (G, M), where the probabilities of the scan say which tokens are read once more.
+    have a second stage, of tokens up to ``most``; s is used up. select_tiles: (kernels, segment, estimates, s,
+    totals (G, M), n) -> the tiles to scan (G, n, tiles) and counts (G, n, 3) for the second stage; totals: the
+    logarithm of the sum of exp over a row. second_stage: (kernels, segment, queries, p (G, M, tokens), counts,
+    out) -> the change of p's sums (G, M), where the scan's probabilities say which tokens are read once more.
     """
 
     keys: Callable[[Any], Reader] | None = None
@@ -85,7 +85,7 @@ class Loops:
     encode: Callable[[Any, Any, Array, int], None] | None = None
     placed: bool = False
     estimate: Callable[[Any, Segment, int, Reader, Queries, Array], Estimates] | None = None
-    choose: Callable[[Any, Segment, Estimates, Array, Array, int], tuple[Array, Array]] | None = None
+    select_tiles: Callable[[Any, Segment, Estimates, Array, Array, int], tuple[Array, Array]] | None = None
     second_stage: Callable[[Any, Segment, Queries, Array, Array, Array], Array] | None = None
 
 

@@ -28,19 +28,21 @@ measure(const float* s, int group_stride, int row_stride, int t0, const u8* samp
     for (int tile = warp; tile < tiles; tile += WARPS) {
         if (!sampled[tile]) continue;
         i64 block = (i64)g * (capacity / TILE) + t0 / TILE + tile;
-        float common = 0, each[4] = {};
+        float common = 0, each[CENTRES - 1] = {};
         for (int i = lane; i < bytes; i += 32)
-            for (int k = 0; k < 5; ++k) {
-                u8 code = centres[(block * 5 + k) * bytes + i];
-                float product = (x[i] * ((float)(code & 15) - 7.5f) + x[i + bytes] * ((float)(code >> 4) - 7.5f)) * half_to_float(steps[block * 5 + k]);
+            for (int k = 0; k < CENTRES; ++k) {
+                u8 code = centres[(block * CENTRES + k) * bytes + i];
+                float product = (x[i] * ((float)(code & 15) - 7.5f) + x[i + bytes] * ((float)(code >> 4) - 7.5f)) * half_to_float(steps[block * CENTRES + k]);
                 if (k == 0) common += product;
                 else each[k - 1] += product;
             }
         common = lane_sum(common);
-        for (int k = 0; k < 4; ++k) each[k] = lane_sum(each[k]) + common;
+        for (int k = 0; k < CENTRES - 1; ++k) each[k] = lane_sum(each[k]) + common;
         for (int i = lane; i < TILE; i += 32) {
-            float wide = length * half_to_float(deviations[block * 4 + i / 16]);
-            float left = own[(t0 / TILE + tile) * TILE + i] - (i < 32 ? i < 16 ? each[0] : each[1] : i < 48 ? each[2] : each[3]);
+            float wide = length * half_to_float(deviations[block * (CENTRES - 1) + i / CENTRE]);
+            float own_centre = each[0];
+            for (int k = 1; k < CENTRES - 1; ++k) own_centre = i / CENTRE == k ? each[k] : own_centre;
+            float left = own[(t0 / TILE + tile) * TILE + i] - own_centre;
             found += left * left, expected += wide * wide;
         }
     }
@@ -54,7 +56,7 @@ measure(const float* s, int group_stride, int row_stride, int t0, const u8* samp
 // the logarithm of the sum of all weights, by which the least weight is `least_score`. A tile matters if a token that is seen
 // can reach that: its deviation is that of its 16 tokens times the query's length. Grid (tiles / WARPS, G * n).
 extern "C" __global__ void __launch_bounds__(THREADS)
-choose_tiles(const float* s, int group_stride, int row_stride, int t0, int t1, const float* lengths, const u16* deviations,
+select_tiles(const float* s, int group_stride, int row_stride, int t0, int t1, const float* lengths, const u16* deviations,
              int capacity, const float* totals, float least_score, int heads, int n, const u8* sampled, u8* chosen, u64* counts)
 {
     int g = blockIdx.y / n, j = blockIdx.y % n, first = t0 / TILE, tiles = divide_up(t1, TILE) - first, lane = threadIdx.x % 32;
@@ -68,7 +70,7 @@ choose_tiles(const float* s, int group_stride, int row_stride, int t0, int t1, c
         for (int i = lane; i < TILE; i += 32) {
             int t = (first + tile) * TILE + i;
             if (t < t0 || t >= t1) continue;
-            float x = lengths[row] * half_to_float(deviations[((i64)g * capacity + t) / 16]);
+            float x = lengths[row] * half_to_float(deviations[((i64)g * capacity + t) / CENTRE]);
             float above = fmaxf(REACH * x, x * x) - fminf(x * x / 2, REACH * x);
             reaches = reaches || (own[t] > MINUS_INFINITY && own[t] + above >= totals[row] + least_score);
         }

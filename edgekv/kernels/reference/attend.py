@@ -46,13 +46,13 @@ def attend(
 
 def segment_scores(segment: Segment, q: F32, n: int, visible: Visible) -> F32:
     """(G, M, tokens of the segment), -inf where a query does not see the token."""
-    keys, _, first, stop, position, positions, chosen = segment
+    keys, values, first, stop, position, positions, chosen = segment
     n_kv_heads, rows, _ = q.shape
     if chosen is not None:
         return scores_of_chosen(keys, q, *chosen)
     s = np.empty((n_kv_heads, rows, stop - first), np.float32)
-    estimate = loops_of(keys.kind).estimate or scores
-    estimate(keys, q, first, stop, s)
+    estimate = loops_of(keys.kind).estimate if loops_of(values.kind).rescan else None
+    (estimate or scores)(keys, q, first, stop, s)
     at = np.arange(position, position + stop - first) if positions is None else positions[:, None, first:stop]
     lo, hi = (np.tile(x, rows // n)[:, None] for x in visible)
     return np.where((at >= lo) & (at < hi), s, np.float32(-np.inf))

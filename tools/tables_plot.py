@@ -7,7 +7,7 @@ import pathlib
 import tables_paper as paper
 from tables_data import evaluations, full_name, quality, ratio, short_name
 from tables_h1b import over_fp16
-from tables_runs import ADAPTERS, DENSE, DROPPING, OTHERS, TABLE1, TEXTS
+from tables_runs import ADAPTERS, DENSE, DROPPING, OTHERS, TABLE1, TEXTS, TWO_STAGES
 
 Point = tuple[float, float]  # bytes over those of dense f16, perplexity over its
 
@@ -17,7 +17,7 @@ PANELS = (
     ("llama-40m", "heldout3.txt"),
     ("demo", "heldout3.txt"),
 )
-SHOWN = {full_name(kv) for kv in (*TABLE1, *OTHERS, *DROPPING, "bitplane:threshold=0.0005")}
+SHOWN = {full_name(kv) for kv in (*TABLE1, *OTHERS, *DROPPING, *TWO_STAGES)}
 LEAST = 0.01  # percent above dense: what is closer, or better, is drawn here
 COLOURS = {"h1b": "tab:red", "sign_keys": "tab:red", "onebit": "tab:blue", "bitplane": "tab:blue"}
 

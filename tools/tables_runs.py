@@ -42,7 +42,9 @@ ADAPTERS = {
 }
 
 DENSE = "dense:dtype=f16"
-TABLE1 = (DENSE, "int4", "kivi2", "sign_keys", "h1b", "h1b:fit=head", "onebit", "onebit:v_bits=1", "bitplane")
+TABLE1 = (DENSE, "int4", "kivi2", "sign_keys", "h1b", "h1b:fit=head", "onebit", "onebit:v_bits=1")
+AT_ONCE = (*TABLE1, "bitplane:threshold=0.00025")  # in one run, when `bitplane` scanned all keys
+TWO_STAGES = ("bitplane", "bitplane:threshold=0.0002")  # since
 OTHERS = ("dense:dtype=q8", "kivi2:bits=4", "kvcomp", "onebit:v_bits=4", "fier", "quest")
 DROPPING = ("h2o", "snapkv", "tova", "streaming", "mikv")  # on a CPU only
 ABLATION = ("h1b:tau=1", "h1b:sketch_bits=512", "h1b:sketch_bits=128", "h1b:sketch_bits=64")
@@ -167,15 +169,19 @@ def slug(*parts: object) -> str:
 
 
 def evals() -> Iterator[Eval]:
-    """Table I, II and V, adapters, Fig. 5. `llama-40m` and `gpt2-60m` have Table I's schemes in quality-*.json."""
+    """Table I, II and V, adapters, Fig. 5. `llama-40m` and `gpt2-60m` have Table I's schemes in quality-*.json.
+
+    So have all models `bitplane` on the first two texts.
+    """
     for model, windows in WINDOWS.items():
         for text in ("heldout3.txt", "test.txt"):
             if model == "demo":
-                yield Eval(model, text, TABLE1, CTX, windows)
+                yield Eval(model, text, AT_ONCE, CTX, windows)
                 yield Eval(model, text, OTHERS, CTX, windows)
                 yield Eval(model, text, DROPPING, CTX, windows)
             yield Eval(model, text, ABLATION, CTX, windows)
-        yield Eval(model, "ptb.test.txt", TABLE1, CTX, windows)
+        yield Eval(model, "ptb.test.txt", AT_ONCE, CTX, windows)
+        yield Eval(model, "ptb.test.txt", ("bitplane",), CTX, windows)
         yield Eval(model, "ptb.test.txt", ("h2o",), CTX, windows)
         for ctx in LENGTHS:
             yield Eval(model, "heldout3.txt", BY_LENGTH, ctx, windows * CTX // ctx)

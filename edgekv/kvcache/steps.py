@@ -135,7 +135,7 @@ class Steps(Windowed):
         return kept
 
     def bytes_read(self) -> int:
-        """What the visible tokens take; `bitplane` reads less."""
+        """What the visible tokens take: a step reads all of it."""
         reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
         exact = min(reach, self.n_recent) + max(0, reach - self.n_recent - self.n_packed)
         first = self.n_packed - min(self.n_packed, max(0, reach - self.n_recent))

@@ -15,7 +15,7 @@ from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.linear import calibrate
-from edgekv.linear.calibrate import DAMPING, SAMPLE, hessian, pull
+from edgekv.linear.calibrate import DAMPING, SAMPLE, cross_products, hessian, pull
 from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
 from edgekv.linear.random import RandomWeights
@@ -154,7 +154,7 @@ def test_rounding_where_the_text_says_little() -> None:
 def aim(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
     """What is rounded in place of rows."""
     h = hessian(own)
-    return rows + pull(Rounder(h, 32), rows, lost, own) @ np.linalg.inv(h.astype(np.float64))
+    return rows + pull(Rounder(h, 32), rows, *cross_products(lost, own)) @ np.linalg.inv(h.astype(np.float64))
 
 
 def formula(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
@@ -371,10 +371,13 @@ def test_only_codes_that_are_taken_over_have_offsets(is_rounded: bool, tmp_path:
 
 @pytest.mark.parametrize("name", ["int4-32-offsets", "int4-32-zeros", "fp4-32", "int8"])
 def test_other_formats_are_handed_on_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text rounds to whole numbers around 0 alone."""
-    weights, handed = RandomWeights(load_shape("tiny", 1)), []
+    """A text rounds to whole numbers around 0 alone; of other layers both models have the weights, read once."""
+    weights, handed, read = RandomWeights(load_shape("tiny", 1)), [], []
+    matrix = weights.matrix("0.qkv")
     monkeypatch.setattr(weights, "taken_over", lambda *of: None)
+    monkeypatch.setattr(weights, "matrix", lambda name: read.append(name) or matrix)
     ops = calibrate.CalibratingOps(weights, FORMATS[name], lambda *given: handed.append(given))
-    matrix = ops.rounded(np.ones((1, weights.arch.config.hidden_size), np.float32), "0.qkv")
-    assert matrix.shape[1] == weights.arch.config.hidden_size
+    x = inputs(2, matrix.shape[1])
+    np.testing.assert_allclose(ops.linear(x, "0.qkv"), x @ matrix.T, rtol=1e-4, atol=1e-4)
     assert handed == [("0.qkv", None)]
+    assert read == ["0.qkv"]

@@ -25,9 +25,9 @@ from edgekv.linear.quantize import n_blocks, pack, rows_jit
 from edgekv.types import F32, I8, I64, U8
 
 TOGETHER = 256  # columns between two matrix products
-SHRINK = np.arange(1.04, 0.67, -0.04).astype(np.float32)  # as `quantize.SHRINK`
+SHRINK = np.arange(1.04, 0.67, -0.04).astype(np.float32)
+"""Scales to try: parts of that which puts the largest target at -8."""
 CANDIDATES = len(SHRINK)
-ZERO, TOP = 8, 15
 
 
 def column_order(importance: F32, block: int) -> tuple[I64, I64]:
@@ -57,7 +57,7 @@ class Rounder:
         self._ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def round(self, weight: F32, pull: F32) -> tuple[U8, F32]:
-        """weight (r, columns) -> codes and scales as `quantize` gives them.
+        """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize_numpy` gives them.
 
         pull (r, columns): as if weight + pull H^-1 were rounded.
         """

@@ -37,24 +37,26 @@ class CalibratingOps(NumpyOps):
 
     def linear(self, x: F32, name: str) -> F32:
         """Keeps no matrix: it is called once for each."""
-        outputs, matrices = [], (self._checkpoint.matrix(name), self.rounded(x, name))
-        for part, matrix in zip(np.split(x, 2), matrices, strict=True):
+        exact = self._checkpoint.matrix(name)
+        rounded = self.rounded(x, name)
+        outputs = []
+        for part, matrix in zip(np.split(x, 2), (exact, exact if rounded is None else rounded), strict=True):
             self._matrices[name] = matrix
             outputs.append(super().linear(part, name))
         del self._matrices[name]
         return np.concatenate(outputs)
 
-    def rounded(self, x: F32, name: str) -> F32:
-        """Hands the layer on and gives its weights (rows, columns) as they will be."""
+    def rounded(self, x: F32, name: str) -> F32 | None:
+        """Hands the layer on and gives its weights (rows, columns) as they will be; None: as they are."""
         form = self._form.of(name)
         is_other = form.bits != 4 or form.zeros or form.offsets or form.e2m1  # than what a `Rounder` gives
         if is_other or self._checkpoint.taken_over(name, form) is not None:
             self._write(name, None)
-            return self._checkpoint.matrix(name)
+            return None
         exact, own = np.split(x, 2)
-        rounder, lost = Rounder(hessian(own), form.block), exact - own
+        rounder, products = Rounder(hessian(own), form.block), cross_products(exact - own, own)
         parts = [
-            rounder.round(rows, pull(rounder, rows, lost, own))
+            rounder.round(rows, pull(rounder, rows, *products))
             for rows in self._checkpoint.blocks(name, ROUND_ELEMENTS)
         ]
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -95,21 +97,23 @@ def hessian(x: F32) -> F32:
     return total
 
 
-def pull(rounder: Rounder, rows: F32, lost: F32, own: F32) -> F32:
+def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
+    """(columns, columns) each: the mean of the outer products of the rows of lost and own (tokens, columns).
+
+    And the same with those of the second half negated.
+    """
+    n, half = len(own), len(own) // 2
+    first, second = lost[:half].T @ own[:half], lost[half:].T @ own[half:]
+    return (first + second) / np.float32(n), (first - second) / np.float32(n)
+
+
+def pull(rounder: Rounder, rows: F32, mean: F32, apart: F32) -> F32:
     """For `Rounder.round`: rows (r, columns) are to make of inputs ``own`` what they make of own + lost.
 
-    lost, own (tokens, columns), of which rounder has the hessian. A least-squares change, times the share of it
-    that is no chance: in which the text's halves agree.
+    mean, apart: the `cross_products` of lost and own; rounder has the hessian of own. A least-squares change,
+    times the share of it that is no chance: in which the text's halves agree.
     """
-
-    def products(each: int, tokens: int) -> F32:
-        """Of every ``each``-th row with the first ``tokens`` inputs."""
-        made: F32 = np.linalg.multi_dot([rows[::each], lost[:tokens].T, own[:tokens]])
-        return made
-
-    both = products(1, len(own))
-    sample = both[::SAMPLE]
-    apart, whole = 2 * products(SAMPLE, len(own) // 2) - sample, rounder.size(sample)
-    share = max(0.0, 1 - rounder.size(apart) / whole) if whole > 0 else 0.0
-    both *= np.float32(share / len(own))
+    both = rows @ mean
+    whole, chance = rounder.size(both[::SAMPLE]), rounder.size(rows[::SAMPLE] @ apart)
+    both *= np.float32(max(0.0, 1 - chance / whole) if whole > 0 else 0.0)
     return both

@@ -3,9 +3,11 @@
 import json
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import gguf
+import golden_cases
 import numpy as np
 import sentencepiece
 
@@ -180,6 +182,20 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     template = folder / "chat_template.jinja"
     if template.exists():
         writer.add_chat_template(template.read_text())
+
+
+def write_vocabulary(folder: pathlib.Path, fill: Callable[[gguf.GGUFWriter], None]) -> pathlib.Path:
+    """A file with what ``fill`` writes, such as a tokenizer, and next to no model."""
+    path = folder / "vocabulary.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    _write_config(writer, golden_cases.LLAMA)
+    fill(writer)
+    writer.add_tensor("token_embd.weight", np.zeros((96, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _write_sentencepiece(writer: gguf.GGUFWriter, path: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from checkpoint_files import one_line
 from safetensors.numpy import load_file, save_file
 from serving import serving
-from test_slots import Recorded, at_once
+from slot_cases import Recorded, at_once
 
 from edgekv import LoadOptions, Session
 from edgekv.cli import main

@@ -10,6 +10,7 @@ from serving import DEMO
 
 from edgekv import Session
 from edgekv.server.pool import SessionPool
+from edgekv.vision.prompt import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +125,16 @@ def test_what_needs_a_conversation_that_is_copied_waits(
     takes_source: bool,
 ) -> None:
     with HeldCopy(loaded, slots, monkeypatch) as held:
-        waiting, wait = threading.Event(), held.pool._changed.wait
+        choosing, shared = threading.Event(), held.source.state.shared
 
-        def told(timeout: float | None = None) -> bool:
-            waiting.set()
-            return wait(timeout)
+        def told(prompt: Prompt) -> tuple[int, int]:
+            choosing.set()
+            return shared(prompt)
 
-        monkeypatch.setattr(held.pool._changed, "wait", told)
+        monkeypatch.setattr(held.source.state, "shared", told)
         later = held.threads.submit(held.pool.acquire, ids)
-        assert waiting.wait(60)
+        assert choosing.wait(60)  # with the pool's lock, which the copy's end needs as well
+        assert not concurrent.futures.wait([later], timeout=0.2).done
         held.go_on.set()
         session, rest = later.result(60)
         assert (session.tokens, rest) == (ids[:n_read], ids[n_read:])

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from serving import DEMO, TEMPLATE
-from test_server import post
+from serving import DEMO, TEMPLATE, post
 
 from edgekv.errors import ConfigError
 from edgekv.server.body import parse_json

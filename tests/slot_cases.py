@@ -1,0 +1,46 @@
+"""Several texts at once: a decoder that records its passes, and work in threads that begin together."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from edgekv import Session
+
+SLOTS = 3
+
+
+class Recorded:
+    """A decoder's passes, by the number of conversations in each."""
+
+    def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        decoder = session.decoder
+        step, together = decoder.step, decoder.step_together
+
+        def one(token: int, caches: Any) -> Any:
+            self.rows.append(1)
+            return step(token, caches)
+
+        def several(tokens: Sequence[int], caches: Any) -> Any:
+            self.rows.append(len(tokens))
+            return together(tokens, caches)
+
+        monkeypatch.setattr(decoder, "step", one)
+        monkeypatch.setattr(decoder, "step_together", several)
+
+
+def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Each in a thread of its own, begun together."""
+    barrier = threading.Barrier(len(works))
+
+    def run(work: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return work()
+
+    with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(run, works))

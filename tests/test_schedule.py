@@ -1,0 +1,314 @@
+"""Who computes when: tokens that share a pass, prompts between them, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from slot_cases import SLOTS, at_once
+
+from edgekv import SessionError
+from edgekv.session.schedule import OneAtATime, Together
+
+
+class Slow:
+    """A decoder whose passes say when they are made, end when they may, and are one at a time."""
+
+    threads, chunk = 1, 256
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []
+        self.fails: BaseException | None = None
+        self.may_end, self.n_ended = threading.Event(), 0
+        self._computing = threading.Lock()
+        self.may_end.set()
+
+    def step(self, token: int, caches: Any) -> np.ndarray:
+        return self.step_together([token], [caches])[0]
+
+    def step_together(self, tokens: Sequence[int], caches: Any) -> np.ndarray:
+        assert self._computing.acquire(blocking=False)
+        try:
+            self.passes.append(list(tokens))
+            assert self.may_end.wait(60)
+            if self.fails:
+                raise self.fails
+            self.n_ended += 1
+        finally:
+            self._computing.release()
+        return np.repeat(np.float32(tokens)[:, None], 2, 1)
+
+
+def n_waiting(schedule: Together) -> int:
+    """Tokens that wait for a pass, which no caller is told."""
+    return len(schedule._asked)
+
+
+def until(is_time: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_time():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass has a token of every text that goes on."""
+    monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+
+    def write(first: int) -> None:
+        for token in range(first, first + 8):
+            np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
+        schedule.leave()
+
+    threads = [threading.Thread(target=write, args=(100 * i,)) for i in range(SLOTS)]
+    with schedule.alone():
+        for thread in threads:
+            thread.start()
+        until(lambda: n_waiting(schedule) == SLOTS)
+    for thread in threads:
+        thread.join()
+    assert [len(tokens) for tokens in decoder.passes] == [SLOTS] * 8
+
+
+def test_a_prompt_lets_tokens_go_first() -> None:
+    """A token that was asked for while a prompt is read gets its logits at the next pause."""
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    reading, asked = threading.Event(), threading.Event()
+    logits: list[Any] = []
+
+    def write() -> None:
+        reading.wait()
+        asked.set()
+        logits.append(schedule.step(decoder, 7, ()))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with schedule.alone() as pause:
+        reading.set()
+        asked.wait()
+        while not decoder.passes:
+            pause()
+        assert decoder.passes == [[7]]
+        thread.join()
+    np.testing.assert_array_equal(logits[0], [7, 7])
+
+
+@contextlib.contextmanager
+def writers(schedule: Together, decoder: Slow, n: int) -> Iterator[None]:
+    """n texts, each in a thread of its own, that ask for their next token as soon as they have one."""
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            schedule.step(decoder, 1, ())
+
+    threads = [threading.Thread(target=write) for _ in range(n)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_prompt_is_not_kept_out() -> None:
+    """By a text that asks for its next token as soon as it has one."""
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    with writers(schedule, decoder, 1):
+        for _ in range(20):
+            with schedule.alone():
+                pass
+
+
+def test_a_pause_is_one_pass() -> None:
+    """Also where texts ask for their next token as soon as they have one."""
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    with writers(schedule, decoder, 2), schedule.alone() as pause:
+        passes = [len(decoder.passes)]
+        while passes[-1] < passes[0] + 20:
+            pause()
+            passes.append(len(decoder.passes))
+    assert max(np.diff(passes)) == 1
+
+
+def test_who_does_not_come_is_not_waited_for() -> None:
+    """A text whose reader went away without a word holds nobody up for more than a moment."""
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    threading.Thread(target=schedule.step, args=(decoder, 1, ())).start()
+    for token in (2, 3):
+        np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
+    assert sorted(itertools.chain.from_iterable(decoder.passes)) == [1, 2, 3]
+
+
+def test_a_failed_pass_is_told_to_all() -> None:
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    decoder.fails = MemoryError("no room")
+
+    def fails(token: int) -> str:
+        with pytest.raises(MemoryError) as caught:
+            schedule.step(decoder, token, ())
+        return str(caught.value)
+
+    assert at_once([lambda: fails(1), lambda: fails(2)]) == ["no room", "no room"]
+    decoder.fails = None
+    np.testing.assert_array_equal(schedule.step(decoder, 5, ()), [5, 5])
+
+
+class InterruptedThread:
+    """Interrupts the main thread once ``is_time``, and then lets a decoder's pass end, where one is held up."""
+
+    def __init__(self, is_time: Callable[[], bool], decoder: Slow | None = None) -> None:
+        self._is_time, self._decoder = is_time, decoder
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        until(self._is_time)
+        time.sleep(0.01)  # so that it waits
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if self._decoder is not None:
+            time.sleep(0.05)
+            self._decoder.may_end.set()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def prompt_elsewhere(schedule: Together) -> Iterator[None]:
+    """Another thread reads a prompt meanwhile."""
+    reading, read = threading.Event(), threading.Event()
+
+    def prompt() -> None:
+        with schedule.alone():
+            reading.set()
+            assert read.wait(60)
+
+    thread = threading.Thread(target=prompt)
+    thread.start()
+    assert reading.wait(60)
+    yield
+    read.set()
+    thread.join()
+
+
+def test_an_interrupted_token_is_not_computed() -> None:
+    """One that waits while a prompt is read."""
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
+    with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
+        schedule.step(decoder, 1, ())
+    np.testing.assert_array_equal(schedule.step(decoder, 2, ()), [2, 2])
+    assert decoder.passes == [[2]]
+
+
+def test_an_interrupted_prompt_keeps_nobody_out() -> None:
+    """One that waits for its turn, and one that waits because it let tokens go first."""
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+    decoder.may_end.clear()
+
+    def write(token: int) -> None:
+        schedule.step(decoder, token, ())
+        schedule.leave()
+
+    threads = [threading.Thread(target=write, args=(token,)) for token in (1, 2, 3)]
+    threads[0].start()
+    until(lambda: bool(decoder.passes))
+    with (
+        pytest.raises(KeyboardInterrupt),
+        InterruptedThread(lambda: schedule._has_prompt, decoder),
+        schedule.alone(),
+    ):
+        pass
+    threads[0].join()
+
+    def read() -> None:
+        with schedule.alone() as pause:
+            decoder.may_end.clear()
+            threads[1].start()
+            until(lambda: n_waiting(schedule) == 1)
+            pause()
+
+    with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: len(decoder.passes) == 2):
+        read()
+    threads[2].start()
+    until(lambda: n_waiting(schedule) == 1)  # the pass goes on, and has its turn
+    decoder.may_end.set()
+    for thread in threads:
+        thread.join()
+    assert decoder.passes == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pass that this thread computes the others have no token; one that another computes goes on.
+
+    While it does, it writes into the caches of the thread that was interrupted, which waits for its end.
+    """
+    monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
+    decoder = Slow()
+    schedule = Together(decoder.threads)
+
+    def ask(token: int) -> Any:
+        return schedule.step(decoder, token, ())
+
+    def last(token: int) -> Any:
+        """A token of whoever is waited for, who then computes."""
+        until(lambda: n_waiting(schedule) == 1)
+        return ask(token)
+
+    mine, the_others = (last, ask) if computes else (ask, last)
+
+    def step() -> None:
+        try:
+            mine(2)
+        finally:
+            assert decoder.n_ended == 2 + (not computes)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(ask, 5).result(60)
+        other = pool.submit(last, 6)
+        ask(7)  # from here on each waits for the other
+        other.result(60)
+        decoder.may_end.clear()
+        other = pool.submit(the_others, 1)
+        with pytest.raises(KeyboardInterrupt), InterruptedThread(lambda: len(decoder.passes) == 3, decoder):
+            step()
+        if computes:
+            with pytest.raises(SessionError, match="interrupted"):
+                other.result(60)
+        else:
+            np.testing.assert_array_equal(other.result(60), [1, 1])
+        assert decoder.passes == [[5], [7, 6], [1, 2] if computes else [2, 1]]
+        decoder.may_end.set()
+        monkeypatch.undo()
+        np.testing.assert_array_equal(schedule.step(decoder, 3, ()), [3, 3])
+
+
+def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
+    decoder = Slow()
+    for schedule in (Together(1), OneAtATime(1)):
+        with schedule.alone(), pytest.raises(SessionError):
+            schedule.step(decoder, 1, ())
+        np.testing.assert_array_equal(schedule.step(decoder, 2, ()), [2, 2])

@@ -19,7 +19,7 @@ from edgekv.linear.calibrate import DAMPING, SAMPLE, cross_products, hessian, pu
 from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
 from edgekv.linear.random import RandomWeights
-from edgekv.linear.rounding import SHRINK, Rounder
+from edgekv.linear.rounding import Rounder, column_order, round_numpy
 from edgekv.linear.store import WeightStore
 from edgekv.linear.store_builder import Write, build
 from edgekv.session import calibration
@@ -68,55 +68,6 @@ def independent(x: F32) -> np.ndarray[Any, Any]:
     return (x.T @ x + columns * own) / (n + columns) + (DAMPING * own.trace() / columns or 1.0) * np.eye(columns)
 
 
-def one_after_the_other(weight: F32, pull: F32, h: F32, block: int) -> np.ndarray[Any, Any]:
-    """The rounded weights by the formula, in float64."""
-    columns = len(h)
-    n = n_blocks(columns, block)
-    diagonal = h.diagonal()
-    sums = [diagonal[b * block : (b + 1) * block].sum(dtype=np.float64) for b in range(n)]
-    groups = [
-        b * block + np.argsort(diagonal[b * block : (b + 1) * block], kind="stable") for b in np.argsort(sums)
-    ]
-    order = np.concatenate(groups)
-    h = h.astype(np.float64)[np.ix_(order, order)]
-    factor = np.linalg.cholesky(h)
-    w, pull = weight[:, order].astype(np.float64), pull[:, order].astype(np.float64)
-    pulled = np.linalg.solve(factor, pull.T).T
-    codes, scales, hi = np.zeros_like(w), np.zeros_like(w), columns
-    for group in groups[::-1]:
-        lo = hi - len(group)
-        for row in range(len(w)):
-            error = w[row, hi:] - codes[row, hi:] * scales[row, hi:]
-            targets = w[row, lo:hi] + (error @ factor[hi:] + pulled[row])[lo:hi] / factor.diagonal()[lo:hi]
-            peak = targets[np.abs(targets).argmax()]
-            best = np.inf
-            for step in peak * SHRINK.astype(np.float64) / -8:
-                trial, added = np.zeros(hi - lo), 0.0
-                for j in range(hi - 1, lo - 1, -1):
-                    after = w[row, j + 1 : hi] - step * trial[j + 1 - lo :]
-                    target = targets[j - lo] + after @ factor[j + 1 : hi, j] / factor[j, j]
-                    trial[j - lo] = np.clip(np.rint(target / step) if step else 0, -8, 7)
-                    added += (factor[j, j] * (target - step * trial[j - lo])) ** 2
-                if added < best:
-                    best, codes[row, lo:hi], scales[row, lo:hi] = added, trial, step
-        hi = lo
-    hi = columns
-    for group in groups[::-1]:
-        lo = hi - len(group)
-        for row in range(len(w)):
-            q, slopes = codes[row, lo:hi], (w[row] - codes[row] * scales[row]) @ h + pull[row]
-            if q.any():
-                scales[row, lo:hi] += slopes[lo:hi] @ q / (q @ h[lo:hi, lo:hi] @ q)
-            for j in range(lo, hi):
-                error = w[row] - codes[row] * scales[row]
-                best = w[row, j] - error[j] + (error @ h[:, j] + pull[row, j]) / h[j, j]
-                codes[row, j] = np.clip(np.rint(best / scales[row, j]) if scales[row, j] else 0, -8, 7)
-        hi = lo
-    restored = np.empty_like(w)
-    restored[:, order] = codes * scales
-    return restored
-
-
 @pytest.mark.parametrize(("tokens", "columns"), [(400, 96), (5000, 40), (5, 64)])
 def test_a_hessian_is_the_formula(tokens: int, columns: int) -> None:
     x = inputs(tokens, columns)
@@ -130,7 +81,7 @@ def test_rounding_is_the_formula(columns: int, block: int) -> None:
     change = np.float32(0.1) * np.roll(w, 1, axis=1)
     target = w + change
     ours = dequantize(*Rounder(h, block).round(w, change @ h), 4, block, columns)
-    expected = one_after_the_other(w, change @ h, h, block)
+    expected = dequantize(*round_numpy(w, change @ h, h, block), 4, block, columns)
     lost = [np.einsum("ri,ij,rj->", target - each, h, target - each) for each in (ours, expected)]
     np.testing.assert_allclose(lost[0], lost[1], rtol=0.02)  # where two levels are as near, all after differs
     assert (np.abs(ours - expected) < 1e-4).mean() > 0.9
@@ -139,6 +90,13 @@ def test_rounding_is_the_formula(columns: int, block: int) -> None:
     quantize(target, 4, block, *plain)
     alone = target - dequantize(*plain, 4, block, columns)
     assert lost[0] < 0.6 * np.einsum("ri,ij,rj->", alone, h, alone)
+
+
+def test_the_heaviest_columns_are_last() -> None:
+    """Whole blocks by their sums, the last one short, and the columns of each."""
+    order, blocks = column_order(np.array([9, 1, 5, 2, 2, 3, 6, 5, 8], np.float32), 4)
+    assert blocks.tolist() == [2, 1, 0]
+    assert order.tolist() == [8, 4, 5, 7, 6, 1, 3, 2, 0]
 
 
 def test_rounding_where_the_text_says_little() -> None:

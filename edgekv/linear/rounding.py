@@ -22,7 +22,7 @@ import numpy as np
 
 from edgekv.kernels import threads
 from edgekv.linear.quantize import n_blocks, pack, rows_jit
-from edgekv.types import F32, I8, I64, U8
+from edgekv.types import F32, F64, I8, I64, U8
 
 TOGETHER = 256  # columns between two matrix products
 SHRINK = np.arange(1.04, 0.67, -0.04).astype(np.float32)
@@ -41,6 +41,71 @@ def column_order(importance: F32, block: int) -> tuple[I64, I64]:
     return np.concatenate(columns).astype(np.int64), order.astype(np.int64)
 
 
+def block_ends(blocks: I64, block: int, columns: int) -> I64:
+    """Where each of ``blocks`` begins, one behind the other, and the end of the last."""
+    sizes = np.minimum(block, columns - blocks * block)
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def round_numpy(weight: F32, pull: F32, hessian: F32, block: int) -> tuple[U8, F32]:
+    """weight, pull (r, columns), hessian (columns, columns) -> codes and scales, as `Rounder.round` gives them.
+
+    The specification of that, in float64: a row, and of it a column, after the other.
+    """
+    order, blocks = column_order(hessian.diagonal(), block)
+    ends = block_ends(blocks, block, len(order))
+    h = hessian.astype(np.float64)[np.ix_(order, order)]
+    factor = np.asarray(np.linalg.cholesky(h), np.float64)
+    w, b = weight[:, order].astype(np.float64), pull[:, order].astype(np.float64)
+    pulled = np.linalg.solve(factor, b.T).T
+    codes, scales, errors = np.zeros(w.shape, np.int8), np.zeros((len(w), len(blocks))), np.zeros_like(w)
+    last_first = [(i, slice(ends[i], ends[i + 1])) for i in reversed(range(len(blocks)))]
+    for i, own in last_first:
+        inner = factor[own, own]
+        for r in range(len(w)):
+            targets = w[r, own] + (errors[r] @ factor + pulled[r])[own] / inner.diagonal()
+            steps = targets[np.abs(targets).argmax()] * SHRINK.astype(np.float64) / -8
+            tried = [_tried(w[r, own], targets, inner, step) for step in steps]
+            best = int(np.argmin([added for _, added in tried]))
+            codes[r, own], scales[r, i] = tried[best][0], steps[best]
+            errors[r, own] = w[r, own] - codes[r, own] * steps[best]
+    for i, own in last_first:
+        for r in range(len(w)):
+            q, slopes = codes[r, own].astype(np.float64), errors[r] @ h + b[r]
+            if not q.any():
+                continue
+            scales[r, i] += slopes[own] @ q / (q @ h[own, own] @ q)
+            errors[r, own] = w[r, own] - q * scales[r, i]
+            for j in range(own.start, own.stop):
+                best_value = w[r, j] - errors[r, j] + (errors[r] @ h[:, j] + b[r, j]) / h[j, j]
+                codes[r, j] = _level(best_value, scales[r, i])
+                errors[r, j] = w[r, j] - codes[r, j] * scales[r, i]
+    return _in_place(codes, scales.astype(np.float32), order, blocks, block)
+
+
+def _tried(w: F64, targets: F64, factor: F64, step: float) -> tuple[F64, float]:
+    """A block's codes with a scale, and what it adds."""
+    codes, errors, added = np.zeros_like(w), np.zeros_like(w), 0.0
+    for j in reversed(range(len(w))):
+        target = targets[j] + errors @ factor[:, j] / factor[j, j]
+        codes[j] = _level(target, step)
+        errors[j] = w[j] - step * codes[j]
+        added += (factor[j, j] * (target - step * codes[j])) ** 2
+    return codes, added
+
+
+def _level(value: float, step: float) -> float:
+    return min(max(np.rint(value / step), -8.0), 7.0) if step else 0.0
+
+
+def _in_place(codes: I8, scales: F32, order: I64, blocks: I64, block: int) -> tuple[U8, F32]:
+    """Codes (r, columns) and scales (r, blocks) in the order of H, put back and packed."""
+    rows = len(codes)
+    whole, own_scales = np.zeros((rows, len(blocks) * block), np.int8), np.empty_like(scales)
+    whole[:, order], own_scales[:, blocks] = codes, scales
+    return pack(whole.reshape(rows, -1, block), 4), own_scales
+
+
 class Rounder:
     """Rounds rows of one linear layer. hessian (columns, columns) float32: H, positive definite."""
 
@@ -53,8 +118,7 @@ class Rounder:
         self._weights = diagonal * diagonal
         factor /= diagonal
         self._factor = factor
-        sizes = np.minimum(block, columns - self._blocks * block)
-        self._ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self._ends = block_ends(self._blocks, block, columns)
 
     def round(self, weight: F32, pull: F32) -> tuple[U8, F32]:
         """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize_numpy` gives them.
@@ -82,7 +146,7 @@ class Rounder:
                 errors[:, lo:hi],
             )
         self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
-        return self._in_place(codes, scales)
+        return _in_place(codes, scales, self._order, self._blocks, self.block)
 
     def size(self, pull: F32) -> float:
         """The sum of pull H^-1 pull^T over the rows of pull (r, columns): what a change by it makes better."""
@@ -119,12 +183,6 @@ class Rounder:
                 errors[:, lo:hi],
             )
             slopes[:, :lo] += (errors[:, lo:hi] - before) @ self._hessian[lo:hi, :lo]
-
-    def _in_place(self, codes: I8, scales: F32) -> tuple[U8, F32]:
-        rows = len(codes)
-        whole, own_scales = np.zeros((rows, len(self._blocks) * self.block), np.int8), np.empty_like(scales)
-        whole[:, self._order], own_scales[:, self._blocks] = codes, scales
-        return pack(whole.reshape(rows, -1, self.block), 4), own_scales
 
 
 @rows_jit

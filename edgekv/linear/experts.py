@@ -29,10 +29,13 @@ def graph_width(config: ModelConfig, i: int) -> int:
 
 
 def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
-    """Of logits (n, experts): each token's experts (n, k), and their weights (n, k)."""
-    chosen = np.argpartition(-logits, experts.per_token - 1, axis=1)[:, : experts.per_token]
-    largest = logits.max(axis=1, keepdims=True)
-    weights: F32 = np.exp(logits[np.arange(len(logits))[:, None], chosen] - largest)
+    """Of logits (n, experts): each token's experts (n, k), the largest first, and their weights (n, k).
+
+    Of equal logits the first are chosen, and NaN only where there are too few numbers.
+    """
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, : experts.per_token]
+    largest = np.take_along_axis(logits, chosen[:, :1], axis=1)
+    weights: F32 = np.exp(np.take_along_axis(logits, chosen, axis=1) - largest)
     of_all = weights if experts.renormalized else np.exp(logits - largest)
     weights /= of_all.sum(axis=1, keepdims=True)
     return chosen, weights

@@ -57,7 +57,7 @@ class StoredExperts:
     def add(self, x: F32, y: F32, logits: F32, i: int) -> F32:
         """As `experts.add_experts`: x (n, hidden) plus what layer i's experts make of y (n, hidden)."""
         assert self._experts
-        of, tokens, weights = routing.choose(logits, self._experts.per_token, self._experts.renormalized)
+        of, tokens, weights = routing.route(logits, self._experts.per_token, self._experts.renormalized)
         inner = self._gate(self(y.take(tokens, axis=0), of, f"{i}.experts_up"))
         results = self(inner, of, f"{i}.experts_down")
         return routing.add_results(x, results, tokens, weights)

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.jit import jit
+from edgekv.kernels.cpu.jit import Scalar, jit
 from edgekv.kernels.cpu.loops import Loop, address_of, floats, numbers, scratch_memory
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32, I64
@@ -17,16 +17,16 @@ from edgekv.types import F32, I64
 ZERO = np.float32(0)
 
 
-def choose(logits: F32, per_token: int, renormalized: bool) -> tuple[I64, I64, F32]:
+def route(logits: F32, per_token: int, renormalized: bool) -> tuple[I64, I64, F32]:
     """Of logits (n, experts), the pairs in ascending order of experts, then of tokens: their experts, their tokens
-    and their weights, each (n * per_token,). Of equal logits the first are chosen.
+    and their weights, each (n * per_token,). Those that `edgekv.linear.experts.choose` chooses.
     """
     logits = np.ascontiguousarray(logits)
     (n, count), m = logits.shape, len(logits) * per_token
     experts, tokens, weights = np.empty(m, np.int64), np.empty(m, np.int64), np.empty(m, np.float32)
     memory = scratch_memory("routing", 12 * m + 8 * count)
     addresses = (address_of(array) for array in (logits, experts, tokens, weights))
-    _CHOOSE.call(n, count, per_token, renormalized, memory, *addresses)
+    _ROUTE.call(n, count, per_token, renormalized, memory, *addresses)
     return experts, tokens, weights
 
 
@@ -46,12 +46,12 @@ def add_results(x: F32, results: F32, tokens: I64, weights: F32) -> F32:
 def warm_up() -> None:
     """Compiles both."""
     x = np.zeros((1, 1), np.float32)
-    _, tokens, weights = choose(x, 1, True)
+    _, tokens, weights = route(x, 1, True)
     add_results(x, x, tokens, weights)
     _ADD.run_parallel(0, np.zeros(6, np.int64))
 
 
-def _choose(
+def _route(
     n: int,
     count: int,
     per_token: int,
@@ -98,15 +98,20 @@ def _choose(
 
 @jit
 def _put_largest(row: F32, count: int, chosen: I64, k: int) -> None:
-    """chosen (k,) = where the k largest of row (count,) are, in descending order; NaN is larger than no number."""
+    """chosen (k,) = where the k largest of row (count,) are, in descending order; NaN is behind all numbers."""
     for e in range(count):
         i = min(e, k)
-        while i > 0 and get(row, e) > get(row, get(chosen, i - 1)):
+        while i > 0 and _is_before(get(row, e), get(row, get(chosen, i - 1))):
             if i < k:
                 put(chosen, i, get(chosen, i - 1))
             i -= 1
         if i < k:
             put(chosen, i, e)
+
+
+@jit
+def _is_before(x: Scalar, y: Scalar) -> bool:
+    return x > y or (np.isnan(y) and not np.isnan(x))
 
 
 def _add_channels(first: int, last: int, part: int, place: int) -> None:
@@ -121,5 +126,5 @@ def _add_channels(first: int, last: int, part: int, place: int) -> None:
             put(row, i, get(row, i) + weight * get(result, i))
 
 
-_CHOOSE = Loop(_choose, 9, exact=True)
+_ROUTE = Loop(_route, 9, exact=True)
 _ADD = launch.Stage(_add_channels, exact=True)  # a channel's sum is the same in whichever share it is

@@ -30,18 +30,18 @@ N_NUMBERS = N_FIELDS + 3
 
 
 class ChosenProduct:
-    """Products with parts of the same weights: of n_parts with as many outputs, at least OUTPUTS."""
+    """Products with experts' parts of the same weights: of n_experts with as many outputs, at least OUTPUTS."""
 
-    def __init__(self, weights: PackedWeights, n_parts: int) -> None:
+    def __init__(self, weights: PackedWeights, n_experts: int) -> None:
         self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
-        self._outputs, self._row_bytes = len(weights.scales) // n_parts, self._at.gap + 4 * weights.layout.block
+        self._outputs, self._row_bytes = len(weights.scales) // n_experts, self._at.gap + 4 * weights.layout.block
 
-    def __call__(self, x: F32, of: I64, n_threads: int | None = None) -> F32:
-        """Each row of x (m, columns) times the transpose of part of[row]: (m, outputs of a part).
+    def __call__(self, x: F32, experts: I64, n_threads: int | None = None) -> F32:
+        """Each row of x (m, columns) times the transpose of its expert's part: (m, outputs of a part).
 
-        of (m,) ascending. n_threads: None, all of `threads.count()`.
+        experts (m,): each row's, ascending. n_threads: None, all of `threads.count()`.
         """
-        x, of, outputs = np.ascontiguousarray(x), np.ascontiguousarray(of), self._outputs
+        x, experts, outputs = np.ascontiguousarray(x), np.ascontiguousarray(experts), self._outputs
         (m, columns), n_threads = x.shape, n_threads or threads.count()
         x_bytes = aligned_size(m * self._row_bytes)
         memory = scratch_memory("products", x_bytes + n_threads * PANEL_BYTES)
@@ -49,7 +49,7 @@ class ChosenProduct:
         own = address_of(x), m, columns, 0, memory, outputs, address_of(y), memory + x_bytes
         first_part = np.array(own + self._at, np.int64)
         given = np.empty(BEFORE + m * N_NUMBERS, np.int64)
-        LAY_OUT.call(address_of(first_part), self._row_bytes, address_of(of), m, address_of(given))
+        LAY_OUT.call(address_of(first_part), self._row_bytes, address_of(experts), m, address_of(given))
         shares = n_threads if m * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
         preparing = n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1
         run(self._stages, given, m, int(given[N_TILES]), preparing, shares)
@@ -88,18 +88,18 @@ def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
     return launch.Stage(prepare), launch.Stage(tiles)
 
 
-def _lay_out(first_part: int, row_bytes: int, of: int, m: int, given: int) -> None:
-    """What kernels get, from the product of all m rows with the first part; of (m,): each row's part, ascending.
+def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
+    """What kernels get, from the product of all m rows with the first part; experts (m,): each row's, ascending.
 
     row_bytes: of a rounded row, and of its room for a block.
     """
-    p, parts = product_at(Product, first_part), numbers(of)
+    p, own_experts = product_at(Product, first_part), numbers(experts)
     first = n_products = n_tiles = 0
     while first < m:
         n = 1
-        while first + n < m and get(parts, first + n) == get(parts, first):
+        while first + n < m and get(own_experts, first + n) == get(own_experts, first):
             n += 1
-        outputs, place = p.outputs * get(parts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
+        outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
         is_panel, tiles = _tiles_of(n, p.outputs)
         offsets = p.offsets and p.offsets + 4 * p.blocks * outputs
         zeros = p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs

@@ -15,7 +15,7 @@ from edgekv.checkpoint.shapes import load_shape
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.linear import calibrate
-from edgekv.linear.calibrate import DAMPING, SAMPLE, cross_products, hessian, pull
+from edgekv.linear.calibrate import DAMPING, SAMPLE, cross_products, hessian, linear_term
 from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format
 from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
 from edgekv.linear.random import RandomWeights
@@ -112,7 +112,8 @@ def test_rounding_where_the_text_says_little() -> None:
 def aim(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
     """What is rounded in place of rows."""
     h = hessian(own)
-    return rows + pull(Rounder(h, 32), rows, *cross_products(lost, own)) @ np.linalg.inv(h.astype(np.float64))
+    change = linear_term(Rounder(h, 32), rows, *cross_products(lost, own))
+    return rows + change @ np.linalg.inv(h.astype(np.float64))
 
 
 def formula(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
@@ -127,7 +128,7 @@ def formula(rows: F32, lost: F32, own: F32) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(("tokens", "columns", "rows"), [(4000, 48, 100), (301, 96, 12), (600, 600, 20)])
-def test_a_pull_is_the_formula(tokens: int, columns: int, rows: int) -> None:
+def test_a_linear_term_is_the_formula(tokens: int, columns: int, rows: int) -> None:
     own, w, rng = inputs(tokens, columns), drawn(rows, columns), np.random.default_rng(1)
     lost = (own @ (0.1 * rng.standard_normal((columns, columns))).astype(np.float32)).astype(np.float32)
     expected = formula(w, lost, own)
@@ -136,7 +137,7 @@ def test_a_pull_is_the_formula(tokens: int, columns: int, rows: int) -> None:
     np.testing.assert_allclose(aim(w, lost, own), expected, atol=1e-3 * change)
 
 
-def test_a_pull_makes_up_for_what_the_text_shows() -> None:
+def test_a_linear_term_makes_up_for_what_the_text_shows() -> None:
     """What inputs lost as a rule is made up for; what they lost by chance hardly, however short the text."""
     rng, w = np.random.default_rng(1), drawn(64, 64)
     own, other = np.split(inputs(3000, 64), [1000])

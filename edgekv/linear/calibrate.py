@@ -56,7 +56,7 @@ class CalibratingOps(NumpyOps):
         exact, own = np.split(x, 2)
         rounder, products = Rounder(hessian(own), form.block), cross_products(exact - own, own)
         parts = [
-            rounder.round(rows, pull(rounder, rows, *products))
+            rounder.round(rows, linear_term(rounder, rows, *products))
             for rows in self._checkpoint.blocks(name, ROUND_ELEMENTS)
         ]
         codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -107,7 +107,7 @@ def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
     return (first + second) / np.float32(n), (first - second) / np.float32(n)
 
 
-def pull(rounder: Rounder, rows: F32, mean: F32, apart: F32) -> F32:
+def linear_term(rounder: Rounder, rows: F32, mean: F32, apart: F32) -> F32:
     """For `Rounder.round`: rows (r, columns) are to make of inputs ``own`` what they make of own + lost.
 
     mean, apart: the `cross_products` of lost and own; rounder has the hessian of own. A least-squares change,

@@ -8,7 +8,7 @@ others can make up for. A block's scale is the candidate with which the block, r
 
 Then once more, from the last block to the first, its scale and each of its codes become what is best beside all
 others: with the slopes s = (w - q) H a column's error is best less by s_j / H_jj. To have w + b H^-1 rounded in
-place of w, b is added to the slopes, and b L^-T to what the targets add, before they are divided.
+place of w, the linear term b is added to the slopes, and b L^-T to what the targets add, before they are divided.
 
 Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885).
 """
@@ -47,26 +47,26 @@ def block_ends(blocks: I64, block: int, columns: int) -> I64:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def round_numpy(weight: F32, pull: F32, hessian: F32, block: int) -> tuple[U8, F32]:
-    """weight, pull (r, columns), hessian (columns, columns) -> codes and scales, as `Rounder.round` gives them.
+def round_numpy(weight: F32, linear_term: F32, hessian: F32, block: int) -> tuple[U8, F32]:
+    """weight, linear_term (r, columns), hessian (columns, columns) -> codes and scales as of `Rounder.round`.
 
     The specification of that, in float64: a row, and of it a column, after the other.
     """
     order, blocks = column_order(hessian.diagonal(), block)
     ends = block_ends(blocks, block, len(order))
     h = hessian.astype(np.float64)[np.ix_(order, order)]
-    factor: F64 = np.linalg.cholesky(h)
-    w, b = weight[:, order].astype(np.float64), pull[:, order].astype(np.float64)
-    pulled = np.linalg.solve(factor, b.T).T
+    factor = np.asarray(np.linalg.cholesky(h), np.float64)
+    w, b = weight[:, order].astype(np.float64), linear_term[:, order].astype(np.float64)
+    added = np.linalg.solve(factor, b.T).T
     codes, scales, errors = np.zeros(w.shape, np.int8), np.zeros((len(w), len(blocks))), np.zeros_like(w)
     last_first = [(i, slice(ends[i], ends[i + 1])) for i in reversed(range(len(blocks)))]
     for i, own in last_first:
         inner = factor[own, own]
         for r in range(len(w)):
-            targets = w[r, own] + (errors[r] @ factor + pulled[r])[own] / inner.diagonal()
+            targets = w[r, own] + (errors[r] @ factor + added[r])[own] / inner.diagonal()
             steps = targets[np.abs(targets).argmax()] * SHRINK.astype(np.float64) / -8
             tried = [_tried(w[r, own], targets, inner, step) for step in steps]
-            best = int(np.argmin([added for _, added in tried]))
+            best = int(np.argmin([loss for _, loss in tried]))
             codes[r, own], scales[r, i] = tried[best][0], steps[best]
             errors[r, own] = w[r, own] - codes[r, own] * steps[best]
     for i, own in last_first:
@@ -120,13 +120,13 @@ class Rounder:
         self._factor = factor
         self._ends = block_ends(self._blocks, block, columns)
 
-    def round(self, weight: F32, pull: F32) -> tuple[U8, F32]:
+    def round(self, weight: F32, linear_term: F32) -> tuple[U8, F32]:
         """weight (r, columns) -> codes (r, blocks, block / 2), scales (r, blocks), as `quantize_numpy` gives them.
 
-        pull (r, columns): as if weight + pull H^-1 were rounded.
+        linear_term b (r, columns): as if weight + b H^-1 were rounded.
         """
         rows, columns = weight.shape
-        w, b = np.ascontiguousarray(weight[:, self._order]), pull[:, self._order]
+        w, b = np.ascontiguousarray(weight[:, self._order]), linear_term[:, self._order]
         wanted = w + self._forward(b) / self._weights
         errors, codes = np.zeros_like(w), np.zeros((rows, columns), np.int8)
         scales = np.empty((rows, len(self._blocks)), np.float32)
@@ -148,9 +148,9 @@ class Rounder:
         self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
         return _in_place(codes, scales, self._order, self._blocks, self.block)
 
-    def size(self, pull: F32) -> float:
-        """The sum of pull H^-1 pull^T over the rows of pull (r, columns): what a change by it makes better."""
-        return float((np.square(self._forward(pull[:, self._order])) / self._weights).sum(dtype=np.float64))
+    def size(self, linear_term: F32) -> float:
+        """The sum of b H^-1 b^T over the rows b of linear_term (r, columns): what a change by it makes better."""
+        return float((np.square(self._forward(linear_term[:, self._order])) / self._weights).sum(dtype=np.float64))
 
     def _forward(self, b: F32) -> F32:
         """x with x F^T = b, where F = L / its diagonal; b / x (r, columns) in the order of H."""

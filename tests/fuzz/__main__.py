@@ -15,7 +15,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from .kinds import KINDS, Material
+from .kinds import KINDS
+from .material import Material
 from .runner import Case, Tally, run
 
 

@@ -23,9 +23,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     from edgekv import EdgeKVError
 
-    from . import kinds
+    from .kinds import KINDS
+    from .material import Material
 
-    made = kinds.Material(scratch / "material")
+    made = Material(scratch / "material")
     taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -35,7 +36,7 @@ def main() -> None:
         folder = scratch / "case"
         folder.mkdir()
         try:
-            kinds.KINDS[kind](made, folder, Random(f"{kind} {seed}"))
+            KINDS[kind](made, folder, Random(f"{kind} {seed}"))
             outcome = "success"
         except EdgeKVError as error:
             outcome = "error" if "\n" not in str(error) else f"an error of several lines: {str(error)[:500]}"

@@ -1,0 +1,126 @@
+"""The whole inputs that are damaged: models of every layout, saved sessions, images."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import expert_cases
+import gguf_writer
+import golden_cases
+import packed_cases
+import tokenizers
+import vision_cases
+from PIL import Image
+
+from edgekv import Session
+from edgekv.linear.store_builder import build
+from edgekv.session.model import Model
+from edgekv.tokenizer import Tokenizer, load_tokenizer
+
+DEMO = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "demo"
+SCHEMES = (
+    "dense",
+    "onebit:residual_length=16",
+    "bitplane",
+    "planes:k_bits=2.5,v_bits=1.5,residual_length=16",
+    "int4",
+    "quest",
+    "tova:budget=100",
+    "h2o:budget=100",
+    "streaming:budget=100",
+    "kivi2:residual_length=16",
+    "kvcomp:residual_length=16,block=16",
+    "h1b",
+    "steps:budget=150000,residual_length=16",
+    "mikv:budget=60",
+    "fier",
+    "snapkv:budget=100",
+    "visual1",
+    "visual=planes",
+)
+CTX, N_PROMPT = 320, 200  # of sessions: enough for packed blocks
+MORE = [1, 2] * 20
+FAMILIES = (
+    *("gemma2", "gemma3-v5-parameters", "phi3-longrope", "smollm3-options", "olmo2", "granite", "ministral3"),
+    *("lfm2-options", "qwen3_5", "qwen3-moe-options", "mixtral", "gpt-oss"),
+)
+Saved = tuple[bytes, tuple[Session, Session]]  # a file, and models that read it
+
+
+class Material:
+    """Whole inputs, made once in ``folder``."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.tokenizer: Tokenizer = load_tokenizer(DEMO)
+        self._checkpoints(folder)
+        self._sessions(folder)
+        self._images(folder)
+
+    def _checkpoints(self, folder: pathlib.Path) -> None:
+        """Models of every layout, tokenizers among them, and a store of quantized weights."""
+        self.llama = golden_cases.write_checkpoint("llama31", folder / "llama31")
+        self.gpt2 = golden_cases.write_checkpoint("gpt2", folder / "gpt2")
+        self.llava = vision_cases.write_model(folder / "llava")
+        self.words = folder / "llava" / "tokenizer.json"
+        self.families = [golden_cases.write_checkpoint(name, folder / name) for name in FAMILIES]
+        (folder / "packed").mkdir()
+        self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
+        self.packed.append(expert_cases.write_mxfp4(folder / "mxfp4")[0])
+        self.gguf = [gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)]
+        for name in ("gemma3", "phi3-longrope", "olmo2", "granite"):
+            checkpoint = golden_cases.write_checkpoint(name, folder / "gguf" / name)
+            self.gguf.append(gguf_writer.write_gguf(checkpoint, folder / f"{name}.gguf", "Q8_0", tokenizer=False))
+        self.byte_pairs = folder / "byte-pairs"
+        self.byte_pairs.mkdir()
+        library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "Ġ": 3}, [("a", "b")]))
+        library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+        library.decoder = tokenizers.decoders.ByteLevel()
+        library.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.NFC()])
+        library.save(str(self.byte_pairs / "tokenizer.json"))
+        self.stores = [folder / f"store-{weights}" for weights in ("int8", "f32")]
+        model = Model.open(self.llama)
+        for place in self.stores:
+            build(model.weights, model.weight_format(place.name.removeprefix("store-")), place, None)
+
+    def _sessions(self, folder: pathlib.Path) -> None:
+        """Saved texts, plain and compressed, each with two loaded models that read it.
+
+        Of each of SCHEMES, and of models with layers that do not attend.
+        """
+        self.loaded, self.compiled = self._longer(self.llama, folder / "longer")
+        self.sessions: list[Saved] = []
+        self.recurrent_sessions: list[Saved] = []
+        for kv in SCHEMES:
+            for compress in (False, True):
+                self.sessions.append(_saved((self.loaded, self.compiled), kv, compress, folder / "session"))
+        for name in ("lfm2-options", "qwen3_5"):
+            models = self._longer(folder / name, folder / f"{name}-longer")
+            self.recurrent_sessions.append(_saved(models, "onebit", False, folder / "session"))
+
+    def _longer(self, source: pathlib.Path, folder: pathlib.Path) -> tuple[Session, Session]:
+        """A model with CTX positions, on the reference and on the CPU."""
+        longer = shutil.copytree(source, folder)
+        raw = json.loads((longer / "config.json").read_text())
+        (longer / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))
+        loaded, compiled = (
+            Session.load(longer, weights="f32", device=each, threads=1) for each in ("numpy", "cpu")
+        )
+        return loaded, compiled
+
+    def _images(self, folder: pathlib.Path) -> None:
+        """A picture in every format that is read."""
+        self.images = []
+        whole = Image.fromarray(vision_cases.pixels(20, 30))
+        for name in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
+            whole.save(folder / "image", format=name)
+            self.images.append((folder / "image").read_bytes())
+
+
+def _saved(models: tuple[Session, Session], kv: str, compress: bool, path: pathlib.Path) -> Saved:
+    session = models[0].fork(kv=kv)
+    list(session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=2, temperature=1.0, seed=1))
+    session.save(path, compress=compress)
+    Session.restore(path, models[1]).prefill(MORE)  # kernels are compiled here, not in a case
+    return path.read_bytes(), models

@@ -1,0 +1,181 @@
+"""Kinds of input that are files of a model: each is damaged and given to what reads it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from random import Random
+from typing import Any
+
+import golden_cases
+import lora_cases
+import numpy as np
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from edgekv import Session
+from edgekv.chat.template import find_template
+from edgekv.session.model import Model
+from edgekv.session.plan import SessionPlan
+from edgekv.tokenizer import load_tokenizer
+from edgekv.vision import picture
+from edgekv.vision.preprocess import Preprocess
+
+from .material import DEMO, Material
+from .mutate import as_json, damaged, mutated
+
+HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
+
+
+def used(folder: pathlib.Path, **options: Any) -> None:
+    """The model is opened, planned, loaded and run for a few tokens, as far as it goes."""
+    chosen = {"weights": "f32", "device": "numpy"} | options
+    SessionPlan.make(Model.open(folder), kv=chosen.get("kv", "onebit"), ctx=None, weights=chosen["weights"])
+    session = Session.load(folder, ctx=16, **chosen)
+    session.prefill([1, 2, 3])
+
+
+def config(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = rng.choice((m.llama, m.gpt2, m.llava))
+    shutil.copy(source / "model.safetensors", folder)
+    raw = json.loads((source / "config.json").read_text())
+    if rng.random() < 0.5 and "n_embd" not in raw:
+        raw["rope_scaling"] = rng.choice(
+            (golden_cases.LLAMA3, golden_cases.LONGROPE, {"type": "yarn", "factor": 2})
+        )
+    (folder / "config.json").write_bytes(as_json(mutated(raw, rng), rng))
+    used(folder)
+
+
+def family(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = rng.choice(m.families)
+    shutil.copy(source / "model.safetensors", folder)
+    (folder / "config.json").write_bytes(
+        as_json(mutated(json.loads((source / "config.json").read_text()), rng), rng)
+    )
+    used(folder, kv="dense")
+
+
+def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Either what config.json says of the packing is damaged, or the header of the tensors."""
+    source = rng.choice(m.packed)
+    raw, tensors = json.loads((source / "config.json").read_text()), (source / "model.safetensors").read_bytes()
+    if rng.random() < 0.5:
+        raw["quantization_config"] = mutated(raw["quantization_config"], rng)
+    else:
+        tensors = damaged(tensors, rng, HEAD)
+    (folder / "config.json").write_bytes(as_json(raw, rng))
+    (folder / "model.safetensors").write_bytes(tensors)
+    used(folder, weights="auto")
+
+
+def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = rng.choice((m.llama, m.gpt2))
+    shutil.copy(source / "config.json", folder)
+    (folder / "model.safetensors").write_bytes(damaged((source / "model.safetensors").read_bytes(), rng, HEAD))
+    used(folder)
+
+
+def index(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    shutil.copy(m.llama / "config.json", folder)
+    tensors = golden_cases.tensors("llama31")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in halves.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    homes = {name: file for file, held in halves.items() for name in held}
+    whole = {"metadata": {"total_size": 1}, "weight_map": homes}
+    (folder / "model.safetensors.index.json").write_bytes(as_json(mutated(whole, rng), rng))
+    used(folder)
+
+
+def tokenizer(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    what = rng.randrange(4)
+    if what == 0:
+        (folder / "tokenizer.model").write_bytes(damaged((DEMO / "tokenizer.model").read_bytes(), rng, HEAD))
+    elif what == 1:
+        vocabulary = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
+        (folder / "vocab.json").write_bytes(as_json(mutated(vocabulary, rng), rng))
+        (folder / "merges.txt").write_bytes(damaged(b"#version: 0.2\na b\n", rng))
+    else:
+        source = rng.choice((m.words, m.byte_pairs / "tokenizer.json"))
+        (folder / "tokenizer.json").write_bytes(as_json(mutated(json.loads(source.read_text()), rng), rng))
+    if rng.random() < 0.5:
+        declared = {"add_bos_token": True, "bos_token": {"content": "a"}, "eos_token": "b", "chat_template": "x"}
+        (folder / "tokenizer_config.json").write_bytes(as_json(mutated(declared, rng), rng))
+        (folder / "generation_config.json").write_bytes(as_json(mutated({"eos_token_id": [1, 2]}, rng), rng))
+        find_template(folder)
+    opened = load_tokenizer(folder, config={})
+    ids = opened.encode("ab w3 <image> \N{GRINNING FACE}\0")
+    opened.decode(ids)
+    for token in range(min(opened.vocab_size, 300)):
+        opened.token_bytes(token)
+        opened.piece(token)
+
+
+def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    (folder / "model.gguf").write_bytes(damaged(rng.choice(m.gguf).read_bytes(), rng, HEAD))
+    used(folder / "model.gguf", weights="auto")
+
+
+def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    metadata = {"format": "edgekv-adapter", "version": "1", "base": m.loaded.model.identity, "scheme": "h1b"}
+    if rng.random() < 0.5:
+        metadata[rng.choice(list(metadata))] = rng.choice(("", "2", "x" * 10_000, m.loaded.model.identity))
+    shapes = ((), (3,), (3, 4), (1 << 20,), (0,), (1, 1, 1, 1))
+    tensors = {
+        rng.choice(("tau", "key_scale", "lam", "x")): np.full(
+            rng.choice(shapes), rng.choice((1, 0, np.nan)), np.float32
+        )
+    }
+    save_file(tensors, folder / "adapter", metadata=metadata)
+    if rng.random() < 0.7:
+        (folder / "adapter").write_bytes(damaged((folder / "adapter").read_bytes(), rng))
+    loaded = Session.load(m.llama, kv="h1b", adapter=folder / "adapter", weights="f32", device="numpy", ctx=16)
+    loaded.prefill([1, 2, 3])
+
+
+def lora(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    place = lora_cases.write("llama", folder / "lora")
+    config, weights = place / "adapter_config.json", place / "adapter_model.safetensors"
+    if rng.random() < 0.7:
+        config.write_bytes(as_json(mutated(json.loads(config.read_text()), rng), rng))
+    if rng.random() < 0.3:
+        tensors = {
+            name: np.full(array.shape, rng.choice((1, np.nan, 3e38)), np.float32)
+            for name, array in load_file(weights).items()
+        }
+        save_file(tensors, weights)
+    if rng.random() < 0.5:
+        weights.write_bytes(damaged(weights.read_bytes(), rng))
+    given = f"{place}:{rng.choice((1, 0.5, -1, 1e300, 'nan', 'x'))}"
+    if rng.random() < 0.5:
+        Model.open(m.llama, loras={"a": given}).changes("a")
+    else:
+        Model.open(m.llama, lora=given).weights.matrix("1.qkv")
+
+
+def image(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    (folder / "image").write_bytes(damaged(rng.choice(m.images), rng, 200))
+    Preprocess.read(m.llava / "preprocessor_config.json")(picture(folder / "image"))
+
+
+def processor(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    raw = json.loads((m.llava / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_bytes(as_json(mutated(raw, rng), rng))
+    Preprocess.read(folder / "preprocessor_config.json")(picture(Image.new("RGB", (30, 20))))
+
+
+def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    place = folder / "store"
+    shutil.copytree(rng.choice(m.stores), place)
+    if rng.randrange(3) == 0:
+        manifest = json.loads((place / "store.json").read_text())
+        (place / "store.json").write_bytes(as_json(mutated(manifest, rng), rng))
+    else:
+        name = rng.choice(
+            [path.name for path in sorted(place.iterdir()) if path.suffix in (".onnx", ".safetensors")]
+        )
+        (place / name).write_bytes(damaged((place / name).read_bytes(), rng, HEAD))
+    used(place, weights="auto", device="cpu", threads=1)

@@ -1,0 +1,166 @@
+"""Kinds of input that are requests, what they bring, and answers of a model: each is damaged and read."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from random import Random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from edgekv.chat import renderer
+from edgekv.chat.template import ChatTemplate
+from edgekv.server.answer_parser import AnswerParser
+from edgekv.server.body import parse_json
+from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
+from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, listed, read
+from edgekv.server.request_encoder import RequestEncoder
+from edgekv.server.responses_request import chat_request
+from edgekv.server.tools import TOOL_FORMATS, tools_grammar
+from edgekv.session.grammar import Grammar, JsonSchema
+
+from .material import Material
+from .mutate import as_json, damaged, mutated
+
+SNIPPETS = (
+    "{{ messages[0].content }}",
+    "{% for m in messages %}{{ m.role }}{% endfor %}",
+    "{{ 'x' * 10**10 }}",
+    "{{ messages * 10**9 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+    "{{ 'a'.ljust(10**11) }}",
+    "{{ 'a' | center(10**11) }}",
+    "{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}",
+    "{{ lipsum(9**9) }}",
+    "{{ cycler | list }}",
+    "{{ [].__class__ }}",
+    "{% set x = namespace(y=1) %}{% set x.y = x %}{{ x.y.y }}",
+    "{{ messages | tojson(indent=10**10) }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 9**(9**9) }}",
+    "{{ raise_exception(messages) }}",
+    "{{ strftime_now('%' * 1000) }}",
+    "{% generation %}x{% endgeneration %}",
+    "{% include 'x' %}",
+    "{% import 'x' as y %}",
+    "{{ messages | batch(10**9, 0) | list }}",
+    "{{ undefined.x.y }}",
+    "{% if true %}",
+    "{% else %}",
+    "{{",
+    "(" * 300,
+)
+
+
+def template(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    source = "".join(rng.choice(SNIPPETS) for _ in range(rng.randrange(1, 5)))
+    if rng.random() < 0.5:
+        source = damaged(source.encode(), rng).decode(errors="replace")
+    messages = mutated([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], rng)
+    with mock.patch.object(renderer, "SECONDS", 2.0):  # a case may take 10
+        ChatTemplate(source, m.tokenizer).render(messages if isinstance(messages, list) else [])
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^[a-z]{1,5}$", "maxLength": 10},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1, "maxItems": 3},
+        "c": {"anyOf": [{"enum": ["x", 1]}, {"type": "number", "minimum": 0, "multipleOf": 0.5}]},
+    },
+    "required": ["a"],
+    "$defs": {"n": {"type": "integer", "maximum": 100}},
+}
+
+
+def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    vocabulary = m.tokenizer.vocab_size
+    constraint = JsonSchema(mutated(SCHEMA, rng) or {}, m.tokenizer, vocabulary)
+    for _ in range(3):
+        allowed = constraint.allowed(np.zeros(vocabulary, np.float32))
+        if constraint.accept(int(allowed.argmax())):
+            break
+
+
+REQUEST: dict[str, Any] = {
+    "model": "m",
+    "temperature": 0.5,
+    "top_p": 1,
+    "top_k": 3,
+    "seed": 1,
+    "stop": ["x"],
+    "max_tokens": 3,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+    "logit_bias": {"5": 1},
+    "presence_penalty": 1,
+    "n": 1,
+}
+CHAT: dict[str, Any] = {
+    **REQUEST,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"b": 1}'}}]},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+RESPONSES: dict[str, Any] = {
+    "model": "m",
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+    "max_output_tokens": 3,
+}
+EMBEDDINGS: dict[str, Any] = {"model": "m", "input": ["x", "y"], "encoding_format": "base64", "dimensions": 3}
+
+
+def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    kinds: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+        "chat": (CHAT, lambda body: check_chat(read(body, ChatRequest))),
+        "completion": (
+            {**REQUEST, "prompt": [1, 2], "logprobs": 2, "echo": True},
+            lambda body: check_completion(read(body, CompletionRequest)),
+        ),
+        "responses": (RESPONSES, lambda body: check_chat(chat_request(body))),
+        "embeddings": (EMBEDDINGS, lambda body: listed(read(body, EmbeddingRequest).input, "input")),
+    }
+    body, asked = kinds[rng.choice(sorted(kinds))]
+    ask = asked(parse_json(as_json(mutated(body, rng), rng)))
+    if isinstance(ask, CheckedRequest):
+        prompts = RequestEncoder(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256)
+        prompts.encode(ask)
+        if ask.tools is not None and ask.tools.callable:
+            Grammar(tools_grammar(ask.tools, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size)
+
+
+def answer(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """An answer of a model gone astray, in pieces of any length."""
+    text = damaged(ANSWER.encode(), rng, len(ANSWER)).decode(errors="replace")
+    reader = AnswerParser(thinks=rng.random() < 0.3, form=rng.choice(list(TOOL_FORMATS.values())))
+    while text:
+        n = rng.randint(1, 9)
+        reader.push(text[:n])
+        text = text[n:]
+    reader.end()
+
+
+ANSWER = """<think>
+Which one?</think>
+
+See: <tool_call>
+{"name": "f", "arguments": {"a": "}\\"", "b": [1, {"c": null}]}}
+</tool_call>
+[TOOL_CALLS][{"name": "f", "arguments": {}}, {"arguments": {}, "name": "g"}]"""

@@ -27,5 +27,5 @@ class BitPlane(Planes):
     version = 3  # with the deviations around centres
     paper = "ours"
     summary = "4-bit rotated keys and values in bit planes; keys' signs and the rest read where needed"
-    gives_up = "the exact weights of unlikely tokens, and their values within a block"
+    gives_up = "tokens that their centres do not foretell; exact weights of unlikely ones"
     Knobs = BitPlaneKnobs

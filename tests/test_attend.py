@@ -20,7 +20,8 @@ from edgekv.kernels.cpu import launch
 from edgekv.kernels.kinds import KINDS
 from edgekv.kernels.reference import gather
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
+from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.geometry import Geometry, Layout
 from edgekv.kvcache.keepall import KeepAll

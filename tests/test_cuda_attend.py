@@ -17,7 +17,8 @@ from edgekv.kernels.cuda.loops import CUDA_KINDS, loops_of
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import tier_stores
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
+from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
 from edgekv.kvcache.geometry import Geometry, Workspace
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch

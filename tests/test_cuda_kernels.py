@@ -14,8 +14,8 @@ from edgekv.kernels import reference
 from edgekv.kernels.contract.attention import Kernels
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.memory import to_host
-from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.papers.codebook import Codebook
+from edgekv.kvcache.rotation import Rotation
 
 CASES = [
     Case(d=128, length=200, g=2, r=1, n=1, t0=0, s0=0),

@@ -36,7 +36,8 @@ from edgekv.kernels.contract.planes import (
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.reference import gather, interleaved_values
 from edgekv.kernels.reference import planes as plain
-from edgekv.kvcache.codec_planes import Rotation, runs_of_heads
+from edgekv.kvcache.codec_planes import runs_of_heads
+from edgekv.kvcache.rotation import Rotation
 
 BLOCK = 64
 F64 = npt.NDArray[np.float64]

@@ -9,7 +9,7 @@ from edgekv.errors import CacheError
 from edgekv.kernels.contract.planes import KEY_STEP
 from edgekv.kernels.reference.planes import key_levels, round_queries
 from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.codec_planes import Rotation
+from edgekv.kvcache.rotation import Rotation
 from edgekv.kvcache.spec import CacheSpec
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.contract.planes import CENTRE
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.codecs import WORD
 from edgekv.kvcache.geometry import Workspace
 from edgekv.kvcache.papers.codec_h1b import SignSketch
 from edgekv.kvcache.planes import KEY_SCALES
+from edgekv.kvcache.rotation import Rotation
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32
 

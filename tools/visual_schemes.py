@@ -13,7 +13,7 @@ import numpy as np
 
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.bitplane import BitPlaneKnobs
-from edgekv.kvcache.codec_planes import TwoStageKeys, TwoStageValues
+from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.image_spans import ImageSpans
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch

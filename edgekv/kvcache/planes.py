@@ -11,7 +11,8 @@ import numpy as np
 
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.by_need import CHUNKS, LEAST, MIDDLE_DIGIT, MOST, HeadNoise, evenly, factors_of, given
-from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues, TwoStageKeys, TwoStageValues
+from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
+from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.knobs import bad_knob, require_only

@@ -35,6 +35,7 @@ LOOPS = (
     ("papers.int4", "int4", ("add",)),
     ("papers.kivi", "kivi_keys", ("score",)),
     ("papers.kivi", "kivi_values", ("add",)),
+    ("gather", "plane_keys", ("measure", "estimate")),
     ("gather", "plane_values", ("second_stage",)),
     ("papers.fier", "sign_index", ("score",)),
 )

@@ -10,6 +10,7 @@ from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.windowed import Windowed
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim
 TOKENS = 330  # several blocks of 64, and a rest
@@ -154,3 +155,22 @@ def test_a_million_tokens_without_a_copy_per_token(name: str) -> None:
     assert cache.n_seen == 1_000_000
     kept = {key: cache.arrays[key].ctypes.data for key in places if key in cache.arrays}
     assert all(places[key] == place for key, place in kept.items())
+
+
+@pytest.mark.parametrize("name", [name for name in CACHES if issubclass(CACHES[name], Windowed)])
+def test_the_latest_tokens_stay_exact_while_blocks_are_packed(name: str) -> None:
+    """Token by token over several blocks: the oldest block leaves the exact part, and that one alone."""
+    heads = SHAPES["gqa"]
+    cache = make(name, heads)
+    assert isinstance(cache, Windowed)
+    q, k, v = draw(heads, TOKENS)
+    packed = set()
+    for i in range(TOKENS):
+        cache.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
+        packed.add(cache.n_packed)
+        latest = slice(i + 1 - cache.n_recent, i + 1)
+        assert latest.start == cache.n_sink + cache.n_packed
+        for part, x in (("recent_key", k), ("recent_value", v)):
+            held = cache.stored()[part].decode(0, cache.n_recent)
+            np.testing.assert_array_equal(held, x[:, latest].astype(np.float16))
+    assert len(packed) > 2

@@ -14,6 +14,7 @@ import pytest
 from helpers import UNBOUND
 from key_bias import write_biased
 
+from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.cli import main
 from edgekv.cli.gate import table
@@ -21,7 +22,7 @@ from edgekv.decoder.decoder import Decoder
 from edgekv.errors import CheckpointError, ContextError
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.steps import Steps, StepsKnobs
-from edgekv.quality.evaluate import Quality
+from edgekv.quality.evaluate import Quality, evaluate
 from edgekv.quality.gate import (
     DEFAULT_SCHEMES,
     GateLimits,
@@ -92,6 +93,25 @@ def own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathli
 
 def model_of(tmp_path: pathlib.Path) -> Model:
     return Model.open(golden_cases.write_checkpoint("llama31", tmp_path / "model"))
+
+
+def test_a_perplexity_by_hand(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token's probability after those before it in its window; those after the first token of one alone."""
+    monkeypatch.setattr("edgekv.quality.evaluate.LOGIT_ROWS", 7)  # several pieces, and a rest
+    exact, ctx = "dense:dtype=f32", 24
+    path, tokens = golden_cases.write_checkpoint("llama31", tmp_path), golden_cases.tokens("llama31")
+    session = Session.load(path, kv=exact, weights="f32")
+    losses = []
+    for window in (tokens[:ctx], tokens[ctx : 2 * ctx]):
+        session.reset()
+        logits = session.logits(window).astype(float)
+        for i, following in enumerate(window[1:]):
+            losses.append(np.log(np.exp(logits[i]).sum()) - logits[i, following])
+    specs = [CacheSpec.parse(exact), CacheSpec.parse("kivi2:residual_length=0")]
+    plain, lossy = evaluate(session.decoder, tokens, ctx, specs)
+    assert plain.perplexity == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
+    assert plain.perplexity_ratio == pytest.approx(1, rel=1e-6)
+    assert lossy.perplexity == pytest.approx(lossy.perplexity_ratio * plain.perplexity, rel=1e-6)
 
 
 MISSED = {

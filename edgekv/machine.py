@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from threadpoolctl import ThreadpoolController
 
-from edgekv.errors import ConfigError, MemoryBudgetError
+from edgekv.errors import ConfigError, MemoryBudgetError, SessionError
 
 Root = str | os.PathLike[str]
 
@@ -112,6 +112,7 @@ def require_memory(parts: Mapping[str, int], available: int) -> None:
 def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
     """MemoryBudgetError in place of a MemoryError, NumPy's or CuPy's: it says what was asked for and what is free.
 
+    SessionError in place of an error of CUDA, after which a process can't use the GPU any more.
     what: the work in the block, for the message ("reading 3 tokens after 100").
     """
     try:
@@ -121,6 +122,16 @@ def memory_errors(what: str, free_bytes: Callable[[], int]) -> Iterator[None]:
         raise MemoryBudgetError(
             f"out of memory while {what}: {asked}; {format_bytes(free_bytes())} is free: lower `ctx`, or choose a "
             "smaller `kv` scheme or weights='int4'"
+        ) from error
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if "cudaError" not in reason and "CUDA_ERROR" not in reason:
+            raise
+        raise SessionError(
+            f"device='cuda': {reason}, while {what}: start the program again; if it comes back, use device='cpu'",
+            field="device",
+            value="cuda",
+            accepted=["cpu"],
         ) from error
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_cases import OnDevice
+from kernel_cases import assert_close
 
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.memory import to_host
@@ -77,6 +78,9 @@ def test_caches_equal_the_numpy_ones(device: OnDevice, text: str, shape: str) ->
     assert there.nbytes == here.nbytes
     for name, array in here.arrays.items():
         np.testing.assert_array_equal(to_host(there.arrays[name]), array, err_msg=name)
+    assert here.truncate(0) == there.truncate(0) == 0
+    again = there.attend(*map(device.up, draw(shape, 40, 6)))
+    assert_close(to_host(again), here.attend(*draw(shape, 40, 6)), TOLERANCE)
 
 
 @pytest.mark.parametrize("text", ["dense", "h1b", "kivi2:residual_length=32", "onebit:residual_length=16"])

@@ -15,10 +15,12 @@ from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
 from edgekv.decoder.cuda import CudaDecoder
 from edgekv.decoder.cuda_graph import FEWEST_TOKENS
-from edgekv.errors import EdgeKVError, MemoryBudgetError
+from edgekv.errors import EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.kernels.cuda.program import CannotRecord
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.rewinding import rewind
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.quality.evaluate import evaluate
 from edgekv.session.devices import find_device
@@ -154,6 +156,36 @@ def test_replayed_steps_equal_steps(
 CAN_REPLAY = CudaDecoder.can_replay
 
 
+@pytest.mark.parametrize("text", ["h1b", "onebit:residual_length=8"])
+def test_a_recording_that_fails_is_a_step(
+    text: str, tmp_path: pathlib.Path, device: OnDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a second text uploads first, and an allocation that fails, end a recording, not the text."""
+    monkeypatch.setitem(golden_cases.CASES, "small", SMALL)
+    model = Model.open(golden_cases.write_checkpoint("small", tmp_path / "model"))
+    rows = []
+    for replays in (True, False):
+        cuda = CudaDecoder(
+            DeviceWeights(model.store(model.weight_format("f32")), device.driver, None), device.driver, LONG, 1
+        )
+        monkeypatch.setattr(CudaDecoder, "can_replay", property(lambda self, replays=replays: replays))
+        caches, logits = open_caches(cuda, text, LONG), []
+        for seed in range(3):
+            tokens = np.random.default_rng(seed).integers(0, golden_cases.VOCAB, 40)
+            assert rewind(caches, 0) == 0
+            cuda.prefill(cuda.embed(tokens[:28], 0), caches)
+            logits += [to_host(cuda.step(token, caches)).copy() for token in tokens[28:]]
+            with pytest.raises(CannotRecord, match="9 bytes"):
+                device.driver.record(_out_of_memory)
+        rows.append(np.stack(logits))
+        assert cuda.n_replayed >= 3 * (12 - 3) if replays else not cuda.n_replayed
+    np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
+
+
+def _out_of_memory() -> None:
+    raise MemoryError("Out of memory allocating 9 bytes")
+
+
 PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.7, seed=1),
@@ -242,6 +274,20 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
             assert state.n_past == len(state.tokens) == 3
         texts.append(to_host(runner.append([4, 5], [])).copy())
     np.testing.assert_array_equal(*texts)
+
+
+def test_a_gpu_that_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = OnDevice.open("host")
+    cuda = decoder(Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")), host)
+    state = State(open_caches(cuda, "h1b"), cuda.config.keys_change)
+    runner = ModelRunner(state, cuda, OneAtATime(1), CAPACITY, 0)
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+    monkeypatch.setattr(host.driver, "launch", fail)
+    with pytest.raises(SessionError, match=r"device='cuda': CUDA_ERROR_ILL.* while reading 3 tokens .*start"):
+        runner.append([1, 2, 3], [])
 
 
 def test_out_of_memory_while_sampling() -> None:

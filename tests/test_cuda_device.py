@@ -54,13 +54,11 @@ def fake_cupy(zeros: Any, nvrtc: Any = lambda: (12, 9)) -> Any:
         runtimeGetVersion=lambda: 12090,
         memGetInfo=lambda: (1 << 30, 4 << 30),
     )
-    stream = SimpleNamespace(use=lambda: None)
+    stream = type("Stream", (), {"null": None, "__init__": lambda self, non_blocking: None})
     compiler = SimpleNamespace(CompileException=FakeError)
     driver = SimpleNamespace(CUDADriverError=FakeError)
     compiles = SimpleNamespace(getVersion=nvrtc)
-    cuda = SimpleNamespace(
-        runtime=runtime, Stream=lambda: stream, compiler=compiler, driver=driver, nvrtc=compiles
-    )
+    cuda = SimpleNamespace(runtime=runtime, Stream=stream, compiler=compiler, driver=driver, nvrtc=compiles)
     return SimpleNamespace(cuda=cuda, zeros=zeros, RawModule=None)
 
 

@@ -9,6 +9,7 @@ recorded anew.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
@@ -20,6 +21,7 @@ from edgekv.kernels.cuda.program import Array, CannotRecord, Driver
 from edgekv.kvcache.base import KVCache
 
 FEWEST_TOKENS = 8  # before the cache is full, worth recording
+MOST_FAILURES = 3  # recordings of a scheme that failed; then its steps are taken plainly
 POSITIONS = "n_seen"  # the counter that all caches share
 Counts = list[dict[str, int]]
 
@@ -108,7 +110,7 @@ class Replay:
         self._decoder, self._driver = decoder, decoder.driver
         self._ids = self._driver.zeros((1,), np.int32)
         self._is_warm: set[type[KVCache]] = set()  # schemes whose kernels are compiled
-        self._unrecordable: set[type[KVCache]] = set()
+        self._failures: collections.Counter[type[KVCache]] = collections.Counter()
         self.n_replayed = 0
         self._forget()
 
@@ -154,7 +156,7 @@ class Replay:
     def _record(self, caches: Sequence[KVCache]) -> bool:
         """Whether the step of the next token could be recorded; it has not been taken then."""
         scheme, start = type(caches[0]), caches[0].n_seen
-        ready = self._decoder.can_replay and scheme in self._is_warm and scheme not in self._unrecordable
+        ready = self._decoder.can_replay and scheme in self._is_warm and self._failures[scheme] < MOST_FAILURES
         room = caches[0].geometry.capacity - start
         if not ready or room < FEWEST_TOKENS or not all(cache.is_steady() for cache in caches):
             return False
@@ -170,7 +172,7 @@ class Replay:
         try:
             self._step = self._recorded(step)
         except CannotRecord:
-            self._unrecordable.add(scheme)
+            self._failures[scheme] += 1
             return False
         return True
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from edgekv.kernels.cuda.counter import N_MOVES
-from edgekv.kernels.cuda.program import Launch, Program
+from edgekv.kernels.cuda.program import CannotRecord, Launch, Program
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
@@ -29,6 +29,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     """A NumPy array that, like CuPy's, refuses to become one by itself and takes no NumPy arrays as operands."""
 
     __array_priority__ = 100
+    is_recording = False  # then nothing is written
 
     def __init__(self, host: np.ndarray) -> None:
         self.host = host
@@ -50,7 +51,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return HostArray(np.asarray(self.host[_keys(key)]))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.host[_keys(key)] = _unwrap(value)
+        if not HostArray.is_recording:
+            self.host[_keys(key)] = _unwrap(value)
 
     def __int__(self) -> int:
         return int(self.host)
@@ -66,6 +68,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         out = kwargs.pop("out", None)
+        if out is not None and HostArray.is_recording:
+            return out[0]
         if out is not None:
             kwargs["out"] = tuple(_unwrap(x) for x in out)
         return _wrap(getattr(ufunc, method)(*map(_unwrap, inputs), **kwargs))
@@ -151,6 +155,8 @@ class HostDriver:
         return shape
 
     def upload(self, host: np.ndarray) -> HostArray:
+        if HostArray.is_recording:
+            raise CannotRecord("it uploads an array")
         return HostArray(np.array(host, order="C"))
 
     def multiply_halves(self, x: HostArray, w: HostArray, y: HostArray, adds: bool) -> None:
@@ -164,11 +170,20 @@ class HostDriver:
         return self.free
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Nothing is recorded here: a replay takes the step again, which must not depend on when."""
+        """Nothing is recorded here: the step runs once without its launches, and a replay takes it again."""
+        HostArray.is_recording = True
+        try:
+            step()
+        except (RuntimeError, MemoryError) as error:
+            raise CannotRecord(str(error)) from error
+        finally:
+            HostArray.is_recording = False
         return step
 
     def launch(self, launch: Launch, *arguments: Any) -> None:
         program, kernel, grid, block, _ = launch
+        if HostArray.is_recording:
+            return
         assert all(n > 0 for n in grid)
         assert block > 0
         self.backwards = not self.backwards

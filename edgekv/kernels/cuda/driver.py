@@ -24,7 +24,10 @@ INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-sm
 
 
 class CupyDriver:
-    """Works on the current device, on one stream that also waits for, and is waited for by, the default one."""
+    """Works on the current device, in any thread, on the default stream; only `record` uses another one.
+
+    So drivers beside each other, and threads, see each other's work in order, and a recording sees its own alone.
+    """
 
     def __init__(self) -> None:
         self.cupy: Any = require_cupy()
@@ -37,8 +40,8 @@ class CupyDriver:
         self.has_whole_tiles = generation >= (8, 0)
         self._launch_early = _early_launcher() if generation >= (9, 0) else None
         self._cuda = int(runtime.runtimeGetVersion())
-        self.stream = self.cupy.cuda.Stream()
-        self.stream.use()
+        self.stream, self._recorder = self.cupy.cuda.Stream.null, self.cupy.cuda.Stream(non_blocking=True)
+        self._is_recording = False
         self.moves = self.zeros((N_MOVES,), np.int32)
         self.shift, self.still = self.moves[:1], self.moves[-1:]
         self._modules: dict[Program, Any] = {}
@@ -53,7 +56,9 @@ class CupyDriver:
         return self.cupy.zeros(shape, dtype)
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
-        """A copy of a host's array on the device."""
+        """A copy of a host's array on the device. Raises CannotRecord while a step is recorded."""
+        if self._is_recording:
+            raise CannotRecord("it uploads an array: taken without a recording, the step leaves it on the device")
         return self.cupy.asarray(host)
 
     def free_bytes(self) -> int:
@@ -69,12 +74,16 @@ class CupyDriver:
                 function = self._kernels[program, kernel] = self._compile(program, kernel)
             if early and self._launch_early is not None:
                 values = [_ctypes_argument(x) for x in arguments]
-                self._launch_early(function.kernel.ptr, grid, block, self.stream.ptr, values)
+                self._launch_early(function.kernel.ptr, grid, block, self._current.ptr, values)
             else:
                 function(grid, (block,), tuple(map(_argument, arguments)))
         except RuntimeError as error:
             _raise_memory_error(error, f"for {kernel}")
             raise
+
+    @property
+    def _current(self) -> Any:
+        return self._recorder if self._is_recording else self.stream
 
     def _compile(self, program: Program, kernel: str) -> Any:
         try:
@@ -111,17 +120,20 @@ class CupyDriver:
         """A function that does on the device again what ``step`` would do now; ``step`` itself does nothing there.
 
         Memory comes from a pool of its own, so that what the recording writes to is nobody else's. Raises
-        CannotRecord where CuPy, or a library that it calls, does not support that.
+        CannotRecord where CuPy, or a library that it calls, does not support that, or has no memory for it: the
+        device is then as it was before, and the step can be taken plainly.
         """
         pool = self.cupy.cuda.MemoryPool()
         try:
-            with self.cupy.cuda.using_allocator(pool.malloc):
-                self.stream.begin_capture()
+            with self.cupy.cuda.using_allocator(pool.malloc), self._recorder:
+                self._recorder.begin_capture()
+                self._is_recording = True
                 try:
                     step()
                 finally:
-                    graph = self.stream.end_capture()
-        except (NotImplementedError, self.cupy.cuda.runtime.CUDARuntimeError) as error:
+                    self._is_recording = False
+                    graph = self._recorder.end_capture()
+        except (RuntimeError, MemoryError) as error:  # CuPy's and CUDA's own errors are RuntimeErrors
             raise CannotRecord(str(error)) from error
 
         def replay(held: Any = pool) -> None:

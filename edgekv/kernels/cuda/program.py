@@ -57,7 +57,7 @@ class Launch(NamedTuple):
 
 
 class CannotRecord(Exception):
-    """The step does something that can't be recorded; it has to be run every time."""
+    """The step does something that can't be recorded: it is taken plainly."""
 
 
 class Driver(Protocol):
@@ -86,7 +86,7 @@ class Driver(Protocol):
         """An array of the device, filled with zeros."""
 
     def upload(self, host: npt.NDArray[Any]) -> Array:
-        """A copy of a host's array on the device."""
+        """A copy of a host's array on the device. Raises CannotRecord while a step is recorded."""
 
     def free_bytes(self) -> int:
         """Bytes of the device that are not in use."""

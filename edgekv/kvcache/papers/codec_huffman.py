@@ -147,7 +147,8 @@ class HuffmanCodec(Codec):
             self.pool = self._reserved[:n_words]
         else:
             old, self.pool = self.pool, np.zeros_like(self.pool, shape=(n_words,))
-            self.pool[: len(old)] = old
+            n = min(len(old), n_words)
+            self.pool[:n] = old[:n]
         self.backend_state = None
         self.on_growth(self.pool)
 

@@ -261,11 +261,12 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
 
 @pytest.mark.parametrize(("r", "n", "columns", "k"), [(1, 1, 1500, 64), (4, 3, 1100, 256), (8, 1, 50, 64)])
 def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> None:
-    """Ties, -0, -inf."""
+    """Ties, -0, -inf, NaN of either sign: in one row more of them than are left out."""
     rng = np.random.default_rng(columns)
     s = normal(rng, 2, r * n, columns)
     s[:, :, 50:] = s[:, :, 50:].round(1)
     s[0, 0, :40], s[0, 0, 41], s[0, :, 42] = 1.5, -0.0, -np.inf
+    s[0, :, 43:46], s[1, -1, k // 2 :] = [np.nan, -np.nan, np.inf], np.nan
     lo, hi = rng.integers(0, 5, n), rng.integers(columns - 5, columns + 1, n)
     chosen = np.full((2, n, min(k, columns) + 4), -1, np.int32)
     expected, found = chosen.copy(), device.up(chosen)

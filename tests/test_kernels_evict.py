@@ -17,6 +17,7 @@ from kernel_cases import (
 
 from edgekv.kernels import Kernels, cpu, reference
 from edgekv.kernels.cpu import launch
+from edgekv.kvcache.papers.evicting import highest
 from edgekv.kvcache.papers.mikv import TokenKeys
 
 SHAPES = [(1, 1, 1), (2, 2, 70), (3, 5, 129), (32, 1, 1024)]  # KV heads, rows, slots
@@ -82,6 +83,23 @@ def test_the_lowest_goes_the_oldest_of_equals(kernels: Kernels, shape: tuple[int
         assert slots[g] == expected
     before[np.arange(n_kv_heads), slots] = 0
     np.testing.assert_array_equal(mass, before)
+
+
+def test_mass_that_is_no_number_counts_as_none(kernels: Kernels) -> None:
+    """As in `highest`, which says what is left; infinity is the most, and what is protected stays before it."""
+    pool = np.array([np.nan, -np.float32(np.nan), np.inf, -1, 0, 0.5, 2], np.float32)
+    mass = np.random.default_rng(3).choice(pool, (40, 12))
+    mass[0], mass[1] = np.nan, np.inf
+    positions = np.tile(np.arange(12, dtype=np.int32), (40, 1))
+    slots = np.full(40, -1)
+    left = highest(mass, positions, 11, 2, 9)
+    kernels.evict_lowest(mass.copy(), positions, 12, 2, 9, slots)
+    assert (slots < 2).all()
+    for g in range(40):
+        assert np.setdiff1d(np.arange(12), left[g]).tolist() == [slots[g]]
+    kernels.evict_lowest(mass.copy(), positions, 12, 0, 9, slots)
+    for g, row in enumerate(np.where(mass[:, :9] > 0, mass[:, :9], 0)):
+        assert slots[g] == row.argmin()
 
 
 def token_keys(codes: np.ndarray, step: np.ndarray, low: np.ndarray, balance: np.ndarray) -> TokenKeys:

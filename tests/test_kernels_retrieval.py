@@ -80,6 +80,23 @@ def test_select_top_breaks_ties_by_the_lower_column(module: object) -> None:
     assert select(module, s, lo, hi, 2)[0, 0, :2].tolist() == [0, 20]
 
 
+@pytest.mark.parametrize("module", [cpu, reference])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_select_top_puts_nan_behind_all_numbers(module: object, heads: int) -> None:
+    """Whatever the scores are, every place that is asked for gets a column of its own, and no other is written."""
+    rng, columns = np.random.default_rng(heads), 100
+    pool = np.array([np.nan, -np.float32(np.nan), np.inf, -np.inf, 0, 1, -1], np.float32)
+    rows = [rng.choice(pool, columns, p=p) for p in rng.dirichlet(np.full(len(pool), 0.3), 40)]
+    s = np.repeat(np.stack([*rows, *(np.full(columns, x) for x in pool)])[:, None], heads, axis=1)
+    lo, hi = np.array([3]), np.array([columns - 2])
+    for k in (1, 16, 94, 95, 200):
+        for row, got in zip(s[:, 0], select(module, s, lo, hi, k)[:, 0], strict=True):
+            order = np.lexsort((-row[3:-2], np.isnan(row[3:-2]))) + 3
+            count = min(k, 95)
+            assert got[:count].tolist() == sorted(order[:count].tolist())
+            assert (got[count:] == EMPTY).all()
+
+
 def test_select_top_is_exact_over_all_magnitudes() -> None:
     rng = np.random.default_rng(3)
     s = (rng.standard_normal((4, 2, 900)) * 10.0 ** rng.integers(-40, 30, (4, 2, 900))).astype(np.float32)

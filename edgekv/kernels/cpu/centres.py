@@ -8,7 +8,7 @@ from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.rounding import round_to_even
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import clamp, get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
 ZERO, ONE, EIGHT = np.array([0, 1, 8], np.float32)
@@ -54,8 +54,8 @@ def _encode_mean(
     size = as_float(bits)
     divisor = ONE if size == ZERO else size
     for d in range(mean, mean + half):
-        low = minimum(maximum(np.floor(get(scratch, d) / divisor) + EIGHT, ZERO), HIGHEST)
-        high = minimum(maximum(np.floor(get(scratch, d + half) / divisor) + EIGHT, ZERO), HIGHEST)
+        low = clamp(np.floor(get(scratch, d) / divisor) + EIGHT, ZERO, HIGHEST)
+        high = clamp(np.floor(get(scratch, d + half) / divisor) + EIGHT, ZERO, HIGHEST)
         put(codes, target * half + d - mean, np.uint8(np.int32(low) | np.int32(high) << 4))
         put(scratch, d, (low - MIDDLE) * size)
         put(scratch, d + half, (high - MIDDLE) * size)

@@ -8,7 +8,7 @@ from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.half import float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import clamp, get, put
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
@@ -105,7 +105,7 @@ def _add_token(x: F32, row: int, head_dim: int, step: Scalar, bits: int, codes: 
     along = 0.0
     for d in range(head_dim):
         element = get(x, row + d)
-        level = minimum(maximum(np.floor(element / divisor) + half, ZERO), top)
+        level = clamp(np.floor(element / divisor) + half, ZERO, top)
         along += np.float64(element) * (np.float64(level) - middle)
         code = np.int32(level)
         if bits == 3:

@@ -22,7 +22,7 @@ from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import clamp, get, maximum, put
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
@@ -65,7 +65,7 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
 @jit
 def _level(x: Scalar, step: Scalar, top: Scalar) -> Scalar:
     """The code of x, from 1 up."""
-    return np.int64(minimum(maximum(round_to_even(x / step), -top), top) + top + ONE)
+    return np.int64(clamp(round_to_even(x / step), -top, top) + top + ONE)
 
 
 @score_loop

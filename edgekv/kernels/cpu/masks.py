@@ -9,9 +9,9 @@ from edgekv.kernels.cpu.jit import intrinsic
 from edgekv.kernels.cpu.scalar import pointer_to
 from edgekv.kernels.cpu.simd import LANES, vector
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _LANE_BITS = ir.IntType(LANES)
-_VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_INTS = ir.VectorType(_I32, LANES)
 
 
 @intrinsic
@@ -34,14 +34,16 @@ def add_where(context: Any, planes: Any, index: Any, x: Any, so_far: Any) -> Any
 
 @intrinsic
 def at_least(context: Any, array: Any, index: Any, threshold: Any) -> Any:
-    """Bit j is 1 where element index + j of a flat float32 array is >= threshold; uint64."""
+    """Bit j is 1 where element index + j of a flat array, float32 or int32, is >= threshold; uint64."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.bitcast(pointer_to(context, builder, array, args), _VECTOR.as_pointer())
-        bits = builder.fcmp_ordered(">=", builder.load(pointer, align=4), _splat(builder, args[2], _VECTOR))
+        kind = ir.VectorType(context.get_value_type(array.dtype), LANES)
+        pointer = builder.bitcast(pointer_to(context, builder, array, args), kind.as_pointer())
+        compare = builder.fcmp_ordered if array.dtype == types.float32 else builder.icmp_signed
+        bits = compare(">=", builder.load(pointer, align=4), _splat(builder, args[2], kind))
         return builder.zext(builder.bitcast(bits, ir.IntType(LANES)), _I64)
 
-    return types.uint64(array, types.intp, types.float32), build
+    return types.uint64(array, types.intp, array.dtype), build
 
 
 @intrinsic

@@ -58,6 +58,18 @@ def minimum(context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def clamp(context: Any, x: Any, low: Any, high: Any) -> Any:
+    """The float32 from low to high that is next to x, low for NaN: what becomes a code, which may be an index."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, low, high = args
+        x = builder.select(builder.fcmp_ordered(">", x, low), x, low)
+        return builder.select(builder.fcmp_ordered("<", x, high), x, high)
+
+    return types.float32(types.float32, types.float32, types.float32), build
+
+
+@intrinsic
 def count_ones(context: Any, word: Any) -> Any:
     """The number of 1 bits of a uint64, as uint64."""
 

@@ -164,14 +164,19 @@ class HuffmanCodec(Codec):
         self._open_pool(n_words)
 
     def readable(self, n_tokens: int) -> bool:
-        """Whether the first tokens' codes lie in the pool, and the tables are those of a code."""
+        """Whether the first tokens' codes lie as `encode` puts them, and the tables are those of a code.
+
+        Block after block, none longer than in fixed-length codes: then there is room for what is to come.
+        """
         a = {name: to_host(array) for name, array in self.arrays.items()}
         if n_tokens > self.n_encoded or not Codebook.is_one(a["lengths"], a["words"], a["table"]):
             return False
         n_blocks = n_tokens // self.block
         n_bits = a["bits"][:, :n_tokens].reshape(self.n_kv_heads, n_blocks, self.block).sum(axis=2, dtype=np.int64)
-        ends = a["offsets"][:, :n_blocks].astype(np.int64) * WORD_BITS + n_bits
-        return bool((ends <= (len(self.pool) - 1) * WORD_BITS).all())
+        n_words = -(-n_bits // WORD_BITS).T
+        ends = n_words.cumsum().reshape(n_words.shape)
+        lie_behind = np.array_equal(a["offsets"][:, :n_blocks], (ends - n_words).T)
+        return lie_behind and bool((n_bits <= self.plain_bits).all() and (ends < len(self.pool)).all())
 
     def store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
         """What the kernels read."""

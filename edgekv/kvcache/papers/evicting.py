@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.papers.evict import ranks
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import KVCache
@@ -240,11 +241,9 @@ def pick(slots: Array, n_used: int, new: Array, columns: I64) -> Array:
 def highest(mass: F32, positions: I32, n: int, visible: int, protected: int) -> I64:
     """Per KV head the columns, ascending, of the at most ``n`` tokens that evicting one by one would leave.
 
-    Tokens from position ``protected`` on stay, those below ``visible`` go first, the later one wins a tie.
+    They leave in the order of `ranks`, of equals the earlier first.
     """
-    rank = np.where(positions < visible, np.float32(-1), mass)
-    rank[positions >= protected] = np.inf
-    order = np.lexsort((positions, rank), axis=1)
+    order = np.lexsort((positions, ranks(mass, positions, visible, protected)), axis=1)
     return np.sort(order[:, max(0, order.shape[1] - n) :], axis=1)
 
 

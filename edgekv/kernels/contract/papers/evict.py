@@ -8,6 +8,8 @@ one must leave, and where in the text it stands.
 
 from typing import Protocol
 
+import numpy as np
+
 from edgekv.types import F32, I32, I64, U16
 
 
@@ -28,6 +30,17 @@ class EvictKernels(Protocol):
     def evict_lowest(self, mass: F32, positions: I32, n: int, visible: int, protected: int, slots: I64) -> None:
         """slots[g] = the one of head g's first n slots with the least mass, which becomes 0.
 
-        Mass is >= 0; the earliest position wins a tie. Positions below `visible` go before any mass, those from
-        `protected` on never; at least one must lie below it.
+        The earliest position wins a tie. Positions below `visible` go before any mass, those from `protected` on
+        after all; see `ranks`.
         """
+
+
+def ranks(mass: F32, positions: I32, visible: int, protected: int) -> F32:
+    """Numbers in whose order tokens leave, the least first: their mass (G, n), where it is above 0 and finite.
+
+    NaN and what is negative count as 0, infinity as the largest float32. Positions (G, n) below ``visible`` have
+    -1, those from ``protected`` on infinity.
+    """
+    rank: F32 = np.where(mass > 0, np.minimum(mass, np.finfo(np.float32).max), np.float32(0))
+    rank[positions < visible], rank[positions >= protected] = -1, np.inf
+    return rank

@@ -18,7 +18,8 @@ class RetrievalKernels(Protocol):
     def select_top(self, s: F32, lo: I64, hi: I64, k: int, chosen: I32) -> None:
         """chosen[g, j] = the k columns in lo[j]..hi[j] with the largest sum over the rows m = r * n + j of s[g].
 
-        All of them if they are k or fewer. In ascending order; of equal sums the lower columns win. No NaNs.
+        All of them if they are k or fewer. In ascending order; of equal sums the lower columns win, and NaN is
+        behind all numbers: whatever the scores are, every entry is one of these columns, and none comes twice.
         s (G, M, S) is used up; lo, hi (n,); k >= 1; chosen (G, n, K) gets its first min(k, hi - lo) entries.
         """
 

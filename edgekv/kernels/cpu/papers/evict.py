@@ -10,6 +10,7 @@ from edgekv.types import F32, I32, I64, U16
 
 ZERO = np.float32(0)
 GONE, NEVER, WORD_BITS, LOW_WORD, LAST = np.array([-1, 2**31 - 1, 32, 2**32 - 1, 2**63 - 1], np.int64)
+ZERO_BITS, LARGEST, INFINITE = np.array([0, 0x7F7FFFFF, 0x7F800000], np.int64)  # float32 bits
 
 
 def store_token(k: F32, v: F32, position: int, slots: I64, keys: U16, values: U16, positions: I32) -> None:
@@ -74,8 +75,9 @@ def _lowest(bits: I32, places: I32, start: int, n: int, visible: int, protected:
 
 @jit
 def _order(bits: I32, places: I32, i: int, visible: int, protected: int) -> Scalar:
-    """One number for mass, then position: the bits of floats that are not negative sort like the floats."""
+    """One number for rank, then position: the bits of floats that are not negative sort like the floats."""
     place, rank = np.int64(get(places, i)), np.int64(get(bits, i))
+    rank = min(rank, LARGEST) if ZERO_BITS <= rank <= INFINITE else ZERO_BITS
     rank = GONE if place < visible else rank
     rank = NEVER if place >= protected else rank
     return rank << WORD_BITS | place

@@ -7,7 +7,7 @@ from edgekv.kernels.cpu.half import as_float, float_to_half
 from edgekv.kernels.cpu.jit import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import clamp, get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
 QUANTISE_WORK = 4  # of an element, in multiply-adds
@@ -90,4 +90,4 @@ def _divisor(step: Scalar) -> Scalar:
 @jit
 def _level(x: Scalar, low: Scalar, size: Scalar, highest: Scalar) -> Scalar:
     level = round_to_even((x - low) / size)
-    return np.uint8(np.int32(minimum(maximum(level, ZERO), highest)))
+    return np.uint8(np.int32(clamp(level, ZERO, highest)))

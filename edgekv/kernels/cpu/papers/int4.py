@@ -13,7 +13,7 @@ from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, put_loop
 from edgekv.kernels.cpu.papers.nibbles import HIGH_AT, SIZES_AT, TOGETHER, WEIGHTS_BYTES, add_row, round_weights
 from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import clamp, get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
 # In the loop's scratch, behind a row's weights: copies of what is no whole block, and of tokens' codes.
@@ -134,4 +134,4 @@ def _encode_row(x: F32, i: int, step: Scalar, offset: Scalar, codes: U8, code: i
 
 @jit
 def _code(x: Scalar, step: Scalar, offset: Scalar) -> Scalar:
-    return np.int32(minimum(maximum(round_to_even(x / step) + offset, ZERO), HIGHEST_CODE))
+    return np.int32(clamp(round_to_even(x / step) + offset, ZERO, HIGHEST_CODE))

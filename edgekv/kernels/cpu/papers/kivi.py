@@ -21,7 +21,7 @@ from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import clamp, get, maximum, minimum, put
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
@@ -102,7 +102,7 @@ def _level(x: Scalar, top: Scalar, step: U16, low: U16, place: int) -> Scalar:
     if size == ZERO:
         size = ONE
     position = round_to_even((x - as_float(get(low, place))) / size)
-    return np.int64(minimum(maximum(position, ZERO), top))
+    return np.int64(clamp(position, ZERO, top))
 
 
 @score_loop

@@ -6,13 +6,14 @@ from edgekv.kernels.cpu import simd
 from edgekv.kernels.cpu.jit import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import flat, run
 from edgekv.kernels.cpu.masks import at_least, lowest_one
-from edgekv.kernels.cpu.scalar import address, count_ones, get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import address, count_ones, get, put
 from edgekv.types import F32, I32, I64
 
 LANES = simd.LANES
 SELECT_WORK = 16  # of one score, in multiply-adds
 ZERO = np.float32(0)
 MAGNITUDE, SIGN_SHIFT = np.int32(0x7FFFFFFF), np.int32(31)
+LEAST = np.int32(-(1 << 31))  # in place of NaN: below what -inf becomes
 ONE_BIT = np.uint64(1)
 
 
@@ -26,13 +27,15 @@ def select_top(s: F32, lo: I64, hi: I64, k: int, chosen: I32) -> None:
 def _select_rows(first: int, last: int, args: Args) -> None:
     s, gap_g, gap_m, n_heads, lo, hi, k, chosen = args
     n, width = len(lo), chosen.shape[2]
-    chosen, s = address(chosen), address(s)
+    chosen, orders, s = address(chosen), address(s.view(np.int32)), address(s)
     for item in range(first, last):
         j = item % n
         row, length = item // n * gap_g + j * gap_m + lo[j], hi[j] - lo[j]
         for head in range(1, n_heads):
             _add_row(s, row, row + head * n * gap_m, length)
-        _select_row(s, row, length, k, chosen, item * width, lo[j])
+        for i in range(row, row + length):
+            put(orders, i, _order(get(s, i)))
+        _select_row(orders, row, length, k, chosen, item * width, lo[j])
 
 
 @jit
@@ -42,7 +45,14 @@ def _add_row(s: F32, row: int, other: int, length: int) -> None:
 
 
 @jit
-def _select_row(s: F32, row: int, length: int, k: int, chosen: I32, target: int, t0: int) -> None:
+def _order(x: Scalar) -> Scalar:
+    """An int32 that compares as the float32 x does: its bits, those of the magnitude flipped if negative."""
+    bits = np.float32(x + ZERO).view(np.int32)  # -0 becomes 0
+    return LEAST if x != x else np.int32(bits ^ ((bits >> SIGN_SHIFT) & MAGNITUDE))
+
+
+@jit
+def _select_row(s: I32, row: int, length: int, k: int, chosen: I32, target: int, t0: int) -> None:
     """chosen[target:] = t0 + the places of the k largest of s[row:][:length], or all, in ascending order."""
     if length <= k:
         for i in range(length):
@@ -63,45 +73,27 @@ def _select_row(s: F32, row: int, length: int, k: int, chosen: I32, target: int,
 
 
 @jit
-def _threshold(s: F32, row: int, length: int, k: int) -> tuple[Scalar, int]:
-    """A number that k of s[row:][:length] reach, the larger first, and how many of those may equal it.
-
-    Bisects the floats themselves, as integers in the same order.
-    """
+def _threshold(s: I32, row: int, length: int, k: int) -> tuple[Scalar, int]:
+    """A number that k of s[row:][:length] reach, the larger first, and how many of those may equal it."""
     least = most = get(s, row)
     for i in range(length):
-        least, most = minimum(least, get(s, row + i)), maximum(most, get(s, row + i))
-    low, high = _order(least), _order(most) + 1
+        least, most = min(least, get(s, row + i)), max(most, get(s, row + i))
+    low, high = np.int64(least), np.int64(most) + 1
     n_above = 0  # that reach `high`: fewer than k, while k or more reach `low`
     while high - low > 1:
         middle = (low + high) >> 1
-        threshold = _at(middle)
-        n = _count_at_least(s, row, length, threshold)
+        n = _count_at_least(s, row, length, np.int32(middle))
         if n == k:
-            return threshold, k
+            return np.int32(middle), k
         if n > k:
             low = middle
         else:
             high, n_above = middle, n
-    return _at(low), k - n_above
+    return np.int32(low), k - n_above
 
 
 @jit
-def _order(x: Scalar) -> Scalar:
-    """An integer that compares as the float32 x does: its bits, those of the magnitude flipped if negative."""
-    bits = np.float32(x).view(np.int32)
-    return np.int64(bits ^ ((bits >> SIGN_SHIFT) & MAGNITUDE))
-
-
-@jit
-def _at(order: int) -> Scalar:
-    """The float32 with this `_order`."""
-    bits = np.int32(order)
-    return np.int32(bits ^ ((bits >> SIGN_SHIFT) & MAGNITUDE)).view(np.float32)
-
-
-@jit
-def _count_at_least(s: F32, row: int, length: int, threshold: Scalar) -> Scalar:
+def _count_at_least(s: I32, row: int, length: int, threshold: Scalar) -> Scalar:
     n = np.uint64(0)
     whole = length // LANES * LANES
     for i in range(0, whole, LANES):
@@ -110,7 +102,7 @@ def _count_at_least(s: F32, row: int, length: int, threshold: Scalar) -> Scalar:
 
 
 @jit
-def _at_least(s: F32, start: int, length: int, threshold: Scalar) -> Scalar:
+def _at_least(s: I32, start: int, length: int, threshold: Scalar) -> Scalar:
     """`at_least` for the first LANES of `length` elements."""
     if length >= LANES:
         return at_least(s, start, threshold)

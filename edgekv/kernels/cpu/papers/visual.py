@@ -14,7 +14,7 @@ from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats,
 from edgekv.kernels.cpu.papers.bits import put_bits, shift_in_bits
 from edgekv.kernels.cpu.papers.byte_rows import ROWS, add_codes, add_constant, score_codes
 from edgekv.kernels.cpu.rounding import round_to_even
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import clamp, get, put
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
@@ -50,7 +50,7 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
 def _level(x: Scalar, low: Scalar, size: Scalar, highest: Scalar) -> Scalar:
     if size == ZERO:
         return np.int32(0)
-    position = minimum(maximum((x - low) / size, ZERO), highest)
+    position = clamp((x - low) / size, ZERO, highest)
     return np.int32(round_to_even(position))
 
 

@@ -6,9 +6,10 @@
 #define BINS (1 << DIGIT)
 #define FLIGHT 4  // columns that a thread reads before it works on them
 
-// Larger numbers have larger keys; -0 equals 0.
+// Larger numbers have larger keys; -0 equals 0. NaN has the least.
 __device__ __forceinline__ u32 key_of(float x)
 {
+    if (x != x) return 0;
     u32 bits = __float_as_uint(x + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from edgekv.kernels.contract.papers.evict import ranks
 from edgekv.types import F32, I32, I64, U16
 
 
@@ -18,8 +19,7 @@ def add_attention(p: F32, mass: F32, n: int, keep: float) -> None:
 
 def evict_lowest(mass: F32, positions: I32, n: int, visible: int, protected: int, slots: I64) -> None:
     position = positions[:, :n]
-    rank = np.where(position < visible, np.float32(-1), mass[:, :n])
-    rank[position >= protected] = np.inf
+    rank = ranks(mass[:, :n], position, visible, protected)
     lowest = rank == rank.min(axis=1, keepdims=True)
     slots[:] = np.where(lowest, position, np.iinfo(np.int32).max).argmin(axis=1)
     mass[np.arange(len(slots)), slots] = 0

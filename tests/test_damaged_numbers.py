@@ -1,0 +1,82 @@
+"""NaN and infinities from a damaged model or session: an error of ours, or other logits, by every scheme."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import golden_cases
+import numpy as np
+import pytest
+from cache_cases import draw, make
+from safetensors.numpy import load_file, save_file
+
+from edgekv import EdgeKVError, Session
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.registry import CACHES
+
+HEADS, CAPACITY, PROMPT = (4, 2, 64), 400, 260
+SMALL = dict.fromkeys(("h2o", "tova", "mikv", "streaming"), "budget=100") | {
+    "snapkv": "budget=100,observe=16,interval=16",
+    "fier": "k=64,skip=0",
+    "quest": "k=64,skip=0",
+    "onebit": "residual_length=64",
+    "steps": "budget=700000",
+}
+SCHEMES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in CACHES]
+DAMAGED = {np.dtype(np.uint16): 0x7E00, np.dtype(np.float32): np.nan, np.dtype(np.float16): np.nan}
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says what it is given
+
+
+def run(cache: KVCache, tokens: tuple[np.ndarray, ...], first: int, last: int) -> None:
+    for t in range(first, last):
+        cache.attend(*(x[:, t : t + 1] for x in tokens))
+
+
+@pytest.mark.parametrize("backend", ["numba", "numpy"])
+@pytest.mark.parametrize("kv", SCHEMES)
+def test_tokens_of_a_layer(kv: str, backend: str) -> None:
+    """One NaN token each in the prompt and behind it, infinite ones, equal ones; then arrays full of NaN."""
+    tokens = draw(HEADS, CAPACITY, seed=1)
+    for x in tokens:
+        for value, at in ((np.nan, 50), (np.inf, 60), (-np.inf, 70), (3e38, 80), (np.nan, 300), (np.inf, 310)):
+            x[:, at] = value
+        x[:, 90:190] = 0.5
+    cache = make(kv, HEADS, CAPACITY, backend, layer=2, n_layers=4)
+    cache.prefill(*(x[:, :PROMPT] for x in tokens))
+    type(cache).finish_prefill([cache])
+    run(cache, tokens, PROMPT, 320)
+    for array in cache.state().arrays.values():
+        array.fill(DAMAGED.get(array.dtype, 0xFF))
+    if cache.readable():
+        run(cache, tokens, 320, CAPACITY)
+    assert cache.consistent()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Token 3 is NaN; there is room for more tokens than the schemes hold exactly."""
+    folder = golden_cases.write_checkpoint("llama1", tmp_path_factory.mktemp("model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CAPACITY}))
+    arrays = load_file(folder / "model.safetensors")
+    arrays["model.embed_tokens.weight"][3] = np.nan
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kv", SCHEMES)
+def test_a_model_and_its_sessions(kv: str, model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A token that is NaN, in a prompt, behind one, and in what a saved session holds."""
+    session = Session.load(model, kv=kv, weights="int8")
+    sound = [7 + i % 80 for i in range(PROMPT)]
+    session.prefill(sound)
+    session.logits([3, *sound[:30]])
+    session.save(tmp_path / "file")
+    restored = Session.restore(tmp_path / "file", model)
+    np.testing.assert_array_equal(restored.logits([9]), session.logits([9]))
+    if kv == "dense":
+        with pytest.raises(EdgeKVError, match="the largest logit is nan"):
+            next(restored.generate([9]))
+    session.reset()
+    session.prefill([*sound[:100], 3, *sound])

@@ -24,7 +24,7 @@ LAYERS = (
     ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
     ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files", "edgekv.folders"),
-    ("edgekv.partial",),
+    ("edgekv.partial", "edgekv.child"),
     ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
 )
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from edgekv.chat import renderer, worker
+from edgekv import child
+from edgekv.chat import template
 from edgekv.chat.template import ChatTemplate, find_template
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.tokenizer import load_tokenizer
@@ -21,7 +22,12 @@ FINE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer, "SECONDS", 1.0)
+    monkeypatch.setattr(child, "SECONDS", 1.0)
+
+
+def close() -> None:
+    if template._child:
+        template._child.close()
 
 
 def rendered(source: str) -> str:
@@ -62,9 +68,9 @@ def test_hostile_templates_end_in_a_line(short: None, source: str) -> None:
 
 def test_one_process_renders_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered(FINE)
-    process = renderer.RENDERER._process
+    process = template._child
     assert rendered(FINE + "!") == "user: x\n!"
-    assert renderer.RENDERER._process is process
+    assert template._child is process
 
 
 @pytest.mark.parametrize("started", [True, False])
@@ -72,11 +78,11 @@ def test_an_interrupted_text_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatc
     def interrupt(*_: object) -> bytes:
         raise KeyboardInterrupt
 
-    renderer.RENDERER.close()
+    close()
     if started:
         rendered(FINE)
     with monkeypatch.context() as patch:
-        patch.setattr(renderer, "_received", interrupt)
+        patch.setattr(child, "_received", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rendered("the first")
     assert rendered(FINE) == "user: x\n"
@@ -96,7 +102,7 @@ def test_after_fork_the_child_has_its_own() -> None:
         try:
             code = int(rendered(FINE) != "user: x\n")
         finally:
-            renderer.RENDERER.close()
+            close()
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert rendered(FINE) == "user: x\n"
@@ -104,7 +110,7 @@ def test_after_fork_the_child_has_its_own() -> None:
 
 def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    renderer.RENDERER.close()
+    close()
     with pytest.raises(EdgeKVError, match="does not start"):
         rendered(FINE)
 
@@ -119,10 +125,11 @@ def test_odd_declarations_are_a_config_error(tmp_path: pathlib.Path, declared: s
 def test_a_worker_without_its_renderer_ends_by_itself() -> None:
     """Its renderer may be killed while a template runs in circles."""
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-    patched = "from edgekv.chat import worker; worker.SECONDS = 1; worker.main()"
+    patched = "from edgekv import child; child.ALONE_SECONDS = 1; child.main('edgekv.chat.environment')"
     request = json.dumps({"source": endless, "names": {}}).encode()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", patched], **pipes) as process:
-        process.stdin.write(worker.LENGTH.pack(len(request)) + request)
+        for each in (b"", request):
+            process.stdin.write(child.LENGTH.pack(len(each)) + each)
         process.stdin.flush()
         assert process.wait(60) == -signal.SIGALRM

@@ -11,7 +11,7 @@ from serving import DEMO
 from edgekv import Constraint, Session
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.grammar import JsonSchema, _library, json_constraint
+from edgekv.session.grammar import JsonSchema, json_constraint
 
 SCHEMA = {
     "type": "object",
@@ -73,7 +73,6 @@ def test_a_schema_or_a_constraint(session: Session) -> None:
 
 
 def test_without_the_library(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    _library.cache_clear()
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(EdgeKVError, match=r"pip install 'edgekv\[grammar\]'"):
         json_constraint({}, session.require_tokenizer(), 10)

@@ -277,7 +277,8 @@ def accepts(session: Session, grammar: str, text: str) -> bool:
             constraint.accept(token)
     except ConfigError:
         return False
-    return bool(constraint._matcher.is_accepting())
+    ends = constraint.allowed(np.zeros(session.config.vocab_size, np.float32))[list(tokenizer.eos_ids)]
+    return bool(np.isfinite(ends).all())
 
 
 def functions() -> tuple[Function, ...]:
@@ -346,7 +347,7 @@ def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
         for token in [257, *tokenizer.encode(call, bos=False)]:
             assert np.isfinite(grammar.allowed(np.zeros(258, np.float32))[token])
             grammar.accept(token)
-        assert grammar._matcher.is_accepting()
+        assert np.isfinite(grammar.allowed(np.zeros(258, np.float32))[list(tokenizer.eos_ids)]).all()
 
 
 def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> None:

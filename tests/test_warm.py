@@ -14,7 +14,7 @@ import golden_cases
 import numba
 import pytest
 
-from edgekv import Session, numba_cache
+from edgekv import Session, child, numba_cache
 from edgekv.cli import main
 from edgekv.decoder import ahead
 from edgekv.kernels import compiling
@@ -108,7 +108,7 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
 def test_a_second_process_compiles_a_scheme_s_loops(tmp_path: pathlib.Path) -> None:
     """Of a scheme with few of them; what it leaves is found, and not compiled again."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-m", "edgekv.decoder.ahead", "dense"], env=environment, check=True)
+    subprocess.run(child.command("edgekv.decoder.ahead", "dense"), env=environment, check=True)
     names = {file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")}
     assert names == {"rows._encode_tokens_shared", "rows._put_f16", "rows._score_f16", "rows._add_f16"}
 

@@ -37,7 +37,12 @@ def compiled(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def answer(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
+def answer(request: bytes) -> bytes:
+    """`rendered` with the arguments that a JSON object has, as JSON."""
+    return json.dumps(rendered(**json.loads(request))).encode()
+
+
+def rendered(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
     """The text under "text", or the reason why there is none: "invalid" source, or "refused" names.
 
     names: the template's variables; None: only look whether the source is a template.

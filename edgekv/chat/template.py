@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgekv.chat.renderer import RENDERER
+from edgekv.child import BoundedChild, ChildError
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+_child: BoundedChild | None = None
+_lock = threading.Lock()
 
 PLAIN = """\
 {%- for message in messages -%}
@@ -87,14 +91,34 @@ class ChatTemplate:
         return answer["text"]
 
     def _answer(self, names: Mapping[str, Any] | None) -> dict[str, str]:
-        """Our own template needs no limits."""
-        if not self.is_plain:
-            return RENDERER.answer(self.source, names)
+        """See `environment.rendered`. Our own template needs no limits."""
+        if importlib.util.find_spec("jinja2") is None:
+            raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'")
+        if self.is_plain:
+            from edgekv.chat.environment import rendered
+
+            return rendered(self.source, names)
+        return _rendered_apart(self.source, names)
+
+
+def _rendered_apart(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
+    """Templates are programs from strangers: they run in a process of their own, one for all of them.
+
+    Jinja's sandbox keeps them from files and the network, but not from `'x' * 10**10` or a loop without end.
+    """
+    global _child
+    try:
+        request = json.dumps({"source": source, "names": names}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return {"refused": f"they are no JSON ({error})"}
+    with _lock:
+        if _child is None or not _child.is_alive:
+            _child = BoundedChild("edgekv.chat.environment")
         try:
-            from edgekv.chat.environment import answer
-        except ImportError:
-            raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'") from None
-        return answer(self.source, names)
+            answer: dict[str, str] = json.loads(_child.ask(request))
+        except ChildError as error:
+            return {"refused": str(error)}
+    return answer
 
 
 def find_template(tokenizer: pathlib.Path) -> str | None:

@@ -1,22 +1,19 @@
 """Kernels compiled in a second process, while a model is read: Numba compiles one function at a time, on one core.
 
-    python -m edgekv.decoder.ahead KV
-
-compiles what packs and what reads the tokens of a scheme, and leaves it where the process that started it looks.
-What a prompt and every scheme need, that one compiles meanwhile.
+It compiles what packs and what reads a scheme's tokens, and leaves it where the process that started it looks.
+That one compiles meanwhile what a prompt and every scheme need.
 """
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
 
-from edgekv import numba_cache
+from edgekv import child, numba_cache
 from edgekv.kernels import compiling, numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.geometry import Workspace
@@ -39,12 +36,14 @@ def compiled_ahead(spec: CacheSpec) -> Iterator[None]:
     """Runs the process within the block, unless it has run before, or could not help."""
     kinds = spec.scheme.kinds(spec.knobs)
     what = f"ahead {sorted(kinds or ())}"
-    if not (kinds and numba_cache.kept and sys.executable and all_cores() > 1) or compiling.are_kept(what):
+    if not (kinds and numba_cache.kept and all_cores() > 1) or compiling.are_kept(what):
         yield
         return
-    command, nothing = [sys.executable, "-m", __name__, str(spec)], subprocess.DEVNULL
+    nothing = subprocess.DEVNULL
     try:
-        process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
+        process = subprocess.Popen(
+            child.command(__name__, str(spec)), stdin=nothing, stdout=nothing, stderr=nothing
+        )
     except OSError:
         yield
         return
@@ -68,7 +67,3 @@ def main(kv: str) -> None:
     kinds = sorted(spec.scheme.kinds(spec.knobs) or (), key=lambda kind: kind == "f16")
     for loop in [loop for kind in kinds for loop in reversed(loops_of(kind).all())]:
         assert loop.address
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -122,8 +122,8 @@ class Responder:
     def _constraint(self, request: CheckedRequest, session: Session) -> Constraint | None:
         tokenizer, vocab_size = self._prompts.tokenizer, session.config.vocab_size
         if request.tools is not None and request.tools.callable:
-            grammar = tools_grammar(request.tools, self._prompts.form, self._prompts.marks, request.schema)
             try:
+                grammar = tools_grammar(request.tools, self._prompts.form, self._prompts.marks, request.schema)
                 return Grammar(grammar, tokenizer, vocab_size)
             except EdgeKVError as error:
                 raise RequestError(400, f"the tools' arguments: {error}", param="tools") from None

@@ -9,7 +9,8 @@ from typing import Any
 
 from edgekv.server.checked_request import Tools
 from edgekv.server.protocol import Function
-from edgekv.session.grammar import COMPACT
+from edgekv.session.grammar import require_bounded
+from edgekv.session.matcher import COMPACT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,8 @@ def tools_grammar(
 ) -> str:
     """Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
 
-    marks: of special tokens, by id. schema: of the text where there is no call.
+    marks: of special tokens, by id. schema: of the text where there is no call. Raises ConfigError for a schema as
+    `require_bounded`.
     """
     tokens = {mark: f"<[{i}]>" for i, mark in marks.items()}
     token = tokens.get(form.begin)
@@ -150,6 +152,7 @@ def _arguments(function: Function) -> dict[str, Any]:
 
 
 def _compact(schema: Mapping[str, Any]) -> str:
+    require_bounded(schema)
     return json.dumps({**schema, "x-guidance": COMPACT})
 
 

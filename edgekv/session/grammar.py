@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import importlib.util
 import json
 import pathlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import numpy as np
 
+from edgekv.child import START_SECONDS, BoundedChild, ChildError
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.session.matcher import ENCODE, ERROR, STOPPED
 from edgekv.tokenizer import Tokenizer
 from edgekv.types import F32
 
-COMPACT = {"whitespace_flexible": False}  # small models else go on and on with blanks
 BARRIER = "\x02"  # merges with no letter
-_vocabularies: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()
+MAX_LEVELS = 300  # of a schema: its objects and lists within each other
+MAX_OBJECTS = 20_000  # and how many, each as often as it is compiled
+MAX_QUESTIONS = 1000  # of the matcher, for one token
+MAX_IDLE = 4  # processes that wait for the next text
 
 
 class Constraint(Protocol):
@@ -31,42 +37,97 @@ class Constraint(Protocol):
 
 
 class Grammar(Constraint):
-    """`Constraint` of one text to Lark as llguidance reads it. Raises ConfigError for what it can't follow."""
+    """`Constraint` of one text to Lark as llguidance reads it. Raises ConfigError for what it can't follow.
+
+    llguidance works in a process of its own (`matcher`), which is this text's until the object is collected: a
+    stranger's grammar can take all memory or time, or overflow a stack.
+    """
 
     def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._matcher = _library().LLMatcher(_vocabulary(tokenizer, vocab_size), grammar, log_level=0)
-        self._eos = tokenizer.eos_ids
-        self._check()
+        self._start({"lark": grammar}, tokenizer, vocab_size)
+
+    def _start(self, grammar: Mapping[str, str], tokenizer: Tokenizer, vocab_size: int) -> None:
+        children = _children_of(tokenizer, vocab_size)
+        self._tokenizer, self._eos, self._child = tokenizer, tokenizer.eos_ids, children.take()
+        weakref.finalize(self, children.give, self._child).atexit = False
+        self._stopped, self._mask = False, b""
+        self._follow(grammar)
 
     def allowed(self, logits: F32) -> F32:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(bool)
         masked: F32 = np.full(logits.shape, -np.inf, np.float32)
+        if self._stopped:
+            masked[list(self._eos)] = logits[list(self._eos)]
+            return masked
+        allowed = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")[: len(logits)].astype(bool)
         n = len(allowed)  # logits of padding rows have no token
         masked[:n] = np.where(allowed, logits[:n], np.float32(-np.inf))
         return masked
 
     def accept(self, token: int) -> bool:
         if token not in self._eos:
-            self._matcher.consume_token(token)
-            self._check()
-        return bool(self._matcher.is_stopped())
+            self._follow({"token": int(token)})
+        return self._stopped
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise _refused(self._matcher.get_error())
+    def _follow(self, request: Mapping[str, Any]) -> None:
+        """Tells the process, and takes what may come next. It may ask how the tokenizer writes what must come."""
+        data = json.dumps(request).encode()
+        try:
+            reply = self._child.ask(data)
+            for _ in range(MAX_QUESTIONS):
+                if reply[:1] != ENCODE:
+                    break
+                ids = _encoded(self._tokenizer, reply[1:].decode(errors="replace"))
+                reply = self._child.ask(json.dumps(ids).encode())
+        except ChildError as error:
+            raise _refused(error) from None
+        if reply[:1] == ERROR:
+            raise _refused(reply[1:].decode(errors="replace"))
+        self._stopped, self._mask = reply[:1] == STOPPED, reply[1:]
 
 
 class JsonSchema(Grammar):
     """`Constraint` of one text to JSON. Raises ConfigError for a schema that llguidance can't follow."""
 
     def __init__(self, schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
-        try:
-            grammar = _library().LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
-        except ValueError as error:
-            raise _refused(error) from None
-        super().__init__(grammar, tokenizer, vocab_size)
+        require_bounded(schema)
+        self._start({"schema": json.dumps(schema)}, tokenizer, vocab_size)
+
+
+def require_bounded(schema: Any) -> None:
+    """Raises ConfigError for a JSON schema that nests or, with its references followed, grows beyond bounds."""
+    known: dict[str, tuple[int, int]] = {}
+
+    def measure(part: Any, level: int, merged: bool) -> tuple[int, int]:
+        """(objects, levels) of a part. merged: what it refers to is compiled into it, as `allOf` is."""
+        if not isinstance(part, (dict, list)):
+            return 0, 0
+        n, height, reference = 1, 0, part.get("$ref") if isinstance(part, dict) else None
+        if level < MAX_LEVELS and isinstance(reference, str):
+            if reference not in known:
+                known[reference] = 1, 0  # while it is measured: of one that refers to itself
+                known[reference] = measure(_target(schema, reference), level + 1, True)
+            height = known[reference][1]
+            n += known[reference][0] if merged or len(part) > 1 else 0
+        for key, each in part.items() if isinstance(part, dict) else enumerate(part):
+            if level < MAX_LEVELS:
+                more, below = measure(each, level + 1, key == "allOf" or (merged and isinstance(key, int)))
+                n, height = n + more, max(height, below)
+        if level >= MAX_LEVELS or height >= MAX_LEVELS:
+            raise _refused(f"with its references it nests more than {MAX_LEVELS} levels deep")
+        if n > MAX_OBJECTS:
+            raise _refused(f"with its references it has more than {MAX_OBJECTS:,} objects")
+        return n, height + 1
+
+    measure(schema, 0, False)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """What `#/a/b` refers to; None for any other reference, which llguidance refuses or knows."""
+    for name in unquote(reference).split("/")[1:]:
+        if not isinstance(schema, dict):
+            return None
+        schema = schema.get(name.replace("~1", "/").replace("~0", "~"))
+    return schema
 
 
 def json_constraint(schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> Constraint:
@@ -108,44 +169,60 @@ def read_schema(path: str) -> dict[str, Any]:
 
 
 def _refused(reason: object) -> ConfigError:
-    first = str(reason).strip().splitlines()[0] if str(reason).strip() else "unknown"
-    return ConfigError(f"the JSON schema can't be followed: {first[:200]}; correct or simplify it")
+    said = str(reason).partition("\n<state>")[0]  # llguidance's own account of it
+    return ConfigError(
+        f"the JSON schema can't be followed: {' '.join(said.split())[:400] or 'unknown'}; correct or simplify it"
+    )
 
 
-@functools.cache
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise EdgeKVError("a JSON schema needs llguidance: pip install 'edgekv[grammar]'") from None
-    return llguidance
+def _children_of(tokenizer: Tokenizer, vocab_size: int) -> _Children:
+    if importlib.util.find_spec("llguidance") is None:
+        raise EdgeKVError("a JSON schema needs llguidance: pip install 'edgekv[grammar]'")
+    if not tokenizer.eos_ids:
+        raise EdgeKVError("a JSON schema needs a tokenizer with an end-of-text token")
+    if tokenizer not in _children:
+        _children[tokenizer] = _Children(tokenizer, vocab_size)
+    return _children[tokenizer]
 
 
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Any:
-    """llguidance's view of the tokenizer; made once, it takes a second for a large vocabulary."""
-    if tokenizer not in _vocabularies:
-        library = _library()
-        wrapper = library.TokenizerWrapper(_Bytes(tokenizer))
-        _vocabularies[tokenizer] = library.LLTokenizer(
-            wrapper, n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=list(tokenizer.eos_ids)
-        )
-    return _vocabularies[tokenizer]
+class _Children:
+    """Processes that hold a tokenizer's vocabulary, which takes a second: each follows one text at a time."""
 
-
-class _Bytes:
-    """What llguidance asks of a tokenizer: every token's bytes, and which are no text."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        if not tokenizer.eos_ids:
-            raise EdgeKVError("a JSON schema needs a tokenizer with an end-of-text token")
-        self._tokenizer = tokenizer
-        self.eos_token_id, self.bos_token_id = tokenizer.eos_ids[0], tokenizer.bos_id
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        self.special_token_ids = [i for i, text in enumerate(texts) if not text]
-        self.tokens = [text or tokenizer.piece(i).encode() for i, text in enumerate(texts)]
+        about = {
+            "n_vocab": max(vocab_size, tokenizer.vocab_size),
+            "bos": tokenizer.bos_id,
+            "eos": list(tokenizer.eos_ids),
+            "special": [i for i, text in enumerate(texts) if not text],
+            "tokens": [(text or tokenizer.piece(i).encode()).decode("latin-1") for i, text in enumerate(texts)],
+        }
+        self._vocabulary, self._idle = json.dumps(about).encode(), list[BoundedChild]()
 
-        self._before = tokenizer.encode(BARRIER, bos=False)
+    def take(self) -> BoundedChild:
+        """One for a text. Raises EdgeKVError where none can be started."""
+        with contextlib.suppress(IndexError):
+            while True:
+                if (child := self._idle.pop()).is_alive:
+                    return child
+        child = BoundedChild("edgekv.session.matcher")
+        try:
+            child.ask(self._vocabulary, START_SECONDS)
+        except ChildError as error:
+            raise EdgeKVError(f"the process that follows schemas can't hold the vocabulary: {error}") from None
+        return child
 
-    def __call__(self, text: str) -> list[int]:
-        """In the middle of a text: no space is put before it."""
-        return self._tokenizer.encode(BARRIER + text, bos=False)[len(self._before) :]
+    def give(self, child: BoundedChild) -> None:
+        """Its text has ended. Called when an object is collected, in any thread: there is no lock to wait for."""
+        if child.is_alive and len(self._idle) < MAX_IDLE:
+            self._idle.append(child)
+        else:
+            child.close()
+
+
+_children: weakref.WeakKeyDictionary[Tokenizer, _Children] = weakref.WeakKeyDictionary()
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text in the middle of another: no space is put before it."""
+    return tokenizer.encode(BARRIER + text, bos=False)[len(tokenizer.encode(BARRIER, bos=False)) :]

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from edgekv.chat import renderer
+from edgekv import child
 from edgekv.chat.template import ChatTemplate
 from edgekv.server.answer_parser import AnswerParser
 from edgekv.server.body import parse_json
@@ -59,7 +59,7 @@ def template(m: Material, folder: pathlib.Path, rng: Random) -> None:
     if rng.random() < 0.5:
         source = damaged(source.encode(), rng).decode(errors="replace")
     messages = mutated([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], rng)
-    with mock.patch.object(renderer, "SECONDS", 2.0):  # a case may take 10
+    with mock.patch.object(child, "SECONDS", 2.0):  # a case may take 10
         ChatTemplate(source, m.tokenizer).render(messages if isinstance(messages, list) else [])
 
 
@@ -75,9 +75,19 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+def grown(rng: Random) -> dict[str, Any]:
+    """A schema that is deep, or doubles, by its references."""
+    n, word, form = rng.choice([5, 40, 1000]), rng.choice(["allOf", "anyOf", "oneOf"]), rng.randrange(3)
+    made: dict[str, Any] = {"0": {"type": "object"}}
+    for i in range(1, n):
+        below = {"$ref": f"#/$defs/{i - 1}"}
+        made[str(i)] = ({"properties": {"a": below}}, {word: [below, below]}, {"items": below, **below})[form]
+    return {"$ref": f"#/$defs/{n - 1}", "$defs": made}
+
+
 def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
     vocabulary = m.tokenizer.vocab_size
-    constraint = JsonSchema(mutated(SCHEMA, rng) or {}, m.tokenizer, vocabulary)
+    constraint = JsonSchema(mutated(rng.choice([SCHEMA, grown(rng)]), rng) or {}, m.tokenizer, vocabulary)
     for _ in range(3):
         allowed = constraint.allowed(np.zeros(vocabulary, np.float32))
         if constraint.accept(int(allowed.argmax())):

@@ -1,0 +1,154 @@
+"""Processes that are started run nothing of the working folder; a library that dies takes one text with it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import DEMO
+
+from edgekv import child
+from edgekv.chat import template
+from edgekv.chat.template import ChatTemplate
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.session import grammar
+from edgekv.session.grammar import Constraint, JsonSchema, require_bounded
+from edgekv.tokenizer import Tokenizer, load_tokenizer
+
+PLANTED = "signal", "json", "struct", "numpy", "jinja2", "llguidance", "edgekv/__init__", "edgekv/child"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO)
+
+
+@pytest.fixture
+def planted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The working folder: what of it runs leaves a file there. Processes of before are gone."""
+    (tmp_path / "edgekv").mkdir()
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(template, "_child", None)
+    monkeypatch.setattr(grammar, "_children", {})
+    return tmp_path
+
+
+def test_planted_modules_do_not_run(planted: pathlib.Path, tokenizer: Tokenizer) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(planted / "kernels")}
+    ahead = subprocess.run(child.command("edgekv.decoder.ahead", "dense"), env=environment, check=False)
+    assert ahead.returncode == 0
+    assert ChatTemplate("{{ messages[0] }}", tokenizer).render(["x"]) == "x"
+    assert not JsonSchema({}, tokenizer, tokenizer.vocab_size).accept(tokenizer.encode("[", bos=False)[-1])
+    assert not (planted / "ran").exists()
+
+
+def chain(n: int) -> dict[str, Any]:
+    """Definitions of which each refers to the one before; the first is the longest way."""
+    links = {str(i): {"properties": {"a": {"$ref": f"#/$defs/{i - 1}"}}} for i in range(1, n)}
+    return {"$ref": f"#/$defs/{n - 1}", "$defs": {"0": {"type": "string"}, **links}}
+
+
+def doubling(n: int) -> dict[str, Any]:
+    both = {str(i): {"allOf": [{"$ref": f"#/$defs/{i - 1}"}] * 2} for i in range(1, n)}
+    return {"$ref": f"#/$defs/{n - 1}", "$defs": {"0": {"properties": {"a": {}}}, **both}}
+
+
+def nested(n: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(n):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize("schema", [chain(1000), doubling(40), nested(400), nested(5000)])
+def test_schemas_beyond_bounds_are_refused_before_the_library_sees_them(schema: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"with its references it (nests|has) more than"):
+        require_bounded(schema)
+
+
+def test_schemas_within_bounds_are_followed(tokenizer: Tokenizer) -> None:
+    tree = {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "additionalProperties": False}
+    many = {"enum": [str(i) for i in range(20_000)]}
+    for schema in (chain(90), doubling(8), nested(60), tree, {"$ref": "#/$defs/a~1b", "$defs": {"a/b": many}}):
+        JsonSchema(schema, tokenizer, tokenizer.vocab_size)
+
+
+def test_a_schema_that_ends_the_library_is_one_line(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "SECONDS", 1.0)
+    with pytest.raises(ConfigError, match="it may take 1 s and 512 MiB") as error:
+        JsonSchema({"type": "integer", "multipleOf": 10_000_019}, tokenizer, tokenizer.vocab_size)
+    assert "\n" not in str(error.value)
+    assert follow(JsonSchema({"const": 12}, tokenizer, tokenizer.vocab_size), tokenizer) == "12"
+
+
+def test_what_is_wrong_with_a_pattern_is_told_whole(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"regex parse error: \(abc \^ error: unclosed group; correct"):
+        JsonSchema({"type": "string", "pattern": "(abc"}, tokenizer, tokenizer.vocab_size)
+
+
+def follow(constraint: Constraint, tokenizer: Tokenizer) -> str:
+    """The text whose tokens are always the first ones allowed."""
+    ids: list[int] = []
+    complete = False
+    while not complete:
+        ids.append(int(constraint.allowed(np.zeros(tokenizer.vocab_size, np.float32)).argmax()))
+        complete = constraint.accept(ids[-1])
+    return tokenizer.decode(ids)
+
+
+def test_texts_at_once_have_a_process_each_and_one_that_is_killed_ends_its_own(tokenizer: Tokenizer) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 20, "maxItems": 20}
+    made = [JsonSchema(schema, tokenizer, tokenizer.vocab_size) for _ in range(3)]
+    processes = [each._child._process for each in made]
+    assert len({process.pid for process in processes}) == 3
+    os.kill(processes[0].pid, signal.SIGKILL)
+    with pytest.raises(ConfigError, match="ended"):
+        follow(made[0], tokenizer)
+    with ThreadPoolExecutor(2) as pool:
+        texts = pool.map(lambda each: follow(each, tokenizer), made[1:])
+        assert [json.loads(text) for text in texts] == [[1] * 20] * 2
+    del made
+    gc.collect()
+    again = JsonSchema(schema, tokenizer, tokenizer.vocab_size)
+    assert again._child._process in processes[1:]
+
+
+def test_an_interrupted_token_ends_its_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    constraint, bracket = JsonSchema({}, tokenizer, tokenizer.vocab_size), tokenizer.encode("[", bos=False)[-1]
+    monkeypatch.setattr(child, "_received", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        constraint.accept(bracket)
+    monkeypatch.undo()
+    with pytest.raises(EdgeKVError, match="ended"):
+        constraint.accept(bracket)
+
+
+def test_after_fork_the_child_has_its_own(tokenizer: Tokenizer) -> None:
+    constraint = JsonSchema({"const": 12}, tokenizer, tokenizer.vocab_size)
+    forked = os.fork()
+    if not forked:
+        code = 1
+        try:
+            with pytest.raises(EdgeKVError, match="ended"):
+                constraint.accept(0)
+            code = int(follow(JsonSchema({"const": 3}, tokenizer, tokenizer.vocab_size), tokenizer) != "3")
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    assert follow(constraint, tokenizer) == "12"

@@ -4,8 +4,11 @@ import io
 import json
 import pathlib
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -190,6 +193,48 @@ def test_markdown(page: Any) -> None:
     assert page.evaluate("() => navigator.clipboard.readText()") == 'print("<b>hello</b>")'
     page.get_by_role("article", name="The model").get_by_role("button", name="Copy", exact=True).click()
     assert page.evaluate("() => navigator.clipboard.readText()") == MARKDOWN
+
+
+# What a model would have to write, of any length: an expression that goes back over it would take hours.
+LONG_LINES = [
+    "a|b\n" + "-" * 200_000 + "x",
+    "a|b\n" + "- |:" * 50_000 + "x",
+    "~" * 200_000 + "`",
+    "```" + " " * 200_000 + "`",
+    "```" + "a" * 200_000 + "`",
+    "`" * 200_000 + "x",
+    "- " * 100_000 + "x",
+    "---" + " " * 200_000 + "x",
+    "#" * 200_000,
+    " " * 200_000 + "|",
+    "|" * 200_000 + "\n|-|",
+    "*" * 200_000,
+    "**a" * 70_000,
+    "`a\n" * 70_000,
+    "[a](http://" * 20_000,
+    "[" * 200_000,
+    "a\n" * 100_000,
+    "> a\n" * 50_000,
+    "- a\n" * 50_000,
+]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_markdown_of_long_lines_ends() -> None:
+    """The page's own code on a document of which only its elements' making is there."""
+    parts = resources.files("edgekv.server").joinpath("page_parts")
+    code = f"""
+    const made = () => ({{append() {{}}, addEventListener() {{}}}});
+    const document = {{createElement: made, createDocumentFragment: made}};
+    {parts.joinpath("markdown.js").read_text(encoding="utf-8")}
+    for (const text of JSON.parse(require("fs").readFileSync(0))) markdown(text);
+    const languages = ["```py", "~~~ c++ x", "``` `", "~~~`"].map(line => line.match(FENCE)?.[1] ?? null);
+    console.log(JSON.stringify(languages));
+    """
+    done = subprocess.run(
+        ["node", "-e", code], input=json.dumps(LONG_LINES), capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(done.stdout) == ["```", "~~~", None, "~~~"]
 
 
 HOSTILE = (

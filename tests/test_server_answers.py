@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import DEMO, Server, chat, get, serving
+from serving import DEMO, Server, chat, get, post, serving
 
 from edgekv import Session
 
@@ -82,6 +82,18 @@ def test_the_second_turn_reads_only_what_is_new(client: openai.OpenAI) -> None:
     for reads in cached:
         assert reads[2] > reads[1] > 60
         assert reads[2] > total - 30
+
+
+def test_cached_tokens_are_counted_once(server: Server) -> None:
+    """One count for usage and timings: what the scheme lost by the rewind is read again, and not cached."""
+    for text in ("one " * 300, "one " * 150 + "two " * 20):
+        body = {"model": "demo", "prompt": text, "max_tokens": 2, "timings_per_token": True}
+        status, answer = post(server, "/v1/completions", json.dumps(body).encode())
+        assert status == 200
+        timings, usage = answer["timings"], answer["usage"]
+        assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+    assert timings["cache_n"] < 150
 
 
 def test_models_and_health(client: openai.OpenAI, server: Server) -> None:

@@ -1,5 +1,6 @@
 """`edgekv serve` as a command: its options, its key, a port that is taken, libraries that are missing."""
 
+import json
 import pathlib
 import signal
 import socket
@@ -7,11 +8,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import openai
 import pytest
-from serving import DEMO, serving
+from serving import DEMO, get, post, serving
 
 from edgekv.cli import main
 
@@ -66,3 +68,31 @@ def test_help_needs_no_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_service_that_is_stopped_says_so(tmp_path: pathlib.Path) -> None:
+    """SIGTERM: what is being answered, and what waits, ends with an error; a slow client holds nothing up."""
+    body = {"model": "demo", "prompt": "A long story", "max_tokens": 900}
+    with serving(tmp_path) as server, ThreadPoolExecutor(1) as threads:
+        host, port = urlsplit(server.url).netloc.split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            request = urllib.request.Request(
+                f"{server.url}/v1/completions",
+                json.dumps(body | {"stream": True}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                answer.readline()
+                whole = threads.submit(post, server, "/v1/completions", json.dumps(body).encode())
+                while not get(server, "/stats")["edgekv_queue_length"]:
+                    pass
+                server.process.terminate()
+                *_, error, last = filter(None, answer.read().decode().split("\n\n"))
+            assert json.loads(error[6:])["error"]["code"] == "shutting_down"
+            assert last == "data: [DONE]"
+            status, told = whole.result()
+            assert (status, told["error"]["code"]) == (503, "shutting_down")
+            assert server.process.wait(4) == -signal.SIGTERM
+            assert server.process.stderr is not None
+            assert server.process.stderr.read() == ""

@@ -4,7 +4,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from traceback import walk_tb
 from typing import Any
 
@@ -13,17 +17,18 @@ import pytest
 from serving import DEMO, TEMPLATE
 from starlette.testclient import TestClient
 
-from edgekv import Session
+from edgekv import SamplingParams, Session
 from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.server import limits
 from edgekv.server.app import build_app
+from edgekv.server.checked_request import CheckedRequest
 from edgekv.server.delivery import EventStream
 from edgekv.server.energy import ServerEnergy
 from edgekv.server.engine import Engine
-from edgekv.server.jobs import Channel
+from edgekv.server.jobs import AnswerEnd, Channel, EncodedPrompt, Usage, jobs_of
 from edgekv.server.limits import LogLimit, ServerLimits
-from edgekv.server.protocol import FAILED
+from edgekv.server.protocol import FAILED, RequestError
 from edgekv.server.responder import Responder
 from edgekv.server.response_builders import ChatBuilder, CompletionBuilder
 from edgekv.server.responses import ResponsesBuilder
@@ -37,10 +42,8 @@ def loaded() -> Iterator[Session]:
         yield session
 
 
-@contextlib.contextmanager
-def asked(loaded: Session, *, raising: bool = True) -> Iterator[TestClient]:
-    """The server's endpoints, without a socket. raising: of an endpoint's fault, in place of its answer."""
-    engine = Engine(
+def engine_of(loaded: Session) -> Engine:
+    return Engine(
         loaded,
         ChatTemplate(TEMPLATE, loaded.require_tokenizer()),
         queue_limit=4,
@@ -48,7 +51,12 @@ def asked(loaded: Session, *, raising: bool = True) -> Iterator[TestClient]:
         max_new_tokens=4,
         energy=ServerEnergy(None),
     )
-    app = build_app(engine, "m", api_key=None, hosts=None, limits=ServerLimits())
+
+
+@contextlib.contextmanager
+def asked(loaded: Session, *, raising: bool = True, limits: ServerLimits | None = None) -> Iterator[TestClient]:
+    """The server's endpoints, without a socket. raising: of an endpoint's fault, in place of its answer."""
+    app = build_app(engine_of(loaded), "m", api_key=None, hosts=None, limits=limits or ServerLimits())
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=raising) as client:
         yield client
 
@@ -94,6 +102,61 @@ def test_whose_fault_it_is(
     assert (answer.status_code, told["type"], told["code"]) == (status, kind, code)
     assert (told["message"], told["param"]) == (str(error), error.field)
     assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
+
+
+def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of them until they are answered, and nothing after."""
+    goes_on, answer = threading.Event(), Responder.answer
+
+    def answer_later(self: Responder, job: Any) -> Any:
+        goes_on.wait(30)
+        return answer(self, job)
+
+    monkeypatch.setattr(Responder, "answer", answer_later)
+    large = {**ANSWER, "logit_bias": {str(i): 0 for i in range(2000)}}
+    limits = ServerLimits(max_bodies=500_000)
+    with asked(loaded, limits=limits) as client, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(client.post, "/v1/completions", json=large)
+        while "edgekv_active 1.0" not in client.get("/metrics").text:
+            time.sleep(0.01)
+        second = client.post("/v1/completions", json=large)
+        small = threads.submit(client.post, "/v1/completions", json=ANSWER)
+        goes_on.set()
+        assert (second.status_code, second.json()["error"]["code"]) == (503, "overloaded")
+        assert [each.result().status_code for each in (first, small)] == [200, 200]
+        assert client.post("/v1/completions", json=large).status_code == 200
+        assert client.post("/v1/completions", json={**large, "user": [0] * 6000}).status_code == 413
+
+
+def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many answers of one request shut no other out, and take one place of those that wait."""
+    began: list[str] = []
+
+    def answer(self: Responder, job: Any) -> AnswerEnd:
+        began.append(names[job.channel])
+        return AnswerEnd(job.index, "stop", Usage())
+
+    async def run() -> None:
+        engine = engine_of(loaded)
+        for name, n in {"a": 100, "b": 1, "c": 2, "d": 1}.items():
+            channel = Channel()
+            names[channel] = name
+            engine.submit(jobs_of(channel, CheckedRequest(SamplingParams(), n=n), [EncodedPrompt([1])]))
+        with pytest.raises(RequestError, match="4 requests wait already"):
+            engine.submit(jobs_of(Channel(), CheckedRequest(SamplingParams()), [EncodedPrompt([1])]))
+        engine.start()
+        while len(began) < 104:
+            await asyncio.sleep(0.01)
+        engine.stop()
+        engine.join(30)
+        with pytest.raises(RequestError, match="shutting down"):
+            engine.submit([])
+
+    names: dict[Channel, str] = {}
+    monkeypatch.setattr(Responder, "answer", answer)
+    asyncio.run(run())
+    assert "".join(began).startswith("aabacadca")
+    assert Counter(began) == {"a": 100, "b": 1, "c": 2, "d": 1}
 
 
 def test_openais_client_asks_again(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:

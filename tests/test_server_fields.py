@@ -66,6 +66,7 @@ def test_an_echo_has_the_prompts_log_probabilities(client: openai.OpenAI, sessio
     assert [len(top) for top in found.top_logprobs[1:]] == [3] * (len(ids) - 1)
     assert len(found.tokens) == len(found.text_offset) == len(ids)
     more = complete(client, ids, echo=True, logprobs=0, max_tokens=3)
+    assert more.usage.prompt_tokens_details.cached_tokens == 0  # its echo read all of it
     assert more.choices[0].text.startswith(PROMPT)
     assert len(more.choices[0].logprobs.tokens) == len(ids) + 3
     assert complete(client, PROMPT, echo=True).choices[0].text == PROMPT + complete(client, PROMPT).choices[0].text
@@ -190,6 +191,19 @@ def test_responses(client: openai.OpenAI) -> None:
         max_output_tokens=4,
     )
     assert told.usage.input_tokens > whole.usage.input_tokens
+    sent: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 4,
+        "metadata": {"who": "me"},
+        "temperature": 0.25,
+        "tool_choice": {"type": "function", "name": "f"},
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}],
+        "top_p": 0.5,
+        "text": {"format": {"type": "text"}},
+    }
+    for options in (sent, {**sent, "tool_choice": "none", "reasoning": {"effort": "low"}}):
+        back = client.responses.create(model="demo", input="x", **options).model_dump(exclude_none=True)
+        assert {name: back[name] for name in options} == options
     with pytest.raises(openai.BadRequestError, match="nothing is stored"):
         client.responses.create(model="demo", input="x", previous_response_id="resp_1")
     for bad in ([{"type": "web_search_call"}], [{"role": "user", "content": [{"type": "input_audio"}]}], []):
@@ -223,6 +237,7 @@ def test_progress_and_timings(server: Server) -> None:
         "messages": [{"role": "user", "content": "word " * 300}],
         "max_tokens": 12,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "return_progress": True,
         "timings_per_token": True,
     }
@@ -236,7 +251,10 @@ def test_progress_and_timings(server: Server) -> None:
     assert progress[-1]["processed"] == progress[-1]["total"] > 300
     timings = [chunk["timings"] for chunk in chunks if "timings" in chunk]
     assert timings[-1]["predicted_n"] == 12
-    assert timings[-1]["prompt_n"] + timings[-1]["cache_n"] == progress[-1]["total"]
+    usage = next(chunk["usage"] for chunk in chunks if "usage" in chunk)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert timings[-1]["cache_n"] == progress[-1]["cache"] == cached < usage["prompt_tokens"]
+    assert timings[-1]["prompt_n"] + timings[-1]["cache_n"] == progress[-1]["total"] == usage["prompt_tokens"]
     assert 0 < timings[-1]["kv_cache_bytes"] <= timings[-1]["kv_cache_f16_bytes"]
     assert timings[-1]["prompt_ms"] > 0
 

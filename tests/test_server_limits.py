@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +24,7 @@ from serving import DEMO, TEMPLATE, post
 from edgekv.errors import ConfigError
 from edgekv.server.body import parse_json
 from edgekv.server.checked_request import check_completion
-from edgekv.server.limits import SMALL, BodyMemory, BoundedServer, ServerLimits
+from edgekv.server.limits import SMALL, BodyMemory, BodyShare, BoundedServer, ServerLimits
 from edgekv.server.protocol import CompletionRequest, RequestError, read
 from edgekv.session.sampling import SamplingParams
 
@@ -236,11 +237,43 @@ def test_numbers_beyond_all_bounds_are_refused_in_python_too() -> None:
 def test_large_bodies_leave_room_for_small_ones() -> None:
     bodies = BodyMemory(1 << 20)
     with bodies.open() as first, bodies.open() as second:
-        first.grow(SMALL + (1 << 20))
-        second.grow(SMALL)
+        first.resize(SMALL + (1 << 20))
+        second.resize(SMALL)
         with pytest.raises(RequestError, match="later"):
-            second.grow(SMALL + 1)
+            second.resize(SMALL + 1)
+        with pytest.raises(RequestError, match="shorten"):
+            second.resize(SMALL + (1 << 20) + 1)
+        first.resize(SMALL)
+        second.resize(SMALL + 1)
     assert bodies.free == 1 << 20
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "[]",
+        "{}",
+        "[[]]",
+        '{"a":0}',
+        "123456",
+        "1.5",
+        '"ab"',
+        '"\\ud83d\\ude00 ab"',
+        '"ab \U0001f600"',
+        '{"%d":[1]}',
+        "null",
+    ],
+)
+def test_what_a_body_takes_once_parsed_is_bounded_before(item: str) -> None:
+    data = ("[" + ",".join(item.replace("%d", str(i)) for i in range(20_000)) + "]").encode()
+    share = BodyShare(BodyMemory(1 << 30))
+    share.parse(data)
+    tracemalloc.start()
+    value = parse_json(data)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(value) == 20_000
+    assert size - len(data) <= share.taken + SMALL <= 10 * size
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,11 @@ BAD: dict[str, tuple[Any, str | None, str]] = {  # fields, who is to blame, what
     "no model": ({"model": None}, "model", "is missing"),
     "empty messages": ({"messages": []}, "messages", "length >= 1"),
     "a message that is a text": ({"messages": ["x"]}, "messages[0]", "is 'x'"),
-    "a role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'robot'"),
+    "a role": (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages[0].role",
+        "assistant, developer, system, tool, user",
+    ),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     "an odd field": ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "unknown"),
     "an image from elsewhere": (
@@ -35,13 +39,13 @@ BAD: dict[str, tuple[Any, str | None, str]] = {  # fields, who is to blame, what
     ),
     "an image that it can't see": (
         {"messages": [{"role": "user", "content": [SEEN]}]},
-        "images",
+        "messages",
         "takes no images",
     ),
     "a part": (
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
         "messages[0].content[0].type",
-        "'audio'",
+        "accepted: text, image_url",
     ),
     "a user's call": (
         {"messages": [{"role": "user", "content": "x", "tool_calls": [FUNCTION]}]},
@@ -61,6 +65,18 @@ BAD: dict[str, tuple[Any, str | None, str]] = {  # fields, who is to blame, what
         "tools",
         "can't be followed",
     ),
+    "a choice of nothing": ({"tool_choice": "may"}, "tool_choice", "accepted: auto, none, required, an object"),
+    "a field within": (
+        {"stream_options": {"x": 1}},
+        "stream_options.x",
+        "accepted: include_obfuscation, include_usage",
+    ),
+    "a schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}},
+        "response_format",
+        "can't be followed",
+    ),
+    "a number beyond all": ({"temperature": 10**400}, "temperature", "a smaller number"),
     "too many answers": ({"n": 1000}, "n", "<= 128"),
     "a bias": ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     "a bias beyond the vocabulary": ({"logit_bias": {"999999": 1}}, "logit_bias", "999999"),
@@ -93,6 +109,67 @@ def test_bad_requests_are_said_in_one_line(name: str, server: Server) -> None:
     assert (answer["error"]["type"], answer["error"]["param"]) == ("invalid_request_error", param)
 
 
+ELSEWHERE: dict[str, tuple[str, dict[str, Any], str, str]] = {  # path, fields, who is to blame, what is said
+    "echo": ("completions", {"prompt": [5, 99999], "echo": True, "logprobs": 1}, "prompt", "vocabulary"),
+    "best_of": ("completions", {"prompt": "x", "best_of": 2}, "best_of", "accepted: 1"),
+    "embedded": ("embeddings", {"input": "word " * 5000}, "input", "context is 1024"),
+    "embedded ids": ("embeddings", {"input": [[99999]]}, "input", "vocabulary"),
+    "a form": ("embeddings", {"input": "x", "encoding_format": "f"}, "encoding_format", "accepted: base64, float"),
+    "a long input": ("responses", {"input": "word " * 5000}, "input", "context is 1024"),
+    "no content": ("responses", {"instructions": "x", "input": [{"role": "user"}]}, "input[0].content", "missing"),
+    "a role": (
+        "responses",
+        {"input": [{"role": "robot", "content": "x"}]},
+        "input[0].role",
+        "assistant, developer",
+    ),
+    "a part": ("responses", {"input": [{"role": "user", "content": [3]}]}, "input[0].content[0]", "input_text"),
+    "an item": ("responses", {"input": [{"type": "web"}]}, "input[0].type", "function_call_output"),
+    "a call": ("responses", {"input": [{"type": "function_call", "name": 3}]}, "input[0].name", "accepted: str"),
+    "an image": (
+        "responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": SEEN["image_url"]["url"]}]}]},
+        "input",
+        "takes no images",
+    ),
+    "most": ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens", ">= 1"),
+    "top_p": ("responses", {"input": "x", "top_p": 2}, "top_p", "top_p=2"),
+    "a tool": ("responses", {"input": "x", "tools": [{"type": "web"}]}, "tools[0].type", "accepted: function"),
+    "a tool's name": (
+        "responses",
+        {"input": "x", "tools": [{"type": "function", "name": "a b"}]},
+        "tools[0].name",
+        "matching regex",
+    ),
+    "no schema": (
+        "responses",
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}},
+        "text.format.schema",
+        "is missing",
+    ),
+    "a schema": (
+        "responses",
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 3}}}},
+        "text.format",
+        "can't be followed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_each_endpoint_names_its_own_fields(name: str, server: Server) -> None:
+    path, fields, param, message = ELSEWHERE[name]
+    got, answer = post(server, f"/v1/{path}", json.dumps({"model": "demo", **fields}).encode())
+    assert (got, answer["error"]["param"]) == (400, param), answer
+    assert message in answer["error"]["message"]
+
+
+def test_the_type_of_a_body_has_no_case(server: Server) -> None:
+    body = b'{"model": "demo", "prompt": "x", "max_tokens": 1}'
+    for kind in ("APPLICATION/JSON", "Application/Json; charset=UTF-8"):
+        assert post(server, "/v1/completions", body, **{"Content-Type": kind})[0] == 200
+
+
 def test_a_body_without_end(server: Server) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "x" * 2_000_000}]}
     got, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())
@@ -104,6 +181,12 @@ BAD_BYTES = {
     "not JSON": (b"{", {}, 400, "not valid JSON"),
     "not UTF-8": (b"\xff\xfe{", {}, 400, "not valid JSON"),
     "deep": (b"[" * 100_000, {}, 400, "not valid JSON"),
+    "rather deep": (
+        b'{"model": "m", "prompt": "x", "user": ' + b"[" * 200 + b"]" * 200 + b"}",
+        {},
+        400,
+        "more than 128",
+    ),
     "another type": (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     "empty": (b"", {}, 400, "not valid JSON"),
     "NaN": (b'{"model": "demo", "prompt": "x", "metadata": NaN}', {}, 400, "NaN is no number"),
@@ -173,7 +256,7 @@ def test_every_accepted_field_of_a_request() -> None:
     }
     ask = check_chat(read(body, ChatRequest))
     assert ask.messages == [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
-    assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.seed) == (1.0, 0.5, 3)
+    assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.seed) == (1.0, 0.5, 2**64 - 3)
     assert (ask.stop, ask.include_usage, ask.schema) == (("x",), True, {"type": "object"})
     with pytest.raises(RequestError, match="unknown field 'stream_options"):
         check_chat(read(body | {"stream_options": {"x": 1}}, ChatRequest))

@@ -11,10 +11,11 @@ import pytest
 import tokenizers
 from serving import DEMO, Server, serving
 
-from edgekv import Session
+from edgekv import SamplingParams, Session
 from edgekv.chat.template import ChatTemplate
 from edgekv.errors import ConfigError
 from edgekv.server.answer_parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.chat_answer import ChatAnswer
 from edgekv.server.checked_request import CheckedRequest, Tools, check_chat
 from edgekv.server.protocol import ChatRequest, Function, read
 from edgekv.server.request_encoder import RequestEncoder
@@ -127,9 +128,29 @@ def test_a_streamed_call(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_call_that_is_cut_off_is_no_call(client: openai.OpenAI) -> None:
-    answer = ask(client, tool_choice=named("weather"), max_tokens=5)
-    assert answer.choices[0].finish_reason == "length"
+@pytest.mark.parametrize("n", [1, 5, 9, 20])
+def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(n: int, client: openai.OpenAI) -> None:
+    """Whole, streamed and as a response, however early it is cut."""
+    whole = ask(client, tool_choice=named("weather"), max_tokens=n, seed=1).choices[0]
+    (call,) = whole.message.tool_calls
+    assert (whole.finish_reason, whole.message.content, call.function.name) == ("length", None, "weather")
+    chunks = [
+        chunk.choices[0] for chunk in ask(client, tool_choice=named("weather"), max_tokens=n, seed=1, stream=True)
+    ]
+    calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert (chunks[-1].finish_reason, calls[0].name) == ("length", "weather")
+    assert "".join(each.arguments for each in calls) == call.function.arguments
+    tools: Any = [{"type": "function", **WEATHER["function"], "strict": False}]
+    choice: Any = {"type": "function", "name": "weather"}
+    response: Any = client.responses.create(
+        model="demo", input="Weather?", tools=tools, tool_choice=choice, max_output_tokens=max(n, 1)
+    )
+    assert (response.status, [item.status for item in response.output]) == ("incomplete", ["incomplete"])
+    assert (response.output[0].type, response.output[0].name) == ("function_call", "weather")
+    if n == 1:
+        either = ask(client, tool_choice="required", max_tokens=n).choices[0]
+        assert (either.finish_reason, either.message.content, either.message.tool_calls) == ("length", "", None)
 
 
 def test_without_a_call(client: openai.OpenAI) -> None:
@@ -181,6 +202,7 @@ def test_reasoning_is_apart(client: openai.OpenAI) -> None:
     answer = ask(client, tools=openai.omit, max_tokens=12, temperature=0, extra_body=extra)
     assert answer.choices[0].message.content == ""
     assert len(answer.choices[0].message.reasoning_content) > 10
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 12
     chunks = list(ask(client, tools=openai.omit, max_tokens=12, temperature=0, extra_body=extra, stream=True))
     reasoning = "".join(getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks)
     assert reasoning.strip() == answer.choices[0].message.reasoning_content
@@ -209,7 +231,10 @@ TEXTS: dict[
         [("f", {"a": 1})],
     ),
     "no JSON": ("hermes", "<tool_call>{x}</tool_call>", ["{x}"]),
-    "cut off": ("hermes", '<tool_call>\n{"na', ['<tool_call>\n{"na']),
+    "cut off": ("hermes", '<tool_call>\n{"na', []),
+    "cut off in a name": ("hermes", 'Well. <tool_call>\n{"name": "we', ["Well. ", ("weather", None)]),
+    "cut off behind a name": ("hermes", '<tool_call>\n{"name": "f", "arg', [("f", None)]),
+    "cut off in arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a', [("f", '{"a')]),
     "reasoning": ("hermes", "<think>\nHm <b>.\n</think>\n\nYes.", [["Hm <b>.\n"], "Yes."]),
     "reasoning, a call": (
         "hermes",
@@ -223,7 +248,8 @@ TEXTS: dict[
         f'Well.[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{CALL[33:-1]}[TOOL_CALLS]f[ARGS]{{"a": {{"b": 1}}}}',
         ["Well.", ("weather", ARGUMENTS), ("f", {"a": {"b": 1}})],
     ),
-    "mistral, cut off": ("mistral-args", "[TOOL_CALLS]weath", ["[TOOL_CALLS]weath"]),
+    "mistral, cut off": ("mistral-args", "[TOOL_CALLS]weath", [("weather", None)]),
+    "mistral, which one": ("mistral-args", "[TOOL_CALLS]f", []),
     "llama": ("llama3", CALL.replace("arguments", "parameters"), [("weather", ARGUMENTS)]),
     "llama, text": ("llama3", "The set {1, 2}", ["The set {1, 2}"]),
     "llama, no call": ("llama3", '{"a": 1}', ['{"a": 1}']),
@@ -249,7 +275,15 @@ def told(deltas: list[Delta]) -> list[Any]:
                 if found and isinstance(found[-1], list)
                 else [*found[-1:], [delta.text]]
             )
-    return [(each[0], json.loads(each[1])) if isinstance(each, tuple) else each for each in found]
+    return [(each[0], _loaded(each[1])) if isinstance(each, tuple) else each for each in found]
+
+
+def _loaded(text: str) -> Any:
+    """JSON's value; what was cut off is its text, or None."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text or None
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -257,13 +291,17 @@ def told(deltas: list[Delta]) -> list[Any]:
 def test_answers_are_taken_apart(name: str, length: int) -> None:
     """However the text is cut."""
     form, text, expected = TEXTS[name]
-    reader = AnswerParser(form=TOOL_FORMATS[form])
+    reader = AnswerParser(form=TOOL_FORMATS[form], names=("weather", "f", "fox"))
     deltas = [d for i in range(0, len(text), length) for d in reader.push(text[i : i + length])]
     assert told([*deltas, *reader.end()]) == expected
 
 
 def test_reasoning_that_the_prompt_began() -> None:
     reader = AnswerParser(thinks=True)
+    answer = ChatAnswer(CheckedRequest(SamplingParams()), thinks=True, form=TOOL_FORMATS["hermes"])
+    for text in ("So", "</thi", "nk>", "\n\nYes", "."):
+        answer.push(text, 2)
+    assert (answer.n_reasoning, answer.content) == (6, "Yes.")
     assert told([*reader.push("So</thi"), *reader.push("nk>\n\nYes"), *reader.end()]) == [["So"], "Yes"]
 
 
@@ -337,7 +375,7 @@ def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = load_tokenizer(tmp_path)
     source = "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[TOOL_CALLS]' if tools }}{{ messages[-1].content }}"
-    prompts = RequestEncoder(ChatTemplate(source, tokenizer), tokenizer, 4096)
+    prompts = RequestEncoder(ChatTemplate(source, tokenizer), tokenizer, 4096, tokenizer.vocab_size)
     assert prompts.form is TOOL_FORMATS["mistral"]
     assert prompts.marks == {257: "[TOOL_CALLS]"}
     for forced in (False, True):
@@ -352,7 +390,7 @@ def test_a_mark_that_is_a_special_token(tmp_path: pathlib.Path) -> None:
 
 def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> None:
     tokenizer = session.require_tokenizer()
-    prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096)
+    prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096, tokenizer.vocab_size)
     call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [
         *USER,
@@ -369,7 +407,7 @@ def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> Non
 
 def test_what_templates_are_given(session: Session, tmp_path: pathlib.Path) -> None:
     tokenizer = session.require_tokenizer()
-    prompts = RequestEncoder(ChatTemplate(TEMPLATE, tokenizer), tokenizer, 4096)
+    prompts = RequestEncoder(ChatTemplate(TEMPLATE, tokenizer), tokenizer, 4096, tokenizer.vocab_size)
     call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
     request = read({"model": "m", "messages": messages, "tools": [WEATHER]}, ChatRequest)

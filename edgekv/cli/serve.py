@@ -132,7 +132,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         slots=arguments.slots,
     )
     limits = ServerLimits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
-    limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 2 * limits.max_request))
+    limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 6 * limits.max_request))
     app = build_app(
         engine,
         name,
@@ -142,7 +142,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         strict_model=arguments.strict_model,
         origins=arguments.cors,
     )
-    server = BoundedServer(app, limits)
+    server = BoundedServer(app, limits, engine.stop)
     _listen(server, arguments, name)
     return 0
 

@@ -7,13 +7,14 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgekv.server.tools import ToolFormat
 
 THINK, END_THINK = "<think>", "</think>"
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+NAME = re.compile(r'\{\s*"name"\s*:\s*"([\w.-]*)("?)')  # perhaps not all of it yet
 ID_LETTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # Mistral's templates take no other
 
@@ -55,16 +56,30 @@ Delta = Content | Reasoning | CallBegin | CallArguments
 class AnswerParser:
     """Takes text in pieces of any length; gives what can be told of it so far.
 
-    thinks: the text begins within reasoning. form: how calls are written; None: there are none.
+    thinks: the text begins within reasoning. form: how calls are written; None: there are none. names: of all that
+    can be called. forced: the text is calls and nothing else.
     """
 
-    def __init__(self, *, thinks: bool = False, form: ToolFormat | None = None) -> None:
-        self._form = form
+    def __init__(
+        self,
+        *,
+        thinks: bool = False,
+        form: ToolFormat | None = None,
+        names: Sequence[str] = (),
+        forced: bool = False,
+    ) -> None:
+        self._form, self._names, self._forced = form, names, forced
+        self.is_cut = False  # once it has ended: within a call
         self._held, self._out = "", list[Delta]()
         self._call: _Call | None = None
         self._n_calls = 0
         self._first = True  # nothing has been told yet
         self._read: Callable[[bool], bool] = self._reasoning if thinks else self._opening
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text is within reasoning."""
+        return self._read == self._reasoning
 
     def push(self, text: str) -> list[Delta]:
         """What more is known with this text."""
@@ -79,7 +94,12 @@ class AnswerParser:
         while self._held and self._read(last):
             pass
         if last and self._call is not None:
-            self._unfinished(self._call)
+            self.is_cut = True
+            if self._call.number is None:
+                name = NAME.match(self._call.text)
+                self._begin_cut(name[1] if name else "", whole=bool(name and name[2]))
+        if last and self._forced and not self._n_calls and not self.is_cut:
+            self._begin_cut("", whole=False)
         told, self._out = self._out, []
         return told
 
@@ -151,12 +171,7 @@ class AnswerParser:
             self._held = after.lstrip()
             return True
         if last:
-            self._held, self._read = form.begin + self._held, lambda last: self._all_content()
-        return last
-
-    def _all_content(self) -> bool:
-        self._tell(Content(self._held))
-        self._held = ""
+            self._begin_cut(name.partition("[CALL_ID]")[0], whole="[CALL_ID]" in name)
         return False
 
     def _calling(self, last: bool) -> bool:
@@ -190,11 +205,12 @@ class AnswerParser:
         else:
             self._tell(Content(text))
 
-    def _unfinished(self, call: _Call) -> None:
-        if call.number is None:
-            assert self._form is not None
-            self._tell(Content(f"{self._form.begin}{self._form.opening}{call.text}"))
-        self._call = None
+    def _begin_cut(self, name: str, whole: bool) -> None:
+        """A call that was cut off before its arguments: told where only one has this name, or begins with it."""
+        self.is_cut, self._held = True, ""
+        fitting = [each for each in self._names if (each == name if whole else each.startswith(name))]
+        if len(fitting) == 1:
+            self._begin(fitting[0])
 
     def _begin(self, name: str) -> int:
         number, self._n_calls = self._n_calls, self._n_calls + 1
@@ -208,7 +224,7 @@ class AnswerParser:
         self._held = self._held[safe:]
 
     def _tell(self, delta: Content | Reasoning) -> None:
-        if delta.text:
+        if delta.text and not (self._forced and isinstance(delta, Content)):
             self._out.append(delta)
 
 

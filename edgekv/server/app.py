@@ -7,7 +7,7 @@ import base64
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
@@ -20,13 +20,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from edgekv.errors import EdgeKVError
-from edgekv.server.body import read_json
+from edgekv.server.body import parse_json, read_body
 from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
 from edgekv.server.delivery import EventStream, embedding_vectors, unless_gone, whole_answer
 from edgekv.server.engine import Engine
 from edgekv.server.guard import Guard
 from edgekv.server.jobs import Channel, EmbeddingJob, EmbeddingVector, EncodedPrompt, jobs_of
-from edgekv.server.limits import BodyMemory, ServerLimits
+from edgekv.server.limits import BodyMemory, BodyShare, ServerLimits
 from edgekv.server.page import page, page_headers
 from edgekv.server.protocol import (
     FAILED,
@@ -40,10 +40,12 @@ from edgekv.server.protocol import (
 )
 from edgekv.server.response_builders import ChatBuilder, CompletionBuilder, ResponseBuilder
 from edgekv.server.responses import ResponsesBuilder
-from edgekv.server.responses_request import chat_request
+from edgekv.server.responses_request import check_response
 from edgekv.version import __version__
 
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
+STOPPING_S = 0.3  # for an answer's token or layer; its thread ends with the process
+T = TypeVar("T")
 
 
 def build_app(
@@ -66,7 +68,8 @@ def build_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         engine.start()
         yield
-        await run_in_threadpool(engine.stop)
+        engine.stop()
+        await run_in_threadpool(engine.join, STOPPING_S)
 
     server = _Server(engine, name, limits, strict_model)
     routes = [
@@ -180,28 +183,25 @@ class _Server:
         return await self._answer(request, check, builder)
 
     async def responses(self, request: Request) -> Response:
-        def check(body: Any) -> tuple[str, CheckedRequest]:
-            given = chat_request(body)
-            return given.model, check_chat(given)
-
-        return await self._answer(
-            request, check, functools.partial(ResponsesBuilder, form=self._engine.prompts.form)
-        )
+        builder = functools.partial(ResponsesBuilder, form=self._engine.prompts.form)
+        return await self._answer(request, check_response, builder)
 
     async def embeddings(self, request: Request) -> Response:
-        with self._bodies.open() as body:
-            given = read(await read_json(request, self._limits, body), EmbeddingRequest)
-            lora, headers = self._named(given.model)
-            size = self._engine.session.config.hidden_size
+        def encode(body: Any) -> tuple[EmbeddingRequest, list[list[int]], str | None, dict[str, str]]:
+            given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
             if given.dimensions not in (None, size):
                 message = f"'dimensions' is {given.dimensions}; accepted: {size}, what this model has"
                 raise RequestError(400, message, param="dimensions")
-            texts = listed(given.input, "input")
-            async with self._encoders:
-                ids = [await run_in_threadpool(self._engine.prompts.ids, text, "input") for text in texts]
-        channel = Channel()
-        self._engine.submit([EmbeddingJob(channel, each, i, lora) for i, each in enumerate(ids)])
-        vectors = await unless_gone(request.receive, channel, embedding_vectors(channel, len(ids)))
+            ids = [self._engine.prompts.ids(text, "input") for text in listed(given.input, "input")]
+            lora, headers = self._named(given.model)
+            return given, ids, lora, headers
+
+        with self._bodies.open() as body:
+            given, texts, lora, headers = await self._encoded(request, body, encode)
+            body.hold(sum(map(len, texts)), 0, tree=False)
+            channel = Channel()
+            self._engine.submit([EmbeddingJob(channel, ids, i, lora) for i, ids in enumerate(texts)])
+            vectors = await unless_gone(request.receive, channel, embedding_vectors(channel, len(texts)))
         if vectors is None:
             return Response(status_code=499)
         n_tokens = sum(vector.n_tokens for vector in vectors)
@@ -220,20 +220,32 @@ class _Server:
         builder: Callable[..., ResponseBuilder],
     ) -> Response:
         """An answer, whole or as a stream."""
+
+        def encode(body: Any) -> tuple[CheckedRequest, list[EncodedPrompt], str | None, dict[str, str]]:
+            model, checked = check(body)
+            lora, headers = self._named(model)
+            return checked.encoded(), self._engine.prompts.encode(checked), lora, headers
+
         with contextlib.ExitStack() as held:
             body = held.enter_context(self._bodies.open())
-            model, checked = check(await read_json(request, self._limits, body))
-            lora, headers = self._named(model)
-            async with self._encoders:
-                prompts: list[EncodedPrompt] = await run_in_threadpool(self._engine.prompts.encode, checked)
-            if not checked.images:  # they stay in memory until they are answered
-                held.close()
+            checked, prompts, lora, headers = await self._encoded(request, body, encode)
+            n_ids, nbytes = map(
+                sum, zip(*((len(each.ids), sum(map(len, each.images))) for each in prompts), strict=True)
+            )
+            body.hold(n_ids, nbytes, tree=checked.keeps_objects)
             channel, answers = Channel(), builder(lora or self._name, checked, prompts)
             self._engine.submit(jobs_of(channel, checked, prompts, lora))
             if checked.stream:
                 return EventStream(channel, answers, self._limits.client_timeout_s, headers, held.pop_all().close)
             whole = await unless_gone(request.receive, channel, whole_answer(channel, answers))
             return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
+
+    async def _encoded(self, request: Request, body: BodyShare, encode: Callable[[Any], T]) -> T:
+        """What ``encode`` makes of the body, in a thread; ENCODING bodies at a time are more than their bytes."""
+        data = await read_body(request, self._limits, body)
+        async with self._encoders:
+            body.parse(data)
+            return await run_in_threadpool(lambda: encode(parse_json(data)))
 
     def _named(self, model: str) -> tuple[str | None, dict[str, str]]:
         """The LoRA that a request's model names, and headers of the answer.

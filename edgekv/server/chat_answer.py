@@ -15,19 +15,27 @@ class ChatAnswer:
     """One answer of a chat as it grows: content, reasoning, tool calls, and why it ended."""
 
     def __init__(self, request: CheckedRequest, thinks: bool, form: ToolFormat) -> None:
-        self._reader = AnswerParser(thinks=thinks, form=form if request.tools and request.tools.callable else None)
+        tools = request.tools
+        names = tuple(function.name for function in tools.callable) if tools else ()
+        self._reader = AnswerParser(
+            thinks=thinks, form=form if names else None, names=names, forced=bool(tools and tools.forced)
+        )
         self.content = self.reasoning = ""
+        self.n_reasoning = 0  # tokens, with those of the marks around it
         self.calls: list[Json] = []
         self.reason: str | None = None
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str, n_tokens: int) -> list[Delta]:
         """What the next piece of text adds."""
-        return self._kept(self._reader.push(text))
+        thought = self._reader.is_thinking
+        deltas = self._kept(self._reader.push(text))
+        self.n_reasoning += n_tokens if thought or self._reader.is_thinking else 0
+        return deltas
 
     def end(self, reason: str) -> list[Delta]:
         """What was held back; ``reason``: why the text ended."""
         deltas = self._kept(self._reader.end())
-        self.reason = "tool_calls" if self.calls and reason == "stop" else reason
+        self.reason = "tool_calls" if self.calls and reason == "stop" and not self._reader.is_cut else reason
         return deltas
 
     def message(self) -> Json:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgekv.errors import ConfigError
 from edgekv.server.protocol import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
     MAX_CHOICES,
     MAX_IMAGES,
     ChatRequest,
@@ -55,7 +58,8 @@ class CheckedRequest:
 
     n: answers per prompt. max_tokens: None: the server's own. n_logprobs: None: none; else how many of the
     likeliest tokens beside each chosen one. images: data URLs in the order of the messages. template_names:
-    variables for the chat template.
+    variables for the chat template. fields: as protocol.CHAT_FIELDS, of the endpoint that was asked. sent: what of
+    the request comes back with its answer.
     """
 
     sampling: SamplingParams
@@ -74,6 +78,19 @@ class CheckedRequest:
     tools: Tools | None = None
     images: tuple[str, ...] = ()
     template_names: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, str] = dataclasses.field(default_factory=lambda: CHAT_FIELDS)
+    sent: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def encoded(self) -> CheckedRequest:
+        """Without what only its prompts were made of."""
+        return dataclasses.replace(
+            self, messages=None if self.messages is None else [], prompts=(), images=(), template_names={}
+        )
+
+    @property
+    def keeps_objects(self) -> bool:
+        """Whether anything of the request's JSON but texts is needed for its answer."""
+        return bool(self.schema or self.tools or self.sent or self.sampling.logit_bias)
 
     def sampling_of(self, choice: int) -> SamplingParams:
         """The settings of the n-th answer: a seed counts up."""
@@ -81,8 +98,10 @@ class CheckedRequest:
         return self.sampling if seed is None else dataclasses.replace(self.sampling, seed=seed + choice)
 
 
-def check_chat(request: ChatRequest) -> CheckedRequest:
-    """Raises RequestError."""
+def check_chat(
+    request: ChatRequest, fields: Mapping[str, str] = CHAT_FIELDS, places: Sequence[str] = ()
+) -> CheckedRequest:
+    """Raises RequestError. places: what errors call the messages; fields: as a `CheckedRequest`'s."""
     names = dict(request.chat_template_kwargs or {})
     if fixed := [name for name in names if name in FIXED_NAMES]:
         raise RequestError(400, f"chat_template_kwargs sets {fixed[0]!r}, which the server does", param=fixed[0])
@@ -91,14 +110,17 @@ def check_chat(request: ChatRequest) -> CheckedRequest:
         names.setdefault("enable_thinking", request.reasoning_effort != "none")
     images = [part.image_url.url for m in request.messages for part in _parts(m) if isinstance(part, ImagePart)]
     if len(images) > MAX_IMAGES:
-        raise RequestError(400, f"{len(images)} images; accepted: up to {MAX_IMAGES}", param="messages")
+        raise RequestError(400, f"{len(images)} images; accepted: up to {MAX_IMAGES}", param=fields["images"])
     if request.max_tokens == 0:
         raise RequestError(400, "'max_tokens' is 0; accepted: a whole number of 1 or more", param="max_tokens")
     if request.top_logprobs and not request.logprobs:
         raise RequestError(400, "'top_logprobs' needs \"logprobs\": true", param="top_logprobs")
     return dataclasses.replace(
-        _shared(request),
-        messages=[as_turn(message, f"messages[{i}]") for i, message in enumerate(request.messages)],
+        _shared(request, fields),
+        messages=[
+            as_turn(message, places[i] if places else f"messages[{i}]")
+            for i, message in enumerate(request.messages)
+        ],
         max_tokens=request.max_completion_tokens or request.max_tokens,
         n_logprobs=request.top_logprobs if request.logprobs else None,
         tools=_tools(request),
@@ -117,16 +139,20 @@ def check_completion(request: CompletionRequest) -> CheckedRequest:
         raise RequestError(400, "'max_tokens' is 0; accepted: 1 or more, 0 with echo", param="max_tokens")
     max_tokens = request.max_tokens
     return dataclasses.replace(
-        _shared(request), prompts=prompts, max_tokens=max_tokens, echo=request.echo, n_logprobs=request.logprobs
+        _shared(request, COMPLETION_FIELDS),
+        prompts=prompts,
+        max_tokens=max_tokens,
+        echo=request.echo,
+        n_logprobs=request.logprobs,
     )
 
 
-def _shared(request: SharedFields) -> CheckedRequest:
+def _shared(request: SharedFields, fields: Mapping[str, str]) -> CheckedRequest:
     given = {name: getattr(request, name) for name in SAMPLING}
     try:
         sampling = SamplingParams(
             **given,
-            seed=None if request.seed is None else abs(request.seed),
+            seed=None if request.seed is None else request.seed % (1 << 64),
             logit_bias=request.logit_bias or None,  # type: ignore[arg-type]
         )
     except ConfigError as error:
@@ -141,6 +167,7 @@ def _shared(request: SharedFields) -> CheckedRequest:
         timings=request.timings_per_token,
         n=request.n,
         schema=_schema(request.response_format),
+        fields=fields,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -41,10 +42,14 @@ class Engine:
     ) -> None:
         self.session, self.max_new_tokens = session, max_new_tokens
         self.slots, self.metrics, self.pool = slots, Metrics(), SessionPool(session, pool_bytes, slots)
-        self.prompts = RequestEncoder(template, session.require_tokenizer(), session.plan.ctx)
+        self.prompts = RequestEncoder(
+            template, session.require_tokenizer(), session.plan.ctx, session.config.vocab_size
+        )
         self._answering = Responder(self.pool, self.prompts, self.metrics, energy, max_new_tokens)
         self._queue_limit = queue_limit
-        self._waiting: deque[Job | EmbeddingJob] = deque()
+        self._new: deque[deque[Job | EmbeddingJob]] = deque()  # requests of which no answer has begun
+        self._begun: deque[deque[Job | EmbeddingJob]] = deque()  # the further answers of others
+        self._took_new = False
         self._active: list[Job | EmbeddingJob] = []
         self._changed = threading.Condition()
         self._stopping = False
@@ -58,30 +63,40 @@ class Engine:
             thread.start()
 
     def stop(self) -> None:
-        """Ends the threads; an answer that is being made stops at its next token."""
+        """Ends all answers with an error; the threads stop at their next token or layer: see `join`."""
         with self._changed:
             self._stopping = True
-            for job in (*self._waiting, *self._active):
+            for job in (*self._active, *(job for jobs in (*self._new, *self._begun) for job in jobs)):
+                job.channel.emit(_stopped())
                 job.channel.cancelled.set()
             self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Waits for the threads of an engine that was stopped, but no longer than that."""
+        deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def submit(self, jobs: Sequence[Job | EmbeddingJob]) -> None:
-        """All answers of one request. Raises RequestError (429) when the queue is full."""
+        """All answers of one request. Raises RequestError: 429 when the queue is full, 503 behind `stop`."""
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if not job.channel.cancelled.is_set())
-            if self._n_waiting() >= self._queue_limit:
+            if self._stopping:
+                raise _stopped()
+            self._forget_gone()
+            if len(self._new) >= self._queue_limit:
                 raise RequestError(
                     429, f"{self._queue_limit} requests wait already: try again later", "queue_full"
                 )
-            self._waiting.extend(jobs)
+            self._new.append(deque(jobs))
             self._changed.notify_all()
-            self.metrics.queue_length.set(self._n_waiting())
+            self.metrics.queue_length.set(len(self._new) + len(self._begun))
 
-    def _n_waiting(self) -> int:
-        """Requests, each with one answer or several."""
-        return len({id(job.channel) for job in self._waiting})
+    def _forget_gone(self) -> None:
+        """Drops the requests whose clients are gone."""
+        for queue in (self._new, self._begun):
+            here = [jobs for jobs in queue if not jobs[0].channel.cancelled.is_set()]
+            queue.clear()
+            queue.extend(here)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -103,7 +118,7 @@ class Engine:
         except Cancelled:
             return None
         except EdgeKVError as error:
-            told = request_error(error)
+            told = request_error(error, job.fields)
             if told.status >= 500:
                 LOG.warning("an answer failed: %s", error)
             return told
@@ -115,13 +130,27 @@ class Engine:
         """Waits for a job whose client is still there; None: the end."""
         with self._changed:
             while True:
-                while self._waiting:
-                    job = self._waiting.popleft()
-                    self.metrics.queue_length.set(self._n_waiting())
-                    if not job.channel.cancelled.is_set():
-                        self._active.append(job)
-                        self.metrics.active.set(len(self._active))
-                        return job
+                self._forget_gone()
+                if self._new or self._begun:
+                    job = self._taken()
+                    self._active.append(job)
+                    self.metrics.queue_length.set(len(self._new) + len(self._begun))
+                    self.metrics.active.set(len(self._active))
+                    return job
                 if self._stopping:
                     return None
                 self._changed.wait()
+
+    def _taken(self) -> Job | EmbeddingJob:
+        """The next one: the first of a request, and a further one of those that have begun, in turn."""
+        queue = self._begun if self._begun and (self._took_new or not self._new) else self._new
+        self._took_new = queue is self._new
+        jobs = queue.popleft()
+        job = jobs.popleft()
+        if jobs:
+            self._begun.append(jobs)
+        return job
+
+
+def _stopped() -> RequestError:
+    return RequestError(503, "the server is shutting down: ask again once it is back", "shutting_down")

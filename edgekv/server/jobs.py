@@ -6,25 +6,31 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from edgekv.errors import EdgeKVError
 from edgekv.server.checked_request import CheckedRequest
+from edgekv.server.protocol import EMBEDDING_FIELDS
 from edgekv.session.finish import FinishReason
 from edgekv.session.logprobs import TokenLogprob
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Tokens of one answer; ``cached`` of the prompt's were not computed again."""
+    """Tokens of one answer; ``cached`` of the prompt's were not computed again.
+
+    reasoning: those of the completion that are.
+    """
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    reasoning: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt + other.prompt, self.cached + other.cached, self.completion + other.completion)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Usage(*(a + b for a, b in pairs))
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's usage object."""
@@ -33,20 +39,22 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Text that can be shown, of the answer ``index``; logprobs: of the tokens that it is made of, if asked for.
+    """Text that can be shown, of the answer ``index``, made of ``n_tokens`` of its own.
 
-    prompt_logprobs: of an echoed prompt's tokens; None for the first, which follows nothing.
+    logprobs: of its tokens, if asked for; None for the first of an echoed prompt, which follows nothing.
     """
 
     index: int
     text: str
     logprobs: Sequence[TokenLogprob | None] = ()
     timings: dict[str, Any] | None = None
+    n_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +138,11 @@ class Job:
     choice: int = 0
     lora: str | None = None
 
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """As `CheckedRequest.fields`."""
+        return self.request.fields
+
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingJob:
@@ -139,6 +152,7 @@ class EmbeddingJob:
     ids: list[int]
     index: int = 0
     lora: str | None = None
+    fields: ClassVar[Mapping[str, str]] = EMBEDDING_FIELDS
 
 
 def jobs_of(

@@ -10,7 +10,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from traceback import walk_tb
 from typing import Any
 
@@ -23,12 +23,16 @@ LOG = logging.getLogger("edgekv.server")
 SMALL = 64 << 10  # bytes of a body
 LOGS = ("asyncio", "uvicorn.error", "edgekv.server")
 LOG_INTERVAL_S = 60.0  # between two lines of the same kind
+ENDING_S = 0.3  # for the last events of answers when the server ends
 GRACE_S = 2.0  # for the answer that says a request came too slowly, and for a closed connection's last bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """A request's bytes, the seconds that its sending may take in all, open connections, bytes of all bodies."""
+    """A request's bytes, the seconds that its sending may take in all, open connections.
+
+    max_bodies: bytes of all requests that are read, wait or are answered, parsed and as tokens.
+    """
 
     max_request: int = 1 << 20
     client_timeout_s: float = 30.0
@@ -40,7 +44,7 @@ class BodyMemory:
     """Bytes of requests in memory. The first SMALL of each are free, so that large ones shut no small one out."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.free = max_bytes
+        self.free = self.max_bytes = max_bytes
 
     @contextlib.contextmanager
     def open(self) -> Iterator[BodyShare]:
@@ -57,16 +61,31 @@ class BodyShare:
 
     def __init__(self, bodies: BodyMemory) -> None:
         self._bodies, self.taken = bodies, 0
+        self._text = self._tree = 0
 
-    def grow(self, nbytes: int) -> None:
-        """To so many bytes. Raises RequestError (503) where there is no room."""
-        more = nbytes - SMALL - self.taken
-        if more <= 0:
-            return
-        if more > self._bodies.free:
+    def resize(self, nbytes: int) -> None:
+        """To so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
+        taken = max(0, nbytes - SMALL)
+        if taken > self._bodies.max_bytes:
+            raise RequestError(413, f"the request takes {nbytes} bytes of memory: shorten it", "request_too_large")
+        if taken - self.taken > self._bodies.free:
             raise RequestError(503, "too many large requests at once: try again later", "overloaded")
-        self._bodies.free -= more
-        self.taken += more
+        self._bodies.free -= taken - self.taken
+        self.taken = taken
+
+    def parse(self, data: bytes | bytearray) -> None:
+        """Takes what a body's JSON may need as Python's objects, beside its bytes. Raises as `resize`."""
+        self._text = len(data) * (1 if data.isascii() and b"\\u" not in data else 4)
+        weights = ((b",", 72), (b"[", 104), (b"{", 96), (b":", 160))
+        self._tree = sum(nbytes * data.count(mark) for mark, nbytes in weights)
+        self.resize(len(data) + self._text + self._tree)
+
+    def hold(self, n_ids: int, nbytes: int, tree: bool) -> None:
+        """Keeps what a request needs while it waits: its texts, token ids, and so many other bytes.
+
+        tree: also the objects of its JSON. Raises as `resize`.
+        """
+        self.resize(self._text + 40 * n_ids + nbytes + (self._tree if tree else 0))
 
 
 class Connections:
@@ -184,7 +203,9 @@ class BoundedServer(uvicorn.Server):
     """uvicorn, which accepts one connection at a time: asyncio's own loop takes thousands before it looks at one,
     and writes a traceback for each that finds no file descriptor."""
 
-    def __init__(self, app: Any, limits: ServerLimits) -> None:
+    def __init__(self, app: Any, limits: ServerLimits, stop: Callable[[], object] = lambda: None) -> None:
+        """stop: called before the end, so that all answers come to theirs."""
+        self._stop = stop
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = (
             limits.max_connections if soft == resource.RLIM_INFINITY else min(limits.max_connections, soft // 2)
@@ -212,10 +233,20 @@ class BoundedServer(uvicorn.Server):
         self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or ()]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn: accepts no more."""
+        """uvicorn: accepts no more; clients have ENDING_S to read how their answers end."""
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        self._stop()
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=ENDING_S)
+        for connection in list(state.connections):
+            connection.transport.abort()
+        for task in state.tasks:
+            task.cancel()
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -245,6 +276,7 @@ class LogLimit(logging.Filter):
     """Lets a line of each kind through once in LOG_INTERVAL_S: no client can fill the disk with the log.
 
     A kind: the place that logs, with the type of the exception and the place that raised it, where there is one.
+    What is cancelled at the server's end is no failure.
     """
 
     def __init__(self) -> None:
@@ -253,6 +285,8 @@ class LogLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is logged."""
+        if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+            return False
         kind, now = (record.module, record.lineno, *_raised(record)), time.monotonic()
         if now - self._latest.get(kind, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
             return False

@@ -7,11 +7,13 @@ field that is not declared is refused.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.schema import shown
@@ -20,6 +22,7 @@ MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16,
 LARGEST = (1 << 63) - 1
 RETRY_AFTER_S = "1"
 FAILED = "the server failed on this request; its log says why"
+PATH = r"([^.\[\]]+)|\[(\d+|\.\.\.)\]"  # of what a message of msgspec names
 T = TypeVar("T", bound=Struct)
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -47,8 +50,18 @@ class RequestError(EdgeKVError):
         return {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
 
 
-def request_error(error: EdgeKVError) -> RequestError:
-    """An error of the library as an answer: 503 where memory is short or a pass was interrupted, else 400."""
+# What the library calls a parameter, to the request's field of it.
+CHAT_FIELDS = {"prompt": "messages", "images": "messages", "json_schema": "response_format"}
+COMPLETION_FIELDS = {"json_schema": "response_format"}
+RESPONSES_FIELDS = {"prompt": "input", "images": "input", "json_schema": "text.format"}
+EMBEDDING_FIELDS = {"prompt": "input"}
+
+
+def request_error(error: EdgeKVError, fields: Mapping[str, str] | None = None) -> RequestError:
+    """An error of the library as an answer: 503 where memory is short or a pass was interrupted, else 400.
+
+    fields: as CHAT_FIELDS, of the endpoint.
+    """
     if isinstance(error, RequestError):
         return error
     if isinstance(error, MemoryBudgetError):
@@ -56,7 +69,7 @@ def request_error(error: EdgeKVError) -> RequestError:
     if isinstance(error, SessionError):
         return RequestError(503, str(error), "interrupted")
     code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_request"
-    return RequestError(400, str(error), code, error.field)
+    return RequestError(400, str(error), code, (fields or {}).get(error.field or "", error.field))
 
 
 class StrictStruct(Struct, forbid_unknown_fields=True):
@@ -236,15 +249,20 @@ class EmbeddingRequest(StrictStruct):
     user: Any = None
 
 
-def read(body: Any, kind: type[T]) -> T:
-    """The request as ``kind``. Raises RequestError (400): the field, its value and what is accepted."""
+def read(body: Any, kind: type[T], at: str = "") -> T:
+    """The request, or what stands ``at`` a path of one, as ``kind``.
+
+    Raises RequestError (400): the field, its value and what is accepted.
+    """
     if not isinstance(body, dict):
-        raise RequestError(400, f"the body is a JSON {type(body).__name__}; send an object")
+        raise RequestError(
+            400, f"{at or 'the body'} is a JSON {type(body).__name__}; send an object", param=at or None
+        )
     given = {name: value for name, value in body.items() if value is not None}
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise _told(str(error), given, kind) from None
+        raise _told(str(error), given, kind, at) from None
 
 
 def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
@@ -259,28 +277,57 @@ def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
     return prompt
 
 
-def _told(reason: str, given: dict[str, Any], kind: type[Struct]) -> RequestError:
+def _told(reason: str, given: dict[str, Any], kind: type[Struct], at: str) -> RequestError:
     """msgspec's reason in our words."""
     reason, _, path = reason.partition(" - at `$")
     place = path.rstrip("`").lstrip(".")
+    types = _types_at(kind, place)
+
+    def named(name: str) -> str:
+        return f"{at}.{name}".strip(".")
+
     if unknown := re.search(r"contains unknown field `(.*)`", reason):
-        name = f"{place}.{unknown[1]}".lstrip(".")[:60]
-        accepted = _fields_at(kind, place)
-        return RequestError(400, f"unknown field {name!r}{accepted}", param=name)
+        fields = sorted(field.encode_name for each in types for field in getattr(each, "fields", ()))
+        name = named(f"{place}.{unknown[1]}".strip("."))[:60]
+        return RequestError(400, f"unknown field {name!r}; accepted: {', '.join(fields)}", param=name)
     if missing := re.search(r"missing required field `(.*?)`", reason):
-        name = f"{place}.{missing[1]}".lstrip(".")
+        name = named(f"{place}.{missing[1]}".strip("."))
         return RequestError(400, f"{name!r} is missing", param=name)
-    accepted = re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", reason).replace("`", "")
-    return RequestError(400, f"{place!r} is {shown(_value(given, place))}; accepted: {accepted}", param=place)
+    names = [json.dumps(value).strip('"') or '""' for each in types for value in getattr(each, "values", ())]
+    if names and any(isinstance(each, inspect.StructType) for each in types):
+        names.append("an object")
+    expected = re.match(r"Expected (.*?)(, got .*)?$", reason)
+    accepted = ", ".join(names) or (expected[1].replace("`", "") if expected else "a smaller number")
+    value, name = shown(_value(given, place)), named(place)
+    return RequestError(400, f"{name!r} is {value}; accepted: {accepted}", param=name)
 
 
-def _fields_at(kind: type[Struct], place: str) -> str:
-    return "" if place else f"; accepted: {', '.join(sorted(kind.__struct_fields__))}"
+def _types_at(kind: type[Struct], place: str) -> Sequence[inspect.Type]:
+    """What may stand at a path such as messages[0].role."""
+    found = _variants(inspect.type_info(kind))
+    for key, _ in re.findall(PATH, place):
+        inner: list[inspect.Type] = []
+        for each in found:
+            if isinstance(each, inspect.StructType):
+                inner += [field.type for field in each.fields if field.encode_name == key]
+                inner += [inspect.LiteralType((each.tag,))] if key == each.tag_field else []
+            elif isinstance(each, inspect.DictType):
+                inner.append(each.value_type)
+            elif isinstance(each, inspect.ListType):
+                inner.append(each.item_type)
+        found = [variant for each in inner for variant in _variants(each)]
+    return found
+
+
+def _variants(kind: inspect.Type) -> list[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        return _variants(kind.type)
+    return list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
 
 
 def _value(given: Any, place: str) -> Any:
     """What stands at a path such as messages[0].role; its nearest known parent where the path is no index."""
-    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", place):
+    for key, index in re.findall(PATH, place):
         if isinstance(given, dict) and key in given:
             given = given[key]
         elif isinstance(given, list) and index.isdigit() and int(index) < len(given):

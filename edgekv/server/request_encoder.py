@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -28,12 +29,13 @@ class RequestEncoder:
     decode to nothing.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, ctx: int) -> None:
-        self.template, self.tokenizer, self._ctx = template, tokenizer, ctx
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, ctx: int, vocab_size: int) -> None:
+        self.template, self.tokenizer = template, tokenizer
+        self._ctx, self._vocab_size = ctx, vocab_size
         self.form = find_format(template.source)
         self.marks = dict(pair for mark in MARKS if (pair := self._special(mark)))
         self._turns = TurnEncoder(template, tokenizer)
-        self._answers: OrderedDict[str, list[int]] = OrderedDict()  # text -> its tokens as generated
+        self._answers: OrderedDict[str, array[int]] = OrderedDict()  # text -> its tokens as generated
         self._lock = threading.Lock()
 
     def encode(self, request: CheckedRequest) -> list[EncodedPrompt]:
@@ -53,7 +55,7 @@ class RequestEncoder:
     def remember(self, text: str, ids: list[int]) -> None:
         """An answer's own tokens: the next request brings back its text alone."""
         with self._lock:
-            self._answers[text] = ids
+            self._answers[text] = array("i", ids)
             self._answers.move_to_end(text)
             while len(self._answers) > REMEMBERED_ANSWERS:
                 self._answers.popitem(last=False)
@@ -64,12 +66,14 @@ class RequestEncoder:
             names |= {"tools": declared(request.tools.functions) if request.tools else None}
         else:
             messages = spelled_out(messages, request.tools, self.form)
-        ids = self._checked(self._turns.ids(messages, lambda i: self._known(messages[i]), names), "messages")
+        ids = self._checked(
+            self._turns.ids(messages, lambda i: self._known(messages[i]), names), request.fields["prompt"]
+        )
         images = tuple(decoded(url, "image_url") for url in request.images)
         thinks = self._ends_in_thought(ids) and not (request.tools and request.tools.forced)
         return EncodedPrompt(ids, thinks=thinks, images=images)
 
-    def _known(self, message: dict[str, Any]) -> list[int] | None:
+    def _known(self, message: dict[str, Any]) -> Sequence[int] | None:
         if message["role"] != "assistant" or "tool_calls" in message or "reasoning_content" in message:
             return None
         with self._lock:
@@ -81,6 +85,9 @@ class RequestEncoder:
         if len(ids) > self._ctx:
             message = f"the prompt has {len(ids)} tokens, this server's context is {self._ctx}: shorten it"
             raise RequestError(400, message, "context_length_exceeded", field)
+        if (last := max(ids)) >= self._vocab_size:
+            message = f"token id {last} is outside the model's vocabulary of {self._vocab_size}"
+            raise RequestError(400, message, param=field)
         return ids
 
     def _text(self, prompt: str | list[int]) -> str:

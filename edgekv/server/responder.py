@@ -87,7 +87,9 @@ class Responder:
         sampler = Sampler(request.sampling_of(job.choice), session.config.vocab_size, request.n_logprobs)
         n_held = len(session.tokens)
         n_new = sum(1 if isinstance(piece, int) else len(piece.rows) for piece in new)
-        timings = Timings(session, n_held, n_new, watched=request.timings or request.return_progress)
+        n_read = n_held if request.echo and request.n_logprobs is not None else 0  # for the echo, a moment ago
+        watched = request.timings or request.return_progress
+        timings = Timings(session, n_held + n_new, n_read, watched=watched)
         out = _Output(job, sampler, self._prompts, timings)
 
         def progress(layer: int, n_layers: int) -> None:
@@ -113,7 +115,7 @@ class Responder:
         finally:
             joules, watts = metered.end() if metered else (None, None)
             n_kept = self._remember(session, made)
-            usage = self._count(session.report(), n_held + n_new, joules, watts)
+            usage = self._count(session.report(), n_held + n_new, timings.n_cached, joules, watts)
         out.end(n_kept)
         return AnswerEnd(
             job.index, made[-1].finish_reason or "length", usage, timings.end() if request.timings else None
@@ -127,7 +129,12 @@ class Responder:
                 return Grammar(grammar, tokenizer, vocab_size)
             except EdgeKVError as error:
                 raise RequestError(400, f"the tools' arguments: {error}", param="tools") from None
-        return None if request.schema is None else json_constraint(request.schema, tokenizer, vocab_size)
+        if request.schema is None:
+            return None
+        try:
+            return json_constraint(request.schema, tokenizer, vocab_size)
+        except EdgeKVError as error:
+            raise RequestError(400, str(error), param=request.fields["json_schema"]) from None
 
     def _remember(self, session: Session, made: Sequence[Step]) -> int:
         """Keeps the answer's own tokens; returns how many belong to its text."""
@@ -138,10 +145,12 @@ class Responder:
             self._prompts.remember(text, ids)
         return len(ids)
 
-    def _count(self, report: RunReport, n_prompt: int, joules: float | None, watts: float | None) -> Usage:
+    def _count(
+        self, report: RunReport, n_prompt: int, n_cached: int, joules: float | None, watts: float | None
+    ) -> Usage:
         metrics, n_decoded = self._metrics, len(report.decode_latencies_s)
         n_made = n_decoded + (report.time_to_first_token_s is not None)
-        usage = Usage(n_prompt, max(0, n_prompt - report.prefill_tokens) if n_made else 0, n_made)
+        usage = Usage(n_prompt, n_cached if n_made else 0, n_made)
         metrics.prompt_tokens.inc(usage.prompt)
         metrics.cached_tokens.inc(usage.cached)
         metrics.generated_tokens.inc(usage.completion)
@@ -180,6 +189,6 @@ class _Output:
     def _emit(self, text: str, upto: int, timings: dict[str, object] | None) -> None:
         eos = self._prompts.tokenizer.eos_ids
         found = [each for each in self._sampler.logprobs[self._n_told : upto] if each.token not in eos]
-        self._n_told = upto
+        n_tokens, self._n_told = upto - self._n_told, upto
         told = timings if self._job.request.timings else None
-        self._job.channel.emit(Piece(self._job.index, text, found, told))
+        self._job.channel.emit(Piece(self._job.index, text, found, told, n_tokens))

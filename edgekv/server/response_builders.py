@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import uuid
@@ -85,10 +86,14 @@ class _CompletionsBuilder(ResponseBuilder):
             return self._piece(event)
         assert isinstance(event, AnswerEnd)
         self._n_open -= 1
-        usage, self._timings = event.usage, event.timings
+        usage, self._timings = dataclasses.replace(event.usage, reasoning=self._reasoning(event)), event.timings
         again = event.index % self._request.n > 0  # its prompt is counted with the first answer
-        self._usage += Usage(completion=usage.completion) if again else usage
+        self._usage += dataclasses.replace(usage, prompt=0, cached=0) if again else usage
         return self._done(event)
+
+    def _reasoning(self, event: AnswerEnd) -> int:
+        """Tokens of an answer's reasoning."""
+        return 0
 
     def closing(self) -> list[Json]:
         return [self._chunk([], usage=self._usage.as_json())] if self._request.include_usage else []
@@ -209,7 +214,10 @@ class ChatBuilder(_CompletionsBuilder):
         i = event.index
         self._found[i] += [self._logprob(each) for each in event.logprobs if each is not None]
         timings = {"timings": event.timings} if event.timings else {}
-        return self._deltas(i, self._answers[i].push(event.text), timings)
+        return self._deltas(i, self._answers[i].push(event.text, event.n_tokens), timings)
+
+    def _reasoning(self, event: AnswerEnd) -> int:
+        return self._answers[event.index].n_reasoning
 
     def _done(self, event: AnswerEnd) -> list[Json]:
         i, answer = event.index, self._answers[event.index]

@@ -37,12 +37,18 @@ class ResponsesBuilder(ResponseBuilder):
             "error": None,
             "incomplete_details": None,
             "instructions": None,
+            "max_output_tokens": None,
             "metadata": {},
             "parallel_tool_calls": bool(request.tools and request.tools.several),
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
             "temperature": request.sampling.temperature,
-            "top_p": request.sampling.top_p,
-            "tool_choice": "required" if request.tools and request.tools.forced else "auto",
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
             "tools": [],
+            "top_p": request.sampling.top_p,
+            "truncation": "disabled",
+            **request.sent,
             "store": False,
         }
         self._items: list[Json] = []
@@ -63,11 +69,11 @@ class ResponsesBuilder(ResponseBuilder):
 
     def take(self, event: Event) -> list[Json]:
         if isinstance(event, Piece):
-            return self._told(self._answer.push(event.text))
+            return self._told(self._answer.push(event.text, event.n_tokens))
         if isinstance(event, AnswerEnd):
             self._usage, self._is_done = event.usage, True
             events = self._told(self._answer.end(event.reason))
-            return events + self._close()
+            return events + self._close("incomplete" if self._answer.reason == "length" else "completed")
         return []
 
     def closing(self) -> list[Json]:
@@ -85,7 +91,7 @@ class ResponsesBuilder(ResponseBuilder):
             "input_tokens": self._usage.prompt,
             "input_tokens_details": {"cached_tokens": self._usage.cached},
             "output_tokens": self._usage.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._answer.n_reasoning},
             "total_tokens": self._usage.prompt + self._usage.completion,
         }
         response = self._response("incomplete" if cut else "completed") | {"usage": usage}
@@ -141,7 +147,7 @@ class ResponsesBuilder(ResponseBuilder):
         place = len(self._items) - 1
         return [self._event("response.output_item.added", output_index=place, item=_copied(self._items[-1]))]
 
-    def _close(self) -> list[Json]:
+    def _close(self, status: str = "completed") -> list[Json]:
         """The end of the item that is open."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return []
@@ -156,7 +162,7 @@ class ResponsesBuilder(ResponseBuilder):
                 self._change(f"response.{part['type']}.done", content_index=0, text=part["text"], **extra)
             )
             events.append(self._change("response.content_part.done", content_index=0, part=dict(part)))
-        item["status"] = "completed"
+        item["status"] = status
         place = len(self._items) - 1
         return [*events, self._event("response.output_item.done", output_index=place, item=_copied(item))]
 

@@ -18,27 +18,37 @@ INTERVAL_S = 0.25  # between two counts of the cache's bytes, and between two ev
 
 
 class Timings:
-    """Of one answer. n_cached: tokens of the prompt that are in the cache; n_new: those that are not.
+    """Of one answer. n_prompt: tokens of the whole prompt; n_read: those of them that were computed for its echo.
 
     watched: somebody wants to know; else nothing is counted.
     """
 
-    def __init__(self, session: Session, n_cached: int, n_new: int, *, watched: bool) -> None:
-        self._session, self._n_cached, self._n_new, self._watched = session, n_cached, n_new, watched
+    def __init__(self, session: Session, n_prompt: int, n_read: int, *, watched: bool) -> None:
+        self._session, self._n_prompt, self._n_read, self._watched = session, n_prompt, n_read, watched
         self._begun_s = self._counted_s = time.perf_counter()
         self._first_s: float | None = None
         self._n_made = 0
         self._bytes: dict[str, Any] = {}
 
+    @property
+    def n_new(self) -> int:
+        """Tokens of the prompt that were not in the cache, once it is being read."""
+        return min(self._n_prompt, self._n_read + self._session.runner.n_read)
+
+    @property
+    def n_cached(self) -> int:
+        """The others."""
+        return self._n_prompt - self.n_new
+
     def prefill(self, layer: int, n_layers: int) -> dict[str, Any] | None:
         """After each layer of the prompt; None where an event was told a moment ago."""
         if not self._due(at_once=layer == n_layers):
             return None
-        done = self._n_cached + self._n_new * layer // n_layers
+        done = self.n_cached + self.n_new * layer // n_layers
         seconds = time.perf_counter() - self._begun_s
         return {
-            "total": self._n_cached + self._n_new,
-            "cache": self._n_cached,
+            "total": self._n_prompt,
+            "cache": self.n_cached,
             "processed": done,
             "time_ms": round(1e3 * seconds, 1),
             **self._bytes,
@@ -56,12 +66,12 @@ class Timings:
     def latest(self, now: float | None = None) -> dict[str, Any]:
         """Counts, milliseconds and bytes so far."""
         if self._first_s is None:
-            return {"cache_n": self._n_cached, "prompt_n": self._n_new, "predicted_n": 0, **self._bytes}
+            return {"cache_n": self.n_cached, "prompt_n": self.n_new, "predicted_n": 0, **self._bytes}
         reading, writing = self._first_s - self._begun_s, (now or time.perf_counter()) - self._first_s
         speed = (self._n_made - 1) / writing if self._n_made > 1 and writing > 0 else None
         return {
-            "cache_n": self._n_cached,
-            "prompt_n": self._n_new,
+            "cache_n": self.n_cached,
+            "prompt_n": self.n_new,
             "prompt_ms": round(1e3 * reading, 1),
             "predicted_n": self._n_made,
             "predicted_ms": round(1e3 * writing, 1),

@@ -138,6 +138,7 @@ class ModelRunner:
         before = state.tokens, state.spans, state.n_dropped
         try:
             ids, spans = self._room_for(ids, spans)
+            state.require_keys(self.n_pending + len(ids))
             self.n_read = self.n_pending + len(ids)
             state.add_coming_spans(spans)
             logits = self._logits(ids, n_logits, progress)

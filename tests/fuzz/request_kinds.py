@@ -17,7 +17,7 @@ from edgekv.server.body import parse_json
 from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
 from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, listed, read
 from edgekv.server.request_encoder import RequestEncoder
-from edgekv.server.responses_request import chat_request
+from edgekv.server.responses_request import check_response
 from edgekv.server.tools import TOOL_FORMATS, tools_grammar
 from edgekv.session.grammar import Grammar, JsonSchema
 
@@ -144,13 +144,13 @@ def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
             {**REQUEST, "prompt": [1, 2], "logprobs": 2, "echo": True},
             lambda body: check_completion(read(body, CompletionRequest)),
         ),
-        "responses": (RESPONSES, lambda body: check_chat(chat_request(body))),
+        "responses": (RESPONSES, lambda body: check_response(body)[1]),
         "embeddings": (EMBEDDINGS, lambda body: listed(read(body, EmbeddingRequest).input, "input")),
     }
     body, asked = kinds[rng.choice(sorted(kinds))]
     ask = asked(parse_json(as_json(mutated(body, rng), rng)))
     if isinstance(ask, CheckedRequest):
-        prompts = RequestEncoder(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256)
+        prompts = RequestEncoder(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256, m.tokenizer.vocab_size)
         prompts.encode(ask)
         if ask.tools is not None and ask.tools.callable:
             Grammar(tools_grammar(ask.tools, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size)

@@ -1,11 +1,12 @@
 // Markdown as elements. Text only ever becomes text nodes: whatever a model writes, none of it is HTML.
 
 const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()]{1,2000})\)/g;
-const FENCE = /^ {0,3}(```+|~~~+) *([\w+#.-]*)[^`]*$/;
+// No two parts of an expression can take the same letters: a long line is read once, not once for each of its letters.
+const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})/;
 
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
+  for (const child of children.flat()) made.append(child);  // as arguments they would be too many
   return made;
 }
 
@@ -17,8 +18,8 @@ function inline(text) {
     end = found.index + found[0].length;
     const [, code, bold, italic, label, link] = found;
     if (code !== undefined) parts.push(element("code", {textContent: code}));
-    else if (bold !== undefined) parts.push(element("strong", {}, ...inline(bold)));
-    else if (italic !== undefined) parts.push(element("em", {}, ...inline(italic)));
+    else if (bold !== undefined) parts.push(element("strong", {}, inline(bold)));
+    else if (italic !== undefined) parts.push(element("em", {}, inline(italic)));
     else parts.push(element("a", {href: link, textContent: label, target: "_blank", rel: "noopener noreferrer"}));
   }
   parts.push(text.slice(end));
@@ -38,8 +39,8 @@ function cells(line) {
 }
 
 function table(lines) {
-  const row = (line, kind) => element("tr", {}, ...cells(line).map(cell => element(kind, {}, ...inline(cell))));
-  const body = element("tbody", {}, ...lines.slice(2).map(line => row(line, "td")));
+  const row = (line, kind) => element("tr", {}, cells(line).map(cell => element(kind, {}, inline(cell))));
+  const body = element("tbody", {}, lines.slice(2).map(line => row(line, "td")));
   return element("table", {}, element("thead", {}, row(lines[0], "th")), body);
 }
 
@@ -53,13 +54,13 @@ function run(lines, at, test) {
 const BLOCKS = [
   [/^#{1,6} /, line => /^#{1,6} /.test(line), (taken, first) => {
     const level = first.match(/^#+/)[0].length;
-    return [element(`h${Math.min(level + 1, 6)}`, {}, ...inline(first.slice(level + 1)))];
+    return [element(`h${Math.min(level + 1, 6)}`, {}, inline(first.slice(level + 1)))];
   }, 1],
   [/^ {0,3}([-*_])( *\1){2,} *$/, () => true, () => [element("hr")], 1],
   [/^ *[-*+] /, line => /^ *[-*+] |^ {2,}\S/.test(line), taken => [list("ul", taken, /^ *[-*+] /)]],
   [/^ *\d{1,9}[.)] /, line => /^ *\d{1,9}[.)] |^ {2,}\S/.test(line), taken => [list("ol", taken, /^ *\d{1,9}[.)] /)]],
   [/^> ?/, line => /^> ?/.test(line), taken => [
-    element("blockquote", {}, ...inline(taken.map(line => line.replace(/^> ?/, "")).join("\n"))),
+    element("blockquote", {}, inline(taken.map(line => line.replace(/^> ?/, "")).join("\n"))),
   ]],
 ];
 
@@ -68,7 +69,7 @@ function list(kind, lines, mark) {
   for (const line of lines)
     if (mark.test(line) || !items.length) items.push(line.replace(mark, ""));
     else items[items.length - 1] += `\n${line.trim()}`;
-  const made = element(kind, {}, ...items.map(item => element("li", {}, ...inline(item))));
+  const made = element(kind, {}, items.map(item => element("li", {}, inline(item))));
   if (kind === "ol") made.start = parseInt(lines[0], 10) || 1;
   return made;
 }
@@ -81,14 +82,14 @@ function markdown(text) {
     if (!line.trim()) at++;
     else if (fence) {
       const inside = run(lines, at + 1, each => !(each.trim().startsWith(fence[1]) && !each.trim().replaceAll(fence[1][0], "")));
-      made.append(codeBlock(fence[2], inside));
+      made.append(codeBlock(line.slice(fence[0].length).trim().match(/^[\w+#.-]*/)[0], inside));
       at += inside.length + 2;
     } else if (block) {
       const [, goesOn, build, most] = block;
       const taken = most ? [line] : run(lines, at, goesOn);
       made.append(...build(taken, line));
       at += taken.length;
-    } else if (line.includes("|") && /^[\s|:-]+-[\s|:-]*$/.test(lines[at + 1] ?? "")) {
+    } else if (line.includes("|") && /^[\s|:-]{2,}$/.test(lines[at + 1]) && lines[at + 1].includes("-")) {
       const taken = run(lines, at, each => each.includes("|"));
       made.append(table(taken));
       at += taken.length;
@@ -97,7 +98,7 @@ function markdown(text) {
         each.trim() && !FENCE.test(each) && (each === line || !BLOCKS.some(([begins]) => begins.test(each))));
       const parts = inline(taken.join("\n")).flatMap(part => typeof part === "string"
         ? part.split("\n").flatMap((piece, i) => i ? [element("br"), piece] : [piece]) : [part]);
-      made.append(element("p", {}, ...parts));
+      made.append(element("p", {}, parts));
       at += taken.length;
     }
   }

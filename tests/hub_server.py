@@ -19,13 +19,16 @@ TOKEN = "hf_secret"
 class Repository:
     """A folder's files at one commit, which ``main`` and other names point to.
 
-    gated: only with TOKEN. cut: a file's answer ends after so many bytes, once each time it is set.
+    gated: only with TOKEN. cut: a file's answer ends after so many bytes, once each time it is set. lies: a file's
+    headers that are not true. listed: names in the list of files that it does not have.
     """
 
     folder: pathlib.Path
     revisions: tuple[str, ...] = ("main",)
     gated: bool = False
     cut: dict[str, int] = dataclasses.field(default_factory=dict)
+    lies: dict[str, str] = dataclasses.field(default_factory=dict)
+    listed: tuple[str, ...] = ()
 
     @property
     def commit(self) -> str:
@@ -113,6 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_json(self, repository: Repository, name: str) -> None:
         files = [{"rfilename": file, "size": p.stat().st_size} for file, p in repository.files().items()]
+        files += [{"rfilename": file, "size": 1} for file in repository.listed]
         facts = {"id": name, "modelId": name, "sha": repository.commit, "siblings": files, "tags": []}
         data = json.dumps(facts).encode()
         self.send_response(200)
@@ -125,8 +129,9 @@ class _Handler(BaseHTTPRequestHandler):
         data = repository.files()[file].read_bytes()
         start = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") :].partition("-")[0])
         self.send_response(206 if start else 200)
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-        self.send_header("X-Repo-Commit", repository.commit)
+        truth = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": repository.commit}
+        for header, value in (truth | repository.lies).items():
+            self.send_header(header, value)
         self.send_header("Content-Length", str(len(data) - start))
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")

@@ -164,6 +164,32 @@ def test_damaged_content_is_not_kept(demo: Repository, home: pathlib.Path, here:
         assert here(hub, "pull", "some/demo").returncode == 0
 
 
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-ETag", "X-Repo-Commit"])
+@pytest.mark.parametrize("value", ["../../../../out", ".."])
+def test_what_the_network_calls_a_file_is_no_path(
+    demo: Repository, home: pathlib.Path, here: Run, header: str, value: str
+) -> None:
+    demo.lies[header] = value
+    with serving(some__demo=demo) as hub:
+        for command in (["pull", "some/demo"], ["budget", "--model", "some/demo", "--ctx", "100"]):
+            done = here(hub, *command)
+            assert (done.returncode, "for an ETag or a commit" in done.stderr) == (2, True)
+            assert not [
+                path for path in home.parent.rglob("*") if path.is_file() and demo.folder not in path.parents
+            ]
+
+
+def test_shards_lie_in_the_repository(demo: Repository, home: pathlib.Path, here: Run) -> None:
+    out = "../../../../out.safetensors"
+    (demo.folder / "model.safetensors").unlink()
+    (demo.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": out}}))
+    demo.listed = (out,)
+    with serving(some__demo=demo) as hub:
+        done = here(hub, "pull", "some/demo")
+    assert done.returncode == 2
+    assert f"has no file {out}" in done.stderr
+
+
 def edgekv_etag(repository: Repository, file: str) -> str:
     return hashlib.sha256((repository.folder / file).read_bytes()).hexdigest()
 

@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +22,7 @@ from edgekv.checkpoint.hub_name import HubName
 from edgekv.checkpoint.packed.methods import packing
 from edgekv.checkpoint.source import INDEX, SINGLE, TOKENIZER_FILES, read_config
 from edgekv.errors import CheckpointError, EdgeKVError
+from edgekv.files import atomic_write
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.version import __version__
@@ -108,38 +109,46 @@ class _Download:
     def __init__(self, hub: Any, name: HubName, say: Say | None) -> None:
         self.hub, self.name, self.say = hub, name, say or (lambda text: None)
         self.cache = pathlib.Path(hub.constants.HF_HUB_CACHE)
+        self.folder: pathlib.Path = self.cache / hub.file_download.repo_folder_name(
+            repo_id=name.repository, repo_type="model"
+        )
 
     def run(self) -> pathlib.Path:
         about = self.hub.HfApi(library_name="edgekv", library_version=__version__).model_info(
             self.name.repository, revision=self.name.revision, files_metadata=True
         )
-        sizes = {file.rfilename: file.size or 0 for file in about.siblings}
+        commit = _checked(about.sha)
+        sizes = {file.rfilename: file.size or 0 for file in about.siblings if _is_below(file.rfilename)}
         if self.name.file:
             files = [required_file(self.name, self.name.file, sizes)]
         else:
             with _no_bars(self.hub):
-                self._get([required_file(self.name, CONFIG, sizes)], about.sha)
-                said = read_config(self._path(CONFIG, about.sha))
+                said = read_config(self._fetch(required_file(self.name, CONFIG, sizes), commit))
                 architecture(said)
                 packing(said)
-                self._get([file for file in (*WANTED, INDEX) if file in sizes], about.sha)
-            files = self._weights(sizes, about.sha)
-        self._announce({file: sizes[file] for file in files}, about.sha)
+                for file in (*WANTED, INDEX):
+                    if file in sizes:
+                        self._fetch(file, commit)
+            files = self._weights(sizes, commit)
+        self._announce({file: sizes[file] for file in files}, commit)
         for file in files:
-            self._fetch(file, about.sha)
-        with _no_bars(self.hub):  # once all is there, the revision's name points to it
-            last = self._download(self.name.file or CONFIG, self.name.revision)
+            self._fetch(file, commit)
+        last = self._fetch(self.name.file or CONFIG, commit)
+        self._name_revision(commit)  # once all is there
         return last if self.name.file else last.parent
 
     def config(self) -> pathlib.Path:
-        with _no_bars(self.hub):
-            found = self._path(CONFIG, self.name.revision)
-            return pathlib.Path(found) if found else self._download(CONFIG, self.name.revision)
+        found = self._path(CONFIG, self.name.revision)
+        if found is None:
+            with _no_bars(self.hub):
+                found = self._fetch(CONFIG, self.name.revision or "main")
+            self._name_revision(found.parent.name)
+        return found
 
     def _weights(self, sizes: dict[str, int], commit: str) -> list[str]:
         if SINGLE in sizes:
             return [SINGLE]
-        shards = sorted(_shards(self._path(INDEX, commit))) if INDEX in sizes else []
+        shards = sorted(_shards(self._fetch(INDEX, commit))) if INDEX in sizes else []
         if not shards:
             shards = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
             if len(shards) != 1:
@@ -162,23 +171,20 @@ class _Download:
         host = self.hub.constants.ENDPOINT.partition("://")[2]
         self.say(f"{self.name}: downloading {format_bytes(needed)} from {host} to {self.cache}")
 
-    def _get(self, files: Sequence[str], commit: str) -> None:
-        for file in files:
-            self._download(file, commit)
+    def _fetch(self, file: str, revision: str) -> pathlib.Path:
+        """A file in the cache, through a partial one beside where that will have it: another try goes on with it.
 
-    def _fetch(self, file: str, commit: str) -> None:
-        """A large file, through a partial one beside where the cache will have it: another try goes on with that.
-
-        `hf_hub_download` by itself forgets what it had when it is interrupted.
+        `hf_hub_download` forgets what it had when it is interrupted, and makes any ETag a path.
         """
         hub, download = self.hub, self.hub.file_download
-        if self._path(file, commit):
-            return
-        url = hub.hf_hub_url(self.name.repository, file, revision=commit)
-        about = hub.get_hf_file_metadata(url)
-        folder = self.cache / download.repo_folder_name(repo_id=self.name.repository, repo_type="model") / "blobs"
-        folder.mkdir(parents=True, exist_ok=True)
-        blob, partial = folder / about.etag, folder / f"{about.etag}.edgekv-partial"
+        if (found := self._path(file, revision)) is not None:
+            return found
+        url = hub.hf_hub_url(self.name.repository, file, revision=revision)
+        about = hub.get_hf_file_metadata(url, library_name="edgekv", library_version=__version__)
+        etag, commit = _checked(about.etag), _checked(about.commit_hash)
+        blob = self.folder / "blobs" / etag
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        partial = blob.with_name(f"{etag}.edgekv-partial")
         with partial.open("ab") as out:
             fcntl.flock(out, fcntl.LOCK_EX)  # another process may be at it
             if not blob.exists():
@@ -192,20 +198,38 @@ class _Download:
                     displayed_filename=file,
                 )
                 out.flush()
-                _require_content(partial, about.etag)
+                _require_content(partial, etag)
                 partial.rename(blob)
         partial.unlink(missing_ok=True)
-        self._download(file, commit)
+        place: pathlib.Path = self.folder / "snapshots" / commit / file
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            download._create_symlink(str(blob), str(place), new_blob=False)
+        return place
 
-    def _download(self, file: str, revision: str | None) -> pathlib.Path:
-        path: str = self.hub.hf_hub_download(
-            self.name.repository, file, revision=revision, library_name="edgekv", library_version=__version__
-        )
-        return pathlib.Path(path)
+    def _name_revision(self, commit: str) -> None:
+        """The revision's name points to the commit, as the Hub's cache has it."""
+        if self.name.revision != commit:
+            reference = self.folder / "refs" / (self.name.revision or "main")
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(reference, commit.encode())
 
-    def _path(self, file: str, commit: str | None) -> Any:
+    def _path(self, file: str, commit: str | None) -> pathlib.Path | None:
         found = self.hub.try_to_load_from_cache(self.name.repository, file, revision=commit)
-        return found if isinstance(found, str) else None
+        return pathlib.Path(found) if isinstance(found, str) else None
+
+
+def _is_below(file: str) -> bool:
+    """Whether a repository's file lies in its folder."""
+    path = pathlib.PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _checked(name: str | None) -> str:
+    """An ETag or a commit that the network gave, before it is part of a path. Raises ValueError."""
+    if not re.fullmatch(r"(?!\.+$)[\w.:+=-]{1,200}", name or "", re.ASCII):
+        raise ValueError(f"its answer has {name!r:.100} for an ETag or a commit")
+    return str(name)
 
 
 @contextlib.contextmanager

@@ -17,11 +17,14 @@ from typing import BinaryIO, Literal
 LOCK = ".lock"  # the file in a partial folder that its writer locks; a partial file is locked itself
 
 
-def new_file(target: pathlib.Path) -> tuple[pathlib.Path, BinaryIO]:
-    """A file beside ``target``, open to be written, and locked until it is closed. Raises OSError."""
+def new_file(target: pathlib.Path, mode: int = 0o666) -> tuple[pathlib.Path, BinaryIO]:
+    """A file beside ``target``, open to be written, and locked until it is closed. Raises OSError.
+
+    mode: its permissions, of which the umask takes some.
+    """
     while True:
         partial = _name(target)
-        file = _lock(partial, "xb", or_unlocked=True)
+        file = _lock(partial, "xb", or_unlocked=True, mode=mode)
         if file:
             return partial, file
 
@@ -63,12 +66,14 @@ def _name(target: pathlib.Path) -> pathlib.Path:
     return target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
 
 
-def _lock(path: pathlib.Path, mode: Literal["xb", "ab", "r+b"], or_unlocked: bool = False) -> BinaryIO | None:
+def _lock(
+    path: pathlib.Path, how: Literal["xb", "ab", "r+b"], or_unlocked: bool = False, mode: int = 0o666
+) -> BinaryIO | None:
     """The open file, locked; None where another one locked or removed it between opening and locking.
 
     or_unlocked: also on a filesystem without locks, where it raises OSError else.
     """
-    file: BinaryIO = open(path, mode)  # noqa: SIM115 - closed by the caller
+    file: BinaryIO = open(path, how, opener=lambda p, flags: os.open(p, flags, mode))  # noqa: SIM115 - closed by the caller
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):

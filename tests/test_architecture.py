@@ -23,7 +23,8 @@ LAYERS = (
     ("edgekv.linear", "edgekv.kvcache"),
     ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
-    ("edgekv.machine", "edgekv.schema", "edgekv.cache_folder", "edgekv.files", "edgekv.folders"),
+    ("edgekv.cache_folder",),
+    ("edgekv.machine", "edgekv.schema", "edgekv.files", "edgekv.folders"),
     ("edgekv.partial", "edgekv.child"),
     ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
 )

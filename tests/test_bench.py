@@ -23,7 +23,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         store = random_store(load_shape("tiny", 2), WEIGHTS["int4"])
-    model = Model(store.folder, store.config, store.identity, None, store)
+    model = Model(store.folder, store.config, None, store)
     return find_device("cpu").decoder(model, store.form, 1200, 2, None)
 
 

@@ -111,7 +111,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
     one_line(error, "absent.safetensors", "No such file")
     with pytest.raises(CheckpointError) as error:
         TensorFile(tmp_path)
-    one_line(error, tmp_path, "not a file")
+    one_line(error, tmp_path, "it is a folder")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError) as error:
         TensorFile(tmp_path / "pipe")
@@ -173,7 +173,6 @@ def peak_kib():
 before = peak_kib()
 file = TensorFile(sys.argv[1])
 assert file.array("w").nbytes == 13 << 30 and file.array("w")[-1] == 0
-file.fingerprint()
 print(peak_kib() - before)
 """
 

@@ -1,6 +1,7 @@
 """Opening a path: folders, shards, bare files, their configs and tokenizers, and what is wrong with them."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from checkpoint_files import CONFIG, one_line, sample, write_folder, write_index
 from safetensors.numpy import save_file
 
+from edgekv.checkpoint import content_hash
 from edgekv.checkpoint.source import open_source, read_config
 from edgekv.errors import CheckpointError, ConfigError, TokenizerError
 
@@ -213,3 +215,28 @@ def test_identity_follows_config_and_every_tensor(tmp_path: Path) -> None:
         same[0],
     }
     assert len(others) == 5
+
+
+def test_identity_follows_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where size and time stay as they were; and all bytes are read once, not at every start."""
+    first, middle = identity_of(tmp_path, np.zeros(1 << 16, np.float32)), tmp_path / "model.safetensors"
+    status, data = middle.stat(), bytearray(middle.read_bytes())
+    data[len(data) // 2] ^= 1
+    middle.write_bytes(data)
+    os.utime(middle, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = open_source(tmp_path).identity
+    assert changed != first
+    monkeypatch.setattr(content_hash, "SETTLED_NS", 0)  # the files are new
+    assert open_source(tmp_path).identity == changed
+    monkeypatch.setattr(content_hash, "hash_spans", None)
+    assert open_source(tmp_path).identity == changed
+
+
+def test_a_file_that_changes_while_it_is_open_has_no_identity(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"model.safetensors": {"w": np.zeros(9, np.float32)}}, CONFIG)
+    source, path = open_source(tmp_path), tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        _ = source.identity

@@ -100,8 +100,8 @@ def test_interrupted_writer_keeps_the_old_file(tmp_path: Path) -> None:
 class FullDisk:
     """A file whose method `failing` finds the disk full."""
 
-    def __init__(self, path: Path, mode: str, failing: str) -> None:
-        self._file = open(path, mode)  # noqa: SIM115 - closed by the writer
+    def __init__(self, path: Path, mode: str, failing: str, opener: Any = None) -> None:
+        self._file = open(path, mode, opener=opener)  # noqa: SIM115 - closed by the writer
         self._failing = failing
 
     def __getattr__(self, name: str) -> Any:
@@ -254,4 +254,4 @@ def test_atomic_write_leaves_devices_alone(tmp_path: Path) -> None:
     assert Path("/dev/null").is_char_device()
     with pytest.raises(CheckpointError) as error:
         atomic_write(tmp_path, b"a folder")
-    one_line(error, tmp_path, "Is a directory")
+    one_line(error, tmp_path, "it is a folder")

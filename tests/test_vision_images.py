@@ -132,9 +132,9 @@ BAD = {
     "bomb": (png(60_000, 60_000), r"has more than [0-9,]+ pixels; accepted: up to 64,000,000"),
     "float": (lambda path: Image.fromarray(RGB[..., 0] * np.float32(0.1)).save(path, "TIFF"), "floating-point"),
     "deep": (lambda path: Image.fromarray(RGB[..., 0] * np.int32(9999)).save(path, "TIFF"), "32-bit pixels"),
-    "missing": (lambda path: None, "does not exist; give an image file"),
-    "folder": (lambda path: path.mkdir(), "is no file; give an image file"),
-    "pipe": (os.mkfifo, "is no file; give an image file"),
+    "missing": (lambda path: None, "No such file"),
+    "folder": (lambda path: path.mkdir(), "not a regular file"),
+    "pipe": (os.mkfifo, "not a regular file"),
 }
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from edgekv import schema
 from edgekv.errors import ConfigError
-from edgekv.files import atomic_write
+from edgekv.files import atomic_write, read_object
 
 Number = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -273,16 +273,12 @@ def save(board: Board, path: pathlib.Path) -> None:
 
 def load(path: str | os.PathLike[str]) -> Board:
     """A file of `save`. Raises ConfigError, with the field and its value, for anything else."""
-    place = pathlib.Path(path)
     hint = "give a file that `edgekv board` wrote, or begin anew with `again`"
     try:
-        raw: Any = json.loads(place.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no JSON"
-        raise ConfigError(f"{place}: can't be read ({reason}); {hint}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{place}: holds no JSON object; {hint}")
-    return schema.read(raw, Board, str(place), hint)
+        raw = read_object(path)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; {hint}") from None
+    return schema.read(raw, Board, str(path), hint)
 
 
 def json_schema() -> dict[str, Any]:

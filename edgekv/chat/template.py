@@ -11,6 +11,7 @@ from typing import Any
 
 from edgekv.child import BoundedChild, ChildError
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.files import MAX_FILE_BYTES, read_object, read_regular, user_path
 from edgekv.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -130,10 +131,10 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
         if (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            return read_regular(folder / "chat_template.jinja").decode("utf-8")
         if (folder / "tokenizer_config.json").is_file():
-            return _declared(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+            return _declared(read_object(folder / "tokenizer_config.json", MAX_FILE_BYTES).get("chat_template"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its chat template can't be read ({error}); copy it again") from None
     return None
 
@@ -141,7 +142,7 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
 def read_template(path: str) -> str:
     """The text of a template's file. Raises ConfigError (field chat_template)."""
     try:
-        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
+        return read_regular(user_path(path)).decode("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"chat_template={path!r}: can't be read ({error}); give a UTF-8 Jinja file",

@@ -20,6 +20,7 @@ import numpy as np
 from edgekv.checkpoint.source import Source
 from edgekv.checkpoint.tensors import DTYPES, FLOATS, TensorFile, to_float32
 from edgekv.errors import ConfigError
+from edgekv.files import user_path
 from edgekv.models.config import ModelConfig
 from edgekv.types import F32
 
@@ -60,7 +61,7 @@ class Adapter:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Adapter:
         """Raises CheckpointError for what is no safetensors file, ConfigError for what is no adapter."""
-        file = TensorFile(Path(path).expanduser())
+        file = TensorFile(user_path(path))
         found = file.metadata.get("format"), file.metadata.get("version")
         if found != (FORMAT, VERSION):
             raise ConfigError(
@@ -103,7 +104,7 @@ class Adapter:
         """The base's identity with these weights in place: the base's own where a setting is all that there is."""
         if not (self.weights or self.learned):
             return self.base
-        return hashlib.sha256(self.base.encode() + self.file.fingerprint()).hexdigest()[:16]
+        return hashlib.sha256((self.base + self.file.content_hash()).encode()).hexdigest()[:16]
 
     def apply(self, source: Source) -> Source:
         """The checkpoint with the adapter's weights in place. Raises ConfigError when it is another checkpoint."""
@@ -120,7 +121,7 @@ class Adapter:
                     "train the adapter on that checkpoint"
                 )
         tensors = source.tensors.replaced(self.file, self.weights)
-        return dataclasses.replace(source, tensors=tensors, identity=self.identity)
+        return dataclasses.replace(source, tensors=tensors, identify=lambda progress: self.identity)
 
     def require_store(self, identity: str, folder: Path) -> None:
         """Checks that a weight store needs no change: it has these weights already, or there are none.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import pathlib
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from edgekv.checkpoint.gguf_blocks import FLOATS, LAYOUTS, NEAREST, blocks_of, dequantize
 from edgekv.checkpoint.tensors import DTYPES, TensorFile, TensorInfo
 from edgekv.errors import CheckpointError
+from edgekv.files import open_regular
 from edgekv.types import Array
 
 TABLE_TYPE = "F16"  # of quantized tables, whose rows are looked up
@@ -28,8 +30,8 @@ class GgufFile(TensorFile):
 
     def __init__(self, path: pathlib.Path, index: dict[str, Any]) -> None:
         self.path = path
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with open_regular(path) as file:
+            self._map, self._status = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno())
         self.nbytes, self.data_start = len(self._map), int(index["data_start"])
         self.metadata = {"config": json.dumps(index["config"])}
         self._entries: dict[str, dict[str, Any]] = index["tensors"]

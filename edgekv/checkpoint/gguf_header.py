@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.files import open_regular
+
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_ELEMENTS = 1 << 23  # of all arrays together: a vocabulary with scores, types and merges has 1.3 million
 MAX_DEPTH, MAX_DIMENSIONS = 4, 4
@@ -54,7 +56,7 @@ class Header:
     """Raises ValueError where the file is cut off or its counts can't be true."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._position, self._n_elements = 0, 0
         self.metadata: dict[str, Any] = {}

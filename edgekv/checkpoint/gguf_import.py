@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pathlib
+import shutil
 from typing import Any
 
-from edgekv.cache_folder import cache_root
+from edgekv.cache_folder import Memo, cache_root
 from edgekv.checkpoint.gguf_header import Header, Tensor
 from edgekv.checkpoint.gguf_layout import ROPE_FACTORS, Facts, checkpoint_name, find_family, make_config
 from edgekv.errors import CheckpointError, EdgeKVError
+from edgekv.files import open_regular
 from edgekv.folders import made_once
 
-INDEX, VERSION = "gguf.json", 2
+INDEX, VERSION = "gguf.json", 3
 HEAD_BYTES = 1 << 20
 MAGIC = b"GGUF"
 
@@ -33,15 +34,19 @@ def imported(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
 
     Raises CheckpointError for a damaged file, ConfigError for an unsupported one.
     """
-    folder = made_once(cache_root() / "gguf" / _key(path), lambda partial: _import(path, partial))
-    index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
-    return folder, index
+    place = cache_root() / "gguf" / _key(path)
+    index: dict[str, Any] | None = Memo(place / INDEX, VERSION).read()
+    if index is None:
+        shutil.rmtree(place, ignore_errors=True)  # damaged
+        made_once(place, lambda partial: _import(path, partial))
+        index = Memo(place / INDEX, VERSION).read() or {}
+    return place, index
 
 
 def _key(path: pathlib.Path) -> str:
     """Changes whenever the file does, without reading all of it."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head, status = file.read(HEAD_BYTES), os.fstat(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a readable .gguf file") from error
@@ -58,7 +63,7 @@ def _import(path: pathlib.Path, folder: pathlib.Path) -> None:
     gguf = library(str(path))
     try:
         header = Header(path)
-        (folder / INDEX).write_text(json.dumps(_index(header, gguf)))
+        Memo(folder / INDEX, VERSION).write(_index(header, gguf))
         with library_errors("its tokenizer can't be used", "give the model's own with tokenizer=PATH"):
             write_tokenizer(header.metadata, folder)
     except EdgeKVError as error:

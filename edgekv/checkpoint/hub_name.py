@@ -7,6 +7,8 @@ import os
 import pathlib
 import re
 
+from edgekv.files import user_path
+
 GGUF = ".gguf"
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w./-]+))?(?::([^:]+\.gguf))?", re.ASCII)
@@ -34,8 +36,9 @@ def parse_name(text: str) -> HubName | None:
 
 def hub_name(path: str | os.PathLike[str]) -> HubName | None:
     """What a user may type for ``path``; None where it is a path: something is there, or its folder is."""
-    place = pathlib.Path(path).expanduser()
-    return None if place.exists() or place.parent.exists() else parse_name(os.fspath(path))
+    place = user_path(path)
+    is_path = os.path.exists(place) or os.path.exists(place.parent)
+    return None if is_path else parse_name(os.fspath(path))
 
 
 def name_of(place: pathlib.Path) -> str | None:

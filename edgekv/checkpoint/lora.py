@@ -26,8 +26,10 @@ from edgekv.checkpoint.source import Source, read_config
 from edgekv.checkpoint.tensor_set import TensorSet
 from edgekv.checkpoint.tensors import DTYPES, FLOATS, TensorFile, to_float32
 from edgekv.errors import CheckpointError, ConfigError
+from edgekv.files import user_path
 from edgekv.models.architecture import Architecture, WeightPart
 from edgekv.schema import read, shown
+from edgekv.types import TaskProgress
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HINT = "give a folder that PEFT's save_pretrained wrote"
@@ -90,10 +92,10 @@ class Lora:
     def open(cls, given: str | os.PathLike[str]) -> Lora:
         """given: FOLDER or FOLDER:scale. Raises ConfigError or CheckpointError (field lora)."""
         folder, scale = _split(os.fspath(given))
-        if not (folder / CONFIG).is_file():
+        if not os.path.isfile(folder / CONFIG):
             raise ConfigError(f"{folder}: holds no {CONFIG}; {HINT}", field="lora", value=os.fspath(given))
         config = _read(folder / CONFIG)
-        if not (folder / WEIGHTS).exists():
+        if not os.path.exists(folder / WEIGHTS):
             raise CheckpointError(f"{folder}: holds no {WEIGHTS}; {HINT}, as safetensors", field="lora")
         file = TensorFile(folder / WEIGHTS)
         names = _pairs(file)
@@ -109,7 +111,7 @@ class Lora:
     def identity(self) -> str:
         """16 hex digits of its weights and factors."""
         factors = json.dumps(self.factors, sort_keys=True).encode()
-        return hashlib.sha256(self.file.fingerprint() + factors).hexdigest()[:16]
+        return hashlib.sha256(self.file.content_hash().encode() + factors).hexdigest()[:16]
 
     def __str__(self) -> str:
         """For reports and saved sessions."""
@@ -120,12 +122,15 @@ class Lora:
 
         Raises ConfigError or CheckpointError where it was trained on another model.
         """
-        identity = hashlib.sha256(f"{source.identity}+{self.identity}".encode()).hexdigest()[:16]
+
+        def identify(progress: TaskProgress | None) -> str:
+            return hashlib.sha256(f"{source.identify(progress)}+{self.identity}".encode()).hexdigest()[:16]
+
         deltas = self.deltas(arch, source.path)
         for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor in deltas):
             source.tensors.require_shape(part.tensor, part.shape)
         merged = TensorSet([MergedTensors(source.tensors, deltas)])
-        return dataclasses.replace(source, tensors=merged, identity=identity)
+        return dataclasses.replace(source, tensors=merged, identify=identify)
 
     def deltas(self, arch: Architecture, place: Path) -> dict[str, Delta]:
         """What is added to the checkpoint's tensors, by their names. place: of the model, for errors.
@@ -185,9 +190,9 @@ def _modules(arch: Architecture) -> dict[str, WeightPart]:
 
 def _split(given: str) -> tuple[Path, float]:
     """The folder, and the scale behind the last colon, 1 without one."""
-    whole = Path(given).expanduser()
+    whole = user_path(given)
     folder, colon, text = given.rpartition(":")
-    if not colon or whole.is_dir():
+    if not colon or os.path.isdir(whole):
         return whole, 1.0
     try:
         scale = float(text)
@@ -200,7 +205,7 @@ def _split(given: str) -> tuple[Path, float]:
             value=given,
             accepted=["FOLDER", "FOLDER:scale"],
         )
-    return Path(folder).expanduser(), scale
+    return user_path(folder), scale
 
 
 def _read(path: Path) -> LoraFile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,3 @@ class MergedTensors(TensorFile):
 
     def release(self, name: str) -> None:
         self._inner.release(name)
-
-    def fingerprint(self) -> bytes:
-        files = [*self._inner.files, *dict.fromkeys(delta.file for delta in self._deltas.values())]
-        return hashlib.sha256(b"".join(file.fingerprint() for file in files)).digest()

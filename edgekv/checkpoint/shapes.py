@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
+import os
 from typing import Any
 
 from edgekv.checkpoint.shipped import CHECKOUT, INSTALLED, shipped
 from edgekv.checkpoint.source import read_config
 from edgekv.errors import ConfigError
+from edgekv.files import user_path
 from edgekv.models import architecture
 
 MIN_ROTARY_POSITIONS = 8192
@@ -36,8 +37,8 @@ def load_shape(shape: str, n_layers: int | None = None, n_positions: int | None 
 
 def read_shape(shape: str) -> Config:
     """The config of a named shape, or of a JSON file, as it is. Raises ConfigError for an unknown shape."""
-    path = pathlib.Path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
-    if path is None or not path.is_file():
+    path = user_path(shape) if shape.endswith(".json") else shipped(f"{shape}.json")
+    if path is None or not os.path.isfile(path):
         raise ConfigError(
             f"shape={shape!r}: no such shape; accepted are {', '.join(names())}, or a path that ends in .json",
             field="shape",

@@ -9,6 +9,7 @@ import sys
 from edgekv.checkpoint.hub import locate
 from edgekv.checkpoint.hub_name import hub_name
 from edgekv.errors import CheckpointError
+from edgekv.files import user_path
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2] / "models"
 INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "models"
@@ -31,10 +32,10 @@ def find_model(path: str | os.PathLike[str]) -> pathlib.Path:
     A model of the Hub that is not whole in its cache is downloaded. Raises CheckpointError (field model) for what
     is no path, where there is nothing, and where a download fails.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise _none(path)
-    place = pathlib.Path(path).expanduser()
-    if place.exists():
+    place = user_path(path)
+    if os.path.exists(place):
         return place
     name = hub_name(path)
     found = locate(name) if name else shipped_model(os.fspath(path))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from edgekv.checkpoint.packed.methods import unpacked
 from edgekv.checkpoint.tensor_set import TensorSet
 from edgekv.checkpoint.tensors import TensorFile
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
+from edgekv.files import parse_object, read_object, user_path
+from edgekv.types import TaskProgress
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -19,7 +21,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 FOREIGN_SUFFIXES = (".bin", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
 
 GGUF = ".gguf"
-MAX_JSON_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Source:
     path: as the user gave it; folder: the folder it is, None for a bare file; tensors: its weights, mapped;
     config: the content of config.json; config_path: where that was read, None for a file's `__metadata__`;
     tokenizer_folder: where tokenizer files lie, None when there are none;
-    identity: 16 hex digits that change with the config or the weights (see `open_source`).
+    identify: gives the `identity`; its argument is told how far the hashing is, where that is to be done.
     """
 
     path: Path
@@ -38,7 +39,15 @@ class Source:
     config: dict[str, Any]
     config_path: Path | None
     tokenizer_folder: Path | None
-    identity: str
+    identify: Callable[[TaskProgress | None], str]
+
+    @property
+    def identity(self) -> str:
+        """16 hex digits that change with the config or any byte of the weights' files.
+
+        All of these are read at the first time; then it is remembered that these files have these hashes.
+        """
+        return self.identify(None)
 
 
 def open_source(
@@ -53,12 +62,9 @@ def open_source(
     "config" in a file's `__metadata__`. The tokenizer is looked for in `tokenizer` (a folder, or a tokenizer file
     in it), else beside the weights. A .gguf file holds both by itself.
 
-    `identity` hashes the config and, of each file, the size, the header, the first and last 64 KiB of data and the
-    first KiB of every tensor: enough to notice a fine-tune of any layer without reading gigabytes.
-
     Raises CheckpointError for the weights, ConfigError for the config, TokenizerError for `tokenizer`.
     """
-    place = _expanded(path)
+    place = user_path(path)
     if place.suffix == GGUF:
         return _open_gguf(place, config, tokenizer)
     folder = place if os.path.isdir(place) else None
@@ -72,7 +78,7 @@ def open_source(
         config=values,
         config_path=config_path,
         tokenizer_folder=_find_tokenizer(beside, tokenizer),
-        identity=_identity(tensors, values),
+        identify=_identity(tensors, values),
     )
 
 
@@ -90,19 +96,15 @@ def _open_gguf(
         folder=None,
         tensors=tensors,
         config=values,
-        config_path=None if config is None else _expanded(config),
+        config_path=None if config is None else user_path(config),
         tokenizer_folder=_find_tokenizer(folder, tokenizer),
-        identity=_identity(tensors, values),
+        identify=_identity(tensors, values),
     )
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The object in a config.json. Raises ConfigError when it is missing, too big, damaged or not an object."""
-    return _read_object(_expanded(path), ConfigError)
-
-
-def _expanded(path: str | os.PathLike[str]) -> Path:
-    return Path(os.path.expanduser(path))
+    return _read_object(user_path(path), ConfigError)
 
 
 def _open_folder(folder: Path) -> TensorSet:
@@ -175,13 +177,15 @@ def _find_config(
     place: Path, beside: Path, tensors: TensorSet, given: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], Path | None]:
     """The config and the path it was read from, if it has one."""
-    path = _expanded(given) if given is not None else beside / "config.json"
+    path = user_path(given) if given is not None else beside / "config.json"
     if given is not None or os.path.exists(path):
         return read_config(path), path
     for file in tensors.files:
         if "config" in file.metadata:
-            where = f"{file.path}: config in __metadata__"
-            return _parse_object(file.metadata["config"], where, ConfigError), None
+            try:
+                return parse_object(file.metadata["config"]), None
+            except ValueError as error:
+                raise ConfigError(f"{file.path}: config in __metadata__ {error}; download it again") from None
     raise ConfigError(
         f"{place}: no config.json in {beside} and no 'config' in the file's __metadata__; "
         "give the model's shape with config='models/NAME.json'",
@@ -192,7 +196,7 @@ def _find_config(
 def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path | None:
     if given is None:
         return beside if holds_tokenizer(beside) else None
-    path = _expanded(given)
+    path = user_path(given)
     folder = path.parent if path.name in TOKENIZER_FILES else path
     if not holds_tokenizer(folder):
         raise TokenizerError(
@@ -206,35 +210,19 @@ def holds_tokenizer(folder: Path) -> bool:
     return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
 
 
-def _identity(tensors: TensorSet, config: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in tensors.files:
-        digest.update(file.fingerprint())
-    return digest.hexdigest()[:16]
+def _identity(tensors: TensorSet, config: dict[str, Any]) -> Callable[[TaskProgress | None], str]:
+    def identify(progress: TaskProgress | None) -> str:
+        hashes = [file.content_hash(progress) for file in tensors.files]
+        return hashlib.sha256(json.dumps([config, hashes], sort_keys=True).encode()).hexdigest()[:16]
+
+    return identify
 
 
 def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise error_class(
-                f"{path}: has {path.stat().st_size:,} bytes; accepted are {MAX_JSON_BYTES:,}: download it again"
-            )
-        data = path.read_bytes()
-    except OSError as error:
-        raise error_class(
-            f"{path}: cannot be read ({error.strerror or error}); give a readable JSON file"
-        ) from error
-    return _parse_object(data, str(path), error_class)
-
-
-def _parse_object(data: str | bytes, where: str, error_class: type[EdgeKVError]) -> dict[str, Any]:
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise error_class(f"{where}: is not valid JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise error_class(f"{where}: holds a JSON {type(values).__name__}; an object is needed: download it again")
-    return values
+        return read_object(path)
+    except ValueError as error:
+        raise error_class(f"{path}: {error}; download it again, or give another") from None
 
 
 def _listed(names: Sequence[str], limit: int = 3) -> str:

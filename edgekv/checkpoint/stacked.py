@@ -6,7 +6,6 @@ GPT-OSS: ``experts.gate_up_proj`` (experts, inputs, 2 * outputs), gate and up by
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,3 @@ class StackedTensors(TensorFile):
 
     def release(self, name: str) -> None:
         self._inner.release(self._places[name][0] if name in self._places else name)
-
-    def fingerprint(self) -> bytes:
-        return hashlib.sha256(b"".join(file.fingerprint() for file in self._inner.files)).digest()

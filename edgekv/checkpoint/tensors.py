@@ -4,7 +4,6 @@ Format: https://huggingface.co/docs/safetensors (a length, a JSON header, then t
 """
 
 import difflib
-import hashlib
 import json
 import math
 import mmap
@@ -19,7 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from edgekv.checkpoint.content_hash import content_hash
 from edgekv.errors import CheckpointError
+from edgekv.files import open_regular
+from edgekv.types import TaskProgress
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -40,9 +42,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """NumPy's type for each safetensors type that `array` can return."""
 
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
-
-EDGE_BYTES = 64 << 10
-SAMPLE_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,11 @@ class TensorFile:
     """
 
     method = ""
+    _hash: str | None = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._map = _map_checked(self.path)
+        self._map, self._status = _map_checked(self.path)
         self.nbytes = len(self._map)
         self.data_start = 8 + int.from_bytes(self._map[:8], "little")
         header = json.loads(self._map[8 : self.data_start])
@@ -168,22 +168,11 @@ class TensorFile:
         if row:
             self._map.madvise(advice, aligned, end - aligned)
 
-    def fingerprint(self) -> bytes:
-        """A SHA-256 over the size, the header, both ends of the data and the first KiB of every tensor.
-
-        It reads little of a big file, yet changes when any layer is fine-tuned.
-        """
-        digest = hashlib.sha256(self.nbytes.to_bytes(8, "little"))
-        spans = [(0, self.data_start + EDGE_BYTES), (max(self.data_start, self.nbytes - EDGE_BYTES), EDGE_BYTES)]
-        spans += [(start, min(SAMPLE_BYTES, self._infos[name].nbytes)) for name, start in self._starts.items()]
-        try:
-            with open(self.path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead around each sample
-                for start, nbytes in spans:
-                    digest.update(os.pread(file.fileno(), nbytes, start))
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        return digest.digest()
+    def content_hash(self, progress: TaskProgress | None = None) -> str:
+        """As the function of that name, of the file that was opened; for files alone, not what is made of them."""
+        if self._hash is None:
+            self._hash = content_hash(self.path, self._status, progress)
+        return self._hash
 
 
 def to_float32(array: npt.NDArray[Any], out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
@@ -206,13 +195,11 @@ def to_float32(array: npt.NDArray[Any], out: npt.NDArray[np.float32] | None = No
     return out
 
 
-def _map_checked(path: Path) -> mmap.mmap:
-    """Map a file whose header the safetensors library accepts."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a folder, or a pipe that would block
-        raise CheckpointError(f"{path}: is not a file; a .safetensors file is needed")
+def _map_checked(path: Path) -> tuple[mmap.mmap, os.stat_result]:
+    """Map a file whose header the safetensors library accepts; and its status."""
     try:
-        with open(path, "rb") as file, safe_open(str(path), framework="np"):
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with open_regular(path) as file, safe_open(str(path), framework="np"):
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno())
     except SafetensorError as error:
         reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
         raise CheckpointError(

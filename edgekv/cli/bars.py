@@ -9,7 +9,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 REFRESH_S = 0.4  # so that the seconds go on while nothing else does
-BYTES = ("quantizing", "converting")
+BYTES = ("quantizing", "converting", "hashing")
 PREFILL = "prefill"
 
 

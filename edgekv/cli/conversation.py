@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
+import os
 import sys
 
 from edgekv.chat.template import ChatTemplate
@@ -11,6 +11,7 @@ from edgekv.cli.bars import Bars
 from edgekv.cli.gate import warn_ungated
 from edgekv.cli.options import model_path
 from edgekv.errors import ConfigError, SessionError
+from edgekv.files import user_path
 from edgekv.session.context_shift import CONTEXT_SHIFTS
 from edgekv.session.options import LoadOptions
 from edgekv.session.session import Session
@@ -47,7 +48,7 @@ def add_draft_option(parser: argparse.ArgumentParser, default: str) -> None:
 
 def is_saved(arguments: argparse.Namespace) -> bool:
     """Whether --session names a conversation to take up."""
-    return arguments.session is not None and pathlib.Path(arguments.session).expanduser().exists()
+    return arguments.session is not None and os.path.exists(user_path(arguments.session))
 
 
 def load_session(arguments: argparse.Namespace, options: LoadOptions, bars: Bars) -> Session:

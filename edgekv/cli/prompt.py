@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
 
 from edgekv.errors import EdgeKVError
+from edgekv.files import read_regular, user_path
 
 
 def read_text(source: str, option: str) -> str:
     """UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
     try:
-        data = sys.stdin.buffer.read() if source == "-" else pathlib.Path(source).expanduser().read_bytes()
+        data = sys.stdin.buffer.read() if source == "-" else read_regular(user_path(source))
         return data.decode("utf-8")
     except OSError as error:
         reason = f"{option} {source!r} can't be read: {error.strerror}; give a readable text file"

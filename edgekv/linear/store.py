@@ -1,6 +1,6 @@
 """The weight store: a folder that `store_builder.py` makes once, mapped at every later start, copied freely.
 
-store.json            format, weight format, the checkpoint's identity, its config.json
+store.json            format, weight format, the checkpoint's identity, its config.json, the next file's hash
 weights.safetensors   codes, scales, norms, biases and the embedding table
 *.onnx                of float32 weights the blocks' graphs, which point into weights.safetensors
 tokenizer files       copied from the checkpoint
@@ -8,7 +8,7 @@ tokenizer files       copied from the checkpoint
 
 from __future__ import annotations
 
-import json
+import os
 import pathlib
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from edgekv.cache_folder import cache_root
 from edgekv.checkpoint.tensors import TensorFile, to_float32
 from edgekv.errors import CheckpointError
+from edgekv.files import read_object
 from edgekv.linear.formats import WEIGHTS, WeightFormat, per_linear_format, specs_bytes, store_specs, token_bytes
 from edgekv.linear.quantize import dequantize, unpack_zeros
 from edgekv.linear.weights import Ids
@@ -31,7 +32,7 @@ WEIGHTS_FILE = "weights.safetensors"
 
 def is_store(path: pathlib.Path) -> bool:
     """Whether the folder is a weight store."""
-    return (path / "store.json").is_file()
+    return os.path.isfile(path / "store.json")
 
 
 def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
@@ -45,7 +46,10 @@ FormatName = Literal[
 
 
 class StoreFile(msgspec.Struct):
-    """store.json. linears: formats of FORMATS. calibration: with what text the weights were rounded."""
+    """store.json. linears: formats of FORMATS. calibration: with what text the weights were rounded.
+
+    sha256: `content_hash` of the weights' file; None: the store was made before there was one.
+    """
 
     format: int
     weights: str
@@ -53,6 +57,7 @@ class StoreFile(msgspec.Struct):
     config: dict[str, Any]
     linears: dict[str, FormatName] | None = None  # FORMATS
     calibration: str | None = None
+    sha256: str | None = None
 
 
 class WeightStore:
@@ -62,12 +67,12 @@ class WeightStore:
         self.folder = folder
         hint = "quantize the model again"
         try:
-            manifest = json.loads((folder / "store.json").read_bytes())
-            file = read(manifest if isinstance(manifest, dict) else {}, StoreFile, "it", hint, CheckpointError)
-        except (OSError, ValueError, RecursionError, CheckpointError) as error:
+            file = read(read_object(folder / "store.json"), StoreFile, "it", hint, CheckpointError)
+        except (ValueError, CheckpointError) as error:
             raise CheckpointError(f"{folder}/store.json: not a weight store ({error}); {hint}") from error
         version, name, linears = file.format, file.weights, file.linears
-        self.identity, self.config, self.calibration = file.identity, file.config, file.calibration
+        self._identity, self._sha256 = file.identity, file.sha256
+        self.config, self.calibration = file.config, file.calibration
         if version != FORMAT or (name not in WEIGHTS and not linears):
             raise CheckpointError(
                 f"{folder}: store format {version} with weights {name!r}, this edgekv reads format {FORMAT}; "
@@ -90,6 +95,15 @@ class WeightStore:
         self.nbytes = specs_bytes(specs)
         self.token_bytes = token_bytes(self.arch, specs)
         self._linears = self.arch.linears()
+
+    @property
+    def identity(self) -> str:
+        """The checkpoint's. CheckpointError where the weights are not those that were made of it."""
+        if self._sha256 not in (None, self._file.content_hash()):
+            raise CheckpointError(
+                f"{self.folder}/{WEIGHTS_FILE}: was changed after store.json was written; quantize the model again"
+            )
+        return self._identity
 
     def raw(self, tensor: str) -> npt.NDArray[Any]:
         """A tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edgekv.checkpoint.content_hash import hash_spans
 from edgekv.checkpoint.writer import TensorWriter
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_write
@@ -62,7 +63,7 @@ def open_or_build(
 
     rounding: see `build`.
     """
-    folder = default_folder(weights.source.identity, form)
+    folder = default_folder(weights.source.identify(progress), form)
     if is_store(folder):
         try:
             store = WeightStore(folder)
@@ -102,7 +103,10 @@ def build(
                     shutil.copyfile(source.tokenizer_folder / name, partial / name)
             if beside:
                 beside(partial)
-            atomic_write(partial / "store.json", json.dumps(_manifest(weights, form, rounding), indent=1).encode())
+            manifest = _manifest(weights, form, rounding)
+            with open(partial / WEIGHTS_FILE, "rb") as file:
+                manifest["sha256"] = hash_spans(file.fileno(), os.path.getsize(partial / WEIGHTS_FILE), progress)
+            atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
     except OSError as error:
         raise CheckpointError(f"{folder}: can't write the store ({error.strerror or error})") from error
 

@@ -7,16 +7,12 @@ machine's instructions count. A product's sums do not depend on how many threads
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
-from edgekv.cache_folder import cache_root
-from edgekv.errors import EdgeKVError
-from edgekv.files import atomic_write
+from edgekv.cache_folder import Memo
 from edgekv.linear.cpu import cpu_linear
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import WeightStore
@@ -24,7 +20,7 @@ from edgekv.machine import all_cores, machine_info
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, Threads
 
-FORMAT = 2
+MEMO, MOST_REMEMBERED = Memo("threads.json", 3), 256
 FEW_CORES = 2  # so many are all used, unmeasured
 ENOUGH = 0.97  # of the best speed
 PROBE_WEIGHTS = 12 << 20  # elements of a block that small caches do not hold, or not four times
@@ -41,7 +37,8 @@ def product_threads(store: WeightStore, threads: int | None) -> Threads:
     if known is None:
         decode, prompt = measure(store, candidates(all_cores()))
         known = choice(decode, prompt)
-        _remember(_key(store.arch, store.form), known)
+        others = list((MEMO.read() or {}).items())[1 - MOST_REMEMBERED :]
+        MEMO.keep({**dict(others), _key(store.arch, store.form): known})
     return known
 
 
@@ -80,13 +77,8 @@ def measure(store: WeightStore, numbers: list[int]) -> tuple[dict[int, float], d
 
 def remembered(arch: Architecture, form: WeightFormat) -> Threads | None:
     """What was measured here for weights of this shape and format; None: nothing yet."""
-    entry = _entries().get(_key(arch, form))
-    try:
-        found = Threads(*(entry[name] for name in Threads._fields))  # type: ignore[index]
-        is_usable = all(type(n) is int for n in found) and 1 <= found.decode <= found.prompt <= all_cores()
-    except (TypeError, KeyError):
-        return None
-    return found if is_usable else None
+    entry = (MEMO.read() or {}).get(_key(arch, form))
+    return entry and Threads(*entry)
 
 
 def _time(blocks: Mapping[int, Callable[..., F32]], inputs: dict[str, F32], best: dict[int, float]) -> None:
@@ -117,22 +109,3 @@ def _key(arch: Architecture, form: WeightFormat) -> str:
     shape = f"{name} {form.name} {c.hidden_size} {fused} {mixed} {c.intermediate_size}"
     of_library = f"{library} {machine['versions'][library]}"
     return f"{machine['board'] or machine['cpu']}, {machine['cores']} cores, {of_library}: {shape}"
-
-
-def _entries() -> dict[str, Any]:
-    """The file's; one that can't be read counts as none."""
-    try:
-        facts = json.loads((cache_root() / "threads.json").read_bytes())
-        return dict(facts["measured"]) if facts["format"] == FORMAT else {}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-
-
-def _remember(key: str, threads: Threads) -> None:
-    """Adds to the file; where that fails the next load measures again."""
-    facts = {"format": FORMAT, "measured": _entries() | {key: threads._asdict()}}
-    try:
-        cache_root().mkdir(parents=True, exist_ok=True)
-        atomic_write(cache_root() / "threads.json", (json.dumps(facts, indent=1) + "\n").encode())
-    except (OSError, EdgeKVError):
-        return

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgekv.errors import PowerError
+from edgekv.files import read_regular, user_path
 from edgekv.power.base import Clock, Throttle
 from edgekv.power.source import MeterInfo, PowerSource
 from edgekv.power.trace import Trace, Window
+from edgekv.schema import shown
 
 TIME_NAMES = ("time", "timestamp", "datetime", "date", "unix", "timeunixs", "times", "epoch")
 WATT_NAMES = ("watts", "watt", "w", "power", "powerw", "totalw", "p")
@@ -40,7 +42,7 @@ class CsvLog(PowerSource):
         wall_clock: Clock = time.time,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._path, self._wall_clock, self._clock = pathlib.Path(path).expanduser(), wall_clock, clock
+        self._path, self._wall_clock, self._clock = user_path(path), wall_clock, clock
         self._notes: tuple[str, ...] = ()
         self._offset_s = wall_clock() - clock()
         self._trace = self._read()
@@ -97,7 +99,7 @@ def read_log(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:
     The last line may be half-written. Raises PowerError.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_regular(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise PowerError(
@@ -107,18 +109,21 @@ def read_log(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:
     if not lines:
         raise PowerError(f"--power-csv {path}: holds no line; {ACCEPTED}")
     delimiter = max(",;\t", key=lines[0].count)
-    rows = list(csv.reader(lines, delimiter=delimiter))
+    try:
+        rows = list(csv.reader(lines, delimiter=delimiter))
+    except csv.Error as error:
+        raise PowerError(f"--power-csv {path}: is no CSV ({error}); {ACCEPTED}") from None
     time_column, watt_column, first = _columns(rows[0], path)
     samples = []
     for row in rows[first:]:
         try:
             sample = _unix_s(row[time_column]), float(row[watt_column])
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, OverflowError):
             continue
         if math.isfinite(sample[1]):
             samples.append(sample)
     if len(rows) > first and not samples:
-        raise PowerError(f"--power-csv {path}: line {lines[first]!r} is not understood; {ACCEPTED}")
+        raise PowerError(f"--power-csv {path}: line {shown(lines[first])} is not understood; {ACCEPTED}")
     samples.sort()
     table = np.array(samples, np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1], len(rows) - first - len(samples)
@@ -134,9 +139,9 @@ def _columns(header: Sequence[str], path: pathlib.Path) -> tuple[int, int, int]:
         return found[0], found[1], 1
     try:
         _unix_s(header[0]), float(header[1])
-    except (ValueError, IndexError):
-        listed = ", ".join(header)
-        raise PowerError(f"--power-csv {path}: no columns of time and watts in {listed!r}; {ACCEPTED}") from None
+    except (ValueError, IndexError, OverflowError):
+        listed = shown(", ".join(header))
+        raise PowerError(f"--power-csv {path}: no columns of time and watts in {listed}; {ACCEPTED}") from None
     return 0, 1, 0
 
 
@@ -150,7 +155,7 @@ def _unix_s(text: str) -> float:
         iso = re.sub(r"\.(\d+)", lambda match: f".{match[1][:6]:0<6}", iso)  # Python 3.10 takes 3 or 6 digits only
         return datetime.datetime.fromisoformat(iso).timestamp()
     for least, seconds in UNIX_UNITS.items():
-        if least <= number < math.inf:
+        if least <= number < 1e20:
             return number * seconds
     raise ValueError(f"{text} is no time since 1970")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from edgekv.checkpoint.shipped import CHECKOUT, INSTALLED
 from edgekv.errors import CacheError
+from edgekv.files import read_object
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 
@@ -81,7 +81,6 @@ def _contents(pattern: str) -> Iterator[dict[str, Any]]:
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_object(path)
+    except ValueError:
         return None
-    return content if isinstance(content, dict) else None

@@ -25,7 +25,7 @@ def shape_model(
     """
     config = shape_config(shape, n_layers, positions)
     store = random_store(config, weight_format(weights, architecture(config)), progress)
-    return Model(pathlib.Path(store.folder), config, store.identity, None, store)
+    return Model(pathlib.Path(store.folder), config, None, store)
 
 
 def shape_config(shape: str, n_layers: int | None, positions: int) -> dict[str, Any]:
@@ -39,4 +39,4 @@ def shape_config(shape: str, n_layers: int | None, positions: int) -> dict[str, 
 
 def unread_model(name: str, config: dict[str, Any]) -> Model:
     """A model of a config alone, which nothing is drawn or read for: to plan with. Raises as `architecture`."""
-    return Model(pathlib.Path(name), config, "", None, RandomWeights(config))
+    return Model(pathlib.Path(name), config, None, RandomWeights(config))

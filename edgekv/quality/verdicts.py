@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import shlex
 from typing import Any
 
-from edgekv.cache_folder import cache_root
+from edgekv.cache_folder import Memo, cache_root
 from edgekv.checkpoint.hub_name import name_of
-from edgekv.errors import CheckpointError
-from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.quality.gate import Verdict, needs_gate
 from edgekv.session.model import Model
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +27,7 @@ class StoredVerdict:
 class Verdicts:
     """The verdicts on one model, with its adapter if it has one.
 
-    A verdict holds until the scheme's `version` changes; a file that can't be read counts as none.
+    A verdict holds until the scheme's `version` changes.
     """
 
     def __init__(self, model: Model, root: pathlib.Path | None = None) -> None:
@@ -40,30 +37,20 @@ class Verdicts:
     def remember(self, spec: CacheSpec, verdict: Verdict, measured: dict[str, Any]) -> None:
         """Writes the verdict, and what it was ``measured`` on. Raises CheckpointError when it can't."""
         facts = {
-            "format": FORMAT,
             "scheme_version": spec.scheme.version,
             "passed": verdict.passed,
             **dataclasses.asdict(verdict),
             "measured": measured,
         }
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file(spec, "warned").unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.folder}: can't be written ({error.strerror}); set XDG_CACHE_HOME to a folder that can"
-            ) from None
-        atomic_write(self._file(spec, "json"), (json.dumps(facts, indent=1) + "\n").encode())
+        Memo(self._file(spec, "json"), FORMAT).write(facts)
+        self._file(spec, "warned").unlink(missing_ok=True)
 
     def verdict(self, spec: CacheSpec) -> StoredVerdict | None:
         """The last one on this very scheme with its knobs."""
-        try:
-            facts = json.loads(self._file(spec, "json").read_bytes())
-            if (facts["format"], facts["scheme_version"]) != (FORMAT, spec.scheme.version):
-                return None
-            return StoredVerdict(tuple(map(str, facts["failures"])), dict(facts["measured"]))
-        except (OSError, ValueError, TypeError, KeyError):
+        facts = Memo(self._file(spec, "json"), FORMAT).read()
+        if facts is None or facts["scheme_version"] != spec.scheme.version:
             return None
+        return StoredVerdict(tuple(facts["failures"]), facts["measured"])
 
     def warning(self, spec: CacheSpec) -> str | None:
         """What a user should know before using the scheme, in a line; for a scheme made of others, of these."""

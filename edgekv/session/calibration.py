@@ -70,7 +70,9 @@ class Calibration:
         digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
         self.note = f"{self._windows.size} tokens {digest}"
         own = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
-        self.weights = CheckpointWeights(dataclasses.replace(model.weights.source, identity=own), model.arch)
+        self.weights = CheckpointWeights(
+            dataclasses.replace(model.weights.source, identify=lambda progress: own), model.arch
+        )
 
     def __call__(self, form: WeightFormat, write: Write) -> None:
         """A `Rounding` (linear/store_builder.py): all windows together, layer by layer, exact and rounded."""

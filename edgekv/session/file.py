@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from edgekv.errors import ConfigError, SessionError
-from edgekv.files import atomic_stream
+from edgekv.files import atomic_stream, open_regular, user_path
 from edgekv.schema import read, shown
 from edgekv.types import U8, Array
 
@@ -136,7 +136,7 @@ def write(
     header = json.dumps({"content": content, "coding": coding, "blobs": blobs}, allow_nan=False).encode()
     prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(header), len(header))
     total = len(prefix) + len(header) + sum(len(piece) for piece in pieces)
-    atomic_stream(path, total, [prefix, header, *pieces])
+    atomic_stream(path, total, [prefix, header, *pieces], private=True)
     return total
 
 
@@ -172,7 +172,7 @@ class SessionFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = pathlib.Path(path).expanduser()
+        self.path = user_path(path)
         self._data = _mapped(self.path)
         size = self._check_prefix()
         header = self._header(self._data[PREFIX.size : PREFIX.size + size])
@@ -261,7 +261,7 @@ class SessionFile:
 
 def _mapped(path: pathlib.Path) -> mmap.mmap | bytes:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return b""
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -269,5 +269,3 @@ def _mapped(path: pathlib.Path) -> mmap.mmap | bytes:
         raise SessionError(
             f"{path}: cannot be read ({error.strerror}); give a session file, or start a new session"
         ) from error
-    except ValueError:
-        raise SessionError(f"{path}: is no regular file; give a session file") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import pathlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ import numpy as np
 
 from edgekv.child import START_SECONDS, BoundedChild, ChildError
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.files import read_object, user_path
 from edgekv.session.matcher import ENCODE, ERROR, STOPPED
 from edgekv.tokenizer import Tokenizer
 from edgekv.types import F32
@@ -154,18 +154,11 @@ def find_constraint(
 def read_schema(path: str) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError."""
     try:
-        schema = json.loads(pathlib.Path(path).expanduser().read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(user_path(path))
+    except ValueError as error:
         raise ConfigError(
-            f"json_schema={path!r}: can't be read ({error}); give a JSON file", field="json_schema", value=path
+            f"json_schema={path!r}: {error}; give a JSON file", field="json_schema", value=path
         ) from None
-    if not isinstance(schema, dict):
-        raise ConfigError(
-            f"json_schema={path!r}: holds a JSON {type(schema).__name__}; give an object",
-            field="json_schema",
-            value=path,
-        )
-    return schema
 
 
 def _refused(reason: object) -> ConfigError:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
+from typing import Any
 
 import numpy as np
 
-from edgekv.cache_folder import cache_root
+from edgekv.cache_folder import Memo
 from edgekv.checkpoint.shipped import shipped
 from edgekv.decoder.decoder import Decoder
-from edgekv.errors import CheckpointError
-from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.by_need import CHUNKS, FIT_TOKENS, LAST_DIGIT, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
+from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.planes import PlanesKnobs
 from edgekv.kvcache.recurrent import open_layers
 from edgekv.machine import blas_threads
@@ -24,7 +21,7 @@ from edgekv.types import TaskProgress
 
 TEXT = "demo/prose.txt"
 TASK = "bits by need (once per model)"
-FORMAT = 2
+FORMAT = 3
 
 
 def give_heads_bits(
@@ -45,14 +42,14 @@ def give_heads_bits(
     if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit):
         return spec
     windows = [model.config.layer_windows[i] for i in model.config.attending]
-    place = cache_root() / "bits" / f"{model.adapted_identity}-{weights}.json"
-    noise = remembered(place, (len(windows), model.config.n_kv_heads))
+    memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FORMAT)
+    noise = _noise(memo.read())
     if noise is None:
         tokens = _tokens(model, tokenizer)
         if len(tokens) < LEAST_FIT_TOKENS:
             return spec
         noise = measure(decoder, tokens, progress)
-        _remember(place, noise)
+        memo.keep({name: array.tolist() for name, array in vars(noise).items()})
     return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows, model.config.head_dim))
 
 
@@ -77,25 +74,5 @@ def _tokens(model: Model, tokenizer: Tokenizer | None) -> list[int]:
     return list(tokenizer.encode(text))[: min(FIT_TOKENS, model.config.max_positions)]
 
 
-def remembered(place: pathlib.Path, shape: tuple[int, int]) -> HeadNoise | None:
-    """A file that can't be read, or is of another shape, counts as none."""
-    try:
-        content = json.loads(place.read_bytes())
-        keys, values = (np.array(content[name], np.float64) for name in ("keys", "values"))
-        spread = np.array(content["spread"], np.int64)
-        right = all(x.shape == shape and np.isfinite(x).all() and (x >= 0).all() for x in (keys, values))
-        right = right and spread.shape == (*shape, CHUNKS) and bool(((spread >= 0) & (spread <= LAST_DIGIT)).all())
-        return HeadNoise(keys, values, spread) if right and content["format"] == FORMAT else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _remember(place: pathlib.Path, noise: HeadNoise) -> None:
-    """Where the folder can't be written, the next session measures again."""
-    fields = {field.name: getattr(noise, field.name).tolist() for field in dataclasses.fields(noise)}
-    content = {"format": FORMAT, **fields}
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(place, (json.dumps(content) + "\n").encode())
-    except (OSError, CheckpointError):
-        return
+def _noise(remembered: dict[str, Any] | None) -> HeadNoise | None:
+    return None if remembered is None else HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})

@@ -16,6 +16,7 @@ from edgekv.checkpoint.merged import Delta
 from edgekv.checkpoint.shipped import find_model
 from edgekv.checkpoint.source import holds_tokenizer, open_source
 from edgekv.errors import ConfigError
+from edgekv.files import user_path
 from edgekv.linear.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
 from edgekv.linear.low_rank import Changes, low_rank, low_rank_bytes
 from edgekv.linear.store import WeightStore, is_store
@@ -32,15 +33,14 @@ from edgekv.types import Path, TaskProgress
 class Model:
     """An opened checkpoint or weight store; nothing large has been read yet.
 
-    path: what was opened. raw_config: its config.json. identity: a hash of the weights, by which sessions and
-    stores know them. tokenizer_path: a file or folder, None where there is none. weights: read on request.
-    adapter: its weights are in place of the checkpoint's. lora: its changes are in the weights. loras: by name,
+    path: what was opened. raw_config: its config.json. tokenizer_path: a file or folder, None where there is none.
+    weights: read on request. adapter: its weights are in place of the checkpoint's. lora: its changes are in the
+    weights. loras: by name,
     beside the weights, for conversations that choose one.
     """
 
     path: pathlib.Path
     raw_config: dict[str, Any]
-    identity: str
     tokenizer_path: pathlib.Path | None
     weights: CheckpointWeights | WeightStore
     adapter: Adapter | None = None
@@ -66,7 +66,7 @@ class Model:
         which leave the weights as they are. Raises CheckpointError or ConfigError.
         """
         place = find_model(path)
-        given = pathlib.Path(tokenizer).expanduser() if tokenizer else None
+        given = user_path(tokenizer) if tokenizer else None
         change = None if adapter is None else Adapter.open(adapter)
         merged = None if lora is None else Lora.open(lora)
         if is_store(place):
@@ -76,7 +76,7 @@ class Model:
             if change:
                 change.require_store(store.identity, place)
             beside = place if holds_tokenizer(place) else None
-            model = cls(place, store.config, store.identity, given or beside, store, change)
+            model = cls(place, store.config, given or beside, store, change)
         else:
             source = open_source(place, config=config, tokenizer=tokenizer)
             arch = architecture(source.config, source.tensors)
@@ -86,7 +86,7 @@ class Model:
                 source = change.apply(source)
             weights = CheckpointWeights(source, arch)
             folder = given or source.tokenizer_folder
-            model = cls(place, source.config, source.identity, folder, weights, change, merged)
+            model = cls(place, source.config, folder, weights, change, merged)
         if change:
             change.require_shape(model.config)
         named = {name: Lora.open(given) for name, given in loras.items()}
@@ -100,11 +100,18 @@ class Model:
         return name_of(self.path) or self.path.name
 
     @property
+    def identity(self) -> str:
+        """A hash of config and weights, by which sessions and stores know them: 16 hex digits."""
+        return (
+            self.weights.source.identity if isinstance(self.weights, CheckpointWeights) else self.weights.identity
+        )
+
+    @property
     def adapted_identity(self) -> str:
         """``identity``, changed by whatever its adapter sets."""
         if self.adapter is None:
             return self.identity
-        return hashlib.sha256(self.identity.encode() + self.adapter.file.fingerprint()).hexdigest()[:16]
+        return hashlib.sha256((self.identity + self.adapter.file.content_hash()).encode()).hexdigest()[:16]
 
     @property
     def loras_bytes(self) -> int:

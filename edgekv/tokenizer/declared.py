@@ -1,12 +1,12 @@
 """What the JSON files of a checkpoint say about its special tokens."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgekv.errors import TokenizerError
+from edgekv.files import MAX_FILE_BYTES, read_object
 from edgekv.schema import shown
 
 
@@ -98,11 +98,9 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} can't be read ({error}); copy it again, or remove it") from None
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds a JSON {type(value).__name__}, not an object; copy it again")
+        value = read_object(path, MAX_FILE_BYTES)
+    except ValueError as error:
+        raise TokenizerError(f"{path} {error}; copy it again, or remove it") from None
     return {key: entry for key, entry in value.items() if entry is not None}
 
 

@@ -1,11 +1,13 @@
 """Choosing the tokenizer format by the files that are there."""
 
+import os
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from edgekv.errors import TokenizerError
+from edgekv.files import read_regular
 from edgekv.tokenizer.base import Tokenizer
 from edgekv.tokenizer.declared import read_declared
 
@@ -34,6 +36,7 @@ def load_tokenizer(
         TokenizerError: no tokenizer, a damaged one, or one that contradicts the files around it.
     """
     file = _find_file(path)
+    data = _read(file)
     declared = read_declared(file.parent, model_folder or file.parent, config)
     # Importing one of these libraries takes 50 ms or more: only the one in use is.
     if file.name == "vocab.json":
@@ -44,7 +47,6 @@ def load_tokenizer(
         from edgekv.tokenizer.huggingface import open_tokenizer_json
 
         return open_tokenizer_json(file, declared)
-    data = _read(file)
     if TIKTOKEN_LINE.match(data):
         try:
             from edgekv.tokenizer.byte_pairs import TiktokenTokenizer
@@ -60,10 +62,10 @@ def load_tokenizer(
 
 
 def _find_file(path: pathlib.Path) -> pathlib.Path:
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     for name in FILES:
-        if (path / name).is_file():
+        if os.path.isfile(path / name):
             return path / name
     raise TokenizerError(
         f"{path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
@@ -74,6 +76,8 @@ def _find_file(path: pathlib.Path) -> pathlib.Path:
 
 def _read(path: pathlib.Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
-        raise TokenizerError(f"{path} can't be read: {error.strerror}; make it readable") from None
+        raise TokenizerError(
+            f"{path} can't be read: {error.strerror}; make it readable, or copy it again"
+        ) from None

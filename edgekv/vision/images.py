@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Union
 import numpy as np
 
 from edgekv.errors import ImageError
+from edgekv.files import read_regular, user_path
 
 if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no EPS: Pillow would run Ghostscript
 MAX_PIXELS = 64_000_000
-MAX_FILE_BYTES = 256 << 20
 PLAIN_MODES = ("RGB", "L", "1", "P")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
@@ -43,7 +43,7 @@ def picture(image: ImageSource) -> Picture:
     if isinstance(image, Picture):
         return image
     if isinstance(image, (str, os.PathLike)):
-        return _from_file(pathlib.Path(image).expanduser())
+        return _from_file(user_path(image))
     return _as_rgb(image, "the image")
 
 
@@ -59,16 +59,10 @@ def require_pillow() -> Any:
 
 def _from_file(path: pathlib.Path) -> Picture:
     require_pillow()
-    if not path.is_file():
-        raise ImageError(f"{path}: {'is no file' if path.exists() else 'does not exist'}; give an image file")
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        return picture_of(read_regular(path), str(path))
     except OSError as error:
-        raise ImageError(f"{path}: can't be read ({error.strerror})") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ImageError(f"{path}: has more than {MAX_FILE_BYTES >> 20} MiB; make it smaller first")
-    return picture_of(data, str(path))
+        raise ImageError(f"{path}: can't be read ({error.strerror}); give an image file") from error
 
 
 def picture_of(data: bytes, name: str) -> Picture:

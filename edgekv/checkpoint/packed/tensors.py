@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -174,6 +173,3 @@ class PackedTensors(TensorFile):
     def release(self, name: str) -> None:
         for part in self._packed[name].parts if name in self._packed else (name,):
             self._inner.release(part)
-
-    def fingerprint(self) -> bytes:
-        return hashlib.sha256(b"".join(file.fingerprint() for file in self._inner.files)).digest()

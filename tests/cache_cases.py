@@ -40,10 +40,11 @@ def draw(heads: Heads, n: int, seed: int = 0, offset: float = 3) -> tuple[F32, F
     return q * np.float32(2 / np.sqrt(heads[2])), k + np.float32(offset) * of_channel.astype(np.float32), v
 
 
-def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None) -> F64:
+def attention(q: F32, k: F32 | F64, v: F32 | F64, window: int | None = None, cap: float | None = None) -> F64:
     """Causal attention in float64; the last q.shape[1] of the keys are the queries' own tokens."""
     group, n, total = q.shape[0] // k.shape[0], q.shape[1], k.shape[1]
     scores = q.astype(float) @ np.repeat(k, group, 0).astype(float).transpose(0, 2, 1)
+    scores = scores if cap is None else cap * np.tanh(scores / cap)
     position, column = np.arange(total - n, total)[:, None], np.arange(total)
     scores[:, (column > position) | (column <= position - (window or total))] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))

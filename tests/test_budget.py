@@ -213,7 +213,7 @@ def test_a_sliding_window(window: int) -> None:
 def test_the_least_budget_is_named() -> None:
     with pytest.raises(CacheError, match=rf"at least .*\({LEAST} bytes\)"):
         steps(LEAST - 2)
-    assert steps(LEAST).planned_bytes <= LEAST // 2
+    assert steps(LEAST).planned_bytes() <= LEAST // 2
 
 
 @pytest.mark.parametrize("capacity", [1, 63, 64, 131, 132, 133, 200])

@@ -1,5 +1,8 @@
 """The contract of every KV scheme, on both kernel backends: whatever it keeps, it keeps these promises."""
 
+import dataclasses
+from typing import Any
+
 import cache_cases
 import numpy as np
 import pytest
@@ -10,7 +13,11 @@ from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.recurrent import RecurrentState
+from edgekv.kvcache.rolling import ring_tokens
 from edgekv.kvcache.windowed import Windowed
+from edgekv.models.recurrence import ShortConv
+from edgekv.server.timings import f16_bytes, held_bytes
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim
 TOKENS = 330  # several blocks of 64, and a rest
@@ -108,10 +115,10 @@ def test_compressed_means_smaller_and_different(name: str) -> None:
 def test_bytes_are_the_arrays_bytes_and_the_plan(name: str, heads: Heads) -> None:
     cache = make(name, heads)
     assert cache.nbytes == sum(array.nbytes for array in cache.arrays.values()) > 0
-    assert cache.nbytes <= cache.planned_bytes
+    assert cache.nbytes <= cache.planned_bytes()
     fill(cache, heads, 250)
     assert cache.nbytes == sum(array.nbytes for array in cache.arrays.values())
-    assert cache.nbytes <= cache.planned_bytes
+    assert cache.nbytes <= cache.planned_bytes()
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -174,3 +181,45 @@ def test_the_latest_tokens_stay_exact_while_blocks_are_packed(name: str) -> None
             held = cache.stored()[part].decode(0, cache.n_recent)
             np.testing.assert_array_equal(held, x[:, latest].astype(np.float16))
     assert len(packed) > 2
+
+
+LAYERS = {"all tokens": {}, "a window": {"sliding_window": 60}, "a soft bound": {"score_cap": 20.0}}
+SHARES = ("snapkv:budget=0.4,interval=32", "streaming:budget=0.05", "mikv:budget=0.1", "h2o:budget=0.25")
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("name", [*CACHES, *SHARES])
+def test_n_tokens_take_what_is_planned_for_them(name: str, layer: dict[str, Any]) -> None:
+    """As much as a cache with room for no more; at most that where texts decide (`kvcomp`)."""
+    heads = SHAPES["gqa"]
+    spec, geometry = CacheSpec.parse(name), Geometry(*heads, TOKENS, 2, 4, **layer)
+    if not spec.scheme.caps_scores(spec.knobs):
+        geometry = dataclasses.replace(geometry, score_cap=None)
+    cache = spec.layer(geometry)
+    for n in (90, 200, TOKENS):
+        whole, exact = spec.layer(geometry), cache.cut(n)
+        for each in (whole, exact):
+            each.allocate(numba_kernels(None), Workspace())
+            each.mark_images([(3, 80)])
+            fill(each, heads, n)
+        planned = whole.planned_bytes(n)
+        assert exact.nbytes == planned or (name == "kvcomp" and exact.nbytes < planned)
+        assert planned <= whole.planned_bytes()
+        assert whole.nbytes <= whole.planned_bytes()
+        assert held_bytes([whole]) <= min(whole.nbytes, planned)
+        if name.startswith("visual"):
+            assert planned < (n - 32) * heads[1] * heads[2] * 4
+    assert f16_bytes([whole]) == dense_bytes(geometry)
+
+
+def dense_bytes(geometry: Geometry) -> int:
+    """Of all tokens that it keeps, in f16."""
+    window = geometry.sliding_window
+    kept = geometry.capacity if window is None else ring_tokens(window)
+    return kept * geometry.n_kv_heads * geometry.head_dim * 4
+
+
+def test_a_state_takes_the_same_whatever_its_length() -> None:
+    state = RecurrentState(ShortConv(8, 3, bias=False), 100, 2)
+    assert state.planned_bytes(1) == state.planned_bytes(90) == state.planned_bytes()
+    assert held_bytes([state]) == f16_bytes([state]) == 0  # of KV caches alone

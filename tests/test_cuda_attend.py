@@ -104,7 +104,14 @@ class Both:
         self.there[-1] = self.there[-1]._replace(**there)
 
     def check(
-        self, n: int, lo: np.ndarray, hi: np.ndarray, with_weights: bool, tolerance: float, ahead: int = 0
+        self,
+        n: int,
+        lo: np.ndarray,
+        hi: np.ndarray,
+        with_weights: bool,
+        tolerance: float,
+        ahead: int = 0,
+        cap: float | None = None,
     ) -> np.ndarray:
         queries = normal(self.rng, self.g * self.rep, n, self.d) * np.float32(1.5 / np.sqrt(self.d))
         columns = sum(
@@ -113,8 +120,8 @@ class Both:
         weights = np.full((self.g, self.rep * n, columns), np.nan, np.float32) if with_weights else None
         found = None if weights is None else self.device.up(weights)
         expected, actual = np.full_like(queries, np.nan), self.device.up(np.full_like(queries, np.nan))
-        reference.attend(queries, self.here, (lo, hi), expected, weights)
-        self.device.kernels.attend(self.device.up(queries), self.there, (lo, hi + ahead), actual, found)
+        reference.attend(queries, self.here, (lo, hi), expected, weights, cap=cap)
+        self.device.kernels.attend(self.device.up(queries), self.there, (lo, hi + ahead), actual, found, cap=cap)
         difference = np.linalg.norm(to_host(actual) - expected)
         assert difference <= tolerance * np.linalg.norm(expected)
         if weights is not None:
@@ -156,6 +163,20 @@ def test_a_pair_between_exact_tokens(
     both.add("f16", 1, 38, 131)
     lossy = pair.startswith(("signs", "planes")) or "-bit" in pair
     both.check(n, *causal(n, 168, window), with_weights, TOLERANCE if lossy else 1e-5)
+
+
+@pytest.mark.parametrize("pair", ["f16", "sketches", "kivi", "huffman", "4-bit keys"])
+def test_scores_with_a_soft_bound(device: OnDevice, pair: str) -> None:
+    """In one launch, through the scores, and of chosen tokens."""
+    both = Both(device, "gqa")
+    both.add(pair, 0, 128, 0)
+    both.add("f16", 1, 38, 128)
+    lossy = TOLERANCE if pair == "4-bit keys" else 1e-5
+    both.check(1, *causal(1, 165, 77), False, lossy, cap=1.5)
+    both.check(3, *causal(3, 165, 77), True, lossy, cap=1.5)
+    tokens = both.rng.integers(0, 30, (both.g, 1, 20)).astype(np.int32)
+    both.last(chosen=(tokens, np.array([17])))
+    both.check(1, *causal(1, 165, None), False, lossy, cap=1.5)
 
 
 @pytest.mark.parametrize("pair", ["f16", "sketches", "int8", "signs"])

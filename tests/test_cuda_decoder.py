@@ -60,13 +60,22 @@ def open_caches(decoder: Any, text: str, capacity: int = CAPACITY) -> list[KVCac
     return caches
 
 
-REPLAYED = ["llama2-gqa", "mistral", "qwen3", "gpt2", "smollm3", "olmo2", "granite", "gemma3-options"]
+REPLAYED = [
+    "llama2-gqa",
+    "mistral",
+    "qwen3",
+    "gpt2",
+    "smollm3",
+    "olmo2",
+    "granite",
+    "gemma3-options",
+    "gemma2-options",
+]
 STEPPED = [
     "rope-dynamic",
-    "gemma2-options",
     "phi3-longrope",
     "ministral3",
-]  # change with the length, bounded scores
+]  # change with the length
 
 
 @pytest.mark.parametrize("name", REPLAYED + STEPPED)

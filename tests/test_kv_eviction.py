@@ -229,7 +229,7 @@ def test_bytes_are_the_formula_whatever_the_context(
     kv: str, slots: int, slot_bytes: int, fixed: int, capacity: int
 ) -> None:
     cache = make(kv, capacity)
-    assert cache.nbytes == cache.planned_bytes == G * slots * slot_bytes + fixed
+    assert cache.nbytes == cache.planned_bytes() == G * slots * slot_bytes + fixed
     cache.attend(*draw(200))
     assert cache.nbytes == G * slots * slot_bytes + fixed
     extra = slot_bytes - 4 * D if "mass" in cache.arrays else 0
@@ -244,7 +244,7 @@ def test_a_budget_is_tokens_or_a_fraction() -> None:
 def test_an_eighth_of_the_tokens_is_an_eighth_of_denses_bytes() -> None:
     """The H1B-KV tables' SparseLLM, at head_dim 128."""
     spec = CacheSpec.parse("h2o:budget=0.125")
-    bytes_ = spec.scheme(Geometry(32, 32, 128, 8192), spec.knobs).planned_bytes
+    bytes_ = spec.scheme(Geometry(32, 32, 128, 8192), spec.knobs).planned_bytes()
     assert bytes_ / (8192 * 32 * 512) == pytest.approx(1 / 8, rel=0.02)
 
 
@@ -346,10 +346,10 @@ def test_received_attention_is_the_column_sum_of_the_causal_matrix() -> None:
         seen = np.tri(700, dtype=bool)
         if window:
             seen &= ~np.tri(700, k=-window, dtype=bool)
-        e = np.where(seen, np.exp(scores), 0)
+        e, layer = np.where(seen, np.exp(scores), 0), Geometry(G * GROUP, G, D, 700, sliding_window=window)
         expected = (e / e.sum(-1, keepdims=True))[:, :, first:].sum(axis=(1, 2))
         for backend in BACKENDS.values():
-            got = attention_received(q, k, first, window, backend(None), Workspace())
+            got = attention_received(q, k, first, layer, backend(None), Workspace())
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -89,7 +89,7 @@ def test_bytes(group: int) -> None:
     d, capacity = 128, 4096
     cache = make(f"fier:group={group}", head_dim=d, capacity=capacity)
     per_token_and_head = 4 * d + d / 8 + 4 * d / group
-    assert cache.planned_bytes == cache.nbytes == capacity * 2 * per_token_and_head
+    assert cache.planned_bytes() == cache.nbytes == capacity * 2 * per_token_and_head
     keys = np.zeros((2, 4000, d), np.float32)
     cache.extend(keys, keys)
     blocks = 4000 // group

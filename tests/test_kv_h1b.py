@@ -84,7 +84,7 @@ def test_bytes_are_the_formula(b: int) -> None:
         (f"sign_keys:sketch_bits={b}", 256),
     ):
         cache = make(kv, (8, n_kv_heads, head_dim), capacity)
-        assert cache.nbytes == cache.planned_bytes == n_kv_heads * capacity * (b // 8 + value_bytes)
+        assert cache.nbytes == cache.planned_bytes() == n_kv_heads * capacity * (b // 8 + value_bytes)
 
 
 def fitted(fit: str, name: str = "h1b") -> list[H1B]:

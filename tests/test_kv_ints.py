@@ -55,7 +55,7 @@ def test_bytes_are_the_formula(kv: str, bits: int, capacity: int) -> None:
     cache = make(kv, (8, n_kv_heads, head_dim), capacity)
     padding = (-capacity % 32) * head_dim * bits // 8  # keys come in blocks of 32
     token = 2 * (head_dim * bits // 8 + 2)
-    assert cache.nbytes == cache.planned_bytes == n_kv_heads * (capacity * token + padding)
+    assert cache.nbytes == cache.planned_bytes() == n_kv_heads * (capacity * token + padding)
     cache.n_seen = capacity
     assert cache.bytes_read() == n_kv_heads * capacity * token
 

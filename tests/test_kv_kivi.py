@@ -88,7 +88,7 @@ def test_bytes_are_the_formula(kv: str, token: float) -> None:
     cache = make(kv, (8, n_kv_heads, head_dim), capacity)
     exact = cache.knobs.residual_length + cache.knobs.group
     packed = capacity - cache.knobs.residual_length
-    assert cache.nbytes == cache.planned_bytes == n_kv_heads * (packed * token + exact * 4 * head_dim)
+    assert cache.nbytes == cache.planned_bytes() == n_kv_heads * (packed * token + exact * 4 * head_dim)
     cache.extend(*[np.zeros((n_kv_heads, capacity, head_dim), np.float32)] * 2)
     assert cache.bytes_read() == n_kv_heads * (packed * token + cache.knobs.residual_length * 4 * head_dim)
 

@@ -131,7 +131,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     tables = sum(size * 3 for size in levels) + 2 * 8 * 2**TABLE_BITS
     fixed = capacity * g * (4 * d / block + 4 + 2 * (2 + 4 / block)) + tables + (window + block) * g * 4 * d
     pools = capacity * g * d * (3 + 3) / 8 + 2 * 8  # both need three bits at most, and a word behind them
-    assert cache.planned_bytes == fixed + pools
+    assert cache.planned_bytes() == fixed + pools
     assert cache.nbytes <= fixed + 2 * 4096
     cache.prefill(q, k, v)
     packed = (n - window) // block * block
@@ -157,7 +157,7 @@ def test_a_codebook_of_another_text_costs_no_more_than_fixed_length_codes() -> N
     cycle = np.broadcast_to((t + channel) % 6, (KV_HEADS, 448, d)).astype(np.float32)
     before = cache.keys._end(2)
     cache.extend(cycle, cycle)
-    assert cache.nbytes <= cache.planned_bytes
+    assert cache.nbytes <= cache.planned_bytes()
     assert cache.keys._end(9) - before == 7 * KV_HEADS * 64 * d * 3 / 64
     eye = np.eye(d, dtype=np.float32)[None].repeat(KV_HEADS, 0)
     s = np.empty((KV_HEADS, d, 448), np.float32)

@@ -135,7 +135,7 @@ def test_bytes_are_the_formula(window: int | None, bits: int, capacity: int) -> 
     low = capacity - slots
     per_head = slots * (4 * D + 8) + low * (D * bits // 8 + 8 + 4 * (window is not None)) + 4 * D
     per_head += -(-low // 32) * 32 * D * bits // 8  # key codes come in whole blocks of 32 tokens
-    assert cache.nbytes == cache.planned_bytes == G * per_head
+    assert cache.nbytes == cache.planned_bytes() == G * per_head
 
 
 def test_bytes_read_count_both_precisions() -> None:

@@ -178,7 +178,7 @@ def test_more_value_bits_are_closer() -> None:
 def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
     g, d, capacity = 2, 128, 4 + 4096 + window
     cache = make(kv, (8, g, d), capacity)
-    assert cache.nbytes == cache.planned_bytes == g * (4096 * token + (4 + window + 64) * 4 * d)
+    assert cache.nbytes == cache.planned_bytes() == g * (4096 * token + (4 + window + 64) * 4 * d)
     x = np.zeros((g, capacity, d), np.float32)
     cache.extend(x, x)
     exact = (4 + window) * 4 * d

@@ -74,7 +74,7 @@ def test_bytes(page: int) -> None:
     """Two f16 per channel and page: 2 / p of the keys' bytes (FIER's equation 4)."""
     d, capacity = 128, 4096
     cache = make(f"quest:page={page}", head_dim=d, capacity=capacity)
-    assert cache.planned_bytes == cache.nbytes == capacity * 2 * (4 * d + 4 * d / page)
+    assert cache.planned_bytes() == cache.nbytes == capacity * 2 * (4 * d + 4 * d / page)
     keys = np.zeros((2, 4001, d), np.float32)
     cache.extend(keys, keys)
     assert cache.bytes_read() == 2 * (4001 // page) * 4 * d + (512 + 4001 % page) * 2 * 4 * d

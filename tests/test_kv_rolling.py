@@ -25,7 +25,7 @@ Q, K, V = (RNG.standard_normal((heads, CAPACITY, D)).astype(np.float32) for head
 
 def layer(kv: str, window: int, kernels: Kernels, memory: object = None) -> KVCache:
     spec = CacheSpec.parse(kv)
-    cache = spec._layer(Geometry(H, G, D, CAPACITY, sliding_window=window))
+    cache = spec.layer(Geometry(H, G, D, CAPACITY, sliding_window=window))
     cache.allocate(kernels, Workspace() if memory is None else Workspace(memory))
     return cache
 
@@ -59,8 +59,8 @@ def test_equals_attention_over_the_window(window: int, backend: object) -> None:
 def test_bytes_are_those_of_the_window() -> None:
     for kv in ("dense", "kivi2", "bitplane", "onebit"):
         spec, cache = CacheSpec.parse(kv), layer(kv, 100, numpy_kernels())
-        assert cache.nbytes == cache.planned_bytes == ring_tokens(100) * G * D * 4
-        assert cache.planned_bytes < spec.scheme(Geometry(H, G, D, CAPACITY), spec.knobs).planned_bytes
+        assert cache.nbytes == cache.planned_bytes() == ring_tokens(100) * G * D * 4
+        assert cache.planned_bytes() < spec.scheme(Geometry(H, G, D, CAPACITY), spec.knobs).planned_bytes()
     assert not isinstance(layer("dense", 1200, numpy_kernels()), Rolling)  # the ring would be the larger
     assert not isinstance(layer("kivi2", 700, numpy_kernels()), Rolling)
     assert not isinstance(layer("h2o", 100, numpy_kernels()), Rolling)

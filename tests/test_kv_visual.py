@@ -161,7 +161,7 @@ def test_without_a_marked_span_it_is_dense_to_the_bit(backend: str) -> None:
         cache = make(kv, backend)
         cache.prefill(q[:, :280], k[:, :280], v[:, :280])
         outputs.append(cache.attend(q[:, 280:], k[:, 280:], v[:, 280:]).copy())
-        assert cache.nbytes == cache.planned_bytes == 320 * KV_HEADS * HEAD_DIM * 4
+        assert cache.nbytes == cache.planned_bytes() == 320 * KV_HEADS * HEAD_DIM * 4
     np.testing.assert_array_equal(*outputs)
     assert make("visual1").notes() == ["visual1: no span is marked visual, all tokens are in f16"]
 
@@ -221,12 +221,12 @@ def test_bytes(bits: int, group: str, ends: int) -> None:
     visual = 2 * 90 * KV_HEADS * bits * n_bytes + 2 * 4 * (ends + (ends // 2 if group == "head+token" else ends))
     text = (capacity - 90) * KV_HEADS * HEAD_DIM * 4
     assert (cache.visual_bytes, cache.text_bytes) == (visual, text)
-    assert cache.nbytes == cache.planned_bytes == visual + text
+    assert cache.nbytes == cache.planned_bytes() == visual + text
     cache.attend(q[:, :60], k[:, :60], v[:, :60])
-    assert cache.nbytes == cache.planned_bytes == visual + text + 60 * KV_HEADS * HEAD_DIM * 4
+    assert cache.nbytes == cache.planned_bytes() == visual + text + 60 * KV_HEADS * HEAD_DIM * 4
     assert cache.nbytes == sum(array.nbytes for array in cache.arrays.values())
     cache.attend(q[:, 60:], k[:, 60:], v[:, 60:])
-    assert cache.nbytes == cache.planned_bytes == visual + text
+    assert cache.nbytes == cache.planned_bytes() == visual + text
     per_image_token = 2 * KV_HEADS * (bits * n_bytes + (4 if group == "head+token" else 0))
     assert cache.bytes_read() == 90 * per_image_token + 110 * KV_HEADS * HEAD_DIM * 4
     assert "90 image tokens" in cache.notes()[0]

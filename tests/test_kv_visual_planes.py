@@ -86,7 +86,7 @@ def test_bytes() -> None:
     a_block = 64 * (8 + 2) + 5 * (32 + 2) + 64 * (8 + 2)
     assert cache.visual_bytes == 2 * 4 * a_block
     assert cache.text_bytes == 2 * (CAPACITY - 256) * 256
-    assert cache.nbytes == cache.planned_bytes == cache.visual_bytes + cache.text_bytes
+    assert cache.nbytes == cache.planned_bytes() == cache.visual_bytes + cache.text_bytes
     assert cache.bytes_read() == 2 * 4 * a_block + 2 * (400 - 256) * 256
     assert "visual=planes: a layer's 256 image tokens take 11.3 KiB" in cache.notes()[0]
 

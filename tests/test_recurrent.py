@@ -172,9 +172,9 @@ def test_planned_bytes_keep_to_the_budget() -> None:
     for capacity, slots in ((64, FEWEST), (10 * EVERY, FEWEST + 10), (1 << 20, MOST)):
         states = recurrent_states(config, capacity)
         assert [len(state.snapshots) for state in states] == [slots] * 2
-        assert [state.planned_bytes for state in states] == [(1 + slots) * 2 * 64 * 4] * 2
+        assert [state.planned_bytes() for state in states] == [(1 + slots) * 2 * 64 * 4] * 2
         states[0].allocate(numpy_kernels(), Workspace())
-        assert states[0].nbytes == states[0].planned_bytes
+        assert states[0].nbytes == states[0].planned_bytes()
         assert states[0].bytes_read() == 2 * 64 * 4
     large = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128}
     large |= {"linear_key_head_dim": 128, "num_hidden_layers": 32}

@@ -168,7 +168,7 @@ def test_dropping_schemes_get_no_more_bytes_than_one_bit() -> None:
     spec = visual_eval.row_spec(visual_eval.Row("h2o", 2), base)
     more = visual_schemes.spec(f"h2o:budget={int(spec.knobs.budget) + 1}")
     layers = (each.layers(base.config, visual_eval.context(2)) for each in (spec, more))
-    fits, too_many = (sum(cache.planned_bytes for cache in caches) for caches in layers)
+    fits, too_many = (sum(cache.planned_bytes() for cache in caches) for caches in layers)
     one_bit = visual_eval.caption(MODEL, visual_eval.Row(visual_eval.ONE_BIT, 2), 0, 1)
     assert fits <= one_bit["bytes"] < too_many
 

@@ -60,7 +60,7 @@ def size(kv: str) -> float | None:
         return None
     n = 4  # heads, which may have bits of their own
     cache = spec.scheme(Geometry(n_heads=n, n_kv_heads=n, head_dim=128, capacity=TOKENS), spec.knobs)
-    return cache.planned_bytes / n / TOKENS
+    return cache.planned_bytes() / n / TOKENS
 
 
 def measured(model: str) -> dict[str, dict[str, Any]]:

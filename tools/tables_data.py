@@ -113,7 +113,7 @@ def shape(name: str) -> ModelConfig:
 
 def cache_bytes(name: str, kv: str, ctx: int = CTX) -> int:
     """Of a shape in models/, as the caches would allocate them."""
-    return sum(cache.planned_bytes for cache in CacheSpec.parse(kv).layers(shape(name), ctx))
+    return sum(cache.planned_bytes() for cache in CacheSpec.parse(kv).layers(shape(name), ctx))
 
 
 def mb(n_bytes: int) -> str:

@@ -132,7 +132,7 @@ def row_spec(row: Row, base: Session) -> CacheSpec:
     room = full.state.nbytes
     for budget in range(context(row.pictures), 1, -1):
         dropping = spec(f"{row.kv}:budget={budget}")
-        if sum(cache.planned_bytes for cache in dropping.layers(base.config, context(row.pictures))) <= room:
+        if sum(cache.planned_bytes() for cache in dropping.layers(base.config, context(row.pictures))) <= room:
             return dropping
     raise ValueError(f"no budget of {row.kv} fits into {room} bytes")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from edgekv.checkpoint.shapes import names
 from edgekv.cli.bars import Bars
+from edgekv.cli.caches import is_named, without_left_out
 from edgekv.cli.options import Command, add_source_options, add_weights_option, model_path, positive_int
 from edgekv.cli.plots import plot_times, require_matplotlib
 from edgekv.cli.tables import fitted
@@ -16,6 +17,7 @@ from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.files import atomic_write
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.spec import suited
 from edgekv.machine import available_memory_bytes, format_bytes, machine_info, require_memory
 from edgekv.quality.bench import Prefill, Timing, bench, bench_prefill
 from edgekv.quality.shape_model import shape_model
@@ -32,9 +34,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=positive_int, metavar="N", help="layers of the shape (default: its own)")
     add_weights_option(parser)
-    parser.add_argument(
-        "--kv", default=SCHEMES, metavar="LIST", help="schemes, comma-separated (default %(default)s)"
-    )
+    parser.add_argument("--kv", metavar="LIST", help=f"schemes, comma-separated (default {SCHEMES})")
     parser.add_argument("--ctx", default="8192", metavar="LIST", help="tokens in the cache (default %(default)s)")
     parser.add_argument("--prefill", metavar="LIST", help="also time prompts of so many tokens")
     parser.add_argument(
@@ -49,7 +49,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _execute(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require_matplotlib()
-    specs = CacheSpec.parse_list(arguments.kv)
+    asked = CacheSpec.parse_list(arguments.kv or SCHEMES)
     depths, lengths = lengths_of("--ctx", arguments.ctx, 0), lengths_of("--prefill", arguments.prefill, 1)
     with Bars() as bars:
         model = _model(arguments, max([*depths, *lengths]) + 1, bars)
@@ -58,6 +58,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         capacity = max([*depths, *lengths]) + room
         if capacity > model.config.max_positions and not arguments.shape:
             raise ConfigError(f"--ctx {max(depths)}: the model has {model.config.max_positions} positions")
+        specs = without_left_out(suited(asked, model.config, capacity, is_named(arguments.kv)))
         needed = {"weights": model.weights_bytes(form)}
         for spec in specs:
             needed[f"{spec.short} cache"] = spec.planned_bytes(model.config, max(depths) + room)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
+from edgekv.cli.flags import in_flags
 from edgekv.cli.options import Command
 from edgekv.cli.tables import fitted
-from edgekv.kvcache import scheme_facts, schemes
+from edgekv.kvcache import CacheSpec, scheme_facts, schemes
 from edgekv.quality.figures import QUALITY, SPEED, figures, recommended
 
 
@@ -33,6 +35,18 @@ def wants_list(arguments: argparse.Namespace) -> bool:
         return False
     print(schemes_text())
     return True
+
+
+def is_named(kv: str | None) -> bool:
+    """Whether somebody chose the schemes of --kv one by one."""
+    return kv not in (None, "all")
+
+
+def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
+    """The schemes that `suited` found, once what it left out is told on standard error."""
+    for line in found[1]:
+        print(f"edgekv: {in_flags(line)}", file=sys.stderr)
+    return found[0]
 
 
 def schemes_text(wide: bool = False) -> str:

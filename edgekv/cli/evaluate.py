@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 
 from edgekv.cli.bars import Bars
+from edgekv.cli.caches import is_named, without_left_out
 from edgekv.cli.eval_input import add_input_options, open_input
 from edgekv.cli.gate import add_gate_options, run_gate
 from edgekv.cli.options import Command
@@ -37,7 +38,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require_matplotlib()
     measured = open_input(arguments)
-    specs = measured.schemes(arguments.kv)
+    asked = CacheSpec.parse_list(arguments.kv or "all")
+    specs = without_left_out(measured.schemes(asked, is_named(arguments.kv)))
     with Bars() as bars:
         decoder, ctx = measured.load(arguments.ctx, bars.update)
         specs = measured.fitted(specs, decoder, bars.update)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgekv.cli.bars import Bars
+from edgekv.cli.caches import is_named, without_left_out
 from edgekv.cli.eval_input import open_input
 from edgekv.cli.flags import in_flags
 from edgekv.cli.tables import fitted
@@ -70,6 +71,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
         raise ConfigError("--plot does not go with --gate; leave one of them out")
     specs = _specs(arguments.kv)
     measured = open_input(arguments)
+    specs = without_left_out(measured.schemes(specs, is_named(arguments.kv)))
     limits = GateLimits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
     ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
     with Bars() as bars:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from edgekv.cli.bars import Bars
+from edgekv.cli.caches import is_named, without_left_out
 from edgekv.cli.options import (
     Command,
     add_lora_option,
@@ -15,6 +16,9 @@ from edgekv.cli.options import (
     positive_int,
 )
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.spec import suited
+from edgekv.session.opening import open_model
+from edgekv.session.plan import default_ctx
 from edgekv.session.session import Session
 
 DEFAULT_SCHEMES = "dense,planes,onebit,bitplane"
@@ -26,17 +30,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_weights_option(parser)
     parser.add_argument(
         "--kv",
-        default=DEFAULT_SCHEMES,
         metavar="LIST",
-        help="schemes, comma-separated, or all (default %(default)s)",
+        help=f"schemes, comma-separated, or all (default {DEFAULT_SCHEMES})",
     )
     parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    specs = CacheSpec.parse_list(arguments.kv)
+    asked, named = CacheSpec.parse_list(arguments.kv or DEFAULT_SCHEMES), is_named(arguments.kv)
     arguments.kv = None
     options = load_options(arguments)
+    config = open_model(model_path(arguments), options).config
+    specs = without_left_out(suited(asked, config, default_ctx(config), named))
     with Bars() as bars:
         for spec in specs:
             with Session.load(model_path(arguments), options, kv=spec, progress=bars.update) as session:

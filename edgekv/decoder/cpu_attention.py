@@ -10,9 +10,9 @@ import numpy as np
 
 from edgekv.decoder.prompt_attention import Scoring, seen
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.serial import serial_kernels
 from edgekv.kvcache.geometry import Workspace
-from edgekv.kvcache.soft_cap import cap_scores
 from edgekv.machine import blas_threads
 from edgekv.types import F32
 
@@ -83,8 +83,7 @@ class CpuAttention:
         whole = scratch.array("scores", (rows, t1 - first + (sinks is not None)))
         s = whole[:, : t1 - first]
         np.matmul(q, keys[first:t1].T, out=s)
-        if cap is not None:
-            cap_scores(s, cap)
+        bound_scores(s, cap)
         if sinks is None:
             self.kernels.softmax(s[None], lo, hi)
         else:

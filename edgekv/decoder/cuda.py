@@ -54,7 +54,7 @@ class CudaDecoder(Decoder):
     def can_replay(self) -> bool:
         """Whether the position is all that differs between two steps, and where kernels look it up."""
         grows = any(rope.query_growth for rope in self.config.ropes)
-        return self._ropes.is_fixed and not grows and self.config.score_cap is None
+        return self._ropes.is_fixed and not grows
 
     @property
     def n_replayed(self) -> int:

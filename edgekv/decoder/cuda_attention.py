@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.decoder.prompt_attention import Scoring, seen
+from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.program import Array
-from edgekv.kvcache.soft_cap import cap_scores
 
 SCORES = 1 << 24  # float32 alive at once
 
@@ -34,7 +34,6 @@ class CudaAttention:
             lo, hi = (np.tile(each, n_rep) for each in ranges)
             q = queries[:, a:b].copy().reshape(n_kv_heads, n_rep * (b - a), head_dim)
             s = q @ keys[:, first:t1].transpose(0, 2, 1)
-            if scoring.cap is not None:
-                cap_scores(s, scoring.cap)
+            bound_scores(s, scoring.cap)
             self.kernels.softmax(s, lo, hi)
             queries[:, a:b] = (s @ values[:, first:t1]).reshape(n_heads, b - a, head_dim)

@@ -14,7 +14,6 @@ from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.layer_state import LayerState
 from edgekv.kvcache.scheme import Scheme
-from edgekv.kvcache.soft_cap import attend_capped
 from edgekv.types import F32
 
 
@@ -43,6 +42,9 @@ class KVCache(Scheme, LayerState):
     @property
     def capacity(self) -> int:
         return self.geometry.capacity
+
+    def cut(self, n_tokens: int) -> KVCache:
+        return type(self)(self.geometry.cut(n_tokens), self.knobs)
 
     @abc.abstractmethod
     def extend(self, keys: F32, values: F32) -> None:
@@ -108,11 +110,7 @@ class KVCache(Scheme, LayerState):
         """out (n_heads, n, head_dim) = attention of the latest n tokens."""
         target = out if out.flags.c_contiguous else self.workspace.array("attention.piece", out.shape)
         q, segments, visible = contiguous(queries), self.segments(), self.visible(out.shape[1])
-        cap = self.geometry.score_cap
-        if cap is None:
-            self.kernels.attend(q, segments, visible, target, sinks=sinks)
-        else:
-            attend_capped(self.kernels, self.workspace.array, q, segments, visible, cap, target)
+        self.kernels.attend(q, segments, visible, target, sinks=sinks, cap=self.geometry.score_cap)
         if target is not out:
             out[:] = target
 

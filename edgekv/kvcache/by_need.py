@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.planes import CENTRE
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
@@ -77,17 +78,21 @@ class NoiseProbe(KeepAll):
         return f16_codecs(geometry.n_kv_heads, 0, geometry.head_dim)
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
-        self.noise = head_noise(to_host(queries), to_host(keys), to_host(values), self.geometry.sliding_window)
+        window, cap = self.geometry.sliding_window, self.geometry.score_cap
+        self.noise = head_noise(to_host(queries), to_host(keys), to_host(values), window, cap)
 
 
-def head_noise(queries: F32, keys: F32, values: F32, sliding_window: int | None) -> LayerNoise:
+def head_noise(
+    queries: F32, keys: F32, values: F32, sliding_window: int | None, cap: float | None = None
+) -> LayerNoise:
     """Of one layer's keys and values, by a prompt that it attended to.
 
     queries (n_heads, n, head_dim), multiplied by the score scale; keys and values (n_kv_heads, n, head_dim). With
     probabilities p, outputs o of the heads and r a key less the mean of its 16 tokens, for each head the sums over
     queries t and tokens i that would be packed by then, of p^2 |q_t|^2 |r|^2 / head_dim |v_i - o_t|^2 and of
     p^2 |v_i|^2, divided by the sum of |o_t|^2 over all heads. q and r are those of the spread, which `spread_of`
-    makes of each channel's sum of p^2 |v_i - o_t|^2 q^2 and its mean r^2.
+    makes of each channel's sum of p^2 |v_i - o_t|^2 q^2 and its mean r^2. Where a ``cap`` bounds scores, p in what
+    concerns keys is times the slope that the bound has there.
     """
     _, n, head_dim = queries.shape
     n_kv_heads = len(keys)
@@ -100,11 +105,14 @@ def head_noise(queries: F32, keys: F32, values: F32, sliding_window: int | None)
     for g, group in enumerate(queries.reshape(n_kv_heads, -1, n, head_dim)):
         size, rest, looks = np.square(values[g]).sum(axis=1), _around_means(keys[g]), np.zeros(head_dim)
         for q in group[:, rows]:
-            p = _softmax(np.where(hidden, -np.inf, q @ keys[g].T))
+            s = q @ keys[g].T
+            bound_scores(s, cap)
+            slope = 1 - np.square(s / cap) if cap else 1
+            p = _softmax(np.where(hidden, -np.inf, s))
             out = p @ values[g]
             square = np.where(exact, 0, p * p)
             apart = size + np.square(out).sum(axis=1)[:, None] - 2 * out @ values[g].T  # |v_i - o_t|^2
-            looks += (square * apart).sum(axis=1) @ np.square(q)
+            looks += (square * apart * np.square(slope)).sum(axis=1) @ np.square(q)
             of_values[g] += (square * size).sum(dtype=np.float64)
             energy += float(np.square(out).sum(dtype=np.float64))
         spread[g] = spread_of(looks, rest)

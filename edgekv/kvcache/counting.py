@@ -22,10 +22,16 @@ class Counting(abc.ABC):
     def bytes_read(self) -> int:
         """Bytes that one more token must touch at the present length."""
 
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes that `allocate` takes: the formula."""
-        return layout_bytes(self.layout())
+    def cut(self, n_tokens: int) -> Counting:
+        """As large as the first ``n_tokens``, 1 or more, need, and not allocated: to count bytes.
+
+        Budgets that are fractions of the context, and images, are as they are here. What has one size stays.
+        """
+        return self
+
+    def planned_bytes(self, n_tokens: int | None = None) -> int:
+        """Bytes that ``n_tokens`` take, no room for more of them set aside; None: those that `allocate` takes."""
+        return layout_bytes((self if n_tokens is None else self.cut(n_tokens)).layout())
 
     @property
     def nbytes(self) -> int:

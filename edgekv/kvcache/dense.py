@@ -44,7 +44,6 @@ class Dense(KeepAll):
     summary = "keys and values in f16 (or dtype=f32, q8)"
     gives_up = "nothing but memory"
     exact_when_short = True
-    caps_scores = True
     Knobs = DenseKnobs
 
     @classmethod

@@ -19,7 +19,8 @@ Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
 class Geometry:
     """One layer's attention: heads, sizes, how many tokens it must hold, and its sliding window (None: all).
 
-    score_cap: the soft bound of its scores (None: none), for schemes that can apply one.
+    score_cap: the soft bound of its scores (None: none), for schemes that can apply one. context: the tokens that
+    budgets are fractions of, where ``capacity`` holds fewer of them; else 0.
     """
 
     n_heads: int
@@ -30,6 +31,11 @@ class Geometry:
     n_layers: int = 1
     sliding_window: int | None = None
     score_cap: float | None = None
+    context: int = 0
+
+    def cut(self, n_tokens: int) -> Geometry:
+        """For the first ``n_tokens`` of such a layer."""
+        return dataclasses.replace(self, capacity=n_tokens, context=self.context or self.capacity)
 
     @property
     def n_rep(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -83,6 +84,19 @@ class ImageSpans(CodecStore):
         codecs = self.stored().items()
         self.arrays = {f"{owner}.{name}": array for owner, codec in codecs for name, array in codec.arrays.items()}
 
+    def cut(self, n_tokens: int) -> ImageSpans:
+        """With the spans that are marked here, in codecs as large as they are."""
+        small = type(self)(self.geometry.cut(n_tokens), self.knobs)
+        spans = [span for span in self.spans if span.start < n_tokens]
+        small.spans = [dataclasses.replace(span, stop=min(span.stop, n_tokens)) for span in spans]
+        small._text = small._text_stores(small._n_text)
+        return small
+
+    @property
+    def _n_text(self) -> int:
+        """Tokens that no span will hold."""
+        return self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
+
     @property
     def visual_bytes(self) -> int:
         """Bytes of the marked spans."""
@@ -121,8 +135,8 @@ class ImageSpans(CodecStore):
             self._take_memory(codec)
 
     def _fit_text(self) -> None:
-        """Room for exactly the tokens that no span will hold."""
-        capacity = self.geometry.capacity - sum(span.stop - span.start for span in self.spans)
+        """Room for exactly these tokens."""
+        capacity = self._n_text
         if capacity != self._text[0].capacity:
             n_text = sum(run.stop - run.start for run in self._runs(0, self.n_seen) if run.span is None)
             old, self._text = self._text, self._text_stores(capacity)

@@ -172,6 +172,11 @@ class Planes(Windowed):
     adapted_by = ""  # where a trained key_scale is from
 
     @classmethod
+    def caps_scores(cls, knobs: PlanesKnobs) -> bool:
+        """Not with a second stage."""
+        return not knobs.threshold
+
+    @classmethod
     def window_codecs(cls, knobs: PlanesKnobs) -> WindowCodecs:
         return f16_codecs
 

@@ -118,7 +118,7 @@ def scheme_facts(name: str) -> dict[str, object]:
         "summary": scheme.summary,
         "gives_up": scheme.gives_up,
         "knobs": dataclasses.asdict(knobs),
-        "bytes_per_token_per_kv_head": None if scheme.bytes_knob else cache.planned_bytes / tokens,
+        "bytes_per_token_per_kv_head": None if scheme.bytes_knob else cache.planned_bytes() / tokens,
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 from edgekv.kernels import BLOCK
@@ -26,14 +28,19 @@ class Rolling(CodecStore):
     paper = "ours"
     summary = "the window of a sliding layer"
     gives_up = "long rewinds: they compute the conversation anew"
-    caps_scores = True
 
     def __init__(self, geometry: Geometry, knobs: Any, codecs: WindowCodecs) -> None:
         super().__init__(geometry, knobs)
         self.window = geometry.sliding_window or geometry.capacity
         self.size = ring_tokens(self.window)
+        self._codecs = codecs
         self.key_codec, self.value_codec = codecs(geometry.n_kv_heads, self.size, geometry.head_dim)
         self.n_lost = 0  # tokens whose slots were taken by later ones
+
+    def cut(self, n_tokens: int) -> Rolling:
+        small, (_, g, d) = copy.copy(self), dataclasses.astuple(self.geometry)[:3]
+        small.key_codec, small.value_codec = self._codecs(g, min(n_tokens, self.size), d)
+        return small
 
     def stored(self) -> dict[str, Codec]:
         return {"key": self.key_codec, "value": self.value_codec}

@@ -34,8 +34,6 @@ class Scheme:
     """`KVCache.prefill` needs the queries of the whole prompt."""
     tidies_alike: ClassVar[bool] = True
     """`KVCache.tidy` differs from time to time in counters alone: no array is replaced."""
-    caps_scores: ClassVar[bool] = False
-    """It can bound scores softly (`Geometry.score_cap`)."""
 
     def __init_subclass__(cls) -> None:
         cls.aliases = cls.__dict__.get("aliases", ())  # those of another scheme are not inherited
@@ -44,6 +42,11 @@ class Scheme:
     def exact_on_text(cls, knobs: Any) -> bool:
         """Whether text loses nothing but f16 rounding: then there is nothing to gate."""
         return False
+
+    @classmethod
+    def caps_scores(cls, knobs: Any) -> bool:
+        """Whether it can bound scores softly (`Geometry.score_cap`)."""
+        return True
 
     @classmethod
     def window_codecs(cls, knobs: Any) -> Callable[[int, int, int], tuple[Any, Any]] | None:

@@ -147,7 +147,7 @@ class CacheSpec:
         self._require_suited(shape)
         attending = [i for i, each in enumerate(shape.layer_recurrences) if each is None]
         return [
-            self._layer(
+            self.layer(
                 Geometry(
                     n_heads=shape.n_heads,
                     n_kv_heads=shape.n_kv_heads,
@@ -162,22 +162,22 @@ class CacheSpec:
             for k, i in enumerate(attending)
         ]
 
-    def _layer(self, geometry: Geometry) -> KVCache:
+    def layer(self, geometry: Geometry) -> KVCache:
         """One layer's cache; of one that slides its window alone, if the scheme allows that and it takes less."""
         own = self.scheme(geometry, self.knobs)
         codecs = self.scheme.window_codecs(self.knobs)
         if codecs is None or geometry.sliding_window is None:
             return own
         rolling = Rolling(geometry, self.knobs, codecs)
-        return rolling if rolling.planned_bytes < own.planned_bytes else own
+        return rolling if rolling.planned_bytes() < own.planned_bytes() else own
 
     def suits(self, shape: AttentionShape) -> bool:
         """Whether the scheme can read this model."""
-        return shape.score_cap is None or self.scheme.caps_scores
+        return shape.score_cap is None or self.scheme.caps_scores(self.knobs)
 
     def _require_suited(self, shape: AttentionShape) -> None:
         if not self.suits(shape):
-            accepted = [name for name, scheme in schemes().items() if scheme.caps_scores]
+            accepted = [name for name, scheme in schemes().items() if scheme.caps_scores(scheme.Knobs())]
             raise CacheError(
                 f"kv={self.scheme.name!r} can't bound attention's scores, which this model does (by "
                 f"{shape.score_cap:g}); accepted: {', '.join(accepted)}",
@@ -188,7 +188,29 @@ class CacheSpec:
 
     def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
         """Bytes of all caches' arrays for ``capacity`` tokens."""
-        return sum(cache.planned_bytes for cache in self.layers(shape, capacity))
+        return sum(cache.planned_bytes() for cache in self.layers(shape, capacity))
+
+
+def suited(
+    specs: Sequence[CacheSpec], shape: AttentionShape, capacity: int, named: bool
+) -> tuple[list[CacheSpec], list[str]]:
+    """The schemes that can have this model, and a line on each of the others.
+
+    Raises CacheError for one of these where they are ``named``, and not a list that nobody chose.
+    """
+    refused = {spec: error for spec in specs if (error := _refusal(spec, shape, capacity))}
+    if refused and named:
+        raise next(iter(refused.values()))
+    lines = [f"left out: {str(error).partition(';')[0]}" for error in refused.values()]
+    return [spec for spec in specs if spec not in refused], lines
+
+
+def _refusal(spec: CacheSpec, shape: AttentionShape, capacity: int) -> CacheError | None:
+    try:
+        spec.layers(shape, capacity)
+    except CacheError as error:
+        return error
+    return None
 
 
 def knob_aliases(scheme: type[KVCache]) -> dict[str, str]:

@@ -8,13 +8,14 @@ from typing import Any
 from edgekv.decoder.decoder import Decoder
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.spec import suited
 from edgekv.machine import all_cores, machine_info
 from edgekv.quality.evaluate import REFERENCE
 from edgekv.session.devices import find_device
 from edgekv.session.head_bits import give_heads_bits
 from edgekv.session.opening import open_model, open_tokenizer
 from edgekv.session.options import LoadOptions
-from edgekv.session.plan import SessionPlan
+from edgekv.session.plan import SessionPlan, default_ctx
 from edgekv.types import Path, TaskProgress
 
 
@@ -32,18 +33,16 @@ class EvalInput:
         self.tokens = self.tokenizer.encode(text)
         self.threads = all_cores(options.threads)
 
-    def schemes(self, text: str | None) -> list[CacheSpec]:
-        """Those of a list as `CacheSpec.parse_list` takes it; of None or ``all`` those that the device runs.
+    def schemes(self, specs: Sequence[CacheSpec], named: bool) -> tuple[list[CacheSpec], list[str]]:
+        """Those that device and model can have; and a line on each of the others, where nobody ``named`` them.
 
-        Raises an EdgeKVError where the device is missing, or does not run one that is named.
+        Raises an EdgeKVError where the device is missing, or one that is named can't be had.
         """
-        device, specs = find_device(self.options.device), CacheSpec.parse_list(text or "all")
+        device, config = find_device(self.options.device), self.model.config
         device.require(CacheSpec.parse(REFERENCE))
-        if text in (None, "all"):
-            return [spec for spec in specs if device.available(spec)]
-        for spec in specs:
+        for spec in specs if named else ():
             device.require(spec)
-        return specs
+        return suited([spec for spec in specs if device.available(spec)], config, default_ctx(config), named)
 
     def load(self, ctx: int | None, progress: TaskProgress | None) -> tuple[Decoder, int]:
         """The decoder, and its window: ``ctx`` tokens or the default of a session."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.choice import DEFAULT
 from edgekv.kvcache.layer_state import LayerState
 from edgekv.kvcache.recurrent import attending
 from edgekv.session.session import Session
@@ -95,20 +93,12 @@ class Timings:
 
 
 def held_bytes(caches: Sequence[LayerState]) -> int:
-    """Bytes of caches just large enough for the tokens that these hold: what is in them, not what is set aside."""
-    return sum(
-        min(cache.nbytes, type(cache)(_shrunk(cache), cache.knobs).planned_bytes)
-        for cache in attending(caches)
-        if cache.n_seen
-    )
+    """Bytes of the tokens that caches hold, without what is set aside for more of them."""
+    held = [cache for cache in attending(caches) if cache.n_seen]
+    return sum(min(cache.nbytes, cache.planned_bytes(cache.n_seen)) for cache in held)
 
 
 def f16_bytes(caches: Sequence[LayerState]) -> int:
     """Bytes that the same tokens take in the plain cache."""
-    plain = CacheSpec.parse("dense").scheme
-    return sum(plain(_shrunk(cache), plain.Knobs()).planned_bytes for cache in attending(caches) if cache.n_seen)
-
-
-def _shrunk(cache: KVCache) -> Geometry:
-    """With room for the tokens that are in it."""
-    return dataclasses.replace(cache.geometry, capacity=cache.n_seen)
+    plain, held = CacheSpec.parse(DEFAULT), [cache for cache in attending(caches) if cache.n_seen]
+    return sum(plain.layer(cache.geometry).planned_bytes(cache.n_seen) for cache in held)

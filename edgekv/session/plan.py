@@ -70,7 +70,7 @@ class SessionPlan:
         form = model.weight_format(weights)
         weights_bytes, idle = model.weights_bytes(form), model.idle_bytes(form)
         held = weights_bytes - idle
-        state_bytes = sum(state.planned_bytes for state in recurrent_states(c, ctx))
+        state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 
         def auto_bytes() -> int:
             free = available_memory_bytes() if available is None else available
@@ -93,7 +93,7 @@ class SessionPlan:
             weights=form.name,
             weights_bytes=weights_bytes,
             idle_bytes=idle,
-            cache_bytes=sum(cache.planned_bytes for cache in caches),
+            cache_bytes=sum(cache.planned_bytes() for cache in caches),
             state_bytes=state_bytes,
             scratch_bytes=scratch_bytes(c, ctx, sees_queries=caches[0].sees_queries),
             notes=tuple(notes),

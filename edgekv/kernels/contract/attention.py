@@ -24,13 +24,21 @@ from edgekv.kernels.contract.papers.retrieval import RetrievalKernels
 from edgekv.kernels.contract.planes import PlaneKernels
 from edgekv.kernels.contract.recurrence import RecurrentKernels
 from edgekv.kernels.contract.segment import Segment, Stored, Visible
-from edgekv.types import F32, I64, U16
+from edgekv.types import F32, I64, U16, Array
 
 BLOCK = 64
 """Tokens per block of sign codes, and per unit of work in every kernel."""
 
 LARGEST_F16 = np.float32(65504)
 """What scales and other stored float16 numbers are bounded by."""
+
+
+def bound_scores(s: Array, cap: float | None) -> None:
+    """s = cap * tanh(s / cap), in place, in whatever memory it is; None: it stays."""
+    if cap is not None:
+        s *= np.float32(1 / cap)
+        np.tanh(s, out=s)
+        s *= np.float32(cap)
 
 
 class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, RecurrentKernels, Protocol):
@@ -44,6 +52,7 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
         out: F32,
         weights: F32 | None = None,
         sinks: F32 | None = None,
+        cap: float | None = None,
     ) -> None:
         """out (H, n, D) = softmax(queries . keys) values over the visible tokens of all segments.
 
@@ -51,7 +60,8 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
         what a score and a sum of values are: `scores`, `sums`. A query that sees nothing gets zeros. ``weights``
         (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment; ValueError where
         a segment has ``chosen`` tokens. ``sinks`` (H,), where given, is a score more for each head's queries, of
-        no token and without a value: the weights of the tokens then sum to less than 1.
+        no token and without a value: the weights of the tokens then sum to less than 1. ``cap``, where given,
+        makes a token's score cap * tanh(score / cap), as in Gemma 2; not where values have a second stage.
 
         Of a segment whose values are of a kind with a second stage scores are estimated first; blocks in which a
         token can matter are then scanned, and of these the tokens of enough probability read in full, as

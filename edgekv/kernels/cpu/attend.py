@@ -37,7 +37,8 @@ from edgekv.kernels.cpu.softmax import (
 )
 from edgekv.types import F32
 
-ZERO, ONE = np.array([0, 1], np.float32)
+ZERO, ONE, TWO, THIRD = np.array([0, 1, 2, 1 / 3], np.float32)
+NEAR_ZERO = np.float32(0.05)  # below, tanh(x) = x - x ** 3 / 3 to a millionth
 
 
 def attend(
@@ -47,13 +48,14 @@ def attend(
     out: F32,
     weights: F32 | None = None,
     sinks: F32 | None = None,
+    cap: float | None = None,
 ) -> None:
     refuse_weights_of_chosen(segments, weights)
     if queries.shape[1] > 1 and any(segment.chosen is not None for segment in segments):
-        _attend_each(queries, segments, visible, out, sinks)
+        _attend_each(queries, segments, visible, out, sinks, cap)
         return
     segments = [with_numbers(segment) for segment in segments]
-    made = make_plan(queries, segments, visible, out, weights, sinks)
+    made = make_plan(queries, segments, visible, out, weights, sinks, cap)
     if made.parallel:
         threads.run_parallel(_attend, TEAM.address, threads.count(), made.plan, made.runs)
     else:
@@ -63,7 +65,9 @@ def attend(
             segment.values.counts = pair.counts.mean(axis=0) / queries.shape[1]
 
 
-def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, sinks: F32 | None) -> None:
+def _attend_each(
+    queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, sinks: F32 | None, cap: float | None
+) -> None:
     """Token by token: each has chosen its own tokens."""
     lo, hi = visible
     one = np.empty((len(out), 1, out.shape[2]), np.float32)
@@ -73,7 +77,7 @@ def _attend_each(queries: F32, segments: Sequence[Segment], visible: Visible, ou
             segment._replace(chosen=segment.chosen and (segment.chosen[0][:, part], segment.chosen[1][part]))
             for segment in segments
         ]
-        attend(np.ascontiguousarray(queries[:, part]), each, (lo[part], hi[part]), one, sinks=sinks)
+        attend(np.ascontiguousarray(queries[:, part]), each, (lo[part], hi[part]), one, sinks=sinks, cap=cap)
         out[:, part] = one
 
 
@@ -140,6 +144,8 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
             add_estimates(t, n, g, memory, plan, runs, i)
             continue
         _score(run, prepared, p.rows, g, t, n, own, run.block, scratch)
+        if p.cap:
+            _bound(s, run.block, n, p.rows, np.int32(p.cap).view(np.float32))
         if partly:
             _mask(s, run.block, g, t, n, position, plan, runs, i)
         for m in range(p.rows if run.kept else 0):
@@ -173,6 +179,19 @@ def _add(run: Any, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int
         few = min(n - done, run.add_step - (t + done) % run.add_step)
         call_block(run.add, run.value_store, p + 4 * done, gap, rows, g, t + done, few, out, scratch)
         done += few
+
+
+@fast_jit
+def _bound(s: F32, gap: int, n: int, rows: int, cap: Scalar) -> None:
+    """n scores of each row, gap elements apart, = cap * tanh(they / cap)."""
+    inverse = ONE / cap
+    for m in range(rows):
+        for k in range(m * gap, m * gap + n):
+            x = get(s, k)
+            part = abs(x) * inverse
+            small = exp_of_negative(-TWO * part)
+            tanh = part - part * part * part * THIRD if part < NEAR_ZERO else (ONE - small) / (ONE + small)
+            put(s, k, np.copysign(cap * tanh, x))
 
 
 @fast_jit

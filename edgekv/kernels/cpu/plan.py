@@ -30,6 +30,7 @@ PLAN = np.dtype(
             *("out_at", "limits_at", "scores_at", "scratch_at"),  # of a work item, from its start on
             *("kept", "kept_gap", "any_kept"),  # scores (n_groups, rows, gap) that outlive the walk
             *("estimates", "estimates_gap"),  # (n_groups, rows, gap); gap 0: none
+            "cap",  # the bits of a float32, 0: none
         )
     ]
 )
@@ -87,6 +88,7 @@ def make_plan(
     out: F32,
     weights: F32 | None,
     sinks: F32 | None,
+    cap: float | None,
 ) -> Plan:
     """The plan of `attend`, whose arguments these are."""
     n_heads, n, head_dim = queries.shape
@@ -140,6 +142,7 @@ def make_plan(
         *(out_at, limits_at, place, scratch_at),
         *(kept_address, column, column > 0),
         *(scratch_memory("attend.estimates", 4 * n_groups * rows * estimates), estimates),
+        0 if cap is None else int(np.float32(cap).view(np.int32)),
     )
     parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
     return Plan(plan, runs, parallel, pairs, (queries, visible, sink))

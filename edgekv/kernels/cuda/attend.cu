@@ -37,7 +37,7 @@ __device__ void attend_share(const Queries& queries, const Store& key_store, con
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 int t = (tile + u) * TILE + lane + 32 * j;
-                s[i][j] = t < end && span.sees(t) ? keys.score(u, m, lane + 32 * j) : MINUS_INFINITY;
+                s[i][j] = t < end && span.sees(t) ? bounded(keys.score(u, m, lane + 32 * j)) : MINUS_INFINITY;
             }
             float top = lane_max(fmaxf(s[i][0], s[i][1]));
             if (lane == 0) tops[m][u] = top;

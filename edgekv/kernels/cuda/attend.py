@@ -78,6 +78,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         out: Array,
         weights: Array | None = None,
         sinks: Array | None = None,
+        cap: float | None = None,
     ) -> None:
         if sinks is not None:
             raise ValueError("sinks are not known to the kernels of CUDA: leave `sinks` out")
@@ -86,7 +87,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         n_kv_heads = segments[0].keys.n_kv_heads
         shape = n_kv_heads, n_heads // n_kv_heads * n, head_dim
         q, result = queries.reshape(shape), out.reshape(shape)
-        parts = [self._part(segment, q) for segment in segments if segment.stop > segment.first]
+        parts = [self._part(segment, q, cap) for segment in segments if segment.stop > segment.first]
         if not parts:
             out.fill(0)
         elif n == 1 and shape[1] <= MOST_ROWS and weights is None and all(part.joins for part in parts):
@@ -100,9 +101,12 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
     def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
         self.launch_values(read_values(codec), p, t0, t1, out)
 
-    def _part(self, segment: Segment, q: Array) -> Part:
+    def _part(self, segment: Segment, q: Array, cap: float | None) -> Part:
         two_stages = loops_of(segment.values.kind).second_stage is not None
-        return Part(segment, read_keys(segment.keys), q, None if two_stages else read_values(segment.values))
+        keys = read_keys(segment.keys)
+        if cap is not None:
+            keys = dataclasses.replace(keys, macros=(*keys.macros, ("SCORE_CAP", f"{np.float32(cap):.8e}f")))
+        return Part(segment, keys, q, None if two_stages else read_values(segment.values))
 
     def _prepared(self, keys: Any, q: Array) -> Queries:
         """The queries as the scores of these keys want them."""
@@ -196,7 +200,7 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         for part, queries, s in zip(parts, prepared, columns, strict=True):
             chosen, segment = part.segment.chosen, part.segment
             if chosen is not None:
-                self.scores_at(part.q, segment.keys.arrays["half"], *chosen, s)
+                self.scores_at(part.q, segment.keys.arrays["half"], *chosen, s, part.keys.macros)
                 estimates.append(None)
             else:
                 estimated = None if part.values else self._estimate(part, queries, s)

@@ -69,6 +69,16 @@ __device__ __forceinline__ float block_max(float x)
     return largest;
 }
 
+// A score as softmax takes it.
+__device__ __forceinline__ float bounded(float score)
+{
+#ifdef SCORE_CAP
+    return SCORE_CAP * tanhf(score / SCORE_CAP);
+#else
+    return score;
+#endif
+}
+
 // N words of 4 bytes from an address that is a multiple of 4 * N, N = 1, 2 or 4.
 template <int N> __device__ __forceinline__ void load_words(const void* from, u32* to)
 {

@@ -57,7 +57,7 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
                 if (t < t0 || t >= end) continue;
                 int at = position_stride ? positions[(i64)g * position_stride + t] : position + t - t0;
                 bool sees = t < stop && at >= (lo > 0 ? lo + moved : lo) && at < hi + moved;
-                row[t] = sees ? keys.score(u, m, i) : MINUS_INFINITY;
+                row[t] = sees ? bounded(keys.score(u, m, i)) : MINUS_INFINITY;
             }
         }
 #pragma unroll

@@ -22,7 +22,7 @@ scores_at(const float* q, const u16* keys, int capacity, const int* tokens, int 
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         sum[r] = lane_sum(sum[r]);
-        if (lane == 0) s[(i64)g * group_stride + (i64)(r * n + j) * row_stride + i] = sum[r];
+        if (lane == 0) s[(i64)g * group_stride + (i64)(r * n + j) * row_stride + i] = bounded(sum[r]);
     }
 }
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ void TiledWarp::scores(int tile, const int (&product)
         float all = (float)((1 << key_bits) - 1) * shared.all[m], step = shared.step[m];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            s[m][k] = own + step * width[k] * ((float)product[m][k] - all);
+            s[m][k] = bounded(own + step * width[k] * ((float)product[m][k] - all));
             if (!whole && (at + k < from || at + k >= to)) s[m][k] = MINUS_INFINITY;
         }
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
 from edgekv.kernels.reference.loops import decoded, loops_of
 from edgekv.kernels.reference.softmax import log_sum, softmax
@@ -21,12 +22,13 @@ def attend(
     out: F32,
     weights: F32 | None = None,
     sinks: F32 | None = None,
+    cap: float | None = None,
 ) -> None:
     n_heads, n, head_dim = queries.shape
     refuse_weights_of_chosen(segments, weights)
     n_kv_heads = segments[0].keys.n_kv_heads
     q = queries.reshape(n_kv_heads, n_heads // n_kv_heads * n, head_dim)
-    columns = [segment_scores(segment, q, n, visible) for segment in segments]
+    columns = [segment_scores(segment, q, n, visible, cap) for segment in segments]
     sink = np.repeat(np.full(n_heads, -np.inf, np.float32) if sinks is None else sinks, n)
     p = np.concatenate([*columns, sink.reshape(n_kv_heads, -1, 1)], axis=2)
     ends = np.cumsum([0, *(s.shape[2] for s in columns)])
@@ -44,15 +46,20 @@ def attend(
         weights[...] = p[:, :, :-1]
 
 
-def segment_scores(segment: Segment, q: F32, n: int, visible: Visible) -> F32:
+def segment_scores(segment: Segment, q: F32, n: int, visible: Visible, cap: float | None) -> F32:
     """(G, M, tokens of the segment), -inf where a query does not see the token."""
     keys, values, first, stop, position, positions, chosen = segment
     n_kv_heads, rows, _ = q.shape
     if chosen is not None:
-        return scores_of_chosen(keys, q, *chosen)
+        s = scores_of_chosen(keys, q, *chosen)
+        hidden = np.isneginf(s)
+        bound_scores(s, cap)
+        s[hidden] = -np.inf
+        return s
     s = np.empty((n_kv_heads, rows, stop - first), np.float32)
     estimate = loops_of(keys.kind).estimate if loops_of(values.kind).rescan else None
     (estimate or scores)(keys, q, first, stop, s)
+    bound_scores(s, cap)
     at = np.arange(position, position + stop - first) if positions is None else positions[:, None, first:stop]
     lo, hi = (np.tile(x, rows // n)[:, None] for x in visible)
     return np.where((at >= lo) & (at < hi), s, np.float32(-np.inf))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.papers.evict import ranks
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
@@ -46,7 +47,7 @@ class Evicting(KVCache):
 
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
-        self.slots = budget_tokens(knobs.budget, geometry.capacity)
+        self.slots = min(geometry.capacity, budget_tokens(knobs.budget, geometry.context or geometry.capacity))
         self.n_used = 0
 
     def layout(self) -> Layout:
@@ -138,7 +139,8 @@ class Evicting(KVCache):
         queries = contiguous(queries)
         weights = self.workspace.array("weights", (g, n_rep, self.n_kept)) if self.evicts else None
         target = self.workspace.array("attention.token", out.shape)
-        self.kernels.attend(queries, self.segments(), self.visible(1), target, weights, sinks)
+        cap = self.geometry.score_cap
+        self.kernels.attend(queries, self.segments(), self.visible(1), target, weights, sinks, cap)
         if weights is not None:
             self._observe(queries.reshape(g, n_rep, head_dim), weights)
         out[:] = target
@@ -207,8 +209,8 @@ class LowestFirst(Evicting):
             self.extend(keys, values)
             return
         first = 0 if self.decay else keys.shape[1] - 1
-        window, kernels, workspace = self.geometry.sliding_window, self.kernels, self.workspace
-        self._admit(keys, values, attention_received(queries, keys, first, window, kernels, workspace))
+        received = attention_received(queries, keys, first, self.geometry, self.kernels, self.workspace)
+        self._admit(keys, values, received)
 
     def extend(self, keys: F32, values: F32) -> None:
         """Without queries the new tokens have no mass."""
@@ -248,7 +250,7 @@ def highest(mass: F32, positions: I32, n: int, visible: int, protected: int) -> 
 
 
 def attention_received(
-    queries: F32, keys: F32, first: int, window: int | None, kernels: Kernels, workspace: Workspace
+    queries: F32, keys: F32, first: int, geometry: Geometry, kernels: Kernels, workspace: Workspace
 ) -> F32:
     """(n_kv_heads, n): the causal attention weights of queries ``first``.. to each key of a prompt, summed.
 
@@ -256,7 +258,7 @@ def attention_received(
     over the heads that share the key. Scratch: one block of BLOCK_ROWS x n float32, as the prompt's attention.
     """
     n_heads, n, head_dim = queries.shape
-    n_kv_heads = len(keys)
+    n_kv_heads, window = len(keys), geometry.sliding_window
     n_rep = n_heads // n_kv_heads
     received = np.zeros((n_kv_heads, n), np.float32)
     block = max(1, BLOCK_ROWS // n_rep)
@@ -268,6 +270,7 @@ def attention_received(
             q.reshape(n_rep, b - a, head_dim)[:] = queries[g * n_rep : (g + 1) * n_rep, a:b]
             s = workspace.array("prefill.scores", (n_rep * (b - a), b - begin))
             np.matmul(q, keys[g, begin:b].T, out=s)
+            bound_scores(s, geometry.score_cap)
             hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - begin, n_rep)
             lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
             kernels.softmax(s[None], lo, hi)

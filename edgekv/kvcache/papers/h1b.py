@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheError
+from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.geometry import Geometry
@@ -180,16 +181,17 @@ class H1B(KeepAll):
             lo = 0 if self.geometry.sliding_window is None else max(0, t + 1 - self.geometry.sliding_window)
             q = queries[:, t].reshape(g, group, -1)
             exact = q @ keys[:, lo : t + 1].transpose(0, 2, 1)  # (g, group, tokens)
+            bound_scores(exact, self.geometry.score_cap)
             exact = np.exp(exact - exact.max(-1, keepdims=True))
             exact /= exact.sum(-1, keepdims=True)
             alpha = np.empty_like(exact)
             self.kernels.scores(self.sketch, contiguous(q), lo, int(t) + 1, alpha)
             alpha *= np.asarray(self.tau[..., None], like=alpha)
-            top = alpha.max(-1, keepdims=True)
-            mean = (exact * alpha).sum(-1)
             for i, tau in enumerate(FIT_TAUS):
-                log_z = np.log(np.exp((alpha - top) / tau).sum(-1)) + top[..., 0] / tau
-                losses[i] += log_z - mean / tau
+                scores = alpha / tau
+                bound_scores(scores, self.geometry.score_cap)
+                top = scores.max(-1, keepdims=True)
+                losses[i] += np.log(np.exp(scores - top).sum(-1)) + top[..., 0] - (exact * scores).sum(-1)
         return to_host(losses)
 
     @classmethod

@@ -31,7 +31,6 @@ class Int4Cache(KeepAll):
     paper = "H1B-KV's 4-bit baseline"
     summary = "symmetric 4-bit keys and values, one scale per token"
     gives_up = "precision in every key: one outlier channel sets the scale of a whole token"
-    caps_scores = True
     Knobs = Int4CacheKnobs
 
     def codecs(self, geometry: Geometry, knobs: Int4CacheKnobs) -> tuple[Codec, Codec]:

@@ -83,10 +83,10 @@ class KVComp(Windowed):
         self.values = HuffmanValues(*shape, knobs.block, knobs.vrel)
         return self.keys, self.values
 
-    @property
-    def planned_bytes(self) -> int:
-        """The most that it can take: every block in fixed-length codes."""
-        return super().planned_bytes + self.keys.pool_bound + self.values.pool_bound
+    def planned_bytes(self, n_tokens: int | None = None) -> int:
+        """The most that they can take: every block in fixed-length codes."""
+        whole = self if n_tokens is None else type(self)(self.geometry.cut(n_tokens), self.knobs)
+        return super().planned_bytes(n_tokens) + whole.keys.pool_bound + whole.values.pool_bound
 
     def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
         self.keys.on_growth = lambda pool: self.arrays.__setitem__("key.pool", pool)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.codecs import F16, Codec
@@ -65,7 +66,8 @@ class Retrieval(KeepAll):
         super().__init__(geometry, knobs)
         index = self.index(geometry, knobs)
         skipped = geometry.layer < min(knobs.skip, geometry.n_layers - 1)
-        reach = min(geometry.capacity, geometry.sliding_window or geometry.capacity)
+        context = geometry.context or geometry.capacity
+        reach = min(context, geometry.sliding_window or context)
         self._index = None if skipped or reach < knobs.k + index.block else index
 
     @classmethod
@@ -134,7 +136,7 @@ class Retrieval(KeepAll):
         chosen = self._choose(self._index, grouped, self.n_seen - n, n)
         segment = Segment(self.key_codec, self.value_codec, 0, self.n_seen, chosen=chosen)
         target = self.workspace.array("attention.piece", out.shape)
-        self.kernels.attend(q, [segment], self.visible(n), target, sinks=sinks)
+        self.kernels.attend(q, [segment], self.visible(n), target, sinks=sinks, cap=self.geometry.score_cap)
         out[:] = target
 
     def _choose(self, index: Index, q: F32, start: int, n: int) -> tuple[Array, I64]:
@@ -166,6 +168,7 @@ class Retrieval(KeepAll):
         self.kernels.scores(index, q, b0 * index.block // unit, b1 * index.block // unit, s)
         lo, hi = -(-(low - first) // unit), np.full(n, s.shape[2])
         if n_rep > 1:
+            bound_scores(s, self.geometry.score_cap)
             self.kernels.softmax(s, np.tile(lo, n_rep), np.tile(hi, n_rep))
         units = self.workspace.array("retrieval.units", (n_kv_heads, n, self.knobs.k // unit), np.int32)
         self.kernels.select_top(s, lo, hi, units.shape[2], units)

@@ -87,8 +87,7 @@ class SnapKV(Evicting):
         self.require_room(n)
         observed = min(n, self.knobs.observe)
         if n > self.slots:
-            window, kernels, workspace = self.geometry.sliding_window, self.kernels, self.workspace
-            votes = attention_received(queries, keys, n - observed, window, kernels, workspace)
+            votes = attention_received(queries, keys, n - observed, self.geometry, self.kernels, self.workspace)
             self._rebuild(self._winners(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values)
         else:
             super().extend(keys, values)
@@ -131,7 +130,8 @@ class SnapKV(Evicting):
         latest = Segment(self._keys, self._values, 0, end, 0, self.arrays["position"])
         s = self.workspace.array("snapkv.weights", (g, self.geometry.n_rep * n, end))
         out = self.workspace.array("attention.piece", queries.shape)
-        self.kernels.attend(contiguous(queries), [latest], self.visible(n), out, s)
+        cap = self.geometry.score_cap
+        self.kernels.attend(contiguous(queries), [latest], self.visible(n), out, s, cap=cap)
         votes: F32 = s.sum(axis=1)
         return votes
 

@@ -80,10 +80,8 @@ def test_commands_with_their_own_schemes(tmp_path: pathlib.Path, capsys: pytest.
     shape.write_text(json.dumps(config | {"max_position_embeddings": 600, "sliding_window": 100}))
     make_tiny.main([str(tmp_path / "model"), "--shape", str(shape)])
     text.write_text("It is said that bounded scores are scores, too. " * 15)
-    model, line = (
-        ["--model", str(tmp_path / "model"), "--weights", "int4"],
-        "edgekv: left out: --kv bitplane can't",
-    )
+    model = ["--model", str(tmp_path / "model"), "--weights", "int4"]
+    line = "edgekv: left out: --kv bitplane can't"
     assert main(["warm", *model]) == 0
     assert capsys.readouterr().err.startswith(line)
     assert main(["bench", *model, "--ctx", "100", "--tokens", "1"]) == 0

@@ -72,6 +72,16 @@ def test_an_echo_has_the_prompts_log_probabilities(client: openai.OpenAI, sessio
     assert complete(client, PROMPT, echo=True).choices[0].text == PROMPT + complete(client, PROMPT).choices[0].text
 
 
+def test_log_probabilities_take_memory_of_the_request(client: openai.OpenAI) -> None:
+    """A request of 1 MB could else ask for gigabytes of them."""
+    options: Any = {"prompt": [[5] * 900] * 100, "echo": True, "max_tokens": 0}
+    with pytest.raises(openai.APIStatusError, match="or ask for fewer") as error:
+        complete(client, **options, logprobs=20)
+    assert error.value.status_code == 413
+    with pytest.raises(openai.APIStatusError, match="or ask for fewer"):
+        chat(client, n=128, logprobs=True, top_logprobs=20, max_tokens=900)
+
+
 def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
     whole = chat(client, logprobs=True, top_logprobs=4)
     content = whole.choices[0].logprobs.content

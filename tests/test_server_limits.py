@@ -24,7 +24,9 @@ from serving import DEMO, TEMPLATE, post
 from edgekv.errors import ConfigError
 from edgekv.server.body import parse_json
 from edgekv.server.checked_request import check_completion
+from edgekv.server.guard import Guard
 from edgekv.server.limits import SMALL, BodyMemory, BodyShare, BoundedServer, ServerLimits
+from edgekv.server.metrics import Metrics
 from edgekv.server.protocol import CompletionRequest, RequestError, read
 from edgekv.session.sampling import SamplingParams
 
@@ -283,8 +285,12 @@ def test_what_a_body_takes_once_parsed_is_bounded_before(item: str) -> None:
 def test_a_key_needs_its_scheme(header: str, status: int) -> None:
     from starlette.testclient import TestClient
 
-    from edgekv.server.guard import Guard
-    from edgekv.server.metrics import Metrics
-
     guard = Guard(hello, Metrics().requests, "secret", None)
     assert TestClient(guard).get("/v1/models", headers={"Authorization": header}).status_code == status
+
+
+def test_a_key_may_be_any_bytes_of_a_command_line() -> None:
+    guard = Guard(hello, Metrics().requests, "\udcff", None)
+    for given, refused in ((b"\xff", False), (b"\xfe", True)):
+        scope = {"path": "/stats", "headers": [(b"authorization", b"Bearer " + given)]}
+        assert (guard._refusal(scope) is not None) == refused

@@ -18,7 +18,7 @@ from edgekv.server.answer_parser import AnswerParser, CallArguments, CallBegin, 
 from edgekv.server.chat_answer import ChatAnswer
 from edgekv.server.checked_request import CheckedRequest, Tools, check_chat
 from edgekv.server.protocol import ChatRequest, Function, read
-from edgekv.server.request_encoder import RequestEncoder
+from edgekv.server.request_encoder import KNOWN, RequestEncoder
 from edgekv.server.tools import TOOL_FORMATS, find_format, tools_grammar
 from edgekv.session.grammar import BARRIER, Grammar
 from edgekv.tokenizer import load_tokenizer
@@ -403,6 +403,27 @@ def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> Non
     assert '"name": "clock"' in text.partition("How is the weather?")[0]
     assert 'Assistant: <tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
     assert "<tool_response>\nnoon\n</tool_response>" in text
+
+
+def test_a_template_is_rendered_for_the_latest_answers_alone(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a rendering of all before it: of thousands, minutes of a core."""
+    tokenizer, n_rendered = session.require_tokenizer(), 0
+    render = ChatTemplate.render
+
+    def counted(*args: Any, **options: Any) -> str:
+        nonlocal n_rendered
+        n_rendered += 1
+        return render(*args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096, tokenizer.vocab_size)
+    prompts.remember("x", tokenizer.encode("x", bos=False))
+    messages = [*USER, {"role": "assistant", "content": "x"}] * 200 + USER
+    (prompt,) = prompts.encode(check_chat(read({"model": "m", "messages": messages}, ChatRequest)))
+    assert tokenizer.decode(prompt.ids).count("How is the weather?") == 201
+    assert n_rendered <= KNOWN + 2
 
 
 def test_what_templates_are_given(session: Session, tmp_path: pathlib.Path) -> None:

@@ -229,10 +229,10 @@ class _Server:
         with contextlib.ExitStack() as held:
             body = held.enter_context(self._bodies.open())
             checked, prompts, lora, headers = await self._encoded(request, body, encode)
-            n_ids, nbytes = map(
-                sum, zip(*((len(each.ids), sum(map(len, each.images))) for each in prompts), strict=True)
-            )
-            body.hold(n_ids, nbytes, tree=checked.keeps_objects)
+            lengths, engine = [len(each.ids) for each in prompts], self._engine
+            nbytes = sum(len(file) for each in prompts for file in each.images)
+            nbytes += checked.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
+            body.hold(sum(lengths), nbytes, tree=checked.keeps_objects)
             channel, answers = Channel(), builder(lora or self._name, checked, prompts)
             self._engine.submit(jobs_of(channel, checked, prompts, lora))
             if checked.stream:

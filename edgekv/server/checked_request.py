@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from edgekv.errors import ConfigError
@@ -27,6 +27,7 @@ from edgekv.server.protocol import (
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.vision.prompt import PLACEHOLDER
 
+LOGPROB_BYTES = 200  # of one, with its token, as Python's objects and as JSON
 FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 SAMPLING = (
     "temperature",
@@ -91,6 +92,14 @@ class CheckedRequest:
     def keeps_objects(self) -> bool:
         """Whether anything of the request's JSON but texts is needed for its answer."""
         return bool(self.schema or self.tools or self.sent or self.sampling.logit_bias)
+
+    def logprob_bytes(self, lengths: Iterable[int], ctx: int, max_new_tokens: int) -> int:
+        """What log probabilities may take. lengths: of prompts; max_new_tokens: where the request has no limit."""
+        if self.n_logprobs is None:
+            return 0
+        most = max_new_tokens if self.max_tokens is None else self.max_tokens
+        n_tokens = sum(min(most, ctx - length + 1) + (length if self.echo else 0) for length in lengths)
+        return LOGPROB_BYTES * (1 + self.n_logprobs) * self.n * n_tokens
 
     def sampling_of(self, choice: int) -> SamplingParams:
         """The settings of the n-th answer: a seed counts up."""

@@ -34,7 +34,7 @@ class Guard:
     def __init__(self, app: ASGIApp, requests: Counter, api_key: str | None, hosts: list[str] | None) -> None:
         self._app, self._requests = app, requests
         self._hosts = None if hosts is None else [host.lower() for host in hosts]
-        self._key = None if api_key is None else api_key.encode()
+        self._key = None if api_key is None else api_key.encode(errors="surrogateescape")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

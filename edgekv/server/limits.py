@@ -67,7 +67,8 @@ class BodyShare:
         """To so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
         taken = max(0, nbytes - SMALL)
         if taken > self._bodies.max_bytes:
-            raise RequestError(413, f"the request takes {nbytes} bytes of memory: shorten it", "request_too_large")
+            message = f"the request and its answers take {nbytes} bytes of memory"
+            raise RequestError(413, f"{message}: shorten it, or ask for fewer of them", "request_too_large")
         if taken - self.taken > self._bodies.free:
             raise RequestError(503, "too many large requests at once: try again later", "overloaded")
         self._bodies.free -= taken - self.taken

@@ -19,6 +19,7 @@ from edgekv.server.tools import MARKS, declared, find_format, spelled_out
 from edgekv.tokenizer import Tokenizer
 
 REMEMBERED_ANSWERS = 512
+KNOWN = 64  # of a conversation's latest answers: the template is rendered once for each
 LOOKED_BACK = 8  # tokens of a prompt's end, among which the beginning of the reasoning is looked for
 
 
@@ -66,15 +67,15 @@ class RequestEncoder:
             names |= {"tools": declared(request.tools.functions) if request.tools else None}
         else:
             messages = spelled_out(messages, request.tools, self.form)
-        ids = self._checked(
-            self._turns.ids(messages, lambda i: self._known(messages[i]), names), request.fields["prompt"]
-        )
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-KNOWN:]
+        known = {i: ids for i in answers if (ids := self._known(messages[i])) is not None}
+        ids = self._checked(self._turns.ids(messages, known.get, names), request.fields["prompt"])
         images = tuple(decoded(url, "image_url") for url in request.images)
         thinks = self._ends_in_thought(ids) and not (request.tools and request.tools.forced)
         return EncodedPrompt(ids, thinks=thinks, images=images)
 
     def _known(self, message: dict[str, Any]) -> Sequence[int] | None:
-        if message["role"] != "assistant" or "tool_calls" in message or "reasoning_content" in message:
+        if "tool_calls" in message or "reasoning_content" in message:
             return None
         with self._lock:
             return self._answers.get(message["content"])

@@ -3,7 +3,7 @@
 import json
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gguf
@@ -13,6 +13,7 @@ import sentencepiece
 
 from edgekv.checkpoint.gguf_layout import FAMILIES, Family
 from edgekv.checkpoint.tensors import TensorFile, to_float32
+from edgekv.models import architecture
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -223,3 +224,40 @@ def _write_byte_pairs(writer: gguf.GGUFWriter, folder: pathlib.Path) -> None:
     writer.add_token_merges([line for line in merges if line and not line.startswith("#version")])
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
+
+
+K_BLOCK = 256
+HALVES = {"Q4_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [-2]}  # where scale and least are
+
+
+def write_k_quants(
+    folder: pathlib.Path, kind: str, others: Mapping[str, str] | None = None
+) -> tuple[pathlib.Path, np.ndarray]:
+    """A model of one layer with random blocks: gguf can read K-quants, not make them. Also 0.down's weights.
+
+    others: types of other projections, by the end of their names.
+    """
+    config = golden_cases.LLAMA | {"hidden_size": K_BLOCK, "intermediate_size": K_BLOCK, "num_hidden_layers": 1}
+    writer, rng = gguf.GGUFWriter(str(folder / "k.gguf"), "llama"), np.random.default_rng(0)
+    _write_config(writer, config)
+    names = gguf_names(config)
+    for tensor, shape in architecture(config).tensors().items():
+        if len(shape) == 1:
+            writer.add_tensor(names[tensor], np.ones(shape, np.float32))
+            continue
+        own = next((other for end, other in (others or {}).items() if f"{end}.weight" in tensor), kind)
+        chosen = gguf.GGMLQuantizationType[own]
+        block, size = gguf.GGML_QUANT_SIZES[chosen]
+        raw = rng.integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
+        for start in HALVES[own]:
+            scale = np.full((*raw.shape[:2], 1), 1e-4 if own == "Q6_K" else 2e-3, np.float16)
+            raw[..., start % size : start % size + 2] = scale.view(np.uint8)
+        raw = raw.reshape(shape[0], -1)
+        writer.add_tensor(names[tensor], raw, raw_dtype=chosen)
+        if tensor.endswith("down_proj.weight"):
+            down = gguf.quants.dequantize(raw, chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "k.gguf", down

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
 
 import gguf
 import gguf_writer
@@ -32,7 +31,6 @@ CASES = [
 ]
 QUANTISED = {"Q4_0": "int4-32", "Q8_0": "int8-32", "Q4_1": "int4-32-offsets"}
 ROUNDING = {"Q4_0": 0, "Q8_0": 0, "Q4_1": 3e-7}  # of the sums
-K_BLOCK = 256
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,7 +119,7 @@ def test_other_blocks_are_quantized_again_and_it_is_said(kind: str, form: str, t
 
 @pytest.mark.parametrize("kind", ["Q5_K", "Q6_K"])
 def test_k_quants_of_more_bits_are_quantized_again(kind: str, tmp_path: pathlib.Path) -> None:
-    path, expected = write_k_quants(tmp_path, kind)
+    path, expected = gguf_writer.write_k_quants(tmp_path, kind)
     session = Session.load(path, kv="dense:dtype=f32")
     assert session.plan.notes == (f"weights of type {kind} were quantized a second time, to int8-32",)
     np.testing.assert_array_equal(session.model.weights.matrix("0.down"), expected)
@@ -132,7 +130,7 @@ def test_k_quants_of_more_bits_are_quantized_again(kind: str, tmp_path: pathlib.
 
 def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
     """The library's values up to the rounding of a sum; products on every path, of a prompt and of a token."""
-    path, expected = write_k_quants(tmp_path, "Q4_K")
+    path, expected = gguf_writer.write_k_quants(tmp_path, "Q4_K")
     model, near = Model.open(path), 1e-6 * np.abs(expected).max()
     form = model.weight_format("auto")
     assert {form.of(name).name for name in model.arch.linears()} == {"int4-32-offsets"}
@@ -147,7 +145,7 @@ def test_q4_k_is_taken_over(device: OnDevice, tmp_path: pathlib.Path) -> None:
 
 def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
     """Fused projections of which one has more bits, as llama.cpp mixes them."""
-    path, _ = write_k_quants(tmp_path, "Q4_K", {"v_proj": "Q6_K", "gate_proj": "Q4_0"})
+    path, _ = gguf_writer.write_k_quants(tmp_path, "Q4_K", {"v_proj": "Q6_K", "gate_proj": "Q4_0"})
     model = Model.open(path)
     form = model.weight_format("auto")
     names = {name: form.of(name).name for name in ("0.qkv", "0.out", "0.up")}
@@ -157,43 +155,6 @@ def test_parts_of_several_types(tmp_path: pathlib.Path) -> None:
     for name, error in (("0.qkv", 0.01), ("0.up", 1e-6)):
         expected = model.weights.matrix(name)
         assert np.linalg.norm(store.matrix(name) - expected) < error * np.linalg.norm(expected)
-
-
-HALVES = {"Q4_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [-2]}  # where scale and least are
-
-
-def write_k_quants(
-    folder: pathlib.Path, kind: str, others: Mapping[str, str] | None = None
-) -> tuple[pathlib.Path, np.ndarray]:
-    """A model of one layer with random blocks: gguf can read K-quants, not make them. Also 0.down's weights.
-
-    others: types of other projections, by the end of their names.
-    """
-    config = golden_cases.LLAMA | {"hidden_size": K_BLOCK, "intermediate_size": K_BLOCK, "num_hidden_layers": 1}
-
-    writer, rng = gguf.GGUFWriter(str(folder / "k.gguf"), "llama"), np.random.default_rng(0)
-    gguf_writer._write_config(writer, config)
-    names = gguf_writer.gguf_names(config)
-    for tensor, shape in architecture(config).tensors().items():
-        if len(shape) == 1:
-            writer.add_tensor(names[tensor], np.ones(shape, np.float32))
-            continue
-        own = next((other for end, other in (others or {}).items() if f"{end}.weight" in tensor), kind)
-        chosen = gguf.GGMLQuantizationType[own]
-        block, size = gguf.GGML_QUANT_SIZES[chosen]
-        raw = rng.integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
-        for start in HALVES[own]:
-            scale = np.full((*raw.shape[:2], 1), 1e-4 if own == "Q6_K" else 2e-3, np.float16)
-            raw[..., start % size : start % size + 2] = scale.view(np.uint8)
-        raw = raw.reshape(shape[0], -1)
-        writer.add_tensor(names[tensor], raw, raw_dtype=chosen)
-        if tensor.endswith("down_proj.weight"):
-            down = gguf.quants.dequantize(raw, chosen)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / "k.gguf", down
 
 
 def test_each_linear_layer_has_its_own_format(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,8 @@ import golden_cases
 import numpy as np
 import pytest
 from cuda_cases import OnDevice, require_same_logits
-from packed_cases import BASE, F8, MODELS, save, write
+from packed_cases import BASE, F8, MODELS, PACKED, library_tensors, save, write
+from packed_cases import LIBRARIES as CASES
 
 from edgekv import Session
 from edgekv.checkpoint.packed.methods import unpacked
@@ -25,28 +26,9 @@ from edgekv.linear.stored_weights import stored_weights
 from edgekv.linear.weights import CheckpointWeights
 from edgekv.session.model import Model
 
-PACKED = np.load(pathlib.Path(__file__).parent / "golden" / "packed.npz")
-COMPRESSED = {"quantization_config": {"quant_method": "compressed-tensors"}}
-BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-CASES: dict[str, tuple[dict[str, Any], str, str | None]] = {  # config, kind, exact format
-    "w4a16": (COMPRESSED, "compressed-tensors 4-bit", "int4"),
-    "w4a16-asymmetric": (COMPRESSED, "compressed-tensors 4-bit", "int4-32-zeros"),
-    "w8a16": (COMPRESSED, "compressed-tensors 8-bit", "int8"),
-    "int8": (COMPRESSED, "compressed-tensors 8-bit", "int8"),
-    "w8a16-float": (COMPRESSED, "FP8", None),
-    "nf4": (BNB, "bitsandbytes nf4", None),
-    "nf4-nested": (BNB, "bitsandbytes nf4", None),
-    "fp4": (BNB, "bitsandbytes fp4", None),
-    "mlx-4": ({"quantization": {"group_size": 64, "bits": 4}}, "MLX 4-bit", None),
-    "mlx-8": ({"quantization": {"bits": 4, "m": {"group_size": 32, "bits": 8}}}, "MLX 8-bit", None),
-}
-
 
 def of_library(name: str, folder: pathlib.Path) -> TensorSet:
-    start = f"{name}/tensors/"
-    tensors = {f"m.{key.removeprefix(start)}": PACKED[key] for key in PACKED.files if key.startswith(start)}
-    if name == "w8a16-float":
-        tensors["m.weight"] = tensors["m.weight"].view(F8)
+    tensors = {f"m.{key}": part for key, part in library_tensors(name).items()}
     file = save(folder, tensors) / "model.safetensors"
     return unpacked(TensorSet([TensorFile(file)]), CASES[name][0])
 

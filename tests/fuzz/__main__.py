@@ -1,4 +1,4 @@
-"""python -m tests.fuzz --seconds N --seed S: as many cases of all kinds as fit; exit status 1 if any failed.
+"""python -m tests.fuzz --seconds N, or --cases N: as many cases of all kinds as fit; exit status 1 if any failed.
 
 Each failure is printed as KIND:SEED with its reason, and written to --out; `--case KIND:SEED` runs it again, here.
 To keep it from coming back, add its line to tests/fuzz/corpus.txt.
@@ -13,23 +13,28 @@ import pathlib
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
-from .kinds import KINDS
+from .kinds import KINDS, RARE
 from .material import Material
 from .runner import Case, Tally, run
+from .worker import ready, run_case
 
 
-def cases(seed: int, kinds: list[str]) -> Iterator[Case]:
-    """Endless; the kinds in turn."""
+def cases(seed: int, kinds: Sequence[str]) -> Iterator[Case]:
+    """Endless: in each round every kind, but the slow ones in few."""
     rng = random.Random(seed)
-    for kind in itertools.cycle(kinds):
-        yield kind, rng.randrange(1 << 48)
+    for n in itertools.count():
+        for kind in kinds:
+            if n % RARE.get(kind, 1) == 0:
+                yield kind, rng.randrange(1 << 48)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="how long (default 60)")
+    parser.add_argument("--cases", type=int, metavar="N", help="how many (default: what --seconds allow)")
+    parser.add_argument("--seconds", type=float, help="how long (default 60, without --cases)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
@@ -41,25 +46,38 @@ def main() -> int:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="edgekv-case-"))
         (folder / "case").mkdir()
         print(f"its files: {folder}/case", file=sys.stderr)
-        KINDS[kind](Material(folder / "material"), folder / "case", random.Random(f"{kind} {seed}"))
+        made = Material(folder / "material")
+        ready()
+        run_case(kind, int(seed), made, folder / "case")
         return 0
-    chosen = arguments.kinds.split(",")
+    seconds = arguments.seconds or (None if arguments.cases else 60)
+    lock, tally = threading.Lock(), Tally()
+    drawn = itertools.islice(cases(arguments.seed, arguments.kinds.split(",")), arguments.cases)
+
+    def told(case: Case, outcome: str, took_s: float) -> None:
+        with lock:
+            tally.add(case, outcome, took_s)
+            if tally.failures and tally.failures[-1][0] == case:
+                print(line := f"{case[0]}:{case[1]}\n{outcome}\n", flush=True)
+                with arguments.out.open("a") as file:
+                    file.write(line)
+
+    def taken() -> Iterator[Case]:
+        while True:
+            with lock:
+                case = next(drawn, None)
+            if case is None:
+                return
+            yield case
+
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        seeds = [arguments.seed + (i << 32) for i in range(arguments.jobs)]
-        tallies = list(pool.map(lambda seed: run(cases(seed, chosen), arguments.seconds), seeds))
-    whole = Tally()
-    for tally in tallies:
-        whole.counts += tally.counts
-        whole.failures += tally.failures
-    for (kind, outcome), n in sorted(whole.counts.items()):
-        print(f"{kind:<12}{outcome:<10}{n:>8}")
-    print(f"{whole.n_cases} cases, {len(whole.failures)} failures")
-    for (kind, seed), reason in whole.failures:
-        line = f"{kind}:{seed}\n{reason}\n"
-        print(line)
-        with arguments.out.open("a") as file:
-            file.write(line)
-    return int(bool(whole.failures))
+        list(pool.map(lambda _: run(taken(), seconds, told), range(arguments.jobs)))
+    for kind in dict.fromkeys(kind for kind, _ in sorted(tally.counts)):
+        n = {outcome: tally.counts[kind, outcome] for outcome in ("success", "error", "failure")}
+        each = "".join(f"{n[outcome]:>9}" for outcome in n)
+        print(f"{kind:<16}{each}{sum(n.values()) / tally.seconds[kind]:>9.1f} a second")
+    print(f"{tally.n_cases} cases, {len(tally.failures)} failures")
+    return int(bool(tally.failures))
 
 
 if __name__ == "__main__":

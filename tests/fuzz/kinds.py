@@ -23,9 +23,13 @@ from .model_kinds import (
     safetensors,
     store,
     tokenizer,
+    unpack,
+    weights,
 )
-from .request_kinds import answer, request, schema, template
-from .session_kinds import recurrent, resume, session
+from .place_kinds import hub, remembered
+from .request_kinds import answer, deep_schema, request, schema, template
+from .session_kinds import numbers, recurrent, resume, session
+from .use_kinds import arguments, knobs
 
 Kind = Callable[[Material, pathlib.Path, Random], object]
 KINDS: dict[str, Kind] = {
@@ -50,8 +54,17 @@ KINDS: dict[str, Kind] = {
         store,
         request,
         answer,
+        weights,
+        unpack,
+        numbers,
+        knobs,
+        arguments,
+        remembered,
+        hub,
+        deep_schema,
     )
 }
+RARE = {"template": 10, "deep_schema": 10}  # slow kinds: a case in so many rounds
 
 
 def crash(m: Material, folder: pathlib.Path, rng: Random) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import pathlib
 import shutil
+from unittest import mock
 
 import expert_cases
 import gguf_writer
 import golden_cases
 import packed_cases
+import tiny_models
 import tokenizers
 import vision_cases
 from PIL import Image
 
 from edgekv import Session
+from edgekv.chat.template import ChatTemplate, find_template
+from edgekv.kvcache import CacheSpec
+from edgekv.linear import threads
+from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.store_builder import build
+from edgekv.quality.evaluate import Quality
+from edgekv.quality.gate import Verdict
+from edgekv.quality.verdicts import Verdicts
 from edgekv.session.model import Model
 from edgekv.tokenizer import Tokenizer, load_tokenizer
 
@@ -26,7 +37,7 @@ SCHEMES = (
     "bitplane",
     "planes:k_bits=2.5,v_bits=1.5,residual_length=16",
     "int4",
-    "quest",
+    "quest:k=32",
     "tova:budget=100",
     "h2o:budget=100",
     "streaming:budget=100",
@@ -35,7 +46,7 @@ SCHEMES = (
     "h1b",
     "steps:budget=150000,residual_length=16",
     "mikv:budget=60",
-    "fier",
+    "fier:k=32",
     "snapkv:budget=100",
     "visual1",
     "visual=planes",
@@ -57,6 +68,7 @@ class Material:
         self._checkpoints(folder)
         self._sessions(folder)
         self._images(folder)
+        self._uses(folder)
 
     def _checkpoints(self, folder: pathlib.Path) -> None:
         """Models of every layout, tokenizers among them, and a store of quantized weights."""
@@ -68,7 +80,15 @@ class Material:
         (folder / "packed").mkdir()
         self.packed = [packed_cases.write(name, folder / "packed" / name)[0] for name in packed_cases.MODELS]
         self.packed.append(expert_cases.write_mxfp4(folder / "mxfp4")[0])
-        self.gguf = [gguf_writer.write_gguf(self.llama, folder / "model.gguf", "Q8_0", tokenizer=False)]
+        self.talker = tiny_models.write("mixtral", folder / "talker")
+        self.lasting = []
+        for source in (self.llama, self.gpt2, *self.families):
+            self.lasting.append(_with_positions(source, folder / "lasting" / source.name))
+        self.gguf = []
+        for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"):
+            self.gguf.append(gguf_writer.write_gguf(self.llama, folder / f"{kind}.gguf", kind, tokenizer=False))
+        for kind in ("Q4_K", "Q5_K", "Q6_K"):
+            self.gguf.append(gguf_writer.write_k_quants(folder, kind)[0].rename(folder / f"{kind}.gguf"))
         for name in ("gemma3", "phi3-longrope", "olmo2", "granite"):
             checkpoint = golden_cases.write_checkpoint(name, folder / "gguf" / name)
             self.gguf.append(gguf_writer.write_gguf(checkpoint, folder / f"{name}.gguf", "Q8_0", tokenizer=False))
@@ -79,10 +99,11 @@ class Material:
         library.decoder = tokenizers.decoders.ByteLevel()
         library.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.NFC()])
         library.save(str(self.byte_pairs / "tokenizer.json"))
-        self.stores = [folder / f"store-{weights}" for weights in ("int8", "f32")]
-        model = Model.open(self.llama)
-        for place in self.stores:
-            build(model.weights, model.weight_format(place.name.removeprefix("store-")), place, None)
+        self.stores = []
+        for source, model in (("llama", Model.open(self.llama)), ("mixtral", Model.open(self.talker))):
+            for weights in WEIGHTS:
+                self.stores.append(folder / f"store-{source}-{weights}")
+                build(model.weights, model.weight_format(weights), self.stores[-1], None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
         """Saved texts, plain and compressed, each with two loaded models that read it.
@@ -99,11 +120,32 @@ class Material:
             models = self._longer(folder / name, folder / f"{name}-longer")
             self.recurrent_sessions.append(_saved(models, "onebit", False, folder / "session"))
 
+        self.family_sessions = []
+        for name, kv in (("gemma2", "kivi2"), ("gemma3-v5-parameters", "planes"), ("gpt-oss", "onebit")):
+            models = self._longer(folder / name, folder / f"{name}-longer")
+            self.family_sessions.append(_saved(models, f"{kv}:residual_length=16", False, folder / "session"))
+
+    def _uses(self, folder: pathlib.Path) -> None:
+        """A model to talk with, and a cache folder in which everything is remembered; compiles what cases use."""
+        for source, weights in itertools.product((self.llama, self.talker), WEIGHTS):
+            with Session.load(source, weights=weights, threads=1) as session:
+                list(session.generate([1, 2, 3], max_new_tokens=2))
+        self.talking = Session.load(self.talker, ctx=200, threads=1)
+        self.template = ChatTemplate(str(find_template(self.talker)), self.talking.require_tokenizer())
+        self.cache = folder / "cache"
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self.cache)):
+            with (
+                mock.patch.object(threads, "FEW_CORES", 0),
+                Session.load(self.talker, kv="planes", weights="int4"),
+            ):
+                pass
+            Session.load(self.gguf[0], ctx=16).close()
+            verdict = Verdict(Quality("kivi2", 1, *[1.0] * 6, 1, 1, 1.0, ()), None, ("KL 1, more than 0.05",))
+            Verdicts(Model.open(self.talker)).remember(CacheSpec.parse("kivi2"), verdict, {"text": "x"})
+
     def _longer(self, source: pathlib.Path, folder: pathlib.Path) -> tuple[Session, Session]:
         """A model with CTX positions, on the reference and on the CPU."""
-        longer = shutil.copytree(source, folder)
-        raw = json.loads((longer / "config.json").read_text())
-        (longer / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))
+        longer = _with_positions(source, folder)
         loaded, compiled = (
             Session.load(longer, weights="f32", device=each, threads=1) for each in ("numpy", "cpu")
         )
@@ -116,6 +158,14 @@ class Material:
         for name in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"):
             whole.save(folder / "image", format=name)
             self.images.append((folder / "image").read_bytes())
+
+
+def _with_positions(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of the model with CTX positions, where they are no weights."""
+    shutil.copytree(source, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": CTX}))
+    return folder
 
 
 def _saved(models: tuple[Session, Session], kv: str, compress: bool, path: pathlib.Path) -> Saved:

@@ -11,19 +11,24 @@ from typing import Any
 import golden_cases
 import lora_cases
 import numpy as np
+import packed_cases
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from edgekv import Session
+from edgekv import SamplingParams, Session
 from edgekv.chat.template import find_template
+from edgekv.checkpoint.packed.methods import unpacked
+from edgekv.checkpoint.tensor_set import TensorSet
+from edgekv.checkpoint.tensors import TensorFile
+from edgekv.linear.formats import WEIGHTS
 from edgekv.session.model import Model
 from edgekv.session.plan import SessionPlan
 from edgekv.tokenizer import load_tokenizer
 from edgekv.vision import picture
 from edgekv.vision.preprocess import Preprocess
 
-from .material import DEMO, Material
-from .mutate import as_json, damaged, mutated
+from .material import CTX, DEMO, N_PROMPT, SCHEMES, Material
+from .mutate import as_json, damaged, mutated, poisoned, poisoned_tensors
 
 HEAD = 4096  # bytes in which most of the damage is done: the data behind them are only numbers
 
@@ -57,17 +62,64 @@ def family(m: Material, folder: pathlib.Path, rng: Random) -> None:
     used(folder, kv="dense")
 
 
+def weights(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """NaN, infinities and huge numbers in a model's weights, through every format and scheme."""
+    source = rng.choice(m.lasting)
+    shutil.copy(source / "config.json", folder)
+    tensors = (source / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(poisoned_tensors(tensors, rng))
+    options = {"kv": rng.choice(SCHEMES), "weights": rng.choice((*WEIGHTS, "f32")), "ctx": CTX, "threads": 1}
+    with Session.load(folder, device=rng.choice(("cpu", "cpu", "numpy")), **options) as session:
+        sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=1)
+        list(session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=3, sampling=sampling))
+
+
 def packed(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    """Either what config.json says of the packing is damaged, or the header of the tensors."""
+    """What config.json says of the packing is damaged, the header of the tensors, or the numbers in them."""
     source = rng.choice(m.packed)
     raw, tensors = json.loads((source / "config.json").read_text()), (source / "model.safetensors").read_bytes()
-    if rng.random() < 0.5:
+    what = rng.randrange(3)
+    if what == 0:
         raw["quantization_config"] = mutated(raw["quantization_config"], rng)
-    else:
+    elif what == 1:
         tensors = damaged(tensors, rng, HEAD)
+    else:
+        tensors = poisoned_tensors(tensors, rng)
     (folder / "config.json").write_bytes(as_json(raw, rng))
     (folder / "model.safetensors").write_bytes(tensors)
     used(folder, weights="auto")
+
+
+def unpack(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """One tensor as a library packed it: its parts damaged, of other types and shapes, or gone."""
+    name = rng.choice(sorted(packed_cases.LIBRARIES))
+    settings, _, _ = packed_cases.LIBRARIES[name]
+    parts = packed_cases.library_tensors(name)
+    for key in rng.sample(sorted(parts), rng.choice((1, 1, 2))):
+        if key not in parts:
+            continue
+        part, what = parts[key], rng.randrange(6)
+        if what == 0:
+            del parts[key]
+        elif what == 1:
+            parts[key] = part[: rng.randrange(max(1, len(part)))] if part.ndim else part.reshape(1)
+        elif what == 2:
+            parts[key] = part.reshape(-1) if rng.random() < 0.5 else part[None]
+        elif what == 3:
+            parts[key] = part.astype(rng.choice(("f4", "f2", "i4", "u1", "i8")))
+        elif part.dtype != packed_cases.F8:
+            data = (poisoned if what == 4 else damaged)(part.tobytes(), rng)[: part.nbytes].ljust(
+                part.nbytes, b"x"
+            )
+            parts[key] = np.frombuffer(data, part.dtype).reshape(part.shape)
+    file = packed_cases.save(folder, {f"m.{key}": part for key, part in parts.items()}) / "model.safetensors"
+    if rng.random() < 0.3:
+        settings = {key: mutated(value, rng) for key, value in settings.items()}
+    tensors = unpacked(TensorSet([TensorFile(file)]), settings)
+    for each in tensors.names():
+        tensors.array(each)
+        tensors.forms(each)
+        tensors.outputs(each, 0, min(3, tensors.info(each).shape[0]), False)
 
 
 def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -115,8 +167,11 @@ def tokenizer(m: Material, folder: pathlib.Path, rng: Random) -> None:
 
 
 def gguf(m: Material, folder: pathlib.Path, rng: Random) -> None:
-    (folder / "model.gguf").write_bytes(damaged(rng.choice(m.gguf).read_bytes(), rng, HEAD))
-    used(folder / "model.gguf", weights="auto")
+    """Its header is damaged, or the blocks behind it."""
+    data = rng.choice(m.gguf).read_bytes()
+    data = damaged(data, rng, HEAD) if rng.random() < 0.6 else poisoned(data, rng, HEAD)
+    (folder / "model.gguf").write_bytes(data)
+    used(folder / "model.gguf", weights="auto", device=rng.choice(("cpu", "numpy")), threads=1)
 
 
 def adapter(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -177,5 +232,9 @@ def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
         name = rng.choice(
             [path.name for path in sorted(place.iterdir()) if path.suffix in (".onnx", ".safetensors")]
         )
-        (place / name).write_bytes(damaged((place / name).read_bytes(), rng, HEAD))
+        data = (place / name).read_bytes()
+        if name.endswith(".safetensors") and rng.random() < 0.5:
+            (place / name).write_bytes(poisoned_tensors(data, rng))
+        else:
+            (place / name).write_bytes(damaged(data, rng, HEAD))
     used(place, weights="auto", device="cpu", threads=1)

@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 ODD: tuple[Any, ...] = (
     None,
     True,
@@ -64,6 +66,34 @@ def damaged(data: bytes, rng: random.Random, head: int = 1 << 30) -> bytes:
         else:
             out[at:at] = rng.randbytes(rng.randrange(1, 16))
     return bytes(out)
+
+
+SINGLES = np.array([math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, 0], "<f4")
+HALVES = np.array([math.nan, math.inf, -math.inf, 60000, -60000, 6e-8, 0], "<f2")
+NUMBERS_AS_BYTES = (*map(np.float32.tobytes, SINGLES), *map(np.float16.tobytes, HALVES), b"\xff", b"\x7f", b"\x80")
+
+
+def poisoned(data: bytes, rng: random.Random, head: int = 0) -> bytes:
+    """Runs of NaN, infinities and numbers near the ends of their range behind the first ``head`` bytes."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        number = rng.choice(NUMBERS_AS_BYTES)
+        n = rng.choice((1, 1, 16, 64, 1 << 30))
+        start = head + rng.randrange(max(1, len(out) - head)) // 4 * 4 if n < 1 << 30 else head
+        n = min(n, (len(out) - start) // len(number))
+        out[start : start + n * len(number)] = number * n
+    return bytes(out)
+
+
+def poisoned_tensors(data: bytes, rng: random.Random) -> bytes:
+    """A .safetensors file with such numbers in one of its tensors, or anywhere."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    if rng.random() < 0.3:
+        return poisoned(data, rng, start)
+    header = json.loads(data[8:start])
+    names = [name for name in header if name != "__metadata__"]
+    a, b = (start + offset for offset in header[rng.choice(names)]["data_offsets"])
+    return data[:a] + poisoned(data[a:b], rng) + data[b:]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

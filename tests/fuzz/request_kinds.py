@@ -75,23 +75,53 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def grown(rng: Random) -> dict[str, Any]:
-    """A schema that is deep, or doubles, by its references."""
-    n, word, form = rng.choice([5, 40, 1000]), rng.choice(["allOf", "anyOf", "oneOf"]), rng.randrange(3)
-    made: dict[str, Any] = {"0": {"type": "object"}}
-    for i in range(1, n):
-        below = {"$ref": f"#/$defs/{i - 1}"}
-        made[str(i)] = ({"properties": {"a": below}}, {word: [below, below]}, {"items": below, **below})[form]
-    return {"$ref": f"#/$defs/{n - 1}", "$defs": made}
-
-
 def schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    followed(m, mutated(SCHEMA, rng) or {})
+
+
+def followed(m: Material, asked: Any) -> None:
+    """A few tokens of a text that follows the schema."""
     vocabulary = m.tokenizer.vocab_size
-    constraint = JsonSchema(mutated(rng.choice([SCHEMA, grown(rng)]), rng) or {}, m.tokenizer, vocabulary)
+    constraint = JsonSchema(asked, m.tokenizer, vocabulary)
     for _ in range(3):
         allowed = constraint.allowed(np.zeros(vocabulary, np.float32))
         if constraint.accept(int(allowed.argmax())):
             break
+
+
+def deep_schema(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Schemas that nest, refer to themselves and each other, or double, as far as a request's bytes go."""
+    n = rng.choice((2, 10, 30, 100, 1000, 3000))
+    inner: Any = rng.choice(({"type": "integer"}, {}, True, {"type": "string", "pattern": "^(a|b){1,50}$"}))
+    key = rng.choice(("properties", "items", "allOf", "anyOf", "oneOf", "not", "additionalProperties"))
+
+    def within(part: Any, times: int = 1) -> Any:
+        if key in ("allOf", "anyOf", "oneOf"):
+            return {key: [part] * times}
+        if key == "properties":
+            return {
+                "type": "object",
+                key: dict.fromkeys([f"k{i}" for i in range(times)], part),
+                "required": ["k0"],
+            }
+        return {"type": "array" if key == "items" else "object", key: part}
+
+    what, times = rng.randrange(4), rng.choice((1, 1, 2, 3))
+    if what == 0:  # depth
+        for _ in range(n):
+            inner = within(inner)
+        asked = inner
+    elif what == 1:  # a chain of references, each some times in the next
+        last = rng.choice((inner, {"$ref": "#/$defs/d0"}))
+        beside = rng.choice(({}, {"$ref": f"#/$defs/d{n}"}))
+        parts = {f"d{i}": within({"$ref": f"#/$defs/d{i + 1}"}, times) | beside for i in range(n)}
+        asked = {"$ref": "#/$defs/d0", "$defs": parts | {f"d{n}": last}}
+    elif what == 2:  # many at one level
+        asked = within(inner, 10 * n) if rng.random() < 0.5 else {"enum": [f"v{i}" * 5 for i in range(10 * n)]}
+    else:  # numbers that are expanded
+        bounds = {"minItems": n, "maxItems": n * n, "minLength": n, "maxLength": n**3, "minProperties": n}
+        asked = within({"type": rng.choice(("array", "string", "object")), **bounds, "pattern": f"a{{{n}}}"})
+    followed(m, mutated(asked, rng) if rng.random() < 0.3 else asked)
 
 
 REQUEST: dict[str, Any] = {

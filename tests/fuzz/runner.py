@@ -11,7 +11,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .worker import ANSWER
 
@@ -23,16 +23,20 @@ Case = tuple[str, int]
 
 @dataclasses.dataclass
 class Tally:
-    """Cases by kind and outcome, and what failed: the case and why."""
+    """Cases by kind and outcome, seconds by kind, and what failed: the case and why."""
 
     counts: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
+    seconds: collections.defaultdict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
     failures: list[tuple[Case, str]] = dataclasses.field(default_factory=list)
 
     @property
     def n_cases(self) -> int:
         return sum(self.counts.values())
 
-    def add(self, case: Case, outcome: str) -> None:
+    def add(self, case: Case, outcome: str, took_s: float) -> None:
+        self.seconds[case[0]] += took_s
         passed = outcome in ("success", "error")
         self.counts[case[0], outcome if passed else "failure"] += 1
         if not passed:
@@ -94,15 +98,28 @@ class Worker:
             self._buffer += piece
 
 
-def run(cases: Iterable[Case], seconds: float | None = None) -> Tally:
-    """All cases, or as many as ``seconds`` allow once the worker is ready."""
-    tally, worker = Tally(), Worker()
-    end = None if seconds is None else time.monotonic() + seconds
+def run(
+    cases: Iterable[Case],
+    seconds: float | None = None,
+    told: Callable[[Case, str, float], None] = lambda case, outcome, took_s: None,
+    worker: Worker | None = None,
+) -> Tally:
+    """All cases, or as many as ``seconds`` allow once the worker, an own one by default, is ready.
+
+    told: is told each case, its outcome and its seconds.
+    """
+    tally, own = Tally(), worker or Worker()
+    begun = time.monotonic()
     try:
         for case in cases:
-            if end is not None and time.monotonic() > end:
+            begin = time.monotonic()
+            if seconds is not None and begin - begun > seconds:
                 break
-            tally.add(case, worker.run(case))
+            outcome = own.run(case)
+            took_s = time.monotonic() - begin
+            tally.add(case, outcome, took_s)
+            told(case, outcome, took_s)
     finally:
-        worker.close()
+        if worker is None:
+            own.close()
     return tally

@@ -64,7 +64,14 @@ KINDS: dict[str, Kind] = {
         deep_schema,
     )
 }
-RARE = {"template": 10, "deep_schema": 10}  # slow kinds: a case in so many rounds
+RARE = {
+    "template": 20,
+    "deep_schema": 10,
+    "weights": 4,
+    "numbers": 4,
+    "hub": 4,
+    "remembered": 4,
+}  # slow kinds: a case in so many rounds
 
 
 def crash(m: Material, folder: pathlib.Path, rng: Random) -> None:

@@ -25,6 +25,7 @@ def main() -> None:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="edgekv-fuzz-"))
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     warnings.simplefilter("ignore")
+    from . import kinds  # noqa: F401 - takes longer than a case may
     from .material import Material
 
     made = None if "EDGEKV_FUZZ_SELF_TEST" in os.environ else Material(scratch / "material")

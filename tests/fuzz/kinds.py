@@ -26,7 +26,7 @@ from .model_kinds import (
     unpack,
     weights,
 )
-from .place_kinds import hub, remembered
+from .place_kinds import hub, remembered, working_folder
 from .request_kinds import answer, deep_schema, request, schema, template
 from .session_kinds import numbers, recurrent, resume, session
 from .use_kinds import arguments, knobs
@@ -62,6 +62,7 @@ KINDS: dict[str, Kind] = {
         remembered,
         hub,
         deep_schema,
+        working_folder,
     )
 }
 RARE = {

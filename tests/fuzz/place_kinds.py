@@ -8,14 +8,16 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
 import threading
 from http.server import ThreadingHTTPServer
 from random import Random
+from typing import Any
 from unittest import mock
 
 import hub_server
 
-from edgekv import Session
+from edgekv import Session, child
 from edgekv.checkpoint.hub import pull
 from edgekv.checkpoint.hub_name import HubName
 from edgekv.cli import main
@@ -61,7 +63,7 @@ def use_remembered(m: Material) -> None:
 
 
 NAMES = (
-    *("../x", "../../../x", "a/../../../x", "/tmp/edgekv-fuzz-escaped", "a/b", "..", ".", "", "/", "x" * 300),
+    *("../x", "../../../x", "a/../../../x", "/x", "a/b", "..", ".", "", "/", "x" * 300),
     *("\x1b[2Jx", "a\nb", "\ud800", "%2e%2e/x", "..\\x", "x\0y", "~", "model.safetensors", "config.json", 5, None),
 )
 
@@ -91,18 +93,18 @@ def hub(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """Whatever a Hub says: nothing is written outside of the Hub's cache."""
     import huggingface_hub.constants as constants
 
-    model = folder / "model"
+    model, names = folder / "model", (*NAMES, str(folder / "outside"))
     model.mkdir()
     (model / "config.json").write_bytes((m.llama / "config.json").read_bytes())
     weights = rng.choice(("model.safetensors", "a.safetensors", "x.gguf"))
     (model / weights).write_bytes(b"weights")
     if weights == "a.safetensors":
-        homes = {"metadata": {}, "weight_map": {"a": weights, "b": rng.choice(NAMES)}}
-        (model / "model.safetensors.index.json").write_bytes(as_json(mutated(homes, rng, NAMES), rng))
+        homes = {"metadata": {}, "weight_map": {"a": weights, "b": rng.choice(names)}}
+        (model / "model.safetensors.index.json").write_bytes(as_json(mutated(homes, rng, names), rng))
     sent = {}
     for header in ("ETag", "X-Repo-Commit", "X-Linked-Etag", "Location"):
         if rng.random() < 0.4:
-            name = str(rng.choice(NAMES)).encode("ascii", "ignore").decode().replace("\n", "").replace("\0", "")
+            name = str(rng.choice(names)).encode("ascii", "ignore").decode().replace("\n", "").replace("\0", "")
             sent[header] = rng.choice((name, f'"{name}"', f'W/"{name}"'))
     told = hub_server.Hub({"org/name": hub_server.Repository(model)})
     handler = type("Handler", (_LyingHub,), {"hub": told, "headers_sent": sent, "rng": rng})
@@ -129,5 +131,26 @@ def hub(m: Material, folder: pathlib.Path, rng: Random) -> None:
         server.server_close()
         written = [each for each in (folder / "home").rglob("*") if not each.is_relative_to(home)]
         assert all(home.is_relative_to(each) for each in written), written
-        assert not pathlib.Path("/tmp/edgekv-fuzz-escaped").exists()
         assert {each.name for each in folder.iterdir()} <= {"model", "home"}, list(folder.iterdir())
+
+
+PLANTED = (
+    *("signal", "json", "struct", "select", "types", "subprocess", "numpy", "numba", "jinja2", "llguidance"),
+    *("edgekv", "sitecustomize", "usercustomize", "encodings", "site", "resource", "datetime", "ctypes"),
+)
+CHILDREN: tuple[tuple[str, ...], ...] = (("edgekv.decoder.ahead", "dense"),)
+
+
+def working_folder(m: Material, folder: pathlib.Path, rng: Random) -> None:
+    """Modules beside a model are not run by the processes that edgekv starts there."""
+    mark = folder / "ran"
+    for name in rng.sample(PLANTED, 6):
+        file = folder / f"{name}.py" if rng.random() < 0.5 else folder / name / "__init__.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"open({str(mark)!r}, 'w').close()")
+    (folder / "edgekv.pth").write_text(f"import os; open({str(mark)!r}, 'w').close()\n")
+    module, *arguments = rng.choice(CHILDREN)
+    here: dict[str, Any] = {"cwd": folder, "check": True, "timeout": 8, "capture_output": True}
+    subprocess.run(child.command(module, *arguments), **here)
+    child.BoundedChild(rng.choice(("edgekv.chat.environment", "edgekv.session.matcher"))).close()
+    assert not mark.exists(), [file.name for file in folder.iterdir()]

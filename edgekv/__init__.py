@@ -1,11 +1,9 @@
 """edgekv: Llama- and GPT-2-style models on small machines, with the KV cache in one to four bits."""
 
-import os
-import pathlib
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from edgekv import errors, numba_cache
+from edgekv import errors
 
 if TYPE_CHECKING:
     from edgekv.chat.conversation import Chat as Chat
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from edgekv.session.session import Session as Session
     from edgekv.version import __version__ as __version__
     from edgekv.vision.prompt import Embeddings as Embeddings
-
-numba_cache.kept = numba_cache.prepare(pathlib.Path(__file__).parent / "kernels" / "cpu", os.environ)
 
 _HOMES = {
     "CACHES": "kvcache.registry",

@@ -1,35 +1,43 @@
-"""Where Numba keeps compiled kernels when it would find no place, and when those it has kept are of no use."""
+"""Where compiled kernels are kept, which are code: in folders of this user's that nobody else can write to."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 import pathlib
-import tempfile
-from collections.abc import MutableMapping
+
+from edgekv.cache_folder import cache_root
+from edgekv.errors import ConfigError
 
 VARIABLE = "NUMBA_CACHE_DIR"
 MADE_FROM = "edgekv-made-from"  # the file in a folder of compiled kernels that says what they were made from
 WARM = "edgekv-warm-"  # what files begin with that say for what all kernels are in the folder
 
-kept = True  # whether compiled kernels are kept on disk; else each process compiles its own, 17 s of work
 
+@functools.cache
+def _root() -> pathlib.Path | None:
+    """Where all are: in $NUMBA_CACHE_DIR, among this user's caches, or else under the temporary folder.
 
-def prepare(package: pathlib.Path, environment: MutableMapping[str, str]) -> bool:
-    """Points Numba to a folder of this user's under the temporary one, if it would find none and fail.
-
-    False: there is none either, and kernels can't be kept. To be called before Numba is imported.
+    None: nowhere, and each process compiles its own, 17 s of work.
     """
-    home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    given = environment.get(VARIABLE)
-    if _writable(package) or _writable(pathlib.Path(home) / "numba"):
-        return True
-    if given and _writable(pathlib.Path(given)):
-        return True
-    folder = _private_folder()
-    if folder is not None:
-        environment[VARIABLE] = str(folder)
-    return folder is not None
+    places = [pathlib.Path(os.environ.get("TMPDIR") or "/tmp") / f"edgekv-numba-{os.getuid()}"]
+    with contextlib.suppress(ConfigError):
+        places.insert(0, cache_root() / "kernels")
+    if given := os.environ.get(VARIABLE):
+        places.insert(0, pathlib.Path(given))
+    return next((place for place in places if _is_private(place)), None)
+
+
+@functools.cache
+def folder(source: str) -> pathlib.Path | None:
+    """Where those of a source file are, with those of the files beside it; None: nowhere."""
+    place, sources = _root(), pathlib.Path(source).absolute().parent
+    if place is None or not os.path.isfile(source):
+        return None
+    place /= f"{sources.name}_{hashlib.sha256(os.fsencode(sources)).hexdigest()[:32]}"
+    return place if _is_private(place) else None
 
 
 @functools.cache
@@ -51,20 +59,12 @@ def forget_old(folder: str, sources: str) -> None:
         return  # then they stay as they are, for whom they belong to
 
 
-def _writable(folder: pathlib.Path) -> bool:
-    """Whether files can be made in it, or it could be made first."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def _private_folder() -> pathlib.Path | None:
-    """Numba's cache is code: a folder that somebody else made, or could write to, is not used."""
+def _is_private(folder: pathlib.Path) -> bool:
+    """Whether it is this user's, who alone can write there; made if it is not there."""
     try:
-        folder = pathlib.Path(tempfile.gettempdir()) / f"edgekv-numba-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        link, status = folder.lstat(), folder.stat()
     except OSError:
-        return None
-    is_ours = status.st_uid == os.getuid() and status.st_mode & 0o170077 == 0o040000
-    return folder if is_ours else None
+        return False
+    ours = link.st_uid == status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return ours and os.access(folder, os.W_OK | os.X_OK)

@@ -13,6 +13,8 @@ import pytest
 from cuda_cases import device  # noqa: F401
 from serving import Server
 
+from edgekv.cache_folder import cache_root
+
 if TYPE_CHECKING:
     import openai
 
@@ -21,6 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub for a mistyped path
+os.environ.setdefault(
+    "NUMBA_CACHE_DIR", str(cache_root() / "kernels")
+)  # what is compiled stays, see `private_cache`
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -23,10 +23,11 @@ LAYERS = (
     ("edgekv.linear", "edgekv.kvcache"),
     ("edgekv.kernels", "edgekv.checkpoint"),
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
+    ("edgekv.numba_cache",),
     ("edgekv.cache_folder",),
     ("edgekv.machine", "edgekv.schema", "edgekv.files", "edgekv.folders"),
     ("edgekv.partial", "edgekv.child"),
-    ("edgekv.errors", "edgekv.types", "edgekv.version", "edgekv.numba_cache"),
+    ("edgekv.errors", "edgekv.types", "edgekv.version"),
 )
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")
 KNOW_PAPERS = {  # what joins the papers' part to ours

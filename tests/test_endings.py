@@ -93,42 +93,39 @@ def test_a_forked_child_refuses_to_generate(tmp_path: pathlib.Path) -> None:
     session.prefill([4, 5])
 
 
-def unwritable(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, *places: str) -> None:
-    def access(path: object, mode: int) -> bool:
-        return not str(path).startswith(tuple(str(tmp_path / place) for place in places))
+def test_kernels_are_kept_in_a_folder_of_this_user_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is given, that of the caches, a temporary one: the first that nobody else can write to."""
+    given, home = tmp_path / "given", tmp_path / "home"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(given))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
-    monkeypatch.setattr(os, "access", access)
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    def kept() -> pathlib.Path | None:
+        numba_cache._root.cache_clear()
+        found = numba_cache.folder.__wrapped__(__file__)
+        return found and found.parent
 
-
-def test_kernels_are_cached_where_one_may_write(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package, home = tmp_path / "package", tmp_path / "home"
-    package.mkdir()
-    unwritable(monkeypatch, tmp_path, "package")
-    environment = {"XDG_CACHE_HOME": str(home)}
-    numba_cache.prepare(package, environment)
-    assert "NUMBA_CACHE_DIR" not in environment  # Numba finds the home itself
-    home.mkdir()
-    unwritable(monkeypatch, tmp_path, "package", "home")
-    numba_cache.prepare(package, environment)
-    folder = pathlib.Path(environment["NUMBA_CACHE_DIR"])
-    assert folder.parent == tmp_path
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)  # somebody else could write there
-    again = {"XDG_CACHE_HOME": str(home)}
-    numba_cache.prepare(package, again)
-    assert "NUMBA_CACHE_DIR" not in again
-    assert numba_cache.prepare(package, environment)
-    assert not numba_cache.prepare(package, {"XDG_CACHE_HOME": str(home)})
+    assert kept() == given
+    given.chmod(0o775)
+    assert kept() == home / "edgekv" / "kernels"
+    assert [path.stat().st_mode & 0o777 for path in (home / "edgekv").rglob("*")] == [0o700, 0o700]
+    (home / "edgekv" / "kernels").chmod(0o777)
+    assert kept() == tmp_path / f"edgekv-numba-{os.getuid()}"
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # all of them are somebody else's
+    assert kept() is None
+    monkeypatch.undo()
+    numba_cache._root.cache_clear()
 
 
 NOWHERE = """
-import os, pathlib, tempfile
 from unittest import mock
-with mock.patch("os.access", lambda *place: False), mock.patch("pathlib.Path.mkdir", side_effect=PermissionError):
-    import edgekv
+from edgekv import numba_cache
+with mock.patch("pathlib.Path.mkdir", side_effect=PermissionError):
+    assert numba_cache.folder(numba_cache.__file__) is None
 from numba.core import caching
-caching.CacheImpl._locator_classes = []  # what Numba finds there: "no locator available"
+caching.CacheImpl._locator_classes = []  # what Numba finds by itself: "no locator available"
 import numpy as np
 from edgekv.kernels import numba_kernels
 x = np.arange(64, dtype=np.float32).reshape(1, 4, 16)
@@ -147,6 +144,26 @@ def test_kernels_run_where_they_cannot_be_kept() -> None:
     done = subprocess.run([sys.executable, "-c", NOWHERE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == sum(range(64))
+
+
+def test_an_install_stays_as_it_was_and_the_working_folder_says_nothing(tmp_path: pathlib.Path) -> None:
+    """Compiled kernels are code: neither beside the sources, nor where a file beside a model says."""
+    home = pathlib.Path(edgekv.__file__).parent
+    shutil.copytree(home, tmp_path / "edgekv", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "script.py").write_text(ROUND_UP)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ".numba_config.yaml").write_text(
+        "cache_dir: here\ncache_locator_classes: a\ndisable_jit: 1\n"
+    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "home"), "NUMBA_CACHE_DIR": ""}
+    command = [sys.executable, "-B", "../script.py"]
+    for hits in "01":
+        done = subprocess.run(
+            command, cwd=tmp_path / "model", env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert (done.stdout.split(), done.stderr) == (["15360", hits], "")
+    kept = {path.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("*.nb[ci]")}
+    assert kept == {("home", "edgekv", "kernels")}
 
 
 ROUND_UP = """

@@ -90,7 +90,7 @@ def test_warm(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_was_compiled_is_remembered_until_the_sources_change(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    monkeypatch.setattr(numba_cache, "folder", lambda source: tmp_path)
     assert not compiling.are_kept("a scheme")
     compiling.note_kept("a scheme")
     assert compiling.are_kept("a scheme")
@@ -100,7 +100,7 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
         assert not compiling.are_kept("a scheme")
     numba_cache.forget_old(str(tmp_path), "other sources")
     assert not compiling.are_kept("a scheme")
-    monkeypatch.setattr(numba_cache, "kept", False)
+    monkeypatch.setattr(numba_cache, "folder", lambda source: None)
     compiling.note_kept("a scheme")
     assert not compiling.are_kept("a scheme")
 
@@ -148,7 +148,7 @@ def test_a_loop_is_compiled_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -
         return loop.address
 
     monkeypatch.setattr(loops, "CFunc", Slow)
-    monkeypatch.setattr(numba_cache, "kept", False)
+    monkeypatch.setattr(numba_cache, "folder", lambda source: None)
     loop = loops.Loop(_nothing, 1)
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(call, range(4)))) == 1
@@ -163,16 +163,21 @@ def test_what_an_older_process_compiles_is_not_taken_by_a_newer_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still run when the folder has become that of other sources."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(numba_cache, "kept", True)
+    monkeypatch.setattr(numba_cache, "folder", lambda source: tmp_path)
     older, newer = entry_jit(one_more), kept.KeptKernel(one_more)
     for kernel, sources in ((older._cache, "old"), (newer, "new"), (older._cache, "old")):
         monkeypatch.setattr(kept, "sources", lambda sources=sources: sources)
-        assert pathlib.Path(kernel.cache_path).is_relative_to(tmp_path)
+        assert kernel.cache_path == str(tmp_path)
     assert older(1) == 2
     (signature,) = older.overloads
     assert [file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")] == ["test_warm.one_more"]
     monkeypatch.setattr(kept, "sources", lambda: "new")
     assert newer.load_overload(signature, older.targetctx) is None
     monkeypatch.setattr(kept, "sources", lambda: "old")
+    assert newer.load_overload(signature, older.targetctx) is not None
+    for damaged in ("*.nbc", "*.nbi"):
+        for file in tmp_path.glob(damaged):
+            file.write_bytes(file.read_bytes()[:50])
+        again = entry_jit(one_more)
+        assert (again(1), sum(again.stats.cache_hits.values())) == (2, 0)
     assert newer.load_overload(signature, older.targetctx) is not None

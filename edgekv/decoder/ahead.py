@@ -36,7 +36,7 @@ def compiled_ahead(spec: CacheSpec) -> Iterator[None]:
     """Runs the process within the block, unless it has run before, or could not help."""
     kinds = spec.scheme.kinds(spec.knobs)
     what = f"ahead {sorted(kinds or ())}"
-    if not (kinds and numba_cache.kept and all_cores() > 1) or compiling.are_kept(what):
+    if not (kinds and numba_cache.folder(__file__) and all_cores() > 1) or compiling.are_kept(what):
         yield
         return
     nothing = subprocess.DEVNULL

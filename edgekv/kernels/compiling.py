@@ -62,11 +62,12 @@ def note_kept(what: str) -> None:
 
 def _place(what: str) -> pathlib.Path | None:
     """A file beside the kernels; None: none are kept."""
-    if not numba_cache.kept:
-        return None
+    from edgekv.kernels.cpu import kept
     from edgekv.kernels.cpu.jit import CPU_FEATURES
-    from edgekv.kernels.cpu.kept import folder, sources
 
+    folder = numba_cache.folder(kept.__file__)
+    if folder is None:
+        return None
     processor = numba.config.CPU_NAME, CPU_FEATURES
-    made_by = numba.__version__, platform.python_version(), processor, sources(), what
-    return folder() / f"{numba_cache.WARM}{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"
+    made_by = numba.__version__, platform.python_version(), processor, kept.sources(), what
+    return folder / f"{numba_cache.WARM}{hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]}"

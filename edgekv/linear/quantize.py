@@ -6,25 +6,21 @@ A row is cut into blocks of ``block`` inputs; each has one float32 scale and cod
 
 from __future__ import annotations
 
+import functools
+
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from edgekv import numba_cache
 from edgekv.checkpoint.packed.mxfp4 import E2M1_DOUBLED
 from edgekv.kernels import threads
+from edgekv.kernels.cpu.jit import kept_jit
 from edgekv.types import F32, U8
 
 SHRINK = np.array([1, 1.05, *np.arange(0.95, 0.62, -0.05), *-np.arange(1.15, 0.67, -0.05)], np.float32)
 """Scales to try: parts of that which puts the largest number at -8; below 0 parts of its opposite."""
 
-rows_jit = numba.njit(
-    cache=numba_cache.kept,
-    parallel=True,
-    nogil=True,
-    error_model="numpy",
-    fastmath={"reassoc", "nsz", "contract"},
-)
+rows_jit = functools.partial(kept_jit, parallel=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
 """For what goes over rows of weights, and is called by `threads.run_parallel`."""
 
 

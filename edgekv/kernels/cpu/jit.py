@@ -1,5 +1,6 @@
 """Typed shorthands for the ways kernels are compiled, and what the processor offers."""
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -7,7 +8,6 @@ import numba
 from numba.core import codegen, config
 from numba.extending import intrinsic as _intrinsic
 
-from edgekv import numba_cache
 from edgekv.kernels.cpu.inner import InnerCompiler
 from edgekv.kernels.cpu.kept import KeptKernel
 
@@ -15,6 +15,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Scalar = Any  # a number inside a kernel
 Args = tuple[Any, ...]
 
+if os.path.isfile(config._config_fname):  # in the working folder, where strangers' files may be
+    config._config_fname = os.devnull
+    config.reload_config()
 CPU_FEATURES = config.CPU_FEATURES if config.CPU_FEATURES is not None else codegen.get_host_cpu_features()
 
 # Sums may be reordered and fused, which vectorising needs; infinities and NaNs keep their meaning.
@@ -28,10 +31,11 @@ def _inner(function: F, **options: Any) -> F:
     return cast(F, dispatcher)
 
 
-def _entry(function: F, **options: Any) -> F:
+def kept_jit(function: F, **options: Any) -> F:
+    """Called from Python, and kept on disk."""
     dispatcher = numba.njit(nogil=True, no_cfunc_wrapper=True, **options)(function)
-    if numba_cache.kept:
-        dispatcher._cache = KeptKernel(function)
+    if (kept := KeptKernel.of(function)) is not None:
+        dispatcher._cache = kept
     return cast(F, dispatcher)
 
 
@@ -52,7 +56,7 @@ def inline_jit(function: F) -> F:
 
 def entry_jit(function: F) -> F:
     """Called from Python, and kept on disk; exact."""
-    return _entry(function, error_model="numpy", fastmath=False)
+    return kept_jit(function, error_model="numpy", fastmath=False)
 
 
 def parallel_jit(function: F) -> F:
@@ -60,7 +64,7 @@ def parallel_jit(function: F) -> F:
 
     Allocate nothing inside them: it is ten times slower. What they call is compiled a second time: see `share`.
     """
-    return _entry(function, parallel=True)
+    return kept_jit(function, parallel=True)
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import pathlib
@@ -31,13 +32,38 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def folder() -> pathlib.Path:
-    """Where the kernels of this package are kept."""
-    return pathlib.Path(KeptKernel(folder).cache_path)
+@functools.cache
+def _stamp(source: str) -> str:
+    return hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()
+
+
+class _Place:
+    """Where a function's files are, as Numba asks for it, which by itself would have them beside the source."""
+
+    def __init__(self, function: Callable[..., Any], source: str) -> None:
+        self._source, self._line = source, function.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], source: str) -> _Place:
+        return cls(function, source)
+
+    def ensure_cache_path(self) -> None:
+        """It is there."""
+
+    def get_cache_path(self) -> str:
+        return str(numba_cache.folder(self._source))
+
+    def get_source_stamp(self) -> str:
+        return _stamp(self._source)
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
 
 
 class _Parts(CompileResultCacheImpl):  # type: ignore[misc]
     """What is kept of a kernel: its machine code, and how Python calls it."""
+
+    _locator_classes = (_Place,)
 
     def reduce(self, compiled: Any) -> Any:
         library, described = compiled.library, compiled.fndesc
@@ -70,6 +96,11 @@ class KeptKernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> KeptKernel | None:
+        """None: there is no place for it."""
+        return cls(function) if numba_cache.folder(function.__code__.co_filename) else None
+
     @functools.cached_property
     def _files(self) -> Any:
         files = _Files(self._function)
@@ -82,13 +113,19 @@ class KeptKernel:
         return str(self._files.cache_path)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """The compiled function; None: it has not been compiled for this processor and these types."""
+        """The compiled function; None: it has not been compiled for this processor and these types, or damaged."""
         _name_helpers()
-        return self._files._load_overload(signature, target_context)
+        try:
+            return self._files._load_overload(signature, target_context)
+        except Exception:  # pickle raises whatever it stumbles over
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keeps it."""
-        self._files.save_overload(signature, compiled)
+        """Keeps it, if there is room."""
+        with contextlib.suppress(OSError):
+            self._files.save_overload(signature, compiled)
 
     def enable(self) -> None:
         """It is from the start."""

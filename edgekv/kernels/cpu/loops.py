@@ -39,7 +39,6 @@ from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from edgekv import numba_cache
 from edgekv.kernels.cpu.jit import FAST, intrinsic
 from edgekv.kernels.cpu.kept import KeptKernel
 from edgekv.kernels.kinds import find_loops
@@ -74,8 +73,8 @@ class Loop:
         options = {"nopython": True, "error_model": "numpy", "fastmath": fastmath, "parallel": self.parallel}
         make: Any = CFunc
         compiled = make(self.function, normalize_signature(signature), locals={}, options=options)
-        if numba_cache.kept:
-            compiled._cache = KeptKernel(self.function)
+        if (kept := KeptKernel.of(self.function)) is not None:
+            compiled._cache = kept
         compiled.compile()
         return compiled
 

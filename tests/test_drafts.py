@@ -142,10 +142,11 @@ def test_the_shares_of_sampled_tokens_are_the_models(model: pathlib.Path) -> Non
     assert chi2 < 29.9  # of 7 degrees of freedom: 1 in 10,000
 
 
-@pytest.mark.parametrize("case", ["rope-dynamic", "mistral", "gpt2"])
-def test_other_models(case: str, tmp_path: pathlib.Path) -> None:
-    """Rotation by length allows no drafts; a sliding window and learned positions do."""
-    session = Session.load(golden_cases.write_checkpoint(case, tmp_path), weights="f32")
+@pytest.mark.parametrize("weights", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("case", ["rope-dynamic", "mistral", "gpt2", "mixtral", "gpt-oss", "qwen3-moe"])
+def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
+    """Rotation by length allows no drafts; a sliding window, learned positions and experts do."""
+    session = Session.load(golden_cases.write_checkpoint(case, tmp_path), weights=weights)
     prompt = golden_cases.tokens(case)[:10]
     plain = [step.token for step in session.generate(prompt, max_new_tokens=20)]
     session.reset()

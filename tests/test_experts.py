@@ -111,7 +111,8 @@ def test_blocks_of_experts_are_shifted(name: str, tmp_path: pathlib.Path) -> Non
     store, of = WeightStore(tmp_path / "store"), np.array([0, 2, 2, 5])
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     got = StoredExperts(store, Threads(1, 2))(x, of, "1.experts_up")
-    meant = expert_rows(x, of, store.matrix("1.experts_up"), store.bias("1.experts_up"), 8)
+    matrix, bias = store.matrix("1.experts_up"), store.bias("1.experts_up")
+    meant = expert_rows(x, of, matrix, bias, 8, lambda x, w: x @ w.T)
     assert np.linalg.norm(got - meant) < 0.02 * np.linalg.norm(meant)
 
 

@@ -17,6 +17,7 @@ from serving import serving
 from slot_cases import SLOTS, Recorded, at_once
 
 from edgekv import ConfigError, Session, SessionError
+from edgekv.linear.blocks import ALIKE_ROWS
 
 
 @pytest.mark.parametrize("case", ["llama31", "gpt2", "rope-dynamic"])
@@ -36,6 +37,22 @@ def test_a_pass_of_several_conversations(case: str, kv: str, tmp_path: pathlib.P
         expected = [other.decoder.step(token, other.state.caches).copy() for other in alone]
         together = first.decoder.step_together([token] * 3, [session.state.caches for session in sessions])
         np.testing.assert_allclose(together, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "qwen3-moe", "llama31", "gpt2"])
+def test_a_token_has_the_logits_that_it_has_alone(case: str, weights: str, tmp_path: pathlib.Path) -> None:
+    """To the bit, beside however many others; so the float32 products of a router are those of each row."""
+    model = golden_cases.write_checkpoint(case, tmp_path)
+    first, tokens = Session.load(model, kv="dense", weights=weights), golden_cases.tokens(case)
+    alone, sessions = ([first.fork() for _ in range(2 * ALIKE_ROWS + 3)] for _ in range(2))
+    for i, both in enumerate(zip(alone, sessions, strict=True)):
+        for session in both:
+            session.prefill(tokens[i : 2 * i + 3])
+    for n in (2, 3, ALIKE_ROWS, len(sessions)):
+        expected = [each.decoder.step(tokens[n], each.state.caches).copy() for each in alone[:n]]
+        together = first.decoder.step_together([tokens[n]] * n, [each.state.caches for each in sessions[:n]])
+        np.testing.assert_array_equal(together, expected)
 
 
 @pytest.mark.parametrize("kv", ["dense", "onebit", "h2o"])

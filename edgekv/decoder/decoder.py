@@ -22,7 +22,7 @@ from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Workspace
 from edgekv.kvcache.layer_state import LayerState
 from edgekv.kvcache.recurrent import RecurrentState, attending
-from edgekv.linear.blocks import LinearBlocks
+from edgekv.linear.blocks import ALIKE_ROWS, LinearBlocks
 from edgekv.linear.low_rank import Changes
 from edgekv.linear.weights import Weights
 from edgekv.types import F32, I64
@@ -140,7 +140,14 @@ class Decoder(abc.ABC):
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
     def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
-        """Logits (n, vocab): `step` of n conversations, a token each, in one pass of the linear layers."""
+        """Logits (n, vocab): `step` of n conversations, a token each, ALIKE_ROWS of them in each pass.
+
+        A pass of the linear layers has what they would have alone.
+        """
+        passes = (slice(a, a + ALIKE_ROWS) for a in range(0, len(tokens), ALIKE_ROWS))
+        return np.concatenate([self._step_pass(tokens[part], conversations[part]) for part in passes])
+
+    def _step_pass(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
         starts = [caches[0].n_seen for caches in conversations]
         x = np.concatenate([self.embed((token,), start) for token, start in zip(tokens, starts, strict=True)])
         rotations = [self._ropes.at(start, 1) for start in starts]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from edgekv.kernels.cpu.products import FEW_ROWS
 from edgekv.linear.low_rank import Changes
 from edgekv.types import F32, Threads
+
+ALIKE_ROWS = FEW_ROWS
+"""Rows of a call, at most, of which the CPU's backend makes what it makes of each alone, to the bit."""
 
 
 class LinearBlocks(Protocol):

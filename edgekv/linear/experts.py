@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from edgekv.linear.activations import ACTIVATIONS, clamped_gate
+from edgekv.linear.low_rank import Product
 from edgekv.models.config import ExpertsConfig, ModelConfig
 from edgekv.types import F32, I64
 
@@ -72,13 +73,13 @@ def groups(of: I64) -> Iterator[tuple[int, slice]]:
         yield int(of[a]), slice(a, b)
 
 
-def expert_rows(rows: F32, of: I64, matrices: F32, bias: F32 | None, n_experts: int) -> F32:
+def expert_rows(rows: F32, of: I64, matrices: F32, bias: F32 | None, n_experts: int, multiply: Product) -> F32:
     """An `ExpertProduct` in float32: matrices (n_experts * outputs, columns), one below the other, and biases."""
     n = len(matrices) // n_experts
     result = np.empty((len(rows), n), np.float32)
     for expert, pairs in groups(of):
         own = slice(expert * n, (expert + 1) * n)
-        np.matmul(rows[pairs], matrices[own].T, out=result[pairs])
+        result[pairs] = multiply(rows[pairs], matrices[own])
         if bias is not None:
             result[pairs] += bias[own]
     return result

@@ -5,7 +5,7 @@ So one weight store serves many of them, and the weights stay as they were round
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,23 +17,26 @@ from edgekv.types import F32
 
 
 class LowRank(NamedTuple):
-    """What is added to one part of a linear layer: x ``down`` (columns, rank) ``up`` (rank, rows), float32."""
+    """What is added to one part of a linear layer: ``up`` (rows, rank) times ``down`` (rank, columns)."""
 
     down: F32
     up: F32
 
 
+Product = Callable[[F32, F32], F32]
+"""(x (n, columns), weights (rows, columns)) -> x times the transpose of the weights (n, rows), float32."""
+
 Changes = Mapping[str, tuple[LowRank, ...]]
 """By linear layer: what is added to each of its parts; of rank 0 where that is nothing."""
 
 
-def add_changes(x: F32, y: F32, parts: tuple[LowRank, ...]) -> None:
+def add_changes(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -> None:
     """Adds to y (n, rows), which is the linear layer of x (n, columns), what its parts' changes of x are."""
     row = 0
     for down, up in parts:
-        end = row + up.shape[1]
-        if len(up):
-            y[:, row:end] += (x @ down) @ up
+        end = row + len(up)
+        if len(down):
+            y[:, row:end] += multiply(multiply(x, down), up)
         row = end
 
 
@@ -65,7 +68,7 @@ def nbytes(changes: Changes) -> int:
 
 
 def _none(part: WeightPart) -> LowRank:
-    return LowRank(np.zeros((part.columns, 0), np.float32), np.zeros((0, part.rows), np.float32))
+    return LowRank(np.zeros((0, part.columns), np.float32), np.zeros((part.rows, 0), np.float32))
 
 
 def _read(delta: Delta) -> LowRank:
@@ -75,4 +78,4 @@ def _read(delta: Delta) -> LowRank:
             f"{delta.file.path}: {delta.b} is not finite with its factor; give a smaller scale, or another `lora`",
             field="lora",
         )
-    return LowRank(np.ascontiguousarray(a.T), np.ascontiguousarray(b.T))
+    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b))

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgekv.kernels.cpu import layers, products
+from edgekv.kernels.cpu import float_products, layers, products
+from edgekv.kernels.cpu.float_products import FloatProducts, multiply_rows
 from edgekv.kernels.cpu.product_rows import OUTPUTS
 from edgekv.kernels.cpu.products import PackedProduct
+from edgekv.linear.formats import ROUTER
 from edgekv.linear.reference import NumpyLinear, NumpyOps
 from edgekv.linear.store import WeightStore
 from edgekv.linear.stored_experts import StoredExperts
@@ -21,7 +23,8 @@ from edgekv.types import F32, Threads
 class Packed(NamedTuple):
     """A linear layer as it is read."""
 
-    product: PackedProduct
+    product: Callable[[F32, int], F32]
+    """(rows, threads) -> their products."""
     bias: F32 | None
 
 
@@ -34,6 +37,10 @@ class PackedOps(NumpyOps):
         self._packed: dict[str, Packed | None] = {}
         self._vectors: dict[str, F32] = {}
         self.experts = StoredExperts(store, threads)
+        self._float_products = FloatProducts(threads)
+
+    def _multiply(self, x: F32, matrix: F32) -> F32:
+        return self._float_products(x, matrix)
 
     def _stored_linear(self, x: F32, name: str) -> F32:
         if name not in self._packed:
@@ -66,8 +73,11 @@ class PackedOps(NumpyOps):
         return self.experts.add(x, y, self.linear(y, f"{i}.router"), i)
 
     def _open(self, name: str) -> Packed | None:
-        """None: float32, or too few outputs for the kernels."""
+        """None: float32, or too few outputs for the kernels. A router's rows are each alone, also in a prompt."""
         store, form = self._store, self._store.form.of(name)
+        if name.endswith(ROUTER):
+            matrix = self._matrix(name)
+            return Packed(lambda x, n_threads: multiply_rows(x, matrix, n_threads), store.bias(name))
         if form.bits == 32:
             return None
         weights = stored_weights(store, name)
@@ -90,7 +100,7 @@ class PackedLinear(NumpyLinear):
         forms = {self._forms.of(name) for name in linears if not linears[name].n_experts}
         layouts = {product_layout(form) for form in forms if form.bits < 32}
         kernels = [functools.partial(products.warm_up, layout) for layout in layouts]
-        return [*kernels, *shift_kernels(forms), *self._experts.warm_up(), layers.warm_up]
+        return [*kernels, *shift_kernels(forms), *self._experts.warm_up(), layers.warm_up, float_products.warm_up]
 
     @classmethod
     def block(cls, store: WeightStore, name: str, threads: int) -> Callable[..., F32]:

@@ -28,12 +28,17 @@ class NumpyOps(Ops):
     def linear(self, x: F32, name: str) -> F32:
         y = self._stored_linear(x, name)
         if name in self.changes:
-            add_changes(x, y, self.changes[name])
+            add_changes(x, y, self.changes[name], self._multiply)
+        return y
+
+    def _multiply(self, x: F32, matrix: F32) -> F32:
+        """A `Product`."""
+        y: F32 = x @ matrix.T
         return y
 
     def _stored_linear(self, x: F32, name: str) -> F32:
         bias = self.weights.bias(name)
-        y: F32 = x @ self._matrix(name).T
+        y = self._multiply(x, self._matrix(name))
         if bias is not None:
             y += bias
         return y
@@ -93,7 +98,8 @@ class NumpyOps(Ops):
         return add_experts(experts, i, x, y, logits, self._expert_products, gate)
 
     def _expert_products(self, rows: F32, of: I64, name: str) -> F32:
-        return expert_rows(rows, of, self._matrix(name), self.weights.bias(name), self._linears[name].n_experts)
+        matrices, bias = self._matrix(name), self.weights.bias(name)
+        return expert_rows(rows, of, matrices, bias, self._linears[name].n_experts, self._multiply)
 
 
 class NumpyLinear(LinearBlocks):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from edgekv.kernels.cpu import layers, routing
 from edgekv.kernels.cpu.chosen_products import ChosenProduct, warm_up
+from edgekv.kernels.cpu.float_products import FloatProducts
 from edgekv.kernels.cpu.product_rows import OUTPUTS
 from edgekv.linear.experts import Gate, expert_rows, gated, groups
 from edgekv.linear.store import WeightStore
@@ -28,6 +29,7 @@ class StoredExperts:
 
     def __init__(self, store: WeightStore, threads: Threads) -> None:
         self._store, self._threads, config = store, threads, store.arch.config
+        self._multiply = FloatProducts(threads)
         self._experts, self._gate = config.experts, kernel_gate(config)
         linears = {name: linear for name, linear in store.arch.linears().items() if linear.n_experts}
         self._n_experts = {name: linear.n_experts for name, linear in linears.items()}
@@ -47,7 +49,7 @@ class StoredExperts:
         for expert, _ in groups(of) if self._is_cold else ():
             self._advise(name, mmap.MADV_WILLNEED, expert)
         if name not in self._products:
-            return expert_rows(rows, of, self._store.matrix(name), bias, n_experts)
+            return expert_rows(rows, of, self._store.matrix(name), bias, n_experts, self._multiply)
         n_threads = self._threads.decode if len(rows) <= FEW_PAIRS else self._threads.prompt
         result = self._products[name](rows, of, n_threads)
         if bias is not None:

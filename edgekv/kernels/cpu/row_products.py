@@ -22,8 +22,11 @@ COLUMNS = {1: 4, 2: 2 if emit.FEW_REGISTERS else 4, 4: 2 if emit.FEW_REGISTERS e
 AHEAD = 8  # tokens
 
 
-def score_rows(size: int) -> Any:
-    """The loop over rows of numbers of `size` bytes."""
+def score_rows(size: int, alike: bool = False) -> Any:
+    """The loop over rows of numbers of `size` bytes; alike: a score does not depend on how many rows there are."""
+    tokens = dict.fromkeys(TOKENS, 4) if alike else TOKENS
+    row_counts = ROW_COUNTS[1:] if alike and emit.FEW_REGISTERS else ROW_COUNTS
+    name = f"score_{'alike' if alike else 'rows'}"
 
     @intrinsic
     def score(context: Any, q: Any, rows: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> Any:
@@ -32,12 +35,12 @@ def score_rows(size: int) -> Any:
         def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
             q, rows, keys, head_dim, n, s, gap = args
             done = emit.I64(0)
-            for together in ROW_COUNTS:
+            for together in row_counts:
                 with emit.loop(b, done, rows, together) as turn:
                     queries = b.add(q, b.mul(turn.i, b.mul(head_dim, emit.I64(4))))
                     target = b.add(s, b.mul(turn.i, b.mul(gap, emit.I64(4))))
-                    write = functools.partial(_score, size, together)
-                    emit.call_own(b, f"score_rows_{together}", write, queries, keys, head_dim, n, target, gap)
+                    write = functools.partial(_score, size, together, tokens[together])
+                    emit.call_own(b, f"{name}_{together}", write, queries, keys, head_dim, n, target, gap)
                 done = turn.i
             return context.get_dummy_value()
 
@@ -76,10 +79,12 @@ def _load(b: Any, size: int, address: Any, offset: int = 0) -> Any:
     return widen(b, emit.load(b, emit.vector(emit.I16, N), address, offset))
 
 
-def _score(size: int, n_rows: int, b: Any, q: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any) -> None:
+def _score(
+    size: int, n_rows: int, tokens: int, b: Any, q: Any, keys: Any, head_dim: Any, n: Any, s: Any, gap: Any
+) -> None:
     row_bytes, query_bytes = b.mul(head_dim, emit.I64(size)), b.mul(head_dim, emit.I64(4))
     done = emit.I64(0)
-    for n_tokens in (TOKENS[n_rows], 1):
+    for n_tokens in (tokens, 1):
         with emit.loop(b, done, n, n_tokens) as tile:
             first = b.add(keys, b.mul(tile.i, row_bytes))
             ahead = b.add(first, b.mul(row_bytes, emit.I64(AHEAD)))

@@ -56,7 +56,7 @@ def _score_f16(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, ga
     keys = half + 2 * (g * capacity + t) * head_dim
     _score_halves(q, rows, keys, head_dim, n, s, gap)
     if head_dim % WIDTH:
-        _score_rest(floats(q), rows, halves(keys), head_dim, n, floats(s), gap)
+        score_rest(floats(q), rows, halves(keys), head_dim, n, floats(s), gap)
 
 
 @score_loop
@@ -65,7 +65,7 @@ def _score_f32(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, ga
     keys = single + 4 * (g * capacity + t) * head_dim
     _score_singles(q, rows, keys, head_dim, n, s, gap)
     if head_dim % WIDTH:
-        _score_rest(floats(q), rows, floats(keys), head_dim, n, floats(s), gap)
+        score_rest(floats(q), rows, floats(keys), head_dim, n, floats(s), gap)
 
 
 @add_loop
@@ -134,7 +134,7 @@ def _encode_tokens(first: int, last: int, args: Args) -> None:
 
 
 @fast_jit
-def _score_rest(q: F32, rows: int, keys: U16 | F32, head_dim: int, n: int, s: F32, gap: int) -> None:
+def score_rest(q: F32, rows: int, keys: U16 | F32, head_dim: int, n: int, s: F32, gap: int) -> None:
     """Adds the channels behind the last whole vector."""
     for m in range(rows):
         for t in range(n):

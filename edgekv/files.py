@@ -68,6 +68,16 @@ def parse_object(data: str | bytes) -> dict[str, Any]:
     return value
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The UTF-8 text of a file. Raises ValueError, which says why there is none."""
+    try:
+        return read_regular(path).decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start})") from None
+
+
 def require_writable(path: str | os.PathLike[str]) -> None:
     """Raises CheckpointError where `atomic_write` could not write: to be asked before work whose result it is."""
     target = user_path(path)
@@ -191,11 +201,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _unwritable(path: Path, nbytes: int, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or error
+    if not nbytes:
+        return CheckpointError(f"{path}: cannot be written ({reason}); give another place, or make it writable")
     try:
         free = f"{shutil.disk_usage(path.parent).free:,}"
     except OSError:
         free = "an unknown number"
-    reason = getattr(error, "strerror", None) or error
     return CheckpointError(
         f"{path}: cannot be written ({reason}); it needs {nbytes:,} bytes, {free} are free: "
         "free some space or write elsewhere"

@@ -34,10 +34,25 @@ from edgekv.errors import EdgeKVError, unknown
             "onebit:sink=4,residual_length=128 and steps:budget=9",
         ),
         ("--kv dense has no kernel", "--kv dense has no kernel"),
+        ("'top_k=3 `ctx`' was said, not \"seed=1\"; don't", "'top_k=3 `ctx`' was said, not \"seed=1\"; don't"),
+        ("/a/ctx=5/x: can't be read", "/a/ctx=5/x: can't be read"),
+        ("kv='': accepted", "--kv '': accepted"),
     ],
 )
 def test_in_flags(text: str, shown: str) -> None:
     assert in_flags(text) == shown
+
+
+def test_in_flags_leaves_what_a_user_gave() -> None:
+    given = "see `ctx` and seed=3"
+    error = EdgeKVError(f"stop={given}: lower `ctx`", field="stop", value=given)
+    assert in_flags(error) == f"--stop {given}: lower --ctx"
+
+
+def test_in_flags_names_options_that_the_command_has() -> None:
+    text = "meter='x': lower `ctx` or `kv_budget`"
+    assert in_flags(text, {"--power", "--ctx"}) == "--power x: lower --ctx or `kv_budget`"
+    assert in_flags(text, {"--meter"}) == "--meter x: lower `ctx` or `kv_budget`"
 
 
 def test_every_parameter_has_an_option_of_the_command_line() -> None:
@@ -109,7 +124,7 @@ def test_the_command_line_says_its_options(
 ) -> None:
     if said is None:
         assert main(["chat", "--ctx", "64", *arguments]) == 2
-        said = "error: --chat-template x: can't be read"
+        said = "error: --chat-template x: cannot be read"
     else:
         assert main(["run", "--prompt", "x", *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import stat
+import sys
 
 import pytest
 
 from edgekv.cache_folder import Memo, cache_root
+from edgekv.cli import main
+from edgekv.cli.output import one_line, redraw, visible_terminals
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.files import PartialFile, atomic_write, open_regular, read_object, require_writable
+from edgekv.session.file import write
 
 
 def mode_of(path: pathlib.Path) -> int:
@@ -62,6 +67,8 @@ def test_modes(tmp_path: pathlib.Path) -> None:
         (partial,) = tmp_path.glob("report.partial-*")
         assert mode_of(partial) == 0o600  # from the beginning
         file.discard()
+        write(tmp_path / "saved", {}, {})
+        assert mode_of(tmp_path / "saved") == 0o600
     finally:
         os.umask(before)
 
@@ -130,3 +137,100 @@ def test_without_a_home_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -
     memo = Memo("x.json", 1)
     memo.keep({})
     assert memo.read() is None
+
+
+LONG, RUN = "n" * 300, ("run", "--prompt", "x")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((*RUN, "--model", path) for path in ("pipe", "/dev/zero", "", LONG, "~nosuch/x", "a\0b")),
+        ("info", "--model", LONG),
+        ("budget", "--shape", ""),
+        ("board", "--quick", "--shape", LONG),
+        ("board", "--quick", "--output", "deep.json/x"),
+        *((*RUN, option, "pipe") for option in ("--config", "--adapter", "--lora", "--json-schema", "--session")),
+        *((*RUN, option, "deep.json") for option in ("--config", "--json-schema", "--session")),
+        *((*RUN, "--power-csv", path) for path in ("/dev/zero", "wide.csv", "odd.csv")),
+        *((*RUN, option, path) for option in ("--json", "--session") for path in ("absent/x", ".", LONG)),
+        ("run", "--prompt-file", "/dev/zero"),
+        ("demo", "--text", "pipe"),
+        ("demo", "--device", "nosuch"),
+        ("bench", "--plot", "x.txt"),
+        ("eval", "--text", "odd.csv", "--plot", "absent/x.png"),
+        ("quantize", "--output", "pipe"),
+        ("power", "record", "--csv", "absent/x", "--", "touch", "begun"),
+    ],
+)
+@pytest.mark.usefixtures("pipe")
+def test_the_command_line_refuses_files_in_one_line_before_any_work(
+    arguments: tuple[str, ...],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.json").write_text("[" * 100000)
+    (tmp_path / "wide.csv").write_text(f'time,watts\n"{LONG * 1000}"\n')
+    (tmp_path / "odd.csv").write_text("time,watts\n0001-01-01T00:00:00,3\n1e300,4\n")
+    before = sorted(os.listdir())
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith("edgekv: error: ")
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*RUN, "--power", "x"), "--power x is unknown; accepted: auto, rpi-pmic"),
+        (("power", "--meter", "x"), "--meter x is unknown; accepted: auto, rpi-pmic"),
+        (("board", "--power", "x"), "--power x is unknown; accepted: auto, rpi-pmic"),
+        (("bench", "--kv", "steps"), "--kv steps needs a `kv_budget`, or steps:budget=BYTES"),
+        (
+            (*RUN, "--ctx", "64", "--draft", "nosuch"),
+            "--draft nosuch is no way to guess, and no model",
+        ),
+    ],
+)
+def test_errors_name_the_option_that_was_given(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert f"error: {said}" in capsys.readouterr().err
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_character_commands_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what draws bars and tables; what is not a terminal gets the text as it is."""
+    out, err, text = Tty(), Tty(), "a\tb\n\x1b[2J\x9b2J\r\x07é\udcff"
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with visible_terminals():
+        print(text)
+        redraw(["1"], 2)
+        print(f"\r{text}", file=sys.stderr)
+    assert sys.stdout is out
+    shown = "a\tb\n\\x1b[2J\\x9b2J\\r\\x07é\\udcff\n"
+    assert out.getvalue() == f"{shown}\x1b[2A\x1b[J1\n"
+    assert err.getvalue() == f"\r{shown}"
+    assert one_line(text) == shown[:-1].replace("\t", "\\t").replace("\n", "\\n")
+    monkeypatch.setattr(sys, "stdout", plain := io.StringIO())
+    with visible_terminals():
+        print(text)
+    assert plain.getvalue() == f"{text}\n"
+
+
+def test_names_of_an_index_reach_the_terminal_written_out(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a\x1b]0;b\n\x07"
+    folder.mkdir()
+    assert main(["info", "--model", str(folder)]) == 2
+    assert "/a\\x1b]0;b\\n\\x07: holds no" in capsys.readouterr().err

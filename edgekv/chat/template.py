@@ -11,7 +11,7 @@ from typing import Any
 
 from edgekv.child import BoundedChild, ChildError
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.files import MAX_FILE_BYTES, read_object, read_regular, user_path
+from edgekv.files import MAX_FILE_BYTES, read_object, read_text, user_path
 from edgekv.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -60,7 +60,7 @@ class ChatTemplate:
 
         Raises ConfigError for a file that can't be read or is no Jinja.
         """
-        source = read_template(given) if given else place and find_template(place)
+        source = place and find_template(place) if given is None else read_template(given)
         return cls(source, tokenizer) if source else cls.plain(tokenizer)
 
     @property
@@ -131,10 +131,10 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
         if (folder / "chat_template.jinja").is_file():
-            return read_regular(folder / "chat_template.jinja").decode("utf-8")
+            return read_text(folder / "chat_template.jinja")
         if (folder / "tokenizer_config.json").is_file():
             return _declared(read_object(folder / "tokenizer_config.json", MAX_FILE_BYTES).get("chat_template"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its chat template can't be read ({error}); copy it again") from None
     return None
 
@@ -142,10 +142,10 @@ def find_template(tokenizer: pathlib.Path) -> str | None:
 def read_template(path: str) -> str:
     """The text of a template's file. Raises ConfigError (field chat_template)."""
     try:
-        return read_regular(user_path(path)).decode("utf-8")
-    except (OSError, ValueError) as error:
+        return read_text(user_path(path))
+    except ValueError as error:
         raise ConfigError(
-            f"chat_template={path!r}: can't be read ({error}); give a UTF-8 Jinja file",
+            f"chat_template={path!r}: {error}; give a UTF-8 Jinja file",
             field="chat_template",
             value=path,
         ) from None

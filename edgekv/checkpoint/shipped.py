@@ -17,7 +17,7 @@ INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "models"
 
 def shipped(name: str) -> pathlib.Path | None:
     """A file of `models/` by its name there: in the checkout, else where the wheel put it."""
-    return next((folder / name for folder in (CHECKOUT, INSTALLED) if (folder / name).is_file()), None)
+    return next((folder / name for folder in (CHECKOUT, INSTALLED) if os.path.isfile(folder / name)), None)
 
 
 def shipped_model(name: str) -> pathlib.Path | None:

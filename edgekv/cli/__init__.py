@@ -11,6 +11,7 @@ from importlib import import_module
 
 from edgekv.cli.completion import add_completion
 from edgekv.cli.flags import in_flags
+from edgekv.cli.output import one_line, visible_terminals
 from edgekv.errors import EdgeKVError
 from edgekv.version import __version__
 
@@ -46,7 +47,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         command = getattr(import_module(module), attribute)
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(sub)
-        sub.set_defaults(execute=command.execute)
+        sub.set_defaults(execute=command.execute, options=sub._option_string_actions)
     add_completion(commands, main_parser)
     return main_parser
 
@@ -64,13 +65,16 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     ``imported`` is called when what the command needs is there.
     """
     given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
+    arguments = None
     try:
-        imported()
-        status: int = arguments.execute(arguments)
-        sys.stdout.flush()
+        arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
+        with visible_terminals():
+            imported()
+            status: int = arguments.execute(arguments)
+            sys.stdout.flush()
     except EdgeKVError as error:
-        print(f"edgekv: error: {in_flags(str(error))}", file=sys.stderr)
+        said = in_flags(error, getattr(arguments, "options", None))
+        print(f"edgekv: error: {one_line(said)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
 
 from edgekv.checkpoint.shapes import names
 from edgekv.cli.bars import Bars
 from edgekv.cli.caches import is_named, without_left_out
 from edgekv.cli.options import Command, add_source_options, add_weights_option, model_path, positive_int
+from edgekv.cli.output import output_file, picture_file, write_json
 from edgekv.cli.plots import plot_times, require_matplotlib
 from edgekv.cli.tables import fitted
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.files import atomic_write
 from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.spec import suited
@@ -41,9 +40,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=positive_int, default=32, metavar="N", help="per scheme (default %(default)s)"
     )
     parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
-    parser.add_argument("--json", metavar="FILE", help="write the timings as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the timings as JSON")
     parser.add_argument("--wide", action="store_true", help="every part's column")
-    parser.add_argument("--plot", metavar="FILE", help="milliseconds by part: PNG or SVG (needs edgekv[plot])")
+    parser.add_argument(
+        "--plot", type=picture_file, metavar="FILE", help="milliseconds by part: PNG or SVG (needs edgekv[plot])"
+    )
 
 
 def _execute(arguments: argparse.Namespace) -> int:
@@ -88,20 +89,20 @@ def _execute(arguments: argparse.Namespace) -> int:
             },
             "machine": machine_info(),
         }
-        atomic_write(arguments.json, (json.dumps(facts, indent=1) + "\n").encode())
+        write_json(arguments.json, facts)
     if arguments.plot:
         plot_times(timings, arguments.plot)
     return 0
 
 
 def _model(arguments: argparse.Namespace, positions: int, bars: Bars) -> Model:
-    if not arguments.shape:
+    if arguments.shape is None:
         if arguments.layers:
             raise ConfigError(
                 f"layers={arguments.layers}: only a `shape` can have other layers than its own", field="layers"
             )
         return Model.open(model_path(arguments), config=arguments.config)
-    if arguments.model:
+    if arguments.model is not None:
         raise ConfigError(f"shape={arguments.shape} and model={arguments.model}: give one of them", field="shape")
     return shape_model(arguments.shape, arguments.layers, positions, arguments.weights, bars.update)
 

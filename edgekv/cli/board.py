@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pathlib
 
 import msgspec
@@ -17,9 +18,10 @@ from edgekv.checkpoint.shapes import read_shape
 from edgekv.cli.bars import Bars
 from edgekv.cli.options import Command, positive_int, say
 from edgekv.errors import ConfigError
-from edgekv.files import atomic_write
+from edgekv.files import atomic_write, require_writable, user_path
 from edgekv.machine import machine_info
 from edgekv.power import METERS
+from edgekv.power.csv_log import read_log
 
 MINUTES = 10.0
 
@@ -61,11 +63,16 @@ def _execute(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--minutes {arguments.minutes:g}: accepted are minutes above 0")
     metering = Metering(arguments.power)
     board = _new_board(arguments, metering)
-    path = pathlib.Path(arguments.output) / f"{board.slug}.json"
-    pathlib.Path(arguments.output).mkdir(parents=True, exist_ok=True)
+    folder = user_path(arguments.output)
+    path, text = folder / f"{board.slug}.json", folder / f"{board.slug}.md"
+    with contextlib.suppress(OSError):  # `require_writable` says why
+        folder.mkdir(parents=True, exist_ok=True)
+    for each in (path, text):
+        require_writable(each)
+    if arguments.power_csv is not None:
+        read_log(user_path(arguments.power_csv))
     if path.exists() and not arguments.again:
         board = _continued(path, board, arguments)
-    text = path.with_suffix(".md")
     try:
         with Bars() as bars:
             Run(board, path, metering, 60 * arguments.minutes, say, bars.update).go()

@@ -92,11 +92,11 @@ def _execute(arguments: argparse.Namespace) -> int:
 
 def _model(arguments: argparse.Namespace) -> Model:
     """The model; of one on the Hub that is not here its config alone, of a shape nothing."""
-    if arguments.shape and arguments.model:
+    if arguments.shape is not None and arguments.model is not None:
         raise ConfigError(f"shape={arguments.shape} and model={arguments.model}: give one of them", field="shape")
-    if arguments.shape:
+    if arguments.shape is not None:
         return unread_model(arguments.shape, read_shape(arguments.shape))
-    name = hub_name(arguments.model or "demo")
+    name = hub_name("demo" if arguments.model is None else arguments.model)
     if name and not name.file and cached(name) is None:
         return unread_model(str(name), config(name))
     return Model.open(model_path(arguments), config=arguments.config)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from edgekv.cli.output import raw
+
 QUOTES = '"""'
 PROMPT, MORE = "> ", "| "
 
@@ -69,7 +71,7 @@ def _editor(history: bool) -> Callable[[str], str]:
     kept: Any = FileHistory(str(path)) if history and (path := _writable_history()) else InMemoryHistory()
     session: Any = PromptSession(
         history=kept,
-        output=create_output(sys.stderr),
+        output=create_output(raw(sys.stderr)),
         multiline=True,
         key_bindings=_keys(),
         prompt_continuation=MORE,

@@ -10,6 +10,7 @@ from edgekv.chat.template import ChatTemplate
 from edgekv.cli.bars import Bars
 from edgekv.cli.gate import warn_ungated
 from edgekv.cli.options import model_path
+from edgekv.cli.output import output_file
 from edgekv.errors import ConfigError, SessionError
 from edgekv.files import user_path
 from edgekv.session.context_shift import CONTEXT_SHIFTS
@@ -21,6 +22,7 @@ def add_session_options(parser: argparse.ArgumentParser) -> None:
     """Where a conversation is kept, and what happens when it outgrows the context."""
     parser.add_argument(
         "--session",
+        type=output_file,
         metavar="FILE",
         help="keep the conversation and its compressed cache in FILE: taken up if it exists, written at the end",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import secrets
 import shutil
 import sys
@@ -14,10 +13,10 @@ from typing import Any
 
 from edgekv.checkpoint.shipped import shipped
 from edgekv.cli.bars import Bars
-from edgekv.cli.options import Command, positive_int
+from edgekv.cli.options import Command, add_device_option, positive_int
+from edgekv.cli.output import output_file, redraw, write_json
 from edgekv.cli.prompt import read_text
 from edgekv.errors import EdgeKVError, PowerError
-from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import format_bytes, machine_info
@@ -44,12 +43,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="which facts, and where (default: others each time)")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
-    parser.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
+    add_device_option(parser)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write what was measured as JSON")
 
 
 def _execute(arguments: argparse.Namespace) -> int:
     specs = [CacheSpec.parse(DEFAULT), *CacheSpec.parse_list(arguments.kv)]
-    text = read_text(arguments.text, "--text") if arguments.text else _prose()
+    text = _prose() if arguments.text is None else read_text(arguments.text, "--text")
     meter = _meter()
     with Bars() as bars, contextlib.closing(_session(arguments, bars)) as session:
         seed = secrets.randbits(16) if arguments.seed is None else arguments.seed
@@ -77,12 +77,12 @@ def _execute(arguments: argparse.Namespace) -> int:
             "facts": [question.value for question in demo.haystack.questions],
             "machine": machine_info(),
         }
-        atomic_write(arguments.json, (json.dumps(facts, indent=1) + "\n").encode())
+        write_json(arguments.json, facts)
     return 0
 
 
 def _session(arguments: argparse.Namespace, bars: Bars) -> Session:
-    return Session.load(MODEL, ctx=None, threads=arguments.threads, progress=bars.update)
+    return Session.load(MODEL, ctx=None, threads=arguments.threads, device=arguments.device, progress=bars.update)
 
 
 def _prose() -> str:
@@ -131,10 +131,7 @@ class _Screen:
         self._draw()
 
     def _draw(self) -> None:
-        lines = self._lines()
-        up = f"\x1b[{self._height}A\x1b[J" if self._height else ""
-        print(up + "\n".join(lines), flush=True)
-        self._height = len(lines)
+        self._height = redraw(self._lines(), self._height)
 
 
 def _table(demo: Demo, trials: Sequence[Trial]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
 
 from edgekv.cli.bars import Bars
@@ -12,9 +11,9 @@ from edgekv.cli.caches import is_named, without_left_out
 from edgekv.cli.eval_input import add_input_options, open_input
 from edgekv.cli.gate import add_gate_options, run_gate
 from edgekv.cli.options import Command
+from edgekv.cli.output import output_file, picture_file, write_json
 from edgekv.cli.plots import plot_quality, require_matplotlib
 from edgekv.cli.tables import fitted
-from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.machine import format_bytes
 from edgekv.quality.evaluate import Quality, evaluate
@@ -22,10 +21,13 @@ from edgekv.quality.evaluate import Quality, evaluate
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_input_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--wide", action="store_true", help="every column")
     parser.add_argument(
-        "--plot", metavar="FILE", help="KL against bytes per token: PNG or SVG (needs edgekv[plot])"
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="KL against bytes per token: PNG or SVG (needs edgekv[plot])",
     )
     add_gate_options(parser)
 
@@ -56,7 +58,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         settings = measured.facts(ctx, arguments.windows, arguments.fit)
         facts = {"results": [dataclasses.asdict(result) for result in results], **settings}
-        atomic_write(arguments.json, (json.dumps(facts, indent=1) + "\n").encode())
+        write_json(arguments.json, facts)
     if arguments.plot:
         plot_quality(results, ctx, arguments.plot)
     return 0

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Container
 
+from edgekv.errors import EdgeKVError
 from edgekv.session.options import LoadOptions
 from edgekv.session.sampling_params import SamplingParams
 
+QUOTES = "'\""
+HIDDEN = "\0"  # stands in a message for what a user gave
 OTHER_NAMES = {
     "images": "--image",
     "loras": "--lora",
@@ -15,6 +19,7 @@ OTHER_NAMES = {
     "shape": "--shape",
     "layers": "--layers",
     "hz": "--hz",
+    "meter": "--meter",
 }
 SHARED_NAMES = (
     "max_new_tokens",
@@ -42,17 +47,31 @@ FLAGS = {
 }
 """The option of a parameter, the `field` of an `EdgeKVError`."""
 
+OTHERWISE = {"meter": "--power"}
+"""The option that some commands have in place of the usual one."""
+
 _NAMES = "|".join(sorted(FLAGS, key=len, reverse=True))
-_VALUE = r"'[^']*'|\"[^\"]*\"|[^\s,;:)]+"
-_MENTION = re.compile(rf"`({_NAMES})`|(?<![-\w.:,=])({_NAMES})=({_VALUE})")
+_QUOTED = r"'[^']*'|\"[^\"]*\""
+_MENTION = re.compile(rf"`({_NAMES})`|(?<![-\w.:,=/])({_NAMES})=({_QUOTED}|[^\s,;:)]+)|(?<!\w)(?:{_QUOTED})")
 
 
-def in_flags(text: str) -> str:
-    """The text with every `name` and ``name=value`` of a parameter as its option: --name, --name value."""
+def in_flags(said: EdgeKVError | str, options: Container[str] | None = None) -> str:
+    """An error, or a note of the library, with every `name` and ``name=value`` of a parameter as its option.
+
+    options: those of the command; what it lacks stays as it is. None: all. What an error was given as ``value``
+    and what stands in quotes is somebody's text and stays as well.
+    """
+    text, value = str(said), said.value if isinstance(said, EdgeKVError) else None
+    if isinstance(value, str) and value:
+        text = text.replace(value, HIDDEN)
 
     def flag(found: re.Match[str]) -> str:
-        if found[1]:
-            return FLAGS[found[1]]
-        return f"{FLAGS[found[2]]} {found[3].strip(chr(39) + chr(34))}"
+        name = found[1] or found[2]
+        known = (FLAGS.get(name), OTHERWISE.get(name))
+        option = next((each for each in known if each and (not options or each in options)), None)
+        if option is None:
+            return found[0]
+        return option if found[1] else f"{option} {found[3].strip(QUOTES) or found[3]}"
 
-    return _MENTION.sub(flag, text)
+    shown = _MENTION.sub(flag, text)
+    return shown.replace(HIDDEN, value) if isinstance(value, str) else shown

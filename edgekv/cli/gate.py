@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,9 +13,9 @@ from edgekv.cli.bars import Bars
 from edgekv.cli.caches import is_named, without_left_out
 from edgekv.cli.eval_input import open_input
 from edgekv.cli.flags import in_flags
+from edgekv.cli.output import write_json
 from edgekv.cli.tables import fitted
 from edgekv.errors import ConfigError
-from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.machine import format_bytes
@@ -105,7 +104,7 @@ def run_gate(arguments: argparse.Namespace) -> int:
             "limits": dataclasses.asdict(limits),
             **facts,
         }
-        atomic_write(arguments.json, (json.dumps(content, indent=1) + "\n").encode())
+        write_json(arguments.json, content)
     _remember(measured.model, specs, verdicts, limits, facts)
     return 1 if best is None else 0
 

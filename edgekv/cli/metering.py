@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from edgekv.errors import PowerError
+from edgekv.cli.output import picture_file
+from edgekv.errors import PowerError, unknown
 from edgekv.power import METERS, EnergyMeter, PowerSampler, find_meter
 from edgekv.power.csv_log import CsvLog
 from edgekv.power.phases import IDLE_S, NoMeter
@@ -44,7 +45,11 @@ def add_meter_options(parser: argparse.ArgumentParser) -> None:
     here: Any = argparse.SUPPRESS
     parser.add_argument("--meter", default=here, metavar="NAME", help=f"auto (default), {', '.join(METERS)}")
     parser.add_argument(
-        "--plot", default=here, metavar="FILE", help="watts over time, at the end: PNG or SVG (needs edgekv[plot])"
+        "--plot",
+        type=picture_file,
+        default=here,
+        metavar="FILE",
+        help="watts over time, at the end: PNG or SVG (needs edgekv[plot])",
     )
     parser.add_argument(
         "--hz", type=float, default=here, metavar="N", help="readings per second (default: the meter's most)"
@@ -75,7 +80,7 @@ def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
     if arguments.power is None:
         return None
     if arguments.power not in ("auto", *METERS):
-        raise PowerError(f"--power {arguments.power!r} is unknown; accepted: auto, {', '.join(METERS)}")
+        raise unknown(PowerError, "meter", arguments.power, ("auto", *METERS))
     try:
         meter, notes = find_meter(arguments.power, device=GPU_DEVICES.get(arguments.device, "cpu"))
     except PowerError as error:

@@ -67,7 +67,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def model_path(arguments: argparse.Namespace) -> str:
     """--model; without it the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
-    path = str(arguments.model or "demo")
+    path = "demo" if arguments.model is None else str(arguments.model)
     name = hub_name(path)
     if name:
         locate(name, say)

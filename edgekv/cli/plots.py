@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from edgekv.errors import EdgeKVError
+from edgekv.files import atomic_write
 from edgekv.kvcache import CacheSpec
 from edgekv.power.trace import Trace
 from edgekv.quality.bench import Timing
@@ -130,8 +133,8 @@ def _save(figure: Any, path: str) -> None:
     from matplotlib import pyplot
 
     try:
-        figure.savefig(path, dpi=150, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        raise EdgeKVError(f"--plot {path}: can't be written ({error}); give a .png or .svg file") from None
+        data = io.BytesIO()
+        figure.savefig(data, format=os.path.splitext(path)[1][1:], dpi=150, bbox_inches="tight")
+        atomic_write(path, data.getvalue())
     finally:
         pyplot.close(figure)

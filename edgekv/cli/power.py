@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from edgekv.cli.metering import add_meter_options, open_sampler
 from edgekv.cli.options import Command
+from edgekv.cli.output import redraw
 from edgekv.cli.plots import plot_power, require_matplotlib
 from edgekv.cli.power_doctor import add_doctor
 from edgekv.cli.power_record import add_record
@@ -103,9 +103,7 @@ def _print_live(source: PowerSource, seconds: float | None) -> None:
     for elapsed_s in _ticks(seconds):
         now_s = begun_s + elapsed_s
         lines = [*_power_lines(source, max(begun_s, now_s - REFRESH_S), now_s), Conditions.now().to_text()]
-        up = f"\x1b[{height}A\x1b[J" if height and sys.stdout.isatty() else ""
-        print(up + "\n".join(lines), flush=True)
-        height = len(lines)
+        height = redraw(lines, height)
     source.stop()
 
 

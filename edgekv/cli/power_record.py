@@ -6,7 +6,6 @@ import argparse
 import csv
 import io
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.cli.metering import add_meter_options, open_sampler
+from edgekv.cli.output import output_file
 from edgekv.cli.plots import plot_power, require_matplotlib
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
@@ -33,7 +33,9 @@ def add_record(actions: Any, name: str) -> None:
         name, help="meter a command, write the samples as CSV, print a summary", allow_abbrev=False
     )
     add_meter_options(parser)
-    parser.add_argument("--csv", metavar="FILE", help="write every sample: Unix time, watts, each rail's watts")
+    parser.add_argument(
+        "--csv", type=output_file, metavar="FILE", help="write every sample: Unix time, watts, each rail's watts"
+    )
     parser.add_argument(
         "--idle", type=float, default=0.0, metavar="S", help="seconds at rest before, to subtract (default: none)"
     )
@@ -48,9 +50,6 @@ def _execute(arguments: argparse.Namespace) -> int:
     picture = getattr(arguments, "plot", None)
     if picture:
         require_matplotlib()
-    for name, path in (("csv", arguments.csv), ("plot", picture)):
-        if path:
-            _require_writable(name, path)
     sampler = _open(arguments)
     unix_offset_s = time.time() - time.perf_counter()
     with EnergyMeter(sampler, idle_s=arguments.idle) as meter:
@@ -103,12 +102,6 @@ def _peak(usage: Any) -> str:
     """A child's mark begins at its parent's, so that a smaller program's own is not known."""
     mark, ours = usage.ru_maxrss * 1024, peak_rss_bytes()
     return format_bytes(mark) if mark > ours else f"at most {format_bytes(ours)}"
-
-
-def _require_writable(name: str, path: str) -> None:
-    folder = pathlib.Path(path).expanduser().absolute().parent
-    if not os.access(folder, os.W_OK):
-        raise PowerError(f"--{name} {path}: {folder} is no folder that can be written to; give another")
 
 
 def samples_csv(trace: Trace, unix_offset_s: float) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from edgekv import files
 from edgekv.errors import EdgeKVError
-from edgekv.files import read_regular, user_path
+from edgekv.files import user_path
 
 
 def read_text(source: str, option: str) -> str:
     """UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
     try:
-        data = sys.stdin.buffer.read() if source == "-" else read_regular(user_path(source))
-        return data.decode("utf-8")
-    except OSError as error:
-        reason = f"{option} {source!r} can't be read: {error.strerror}; give a readable text file"
+        return sys.stdin.buffer.read().decode() if source == "-" else files.read_text(user_path(source))
     except UnicodeDecodeError as error:
-        reason = f"{option} {source!r} is not UTF-8 (byte {error.start}); convert it to UTF-8"
-    raise EdgeKVError(reason)
+        reason = f"is not UTF-8 (byte {error.start})"
+    except ValueError as error:
+        reason = str(error)
+    raise EdgeKVError(f"{option} {source!r} {reason}; give a readable UTF-8 text file")

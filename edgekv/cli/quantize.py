@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
+import os
 
 from edgekv.cli.bars import Bars
 from edgekv.cli.options import (
@@ -17,6 +17,7 @@ from edgekv.cli.options import (
 )
 from edgekv.cli.prompt import read_text
 from edgekv.errors import CheckpointError
+from edgekv.files import user_path
 from edgekv.linear.formats import WeightFormat
 from edgekv.linear.store import WeightStore
 from edgekv.linear.store_builder import build
@@ -42,6 +43,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None and os.path.lexists(user_path(arguments.output)):
+        raise CheckpointError(f"--output {arguments.output} exists; give a new folder or remove it")
     model = Model.open(
         model_path(arguments), config=arguments.config, adapter=arguments.adapter, lora=arguments.lora
     )
@@ -67,11 +70,9 @@ def _calibration(model: Model, form: WeightFormat, path: str | None) -> Calibrat
 def _build_at(
     model: Model, form: WeightFormat, arguments: argparse.Namespace, bars: Bars, rounding: Calibration | None
 ) -> WeightStore:
-    folder = pathlib.Path(arguments.output).expanduser()
+    folder = user_path(arguments.output)
     if isinstance(model.weights, WeightStore):
         raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
-    if folder.exists():
-        raise CheckpointError(f"--output {folder} exists; give a new folder or remove it")
     weights = rounding.weights if rounding else model.weights
     build(weights, form, folder, bars.update, lambda store: copy_vision(model, store), rounding)
     return WeightStore(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -24,6 +25,7 @@ from edgekv.cli.options import (
     load_options,
     model_path,
 )
+from edgekv.cli.output import output_file
 from edgekv.cli.prompt import read_text
 from edgekv.cli.sampling_options import add_sampling_options, sampling_params
 from edgekv.cli.summary import ends_sentence, summary
@@ -66,7 +68,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json-schema", metavar="FILE", help="answer with JSON of this schema (needs llguidance)")
     add_device_option(parser)
     add_draft_option(parser, "none")
-    parser.add_argument("--json", metavar="FILE", help="write the report with every setting as JSON")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the report with every setting as JSON"
+    )
     parser.add_argument("--verbose", action="store_true", help="report every measurement and setting")
     add_power_options(parser)
 
@@ -77,7 +81,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
     prompt: str | list[int] = read_prompt(arguments) if has_prompt(arguments) or not is_saved(arguments) else []
     sampling_params(arguments)  # a bad value is said before anything is loaded
-    schema = read_schema(arguments.json_schema) if arguments.json_schema else None
+    schema = None if arguments.json_schema is None else read_schema(arguments.json_schema)
     images = read_images(arguments)
     if isinstance(prompt, str) and not images:
         require_fit(arguments, prompt)
@@ -90,7 +94,9 @@ def _execute(arguments: argparse.Namespace) -> int:
     save_session(arguments, session)
     report = session.report()
     report.energy = meter.report()
-    print(in_flags(report.to_text() if arguments.verbose else summary(session, report, ready_s)), file=sys.stderr)
+    message = report.finish_message and in_flags(report.finish_message)
+    shown = dataclasses.replace(report, notes=list(map(in_flags, report.notes)), finish_message=message)
+    print(shown.to_text() if arguments.verbose else summary(session, shown, ready_s), file=sys.stderr)
     if arguments.json:
         report.write_json(arguments.json)
     return status

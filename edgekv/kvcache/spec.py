@@ -93,7 +93,8 @@ class CacheSpec:
         if f"{knob}=" not in text:
             name = spec.scheme.name
             raise CacheError(
-                f"kv={name!r} needs a `kv_budget`: give the bytes that the cache may take", field="kv_budget"
+                f"kv={name!r} needs a `kv_budget`, or {name}:budget=BYTES: give the bytes that the cache may take",
+                field="kv_budget",
             )
         return spec
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from edgekv.errors import PowerError
+from edgekv.errors import PowerError, unknown
 from edgekv.power.base import MeterAbsent, MeterRefused, PowerMeter, Root
 from edgekv.power.battery import Battery
 from edgekv.power.ina238 import Ina238
@@ -61,7 +61,7 @@ def find_meter(name: str = "auto", root: Root = "/", device: str | None = None) 
     """
     if name != "auto":
         if name not in METERS:
-            raise PowerError(f"--power {name!r} is unknown; accepted: auto, {', '.join(METERS)}")
+            raise unknown(PowerError, "meter", name, ("auto", *METERS))
         return METERS[name].probe(root), []
     notes = []
     for finding in survey(root):

@@ -220,6 +220,7 @@ class BoundedServer(uvicorn.Server):
                 ws="none",
                 log_level="warning",
                 access_log=False,
+                use_colors=False,
                 timeout_keep_alive=5,
                 timeout_graceful_shutdown=5,
                 server_header=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgekv.errors import ConfigError
+from edgekv.errors import CheckpointError, ConfigError
 from edgekv.kernels.memory import to_host
 from edgekv.session.drafts import ROW_COST, DraftLength, Drafts, NGram
 from edgekv.session.model import Model
@@ -91,7 +91,18 @@ def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: TaskProgres
     require_way_back(name, loaded.model)
     if name in (NGram.name, AUTO):
         return NGram()
-    model = open_model(options.draft, LoadOptions())
+    accepted = [NONE, NGram.name, AUTO, "a smaller model of the same vocabulary"]
+    try:
+        model = open_model(options.draft, LoadOptions())
+    except CheckpointError as error:
+        if error.field != "model":
+            raise
+        raise ConfigError(
+            f"draft={name!r} is no way to guess, and no model; accepted: {', '.join(accepted)}",
+            field="draft",
+            value=name,
+            accepted=accepted,
+        ) from error
     require_way_back(name, model)
     ctx = min(loaded.plan.ctx, model.config.max_positions)
     small = LoadOptions(kv="dense", ctx=ctx, device=loaded.device, threads=options.threads)

@@ -245,7 +245,7 @@ def test_prompt_file_errors(
     model: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin-1"))
-    for path, message in ((tmp_path / "none.txt", "can't be read"), (tmp_path / "latin1.txt", "not UTF-8")):
+    for path, message in ((tmp_path / "none.txt", "cannot be read"), (tmp_path / "latin1.txt", "not UTF-8")):
         assert main(["run", "--model", str(model), "--prompt-file", str(path)]) == 2
         assert message in capsys.readouterr().err
 

@@ -53,16 +53,37 @@ def test_tokens_of_a_layer(kv: str, backend: str) -> None:
     assert cache.consistent()
 
 
+def damage(folder: pathlib.Path, *tensors: str) -> pathlib.Path:
+    """Makes row 3 of each NaN."""
+    arrays = load_file(folder / "model.safetensors")
+    for tensor in tensors:
+        arrays[tensor][3] = np.nan
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kv", ["planes", "fier:k=8,skip=0"])
+@pytest.mark.parametrize("weights", ["f32", "int8", "int4", "int4-32"])
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.k_proj", "block_sparse_moe.gate"])
+def test_rows_of_weights(part: str, weights: str, kv: str, tmp_path: pathlib.Path) -> None:
+    """A channel of the queries or of the keys, which packed becomes 0; and an expert's logit, which comes last."""
+    folder = damage(golden_cases.write_checkpoint("mixtral", tmp_path), f"model.layers.1.{part}.weight")
+    session = Session.load(folder, kv=kv, weights=weights)
+    logits = session.logits(golden_cases.tokens("mixtral"))
+    is_sound = weights != "f32" or part == "block_sparse_moe.gate"
+    assert np.isfinite(logits).all() == is_sound
+    if not is_sound:
+        with pytest.raises(EdgeKVError, match="the largest logit is nan"):
+            next(session.generate([9]))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Token 3 is NaN; there is room for more tokens than the schemes hold exactly."""
     folder = golden_cases.write_checkpoint("llama1", tmp_path_factory.mktemp("model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CAPACITY}))
-    arrays = load_file(folder / "model.safetensors")
-    arrays["model.embed_tokens.weight"][3] = np.nan
-    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return damage(folder, "model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize("kv", SCHEMES)

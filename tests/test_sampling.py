@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.session.cuda_sampling import choose
 from edgekv.session.sampling import Sampler, SamplingParams, StopMatcher, open_sampler
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7)
@@ -136,8 +137,11 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[1, np.nan, 2], [-np.inf] * 3, [0, np.inf, 1]])
 def test_logits_without_a_finite_maximum_are_refused(temperature, logits):
+    x, params = np.array(logits, np.float32), SamplingParams(temperature, top_k=2, top_p=0.9, min_p=0.1)
     with pytest.raises(EdgeKVError, match="the largest logit is"):
-        Sampler(SamplingParams(temperature), 3).sample(np.array(logits, np.float32))
+        Sampler(params, 3).sample(x)
+    with pytest.raises(EdgeKVError, match="the largest logit is"), np.errstate(invalid="ignore"):
+        choose(x, params, 0.5)
 
 
 def test_logits_of_another_vocabulary_are_refused():

@@ -50,6 +50,6 @@ def _drawn(logits: Any, largest: Any, params: SamplingParams, random: float) -> 
 
 
 def _pick(weights: Any, random: float) -> Any:
-    """The first index at which the sum of the weights exceeds random times their total."""
+    """The first index at which the sum of the weights exceeds random times their total, or the last."""
     sums = np.cumsum(weights)
-    return np.sum(sums <= random * sums[-1])
+    return np.minimum(np.sum(sums <= random * sums[-1]), sums.size - 1)

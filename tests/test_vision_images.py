@@ -15,7 +15,7 @@ from edgekv.errors import ImageError
 from edgekv.vision import picture
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
-from PIL import Image  # noqa: E402
+from PIL import GifImagePlugin, Image  # noqa: E402
 
 RGB = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 GREY16 = (np.arange(5 * 7, dtype=np.uint16) * 1801).reshape(5, 7)
@@ -70,6 +70,13 @@ def animated(path: pathlib.Path) -> None:
     frames[1].save(path, save_all=True, append_images=[frames[0], frames[2]], loop=0, format="GIF")
 
 
+def test_frames_are_not_counted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file with a million Pillow would read them all."""
+    animated(tmp_path / "a.gif")
+    monkeypatch.setattr(GifImagePlugin.GifImageFile, "n_frames", property(lambda image: pytest.fail("counted")))
+    assert len(picture(tmp_path / "a.gif").notes) == 1
+
+
 def transparent(path: pathlib.Path) -> None:
     Image.fromarray(np.dstack([RGB, np.full((5, 7), 9, np.uint8)])).save(path)
 
@@ -81,7 +88,7 @@ def palette(path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "note", "expected"),
     [
-        ("a.gif", animated, "has 3 frames: the first is used", np.full((5, 7, 3), 60, np.uint8)),
+        ("a.gif", animated, "has several frames: the first is used", np.full((5, 7, 3), 60, np.uint8)),
         ("a.jpg", lambda path: Image.new("CMYK", (7, 5)).save(path), "is CMYK: converted to RGB", None),
         ("a.png", lambda path: Image.fromarray(GREY16).save(path), "has 16 bits per pixel", GREY16 >> 8),
         ("a.tiff", lambda path: Image.fromarray(GREY16).save(path), "has 16 bits per pixel", GREY16 >> 8),
@@ -129,6 +136,8 @@ BAD = {
     "no data": (png(9, 9), "can't be read whole"),
     "no pixels": (png(0, 5), "no image that can be read|at least one"),
     "big": (png(10_000, 10_000), r"has 10000 x 10000 pixels; accepted: up to 64,000,000: make it smaller"),
+    "high": (png(1, 60_000_000), r"has 1 x 60000000 pixels; accepted: sides of up to 65,535: crop it first"),
+    "broad": (png(65_536, 1), r"has 65536 x 1 pixels; accepted: sides of up to 65,535: crop it first"),
     "bomb": (png(60_000, 60_000), r"has more than [0-9,]+ pixels; accepted: up to 64,000,000"),
     "float": (lambda path: Image.fromarray(RGB[..., 0] * np.float32(0.1)).save(path, "TIFF"), "floating-point"),
     "deep": (lambda path: Image.fromarray(RGB[..., 0] * np.int32(9999)).save(path, "TIFF"), "32-bit pixels"),

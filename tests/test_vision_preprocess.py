@@ -73,5 +73,10 @@ def test_other_configs_are_refused(settings: dict[str, Any], tmp_path: pathlib.P
 
 def test_a_strip_would_become_too_long(tmp_path: pathlib.Path) -> None:
     preprocess = read(tmp_path, {"size": {"shortest_edge": 336}, "crop_size": 336})
-    with pytest.raises(ImageError, match="the image: 30000 x 1 pixels are too narrow for this model"):
+    with pytest.raises(
+        ImageError, match=r"the image: has 30000 x 1 pixels, .* would see 10080000 x 336; accepted: up to"
+    ):
         preprocess(picture(Image.new("RGB", (30_000, 1))))
+    whole = read(tmp_path, {"do_resize": False, "do_center_crop": False})
+    with pytest.raises(ImageError, match="would see 5000 x 5000"):
+        whole(picture(Image.new("RGB", (5000, 5000))))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no EPS: Pillow would run Ghostscript
 MAX_PIXELS = 64_000_000
+MAX_SIDE = 65_535  # as JPEG has it; Pillow takes memory for each row, too
+ORIENTATION = 0x0112  # the EXIF tag
 PLAIN_MODES = ("RGB", "L", "1", "P")
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
@@ -100,13 +102,19 @@ def _as_rgb(image: Image.Image, name: str) -> Picture:
         raise ImageError(f"{name}: has {width} x {height} pixels; accepted: at least one")
     if width * height > MAX_PIXELS:
         raise _too_big(name, f"{width} x {height}")
+    if max(width, height) > MAX_SIDE:
+        raise ImageError(
+            f"{name}: has {width} x {height} pixels; accepted: sides of up to {MAX_SIDE:,}: crop it first"
+        )
     notes = []
-    if getattr(image, "n_frames", 1) > 1:
-        notes.append(f"has {image.n_frames} frames: the first is used")
+    if getattr(image, "is_animated", False):  # to count them, Pillow reads them all
+        notes.append("has several frames: the first is used")
     if any(";16" in str(tile[3]) for tile in getattr(image, "tile", ())) and image.mode not in DEEP_MODES:
         notes.append("has 16 bits per channel: the upper 8 are used")
-    upright = pil.ImageOps.exif_transpose(image)
-    rgb, change = _converted(upright, name)
+    image.load()
+    if image.getexif().get(ORIENTATION, 1) != 1:
+        image = pil.ImageOps.exif_transpose(image)
+    rgb, change = _converted(image, name)
     return Picture(rgb, name, tuple(f"{name} {note}" for note in (*notes, *change)))
 
 
@@ -117,16 +125,16 @@ def _converted(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
     if image.mode == "F":
         raise ImageError(f"{name}: has floating-point pixels, of no known range; save it with 8 bits per channel")
     if image.has_transparency_data:
-        opaque = np.asarray(image.convert("RGBA").getchannel("A")).min() == 255
-        return image.convert("RGB"), [] if opaque else [
+        alpha = (image if "A" in image.getbands() else image.convert("RGBA")).getchannel("A")
+        return image.convert("RGB"), [] if alpha.getextrema()[0] == 255 else [
             "has transparent parts: their colours are used as they are"
         ]
     note = [] if image.mode in PLAIN_MODES else [f"is {image.mode}: converted to RGB without a colour profile"]
-    return image.convert("RGB"), note
+    return image if image.mode == "RGB" else image.convert("RGB"), note
 
 
 def _from_16_bits(image: Image.Image, name: str) -> Image.Image:
-    pixels = np.asarray(image).astype(np.int64)
+    pixels = np.asarray(image)
     if pixels.min() < 0 or pixels.max() > 0xFFFF:
         raise ImageError(f"{name}: has 32-bit pixels, of no known range; save it with 8 bits per channel")
     grey = (pixels >> 8).astype(np.uint8)

@@ -17,9 +17,10 @@ from edgekv.checkpoint.source import read_config
 from edgekv.errors import ConfigError, ImageError
 from edgekv.schema import read
 from edgekv.types import F32, U8
-from edgekv.vision.images import MAX_PIXELS, Picture, require_pillow
+from edgekv.vision.images import Picture, require_pillow
 
 FILES = ("preprocessor_config.json", "processor_config.json")
+MAX_SEEN = 1 << 24  # pixels, each of which takes 24 bytes on the way
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
@@ -116,19 +117,19 @@ class Preprocess:
         return np.ascontiguousarray(values)
 
     def _resized(self, picture: Picture) -> Any:
-        if self.resize is None:
-            return picture.rgb
-        width, height = picture.rgb.size
+        width, height = size = picture.rgb.size
         if isinstance(self.resize, int):
             scaled = int(self.resize * max(width, height) / min(width, height))
             size = (self.resize, scaled) if width <= height else (scaled, self.resize)
-        else:
+        elif self.resize is not None:
             size = (self.resize[1], self.resize[0])
-        if size[0] * size[1] > MAX_PIXELS:
+        if size[0] * size[1] > MAX_SEEN and (self.resize or not self.crop):
             raise ImageError(
-                f"{picture.name}: {width} x {height} pixels are too narrow for this model, which would see "
-                f"{size[0]} x {size[1]}; crop it"
+                f"{picture.name}: has {width} x {height} pixels, and this model would see {size[0]} x {size[1]}; "
+                f"accepted: up to {MAX_SEEN:,} of these: crop it, or make it smaller"
             )
+        if self.resize is None:
+            return picture.rgb
         return picture.rgb.resize(size, require_pillow().Image.Resampling(self.resample))
 
 

@@ -148,7 +148,8 @@ def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
         assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
         assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"] == n_prompt
         assert cached - 64 - 2 * 16 <= timings["cache_n"] <= cached  # a block, and two exact windows of KV
-        assert 0 < timings["kv_cache_bytes"] < timings["kv_cache_f16_bytes"]
+        held, plain = timings["kv_cache_bytes"], timings["kv_cache_f16_bytes"]
+        assert 0 < held < plain or (held == plain and name == "gemma3")  # all of its layers slide, in f16
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mixtral", "llava"])

@@ -228,7 +228,6 @@ def test_rewinding_goes_to_the_start_once_a_token_may_have_been_packed() -> None
 @pytest.mark.parametrize(
     ("kv", "message"),
     [
-        ("mikv:bits=3", "bits=3': accepted: 2, 4, 8"),
         ("mikv:budget=0", "budget=0': accepted"),
         ("mikv:recent=2", "recent=2': accepted"),
     ],

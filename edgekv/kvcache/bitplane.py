@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from edgekv.kvcache.knobs import number, tokens
 from edgekv.kvcache.planes import Planes, PlanesKnobs
 
 
@@ -13,11 +14,11 @@ class BitPlaneKnobs(PlanesKnobs):
 
     scheme = "bitplane"
 
-    k_bits: float = 4.0
-    v_bits: float = 4.0
-    threshold: float = 1.4e-4
-    residual_length: int = 32
-    key_scale: float = 0.9
+    k_bits: float = number(4.0, 1, 4, " bits")
+    v_bits: float = number(4.0, 1, 4, " bits")
+    threshold: float = number(1.4e-4, 1e-12, 1, ", a probability", or_zero=True)
+    residual_length: int = tokens(32)
+    key_scale: float = number(0.9, 0, 2)
 
 
 class BitPlane(Planes):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codecs import Codec, Float32, WindowCodecs, f16_codecs
 from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.keepall import KeepAll
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, one_of
 
 DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
     "f16": f16_codecs,
@@ -18,17 +19,15 @@ DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseKnobs:
+class DenseKnobs(Knobs):
     """What `dense` can be set to.
 
     dtype: str, default "f16". Format of an element: f16, f32, or q8 (8-bit integers with a scale per token).
     """
 
-    dtype: str = "f16"
+    scheme: ClassVar[str] = "dense"
 
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise bad_knob("dense", "dtype", self.dtype, *DTYPES)
+    dtype: str = one_of("f16", DTYPES)
 
 
 class Dense(KeepAll):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from edgekv.kvcache.by_need import LEAST, MOST
+from edgekv.kvcache.knobs import number
 from edgekv.kvcache.planes import Planes, PlanesKnobs
 
 
@@ -13,8 +15,8 @@ class OneBitKnobs(PlanesKnobs):
 
     scheme = "onebit"
 
-    k_bits: float = 1.0
-    key_scale: float = 0.9
+    k_bits: float = number(1.0, LEAST, MOST, " bits")
+    key_scale: float = number(0.9, 0, 2)
 
 
 class OneBit(Planes):

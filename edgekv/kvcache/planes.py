@@ -15,7 +15,7 @@ from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.knobs import bad_knob, require_only
+from edgekv.kvcache.knobs import Knobs, bad_knob, digit_string, flag, number, require_only, seed, tokens
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.types import F32
 
@@ -24,7 +24,7 @@ KEY_SCALES = {1: 0.9, 2: 0.95, 3: 1.0, 4: 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanesKnobs:
+class PlanesKnobs(Knobs):
     """What `planes` can be set to.
 
     k_bits: float, default 2. Bits of a key's element, 1 to 4. With a fraction, the mean over all KV heads: each
@@ -56,36 +56,23 @@ class PlanesKnobs:
     retired: ClassVar[tuple[str, ...]] = ("planes",)
     found: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads", "k_spread")
 
-    k_bits: float = 2.0
-    v_bits: float = 2.0
-    threshold: float = 0.0
-    sink: int = 4
-    residual_length: int = 128
-    key_scale: float = 0.0
-    seed: int = 0
-    by_need: bool = False
-    k_heads: str = ""
-    v_heads: str = ""
-    k_spread: str = ""
+    k_bits: float = number(2.0, LEAST, MOST, " bits")
+    v_bits: float = number(2.0, LEAST, MOST, " bits")
+    threshold: float = number(0.0, 1e-12, 1, ", a probability", or_zero=True)
+    sink: int = tokens(4)
+    residual_length: int = tokens(128)
+    key_scale: float = number(0.0, 0, 2)
+    seed: int = seed()
+    by_need: bool = flag(False)
+    k_heads: str = digit_string("1234", "digits from 1 to 4, one for each KV head of the model")
+    v_heads: str = digit_string("1234", "digits from 1 to 4, one for each KV head of the model")
+    k_spread: str = digit_string("012345678", f"digits from 0 to 8, {CHUNKS} for each KV head")
 
     def __post_init__(self) -> None:
-        for name, heads in (("k_bits", "k_heads"), ("v_bits", "v_heads")):
-            bits, digits = getattr(self, name), getattr(self, heads)
-            if not LEAST <= bits <= MOST:
-                raise bad_knob(self.scheme, name, f"{bits:g}", f"{LEAST} to {MOST} bits")
-            if bits % 1 == 0:
-                object.__setattr__(self, name, int(bits))
-            if not set(digits) <= set("1234"):
-                raise bad_knob(self.scheme, heads, digits, "digits from 1 to 4, one for each KV head of the model")
-        if not set(self.k_spread) <= set("012345678"):
-            raise bad_knob(self.scheme, "k_spread", self.k_spread, "digits from 0 to 8, 8 for each KV head")
-        for name in ("sink", "residual_length"):
-            if getattr(self, name) < 0:
-                raise bad_knob(self.scheme, name, getattr(self, name), "0 or more tokens")
-        if not 0 <= self.key_scale <= 2:
-            raise bad_knob(self.scheme, "key_scale", self.key_scale, "at least 0 and at most 2")
-        if not 0 <= self.threshold <= 1:
-            raise bad_knob(self.scheme, "threshold", self.threshold, "a probability, or 0 for none")
+        super().__post_init__()
+        for name in ("k_bits", "v_bits"):
+            if getattr(self, name) % 1 == 0:
+                object.__setattr__(self, name, int(getattr(self, name)))
         if self.threshold and (self.k_bits, self.v_bits, self.by_need) != (4, 4, False):
             raise bad_knob(self.scheme, "threshold", self.threshold, "with k_bits=4 and v_bits=4 only, else 0")
         for name in self.found:

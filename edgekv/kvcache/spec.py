@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from edgekv.errors import CacheError
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.knobs import bad_knob, declared
 from edgekv.kvcache.registry import find_scheme, schemes
 from edgekv.kvcache.rolling import Rolling
 from edgekv.models.recurrence import Recurrence
@@ -245,12 +246,10 @@ def _has_knob(scheme: type[KVCache], knob: str) -> bool:
 
 def _convert(name: str, field: dataclasses.Field[Any], text: str) -> Any:
     kind: Any = type(field.default)
-    whole = f"{name}:{field.name}={text}"
-    if kind is bool:
-        if text.lower() not in ("0", "1", "true", "false"):
-            raise CacheError(f"kv={whole!r}: accepted: true or false", field="kv", value=whole)
-        return text.lower() in ("1", "true")
     try:
-        return kind(text)
-    except ValueError:
-        raise CacheError(f"kv={whole!r}: it must be a {kind.__name__}", field="kv", value=whole) from None
+        value = {"0": False, "1": True, "false": False, "true": True}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise bad_knob(name, field.name, text, *declared(field).phrases) from None
+    if not declared(field).takes(value):
+        raise bad_knob(name, field.name, text, *declared(field).phrases)
+    return value

@@ -11,7 +11,7 @@ from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, number, tokens
 from edgekv.kvcache.tier_stores import TieredKeys, TieredValues, Tiers, described
 from edgekv.kvcache.tiers import TIERS, Shape, least_bytes, tier_kinds
 from edgekv.kvcache.windowed import Sizes, Windowed
@@ -20,7 +20,7 @@ from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)
-class StepsKnobs:
+class StepsKnobs(Knobs):
     """What `steps` can be set to.
 
     budget: int, default 64 MiB. Bytes that the caches of all layers may take together, 1 or more.
@@ -28,16 +28,12 @@ class StepsKnobs:
     residual_length: int, default 128. Latest tokens that stay in f16, at least; packed 64 at a time.
     """
 
+    scheme: ClassVar[str] = "steps"
     aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
-    budget: int = 64 << 20
-    sink: int = 4
-    residual_length: int = 128
-
-    def __post_init__(self) -> None:
-        for name, least in (("budget", 1), ("sink", 0), ("residual_length", 0)):
-            if getattr(self, name) < least:
-                raise bad_knob("steps", name, getattr(self, name), f"{least} or more")
+    budget: int = number(64 << 20, 1, 1 << 60, " bytes")
+    sink: int = tokens(4)
+    residual_length: int = tokens(128)
 
 
 class Steps(Windowed):
@@ -159,5 +155,5 @@ def layer_bytes(budget: int, n_layers: int) -> int:
 
 def exact_bytes(geometry: Geometry, knobs: StepsKnobs) -> int:
     """The first and the latest tokens of a layer, in f16."""
-    recent = min(geometry.capacity, knobs.residual_length + WORD)
-    return 4 * geometry.n_kv_heads * geometry.head_dim * (knobs.sink + recent)
+    recent, sink = (min(geometry.capacity, n) for n in (knobs.residual_length + WORD, knobs.sink))
+    return 4 * geometry.n_kv_heads * geometry.head_dim * (sink + recent)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD, Codec
 from edgekv.kvcache.image_spans import TEXTS, ImageSpans
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, number, one_of, seed
 from edgekv.kvcache.planes import KEY_SCALES
-
-NAME = "visual=planes"
 
 
 @dataclasses.dataclass(frozen=True)
-class VisualPlanesKnobs:
+class VisualPlanesKnobs(Knobs):
     """What `visual=planes` can be set to.
 
     k_bits: int, default 1. Bits of a key's element of an image token: 1, 2, 3 or 4.
@@ -24,20 +23,13 @@ class VisualPlanesKnobs:
     text: str, default "f16". Format of all other tokens: f16 or f32.
     """
 
-    k_bits: int = 1
-    v_bits: int = 1
-    key_scale: float = 0.0
-    seed: int = 0
-    text: str = "f16"
+    scheme: ClassVar[str] = "visual=planes"
 
-    def __post_init__(self) -> None:
-        for name in ("k_bits", "v_bits"):
-            if getattr(self, name) not in KEY_SCALES:
-                raise bad_knob(NAME, name, getattr(self, name), *KEY_SCALES)
-        if not 0 <= self.key_scale <= 2:
-            raise bad_knob(NAME, "key_scale", self.key_scale, "at least 0 and at most 2")
-        if self.text not in TEXTS:
-            raise bad_knob(NAME, "text", self.text, *TEXTS)
+    k_bits: int = one_of(1, KEY_SCALES)
+    v_bits: int = one_of(1, KEY_SCALES)
+    key_scale: float = number(0.0, 0, 2)
+    seed: int = seed()
+    text: str = one_of("f16", TEXTS)
 
 
 class VisualPlanes(ImageSpans):
@@ -48,7 +40,7 @@ class VisualPlanes(ImageSpans):
     Without a marked span this is `dense`.
     """
 
-    name = NAME
+    name = VisualPlanesKnobs.scheme
     aliases = ("visual_planes",)
     paper = "ours; estimator of RaBitQ"
     summary = "image tokens in 1- to 4-bit keys and values as planes has them, text tokens in f16"

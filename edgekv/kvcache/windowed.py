@@ -47,14 +47,14 @@ class Windowed(CodecStore):
     def __init__(self, geometry: Geometry, knobs: Any) -> None:
         super().__init__(geometry, knobs)
         self.sizes = self.exact_sizes(knobs)
-        g, d = geometry.n_kv_heads, geometry.head_dim
+        g, d, sink = geometry.n_kv_heads, geometry.head_dim, min(geometry.capacity, self.sizes.sink)
         self.bulk_capacity = max(0, geometry.capacity - self.sizes.sink - self.sizes.residual_length)
         self.bulk_capacity -= self.bulk_capacity % self.sizes.block
         self.key_codec, self.value_codec = self.codecs(geometry, self.bulk_capacity, knobs)
         recent = min(geometry.capacity, self.sizes.residual_length + self.sizes.block)
         self._stores = {
-            "sink_key": F16(g, self.sizes.sink, d),
-            "sink_value": F16(g, self.sizes.sink, d),
+            "sink_key": F16(g, sink, d),
+            "sink_value": F16(g, sink, d),
             "recent_key": F16(g, recent, d),
             "recent_value": F16(g, recent, d),
         }

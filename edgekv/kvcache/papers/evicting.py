@@ -17,17 +17,9 @@ from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.codecs import F16
 from edgekv.kvcache.geometry import Geometry, Layout, Workspace
-from edgekv.kvcache.knobs import bad_knob
 from edgekv.types import F32, I32, I64, Array
 
 BLOCK_ROWS = 512  # query rows whose scores over the prompt are alive at once
-
-
-def check_budget(scheme: str, budget: float) -> None:
-    """Raises CacheError unless it is a fraction of the context or a whole number of tokens."""
-    if not 0 < budget < math.inf or (budget > 1 and budget != int(budget)):
-        accepted = "a fraction of the context up to 1, or a whole number of tokens above 1"
-        raise bad_knob(scheme, "budget", f"{budget:g}", accepted)
 
 
 def budget_tokens(budget: float, capacity: int) -> int:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.kvcache.geometry import Geometry, Layout
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 from edgekv.types import Array
 
-GROUPS = (32, 64, 128, 256)
-LEVELS = ("mad", "minmax")
 WORD = 32  # tokens per word of the index
 
 
 @dataclasses.dataclass(frozen=True)
-class FierKnobs:
+class FierKnobs(Knobs):
     """What `fier` can be set to.
 
     k: int, default 256. Tokens that a query attends to, by their estimated scores; 1 or more.
@@ -25,20 +24,12 @@ class FierKnobs:
     skip: int, default 2. First layers whose attention reads every token.
     """
 
-    k: int = 256
-    group: int = 32
-    levels: str = "mad"
-    skip: int = 2
+    scheme: ClassVar[str] = "fier"
 
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise bad_knob("fier", "k", self.k, "1 or more tokens")
-        if self.group not in GROUPS:
-            raise bad_knob("fier", "group", self.group, *GROUPS)
-        if self.levels not in LEVELS:
-            raise bad_knob("fier", "levels", self.levels, *LEVELS)
-        if self.skip < 0:
-            raise bad_knob("fier", "skip", self.skip, "0 or more layers")
+    k: int = tokens(256, 1)
+    group: int = one_of(32, (32, 64, 128, 256))
+    levels: str = one_of("mad", ("mad", "minmax"))
+    skip: int = number(2, 0, 1000, " layers")
 
 
 class SignIndex(Index):

@@ -15,7 +15,7 @@ from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.keepall import KeepAll
-from edgekv.kvcache.knobs import bad_knob, require_only
+from edgekv.kvcache.knobs import Knobs, flag, number, one_of, require_only, seed
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.types import F32
 
@@ -27,7 +27,7 @@ FIT_OVER = {"global": (0, 2, 3), "layer": (2, 3), "head": ()}  # summed axes of 
 
 
 @dataclasses.dataclass(frozen=True)
-class SketchKnobs:
+class SketchKnobs(Knobs):
     """What `h1b` and `sign_keys` can be set to.
 
     sketch_bits: int, default 256. Sign bits of a key, and of a query; a multiple of 64 from 64 to 512.
@@ -39,18 +39,10 @@ class SketchKnobs:
     scheme: ClassVar[str]
     aliases: ClassVar[dict[str, str]] = {"b": "sketch_bits"}
 
-    sketch_bits: int = 256
-    tau: float = 0.0
-    fit: str = "global"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.sketch_bits % 64 or not 64 <= self.sketch_bits <= 512:
-            raise bad_knob(self.scheme, "sketch_bits", self.sketch_bits, "multiples of 64 from 64 to 512")
-        if not 0 <= self.tau < np.inf:
-            raise bad_knob(self.scheme, "tau", self.tau, "a positive temperature, or 0 to fit it on the prompt")
-        if self.fit not in FIT_OVER:
-            raise bad_knob(self.scheme, "fit", self.fit, *FIT_OVER)
+    sketch_bits: int = one_of(256, range(64, 513, 64))
+    tau: float = number(0.0, 1e-4, 1e4, or_zero=True)
+    fit: str = one_of("global", FIT_OVER)
+    seed: int = seed()
 
     @property
     def f16_values(self) -> bool:
@@ -67,7 +59,7 @@ class H1BKnobs(SketchKnobs):
 
     scheme: ClassVar[str] = "h1b"
 
-    keys_only: bool = False
+    keys_only: bool = flag(False)
 
     @property
     def f16_values(self) -> bool:

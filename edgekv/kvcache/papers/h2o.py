@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.knobs import bad_knob
-from edgekv.kvcache.papers.evicting import LowestFirst, check_budget
+from edgekv.kvcache.knobs import Knobs, number, share_of_context
+from edgekv.kvcache.papers.evicting import LowestFirst
 
 
 @dataclasses.dataclass(frozen=True)
-class H2OKnobs:
+class H2OKnobs(Knobs):
     """What `h2o` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
     recent: float, default 0.5. Share of the budget that the latest tokens have, 0 to 1.
     """
 
-    budget: float = 1024.0
-    recent: float = 0.5
+    scheme: ClassVar[str] = "h2o"
 
-    def __post_init__(self) -> None:
-        check_budget("h2o", self.budget)
-        check_recent("h2o", self.recent)
-
-
-def check_recent(scheme: str, recent: float) -> None:
-    """Raises CacheError (field kv) for a share beyond 0 to 1."""
-    if not 0 <= recent <= 1:
-        raise bad_knob(scheme, "recent", f"{recent:g}", "a share of the budget, 0 to 1")
+    budget: float = share_of_context(1024.0)
+    recent: float = number(0.5, 0, 1)
 
 
 class H2O(LowestFirst):

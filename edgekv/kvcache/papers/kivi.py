@@ -8,16 +8,13 @@ from typing import ClassVar
 from edgekv.errors import CacheError
 from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.windowed import Sizes, Windowed
 
-BITS = (2, 4)
-GROUPS = (32, 64, 128)
-
 
 @dataclasses.dataclass(frozen=True)
-class KiviKnobs:
+class KiviKnobs(Knobs):
     """What `kivi2` can be set to.
 
     bits: int, default 2. Bits of an element of keys and values: 2 or 4.
@@ -26,22 +23,13 @@ class KiviKnobs:
     vgroup: int, default 0. Channels of a value that share a range; it must divide head_dim, 0 is all of them.
     """
 
+    scheme: ClassVar[str] = "kivi2"
     aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
-    bits: int = 2
-    residual_length: int = 128
-    group: int = 32
-    vgroup: int = 0
-
-    def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise bad_knob("kivi2", "bits", self.bits, *BITS)
-        if self.residual_length < 0:
-            raise bad_knob("kivi2", "residual_length", self.residual_length, "0 or more tokens")
-        if self.group not in GROUPS:
-            raise bad_knob("kivi2", "group", self.group, *GROUPS)
-        if self.vgroup < 0:
-            raise bad_knob("kivi2", "vgroup", self.vgroup, "0 (all channels) or their number")
+    bits: int = one_of(2, (2, 4))
+    residual_length: int = tokens(128)
+    group: int = one_of(32, (32, 64, 128))
+    vgroup: int = number(0, 0, 65536, " channels, 0 for all")
 
 
 class Kivi(Windowed):

@@ -8,17 +8,16 @@ from typing import Any, ClassVar
 
 from edgekv.kernels import Kernels
 from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.types import F32
 
-BLOCKS = (16, 32, 64, 128, 256)
 LEAST_STEP = 1 / 255  # codes are bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class KVCompKnobs:
+class KVCompKnobs(Knobs):
     """What `kvcomp` can be set to.
 
     krel: float, default 0.25. Distance of two levels of a key channel, as a share of its range in a block; up to
@@ -28,22 +27,13 @@ class KVCompKnobs:
     residual_length: int, default 128. Latest tokens that stay in f16, at least.
     """
 
+    scheme: ClassVar[str] = "kvcomp"
     aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
 
-    krel: float = 0.25
-    vrel: float = 0.25
-    block: int = 64
-    residual_length: int = 128
-
-    def __post_init__(self) -> None:
-        for name in ("krel", "vrel"):
-            step = getattr(self, name)
-            if not LEAST_STEP <= step <= 1:
-                raise bad_knob("kvcomp", name, step, f"{LEAST_STEP:.4f} to 1")
-        if self.block not in BLOCKS:
-            raise bad_knob("kvcomp", "block", self.block, *BLOCKS)
-        if self.residual_length < 0:
-            raise bad_knob("kvcomp", "residual_length", self.residual_length, "0 or more tokens")
+    krel: float = number(0.25, LEAST_STEP, 1)
+    vrel: float = number(0.25, LEAST_STEP, 1)
+    block: int = one_of(64, (16, 32, 64, 128, 256))
+    residual_length: int = tokens(128)
 
 
 class KVComp(Windowed):

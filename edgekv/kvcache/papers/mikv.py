@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,19 +13,17 @@ from edgekv.kernels.contract.segment import Segment
 from edgekv.kvcache.codec_ints import KEY_BLOCK
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.geometry import Geometry, Layout, Workspace
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, flag, number, one_of, share_of_context
 from edgekv.kvcache.papers.codec_kivi import KiviValues
-from edgekv.kvcache.papers.evicting import LowestFirst, check_budget, pick
-from edgekv.kvcache.papers.h2o import check_recent
+from edgekv.kvcache.papers.evicting import LowestFirst, pick
 from edgekv.types import F32, I64, Array
 
-BITS = (2, 4, 8)
 SLOTS = ("key.half", "value.half", "position")
 DEMOTE_TOKENS = 512  # of a prompt, at a time: bounds the float32 copies
 
 
 @dataclasses.dataclass(frozen=True)
-class MiKVKnobs:
+class MiKVKnobs(Knobs):
     """What `mikv` can be set to.
 
     budget: float, default 0.25. Tokens kept in f16: above 1 a number, up to 1 a fraction of the context.
@@ -33,16 +32,12 @@ class MiKVKnobs:
     balance: bool, default True. Whether the keys' channels are evened out before they are packed.
     """
 
-    budget: float = 0.25
-    recent: float = 0.5
-    bits: int = 2
-    balance: bool = True
+    scheme: ClassVar[str] = "mikv"
 
-    def __post_init__(self) -> None:
-        check_budget("mikv", self.budget)
-        check_recent("mikv", self.recent)
-        if self.bits not in BITS:
-            raise bad_knob("mikv", "bits", self.bits, *BITS)
+    budget: float = share_of_context(0.25)
+    recent: float = number(0.5, 0, 1)
+    bits: int = one_of(2, (2, 4, 8))
+    balance: bool = flag(True)
 
 
 class TokenKeys(Codec):

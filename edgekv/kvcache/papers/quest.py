@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.kvcache.geometry import Geometry, Layout
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 from edgekv.types import Array
 
-PAGES = (8, 16, 32)
-
 
 @dataclasses.dataclass(frozen=True)
-class QuestKnobs:
+class QuestKnobs(Knobs):
     """What `quest` can be set to.
 
     k: int, default 512. Tokens that a query attends to, in whole pages; a multiple of ``page``.
@@ -21,17 +20,16 @@ class QuestKnobs:
     skip: int, default 2. First layers whose attention reads every token.
     """
 
-    k: int = 512
-    page: int = 16
-    skip: int = 2
+    scheme: ClassVar[str] = "quest"
+
+    k: int = tokens(512, 1)
+    page: int = one_of(16, (8, 16, 32))
+    skip: int = number(2, 0, 1000, " layers")
 
     def __post_init__(self) -> None:
-        if self.page not in PAGES:
-            raise bad_knob("quest", "page", self.page, *PAGES)
-        if self.k < 1 or self.k % self.page:
+        super().__post_init__()
+        if self.k % self.page:
             raise bad_knob("quest", "k", self.k, f"multiples of page={self.page}, in tokens")
-        if self.skip < 0:
-            raise bad_knob("quest", "skip", self.skip, "0 or more layers")
 
 
 class PageIndex(Index):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -13,15 +13,15 @@ from edgekv.errors import CacheError
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.memory import contiguous
 from edgekv.kvcache.geometry import Geometry, Layout
-from edgekv.kvcache.knobs import bad_knob
-from edgekv.kvcache.papers.evicting import Evicting, attention_received, check_budget, half_bits, highest
+from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, share_of_context, tokens
+from edgekv.kvcache.papers.evicting import Evicting, attention_received, half_bits, highest
 from edgekv.types import F32, I32, I64
 
 POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKVKnobs:
+class SnapKVKnobs(Knobs):
     """What `snapkv` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
@@ -31,21 +31,18 @@ class SnapKVKnobs:
     interval: int, default 64. Tokens between two votes while text is generated, 1 or more.
     """
 
-    budget: float = 1024.0
-    observe: int = 32
-    kernel: int = 7
-    pool: str = "max"
-    interval: int = 64
+    scheme: ClassVar[str] = "snapkv"
+
+    budget: float = share_of_context(1024.0)
+    observe: int = tokens(32, 1)
+    kernel: int = number(7, 1, 255, " tokens, an odd number")
+    pool: str = one_of("max", POOLS)
+    interval: int = tokens(64, 1)
 
     def __post_init__(self) -> None:
-        check_budget("snapkv", self.budget)
-        for name in ("observe", "interval"):
-            if getattr(self, name) < 1:
-                raise bad_knob("snapkv", name, getattr(self, name), "1 or more tokens")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise bad_knob("snapkv", "kernel", self.kernel, "an odd number of tokens, 1 or more")
-        if self.pool not in POOLS:
-            raise bad_knob("snapkv", "pool", self.pool, *POOLS)
+        super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise bad_knob("snapkv", "kernel", self.kernel, "an odd number of tokens")
 
 
 class SnapKV(Evicting):
@@ -76,16 +73,17 @@ class SnapKV(Evicting):
                 field="kv",
                 value=f"snapkv:budget={knobs.budget:g}",
             )
+        self.observe = min(knobs.observe, geometry.context or geometry.capacity)
         self.n_observed = 0  # of the latest tokens, whose queries are held
 
     def layout(self) -> Layout:
-        queries = (self.geometry.n_heads, self.knobs.observe, self.geometry.head_dim)
+        queries = (self.geometry.n_heads, self.observe, self.geometry.head_dim)
         return {**super().layout(), "query.half": (queries, "uint16")}
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         n = keys.shape[1]
         self.require_room(n)
-        observed = min(n, self.knobs.observe)
+        observed = min(n, self.observe)
         if n > self.slots:
             votes = attention_received(queries, keys, n - observed, self.geometry, self.kernels, self.workspace)
             self._rebuild(self._winners(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values)
@@ -109,10 +107,10 @@ class SnapKV(Evicting):
     def _observe(self, q: F32, p: F32) -> None:
         if self.evicts:
             self._remember(q.reshape(self.geometry.n_heads, -1), self.n_seen - 1)
-            self.n_observed = min(self.n_observed + 1, self.knobs.observe)
+            self.n_observed = min(self.n_observed + 1, self.observe)
 
     def _remember(self, q: F32, position: int) -> None:
-        self.arrays["query.half"][:, position % self.knobs.observe] = half_bits(q)
+        self.arrays["query.half"][:, position % self.observe] = half_bits(q)
 
     def _compress(self) -> None:
         none = np.empty((self.geometry.n_kv_heads, 0, self.geometry.head_dim), np.float32)
@@ -126,7 +124,7 @@ class SnapKV(Evicting):
         if not n:
             return np.zeros((g, end), np.float32)
         held = np.arange(self.n_seen - n, self.n_seen)
-        queries = self.arrays["query.half"][:, held % self.knobs.observe].view(np.float16).astype(np.float32)
+        queries = self.arrays["query.half"][:, held % self.observe].view(np.float16).astype(np.float32)
         latest = Segment(self._keys, self._values, 0, end, 0, self.arrays["position"])
         s = self.workspace.array("snapkv.weights", (g, self.geometry.n_rep * n, end))
         out = self.workspace.array("attention.piece", queries.shape)
@@ -137,7 +135,7 @@ class SnapKV(Evicting):
 
     def _winners(self, votes: F32, positions: I32, n: int, end: int) -> I64:
         """Columns of the ``n`` tokens that stay of those with votes (n_kv_heads, columns), ``end`` seen so far."""
-        observe, kernel = self.knobs.observe, self.knobs.kernel
+        observe, kernel = self.observe, self.knobs.kernel
         padded = np.pad(votes[:, :-observe], ((0, 0), (kernel // 2, kernel // 2)))
         pooled = POOLS[self.knobs.pool](sliding_window_view(padded, kernel, axis=1), axis=2)
         mass = np.concatenate([pooled, votes[:, -observe:]], axis=1)
@@ -145,7 +143,7 @@ class SnapKV(Evicting):
         return highest(mass, positions, n, self._first_visible(end), end - observe)
 
     def consistent(self) -> bool:
-        return super().consistent() and self.n_observed <= min(self.knobs.observe, self.n_seen)
+        return super().consistent() and self.n_observed <= min(self.observe, self.n_seen)
 
     def truncate(self, n: int, again: int = 0) -> int:
         kept = super().truncate(n, again)

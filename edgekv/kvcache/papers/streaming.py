@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.errors import CacheError
 from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.knobs import bad_knob
-from edgekv.kvcache.papers.evicting import Evicting, check_budget
+from edgekv.kvcache.knobs import Knobs, share_of_context, tokens
+from edgekv.kvcache.papers.evicting import Evicting
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingKnobs:
+class StreamingKnobs(Knobs):
     """What `streaming` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
     sink: int, default 4. First tokens of the context that stay, part of the budget.
     """
 
-    budget: float = 1024.0
-    sink: int = 4
+    scheme: ClassVar[str] = "streaming"
 
-    def __post_init__(self) -> None:
-        check_budget("streaming", self.budget)
-        if self.sink < 0:
-            raise bad_knob("streaming", "sink", self.sink, "0 or more tokens")
+    budget: float = share_of_context(1024.0)
+    sink: int = tokens(4)
 
 
 class Streaming(Evicting):

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
-from edgekv.kvcache.papers.evicting import LowestFirst, check_budget
+from edgekv.kvcache.knobs import Knobs, flag, share_of_context
+from edgekv.kvcache.papers.evicting import LowestFirst
 from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)
-class TovaKnobs:
+class TovaKnobs(Knobs):
     """What `tova` can be set to.
 
     budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
     per_head: bool, default False. Whether each KV head chooses its own tokens instead of the layer.
     """
 
-    budget: float = 1024.0
-    per_head: bool = False
+    scheme: ClassVar[str] = "tova"
 
-    def __post_init__(self) -> None:
-        check_budget("tova", self.budget)
+    budget: float = share_of_context(1024.0)
+    per_head: bool = flag(False)
 
 
 class Tova(LowestFirst):

@@ -3,56 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.image_spans import TEXTS, ImageSpans
-from edgekv.kvcache.knobs import bad_knob
+from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of
 from edgekv.kvcache.papers.codec_visual import GROUPS, ChannelLevels, LevelSpan, encode_span
 from edgekv.types import F32
 
 
 @dataclasses.dataclass(frozen=True)
-class VisualKnobs:
+class VisualKnobs(Knobs):
     """What `visual1` can be set to.
 
     bits: int, default 1. Bits of an element of an image token, 1 to 8.
     group: str, default "head". What shares two ends of the levels: layer, tensor, head, head+token or channel.
     quantile: float, default 0.1. The levels reach from this quantile of the group to the same one from above;
-        0 is from least to largest, below 0.5. The paper gives no value. With text marked as if it were an image,
-        two small models did best with 0.1 at 1 bit (at 0.02 the two levels lie so far out that all scores are
+        0 (from least to largest) to 0.499. The paper gives no value. With text marked as if it were an image, two
+        small models did best with 0.1 at 1 bit (at 0.02 the two levels lie so far out that all scores are
         inflated), 0.01 at 2 bits, 0 from 4 bits on.
     k_range: float, default 1. Of keys: how far from the middle of these two ends towards them the outer levels
-        lie, above 0 and at most 1. CalibQuant's calibration, with quantile=0: 0.5.
+        lie, 0.01 to 1. CalibQuant's calibration, with quantile=0: 0.5.
     v_range: float, default 1. The same of values; CalibQuant: 0.3.
     pull: float, default 0. With group=channel: by how much the largest of a query's scores with a span is pulled
         down, its least staying and the others moving in proportion (CalibQuant's calibration of scores).
     text: str, default "f16". Format of all other tokens: f16 or f32.
     """
 
-    bits: int = 1
-    group: str = "head"
-    quantile: float = 0.1
-    k_range: float = 1.0
-    v_range: float = 1.0
-    pull: float = 0.0
-    text: str = "f16"
+    scheme: ClassVar[str] = "visual1"
+
+    bits: int = number(1, 1, 8)
+    group: str = one_of("head", GROUPS)
+    quantile: float = number(0.1, 0, 0.499)
+    k_range: float = number(1.0, 0.01, 1)
+    v_range: float = number(1.0, 0.01, 1)
+    pull: float = number(0.0, 0, 1000)
+    text: str = one_of("f16", TEXTS)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise bad_knob("visual1", "bits", self.bits, "1 to 8")
-        if self.group not in GROUPS:
-            raise bad_knob("visual1", "group", self.group, *GROUPS)
-        if not 0 <= self.quantile < 0.5:
-            raise bad_knob("visual1", "quantile", self.quantile, "0 or more, below 0.5")
-        for name in ("k_range", "v_range"):
-            if not 0 < getattr(self, name) <= 1:
-                raise bad_knob("visual1", name, getattr(self, name), "above 0 and at most 1")
-        if not 0 <= self.pull < float("inf"):
-            raise bad_knob("visual1", "pull", self.pull, "0 or more")
+        super().__post_init__()
         if self.pull and self.group != "channel":
             raise bad_knob("visual1", "pull", self.pull, "with group=channel only, else 0")
-        if self.text not in TEXTS:
-            raise bad_knob("visual1", "text", self.text, *TEXTS)
 
 
 class Visual1(ImageSpans):

@@ -1,0 +1,61 @@
+"""Every knob of every scheme: what it accepts works, and everything else is refused in a line that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_cases import draw
+
+from edgekv.errors import CacheError
+from edgekv.kernels import numba_kernels
+from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.knobs import declared
+
+HEADS, TOKENS = (4, 2, 64), 230
+NUMBERS = ("-1", "nan", "inf", "-inf", "1e400", "9" * 40, "9" * 5000, "x", "", "0x10", "None")
+KNOBS = [(name, field) for name, scheme in CACHES.items() for field in dataclasses.fields(scheme.Knobs)]
+EACH = pytest.mark.parametrize(("name", "field"), KNOBS, ids=[f"{name}:{field.name}" for name, field in KNOBS])
+
+
+@EACH
+def test_what_it_does_not_take_is_refused(name: str, field: dataclasses.Field[Any]) -> None:
+    kind, scheme = type(field.default), CACHES[name]
+    texts = NUMBERS if kind in (int, float) else ("9", "nan", "nope")
+    for text in (*texts, *(["1.5"] if kind is int else [])):
+        with pytest.raises(CacheError) as error:
+            CacheSpec.parse(f"{name}:{field.name}={text}")
+        assert str(error.value).startswith(f"kv='{name}:{field.name}={text[:20]}")
+        assert error.value.field == "kv"
+        assert list(error.value.accepted or ()) == [str(each) for each in declared(field).phrases]
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 300
+    wrong: dict[type, tuple[object, ...]] = {int: (True, "1", 1.0, None), float: (True, "1", None, [1.0])}
+    for value in wrong.get(kind, (1, None, ["f16"])):
+        with pytest.raises(CacheError, match=f"{field.name}="):
+            scheme.Knobs(**{field.name: value})
+
+
+@EACH
+def test_the_extremes_of_what_it_takes_work(name: str, field: dataclasses.Field[Any]) -> None:
+    """Or are refused for what stands beside them: another knob, the layer, the budget."""
+    scheme, accepts = CACHES[name], declared(field)
+    q, k, v = draw(HEADS, TOKENS)
+    for value in accepts.ends:
+        assert accepts.takes(value)
+        beside = {"group": "channel"} if field.name == "pull" else {}
+        try:
+            cache = scheme(Geometry(*HEADS, TOKENS, 2, 4), scheme.Knobs(**{field.name: value}, **beside))
+        except CacheError:
+            continue
+        assert cache.planned_bytes() < 40 * TOKENS * HEADS[1] * HEADS[2] + (1 << 20)
+        cache.allocate(numba_kernels(None), Workspace())
+        cache.mark_images([(5, 160)])
+        cache.prefill(q[:, :200], k[:, :200], v[:, :200])
+        type(cache).finish_prefill([cache])
+        for i in range(200, TOKENS):
+            out = cache.attend(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
+            assert np.isfinite(out).all()

@@ -186,7 +186,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 BAD = {
     "no-model": (["--model", "/no/such"], "/no/such"),
     "bad-kv": (["--kv", "h2b"], "accepted: dense"),
-    "bad-knob": (["--kv", "h1b:sketch_bits=7"], "multiples of 64"),
+    "bad-knob": (["--kv", "h1b:sketch_bits=7"], "accepted: 64, 128, 192"),
     "tau-for-dense": (["--tau", "0.1"], "applies to: h1b"),
     "bad-weights": (["--weights", "int2"], "accepted: auto"),
     "ctx-too-long": (["--ctx", "65"], "64 positions"),

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -134,13 +135,42 @@ def test_on_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtu
     assert 0 < ours["kl"] < 1e-4
 
 
-def test_a_package_that_is_broken_is_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "bf16 = edgekv_bf16_gone:BFloat16")
+BROKEN = {
+    "gone": ("", "ModuleNotFoundError"),
+    "leaves": ("raise SystemExit(3)", "SystemExit: 3"),
+    "lines": ("raise RuntimeError('one\\ntwo')", "RuntimeError: one two"),
+    "no scheme": ("class BFloat16: pass", "is no KV scheme"),
+    "bad knobs": ("from edgekv_bf16 import *\nBFloat16.Knobs.__init__ = None", "TypeError"),
+    "a name of ours": ("from edgekv_bf16 import *\nBFloat16.name = 'dense'", "the name 'dense' is taken"),
+    "no layout": ("from edgekv_bf16 import *\nBFloat16.layout = lambda self: 1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_package_that_is_broken_is_left_out_of_lists(
+    source: str,
+    reason: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a line, and refused where it is named."""
+    install(tmp_path, monkeypatch, "bf16 = edgekv_broken:BFloat16")
+    shutil.copy(PACKAGE / "edgekv_bf16.py", tmp_path)
+    if source:
+        (tmp_path / "edgekv_broken.py").write_text(source)
+    for module in ("edgekv_broken", "edgekv_bf16"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    known = list(CACHES)
     assert CacheSpec.parse("dense")  # ours need no package
-    with pytest.raises(CacheError, match="'bf16' of the package edgekv-bf16 can't be loaded"):
+    with raises(CacheError, field="kv", match="'bf16' of the package edgekv-bf16 can't be loaded") as caught:
         CacheSpec.parse("bf16")
-    with pytest.raises(CacheError, match="edgekv-bf16"):
-        schemes()
+    assert reason in str(caught.value)
+    assert list(schemes()) == known
+    for command in (["caches"], ["caches", "--json"], ["budget", "--kv", "list"]):
+        assert main(command) == 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("edgekv: left out: the KV scheme 'bf16' of the package edgekv-bf16 can't be loaded")
 
 
 def test_registering() -> None:

@@ -177,6 +177,12 @@ def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
     with raises(ContextError, field="ctx", match="6 tokens and 5 of ctx=5"):
         session.generate([1] * 6)
     assert session.state.n_past == 0
+    with raises(ContextError, field="ctx") as caught:
+        session.generate([1] * 64)
+    assert caught.value.accepted == ("64 to 64",)
+    with raises(ContextError, field="prompt", match="needs 65 positions, and this model has 64") as caught:
+        session.generate([1] * 65)
+    assert (caught.value.accepted, "raise" in str(caught.value)) == (("up to 64 tokens",), False)
 
 
 def test_context_beyond_the_models_positions(model: pathlib.Path) -> None:
@@ -265,9 +271,9 @@ def test_same_seed_same_text(shared: pathlib.Path) -> None:
     [
         ("nope", "accepted: dense, h1b"),
         ("h1b:c=3", "accepted .defaults.: h1b:sketch_bits=256"),
-        ("h1b:sketch_bits=100", "multiples of 64"),
-        ("h1b:sketch_bits=x", "must be a int"),
-        ("h1b:tau=-1", "positive"),
+        ("h1b:sketch_bits=100", "64, 128"),
+        ("h1b:sketch_bits=x", "64, 128"),
+        ("h1b:tau=-1", "0, 0.0001 to 10000"),
         ("dense:dtype=f8", "accepted: f16, f32"),
     ],
 )

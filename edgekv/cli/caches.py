@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from edgekv.cli.flags import in_flags
 from edgekv.cli.options import Command
 from edgekv.cli.tables import fitted
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
+from edgekv.kvcache.registry import load_entry_points
 from edgekv.quality.figures import QUALITY, SPEED, figures, recommended
 
 
@@ -21,6 +23,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
+    tell_left_out(load_entry_points().values())
     if arguments.json:
         measured = {name: dataclasses.asdict(found) for name, found in figures(list(schemes())).items()}
         print(json.dumps([{**scheme_facts(name), **measured[name]} for name in schemes()], indent=2))
@@ -33,6 +36,7 @@ def wants_list(arguments: argparse.Namespace) -> bool:
     """Whether --kv is ``list``, which is then printed instead of everything else."""
     if arguments.kv != "list":
         return False
+    tell_left_out(load_entry_points().values())
     print(schemes_text())
     return True
 
@@ -44,9 +48,14 @@ def is_named(kv: str | None) -> bool:
 
 def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
     """The schemes that `suited` found, once what it left out is told on standard error."""
-    for line in found[1]:
-        print(f"edgekv: {in_flags(line)}", file=sys.stderr)
+    tell_left_out(found[1])
     return found[0]
+
+
+def tell_left_out(reasons: Iterable[str]) -> None:
+    """A line for each scheme that a list lacks, on standard error."""
+    for reason in reasons:
+        print(f"edgekv: left out: {in_flags(reason)}", file=sys.stderr)
 
 
 def schemes_text(wide: bool = False) -> str:

@@ -89,15 +89,16 @@ def _present(name: str) -> str:
 
 def find_scheme(name: str) -> type[KVCache]:
     """The scheme of that name or alias, ours or another package's. Raises CacheError (field kv)."""
-    if _present(name) not in CACHES:
-        load_entry_points()
+    broken = {} if _present(name) in CACHES else load_entry_points()
+    if name in broken:
+        raise CacheError(broken[name], field="kv", value=name)
     if _present(name) not in CACHES:
         raise unknown(CacheError, "kv", name, CACHES)
     return CACHES[_present(name)]
 
 
 def schemes() -> dict[str, type[KVCache]]:
-    """All schemes by name, with those of other packages. Raises CacheError where one can't be loaded."""
+    """All schemes by name, with those of other packages that can be used."""
     load_entry_points()
     return dict(CACHES)
 
@@ -123,14 +124,26 @@ def scheme_facts(name: str) -> dict[str, object]:
 
 
 @functools.cache
-def load_entry_points() -> None:
-    """Registers the schemes of installed packages, once. Raises CacheError naming the package at fault."""
+def load_entry_points() -> dict[str, str]:
+    """Registers the schemes of installed packages, once; of those that can't be used the entry's name, and why."""
+    broken = {}
     for entry in metadata.entry_points(group=ENTRY_POINTS):
-        package = entry.dist.name if entry.dist else entry.value
-        try:
-            register(entry.load())
-        except (ImportError, AttributeError, CacheError) as error:
-            raise CacheError(
-                f"the KV scheme {entry.name!r} of the package {package} can't be loaded ({error}); correct or "
-                "uninstall that package"
-            ) from error
+        if error := _load(entry):
+            package = entry.dist.name if entry.dist else entry.value
+            broken[entry.name] = (
+                f"the KV scheme {entry.name!r} of the package {package} can't be loaded ({error:.200}); correct "
+                "or uninstall that package"
+            )
+    return broken
+
+
+def _load(entry: metadata.EntryPoint) -> str | None:
+    """Registers a scheme that says all that lists show; else, whatever it did, why not."""
+    before = dict(CACHES)
+    try:
+        scheme_facts(register(entry.load()).name)
+    except (Exception, SystemExit) as error:
+        CACHES.clear()
+        CACHES.update(before)
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None

@@ -10,7 +10,7 @@ from edgekv.errors import CacheError
 from edgekv.kvcache.base import KVCache
 from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.knobs import bad_knob, declared
-from edgekv.kvcache.registry import find_scheme, schemes
+from edgekv.kvcache.registry import find_scheme, load_entry_points, schemes
 from edgekv.kvcache.rolling import Rolling
 from edgekv.models.recurrence import Recurrence
 
@@ -196,15 +196,15 @@ class CacheSpec:
 def suited(
     specs: Sequence[CacheSpec], shape: AttentionShape, capacity: int, named: bool
 ) -> tuple[list[CacheSpec], list[str]]:
-    """The schemes that can have this model, and a line on each of the others.
+    """The schemes that can have this model, and of each of the others why not.
 
     Raises CacheError for one of these where they are ``named``, and not a list that nobody chose.
     """
     refused = {spec: error for spec in specs if (error := _refusal(spec, shape, capacity))}
     if refused and named:
         raise next(iter(refused.values()))
-    lines = [f"left out: {str(error).partition(';')[0]}" for error in refused.values()]
-    return [spec for spec in specs if spec not in refused], lines
+    reasons = [*map(str, refused.values()), *([] if named else load_entry_points().values())]
+    return [spec for spec in specs if spec not in refused], [reason.partition(";")[0] for reason in reasons]
 
 
 def _refusal(spec: CacheSpec, shape: AttentionShape, capacity: int) -> CacheError | None:

@@ -62,6 +62,11 @@ class Demo:
         tokens = np.asarray(tokenizer.encode(text, bos=False))
         positions = decoder.config.max_positions
         most = min(len(tokens), positions) - WRITTEN
+        if most < LEAST_CTX:
+            raise ContextError(
+                f"the text has {len(tokens)} tokens, the model {positions} positions; give {LEAST_CTX + WRITTEN} "
+                "or more of both"
+            )
         if not LEAST_CTX <= ctx <= most:
             raise ContextError(
                 f"ctx={ctx}: the text has {len(tokens)} tokens, the model {positions} positions; "

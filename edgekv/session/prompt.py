@@ -80,12 +80,21 @@ def visual_ranges(spans: Sequence[EmbeddingSpan]) -> list[tuple[int, int]]:
 
 def require_room(n_tokens: int, ctx: int, max_positions: int, n_held: int = 0) -> None:
     """Raises ContextError for a prompt of ``n_tokens`` behind ``n_held`` others, where ``ctx`` are too few."""
-    free = max(ctx - n_held, 0)
-    if n_tokens > free:
+    free, needed = max(ctx - n_held, 0), n_held + n_tokens
+    if n_tokens <= free:
+        return
+    held = f"the prompt has {n_tokens} tokens and {free} of ctx={ctx} are free"
+    if needed > max_positions:
         raise ContextError(
-            f"the prompt has {n_tokens} tokens and {free} of ctx={ctx} are free; shorten it, raise `ctx` (this "
-            f"model: up to {max_positions}), or set overflow='slide'",
-            field="ctx",
-            value=ctx,
-            accepted=[f"{n_held + n_tokens} to {max_positions}"],
+            f"{held}; it needs {needed} positions, and this model has {max_positions}: shorten it, or set "
+            "overflow='slide'",
+            field="prompt",
+            value=n_tokens,
+            accepted=[f"up to {max_positions - n_held} tokens"] if n_held < max_positions else [],
         )
+    raise ContextError(
+        f"{held}; shorten it, raise `ctx` (this model: up to {max_positions}), or set overflow='slide'",
+        field="ctx",
+        value=ctx,
+        accepted=[f"{needed} to {max_positions}"],
+    )

@@ -24,6 +24,7 @@ FAMILIES = {  # in the order of tests/test_families.py: what each is there for
     "mixtral": "experts",
     "llava": "pictures",
 }
+OPTIONS = {"gemma3": {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]}}
 CHARACTERS = [c for c in string.printable[:-5] + "\n" if c not in "`^~|"]
 NAMES = ["<unk>", "<s>", "</s>", *(c.translate({32: "Ġ", 10: "Ċ"}) for c in CHARACTERS)]
 assert len(NAMES) == vision_cases.IMAGE_TOKEN == golden_cases.VOCAB - 1
@@ -52,7 +53,7 @@ def write(name: str, folder: pathlib.Path) -> pathlib.Path:
         (folder / "config.json").write_text(json.dumps(vision_cases.CONFIG | {"text_config": text}))
     else:
         golden_cases.write_checkpoint(name, folder)
-        (folder / "config.json").write_text(json.dumps(golden_cases.CASES[name] | WIDE))
+        (folder / "config.json").write_text(json.dumps(golden_cases.CASES[name] | WIDE | OPTIONS.get(name, {})))
     write_tokenizer(folder)
     return folder
 

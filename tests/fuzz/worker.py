@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 from edgekv import EdgeKVError
+from edgekv.cache_folder import cache_root
 from edgekv.session import opening
 
 MEMORY = 2 << 30  # beyond what the process has when it is ready
@@ -23,6 +24,7 @@ ANSWER = "\x1fanswer "
 
 def main() -> None:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="edgekv-fuzz-"))
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root() / "kernels"))
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     warnings.simplefilter("ignore")
     from . import kinds  # noqa: F401 - takes longer than a case may

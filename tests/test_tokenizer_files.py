@@ -105,6 +105,38 @@ def test_gpt2_without_merges_or_end(copy: Callable[[str], pathlib.Path]) -> None
     refused(folder, "merges.txt", "vocab.json")
 
 
+REPLACED = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "word"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [REPLACED] * 3}, "1,000,000,000 times longer"),
+        (
+            "post_processor",
+            {"type": "TemplateProcessing", "single": [SEQUENCE] * 9999, "pair": [], "special_tokens": {}},
+            "9,999 times longer",
+        ),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": "/////w=="},
+            "precompiled_charsmap is damaged",
+        ),
+    ],
+    ids=["replaced", "template", "table"],
+)
+def test_pipelines_that_take_all_memory(
+    copy: Callable[[str], pathlib.Path], part: str, value: object, word: str
+) -> None:
+    """The library ended the process."""
+    folder = copy("sentencepiece")
+    make_spaced_json(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {part: value}))
+    refused(folder, "tokenizer.json", word)
+
+
 @pytest.mark.parametrize("decoder", [None, tokenizers.decoders.WordPiece()])
 def test_a_decoder_of_another_kind(tmp_path: pathlib.Path, decoder: object) -> None:
     library = tokenizers.Tokenizer(BPE({"a": 0}, []))

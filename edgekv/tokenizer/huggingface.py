@@ -1,8 +1,11 @@
 """tokenizer.json, and GPT-2's vocab.json with merges.txt, by the tokenizers library."""
 
+import base64
 import json
 import pathlib
+from typing import Any
 
+import msgspec
 import tokenizers
 
 from edgekv.errors import TokenizerError
@@ -12,6 +15,7 @@ from edgekv.tokenizer.native import library_errors, require_vocabulary
 from edgekv.tokenizer.pieces import ByteLevelPieces, SpacedPieces, read_pieces
 
 GPT2_END = "<|endoftext|>"
+MAX_GROWTH = 64  # of a text, by what stands for parts of it
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -64,14 +68,48 @@ class HuggingFaceTokenizer(Tokenizer):
         return b"" if piece is None else self._pieces.to_bytes(piece)
 
 
-def open_tokenizer_json(path: pathlib.Path, declared: Declared) -> HuggingFaceTokenizer:
-    """Reads a tokenizer.json.
+class _Pipeline(msgspec.Struct):
+    """What of a tokenizer.json changes a text's length."""
+
+    normalizer: Any = None
+    post_processor: Any = None
+
+
+def _require_bounded(path: pathlib.Path, data: bytes) -> None:
+    """Raises TokenizerError for a pipeline that makes so much of little that the library ends the process."""
+    try:
+        pipeline = msgspec.json.decode(data, type=_Pipeline)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not a tokenizer.json ({error}); copy it again") from None
+    growth, todo = 1, [pipeline.normalizer, pipeline.post_processor]
+    while todo:
+        part = todo.pop()
+        todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        if not isinstance(part, dict):
+            continue
+        if isinstance(content := part.get("content"), str):
+            growth *= max(1, len(content))
+        if isinstance(single := part.get("single"), list):
+            growth *= max(1, sum("Sequence" in each for each in single if isinstance(each, dict)))
+        if isinstance(table := part.get("precompiled_charsmap"), str):
+            start = base64.b64decode(table[:8])
+            if not 4 <= int.from_bytes(start[:4], "little") <= 3 * len(table) // 4 - 4:
+                raise TokenizerError(f"{path}: its precompiled_charsmap is damaged; copy it again")
+    if growth > MAX_GROWTH:
+        raise TokenizerError(
+            f"{path}: makes a text up to {growth:,} times longer; accepted: {MAX_GROWTH:,}; copy the model's own"
+        )
+
+
+def open_tokenizer_json(path: pathlib.Path, data: bytes, declared: Declared) -> HuggingFaceTokenizer:
+    """Reads a tokenizer.json with the content ``data``.
 
     Raises:
         TokenizerError: the file is damaged, or of a kind that can't be streamed.
     """
     with library_errors(f"{path} is not a tokenizer.json", "copy it again"):
-        library = tokenizers.Tokenizer.from_file(str(path))
+        _require_bounded(path, data)
+        library = tokenizers.Tokenizer.from_buffer(data)
         return HuggingFaceTokenizer(path, library, declared)
 
 

@@ -46,7 +46,7 @@ def load_tokenizer(
     if file.suffix == ".json":
         from edgekv.tokenizer.huggingface import open_tokenizer_json
 
-        return open_tokenizer_json(file, declared)
+        return open_tokenizer_json(file, data, declared)
     if TIKTOKEN_LINE.match(data):
         try:
             from edgekv.tokenizer.byte_pairs import TiktokenTokenizer

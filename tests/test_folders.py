@@ -149,3 +149,15 @@ def test_a_folder_that_can_not_be_written(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match=r"folder: can't be written \(No space left on device\)"):
         made_once(tmp_path / "folder", fail)
     assert names(tmp_path) == []
+
+
+def test_a_store_whose_weights_were_edited_is_not_the_checkpoint_s(tmp_path: pathlib.Path) -> None:
+    weights = RandomWeights(load_shape("tiny", 1))
+    build(weights, WEIGHTS["int8"], tmp_path / "store", None)
+    assert WeightStore(tmp_path / "store").identity == weights.source.identity
+    file = tmp_path / "store" / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"was changed after store\.json was written"):
+        _ = WeightStore(tmp_path / "store").identity

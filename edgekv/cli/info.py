@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
+from edgekv.cli.bars import Bars
 from edgekv.cli.options import Command, add_source_options, bytes_text, model_path
 from edgekv.linear.formats import WEIGHTS
 from edgekv.linear.threads import FEW_CORES, remembered
+from edgekv.linear.weights import CheckpointWeights
 from edgekv.machine import all_cores
 from edgekv.models.config import ExpertsConfig
 from edgekv.session.model import Model
@@ -20,6 +22,9 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _info(arguments: argparse.Namespace) -> int:
     model = Model.open(model_path(arguments), config=arguments.config)
+    if isinstance(model.weights, CheckpointWeights):
+        with Bars() as bars:
+            model.weights.source.identify(bars.update)  # reads all of it, once
     c = model.config
     own = model.weight_format("auto")
     forms = [own] if model.is_store else list(dict.fromkeys([own, *WEIGHTS.values()]))
@@ -84,4 +89,6 @@ def _threads_text(model: Model) -> str:
     return f"of {cores} cores {known.decode} for a token's products, {known.prompt} for a prompt's: measured here"
 
 
-INFO = Command("print a model's shapes and the bytes of its weights, without reading them", _info_arguments, _info)
+INFO = Command(
+    "print a model's shapes, the bytes of its weights and their hash, without loading them", _info_arguments, _info
+)

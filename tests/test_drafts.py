@@ -13,7 +13,7 @@ from cache_cases import draw, make
 from helpers import SESSION_KV, raises
 
 from edgekv import CACHES, LoadOptions, SamplingParams, Session
-from edgekv.errors import CheckpointError, ConfigError
+from edgekv.errors import ConfigError
 from edgekv.session.draft_model import DraftModel
 from edgekv.session.drafts import MOST, DraftLength, Drafts, NGram
 from edgekv.session.opening import load_model, open_model
@@ -240,7 +240,7 @@ def test_guesses_that_are_wrong_end_and_are_tried_again() -> None:
 
 
 def test_an_unknown_source(model: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError, match="magic"):
+    with raises(ConfigError, field="draft", match="magic"):
         Session.load(model, draft="magic")
     with raises(ConfigError, field="draft"):
         Session.load(model, draft=4)

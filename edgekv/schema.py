@@ -37,7 +37,10 @@ def read(
 
 def shown(value: object) -> str:
     """A value in an error message, cut if it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # of a whole number with thousands of digits
+        text = f"a long {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

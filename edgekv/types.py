@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
-Path = str | os.PathLike[str]
+Path = Annotated[str | os.PathLike[str], Meta(pattern=r"\A[^\0]+\Z", description="a path")]
 
 Array = npt.NDArray[Any]
 F32 = npt.NDArray[np.float32]

@@ -25,6 +25,7 @@ LAYERS = (
     ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
     ("edgekv.numba_cache",),
     ("edgekv.cache_folder",),
+    ("edgekv.checks",),
     ("edgekv.machine", "edgekv.schema", "edgekv.files", "edgekv.folders"),
     ("edgekv.partial", "edgekv.child"),
     ("edgekv.errors", "edgekv.types", "edgekv.version"),

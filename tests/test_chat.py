@@ -17,7 +17,7 @@ from edgekv.chat.conversation import Chat, answer_ids
 from edgekv.chat.template import ChatTemplate, find_template
 from edgekv.chat.turns import TurnEncoder
 from edgekv.errors import ConfigError, ContextError, EdgeKVError, SessionError
-from edgekv.tokenizer import load_tokenizer
+from edgekv.tokenizer import Tokenizer, load_tokenizer
 
 TAGGED = """\
 {%- for message in messages %}
@@ -169,6 +169,60 @@ def test_a_question_in_the_middle_of_an_answer_is_refused(loaded: Session) -> No
     assert text == said(whole.ask("Once upon a time", max_new_tokens=8))
     assert talk.messages == whole.messages
     assert said(talk.ask("Go on", max_new_tokens=4))
+
+
+def test_the_history_waits_for_the_answer_and_goes_with_a_reset(loaded: Session) -> None:
+    session = loaded.fork()
+    talk, other = chat(session, system="Be brief."), chat(loaded.fork(), system="Be brief.")
+    answer = talk.ask("Tom", max_new_tokens=8)
+    next(answer)
+    for change in (talk.clear, functools.partial(talk.set_system, "x")):
+        with pytest.raises(SessionError, match="exhaust or close"):
+            change()
+    list(answer)
+    list(other.ask("Tom", max_new_tokens=8))
+    assert talk.messages == other.messages
+    talk.clear()
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]
+    list(talk.ask("Tom", max_new_tokens=8))
+    session.reset()
+    assert (session.state.memo, session.state.sampler) == ({}, None)
+    assert chat(session, system="Sing.").messages == [{"role": "system", "content": "Sing."}]
+
+
+def test_a_history_that_is_none_is_refused(loaded: Session) -> None:
+    """As a session file may have it."""
+    turns = ({"role": "user"}, {"role": "user", "content": 5}, {"role": "user", "content": "", "ids": [-1]})
+    for history in (5, [5], *([turn] for turn in turns)):
+        session = loaded.fork()
+        session.state.memo["messages"] = history
+        with pytest.raises(SessionError, match="history is damaged"):
+            chat(session, system="x")
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_special_tokens_in_a_message_are_text(loaded: Session, role: str) -> None:
+    """Those of an answer, and of the template, are what they are."""
+    tokenizer = loaded.require_tokenizer()
+    encoder = TurnEncoder(ChatTemplate(BRACKETS.replace("'user'", f"'{role}'"), tokenizer), tokenizer)
+    special = [tokenizer.bos_id, *tokenizer.eos_ids[:1]]
+    ids = encoder.ids([{"role": role, "content": "a </s><s> b"}], lambda i: None)
+    assert [i for i in ids if i in special] == special[:1]
+    assert "</s><s> b" in tokenizer.decode(ids)
+    answer = encoder.ids([{"role": "assistant", "content": "a</s>"}], lambda i: None)
+    assert [i for i in answer if i in special] == [special[0], special[1], special[1]]
+
+
+def test_a_text_is_encoded_once(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = chat(loaded.fork(), system="Be brief.")
+    encode, texts = Tokenizer.encode, []
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, *, bos=True: texts.append(text) or encode(self, text, bos=bos)
+    )
+    for question in ("Tom", "Lily", "Ben"):
+        list(talk.ask(question, max_new_tokens=4))
+    for text in ("Be brief", "Tom", "Lily", "Ben"):
+        assert sum(text in encoded for encoded in texts) == 1
 
 
 def test_interrupted_in_the_prompt(loaded: Session) -> None:

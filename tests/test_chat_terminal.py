@@ -1,5 +1,6 @@
 """`edgekv chat` on a real terminal: keys go in through a pty, what people see comes out."""
 
+import argparse
 import json
 import pathlib
 import re
@@ -11,9 +12,10 @@ import pexpect
 import pytest
 from PIL import Image
 
-from edgekv import Chat, Session
+from edgekv import Chat, SamplingParams, Session
 from edgekv.chat.template import ChatTemplate
 from edgekv.cli.chat_input import history_file, is_open
+from edgekv.cli.chat_terminal import Terminal
 from edgekv.errors import EdgeKVError, ImageError
 
 PASTE = "\x1b[200~{}\x1b[201~"  # what terminals send around what is pasted
@@ -77,7 +79,7 @@ def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
     child.send('"""a\r')
     ask(child, 'b"""\r', USE)
     ask(child, "/set temperature 0.5\r", "temperature 0.5, top_k 40")
-    ask(child, "/set temperature -1\r", "out of range")
+    ask(child, "/set temperature -1\r", "accepted: a number")
     ask(child, "/set presence-penalty 1.5\r", r"presence_penalty 1\.5, logit_bias none")
     ask(child, "/set logit-bias 5=-100\r", "logit_bias 5=-100")
     ask(child, "/set logit-bias 5\r", "give ID=BIAS")
@@ -89,6 +91,18 @@ def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
     said = messages(kept)
     assert said[0] == ("system", "Be brief.")
     assert [text for role, text in said if role == "user"] == ["first line\nsecond line", "a\nb", "third"]
+
+
+def test_what_was_typed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters are written as options in errors alone."""
+    session = Session.load("demo", ctx=64)
+    chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()))
+    terminal = Terminal(chat, argparse.Namespace(max_new_tokens=None, stop=[]), SamplingParams())
+    terminal.run(["/stats", "/system use temperature=0.7 and `ctx`", "/history", "/set temperature -1"])
+    said = capsys.readouterr().err.splitlines()
+    assert said[-3:-1] == ["system: use temperature=0.7 and `ctx`"] * 2
+    assert said[-1].startswith("error: --temperature -1: accepted: ")
+    assert said[:2] == ["context     0 of 64 tokens", "there is no answer yet"]
 
 
 def test_lines_are_remembered_for_this_user_alone(start: Start) -> None:

@@ -13,7 +13,9 @@ from cache_cases import draw, make
 from helpers import SESSION_KV, raises
 
 from edgekv import CACHES, LoadOptions, SamplingParams, Session
-from edgekv.errors import ConfigError
+from edgekv.errors import ConfigError, MemoryBudgetError
+from edgekv.machine import format_bytes
+from edgekv.server.pool import SessionPool
 from edgekv.session.draft_model import DraftModel
 from edgekv.session.drafts import MOST, DraftLength, Drafts, NGram
 from edgekv.session.opening import load_model, open_model
@@ -269,6 +271,24 @@ def test_a_draft_model_that_is_no_faster_is_not_asked(model: pathlib.Path) -> No
     session = Session.load(model, weights="f32", draft=model)
     list(session.generate([1, 2, 3], max_new_tokens=10))
     assert session.report().drafts.proposed == 0
+
+
+def test_a_draft_models_bytes_are_counted(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the session's, in its report, in a server's pool, and before anything is taken."""
+    session = Session.load(model, weights="f32", draft=model, kv="onebit")
+    list(session.generate([1, 2, 3], max_new_tokens=2))
+    drafts = session.report().drafts
+    small = Session.load(model, weights="f32", kv="dense")
+    assert (drafts.cache_bytes, drafts.weights_bytes) == (small.nbytes, small.report().weights_bytes)
+    assert session.nbytes == session.state.nbytes + small.nbytes
+    assert f"cache {format_bytes(session.nbytes)}" in repr(session)
+    assert f"; cache {format_bytes(small.nbytes)}" in session.report().to_text()
+    pool = SessionPool(session, 2 * session.nbytes)
+    assert (pool.capacity, pool.nbytes) == (2, session.nbytes)
+    needed = max(sum(each.plan.parts().values()) for each in (session, small))
+    monkeypatch.setattr("edgekv.session.device.available_memory_bytes", lambda: needed)
+    with pytest.raises(MemoryBudgetError, match="caches and scratch of"):
+        Session.load(model, weights="f32", draft=model, kv="onebit")
 
 
 def test_a_model_of_another_vocabulary(model: pathlib.Path, tmp_path: pathlib.Path) -> None:

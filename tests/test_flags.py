@@ -115,7 +115,7 @@ def test_errors_carry_what_is_accepted() -> None:
         (["--overflow", "wrap"], "error: --overflow wrap is unknown; accepted: stop, slide"),
         (["--kv-budget", "1K"], "error: --kv-budget"),
         (["--kv-budget", "1X"], "error: --kv-budget 1X is not understood"),
-        (["--temperature", "-1"], "error: --temperature -1.0 is out of range"),
+        (["--temperature", "-1"], "error: --temperature -1.0: accepted: "),
         (["--chat-template", "x"], None),
     ],
 )

@@ -81,9 +81,11 @@ def test_two_sessions_share_nothing(model: pathlib.Path) -> None:
 def test_a_rewind_to_less_than_nothing_is_refused(model: pathlib.Path) -> None:
     session = Session.load(model, weights="f32", ctx=40)
     session.prefill([1, 2, 3])
-    with raises(ContextError, field="n_tokens"):
-        session.rewind(-1)
-    assert session.tokens == [1, 2, 3]
+    for wrong in (-1, 2.0):
+        with raises(ContextError, field="n_tokens"):
+            session.rewind(wrong)
+    assert (session.tokens, session.state.n_past) == ([1, 2, 3], 3)
+    assert len(list(session.generate([4], max_new_tokens=2))) == 2
 
 
 def test_a_conversation_of_another_plan_is_not_taken_over(model: pathlib.Path) -> None:
@@ -92,6 +94,24 @@ def test_a_conversation_of_another_plan_is_not_taken_over(model: pathlib.Path) -
     with pytest.raises(SessionError, match="must be the same"):
         session.copy_from(other)
     assert not session.tokens
+
+
+def test_second_caches_are_asked_for(
+    model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    session = Session.load(model, weights="f32", ctx=40)
+    other = session.fork()
+    session.prefill([1, 2, 3])
+    other.prefill([4, 5])
+    other.save(tmp_path / "other")
+    monkeypatch.setattr("edgekv.session.device.available_memory_bytes", lambda: session.nbytes - 1)
+    for change in (lambda: session.copy_from(other), lambda: session.load_state(tmp_path / "other"), session.fork):
+        with pytest.raises(MemoryBudgetError, match="kv cache"):
+            change()
+    assert session.tokens == [1, 2, 3]
+    monkeypatch.setattr("edgekv.session.device.available_memory_bytes", lambda: session.nbytes)
+    session.load_state(tmp_path / "other")
+    assert session.tokens == [4, 5]
 
 
 def test_a_copy_that_fails_keeps_the_conversation(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import golden_cases
 import numpy as np
 import pytest
+from helpers import raises
 
 from edgekv import EdgeKVError, Session
 from edgekv.errors import SessionError
@@ -103,6 +104,10 @@ LIES: dict[str, Callable[[Header], Any]] = {
     "sampler": put("content/sampler", {"params": {"seed": []}, "state": {}}),
     "sampler state": put("content/sampler/state", []),
     "memo": put("content/memo", 3),
+    "no number": put("content/memo", {"x": float("nan")}),
+    "infinity": put("content/memo", {"x": float("inf")}),
+    "dropped": put("content/n_dropped", -5),
+    "first": put("content/n_first", -5),
     "spans": put("content/spans", [[0, 5, "x"], [0, 5, "x"]]),
 }
 
@@ -212,3 +217,13 @@ def test_unpacking_makes_no_more_than_is_stated(tmp_path: pathlib.Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 30_000_000  # the file, once more
+
+
+@pytest.mark.parametrize("memo", [{"x": float("nan")}, {"x": {1, 2}}, {"x": "\ud800"}])
+def test_a_memo_that_is_no_json_is_not_saved(model: pathlib.Path, memo: object, tmp_path: pathlib.Path) -> None:
+    session = Session.load(model, weights="f32", device="numpy")
+    session.prefill([1, 2])
+    session.state.memo["x"] = memo
+    with raises(SessionError, field="memo"):
+        session.save(tmp_path / "file")
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,8 @@ import vision_cases as cases
 from cuda_cases import OnDevice
 from helpers import SESSION_KV, raises
 
-from edgekv import Embeddings, Session
+from edgekv import Chat, Embeddings, SamplingParams, Session
+from edgekv.chat.template import ChatTemplate
 from edgekv.cli import main
 from edgekv.decoder.cuda import CudaDecoder
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
@@ -22,6 +23,9 @@ from edgekv.kernels.memory import to_host
 from edgekv.kvcache.papers.visual import Visual1
 from edgekv.linear.cuda_weights import DeviceWeights
 from edgekv.linear.reference import ACTIVATIONS
+from edgekv.server.checked_request import CheckedRequest, as_turn
+from edgekv.server.protocol import ImagePart, ImageUrl, Message, TextPart
+from edgekv.server.request_encoder import RequestEncoder
 from edgekv.session.context_shift import Slide
 from edgekv.session.devices import find_device
 from edgekv.session.model import Model
@@ -36,6 +40,7 @@ GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "vision.npz")
 IMAGES = [Image.fromarray(cases.pixels(*size)) for size in cases.SIZES]
 N = cases.N_TOKENS
 TEXT = "w17 w4 <image> w9 <image> w33 w34 w60"  # cases.PROMPT
+WORDS = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
 VISUAL = "visual1:bits=1,group=head,quantile=0.02,text=f16"
 FIRST, SECOND = (3, 3 + N), (4 + N, 4 + 2 * N)  # where the images of TEXT are
 
@@ -117,7 +122,7 @@ def test_without_placeholders_images_come_first(base: Session) -> None:
     base.reset()
 
 
-@pytest.mark.parametrize(("text", "n"), [(TEXT, 1), (TEXT, 3), ("<image>", 2), ("w5 <image>", 0)])
+@pytest.mark.parametrize(("text", "n"), [(TEXT, 1), (TEXT, 3), ("<image>", 2)])
 def test_placeholders_and_images_must_be_as_many(base: Session, text: str, n: int) -> None:
     with pytest.raises(
         ImageError, match=rf"image placeholder\(s\), token 95, for {n} image\(s\): give one for each"
@@ -249,7 +254,7 @@ def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.
     assert tokens(copied.generate([7], max_new_tokens=5)) == tokens(restored.generate([7], max_new_tokens=5))
 
 
-def test_sliding_keeps_the_latest_rows_of_an_image(base: Session) -> None:
+def test_sliding_drops_an_image_whole(base: Session) -> None:
     ctx = 40
     session = base.fork(ctx=ctx)
     pieces = base.prompt(TEXT, IMAGES[:2])
@@ -258,13 +263,55 @@ def test_sliding_keeps_the_latest_rows_of_an_image(base: Session) -> None:
     session.runner.context_shift = Slide()
     made = tokens(session.generate(pieces, max_new_tokens=12))
     assert len(made) == 12
-    rows = np.concatenate([_rows(base, piece) for piece in pieces])
-    # 39 tokens and the first two made fit; the third makes room: 4 first tokens and the latest 16 stay
-    (span,) = [span for span in session.state.spans if span.start >= 4]
-    kept = range(41 - 16, SECOND[1])
-    assert (span.start, span.stop) == (4, 4 + len(kept))
-    np.testing.assert_array_equal(span.rows, rows[kept.start : kept.stop])
-    np.testing.assert_array_equal(session.state.spans[0].rows, rows[3:4])
+    # 39 tokens and the first two made fit; the third makes room: of 4 first and the latest 16 the text stays
+    assert session.state.spans == []
+    assert session.tokens[:6] == [1, 17, 4, 33, 34, 60]
+    assert session.state.n_dropped == 2 * N + 1
+
+
+def test_an_image_in_a_text_without_images_is_text(base: Session) -> None:
+    session, tokenizer = base.fork(), base.require_tokenizer()
+    said = tokenizer.encode("w5 <", bos=True) + tokenizer.encode("image> w9", bos=False)
+    assert session.prompt("w5 <image> w9") == session.align("w5 <image> w9") == said
+    list(session.generate("w5 <image> w9", max_new_tokens=1))
+    assert session.tokens[:-1] == said
+    np.testing.assert_array_equal(session.embed("w5 <image> w9"), session.embed(said))
+    with pytest.raises(ImageError, match="placeholder"):
+        session.embed([1, cases.IMAGE_TOKEN])
+    chat = Chat(session.fork(), ChatTemplate(WORDS, tokenizer))
+    list(chat.ask("w5 <image> w9", max_new_tokens=1))
+    assert cases.IMAGE_TOKEN not in chat.session.tokens[:-1]
+    server = RequestEncoder(chat.template, tokenizer, 64, 96)
+    assert server.ids("w5 <image> w9", "input") == said
+    parts = [ImagePart(ImageUrl("data:")), TextPart("<image> w5")]
+    turns = [as_turn(Message("user", content), "m") for content in (parts, "w5 <image>")]
+    (encoded,) = server.encode(CheckedRequest(SamplingParams(), messages=turns))
+    assert encoded.ids.count(cases.IMAGE_TOKEN) == 1
+
+
+def test_a_chat_with_pictures_slides_by_whole_turns(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The system message stays, pictures leave whole, and one that can't fit is an error."""
+    session = Session.load(folder, weights="f32", ctx=64, overflow="slide")
+    chat = Chat(session, ChatTemplate(WORDS, session.require_tokenizer()), "w33 w34 w35 w36 w37")
+    system = session.encode("w33 w34 w35 w36 w37")
+    IMAGES[0].save(tmp_path / "a.png")
+    for i in range(5):
+        list(chat.ask(f"w{50 + i}", images=[tmp_path / "a.png"], max_new_tokens=7))
+        assert session.tokens[: len(system)] == system
+        assert {len(span.rows) for span in session.state.spans} == {N}
+        assert session.report().images is None if i else session.report().images.tokens == N
+    assert sum(bool(message.get("dropped")) for message in chat.messages) >= 4
+    list(chat.ask("w9", max_new_tokens=150, stop=["never"]))
+    assert session.state.n_dropped > 0
+    assert session.tokens[: len(system)] == system
+    assert {len(span.rows) for span in session.state.spans} <= {N}
+    restored = session.fork()
+    restored.copy_from(session)
+    assert restored.state.n_first == session.state.n_first == len(system)
+    before = len(chat.messages)
+    with raises(ContextError, field="ctx"):
+        list(chat.ask("w9", images=4 * [tmp_path / "a.png"]))
+    assert len(chat.messages) == before
 
 
 def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:

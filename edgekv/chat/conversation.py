@@ -6,72 +6,105 @@ import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import msgspec
+
 from edgekv.chat.template import ChatTemplate
 from edgekv.chat.turns import TurnEncoder
+from edgekv.checks import Count, Natural, checked
 from edgekv.errors import SessionError
 from edgekv.session.generation import Step
+from edgekv.session.prompt import require_room
+from edgekv.session.sampling import Stops
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
 from edgekv.tokenizer import StreamDecoder, Tokenizer
-from edgekv.types import LayerProgress
-from edgekv.vision import require_vision
-from edgekv.vision.prompt import PLACEHOLDER, Embeddings
+from edgekv.types import LayerProgress, Path
+from edgekv.vision import place_images, require_vision
+from edgekv.vision.prompt import PLACEHOLDER, Embeddings, ImagesReport, Prompt, require_places
 
 MAX_NEW_TOKENS = 1024
 
 
-class Chat:
-    """Turns with a session's model. The history is in the session's memo: a saved session brings it back."""
+class _Turn(msgspec.Struct):
+    role: str
+    content: str
+    ids: list[Natural] = []
+    images: list[str] = []
+    dropped: bool = False
 
+
+class Chat:
+    """Turns with a session's model.
+
+    The history is in the session's memo: a saved session brings it back, and its `reset` forgets it. What changes
+    it raises SessionError while a text is being generated.
+    """
+
+    @checked()
     def __init__(self, session: Session, template: ChatTemplate, system: str | None = None) -> None:
         self.session, self.template = session, template
         self._tokenizer = session.require_tokenizer()
         self._encoder = TurnEncoder(template, self._tokenizer)
+        self._checked: object = None  # the history, once it was looked at
+        self._seen: dict[str, Embeddings] = {}  # the images of the history, by their files
         if system and not self.messages:
             self.messages.append({"role": "system", "content": system})
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The history, oldest first: role, content, of answers the ids of their tokens, and what was dropped."""
+        """The history, oldest first: role, content, of answers the ids of their tokens, and what was dropped.
+
+        Raises SessionError where that of a session file is none.
+        """
         messages: list[dict[str, Any]] = self.session.state.memo.setdefault("messages", [])
+        if messages is not self._checked:
+            try:
+                msgspec.convert(messages, list[_Turn])
+            except msgspec.ValidationError as error:
+                raise SessionError(f"the session's history is damaged ({error}): start a new session") from None
+            self._checked = messages
         return messages
 
+    @checked()
     def set_system(self, text: str) -> None:
         """Another system message from the next question on; an empty one is none. The cache is read anew then."""
+        self.session.require_idle()
         self.messages[:] = [message for message in self.messages if message["role"] != "system"]
         if text:
             self.messages.insert(0, {"role": "system", "content": text})
 
+    @checked()
     def ask(
         self,
         text: str,
         *,
-        images: Sequence[str] = (),
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        images: Sequence[Path] = (),
+        max_new_tokens: Count = MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: Stops = (),
         progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
         """The answer to a message, token by token. What has come when the caller stops is the answer.
 
-        images: files that the message shows; where its text has no `<image>` for each, they come before it. The
-        turns from the first image on are computed again at each question. A message without any answer is
-        forgotten. Raises ContextError when it does not fit, ImageError for a model that takes no images.
+        images: files that the message shows; where its text has no `<image>` for each, they come before it. A
+        message without any answer is forgotten. Raises ContextError when it does not fit, ImageError for a model
+        that takes no images.
         """
         message: dict[str, Any] = {"role": "user", "content": text}
         if images:
             require_vision(self.session.model)
             if PLACEHOLDER not in text:
                 message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
-            message["images"] = list(images)
+            message["images"] = list(map(str, images))
         return self._answer([*self.messages, message], max_new_tokens, sampling, stop, progress)
 
+    @checked()
     def retry(
         self,
         *,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: Count = MAX_NEW_TOKENS,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: Stops = (),
         progress: LayerProgress | None = None,
     ) -> Generator[Step, None, None]:
         """Another answer in place of the last one, which stays until the first token of the other comes."""
@@ -81,47 +114,73 @@ class Chat:
 
     def clear(self) -> None:
         """Forgets all but the system message."""
-        self.messages[:] = [message for message in self.messages if message["role"] == "system"]
+        system = _system(self.messages)
         self.session.reset()
+        self.messages[:] = system
 
     def _answer(
         self,
         history: Sequence[dict[str, Any]],
         max_new_tokens: int,
         sampling: SamplingParams | None,
-        stop: Sequence[str],
+        stop: Stops,
         progress: LayerProgress | None,
     ) -> Generator[Step, None, None]:
+        self.session.require_idle()
         messages = [dict(message) for message in history]  # the chat's from the first step on
-        new = self.session.align(self._fitting(messages))
+        images = self._see(messages)
+        prompt, n_first = self._fitting(messages)
+        new = self.session.align(prompt)
+        self.session.state.n_first = n_first
         steps = self.session.generate(
             new,
-            images=self._images(messages, new),
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            stop=(*self.template.stops, *stop),
+            stop=(*self.template.stops, *((stop,) if isinstance(stop, str) else stop)),
             progress=progress,
         )
+        self.session.report().images = images
         return self._collected(messages, steps)
 
-    def _fitting(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of the conversation; where it outgrew the context, and may slide, without its oldest turns."""
-        ids, ctx = self._ids(messages), self.session.plan.ctx
-        if len(ids) >= ctx and self.session.runner.context_shift.makes_room:
-            while len(ids) > ctx // 2 and _drop_oldest(messages):
-                ids = self._ids(messages)
-        return ids
+    def _fitting(self, messages: list[dict[str, Any]]) -> tuple[Prompt, int]:
+        """The conversation, and how many of its first tokens should stay when it outgrows the context.
+
+        Where it did so already, and may slide, without its oldest turns. Raises ContextError where it may not.
+        """
+        prompt, ctx = self._prompt(messages), self.session.plan.ctx
+        if not self.session.runner.context_shift.makes_room:
+            require_room(_length(prompt), ctx, self.session.config.max_positions)
+            return prompt, 0
+        if _length(prompt) >= ctx:
+            while _length(prompt) > ctx // 2 and _drop_oldest(messages):
+                prompt = self._prompt(messages)
+        begin = self._ids([*_system(messages), {"role": "user", "content": ""}])
+        return prompt, next((i for i, (a, b) in enumerate(zip(begin, prompt, strict=False)) if a != b), len(begin))
+
+    def _prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
+        """What is shown, with its images. Raises ImageError for more or fewer than there are places for them."""
+        ids, files = self._ids(messages), _files(messages)
+        if not files:
+            return ids
+        _, token = require_vision(self.session.model)
+        require_places(ids, token, len(files))
+        return place_images(ids, token, [self._seen[file] for file in files], 0)
+
+    def _see(self, messages: Sequence[dict[str, Any]]) -> ImagesReport | None:
+        """Reads the images that are shown and were not read before; returns what is to be reported of those."""
+        files = dict.fromkeys(_files(messages))
+        self._seen = {file: rows for file, rows in self._seen.items() if file in files}
+        new = [file for file in files if file not in self._seen]
+        if not new:
+            return None
+        _, token = require_vision(self.session.model)
+        rows, report = self.session.prompt_encoder.prompt([token] * len(new), new, bos=False)
+        self._seen |= {file: each for file, each in zip(new, rows, strict=True) if isinstance(each, Embeddings)}
+        return report
 
     def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         shown = [message for message in messages if not message.get("dropped")]
         return self._encoder.ids(shown, lambda i: shown[i].get("ids"))
-
-    def _images(self, messages: Sequence[dict[str, Any]], new: Sequence[int | Embeddings]) -> list[str]:
-        """The files whose places are among the new ids: the latest of those that are shown."""
-        shown = [m for m in messages if not m.get("dropped")]
-        files = [str(file) for message in shown for file in message.get("images", ())]
-        places = sum(token == self.session.model.image_token for token in new) if files else 0
-        return files[len(files) - places :]
 
     def _collected(
         self, messages: list[dict[str, Any]], steps: Generator[Step, None, None]
@@ -146,6 +205,19 @@ class Chat:
         ids = answer_ids(self._tokenizer, tokens, text)
         self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
         self.messages.append({"role": "assistant", "content": text.strip(), "ids": ids})
+
+
+def _system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message for message in messages if message["role"] == "system"]
+
+
+def _files(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """The images of the messages that are shown."""
+    return [file for message in messages if not message.get("dropped") for file in message.get("images", ())]
+
+
+def _length(prompt: Prompt) -> int:
+    return sum(len(piece.rows) if isinstance(piece, Embeddings) else 1 for piece in prompt)
 
 
 def _drop_oldest(messages: Sequence[dict[str, Any]]) -> bool:

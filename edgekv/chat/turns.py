@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from edgekv.chat.template import ChatTemplate, Message
-from edgekv.tokenizer import Tokenizer
+from edgekv.tokenizer import Tokenizer, as_text
+from edgekv.vision.prompt import PLACEHOLDER, without_places
 
 MARK = "\ue000{}\ue001"  # stands for an answer: private characters that no template and no message has
 Known = Callable[[int], Sequence[int] | None]  # the ids of message i as they were generated, if it was
@@ -18,7 +19,9 @@ class TurnEncoder:
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template, self._tokenizer = template, tokenizer
+        self._latest: dict[tuple[str, bool], list[int]] = {}  # the pieces of the latest conversation: it goes on
         specials = {tokenizer.piece(i): i for i in (tokenizer.bos_id, *tokenizer.eos_ids) if i is not None}
+        self._specials = {*tokenizer.special_texts, *specials} - {PLACEHOLDER, ""}
         self._unreadable = {  # that the tokenizer does not find in a text by itself
             name: i for name, i in specials.items() if name and tokenizer.encode(name, bos=False) != [i]
         }
@@ -26,17 +29,32 @@ class TurnEncoder:
     def ids(self, messages: Sequence[Message], known: Known, names: Mapping[str, Any] | None = None) -> list[int]:
         """Ids of the conversation up to where the next answer begins. names: more variables of the template.
 
+        What a message writes as the text of a special token is text, but for `<image>` where it has "images".
         Where the template does more with an answer than to print it (drops its reasoning, say), the whole is
         encoded from its text. Raises EdgeKVError where the template refuses the messages.
         """
+        messages = [self._plain(message) for message in messages]
         answers = {i: ids for i in range(len(messages)) if (ids := known(i)) is not None}
         pieces = self._around(messages, list(answers), names) if answers else None
         if pieces is None:
-            return self._encode(self.template.render(messages, names=names), self.template.given_bos)
-        ids = self._encode(pieces[0], self.template.given_bos)
-        for answer, piece in zip(answers.values(), pieces[1:], strict=True):
-            ids += [*answer, *self._encode(piece, bos=False)]
+            pieces, answers = [self.template.render(messages, names=names)], {}
+        keys = [(piece, i == 0 and self.template.given_bos) for i, piece in enumerate(pieces)]
+        self._latest = encoded = {key: self._latest.get(key) or self._encode(*key) for key in keys}
+        ids = list(encoded[keys[0]])
+        for answer, key in zip(answers.values(), keys[1:], strict=True):
+            ids += [*answer, *encoded[key]]
         return ids
+
+    def _plain(self, message: Message) -> Message:
+        """The message with special tokens in its content as text; an answer may have them."""
+        content = message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str):
+            return message
+        content = as_text(content, self._specials)
+        return {
+            **message,
+            "content": content if message.get("images") else without_places(content, self._tokenizer),
+        }
 
     def _around(
         self, messages: Sequence[Message], answers: Sequence[int], names: Mapping[str, Any] | None

@@ -50,7 +50,7 @@ class Terminal:
                 images, self._images = self._images, []
                 self._answer(lambda **how: self.chat.ask(message, images=images, **how))
         except EdgeKVError as error:
-            say(f"error: {error}")
+            say(f"error: {in_flags(str(error))}")
 
     def _command(self, name: str, rest: str) -> None:
         if name not in ACTIONS:
@@ -93,7 +93,7 @@ class Terminal:
             sys.stdout.write(step.text)
             sys.stdout.flush()
             if step.finish_reason == "length":
-                cut_off = step.finish_message
+                cut_off = in_flags(step.finish_message or "")
             if interrupt.requested:
                 cut_off = "Ctrl-C"
                 break
@@ -179,7 +179,9 @@ class Terminal:
     def stats(self, rest: str) -> None:
         """/stats: the context's use, and the report of the last answer."""
         session = self.chat.session
-        say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens\n{session.report().to_text()}")
+        say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens")
+        report = session.report()
+        say("there is no answer yet" if report.time_to_first_token_s is None else in_flags(report.to_text()))
 
     def retry(self, rest: str) -> None:
         """/retry: another answer to the last question."""
@@ -230,4 +232,4 @@ ACTIONS = {
 
 def say(text: str) -> None:
     """For people, not for who reads the answers."""
-    print(in_flags(text), file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import sys
 import time
 from typing import Any
@@ -42,6 +41,7 @@ from edgekv.session.sampling_defaults import sampling_defaults
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.session import Session
 from edgekv.vision import Picture, picture, require_vision
+from edgekv.vision.prompt import without_places
 
 LENGTH = 128  # tokens, where no number is asked for
 SPARE = 128  # that the end of a sentence may take beyond them
@@ -84,7 +84,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     schema = None if arguments.json_schema is None else read_schema(arguments.json_schema)
     images = read_images(arguments)
     if isinstance(prompt, str) and not images:
-        require_fit(arguments, prompt)
+        prompt = fitting(arguments, prompt)
     bars, meter, begin = Bars(), energy_meter(arguments), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
@@ -112,13 +112,10 @@ def _generate(
     bars: Bars,
     meter: EnergyMeter | NoMeter,
 ) -> int:
-    n_prompt = len(session.encode(prompt) if isinstance(prompt, str) else prompt)
     writer = _Writer(arguments.max_new_tokens, at_sentence=schema is None)
     try:
         with bars:
             with meter.phase("prefill") as prefill:
-                if n_prompt:
-                    bars.prefill(n_prompt, 0, 1)
                 steps = session.generate(
                     prompt,
                     images=images,
@@ -126,8 +123,11 @@ def _generate(
                     sampling=continued(session.state.sampler, sampling),
                     stop=arguments.stop,
                     json_schema=schema,
-                    progress=functools.partial(bars.prefill, n_prompt),
+                    progress=lambda done, total: bars.prefill(n_prompt, done, total),
                 )
+                n_prompt = session.report().prefill_tokens
+                if n_prompt:
+                    bars.prefill(n_prompt, 0, 1)
                 first = next(steps)
             prefill.tokens = session.report().prefill_tokens
             writer.take(first)
@@ -175,15 +175,22 @@ def has_prompt(arguments: argparse.Namespace) -> bool:
     return arguments.prompt is not None or arguments.prompt_file is not None
 
 
-def require_fit(arguments: argparse.Namespace, prompt: str) -> None:
-    """ContextError for a prompt that can't fit, before anything large is loaded."""
+def fitting(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
+    """The prompt, as token ids where these had to be counted.
+
+    Raises ContextError for one that can't fit, before anything large is loaded.
+    """
     if is_saved(arguments) or arguments.overflow != "stop":
-        return
+        return prompt
     model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
     ctx = arguments.ctx or default_ctx(model.config)
     longest = len(prompt.encode(errors="replace")) + 2  # no token is less than a byte
-    if longest > ctx and model.tokenizer_path is not None:
-        require_room(len(open_tokenizer(model).encode(prompt)), ctx, model.config.max_positions)
+    if longest <= ctx or model.tokenizer_path is None:
+        return prompt
+    tokenizer = open_tokenizer(model)
+    ids = tokenizer.encode(without_places(prompt, tokenizer))
+    require_room(len(ids), ctx, model.config.max_positions)
+    return ids
 
 
 def read_images(arguments: argparse.Namespace) -> list[Picture]:

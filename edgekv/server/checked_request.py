@@ -25,6 +25,7 @@ from edgekv.server.protocol import (
     listed,
 )
 from edgekv.session.sampling_params import SamplingParams
+from edgekv.tokenizer import as_text
 from edgekv.vision.prompt import PLACEHOLDER
 
 LOGPROB_BYTES = 200  # of one, with its token, as Python's objects and as JSON
@@ -213,6 +214,8 @@ def as_turn(message: Message, name: str) -> dict[str, Any]:
     if message.content is None and role != "assistant":
         raise RequestError(400, f"'{name}.content' is missing", param=f"{name}.content")
     turn: dict[str, Any] = {"role": role, "content": _content(message)}
+    if any(isinstance(part, ImagePart) for part in _parts(message)):
+        turn["images"] = True
     if message.reasoning_content:
         turn["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
@@ -236,8 +239,10 @@ def as_turn(message: Message, name: str) -> dict[str, Any]:
 def _content(message: Message) -> str:
     if isinstance(message.content, str):
         return message.content
-    pieces = [f"{PLACEHOLDER}\n" if isinstance(part, ImagePart) else part.text for part in message.content or ()]
-    return "".join(pieces)
+    return "".join(
+        f"{PLACEHOLDER}\n" if isinstance(part, ImagePart) else as_text(part.text, [PLACEHOLDER])
+        for part in message.content or ()
+    )
 
 
 def _arguments(text: str) -> Any:

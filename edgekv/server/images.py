@@ -9,11 +9,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from edgekv.errors import ImageError
 from edgekv.server.protocol import RequestError
 from edgekv.session.session import Session
 from edgekv.vision.images import picture_of
-from edgekv.vision.prompt import Embeddings, Prompt, check_places, place_images
+from edgekv.vision.prompt import Embeddings, Prompt, check_places, place_images, require_places
 
 KEPT_BYTES = 64 << 20  # of embeddings
 
@@ -46,12 +45,7 @@ class Images:
                 check_places(ids, token, 0)
             return ids
         vision = self._session.prompt_encoder.vision  # says what is missing
-        if token not in ids:
-            raise ImageError(
-                f"the chat template writes no image token {vision.image_token} for the {len(files)} image(s) of "
-                "these messages: give one that keeps `<image>` with chat_template"
-            )
-        check_places(ids, vision.image_token, len(files))
+        require_places(ids, vision.image_token, len(files))
         return place_images(ids, vision.image_token, [self._embedded(file) for file in files], 0)
 
     def _embedded(self, file: bytes) -> Embeddings:

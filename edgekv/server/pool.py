@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 from edgekv.errors import MemoryBudgetError
@@ -20,7 +21,7 @@ class SessionPool:
 
     def __init__(self, base: Session, budget_bytes: int, slots: int = 1) -> None:
         self.base = base
-        self.capacity = max(slots, budget_bytes // max(1, base.plan.cache_bytes + base.plan.state_bytes))
+        self.capacity = max(slots, budget_bytes // max(1, base.nbytes))
         self._all: list[Session] = [base, *(base.fork() for _ in range(slots - 1))]
         self._idle = list(self._all)  # least recently used first
         self._sources: list[Session] = []  # idle, and being copied: not to be taken meanwhile
@@ -29,7 +30,7 @@ class SessionPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        return sum(session.state.nbytes for session in self._all)
+        return sum(session.nbytes for session in self._all)
 
     @property
     def n_sessions(self) -> int:
@@ -52,7 +53,8 @@ class SessionPool:
                 self._sources.append(source)
         try:
             if source:
-                session.copy_from(source)
+                with contextlib.suppress(MemoryBudgetError):  # it is read again instead
+                    session.copy_from(source)
             return session, session.align(prompt)
         except BaseException:
             self.release(session)

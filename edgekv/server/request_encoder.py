@@ -17,6 +17,7 @@ from edgekv.server.jobs import EncodedPrompt
 from edgekv.server.protocol import RequestError
 from edgekv.server.tools import MARKS, declared, find_format, spelled_out
 from edgekv.tokenizer import Tokenizer
+from edgekv.vision.prompt import without_places
 
 REMEMBERED_ANSWERS = 512
 KNOWN = 64  # of a conversation's latest answers: the template is rendered once for each
@@ -50,8 +51,9 @@ class RequestEncoder:
 
     def ids(self, text: str | Sequence[int], field: str) -> list[int]:
         """Of a text, or ids as they are. Raises RequestError."""
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
-        return self._checked(ids, field)
+        if isinstance(text, str):
+            return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
+        return self._checked(list(text), field)
 
     def remember(self, text: str, ids: list[int]) -> None:
         """An answer's own tokens: the next request brings back its text alone."""

@@ -21,8 +21,11 @@ class ContextShift(abc.ABC):
     makes_room: ClassVar[bool]
 
     @abc.abstractmethod
-    def kept(self, n: int, room: int) -> list[int] | None:
-        """Of n tokens, which are too many, the positions of at most ``room``; None: nothing can be done."""
+    def kept(self, n: int, room: int, first: int = 0) -> list[int] | None:
+        """Of n tokens, which are too many, the positions of at most ``room``; None: nothing can be done.
+
+        first: so many at the beginning stay, where they leave a quarter of the room.
+        """
 
 
 class Stop(ContextShift):
@@ -31,7 +34,7 @@ class Stop(ContextShift):
     summary = "end the text at the context's last token, and refuse a longer prompt"
     makes_room = False
 
-    def kept(self, n: int, room: int) -> None:
+    def kept(self, n: int, room: int, first: int = 0) -> None:
         return None
 
 
@@ -44,8 +47,8 @@ class Slide(ContextShift):
 
     sink: int = SINK
 
-    def kept(self, n: int, room: int) -> list[int]:
-        sink = min(self.sink, room // 2)
+    def kept(self, n: int, room: int, first: int = 0) -> list[int]:
+        sink = max(min(self.sink, room // 2), first if first <= room * 3 // 4 else 0)
         return [*range(sink), *range(n - (room - sink), n)]
 
 

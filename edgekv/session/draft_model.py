@@ -33,6 +33,14 @@ class DraftModel(Drafts):
         self._n_same = 0  # tokens that both conversations are known to begin with
         self._estimate = DraftLength(ROW_COST + cost)
 
+    @property
+    def nbytes(self) -> int:
+        return self._runner.state.nbytes
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._runner.decoder.linear.weights_bytes
+
     def begin(self, tokens: Sequence[int]) -> None:
         self._n_same = 0
         self._estimate = DraftLength(ROW_COST + self._cost)
@@ -106,7 +114,9 @@ def open_drafts(options: LoadOptions, loaded: LoadedModel, progress: TaskProgres
     require_way_back(name, model)
     ctx = min(loaded.plan.ctx, model.config.max_positions)
     small = LoadOptions(kv="dense", ctx=ctx, device=loaded.device, threads=options.threads)
-    draft = load_model(small, model, progress=progress)
+    plan = loaded.plan
+    beside = {f"caches and scratch of {loaded.model.name}": sum(plan.parts().values()) - plan.parts()["weights"]}
+    draft = load_model(small, model, progress=progress, beside=beside)
     require_same_vocabulary(loaded, draft)
     cost = draft.decoder.weights.token_bytes / loaded.decoder.weights.token_bytes
     return DraftModel(draft, min(model.config.vocab_size, loaded.model.config.vocab_size), cost)

@@ -22,13 +22,16 @@ LONGEST_MATCH = 8
 class DraftCounts:
     """What became of one text's drafts.
 
-    source: what guessed. passes: of the decoder, the prompt's aside. proposed, accepted: tokens.
+    source: what guessed. passes: of the decoder, the prompt's aside. proposed, accepted: tokens. cache_bytes,
+    weights_bytes: of the model that guesses.
     """
 
     source: str
     passes: int = 0
     proposed: int = 0
     accepted: int = 0
+    cache_bytes: int = 0
+    weights_bytes: int = 0
 
 
 class DraftLength:
@@ -71,6 +74,16 @@ class Drafts(abc.ABC):
     """
 
     name: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches."""
+        return 0
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of its weights."""
+        return 0
 
     @abc.abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:

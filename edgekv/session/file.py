@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from edgekv.errors import ConfigError, SessionError
+from edgekv.errors import SessionError
 from edgekv.files import atomic_stream, open_regular, user_path
-from edgekv.schema import read, shown
+from edgekv.schema import shown
 from edgekv.types import U8, Array
 
 MAGIC, VERSION = b"edgekv session\r\n", 1
@@ -115,8 +115,16 @@ def write(
 ) -> int:
     """Writes ``content`` (JSON) and C-contiguous arrays in one rename, and waits for the disk; returns the bytes.
 
-    Raises CheckpointError when the file cannot be written: a full disk, a missing folder.
+    Raises CheckpointError when the file cannot be written: a full disk, a missing folder; SessionError for content
+    that is no JSON.
     """
+    try:
+        text = json.dumps(content, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SessionError(
+            f"{path}: the session's memo is no JSON ({error}); keep texts, finite numbers, lists and dicts in it",
+            field="memo",
+        ) from None
     blobs, pieces = [], []
     for name, array in arrays.items():
         flat = _flat(array)
@@ -133,7 +141,7 @@ def write(
             {"name": name, "dtype": array.dtype.str, "shape": shape, "runs": runs, "size": size, "crc": crc}
         )
         pieces += parts
-    header = json.dumps({"content": content, "coding": coding, "blobs": blobs}, allow_nan=False).encode()
+    header = msgspec.json.encode({"content": msgspec.Raw(text), "coding": coding, "blobs": blobs})
     prefix = PREFIX.pack(MAGIC, VERSION, zlib.crc32(header), len(header))
     total = len(prefix) + len(header) + sum(len(piece) for piece in pieces)
     atomic_stream(path, total, [prefix, header, *pieces], private=True)
@@ -236,9 +244,8 @@ class SessionFile:
 
     def _header(self, data: bytes) -> SessionHeader:
         try:
-            raw = json.loads(data)
-            header = read(raw if isinstance(raw, dict) else {}, SessionHeader, "the header", "write it again")
-        except (ValueError, RecursionError, ConfigError) as error:
+            header = msgspec.json.decode(data, type=SessionHeader)  # refuses NaN and infinity
+        except (ValueError, RecursionError) as error:
             raise self._error(f"is damaged: its header is no session's ({shown(str(error))})") from None
         if header.coding not in CODINGS or len({blob.name for blob in header.blobs}) < len(header.blobs):
             raise self._error(f"is damaged: its header names the coding {shown(header.coding)}, or an array twice")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
-from edgekv.errors import ContextError
 from edgekv.machine import memory_errors
 from edgekv.session.finish import (
     END_OF_SCHEMA,
@@ -21,7 +20,7 @@ from edgekv.session.grammar import Constraint
 from edgekv.session.model_runner import ModelRunner
 from edgekv.session.prompt import Spans
 from edgekv.session.report import RunReport
-from edgekv.session.sampling import Sampler, StopMatcher
+from edgekv.session.sampling import Sampler, StopMatcher, Stops
 from edgekv.tokenizer import StreamDecoder, Tokenizer
 from edgekv.types import F32, LayerProgress
 
@@ -50,7 +49,7 @@ StepIterator = Generator[Step, None, None]
 
 
 class Generation:
-    """What `Session.generate` does, step by step; see there. Raises ContextError where it may make no token."""
+    """What `Session.generate` does, step by step; see there."""
 
     def __init__(
         self,
@@ -58,16 +57,9 @@ class Generation:
         tokenizer: Tokenizer | None,
         sampler: Sampler,
         max_new_tokens: int,
-        stop: Sequence[str],
+        stop: Stops,
         constraint: Constraint | None,
     ) -> None:
-        if max_new_tokens < 1:
-            raise ContextError(
-                f"max_new_tokens={max_new_tokens}: give 1 or more; `prefill` reads a prompt without an answer",
-                field="max_new_tokens",
-                value=max_new_tokens,
-                accepted=["1 or more"],
-            )
         self._runner, self._sampler = runner, sampler
         self._max_new_tokens, self._constraint = max_new_tokens, constraint
         self._stream = StreamDecoder(tokenizer, at_start=False) if tokenizer else None
@@ -123,7 +115,8 @@ class Generation:
         """The next token, and whether the constraint is complete with it."""
         constraint = self._constraint
         with memory_errors("choosing a token", self._runner.free_bytes):
-            token = self._sampler.sample(constraint.allowed(logits) if constraint else logits, self._runner.tokens)
+            masked = constraint.allowed(logits) if constraint else None
+            token = self._sampler.sample(logits, self._runner.tokens, masked)
         self._runner.add(token)
         return token, constraint is not None and constraint.accept(token)
 

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import unquote
 
 import numpy as np
@@ -26,6 +26,7 @@ MAX_QUESTIONS = 1000  # of the matcher, for one token
 MAX_IDLE = 4  # processes that wait for the next text
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """Follows a text token by token."""
 

@@ -33,6 +33,12 @@ class Held:
         return self._runner
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the caches, with those of a draft model."""
+        drafts = self.runner.drafts
+        return self.runner.state.nbytes + (drafts.nbytes if drafts else 0)
+
+    @property
     def idle_runner(self) -> ModelRunner:
         """The same, to change what it holds. Raises SessionError while a text is being generated."""
         if self._running() is not None:
@@ -47,8 +53,7 @@ class Held:
     def reset(self, lora: str | None) -> None:
         """Forgets the conversation, and goes on with a LoRA. Raises ConfigError for one that was not loaded."""
         state, loaded = self.idle_runner.state, self.loaded.with_lora(lora)
-        state.rewind(0)
-        state.n_dropped = 0
+        state.clear()
         self._run_on(loaded)
 
     def restore(self, saved: SavedState) -> None:
@@ -91,7 +96,7 @@ class Held:
         about = f"{loaded.model.name}, kv {loaded.plan.kv.short}"
         if runner is None:
             return f"<edgekv.Session {about}, closed>"
-        held = f"{len(runner.tokens)} of {runner.ctx} tokens, cache {format_bytes(runner.state.nbytes)}"
+        held = f"{len(runner.tokens)} of {runner.ctx} tokens, cache {format_bytes(self.nbytes)}"
         return f"<edgekv.Session {about}, {held}>"
 
     def _running(self) -> StepIterator | None:

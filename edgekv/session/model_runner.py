@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from edgekv.decoder.decoder import Decoder
 from edgekv.errors import ContextError, TokenizerError
 from edgekv.machine import memory_errors
+from edgekv.schema import shown
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
-from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, visual_ranges
+from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, shifted, visual_ranges, whole
 from edgekv.session.schedule import Schedule
 from edgekv.session.state import State
 from edgekv.types import F32, LayerProgress
@@ -73,7 +74,8 @@ class ModelRunner:
         """A text begins behind the present tokens; returns the counts of what will be drafted for it."""
         self.counts = DraftCounts("none")
         if self.drafts is not None:
-            self.counts = DraftCounts(self.drafts.name)
+            sizes = {"cache_bytes": self.drafts.nbytes, "weights_bytes": self.drafts.weights_bytes}
+            self.counts = DraftCounts(self.drafts.name, **sizes)
             self.drafts.begin(self.state.tokens)
         return self.counts
 
@@ -150,18 +152,24 @@ class ModelRunner:
 
     def flatten_prompt(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """A prompt as ids and the spans among them. Raises ContextError, TokenizerError where it can't be read."""
-        ids, spans = self._known(prompt)
+        ids, spans = self._known(prompt, self.n_pending)
         require_room(len(ids), self.ctx, self.decoder.config.max_positions, n_held=len(self.state.tokens))
         return ids, spans
 
     def fit_prompt(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """As `flatten_prompt`, but of any length where the context shift makes room: `append` does."""
-        return self._known(prompt) if self.context_shift.makes_room else self.flatten_prompt(prompt)
+        if not self.context_shift.makes_room:
+            return self.flatten_prompt(prompt)
+        return self._known(prompt, self.n_pending)
 
-    def _known(self, prompt: Prompt) -> tuple[list[int], Spans]:
-        """A prompt of the model's tokens, as ids and spans."""
+    def require_prompt(self, prompt: Prompt) -> None:
+        """Raises ContextError for an empty prompt, TokenizerError for one of tokens that the model lacks."""
+        self._known(prompt, 0)
+
+    def _known(self, prompt: Prompt, n_pending: int) -> tuple[list[int], Spans]:
+        """A prompt of the model's tokens, as ids and spans; with pending ones it may be empty."""
         ids, spans = flatten(prompt, self._placeholder, self.decoder.config.hidden_size)
-        if not ids and not self.n_pending:
+        if not ids and not n_pending:
             raise ContextError("the prompt is empty: give at least one token", field="prompt")
         self.require_known(ids)
         return ids, spans
@@ -172,34 +180,45 @@ class ModelRunner:
         bad = [token for token in ids if not 0 <= token < vocab_size]
         if bad:
             raise TokenizerError(
-                f"token id {bad[0]} is outside the model's vocabulary of {vocab_size}",
+                f"token id {shown(bad[0])} is outside the model's vocabulary of {vocab_size}",
                 field="prompt",
                 value=bad[0],
             )
 
     def _room_for(self, ids: Sequence[int], spans: Spans) -> tuple[Sequence[int], Spans]:
-        """What is to be appended of a prompt; of the conversation stays what leaves room for it."""
+        """What is to be appended of a prompt; of the conversation stays what leaves room for it.
+
+        Raises ContextError where an image of the prompt would have to leave.
+        """
         state, n_held = self.state, len(self.state.tokens)
-        kept = self._kept(n_held + len(ids), self.ctx - self.ctx // 4)
+        own = shifted(spans, n_held)
+        kept = self._kept(n_held + len(ids), self.ctx - self.ctx // 4, [*state.spans, *own])
         if kept is None:
             return ids, spans
+        if len(selected(own, kept)) < len(own):
+            require_room(len(ids), self.ctx - self.ctx // 4, self.decoder.config.max_positions)
         held, new = [i for i in kept if i < n_held], [i - n_held for i in kept if i >= n_held]
         state.replace([state.tokens[i] for i in held], selected(state.spans, held))
         return [ids[i] for i in new], selected(spans, new)
 
     def _make_room(self) -> None:
         state = self.state
-        kept = self._kept(len(state.tokens), self.ctx - self.ctx // 2)
+        kept = self._kept(len(state.tokens), self.ctx - self.ctx // 2, state.spans)
         if kept is not None:
             state.replace([state.tokens[i] for i in kept], selected(state.spans, kept))
             if self.drafts is not None:
                 self.drafts.begin(state.tokens)
 
-    def _kept(self, n: int, room: int) -> list[int] | None:
-        """Positions that stay of a conversation of n tokens; None: all fit, or no room is made."""
-        kept = self.context_shift.kept(n, max(room, 1)) if n > self.ctx else None
-        if kept is not None:
-            self.state.n_dropped += n - len(kept)
+    def _kept(self, n: int, room: int, spans: Spans) -> list[int] | None:
+        """Positions that stay of a conversation of n tokens; None: all fit, or no room is made.
+
+        Of an image all stay or none.
+        """
+        kept = self.context_shift.kept(n, max(room, 1), self.state.n_first) if n > self.ctx else None
+        if kept is None:
+            return None
+        kept = whole(spans, kept)
+        self.state.n_dropped += n - len(kept)
         return kept
 
     def _logits(self, more: Sequence[int], n_last: int, progress: LayerProgress | None = None) -> F32:

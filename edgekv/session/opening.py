@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from edgekv.decoder.decoder import Decoder
@@ -77,8 +78,14 @@ class LoadedModel:
             "lora": self.model.lora_text(self.lora),
         }
 
+    def require_room(self) -> None:
+        """Raises MemoryBudgetError where there is no memory for one more conversation's caches."""
+        needed = {"kv cache": self.plan.cache_bytes + self.plan.state_bytes}
+        require_memory(needed, find_device(self.device).free_bytes())
+
     def new_state(self) -> State:
-        """An empty conversation, with its caches allocated."""
+        """An empty conversation, with its caches allocated. Raises MemoryBudgetError where they don't fit."""
+        self.require_room()
         caches = open_caches(self.decoder, self.plan.kv, self.plan.ctx, self.model.adapter)
         return State(caches, self.model.config.keys_change)
 
@@ -104,10 +111,17 @@ def open_model(path: Path, options: LoadOptions) -> Model:
     )
 
 
-def load_model(options: LoadOptions, model: Model, *, progress: TaskProgress | None = None) -> LoadedModel:
+def load_model(
+    options: LoadOptions,
+    model: Model,
+    *,
+    progress: TaskProgress | None = None,
+    beside: Mapping[str, int] = MappingProxyType({}),
+) -> LoadedModel:
     """Checks the options against model and machine, then loads weights and compiles kernels.
 
-    progress(task, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
+    beside: bytes that will be taken, too, by what they are for. progress(task, done, total) is called
+    meanwhile. Raises an EdgeKVError, as `Session.load`.
     """
     plan = SessionPlan.make(
         model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget
@@ -122,7 +136,7 @@ def load_model(options: LoadOptions, model: Model, *, progress: TaskProgress | N
     if model.loras:
         place.require_loras()
     parts = plan.parts(options.slots) | ({"loras": model.loras_bytes} if model.loras else {})
-    require_memory(parts, place.free_bytes())
+    require_memory({**parts, **beside}, place.free_bytes())
     tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
     form = model.weight_format(plan.weights)
     with place.preparing(plan.kv), memory_errors("loading", place.free_bytes):
@@ -171,11 +185,12 @@ def fork(loaded: LoadedModel, kv: str | CacheSpec | None, ctx: int | None) -> Lo
     plan = SessionPlan.make(loaded.model, kv=options.kv, ctx=options.ctx, weights=loaded.plan.weights)
     kv = give_heads_bits(plan.kv, loaded.model, plan.weights, loaded.decoders[None], loaded.tokenizer)
     plan = plan.with_kv(kv, loaded.model)
-    place = find_device(loaded.device)
-    place.require(plan.kv)
-    require_memory({"kv cache": plan.cache_bytes + plan.state_bytes}, place.free_bytes())
-    compile_s = 0.0 if plan.kv == loaded.plan.kv else warm_up(loaded.decoder, plan.kv, plan.ctx, None)
-    return dataclasses.replace(loaded, plan=plan, compile_s=compile_s)
+    find_device(loaded.device).require(plan.kv)
+    forked = dataclasses.replace(loaded, plan=plan, compile_s=0.0)
+    forked.require_room()
+    if plan.kv == loaded.plan.kv:
+        return forked
+    return dataclasses.replace(forked, compile_s=warm_up(loaded.decoder, plan.kv, plan.ctx, None))
 
 
 def open_tokenizer(model: Model) -> Tokenizer:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from edgekv.errors import CacheError, ConfigError, ContextError, EdgeKVError
+from edgekv.checks import Count, check_fields, refused
+from edgekv.errors import ConfigError
 from edgekv.kvcache import CacheSpec
 from edgekv.types import Path
 
@@ -51,14 +49,14 @@ class LoadOptions:
     """
 
     kv: str | CacheSpec | None = None
-    ctx: int | None = None
+    ctx: Count | None = None
     weights: str = "auto"
-    kv_budget: int | None = None
+    kv_budget: Count | None = None
     overflow: str = "stop"
     draft: Path = "none"
     device: str = "cpu"
-    threads: int | None = None
-    slots: int = 1
+    threads: Count | None = None
+    slots: Count = 1
     config: Path | None = None
     tokenizer: Path | None = None
     adapter: Path | None = None
@@ -66,33 +64,12 @@ class LoadOptions:
     loras: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kv, (str, CacheSpec, type(None))):
-            raise _wrong(CacheError, "kv", self.kv, "a scheme's name with its knobs, a CacheSpec, or None")
-        for name, error in (("ctx", ContextError), ("kv_budget", CacheError), ("threads", ConfigError)):
-            value = getattr(self, name)
-            if value is not None and not _is_count(value):
-                raise _wrong(error, name, value, "a whole number of 1 or more, or None")
-        if not _is_count(self.slots):
-            raise _wrong(ConfigError, "slots", self.slots, "a whole number of 1 or more")
-        for name in ("weights", "overflow", "device"):
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise _wrong(ConfigError, name, value, "a name, as text")
-        if not isinstance(self.draft, (str, os.PathLike)):
-            raise _wrong(ConfigError, "draft", self.draft, "none, ngram, auto, or a model's path")
+        check_fields(self)
         if self.slots > 1 and self.draft not in ("none", "auto"):
-            raise _wrong(ConfigError, "draft", self.draft, "none or auto, with more than one slot")
-        for name in ("config", "tokenizer", "adapter", "lora"):
-            value = getattr(self, name)
-            if not isinstance(value, (str, os.PathLike, type(None))):
-                raise _wrong(ConfigError, name, value, "a path, or None")
-        if not isinstance(self.loras, Mapping):
-            raise _wrong(ConfigError, "loras", self.loras, "paths by name")
-        for name, value in self.loras.items():
-            if not isinstance(name, str) or not LORA_NAME.fullmatch(name):
-                raise _wrong(ConfigError, "loras", name, "names of 1 to 64 letters, digits, dots and dashes")
-            if not isinstance(value, (str, os.PathLike)):
-                raise _wrong(ConfigError, "loras", value, "a path for each name")
+            raise refused("draft", self.draft, "none or auto, with more than one slot")
+        for name in self.loras:
+            if not LORA_NAME.fullmatch(name):
+                raise refused("loras", name, "names of 1 to 64 letters, digits, dots and dashes")
 
 
 def changed(options: LoadOptions | None, changes: Mapping[str, Any]) -> LoadOptions:
@@ -107,11 +84,3 @@ def changed(options: LoadOptions | None, changes: Mapping[str, Any]) -> LoadOpti
                 accepted=names,
             )
     return dataclasses.replace(options or LoadOptions(), **changes)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
-
-
-def _wrong(error: type[EdgeKVError], field: str, value: object, accepted: str) -> EdgeKVError:
-    return error(f"{field}={value!r}: accepted: {accepted}", field=field, value=value, accepted=[accepted])

@@ -36,9 +36,11 @@ def flatten(prompt: Prompt, placeholder: int, hidden_size: int) -> tuple[list[in
     for piece in prompt:
         if isinstance(piece, Embeddings):
             rows = np.ascontiguousarray(piece.rows, np.float32)
-            if rows.ndim != 2 or rows.shape[1] != hidden_size or not len(rows):
+            if rows.ndim != 2 or rows.shape[1] != hidden_size or not len(rows) or not np.isfinite(rows).all():
                 raise ContextError(
-                    f"embeddings of shape {rows.shape}: this model takes (n, {hidden_size}), n of 1 or more"
+                    f"embeddings of shape {rows.shape}: this model takes (n, {hidden_size}), n of 1 or more, of "
+                    "finite numbers",
+                    field="prompt",
                 )
             spans.append(EmbeddingSpan(len(ids), rows, piece.modality))
             ids += [placeholder] * len(rows)
@@ -71,6 +73,13 @@ def selected(spans: Sequence[EmbeddingSpan], kept: Sequence[int]) -> Spans:
         if len(within):
             parts.append(EmbeddingSpan(int(within[0]), span.rows[places[within] - span.start], span.modality))
     return parts
+
+
+def whole(spans: Sequence[EmbeddingSpan], kept: Sequence[int]) -> list[int]:
+    """Those of the positions ``kept`` that are not in a span of which others are missing."""
+    left = set(kept)
+    cut = [span for span in spans if not left.issuperset(range(span.start, span.stop))]
+    return [i for i in kept if not any(span.start <= i < span.stop for span in cut)]
 
 
 def visual_ranges(spans: Sequence[EmbeddingSpan]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from edgekv.session.opening import open_tokenizer
 from edgekv.session.schedule import Schedule
 from edgekv.tokenizer import Tokenizer
 from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
-from edgekv.vision.prompt import ImagesReport, Prompt
+from edgekv.vision.prompt import ImagesReport, Prompt, without_places
 
 
 class PromptEncoder:
@@ -42,6 +42,8 @@ class PromptEncoder:
 
         See `Session.prompt`. bos: whether the prompt begins a conversation. Raises ImageError.
         """
+        if isinstance(prompt, str) and not images:
+            prompt = without_places(prompt, self.require_tokenizer())
         pieces = self.encode(prompt, bos) if isinstance(prompt, str) else prompt
         token = self.model.image_token
         if images:

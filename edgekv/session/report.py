@@ -179,8 +179,9 @@ class RunReport:
         if drafts is None or drafts.source == "none":
             return []
         accepted = f"{drafts.accepted} of {drafts.proposed} tokens accepted"
+        sizes = f"; cache {_size(drafts.cache_bytes)}, weights {_size(drafts.weights_bytes)}"
         per_pass = _number(_ratio(len(self.decode_latencies_s), drafts.passes), ".2f", " tokens per pass")
-        return [("drafts", f"{drafts.source}: {accepted}, {per_pass}")]
+        return [("drafts", f"{drafts.source}: {accepted}, {per_pass}{sizes if drafts.weights_bytes else ''}")]
 
     def _state_text(self) -> str:
         return "" if self.state_bytes is None else f"state {_size(self.state_bytes)}, "

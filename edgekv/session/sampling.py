@@ -5,16 +5,21 @@ import operator
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from edgekv.checks import Count, Natural, checked
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.session.cuda_sampling import choose
 from edgekv.session.logprobs import TokenLogprob, token_logprob
 from edgekv.session.penalties import adjusted
 from edgekv.session.sampling_params import SamplingParams
+
+Stop = Annotated[str, Meta(min_length=1, description="a text that is not empty")]
+Stops = Stop | Sequence[Stop]
 
 
 class Sampler:
@@ -29,7 +34,8 @@ class Sampler:
     a bias of a token that the vocabulary lacks.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, n_logprobs: int | None = None) -> None:
+    @checked(params="sampling")
+    def __init__(self, params: SamplingParams, vocab_size: Count, n_logprobs: Natural | None = None) -> None:
         unknown = [token for token in params.logit_bias or () if token >= vocab_size]
         if unknown:
             raise ConfigError(
@@ -46,18 +52,21 @@ class Sampler:
         self._rng = np.random.Generator(np.random.PCG64(self.seed))
         self._scaled: NDArray[np.float64] = np.empty(vocab_size, np.float64)
 
-    def sample(self, logits: NDArray[np.float32], history: Sequence[int] = ()) -> int:
+    def sample(
+        self, logits: NDArray[np.float32], history: Sequence[int] = (), masked: NDArray[np.float32] | None = None
+    ) -> int:
         """The next token id for `logits` (vocab_size,) after `history`, the ids of prompt and output so far.
 
-        A tie goes to the lowest id, in greedy choice and at the edge of top-k and top-p. `logits` is not
-        changed. Raises EdgeKVError for logits of another shape, or without a finite maximum.
+        masked: the logits with -inf where a constraint rules a token out; `logprobs` are those of `logits`. A tie
+        goes to the lowest id, in greedy choice and at the edge of top-k and top-p. `logits` is not changed. Raises
+        EdgeKVError for logits of another shape, or without a finite maximum.
         """
         if logits.shape != (self.vocab_size,):
             raise EdgeKVError(
                 f"logits have shape {logits.shape}, not {(self.vocab_size,)}: "
                 "the sampler was made for another vocabulary"
             )
-        changed = adjusted(logits, self.params, history, self._counts)
+        changed = adjusted(logits if masked is None else masked, self.params, history, self._counts)
         on_host = isinstance(logits, np.ndarray)
         token = self._choose(changed) if on_host else choose(changed, self.params, self._random())
         if self.params.counts:
@@ -135,17 +144,8 @@ def open_sampler(
 ) -> Sampler:
     """The sampler that the parameters of `Session.generate` ask for.
 
-    Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``, and for what is
-    neither settings nor a sampler.
+    Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``.
     """
-    if not isinstance(sampling, (SamplingParams, Sampler, type(None))):
-        accepted = ("a SamplingParams", "a Sampler", "None")
-        raise ConfigError(
-            f"sampling={sampling!r:.60}: accepted: {', '.join(accepted)}",
-            field="sampling",
-            value=sampling,
-            accepted=accepted,
-        )
     if sampling is None:
         sampling = SamplingParams(temperature=0.0 if temperature is None else temperature, seed=seed)
     elif temperature is not None or seed is not None:
@@ -185,17 +185,11 @@ class StopMatcher:
     """Finds stop strings in text that arrives in pieces, and holds back what could be the start of one.
 
     The stop string completed first ends the text, wherever the pieces are cut; of two completed by the same
-    character, the longer one. Raises ConfigError for an empty stop string.
+    character, the longer one.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str):
-            stops = (stops,)
-        if "" in stops:
-            raise ConfigError(
-                "the stop string '' is empty: give at least one character, or leave it out", field="stop", value=""
-            )
-        self._stops = tuple(stops)
+    def __init__(self, stops: Stops) -> None:
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         self._held = ""
         self.stopped = False
 

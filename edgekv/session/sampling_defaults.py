@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from edgekv.checkpoint.source import read_config
+from edgekv.checks import Natural
 from edgekv.schema import read
 from edgekv.session.model import Model
-from edgekv.session.sampling_params import SamplingParams
+from edgekv.session.sampling_params import Divisor, SamplingParams, Share, Temperature
 
 FILE = "generation_config.json"
 TEMPERATURE = 0.7  # greedy text of small models falls into loops
@@ -19,11 +18,11 @@ class GenerationConfig(Struct):
     """The fields of generation_config.json that say how to sample."""
 
     do_sample: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    temperature: Temperature | None = None
+    top_k: Natural | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: Divisor | None = None
 
 
 def sampling_defaults(model: Model) -> SamplingParams:

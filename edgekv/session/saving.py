@@ -6,8 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from edgekv.checks import Count, Natural
 from edgekv.errors import CacheError, ConfigError, SessionError
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
@@ -55,11 +57,31 @@ def save_state(
         "sampler": sampler and {"params": sampler.params.as_dict(), "state": sampler.state()},
         "memo": state.memo,
         "n_dropped": state.n_dropped,
+        "n_first": state.n_first,
         "layers": [{"counters": layer.counters, "fitted": layer.fitted} for layer in layers],
     }
     arrays = {f"{i}/{name}": to_host(a) for i, layer in enumerate(layers) for name, a in layer.arrays.items()}
     arrays |= {f"span/{i}": span.rows for i, span in enumerate(state.spans)}
     return write(path, content, arrays, "huffman" if compress else "plain")
+
+
+class SavedContent(msgspec.Struct):
+    """The JSON of a session file."""
+
+    model: str
+    identity: str
+    weights: str
+    kv: str
+    kv_version: int
+    ctx: Count
+    tokens: list[Natural]
+    sampler: dict[str, Any] | None
+    memo: dict[str, Any]
+    n_dropped: Natural
+    layers: list[dict[str, Any]]
+    lora: str | None = None
+    spans: list[tuple[int, int, str]] = []
+    n_first: Natural = 0
 
 
 class SavedState:
@@ -70,25 +92,17 @@ class SavedState:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.file = SessionFile(path)
-        content = self.file.content
         try:
-            self.model, self.identity = str(content["model"]), str(content["identity"])
-            self.lora = None if content.get("lora") is None else str(content["lora"])
-            self.weights, self.ctx = str(content["weights"]), int(content["ctx"])
-            self.tokens: list[int] = [int(token) for token in content["tokens"]]
-            self._spans = [(int(a), int(b), str(modality)) for a, b, modality in content.get("spans", ())]
-            self.kv = CacheSpec.parse(str(content["kv"]))
-            self._kv_version = int(content["kv_version"])
-            self.n_dropped = int(content["n_dropped"])
-            self._sampler, self.memo = content["sampler"], dict(content["memo"])
-            self._layers: list[dict[str, Any]] = list(content["layers"])
-        except (KeyError, TypeError, ValueError, OverflowError, CacheError) as error:
+            self._content = content = msgspec.convert(self.file.content, SavedContent)
+            self.kv = CacheSpec.parse(content.kv)
+        except (ValueError, CacheError) as error:
             raise self._foreign(error) from error
-        ends = [0, *(b for _, b, _ in self._spans)]
-        if not all(end <= a < b <= len(self.tokens) for end, (a, b, _) in zip(ends, self._spans, strict=False)):
-            raise self._foreign(f"embeddings at {shown(self._spans)} of {len(self.tokens)} tokens")
-        if self._kv_version != self.kv.scheme.version:
-            raise self._foreign(f"version {self._kv_version} of {self.kv.scheme.name}")
+        self.ctx, self.weights, self.tokens = content.ctx, content.weights, content.tokens
+        ends = [0, *(b for _, b, _ in content.spans)]
+        if not all(end <= a < b <= len(self.tokens) for end, (a, b, _) in zip(ends, content.spans, strict=False)):
+            raise self._foreign(f"embeddings at {shown(content.spans)} of {len(self.tokens)} tokens")
+        if content.kv_version != self.kv.scheme.version:
+            raise self._foreign(f"version {content.kv_version} of {self.kv.scheme.name}")
 
     def require_model(self, model: Model) -> str | None:
         """The name of its LoRA among the model's ``loras``; None: it was held without one of these.
@@ -96,26 +110,27 @@ class SavedState:
         Raises SessionError unless it was held with these very weights.
         """
         given = {model.lora_text(name): name for name in (*model.loras, None)}
-        if self.lora not in given:
+        if self._content.lora not in given:
             listed = " or ".join(_lora_text(text) for text in given)
             raise SessionError(
-                f"{self.file.path}: was held with {_lora_text(self.lora)}, given is {listed}; give the session's "
-                "own `lora`, or start a new session",
+                f"{self.file.path}: was held with {_lora_text(self._content.lora)}, given is {listed}; give the "
+                "session's own `lora`, or start a new session",
                 field="lora",
                 value=listed,
-                accepted=[self.lora or "none"],
+                accepted=[self._content.lora or "none"],
             )
-        if model.identity != self.identity:
+        if model.identity != self._content.identity:
             raise SessionError(
-                f"{self.file.path}: belongs to the model {self.model} with identity {self.identity}, not to "
-                f"{model.name} with {model.identity}; give that model (and adapter), or start a new session",
+                f"{self.file.path}: belongs to the model {self._content.model} with identity "
+                f"{self._content.identity}, not to {model.name} with {model.identity}; give that model (and "
+                "adapter), or start a new session",
                 field="model",
                 value=model.identity,
-                accepted=[self.identity],
+                accepted=[self._content.identity],
             )
         if not all(0 <= token < model.config.vocab_size for token in self.tokens):
             raise self._foreign(f"tokens outside the vocabulary of {model.config.vocab_size}")
-        return given[self.lora]
+        return given[self._content.lora]
 
     def require_weights(self, weights: str) -> None:
         """Raises SessionError unless the weights have the session's format, on which every next token depends."""
@@ -166,13 +181,14 @@ class SavedState:
 
         Raises SessionError if it can't fit; the new one is then of no use.
         """
-        caches, sampler = state.caches, self._opened_sampler(config.vocab_size)
-        if len(self._layers) != len(caches):
-            raise self._foreign(f"{len(self._layers)} layers, not {len(caches)}")
-        layers = enumerate(zip(caches, self._layers, strict=True))
+        content, caches, sampler = self._content, state.caches, self._opened_sampler(config.vocab_size)
+        if len(content.layers) != len(caches):
+            raise self._foreign(f"{len(content.layers)} layers, not {len(caches)}")
+        layers = enumerate(zip(caches, content.layers, strict=True))
         arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
         spans = [
-            EmbeddingSpan(a, np.zeros((b - a, config.hidden_size), np.float32), kind) for a, b, kind in self._spans
+            EmbeddingSpan(a, np.zeros((b - a, config.hidden_size), np.float32), kind)
+            for a, b, kind in content.spans
         ]
         arrays |= {f"span/{i}": span.rows for i, span in enumerate(spans)}
         self.file.require(arrays)
@@ -182,8 +198,8 @@ class SavedState:
             if host is not array:
                 array[...] = np.asarray(host, like=array)
         self._require_readable(caches)
-        state.tokens, state.spans, state.n_dropped = list(self.tokens), spans, self.n_dropped
-        state.memo, state.sampler = self.memo, sampler
+        state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, content.memo, sampler
+        state.n_dropped, state.n_first = content.n_dropped, content.n_first
 
     def _require_readable(self, caches: Sequence[LayerState]) -> None:
         """Raises SessionError where the caches can't have come from one conversation."""
@@ -208,11 +224,12 @@ class SavedState:
 
     def _opened_sampler(self, vocab_size: int) -> Sampler | None:
         """The sampler of the last text, which goes on with its series of random numbers."""
-        if self._sampler is None:
+        saved = self._content.sampler
+        if saved is None:
             return None
         try:
-            sampler = Sampler(SamplingParams(**self._sampler["params"]), vocab_size)
-            sampler.load_state(self._sampler["state"])
+            sampler = Sampler(SamplingParams(**saved["params"]), vocab_size)
+            sampler.load_state(saved["state"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ConfigError) as error:
             raise self._foreign(error) from error
         return sampler

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from edgekv.checks import Count, Natural, checked
 from edgekv.decoder.decoder import Decoder
 from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
@@ -20,7 +21,7 @@ from edgekv.session.opening import load_model, open_model, reopen
 from edgekv.session.options import LoadOptions, changed
 from edgekv.session.prompt_encoder import PromptEncoder
 from edgekv.session.report import RunReport, measured
-from edgekv.session.sampling import Sampler, open_sampler
+from edgekv.session.sampling import Sampler, Stops, open_sampler
 from edgekv.session.sampling_params import SamplingParams
 from edgekv.session.saving import SavedState, save_state
 from edgekv.session.state import State
@@ -40,6 +41,7 @@ class Session:
     """
 
     @classmethod
+    @checked(path="model")
     def load(
         cls,
         path: Path,
@@ -63,6 +65,7 @@ class Session:
         return cls(Held(loaded, shift, open_drafts(options, loaded, progress)))
 
     @classmethod
+    @checked(path="session")
     def restore(
         cls,
         path: Path,
@@ -124,6 +127,11 @@ class Session:
         return self._held.loaded.lora
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its caches' arrays, with those of a draft model."""
+        return self._held.nbytes
+
+    @property
     def tokens(self) -> list[int]:
         """Ids of prompt and output; the last may not be in the caches yet."""
         return self.state.tokens
@@ -132,15 +140,21 @@ class Session:
         """The model's tokenizer. Raises TokenizerError where it has none."""
         return self.prompt_encoder.require_tokenizer()
 
+    def require_idle(self) -> None:
+        """Raises SessionError while a text is being generated, and when it is closed."""
+        _ = self._held.idle_runner
+
+    @checked()
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; the beginning-of-text token is added only to an empty conversation."""
         return self.prompt_encoder.encode(text, bos=not self.tokens)
 
+    @checked()
     def prompt(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
         """Token ids and, in place of its `<image>` tokens, the embeddings of images: files or Pillow images.
 
-        Without such tokens the images come first. Raises ImageError: a file that is no image, more or fewer images
-        than `<image>` tokens, a model that takes none.
+        Without such tokens the images come first; in a text without images `<image>` is text. Raises ImageError: a
+        file that is no image, more or fewer images than `<image>` tokens, a model that takes none.
         """
         return self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)[0]
 
@@ -151,6 +165,7 @@ class Session:
         """
         return self.runner.schedule.alone()
 
+    @checked()
     def prefill(
         self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
     ) -> F32:
@@ -159,16 +174,17 @@ class Session:
         ids, spans = runner.fit_prompt(self.prompt(prompt, images))
         return to_host(runner.append(ids, spans, progress=progress)[0])
 
+    @checked()
     def generate(
         self,
         prompt: str | Prompt,
         *,
         images: Sequence[ImageSource] = (),
-        max_new_tokens: int = 128,
+        max_new_tokens: Count = 128,
         sampling: SamplingParams | Sampler | None = None,
         temperature: float | None = None,
         seed: int | None = None,
-        stop: Sequence[str] = (),
+        stop: Stops = (),
         json_schema: Mapping[str, Any] | None = None,
         constraint: Constraint | None = None,
         progress: LayerProgress | None = None,
@@ -196,8 +212,10 @@ class Session:
         ids, spans = runner.fit_prompt(pieces)
         settings = sampler.settings() | {"max_new_tokens": max_new_tokens}
         report = self._held.loaded.new_report(images_report, **settings)
+        report.prefill_tokens = len(ids)  # until they are read
         return self._held.generating(generation.steps(ids, spans, report, progress), report)
 
+    @checked()
     def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
         """(n, vocab) float32: logits after each token id or row of embeddings of a prompt, which is appended.
 
@@ -207,13 +225,15 @@ class Session:
         ids, spans = runner.flatten_prompt(self.prompt(prompt, images))
         return to_host(runner.append(ids, spans, n_logits=len(ids)))
 
+    @checked()
     def embed(self, text: str | Sequence[int]) -> F32:
         """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
 
         Vectors of one model can be compared by their inner product. Raises ContextError for a text longer than the
         context, TokenizerError for ids beyond the vocabulary.
         """
-        ids = self.require_tokenizer().encode(text) if isinstance(text, str) else list(text)
+        pieces = self.prompt_encoder.prompt(text, (), bos=True)[0]
+        ids = [piece for piece in pieces if isinstance(piece, int)]
         self.runner.require_known(ids)
         with self.computing():
             return embed(self.decoder, ids, self.plan.ctx)
@@ -222,7 +242,8 @@ class Session:
         """Counts, times and bytes of the last `generate`."""
         return measured(self._held.report, self.state, self.decoder, self.plan.notes)
 
-    def rewind(self, n_tokens: int) -> None:
+    @checked()
+    def rewind(self, n_tokens: Natural) -> None:
         """Forgets all but the first ``n_tokens`` of the conversation.
 
         What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
@@ -230,24 +251,27 @@ class Session:
         """
         self._held.idle_runner.state.rewind(n_tokens)
 
+    @checked()
     def align(self, prompt: str | Prompt) -> list[int | Embeddings]:
         """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
 
         That is at least its last piece, whose logits are needed. A text is encoded as the beginning of a
         conversation.
         """
-        state = self._held.idle_runner.state
+        runner = self._held.idle_runner
         whole = self.prompt_encoder.prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
-        return state.align(whole)
+        runner.require_prompt(whole)
+        return runner.state.align(whole)
 
     def reset(self) -> None:
-        """Forgets the conversation; the model stays loaded."""
+        """Forgets the conversation, with the history that a chat keeps of it; the model stays loaded."""
         self._held.reset(self.lora)
 
     def close(self) -> None:
         """Frees the caches; a text that is being generated ends. What has been closed may be closed again."""
         self._held.close()
 
+    @checked()
     def use_lora(self, name: str | None) -> None:
         """Forgets the conversation, and goes on with one of the ``loras`` that were loaded; None: without.
 
@@ -255,6 +279,7 @@ class Session:
         """
         self._held.reset(name)
 
+    @checked(path="session")
     def save(self, path: Path, *, compress: bool = False) -> int:
         """Writes the conversation, its compressed cache and its sampler to a file; returns the file's bytes.
 
@@ -263,14 +288,17 @@ class Session:
         """
         return save_state(path, self.state, self.model, self.lora, self.plan, compress=compress)
 
+    @checked(path="session")
     def load_state(self, path: Path) -> None:
         """Replaces the conversation by a saved one of the same model, scheme and context, with its LoRA.
 
-        Raises SessionError, and keeps the present one, when the file does not fit.
+        Raises SessionError, and keeps the present one, when the file does not fit; MemoryBudgetError where its
+        caches don't fit beside the present ones.
         """
         self._held.restore(SavedState(path))
 
-    def fork(self, *, kv: str | CacheSpec | None = None, ctx: int | None = None) -> Session:
+    @checked()
+    def fork(self, *, kv: str | CacheSpec | None = None, ctx: Count | None = None) -> Session:
         """Another, empty conversation on the weights that are loaded, for up to as many tokens.
 
         The two share scratch memory. In one thread they may take turns, token by token; for threads of their own
@@ -279,9 +307,11 @@ class Session:
         """
         return Session(self._held.fork(kv, ctx))
 
+    @checked()
     def copy_from(self, other: Session) -> None:
         """Takes over the conversation of another session of the same model, LoRA, scheme and context; both go on.
 
-        Not how its last text was sampled. Raises SessionError for another plan.
+        Not how its last text was sampled. Raises SessionError for another plan, MemoryBudgetError where its caches
+        don't fit beside the present ones.
         """
         self._held.copy_from(other._held)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.errors import ContextError
 from edgekv.kvcache.layer_state import LayerState
 from edgekv.kvcache.recurrent import attending
 from edgekv.kvcache.rewinding import rewind
@@ -28,6 +27,7 @@ class State:
     spans: positions that hold embeddings, whose tokens are placeholders.
     sampler: of the last text.
     n_dropped: tokens that left the conversation when it outgrew the context.
+    n_first: so many tokens at its beginning, a system message, stay then.
     memo: whatever the session's owner wants to be saved with it, as JSON.
     keys_change(n, m): whether the keys of n tokens are others once the conversation has m.
     n_tentative: tokens in the caches behind those of the conversation: drafts that may be its next ones.
@@ -38,7 +38,7 @@ class State:
         self.tokens: list[int] = []
         self.spans: Spans = []
         self.sampler: Sampler | None = None
-        self.n_dropped = 0
+        self.n_dropped = self.n_first = 0
         self.memo: dict[str, Any] = {}
         self.n_tentative = 0
 
@@ -62,6 +62,11 @@ class State:
         """The latest tokens, which are not in the caches yet."""
         return self.tokens[self.n_past :]
 
+    def clear(self) -> None:
+        """Forgets all of the conversation, with its memo."""
+        self.rewind(0)
+        self.sampler, self.n_dropped, self.n_first, self.memo = None, 0, 0, {}
+
     def drop_tentative(self) -> None:
         """Takes what is tentative out of the caches."""
         if self.n_tentative:
@@ -76,15 +81,8 @@ class State:
     def rewind(self, n_tokens: int) -> None:
         """Forgets all but the first ``n_tokens`` tokens.
 
-        What a scheme can't keep of them is pending again. Raises ContextError for a number below 0.
+        What a scheme can't keep of them is pending again.
         """
-        if n_tokens < 0:
-            raise ContextError(
-                f"n_tokens={n_tokens}: that many tokens can't stay; give 0 or more, the number to keep",
-                field="n_tokens",
-                value=n_tokens,
-                accepted=["0 or more"],
-            )
         self.drop_tentative()
         self.rewind_caches(min(n_tokens, len(self.tokens)))
         del self.tokens[n_tokens:]
@@ -152,4 +150,4 @@ class State:
                 copy_used(state.arrays[name], array)
         self.caches = caches
         self.tokens, self.memo = list(other.tokens), copy.deepcopy(other.memo)
-        self.spans, self.n_dropped = list(other.spans), other.n_dropped
+        self.spans, self.n_dropped, self.n_first = list(other.spans), other.n_dropped, other.n_first

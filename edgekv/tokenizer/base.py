@@ -2,12 +2,14 @@
 
 import abc
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from edgekv.errors import TokenizerError
 from edgekv.tokenizer.native import library_errors
 
 EACH_BYTE = "edgekv.each-byte"
+BREAK = "\ufdd0"  # in a special token's text, which then is text; Unicode has no such character
+BARRIER = "\x02"  # merges with no letter
 codecs.register_error(EACH_BYTE, lambda error: _replaced(error))
 
 
@@ -17,16 +19,26 @@ def _replaced(error: UnicodeError) -> tuple[str, int]:
     return "\ufffd" * (error.end - error.start), error.end
 
 
+def as_text(text: str, names: Iterable[str]) -> str:
+    """The text, of which `Tokenizer.encode` reads the special tokens ``names`` as the text that they are."""
+    for name in names:
+        if len(name) > 1 and name in text:
+            text = text.replace(name, name[:1] + BREAK + name[1:])
+    return text
+
+
 class Tokenizer(abc.ABC):
     """A model's vocabulary.
 
     `vocab_size` is one more than the largest token id; the model's embedding may have more rows than that.
     `bos_id` is the beginning-of-text token, or None. Generation stops at any of `eos_ids`.
+    `special_texts` are what `encode` reads as special tokens.
     `drops_first_space` says that encoding puts a space before a text, and that decoding takes it away;
     `drops_first_spaces` that it takes all of them away. `utf8_errors` is how bytes that are not UTF-8 are decoded.
     """
 
     vocab_size: int
+    special_texts: tuple[str, ...]
     bos_id: int | None
     eos_ids: tuple[int, ...]
     drops_first_space: bool
@@ -37,7 +49,7 @@ class Tokenizer(abc.ABC):
         """The token ids of `text`; `bos` adds the special tokens that the model's own tokenizer adds.
 
         Special tokens written in the text (`<|eot_id|>`) become their ids in every format but
-        sentencepiece's, where control symbols can't be written.
+        sentencepiece's, where control symbols can't be written; `as_text` keeps them from that.
 
         Raises:
             TokenizerError: `text` holds a lone surrogate, such as Python makes of undecodable bytes.
@@ -50,7 +62,14 @@ class Tokenizer(abc.ABC):
                 "pass the text encoded as UTF-8"
             ) from None
         with library_errors("the tokenizer can't encode this text", "shorten it, or copy the tokenizer again"):
-            return self._encode(text, bos)
+            first, *others = text.split(BREAK)
+            return sum(map(self._encode_inside, others), self._encode(first, bos))
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """`encode` of a part of a text, before which no space is put."""
+        if not self.drops_first_space:
+            return self._encode(text, False)
+        return self._encode(BARRIER + text, False)[len(self._encode(BARRIER, False)) :]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD, as the format has it."""

@@ -44,6 +44,7 @@ class TiktokenTokenizer(Tokenizer):
     """
 
     drops_first_space = False
+    special_texts = SPECIAL_TOKENS
 
     def __init__(self, path: pathlib.Path, data: bytes, declared: Declared) -> None:
         ranks = _read_ranks(path, data)

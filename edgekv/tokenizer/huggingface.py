@@ -53,6 +53,7 @@ class HuggingFaceTokenizer(Tokenizer):
             token_id: b"" if token.special or token_id in ends else token.content.encode()
             for token_id, token in library.get_added_tokens_decoder().items()
         }
+        self.special_texts = tuple(self.piece(token_id) for token_id, data in self._added.items() if not data)
 
     def piece(self, token_id: int) -> str:
         return self._library.id_to_token(token_id) or ""

@@ -22,6 +22,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     utf8_errors = EACH_BYTE
+    special_texts = ()
 
     def __init__(self, path: pathlib.Path, data: bytes, declared: Declared) -> None:
         self._library = _load(path, data)

@@ -7,7 +7,7 @@ import io
 import os
 import pathlib
 import warnings
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from edgekv.files import read_regular, user_path
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    ImageSource: TypeAlias = "str | os.PathLike[str] | Image.Image | Picture"
+else:
+    ImageSource = Any  # `picture` says what is accepted
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no EPS: Pillow would run Ghostscript
 MAX_PIXELS = 64_000_000
@@ -34,9 +38,6 @@ class Picture:
     notes: tuple[str, ...]
 
 
-ImageSource = Union[str, "os.PathLike[str]", "Image.Image", Picture]
-
-
 def picture(image: ImageSource) -> Picture:
     """A file's or a Pillow image's content as RGB, turned as its EXIF tag says.
 
@@ -46,6 +47,8 @@ def picture(image: ImageSource) -> Picture:
         return image
     if isinstance(image, (str, os.PathLike)):
         return _from_file(user_path(image))
+    if not isinstance(image, require_pillow().Image.Image):
+        raise ImageError(f"images={image!r:.60}: accepted: an image's file, or an image of Pillow", field="images")
     return _as_rgb(image, "the image")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from edgekv.errors import ImageError
+from edgekv.tokenizer import Tokenizer, as_text
 from edgekv.types import F32
 
 PLACEHOLDER = "<image>"
@@ -36,6 +37,14 @@ class ImagesReport:
     notes: list[str]
 
 
+def without_places(text: str, tokenizer: Tokenizer) -> str:
+    """The text of a prompt without images: `<image>` is no place of one, but text."""
+    if PLACEHOLDER not in text:
+        return text
+    pieces = map(tokenizer.piece, tokenizer.encode(PLACEHOLDER, bos=False))
+    return as_text(text, [PLACEHOLDER]) if PLACEHOLDER in pieces else text
+
+
 def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:
     """ImageError unless the prompt has a placeholder for each image, or none at all."""
     n_places = sum(piece == image_token for piece in prompt if not isinstance(piece, Embeddings))
@@ -44,6 +53,16 @@ def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:
             f"the prompt has {n_places} image placeholder(s), token {image_token}, for {n_images} image(s): give "
             "one for each, or write none, and the images come first"
         )
+
+
+def require_places(prompt: Prompt, image_token: int, n_images: int) -> None:
+    """ImageError unless the prompt that a chat template wrote has a placeholder for each image."""
+    if image_token not in prompt:
+        raise ImageError(
+            f"the chat template writes no image token {image_token} for the {n_images} image(s) of these "
+            "messages: give one that keeps `<image>` with `chat_template`"
+        )
+    check_places(prompt, image_token, n_images)
 
 
 def require_placeholder(prompt: str | Prompt, pieces: Prompt, image_token: int | None) -> None:

@@ -1,0 +1,168 @@
+"""Arguments of public functions and fields of settings, checked against their annotations before anything happens.
+
+NumPy's scalars and arrays of numbers are taken as Python's own; True and False are no numbers, NaN and infinity
+neither. A range is a `msgspec.Meta` in an Annotated, whose description says in words what is accepted.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import re
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+from msgspec import Meta
+
+from edgekv.errors import CacheError, CheckpointError, ConfigError, ContextError, EdgeKVError
+from edgekv.schema import shown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LARGEST = (1 << 63) - 1
+Count = Annotated[int, Meta(ge=1, le=LARGEST, description="a whole number of 1 or more")]
+Natural = Annotated[int, Meta(ge=0, le=LARGEST, description="a whole number of 0 or more")]
+
+ERRORS: dict[str, type[EdgeKVError]] = {
+    "ctx": ContextError,
+    "max_new_tokens": ContextError,
+    "n_tokens": ContextError,
+    "kv": CacheError,
+    "kv_budget": CacheError,
+    "model": CheckpointError,
+}
+"""The error of a parameter that is wrong; of others it is ConfigError."""
+WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "None",
+    collections.abc.Callable: "a function",
+    collections.abc.Mapping: "values by name",
+}
+
+
+def checked(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function whose arguments are checked before it runs.
+
+    names: what errors call a parameter where that is not its own name. Raises the parameter's error of ERRORS.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound, hints = signature.bind(*args, **kwargs), _hints(function)
+            for name in bound.arguments.keys() & hints.keys():
+                if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+                    given = bound.arguments[name]
+                    bound.arguments[name] = checked_value(names.get(name, name), given, hints[name])
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def check_fields(settings: Any) -> None:
+    """For ``__post_init__`` of a frozen dataclass: each field as its annotation has it. Raises as `checked`."""
+    hints = _hints(settings.__class__)
+    for field in dataclasses.fields(settings):
+        value = checked_value(field.name, getattr(settings, field.name), hints[field.name])
+        object.__setattr__(settings, field.name, value)
+
+
+def checked_value(name: str, value: Any, kind: Any) -> Any:
+    """The value as ``kind``, an annotation. Raises the error of ERRORS that the parameter ``name`` has."""
+    try:
+        return _fitted(value, kind)
+    except TypeError:
+        raise refused(name, value, _accepted(kind)) from None
+
+
+def refused(name: str, value: object, accepted: str) -> EdgeKVError:
+    """The error that blames the value of a parameter."""
+    kind = ERRORS.get(name, ConfigError)
+    return kind(f"{name}={shown(value)}: accepted: {accepted}", field=name, value=value, accepted=[accepted])
+
+
+@functools.cache
+def _hints(annotated: Any) -> dict[str, Any]:
+    return get_type_hints(annotated, include_extras=True)
+
+
+def _fitted(value: Any, kind: Any) -> Any:
+    """The value as ``kind``; TypeError where it is none."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        value = _fitted(value, args[0])
+        if value is not None and not all(_in_range(value, meta) for meta in args[1:]):
+            raise TypeError
+        return value
+    if origin in (Union, types.UnionType):
+        return _fitted_to_one(value, args)
+    if kind in (bool, int, float):
+        return _number(value, kind)
+    if origin is collections.abc.Sequence:
+        return _items(value, args[0])
+    if origin is collections.abc.Mapping and isinstance(value, collections.abc.Mapping):
+        return {_fitted(key, args[0]): _fitted(each, args[1]) for key, each in value.items()}
+    if kind is not Any and not isinstance(value, origin or kind):
+        raise TypeError
+    return value
+
+
+def _fitted_to_one(value: Any, kinds: tuple[Any, ...]) -> Any:
+    for kind in kinds:
+        with contextlib.suppress(TypeError):
+            return _fitted(value, kind)
+    raise TypeError
+
+
+def _number(value: Any, kind: type) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
+    is_kind = isinstance(value, (int, float) if kind is float else kind)
+    if not is_kind or isinstance(value, bool) != (kind is bool):
+        raise TypeError
+    if kind is float and not (abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value)):
+        raise TypeError
+    return value
+
+
+def _items(value: Any, kind: Any) -> Any:
+    value = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
+    if isinstance(value, (str, bytes)) or not isinstance(value, collections.abc.Sequence):
+        raise TypeError
+    kinds = () if get_origin(kind) is Annotated else get_args(kind) or (kind,)
+    plain = {each for each in kinds if each in (int, str) or dataclasses.is_dataclass(each)}
+    return value if set(map(type, value)) <= plain else [_fitted(each, kind) for each in value]
+
+
+def _in_range(value: Any, meta: Meta) -> bool:
+    if meta.pattern is not None:
+        return re.search(meta.pattern, os.fspath(value)) is not None
+    low = (meta.ge is None or value >= meta.ge) and (meta.min_length is None or len(value) >= meta.min_length)
+    return low and (meta.le is None or value <= meta.le) and (meta.lt is None or value < meta.lt)
+
+
+def _accepted(kind: Any) -> str:
+    """In words, for people."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return next((meta.description for meta in args[1:] if meta.description), _accepted(args[0]))
+    if origin in (Union, types.UnionType):
+        *others, last = dict.fromkeys(map(_accepted, args))
+        return f"{', '.join(others)} or {last}"
+    if origin is collections.abc.Sequence:
+        return f"a list, each of it {_accepted(args[0])}"
+    return WORDS.get(origin or kind) or f"a {getattr(kind, '__name__', kind)}"

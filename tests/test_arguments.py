@@ -1,0 +1,193 @@
+"""Arguments of the public API: a wrong one is an EdgeKVError before anything has changed."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgekv import Chat, EdgeKVError, Embeddings, LoadOptions, Sampler, SamplingParams, Session
+from edgekv.chat.template import ChatTemplate
+
+HUGE = 10**5000
+NO_TEXT: tuple[Any, ...] = (None, 5, 1.5, b"x", object())
+NO_COUNT: tuple[Any, ...] = ("2", 2.0, math.nan, math.inf, -1, True, np.float32(2), np.bool_(True), [2], HUGE, 1j)
+NO_NUMBER: tuple[Any, ...] = ("1", math.nan, -math.inf, -1, True, np.bool_(True), [1], 10**400, np.float64("nan"))
+NO_LIST: tuple[Any, ...] = (5, [5], [None], {"a"}, b"x", iter(()))
+NO_PROMPT: tuple[Any, ...] = (
+    None, 5, 2.5, b"x", [1.0], ["a"], [None], [True], [[1]], [-1], [10**9], [HUGE], {1}, np.ones(2),
+    np.ones((1, 2), int), "\ud800",
+    [1, Embeddings(np.zeros((1, 3), np.float32))], [Embeddings(np.full((1, 64), np.nan, np.float32))],
+)  # fmt: skip
+NO_PATH: tuple[Any, ...] = (None, 5, b"x", "", "a\0b", "no/such/folder/file")
+SHARED: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (*NO_COUNT, 0, None),
+    "sampling": (5, "greedy", {"temperature": 1}, SamplingParams),
+    "stop": (*NO_LIST, "", ["a", ""], None),
+    "progress": (5, "x", True),
+}
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("temperature", "repetition_penalty"), (*NO_NUMBER, None, 1e301)),
+    **dict.fromkeys(("top_p", "min_p"), (*NO_NUMBER, None, 1.1)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (*NO_NUMBER[:3], True, None, 2.1)),
+    **dict.fromkeys(("top_k", "repetition_window", "seed"), NO_COUNT),
+    "logit_bias": (5, [5], {"x": 1}, {1: "x"}, {1: math.nan}, {1: True}, {-1: 1}, {1.5: 1}, {1: 101}, {HUGE: 1}),
+}
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("ctx", "kv_budget", "threads", "slots"), (*NO_COUNT, 0)),
+    "kv": (5, b"dense", True, "", "nope"),
+    **dict.fromkeys(("weights", "overflow", "device", "draft"), (*NO_TEXT, "nope")),
+    **dict.fromkeys(("config", "tokenizer", "adapter", "lora"), (5, b"x", True, "no/such/file", "a\0b")),
+    "loras": (5, ["x"], {"a b": "x"}, {5: "x"}, {"a": 5}, {"a": "no/such/file"}, None),
+}
+METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "encode": {"text": (*NO_TEXT, "\ud800")},
+    "prompt": {"prompt": NO_PROMPT[:9], "images": (*NO_LIST, "a.png", None)},
+    "prefill": {"prompt": (*NO_PROMPT, []), "images": NO_LIST, "progress": SHARED["progress"]},
+    "logits": {"prompt": (*NO_PROMPT, []), "images": NO_LIST},
+    "align": {"prompt": (*NO_PROMPT, [])},
+    "embed": {"text": (*NO_PROMPT, [], [1] * 1000)},
+    "rewind": {"n_tokens": (*NO_COUNT, None)},
+    "use_lora": {"name": (5, b"x", True, "nope")},
+    "fork": {"kv": OPTIONS["kv"], "ctx": (*NO_COUNT, 0, 1 << 40)},
+    "save": {"path": NO_PATH, "compress": (None, 1, "x")},
+    "load_state": {"path": NO_PATH},
+    "copy_from": {"other": (None, 5, "x", Session)},
+    "generate": {
+        **SHARED,
+        "prompt": NO_PROMPT,
+        "images": NO_LIST,
+        "temperature": NO_NUMBER,
+        "seed": NO_COUNT,
+        "json_schema": (5, "{}", [{}], True),
+        "constraint": (5, "x", object()),
+    },
+}
+GIVEN: dict[str, dict[str, Any]] = {
+    "save": {"path": "never"},
+    "generate": {"prompt": [5]},
+    "prefill": {"prompt": [5]},
+    "logits": {"prompt": [5]},
+    "prompt": {"prompt": "a"},
+}
+
+
+def cases(table: dict[str, dict[str, tuple[Any, ...]]]) -> list[Any]:
+    return [
+        pytest.param(method, name, values, id=f"{method}-{name}")
+        for method, parameters in table.items()
+        for name, values in parameters.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(shared: pathlib.Path) -> pathlib.Path:
+    return shared / "models" / "stories260K"
+
+
+@pytest.fixture(scope="module")
+def session(model: pathlib.Path) -> Session:
+    session = Session.load(model, ctx=64, device="numpy", weights="f32")
+    session.prefill("Once upon a time")
+    session.state.memo["kept"] = [1]
+    return session
+
+
+def held(session: Session) -> tuple[Any, ...]:
+    state = session.state
+    arrays = [array.tobytes() for cache in state.caches for array in cache.arrays.values()]
+    return list(state.tokens), state.n_past, state.sampler, dict(state.memo), session.lora, session.nbytes, arrays
+
+
+def refused(session: Session, call: Callable[..., Any], name: str, values: tuple[Any, ...], given: Any) -> None:
+    before = held(session)
+    for value in values:
+        with pytest.raises(EdgeKVError) as caught:
+            call(**{**given, name: value})
+        assert "\n" not in str(caught.value), value
+        assert len(str(caught.value)) < 6000
+        assert held(session) == before, value
+
+
+@pytest.mark.parametrize(("method", "name", "values"), cases(METHODS))
+def test_a_wrong_argument_changes_nothing(
+    session: Session, method: str, name: str, values: tuple[Any, ...]
+) -> None:
+    """Bytes of the caches and all: what follows is what would have followed."""
+    refused(session, getattr(session, method), name, values, GIVEN.get(method, {}))
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "values"), cases({"ask": {**SHARED, "text": NO_TEXT}, "retry": SHARED})
+)
+def test_a_wrong_argument_of_a_chat(session: Session, method: str, name: str, values: tuple[Any, ...]) -> None:
+    session = session.fork()
+    chat = Chat(session, ChatTemplate.plain(session.require_tokenizer()), "Be brief.")
+    list(chat.ask("Tom", max_new_tokens=2))
+    refused(session, getattr(chat, method), name, values, {"text": "Lily"} if method == "ask" else {})
+    refused(session, chat.set_system, "text", NO_TEXT, {})
+    refused(session, chat.ask, "images", (*NO_LIST, "a.png", ["a.png"]), {"text": "Lily"})
+
+
+@pytest.mark.parametrize(("_", "name", "values"), cases({"params": SETTINGS}))
+def test_a_wrong_setting_is_named(_: str, name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(EdgeKVError) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize(("_", "name", "values"), cases({"options": OPTIONS}))
+def test_a_wrong_option_is_named(model: pathlib.Path, _: str, name: str, values: tuple[Any, ...]) -> None:
+    """Or the file that it names."""
+    for value in values:
+        with pytest.raises(EdgeKVError) as caught:
+            Session.load(model, **{"device": "numpy", name: value})
+        assert caught.value.field == name or str(value) in str(caught.value) or isinstance(value, dict)
+
+
+@pytest.mark.parametrize("path", NO_PATH)
+def test_a_model_that_is_none(session: Session, path: object) -> None:
+    for call in (lambda: Session.load(path), lambda: Session.restore(path, session)):
+        with pytest.raises(EdgeKVError):
+            call()
+
+
+def test_what_is_no_setting_at_all(model: pathlib.Path, session: Session) -> None:
+    for wrong in (5, "x", {"ctx": 5}):
+        calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+            (Session.load, {"path": model, "options": wrong}),
+            (Session.load, {"path": model, "progress": wrong}),
+            (Session.restore, {"path": "a", "model": model, "options": wrong}),
+            (Sampler, {"params": wrong, "vocab_size": 5}),
+            (Sampler, {"params": SamplingParams(), "vocab_size": -1}),
+            (Chat, {"session": wrong, "template": ChatTemplate.plain(session.require_tokenizer())}),
+            (Chat, {"session": session, "template": wrong}),
+        ]
+        for call, given in calls:
+            with pytest.raises(EdgeKVError):
+                call(**given)
+
+
+def test_numbers_of_numpy_are_numbers(session: Session) -> None:
+    ids = np.asarray(session.encode("Once upon a time"))
+    one, other = session.fork(ctx=np.int32(64)), session.fork()
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(9), top_p=np.float64(0.9), seed=np.uint8(3),
+        logit_bias={np.int64(5): np.float32(1)},
+    )  # fmt: skip
+    assert {type(value) for value in params.as_dict().values()} == {int, float, dict}
+    made = [
+        [step.token for step in each.generate(prompt, max_new_tokens=n, sampling=params)]
+        for each, prompt, n in ((one, ids, np.int16(6)), (other, list(map(int, ids)), 6))
+    ]
+    assert made[0] == made[1]
+    one.rewind(np.uint8(4))
+    assert one.tokens == other.tokens[:4]
+    assert one.align(list(ids)) == other.align(ids.tolist())
+    one.state.memo["report"] = one.report().as_dict()
+    assert type(LoadOptions(threads=np.int64(2)).threads) is int

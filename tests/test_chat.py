@@ -236,6 +236,23 @@ def test_interrupted_in_the_prompt(loaded: Session) -> None:
     assert said(talk.ask("Lily", max_new_tokens=4))
 
 
+def test_an_answer_that_nobody_can_write_down(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted at its end, or of a session that was closed: no question stays without one."""
+    talk = chat(loaded.fork())
+    steps = talk.ask("Tom")
+    next(steps)
+    with monkeypatch.context() as patch:
+        patch.setattr(talk, "_answered", lambda made: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            steps.close()
+    assert talk.messages == []
+    assert said(talk.ask("Tom", max_new_tokens=4)) == said(chat(loaded.fork()).ask("Tom", max_new_tokens=4))
+    steps = talk.ask("Lily")
+    next(steps)
+    talk.session.close()
+    steps.close()
+
+
 def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a question or a retry that is refused, interrupted in its prompt, or never begun."""
 

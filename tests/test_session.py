@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import threading
 import weakref
 
 import golden_cases
@@ -250,6 +251,51 @@ def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
     after = session.logits([5])
     session.reset()
     np.testing.assert_allclose(session.logits([1, 2, 3, 4, 5]), np.concatenate([before, after]), atol=2e-4)
+
+
+@pytest.mark.parametrize("change", ["rewind", "reset"])
+def test_an_interrupted_rewind_is_mended(
+    model: pathlib.Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers would have had several lengths, and the next text been another one."""
+    session, other = (Session.load(model, kv="dense:dtype=f32", weights="f32") for _ in range(2))
+    session.prefill([1, 2, 3, 4])
+
+    def interrupted(*_: int) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.state.caches[1], "truncate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.rewind(2) if change == "rewind" else session.reset()
+    other.prefill(session.tokens)
+    np.testing.assert_allclose(session.prefill([5, 6]), other.prefill([5, 6]), atol=2e-4)
+    assert {cache.n_seen for cache in session.state.caches} == {6}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_one_thread_computes_a_conversation(model: pathlib.Path, slots: int) -> None:
+    """Another one is refused, as is a callback, and neither changes it; then it goes on."""
+    session, refused = Session.load(model, weights="f32", slots=slots), []
+
+    def use() -> None:
+        for call in (lambda: session.prefill([9]), lambda: session.generate([9]), lambda: session.rewind(0)):
+            with pytest.raises(SessionError) as caught:
+                call()
+            refused.append(caught.value)
+
+    def progress(done: int, total: int) -> None:
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        use()
+
+    session.prefill([1, 2, 3], progress=progress)
+    assert len(refused) == 6 * session.config.n_layers
+    assert session.tokens == [1, 2, 3]
+    other = Session.load(model, weights="f32")
+    other.prefill([1, 2, 3])
+    np.testing.assert_array_equal(session.prefill([5]), other.prefill([5]))
 
 
 def test_stop_string_and_text(shared: pathlib.Path) -> None:

@@ -195,16 +195,18 @@ class Chat:
                     made.append(step)
                     yield step
         finally:
-            if made:
-                self._record(made)
-            else:
-                self.messages[:] = before
+            with contextlib.suppress(SessionError):  # the session was closed meanwhile
+                try:
+                    before = [*messages, self._answered(made)] if made else before
+                finally:
+                    self.messages[:] = before
 
-    def _record(self, made: Sequence[Step]) -> None:
+    def _answered(self, made: Sequence[Step]) -> dict[str, Any]:
+        """The answer as the history has it; what ended it leaves the session."""
         text, tokens = "".join(step.text for step in made), [step.token for step in made]
         ids = answer_ids(self._tokenizer, tokens, text)
         self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
-        self.messages.append({"role": "assistant", "content": text.strip(), "ids": ids})
+        return {"role": "assistant", "content": text.strip(), "ids": ids}
 
 
 def _system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

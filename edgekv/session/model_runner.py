@@ -7,16 +7,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from edgekv.decoder.decoder import Decoder
-from edgekv.errors import ContextError, TokenizerError
+from edgekv.errors import ContextError, SessionError, TokenizerError
 from edgekv.machine import memory_errors
 from edgekv.schema import shown
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
 from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, shifted, visual_ranges, whole
-from edgekv.session.schedule import Schedule
+from edgekv.session.schedule import Schedule, Turn
 from edgekv.session.state import State
 from edgekv.types import F32, LayerProgress
 from edgekv.vision.prompt import Prompt
+
+BUSY = "another thread, or a caller, computes this conversation: give each thread a `fork`"
 
 
 class ModelRunner:
@@ -44,6 +46,7 @@ class ModelRunner:
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
         self._n_drafted = 0  # in the latest pass
         self.n_read = 0  # tokens that the latest prompt and what was pending before it had, with room made
+        self.turn = Turn()  # of a thread, while it computes
         self._ready: F32 | None = None  # the logits behind the latest token, which was a draft
 
     @property
@@ -112,9 +115,11 @@ class ModelRunner:
             if self.state.n_tentative:  # else all drafts were taken back meanwhile
                 self.state.n_tentative -= 1
             return self._ready
-        self._make_room()
-        drafts = self._drafted()
-        first: F32 = (self._steps(drafts) if drafts else self._logits([], 1))[0]
+        with self.turn.taken(SessionError(BUSY)):
+            self.state.mend()
+            self._make_room()
+            drafts = self._drafted()
+            first: F32 = (self._steps(drafts) if drafts else self._logits([], 1))[0]
         self._n_drafted = len(drafts)
         self.counts.passes += 1
         self.counts.proposed += len(drafts)
@@ -137,18 +142,20 @@ class ModelRunner:
         shift makes room first. On an error the conversation is what it was, though it may be pending.
         """
         state = self.state
-        before = state.tokens, state.spans, state.n_dropped
-        try:
-            ids, spans = self._room_for(ids, spans)
-            state.require_keys(self.n_pending + len(ids))
-            self.n_read = self.n_pending + len(ids)
-            state.add_coming_spans(spans)
-            logits = self._logits(ids, n_logits, progress)
-        except BaseException:
-            state.tokens, state.spans, state.n_dropped = before
-            raise
-        state.tokens.extend(ids)
-        return logits
+        with self.turn.taken(SessionError(BUSY)):
+            state.mend()
+            before = state.tokens, state.spans, state.n_dropped
+            try:
+                ids, spans = self._room_for(ids, spans)
+                state.require_keys(self.n_pending + len(ids))
+                self.n_read = self.n_pending + len(ids)
+                state.add_coming_spans(spans)
+                logits = self._logits(ids, n_logits, progress)
+            except BaseException:
+                state.tokens, state.spans, state.n_dropped = before
+                raise
+            state.tokens.extend(ids)
+            return logits
 
     def flatten_prompt(self, prompt: Prompt) -> tuple[list[int], Spans]:
         """A prompt as ids and the spans among them. Raises ContextError, TokenizerError where it can't be read."""

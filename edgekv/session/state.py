@@ -41,6 +41,7 @@ class State:
         self.n_dropped = self.n_first = 0
         self.memo: dict[str, Any] = {}
         self.n_tentative = 0
+        self._is_torn = False  # whether a rewind was interrupted
 
     @property
     def nbytes(self) -> int:
@@ -70,9 +71,16 @@ class State:
     def drop_tentative(self) -> None:
         """Takes what is tentative out of the caches."""
         if self.n_tentative:
-            for cache in self.caches:
+            for cache in reversed(self.caches):  # the first, which `n_past` reads, last
                 cache.advance(-self.n_tentative)
             self.n_tentative = 0
+
+    def mend(self) -> None:
+        """After an interrupt: layers of several lengths get one length, those that were being rewound nothing."""
+        shortest = 0 if self._is_torn else min(cache.n_seen for cache in self.caches)
+        if self._is_torn or any(cache.n_seen != shortest for cache in self.caches):
+            self.n_tentative = 0
+            self._rewind(shortest)
 
     def add_coming_spans(self, spans: Spans) -> None:
         """Embeddings that are about to be appended with their placeholders, counted from the end of the tokens."""
@@ -91,9 +99,14 @@ class State:
     def rewind_caches(self, n_tokens: int) -> None:
         """Forgets keys and values behind the first ``n_tokens``, or all where these would now be others."""
         before = self.n_past
-        rewind(self.caches, n_tokens)
+        self._rewind(n_tokens)
         if self._keys_change(before, self.n_past):
-            rewind(self.caches, 0)
+            self._rewind(0)
+
+    def _rewind(self, n_tokens: int) -> None:
+        self._is_torn = True
+        rewind(self.caches, n_tokens)
+        self._is_torn = False
 
     def mark_turn(self, n_more: int) -> None:
         """Before a prompt of ``n_more`` tokens: where a rewind is likely to lead to.
@@ -109,7 +122,7 @@ class State:
     def require_keys(self, n_more: int) -> None:
         """Forgets all keys and values where ``n_more`` tokens make them others: all tokens are pending again."""
         if self._keys_change(self.n_past, self.n_past + n_more):
-            rewind(self.caches, 0)
+            self._rewind(0)
 
     def shared(self, prompt: Prompt) -> tuple[int, int]:
         """Where the conversation and a prompt part: after so many tokens, and so many pieces of the prompt."""
@@ -138,7 +151,7 @@ class State:
     def replace(self, tokens: list[int], spans: Spans) -> None:
         """Other tokens, all of them pending, in place of the present ones."""
         self.drop_tentative()
-        rewind(self.caches, 0)
+        self._rewind(0)
         self.tokens, self.spans = tokens, spans
 
     def copy_from(self, other: State, caches: list[LayerState]) -> None:

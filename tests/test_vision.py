@@ -502,7 +502,7 @@ def test_errors_come_before_anything_is_loaded(
     for model, image, message in (
         (text_only, "a.png", "takes no images"),
         (folder, "b.png", "is no image that can be read"),
-        (folder, "c.png", "does not exist"),
+        (folder, "c.png", "No such file"),
     ):
         status, out, err = run(capsys, "--model", model, "--prompt", "w5", "--image", tmp_path / image)
         assert (status, out) == (2, "")

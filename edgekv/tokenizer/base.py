@@ -63,7 +63,10 @@ class Tokenizer(abc.ABC):
             ) from None
         with library_errors("the tokenizer can't encode this text", "shorten it, or copy the tokenizer again"):
             first, *others = text.split(BREAK)
-            return sum(map(self._encode_inside, others), self._encode(first, bos))
+            ids = self._encode(first, bos)
+            for other in others:
+                ids += self._encode_inside(other)
+            return ids
 
     def _encode_inside(self, text: str) -> list[int]:
         """`encode` of a part of a text, before which no space is put."""

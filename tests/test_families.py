@@ -38,12 +38,6 @@ KV = "planes:residual_length=16"  # so that much of a short text is packed
 EXACT = "dense:dtype=f32"  # where a text that is read again has to be the same
 PIXELS = vision_cases.pixels(*vision_cases.SIZES[0])
 LONG = "The ship went out to sea, and the rain fell on the road; nobody had seen the boat. " * 3
-
-
-def pending(name: str, reason: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.xfail(strict=False, reason=reason))
-
-
 Folder = Callable[[str], pathlib.Path]
 Loaded = Callable[..., Session]
 
@@ -148,8 +142,7 @@ def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
         assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
         assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"] == n_prompt
         assert cached - 64 - 2 * 16 <= timings["cache_n"] <= cached  # a block, and two exact windows of KV
-        held, plain = timings["kv_cache_bytes"], timings["kv_cache_f16_bytes"]
-        assert 0 < held < plain or (held == plain and name == "gemma3")  # all of its layers slide, in f16
+        assert 0 < timings["kv_cache_bytes"] < timings["kv_cache_f16_bytes"]
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mixtral", "llava"])
@@ -187,7 +180,7 @@ def test_embeddings(name: str, loaded: Loaded) -> None:
         assert after["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
 
 
-@pytest.mark.parametrize("name", ["gemma3", "lfm2", pending("llava", "sliding cuts pictures")])
+@pytest.mark.parametrize("name", ["gemma3", "lfm2", "llava"])
 def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
     """Another answer to the same question is the same; a full context loses the oldest turns and nothing else."""
     session = loaded(name, kv=EXACT, overflow="slide").fork(ctx=200)

@@ -12,7 +12,6 @@ import subprocess
 import threading
 from http.server import ThreadingHTTPServer
 from random import Random
-from typing import Any
 from unittest import mock
 
 import hub_server
@@ -150,7 +149,7 @@ def working_folder(m: Material, folder: pathlib.Path, rng: Random) -> None:
         file.write_text(f"open({str(mark)!r}, 'w').close()")
     (folder / "edgekv.pth").write_text(f"import os; open({str(mark)!r}, 'w').close()\n")
     module, *arguments = rng.choice(CHILDREN)
-    here: dict[str, Any] = {"cwd": folder, "check": True, "timeout": 8, "capture_output": True}
-    subprocess.run(child.command(module, *arguments), **here)
+    done = subprocess.run(child.command(module, *arguments), cwd=folder, timeout=8, capture_output=True)
+    assert done.returncode == 0, done.stderr
     child.BoundedChild(rng.choice(("edgekv.chat.environment", "edgekv.session.matcher"))).close()
     assert not mark.exists(), [file.name for file in folder.iterdir()]

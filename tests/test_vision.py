@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+from types import SimpleNamespace
 
 import golden_cases
 import numpy as np
@@ -267,6 +268,16 @@ def test_sliding_drops_an_image_whole(base: Session) -> None:
     assert session.state.spans == []
     assert session.tokens[:6] == [1, 17, 4, 33, 34, 60]
     assert session.state.n_dropped == 2 * N + 1
+
+
+def test_no_text_has_the_token_of_an_image(base: Session) -> None:
+    """However likely the model finds it: the next prompt would have more places than images."""
+    session, sampling = base.fork(), SamplingParams(logit_bias={cases.IMAGE_TOKEN: 100})
+    anything = SimpleNamespace(allowed=lambda logits: logits, accept=lambda token: False)
+    for constraint in (None, anything):
+        made = tokens(session.generate("w5 w9", max_new_tokens=4, sampling=sampling, constraint=constraint))
+        assert cases.IMAGE_TOKEN not in made
+        assert made
 
 
 def test_an_image_in_a_text_without_images_is_text(base: Session) -> None:

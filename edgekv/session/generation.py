@@ -6,6 +6,8 @@ import dataclasses
 import time
 from collections.abc import Generator
 
+import numpy as np
+
 from edgekv.machine import memory_errors
 from edgekv.session.finish import (
     END_OF_SCHEMA,
@@ -59,12 +61,13 @@ class Generation:
         max_new_tokens: int,
         stop: Stops,
         constraint: Constraint | None,
+        image_token: int | None = None,
     ) -> None:
         self._runner, self._sampler = runner, sampler
         self._max_new_tokens, self._constraint = max_new_tokens, constraint
         self._stream = StreamDecoder(tokenizer, at_start=False) if tokenizer else None
         self._eos = tokenizer.eos_ids if tokenizer else ()
-        self._matcher = StopMatcher(stop)
+        self._matcher, self._image_token = StopMatcher(stop), image_token
 
     def steps(
         self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
@@ -116,6 +119,9 @@ class Generation:
         constraint = self._constraint
         with memory_errors("choosing a token", self._runner.free_bytes):
             masked = constraint.allowed(logits) if constraint else None
+            if (n := self._image_token) is not None:  # the next prompt would take it for a place of an image
+                masked = (logits if masked is None else masked).copy()
+                masked[n : n + 1] = -np.inf
             token = self._sampler.sample(logits, self._runner.tokens, masked)
         self._runner.add(token)
         return token, constraint is not None and constraint.accept(token)

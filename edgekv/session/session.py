@@ -207,7 +207,8 @@ class Session:
         runner = self._held.idle_runner
         constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed)
-        generation = Generation(runner, self.tokenizer, sampler, max_new_tokens, stop, constraint)
+        image_token = self.model.image_token
+        generation = Generation(runner, self.tokenizer, sampler, max_new_tokens, stop, constraint, image_token)
         pieces, images_report = self.prompt_encoder.prompt(prompt, images, bos=not self.tokens)
         ids, spans = runner.fit_prompt(pieces)
         settings = sampler.settings() | {"max_new_tokens": max_new_tokens}

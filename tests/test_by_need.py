@@ -31,7 +31,9 @@ def stretched(heads: tuple[int, int, int], n: int) -> tuple[F64, F64, F64]:
     return q / factors, k * factors, v
 
 
-def by_hand(heads: tuple[int, int, int], n: int, sliding_window: int | None) -> tuple[F64, list[list[int]]]:
+def by_hand(
+    heads: tuple[int, int, int], n: int, sliding_window: int | None, cap: float | None
+) -> tuple[F64, list[list[int]]]:
     """(2, n_kv_heads), and the spread's digits, of `stretched`, in loops over queries and tokens."""
     q, k, v = stretched(heads, n)
     group, d = heads[0] // heads[1], heads[2]
@@ -42,13 +44,15 @@ def by_hand(heads: tuple[int, int, int], n: int, sliding_window: int | None) -> 
         g = h // group
         for t in range(196, n):
             seen = np.arange(0 if sliding_window is None else max(0, t + 1 - sliding_window), t + 1)
-            weights = np.exp(k[g, seen] @ q[h, t])
+            scores = k[g, seen] @ q[h, t]
+            slope = 1 / np.cosh(scores / cap) ** 2 if cap else 1
+            weights = np.exp(cap * np.tanh(scores / cap) if cap else scores)
             p = weights / weights.sum()
             o = p @ v[g, seen]
             energy += o @ o
             packed = (seen >= 4) & (seen < t - 128)
             square = np.where(packed, p * p, 0)
-            looks[g] += square @ np.square(v[g, seen] - o).sum(axis=1) * np.square(q[h, t])
+            looks[g] += square * slope**2 @ np.square(v[g, seen] - o).sum(axis=1) * np.square(q[h, t])
             noise[1, g] += square @ np.square(v[g, seen]).sum(axis=1)
     for g in range(heads[1]):
         chunks = [[i for i in range(d) if i % (d // 2) * 8 // (d // 2) == c] for c in range(8)]
@@ -61,12 +65,12 @@ def by_hand(heads: tuple[int, int, int], n: int, sliding_window: int | None) -> 
     return noise / energy, spread
 
 
-@pytest.mark.parametrize("sliding_window", [None, 200])
-def test_the_measure_is_what_it_says(sliding_window: int | None) -> None:
+@pytest.mark.parametrize(("sliding_window", "cap"), [(None, None), (200, None), (None, 4.0)])
+def test_the_measure_is_what_it_says(sliding_window: int | None, cap: float | None) -> None:
     heads, n = (4, 2, 24), 403
     q, k, v = (x.astype(np.float32) for x in stretched(heads, n))
-    noise, spread = by_hand(heads, n, sliding_window)
-    got = head_noise(q, k, v, sliding_window)
+    noise, spread = by_hand(heads, n, sliding_window, cap)
+    got = head_noise(q, k, v, sliding_window, cap)
     np.testing.assert_allclose((got.keys, got.values), noise, rtol=1e-4)
     assert got.spread.tolist() == spread
     assert {0, 8} <= set(spread[0]) | set(spread[1])

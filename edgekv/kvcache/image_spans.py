@@ -238,7 +238,7 @@ class ImageSpans(CodecStore):
         earliest = 0
         for start, stop, packed, exact in fitted["spans"]:
             inside = earliest <= start < stop <= start + packed <= self.geometry.capacity
-            if not inside or packed % self.block or not 0 <= exact <= packed:
+            if not inside or packed % self.block or not (exact == 0 or stop - start <= exact <= packed):
                 raise ValueError(f"span {(start, stop, packed, exact)}")
             earliest = stop
             self._add_span(start, start + packed)

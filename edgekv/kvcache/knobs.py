@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from edgekv.errors import CacheError
+from edgekv.types import F32
 
 MOST_TOKENS = (1 << 31) - 1  # positions are int32
 MOST_SEED = (1 << 63) - 1
+LEAST_FACTOR, MOST_FACTOR = 1e-4, 1e4  # of scores: a temperature, or a scale that an adapter has learned
 
 
 class Accepts(NamedTuple):
@@ -105,6 +107,22 @@ def require_only(wanted: str, given: Iterable[str], scheme: str, source: str) ->
             field="adapter",
             value=unknown,
             accepted=[wanted],
+        )
+
+
+def are_factors(x: F32) -> bool:
+    """Whether scores can be multiplied with them, or divided by them."""
+    return bool(((x >= LEAST_FACTOR) & (x <= MOST_FACTOR)).all())
+
+
+def require_factors(name: str, x: F32, source: str) -> None:
+    """Raises CacheError (field adapter) for what an adapter can't have learned."""
+    if not are_factors(x):
+        accepted = f"{LEAST_FACTOR:g} to {MOST_FACTOR:g}"
+        raise CacheError(
+            f"{source}: {name} is {x.min():g} to {x.max():g}; accepted: {accepted}",
+            field="adapter",
+            accepted=[accepted],
         )
 
 

@@ -15,7 +15,18 @@ from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
 from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.knobs import Knobs, bad_knob, digit_string, flag, number, require_only, seed, tokens
+from edgekv.kvcache.knobs import (
+    Knobs,
+    are_factors,
+    bad_knob,
+    digit_string,
+    flag,
+    number,
+    require_factors,
+    require_only,
+    seed,
+    tokens,
+)
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.types import F32
 
@@ -190,6 +201,7 @@ class Planes(Windowed):
     def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
         """``key_scale`` () of all layers, or (1,) or (n_kv_heads,) of this one."""
         require_only("key_scale", parameters, self.name, source)
+        require_factors("key_scale", parameters["key_scale"], source)
         self.exact_prefill = False
         self.keys.key_scale[:] = parameters["key_scale"]
         self.adapted_by = source
@@ -203,10 +215,10 @@ class Planes(Windowed):
         if fitted:
             self.exact_prefill = False
             scale = np.array(fitted["key_scale"], np.float32)
-            if not (np.isfinite(scale) & (scale > 0)).all():
-                raise bad_knob(self.name, "key_scale", fitted["key_scale"], "numbers above 0")
+            if not are_factors(scale):
+                raise ValueError(f"key_scale {fitted['key_scale']}")
             self.keys.key_scale[:] = np.asarray(scale, like=self.keys.key_scale)
-            self.adapted_by = fitted["adapted_by"]
+            self.adapted_by = str(fitted["adapted_by"])
 
     def notes(self) -> list[str]:
         found = []

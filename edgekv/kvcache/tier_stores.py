@@ -121,10 +121,11 @@ class Tiers:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes what `state` gave. Raises ValueError for a split that can't be."""
-        split = Split(*map(int, state["split"]))
-        if not self._fits(split):
-            raise ValueError(f"{split}")
-        self.log = [(int(n), str(name)) for n, name in state["log"]]
+        split, names = Split(*map(int, state["split"])), {tier.name for tier in TIERS}
+        log = [(int(n), str(name)) for n, name in state["log"]]
+        if not self._fits(split) or not names.issuperset(name for _, name in log):
+            raise ValueError(f"{split}, {log}")
+        self.log = log
         self._use(split)
 
     def _fits(self, split: Split) -> bool:

@@ -156,7 +156,11 @@ class Evicting(KVCache):
         }
 
     def consistent(self) -> bool:
-        return super().consistent() and self.n_used <= min(self.slots, self.n_seen)
+        return super().consistent() and self.n_used == min(self.slots, self.n_seen)
+
+    def readable(self) -> bool:
+        """Whether the slots hold tokens that have come."""
+        return are_places(self.arrays["position"][:, : self.n_used], self.n_seen)
 
     def truncate(self, n: int, again: int = 0) -> int:
         """Back to the start if the budget is below the context: later tokens had a say in what is held."""
@@ -219,10 +223,20 @@ class LowestFirst(Evicting):
         self._rebuild(kept, keys, values)
         a["mass"][:, : self.n_used] = np.take_along_axis(mass, kept, axis=1)
 
+    def readable(self) -> bool:
+        mass = self.arrays["mass"]
+        return super().readable() and bool((np.isfinite(mass) & (mass >= 0)).all())
+
     def truncate(self, n: int, again: int = 0) -> int:
         kept = super().truncate(n, again)
         self.arrays["mass"][:, self.n_used :] = 0
         return kept
+
+
+def are_places(positions: I32, n_seen: int) -> bool:
+    """Whether each head's positions (n_kv_heads, n) are those of different tokens of n_seen."""
+    each = np.sort(positions, axis=1)
+    return bool(((positions >= 0) & (positions < n_seen)).all() and (each[:, 1:] > each[:, :-1]).all())
 
 
 def pick(slots: Array, n_used: int, new: Array, columns: I64) -> Array:

@@ -15,7 +15,18 @@ from edgekv.kernels.memory import contiguous, to_host
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.keepall import KeepAll
-from edgekv.kvcache.knobs import Knobs, flag, number, one_of, require_only, seed
+from edgekv.kvcache.knobs import (
+    LEAST_FACTOR,
+    MOST_FACTOR,
+    Knobs,
+    are_factors,
+    flag,
+    number,
+    one_of,
+    require_factors,
+    require_only,
+    seed,
+)
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.types import F32
 
@@ -40,7 +51,7 @@ class SketchKnobs(Knobs):
     aliases: ClassVar[dict[str, str]] = {"b": "sketch_bits"}
 
     sketch_bits: int = one_of(256, range(64, 513, 64))
-    tau: float = number(0.0, 1e-4, 1e4, or_zero=True)
+    tau: float = number(0.0, LEAST_FACTOR, MOST_FACTOR, or_zero=True)
     fit: str = one_of("global", FIT_OVER)
     seed: int = seed()
 
@@ -124,6 +135,7 @@ class H1B(KeepAll):
         """
         learned = {name: parameters[name] for name in ("projection", "centre") if name in parameters}
         require_only("tau", parameters.keys() - learned.keys(), self.name, source)
+        require_factors("tau", parameters["tau"], source)
         shapes = {"projection": self.sketch.projection.shape, "centre": self.sketch.centre.shape}
         for name, x in learned.items():
             if x.shape != shapes[name]:
@@ -215,11 +227,11 @@ class H1B(KeepAll):
 
     def load_fitted(self, fitted: Mapping[str, Any]) -> None:
         tau = np.asarray(fitted["tau"], np.float32)
-        if tau.shape != self.tau.shape or not ((tau > 0) & (tau < np.inf)).all():
+        if tau.shape != self.tau.shape or not are_factors(tau):
             raise ValueError(f"tau {fitted['tau']}")
         self.tau[:] = tau
-        self.tau_source, self.tau_scope = fitted["tau_source"], fitted["tau_scope"]
-        self.exact_prefill = fitted["exact_prefill"]
+        self.tau_source, self.tau_scope = str(fitted["tau_source"]), str(fitted["tau_scope"])
+        self.exact_prefill = bool(fitted["exact_prefill"])
 
     def notes(self) -> list[str]:
         low, high = f"{self.tau.min():.3g}", f"{self.tau.max():.3g}"

@@ -15,7 +15,7 @@ from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.geometry import Geometry, Layout, Workspace
 from edgekv.kvcache.knobs import Knobs, flag, number, one_of, share_of_context
 from edgekv.kvcache.papers.codec_kivi import KiviValues
-from edgekv.kvcache.papers.evicting import LowestFirst, pick
+from edgekv.kvcache.papers.evicting import LowestFirst, are_places, pick
 from edgekv.types import F32, I64, Array
 
 SLOTS = ("key.half", "value.half", "position")
@@ -182,8 +182,12 @@ class MiKV(LowestFirst):
         return [*super().segments(), *([packed] if self.n_low else [])]
 
     def consistent(self) -> bool:
-        room = self.geometry.capacity - self.slots
-        return super().consistent() and self.n_low <= min(room, self.n_seen - self.n_used)
+        return super().consistent() and self.n_low == self.n_seen - self.n_used
+
+    def readable(self) -> bool:
+        balance, places = self.arrays["balance"], self._positions("low.position")
+        known = places is None or are_places(places[:, : self.n_low], self.n_seen)
+        return super().readable() and known and bool((np.isfinite(balance) & (balance > 0)).all())
 
     def truncate(self, n: int, again: int = 0) -> int:
         kept = super().truncate(n, again)

@@ -143,7 +143,9 @@ class SnapKV(Evicting):
         return highest(mass, positions, n, self._first_visible(end), end - observe)
 
     def consistent(self) -> bool:
-        return super().consistent() and self.n_observed <= min(self.observe, self.n_seen)
+        least, most = (min(n, self.n_seen) for n in (self.slots - self.knobs.interval, self.slots))
+        used = (least if self.evicts else most) <= self.n_used <= most
+        return 0 <= self.n_seen <= self.capacity and used and self.n_observed <= min(self.observe, self.n_seen)
 
     def truncate(self, n: int, again: int = 0) -> int:
         kept = super().truncate(n, again)

@@ -1,0 +1,146 @@
+"""What a saved cache may hold: any numbers, or it is refused; nothing is written outside of its arrays."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cache_cases import draw
+
+from edgekv.kernels import numba_kernels
+from edgekv.kernels.aligned import zeros
+from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.saving import CacheState
+
+HEADS, TOKENS, GUARD = (4, 2, 64), 420, 4096
+SMALL = {  # of which something has left, or was chosen, when 300 tokens are in
+    **{name: f"{name}:budget=100" for name in ("streaming", "h2o", "tova", "mikv")},
+    "snapkv": "snapkv:budget=130,interval=32",
+    "fier": "fier:k=64",
+    "quest": "quest:k=64",
+    "steps": "steps:budget=700000",
+    "visual=planes": "visual=planes:k_bits=2",
+}
+FILLS: dict[str, Callable[[Any], Any]] = {
+    "NaN": lambda x: np.full(x.shape, np.nan if x.dtype == np.float32 else -1).astype(x.dtype),
+    "infinity": lambda x: (
+        np.full(x.shape, np.inf).astype(np.float16).view(np.uint16)
+        if x.dtype == np.uint16
+        else (np.full(x.shape, np.inf, np.float32) if x.dtype == np.float32 else np.zeros_like(x))
+    ),
+    "noise": lambda x: np.frombuffer(np.random.default_rng(1).bytes(x.nbytes), x.dtype).reshape(x.shape),
+}
+
+
+class Guarded:
+    """Memory with GUARD bytes on either side of each array, which stay as they are."""
+
+    def __init__(self) -> None:
+        self.taken: list[npt.NDArray[np.uint8]] = []
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        n = math.prod(shape) * np.dtype(dtype).itemsize
+        raw = zeros((n + 2 * GUARD,), np.uint8)
+        raw[:GUARD] = raw[GUARD + n :] = 0xA5
+        self.taken.append(raw)
+        return raw[GUARD : GUARD + n].view(dtype).reshape(shape)
+
+    empty = zeros
+
+    def check(self) -> None:
+        for raw in self.taken:
+            assert (raw[:GUARD] == 0xA5).all()
+            assert (raw[-GUARD:] == 0xA5).all()
+
+
+def opened(name: str, memory: Guarded, window: int | None = None) -> KVCache:
+    """A layer for TOKENS."""
+    spec = CacheSpec.parse(SMALL.get(name, name))
+    cache = spec.scheme(Geometry(*HEADS, TOKENS, 2, 4, sliding_window=window), spec.knobs)
+    cache.allocate(numba_kernels(1), Workspace(memory))
+    return cache
+
+
+def filled(name: str, window: int | None = None) -> KVCache:
+    """A conversation of 300 tokens."""
+    cache, (q, k, v) = opened(name, Guarded(), window), draw(HEADS, 300)
+    cache.mark_images([(10, 150), (290, 320)])
+    cache.prefill(q[:, :280], k[:, :280], v[:, :280])
+    type(cache).finish_prefill([cache])
+    cache.attend(q[:, 280:], k[:, 280:], v[:, 280:])
+    return cache
+
+
+def goes_on(cache: KVCache) -> None:
+    """One by one, together, and after a rewind."""
+    q, k, v = draw(HEADS, TOKENS, seed=3)
+    with np.errstate(all="ignore"):
+        for a, b in (*((i, i + 1) for i in range(300, 340)), (340, 410)):
+            cache.attend(q[:, a:b], k[:, a:b], v[:, a:b])
+        n = cache.truncate(200)
+        cache.attend(q[:, n:250], k[:, n:250], v[:, n:250])
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("name", CACHES)
+def test_arrays_of_any_numbers_are_refused_or_harmless(name: str, window: int | None) -> None:
+    """All of them, and each by itself: scales and elements that are no numbers go through the kernels."""
+    state = filled(name, window).state()
+    refused = set()
+    for fill in FILLS:
+        for changed in (None, *state.arrays):
+            memory = Guarded()
+            cache = opened(name, memory, window)
+            for key, array in cache.prepare(state.counters, copy.deepcopy(state.fitted)).items():
+                with np.errstate(all="ignore"):
+                    array[...] = FILLS[fill](array) if changed in (None, key) else state.arrays[key]
+            if cache.readable():
+                goes_on(cache)
+                memory.check()
+            else:
+                refused.add(changed)
+    must = {key for key in state.arrays if key in ("position", "low.position", "mass", "balance")}
+    assert must <= refused
+
+
+def changed(state: CacheState, counters: dict[str, int], **fitted: Any) -> tuple[dict[str, int], dict[str, Any]]:
+    return state.counters | counters, copy.deepcopy(state.fitted) | fitted
+
+
+SPAN = (10, 150, 128, 0)
+LIES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    *(("h1b", {}, {"tau": [[tau, 0.1], [0.1, 0.1]]}) for tau in (math.nan, math.inf, 0.0, -1.0, 1e-30, 1e30)),
+    *(("planes", {}, {"key_scale": [scale, 1.0], "adapted_by": "x"}) for scale in (math.nan, math.inf, -1, 1e30)),
+    ("planes", {}, {"key_scale": [1.0] * 3, "adapted_by": "x"}),
+    ("steps", {}, {"split": [99, 64, 64]}),
+    ("steps", {}, {"split": [0, -64, 64]}),
+    ("steps", {}, {"split": [math.nan, 64, 64]}),
+    ("steps", {}, {"log": [[5, "\x1b[2J"]]}),
+    ("kvcomp", {}, {"keys": {"pool_words": 1 << 40, "n_encoded": 192}}),
+    ("kvcomp", {}, {"keys": {"pool_words": math.inf, "n_encoded": 192}}),
+    ("visual=planes", {}, {"spans": [(10, 138, 128, 1)]}),  # what comes would lie behind its store's end
+    ("visual=planes", {}, {"spans": [(10, 138, 128, -1)]}),
+    ("visual=planes", {}, {"spans": [(10, 138, 1 << 40, 0)]}),
+    ("visual=planes", {}, {"spans": [(10, 138, 130, 0)]}),
+    ("visual=planes", {}, {"spans": [(10, math.nan, 128, 0)]}),
+    ("visual1", {}, {"spans": [(10, 150, 140, 30)]}),
+    *((name, {"n_used": 97}, {}) for name in ("streaming", "h2o", "tova", "mikv", "snapkv")),
+    ("streaming", {"n_used": 101}, {}),
+    ("mikv", {"n_low": 10}, {}),
+    ("snapkv", {"n_observed": 33}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "counters", "fitted"), LIES, ids=str)
+def test_what_no_conversation_has_is_refused(name: str, counters: dict[str, int], fitted: dict[str, Any]) -> None:
+    state = filled(name).state()
+    opened(name, Guarded()).prepare(state.counters, copy.deepcopy(state.fitted))
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        opened(name, Guarded()).prepare(*changed(state, counters, **fitted))

@@ -307,7 +307,7 @@ def test_out_of_memory_while_sampling() -> None:
             return 5 << 20
 
     class Hungry:
-        def sample(self, logits: Any, tokens: Any) -> int:
+        def sample(self, *args: Any) -> int:
             raise MemoryError("Out of memory allocating 9 bytes (allocated so far: 0 bytes).")
 
     generation = Generation(Short(), None, Hungry(), 1, (), None)

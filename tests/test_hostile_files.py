@@ -126,7 +126,7 @@ def test_panics_are_errors(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(opened, "_encode", panic)
     with pytest.raises(TokenizerError, match="index out of bounds"):
         opened.encode("x")
-    monkeypatch.setattr(tokenizers.Tokenizer, "from_file", panic)
+    monkeypatch.setattr(tokenizers.Tokenizer, "from_buffer", panic)
     with pytest.raises(TokenizerError, match="index out of bounds"):
         load_tokenizer(tmp_path)
 

@@ -144,7 +144,7 @@ def test_stop_is_the_default(loaded: Session) -> None:
     steps = list(session.generate(PROMPT, max_new_tokens=200))
     assert "overflow='slide'" in str(steps[-1].finish_message)
     assert len(steps) == CTX - len(PROMPT) + 1
-    with raises(ContextError, field="ctx", match="overflow='slide'"):
+    with raises(ContextError, field="prompt", match="overflow='slide'"):
         session.generate(PROMPT)
     with raises(ConfigError, field="overflow"):
         Session.load(loaded.model.path, overflow="roll")

@@ -11,7 +11,7 @@ from edgekv.machine import format_bytes
 from edgekv.session.context_shift import ContextShift
 from edgekv.session.drafts import Drafts
 from edgekv.session.generation import StepIterator
-from edgekv.session.model_runner import BUSY, ModelRunner
+from edgekv.session.model_runner import ModelRunner
 from edgekv.session.opening import LoadedModel, fork
 from edgekv.session.report import RunReport
 from edgekv.session.saving import SavedState
@@ -43,8 +43,7 @@ class Held:
         """The same, to change what it holds. Raises SessionError while a text is being generated."""
         if self._running() is not None:
             raise SessionError("this session is generating a text: exhaust or close its iterator first")
-        if self.runner.turn.is_taken:
-            raise SessionError(BUSY)
+        self.runner.require_free()
         return self.runner
 
     def generating(self, steps: StepIterator, report: RunReport) -> StepIterator:

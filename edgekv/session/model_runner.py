@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -13,12 +14,10 @@ from edgekv.schema import shown
 from edgekv.session.context_shift import ContextShift, Stop
 from edgekv.session.drafts import MOST, DraftCounts, Drafts
 from edgekv.session.prompt import Spans, clipped, flatten, require_room, selected, shifted, visual_ranges, whole
-from edgekv.session.schedule import Schedule, Turn
+from edgekv.session.schedule import Schedule
 from edgekv.session.state import State
 from edgekv.types import F32, LayerProgress
 from edgekv.vision.prompt import Prompt
-
-BUSY = "another thread, or a caller, computes this conversation: give each thread a `fork`"
 
 
 class ModelRunner:
@@ -46,7 +45,7 @@ class ModelRunner:
         self._ahead: deque[tuple[int, F32]] = deque()  # drafts in the caches, each with the logits behind it
         self._n_drafted = 0  # in the latest pass
         self.n_read = 0  # tokens that the latest prompt and what was pending before it had, with room made
-        self.turn = Turn()  # of a thread, while it computes
+        self._lock = threading.Lock()  # of the thread that computes
         self._ready: F32 | None = None  # the logits behind the latest token, which was a draft
 
     @property
@@ -63,6 +62,13 @@ class ModelRunner:
     def is_full(self) -> bool:
         """Whether the context has no room for the latest token, and none can be made."""
         return len(self.state.tokens) > self.ctx and not self.context_shift.makes_room
+
+    def require_free(self) -> None:
+        """Raises SessionError while another thread, or a caller, computes this conversation."""
+        if self._lock.locked():
+            raise SessionError(
+                "this conversation is being computed: let it end first, or give each thread a `fork`"
+            )
 
     def free_bytes(self) -> int:
         """Memory that is left where the decoder computes."""
@@ -115,7 +121,8 @@ class ModelRunner:
             if self.state.n_tentative:  # else all drafts were taken back meanwhile
                 self.state.n_tentative -= 1
             return self._ready
-        with self.turn.taken(SessionError(BUSY)):
+        self.require_free()
+        with self._lock:
             self.state.mend()
             self._make_room()
             drafts = self._drafted()
@@ -142,7 +149,8 @@ class ModelRunner:
         shift makes room first. On an error the conversation is what it was, though it may be pending.
         """
         state = self.state
-        with self.turn.taken(SessionError(BUSY)):
+        self.require_free()
+        with self._lock:
             state.mend()
             before = state.tokens, state.spans, state.n_dropped
             try:

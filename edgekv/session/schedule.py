@@ -50,37 +50,12 @@ class Schedule(Protocol):
         ...
 
 
-class Turn:
-    """What is had by one at a time, and by nobody after an interrupt, wherever it comes."""
-
-    def __init__(self) -> None:
-        self._holder: object = None
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether somebody has it."""
-        return self._holder is not None
-
-    @contextlib.contextmanager
-    def taken(self, refusal: SessionError) -> Iterator[None]:
-        """Has it within; raises the refusal where another thread, or a caller, has it."""
-        own = object()
-        try:
-            if self._holder is not None:
-                raise refusal
-            self._holder = own
-            yield
-        finally:
-            if self._holder is own:
-                self._holder = None
-
-
 class OneAtATime:
     """Whoever calls computes, and nobody waits: a call while another one computes raises SessionError."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._computing = Turn()
+        self._lock = threading.Lock()
 
     def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
         """See `Schedule`."""
@@ -103,14 +78,15 @@ class OneAtATime:
 
     @contextlib.contextmanager
     def _turn(self, threads: int) -> Iterator[None]:
-        refusal = SessionError(
-            "slots=1: these weights are computing for another conversation; let one wait for the other, or "
-            "load with slots=2 or more, one for each thread",
-            field="slots",
-            value=1,
-            accepted=["2 or more"],
-        )
-        with self._computing.taken(refusal), blas_threads(threads):
+        if self._lock.locked():
+            raise SessionError(
+                "slots=1: these weights are computing for another conversation; let one wait for the other, or "
+                "load with slots=2 or more, one for each thread",
+                field="slots",
+                value=1,
+                accepted=["2 or more"],
+            )
+        with self._lock, blas_threads(threads):  # an interrupt before or behind it leaves nothing locked
             yield
 
 

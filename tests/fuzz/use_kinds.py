@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv import CACHES, EdgeKVError, SamplingParams, Session
+from edgekv import CACHES, EdgeKVError, LoadOptions, SamplingParams, Session
 from edgekv.chat.conversation import Chat
 from edgekv.kvcache import CacheSpec
 
@@ -76,6 +76,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "ctx": (64, np.int64(64), None),
     "images": ((),),
     "name": (None,),
+    "path": ("saved", pathlib.Path("saved")),
+    "compress": (False, True),
     "system": ("Be brief.", None, ""),
 }
 NOT_ODD = {"progress", "constraint", "self", "other", "changes", "options"}  # what only a program can get wrong
@@ -92,16 +94,21 @@ SESSION_CALLS = (
     "use_lora",
 )
 CHAT_CALLS = ("ask", "retry", "set_system", "clear")
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 def arguments(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """Arguments of wrong types and values: one that is refused has changed nothing, and the session goes on."""
     what = rng.randrange(8)
-    if what == 0:
-        SamplingParams(**{name: rng.choice(ARGUMENTS) for name in rng.sample(SAMPLING, rng.choice((1, 2)))})
-        return
     session = m.talking
+    if what == 0:
+        declared = rng.choice((SamplingParams, LoadOptions))
+        names = [field.name for field in dataclasses.fields(declared)]
+        given = {name: rng.choice(ARGUMENTS) for name in rng.sample(names, rng.choice((1, 1, 2)))}
+        if declared is SamplingParams or rng.random() < 0.9:
+            declared(**given)
+        else:
+            Session.load(m.talker, **given).close()
+        return
     session.reset()
     if what < 5:
         session.prefill([1, 2, 3])

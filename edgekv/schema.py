@@ -36,9 +36,9 @@ def read(
 
 
 def shown(value: object) -> str:
-    """A value in an error message, cut if it is long."""
+    """A value in an error message: on one line, cut if it is long."""
     try:
-        text = repr(value)
+        text = re.sub(r"\s*\n\s*", " ", repr(value))
     except ValueError:  # of a whole number with thousands of digits
         text = f"a long {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

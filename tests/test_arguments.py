@@ -26,7 +26,7 @@ NO_PROMPT: tuple[Any, ...] = (
 NO_PATH: tuple[Any, ...] = (None, 5, b"x", "", "a\0b", "no/such/folder/file")
 SHARED: dict[str, tuple[Any, ...]] = {
     "max_new_tokens": (*NO_COUNT, 0, None),
-    "sampling": (5, "greedy", {"temperature": 1}, SamplingParams),
+    "sampling": (5, "greedy", {"temperature": 1}, SamplingParams, np.zeros((2, 2))),
     "stop": (*NO_LIST, "", ["a", ""], None),
     "progress": (5, "x", True),
 }

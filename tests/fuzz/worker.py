@@ -33,7 +33,9 @@ def main() -> None:
     made = None if "EDGEKV_FUZZ_SELF_TEST" in os.environ else Material(scratch / "material")
     ready()
     taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, resource.RLIM_INFINITY))
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    bound = taken + MEMORY if most == resource.RLIM_INFINITY else min(taken + MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     say({"ready": True})
     for line in sys.stdin:

@@ -27,7 +27,7 @@ def cache_root() -> pathlib.Path:
 class Memo:
     """A remembered file: JSON content with a checksum, written whole, for this user's eyes alone.
 
-    name: its path, relative to the cache folder. format: of the content; another one's counts as absent.
+    name: its path, in the cache folder where it is relative. format: of the content; another is as good as none.
     """
 
     def __init__(self, name: str | os.PathLike[str], format: int) -> None:
@@ -45,7 +45,7 @@ class Memo:
 
     def write(self, content: Any) -> None:
         """Replaces the file. Raises CheckpointError or ConfigError where it can't be written."""
-        path = cache_root() / self._name
+        path, content = cache_root() / self._name, json.loads(json.dumps(content))  # as it will be read
         facts = {"format": self._format, "sha256": _checksum(content), "content": content}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ SECONDS = 5.0  # for one answer
 START_SECONDS = 60.0  # until the process answers for the first time, on a small and busy machine
 ALONE_SECONDS = 60  # for one answer, far beyond what is waited for, when the process that asked was killed
 MAX_ANSWER = 32 << 20  # bytes
+ENVIRONMENT = "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR"  # no tokens, no keys
 LENGTH = struct.Struct("<I")
 _streams: list[BinaryIO] = []  # within a bounded child: requests, answers
 
@@ -66,6 +67,8 @@ class BoundedChild:
                 stdout=pipe,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is not for it
+                cwd="/",
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             )
         except OSError as error:
             raise EdgeKVError(f"the process that runs {module} does not start: {error}") from None

@@ -102,8 +102,8 @@ def first_layers(model: Model, n: int) -> Model:
     short = architecture(config, source.tensors)
     hidden = FirstLayers(source.tensors, set(short.tensors()))
     identity = f"{source.identity}-{n}layers"
-    part = dataclasses.replace(source, tensors=hidden, config=config, identity=identity)
-    return Model(model.path, config, identity, model.tokenizer_path, CheckpointWeights(part, short))
+    part = dataclasses.replace(source, tensors=hidden, config=config, identify=lambda progress: identity)
+    return Model(model.path, config, model.tokenizer_path, CheckpointWeights(part, short))
 
 
 def check_memory(model: Model, plan: SessionPlan) -> None:

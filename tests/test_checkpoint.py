@@ -115,7 +115,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError) as error:
         TensorFile(tmp_path / "pipe")
-    one_line(error, "pipe", "not a file")
+    one_line(error, "pipe", "not a regular file")
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

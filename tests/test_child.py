@@ -73,7 +73,15 @@ def nested(n: int) -> dict[str, Any]:
     return schema
 
 
-@pytest.mark.parametrize("schema", [chain(1000), doubling(40), nested(400), nested(5000)])
+def wide(n: int) -> dict[str, Any]:
+    """A reference to each of n levels, each of which holds the many members of the last one."""
+    levels: dict[str, Any] = {"enum": [0] * 10_000}
+    for _ in range(n):
+        levels = {"a": levels}
+    return {**levels, "anyOf": [{"$ref": "#" + "/a" * i} for i in range(1, n)]}
+
+
+@pytest.mark.parametrize("schema", [chain(1000), doubling(40), nested(400), nested(5000), wide(100)])
 def test_schemas_beyond_bounds_are_refused_before_the_library_sees_them(schema: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"with its references it (nests|has) more than"):
         require_bounded(schema)

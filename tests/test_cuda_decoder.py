@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import golden_cases
@@ -297,6 +298,21 @@ def test_a_gpu_that_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(host.driver, "launch", fail)
     with pytest.raises(SessionError, match=r"device='cuda': CUDA_ERROR_ILL.* while reading 3 tokens .*start"):
         runner.append([1, 2, 3], [])
+
+
+def test_a_constraint_rules_out_tokens_of_the_device(device: OnDevice) -> None:
+    """It works on the host, where the choice then is made; log probabilities are the model's own."""
+    chosen = []
+    runner = SimpleNamespace(free_bytes=lambda: 0, tokens=[1], add=chosen.append)
+    constraint = SimpleNamespace(
+        allowed=lambda logits: np.where(np.arange(8) == 3, logits, np.float32(-np.inf)), accept=lambda token: False
+    )
+    for image_token in (None, 5):
+        sampler = Sampler(SamplingParams(temperature=0.7, seed=1), 8, 2)
+        generation = Generation(runner, None, sampler, 1, (), constraint, image_token)
+        generation._choose(device.up(np.arange(8, dtype=np.float32)))
+        assert sampler.logprobs[0].logprob == pytest.approx(-4.4584, abs=1e-3)
+    assert chosen == [3, 3]
 
 
 def test_out_of_memory_while_sampling() -> None:

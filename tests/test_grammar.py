@@ -11,7 +11,7 @@ from serving import DEMO
 from edgekv import Constraint, Session
 from edgekv.cli import main
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.grammar import JsonSchema, json_constraint
+from edgekv.session.grammar import JsonSchema
 
 SCHEMA = {
     "type": "object",
@@ -65,7 +65,7 @@ def test_schemas_that_can_not_be_followed(session: Session) -> None:
 
 def test_a_schema_or_a_constraint(session: Session) -> None:
     session.reset()
-    constraint: Constraint = json_constraint(SCHEMA, session.require_tokenizer(), session.config.vocab_size)
+    constraint: Constraint = JsonSchema(SCHEMA, session.require_tokenizer(), session.config.vocab_size)
     with raises(ConfigError, field="json_schema"):
         session.generate("The old man: ", json_schema={}, constraint=constraint)
     steps = session.generate("The old man: ", max_new_tokens=150, constraint=constraint)
@@ -75,7 +75,7 @@ def test_a_schema_or_a_constraint(session: Session) -> None:
 def test_without_the_library(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(EdgeKVError, match=r"pip install 'edgekv\[grammar\]'"):
-        json_constraint({}, session.require_tokenizer(), 10)
+        JsonSchema({}, session.require_tokenizer(), 10)
 
 
 def test_on_the_command_line(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,7 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     cases: list[tuple[str, pathlib.Path, str, str]] = [
         ("short", DEMO, "int4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "int4", "not UTF-8"),
-        ("absent", DEMO, "int4", "can't be read"),
+        ("absent", DEMO, "int4", "cannot be read"),
         ("long", DEMO, "int8", "rounds weights to 4 bits"),
         ("long", store, "auto", "is a store"),
     ]

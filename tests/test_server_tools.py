@@ -20,7 +20,7 @@ from edgekv.server.checked_request import CheckedRequest, Tools, check_chat
 from edgekv.server.protocol import ChatRequest, Function, read
 from edgekv.server.request_encoder import KNOWN, RequestEncoder
 from edgekv.server.tools import TOOL_FORMATS, find_format, tools_grammar
-from edgekv.session.grammar import BARRIER, Grammar
+from edgekv.session.grammar import Grammar
 from edgekv.tokenizer import load_tokenizer
 
 # As Qwen's: tools in the system's turn, calls and their results in marks.
@@ -309,9 +309,8 @@ def accepts(session: Session, grammar: str, text: str) -> bool:
     """Whether all of the text passes, and it could end here."""
     tokenizer = session.require_tokenizer()
     constraint = Grammar(grammar, tokenizer, session.config.vocab_size)
-    before = tokenizer.encode(BARRIER, bos=False)
     try:
-        for token in tokenizer.encode(BARRIER + text, bos=False)[len(before) :]:
+        for token in tokenizer.encode_inside(text):
             constraint.accept(token)
     except ConfigError:
         return False

@@ -39,7 +39,9 @@ def imported(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
     if index is None:
         shutil.rmtree(place, ignore_errors=True)  # damaged
         made_once(place, lambda partial: _import(path, partial))
-        index = Memo(place / INDEX, VERSION).read() or {}
+        index = Memo(place / INDEX, VERSION).read()
+    if index is None:
+        raise CheckpointError(f"{place}: was removed while it was read; try again")
     return place, index
 
 

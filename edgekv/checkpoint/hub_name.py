@@ -11,7 +11,7 @@ from edgekv.files import user_path
 
 GGUF = ".gguf"
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
-_NAME = re.compile(rf"({_PART}/{_PART})(?:@([\w./-]+))?(?::([^:]+\.gguf))?", re.ASCII)
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf))?", re.ASCII)
 _FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 

@@ -22,9 +22,6 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _info(arguments: argparse.Namespace) -> int:
     model = Model.open(model_path(arguments), config=arguments.config)
-    if isinstance(model.weights, CheckpointWeights):
-        with Bars() as bars:
-            model.weights.source.identify(bars.update)  # reads all of it, once
     c = model.config
     own = model.weight_format("auto")
     forms = [own] if model.is_store else list(dict.fromkeys([own, *WEIGHTS.values()]))
@@ -52,9 +49,12 @@ def _info(arguments: argparse.Namespace) -> int:
         "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},
         "auto_weights": own.name,
         "threads": _threads_text(model),
-        "identity": model.identity,
     }
     if arguments.json:
+        if isinstance(model.weights, CheckpointWeights):
+            with Bars() as bars:
+                model.weights.source.identify(bars.update)  # reads all of it, once
+        facts["identity"] = model.identity
         print(json.dumps(facts, indent=2))
         return 0
     for name, value in facts.items():

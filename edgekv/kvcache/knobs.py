@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from edgekv.errors import CacheError
 from edgekv.types import F32
 
@@ -34,6 +36,8 @@ class Knobs:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, accepts = getattr(self, field.name), declared(field)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value := value.item())
             kinds = (int, float) if type(field.default) is float else (type(field.default),)
             if type(value) not in kinds or not accepts.takes(value):
                 raise bad_knob(self.scheme, field.name, value, *accepts.phrases)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 from edgekv.kernels import BLOCK
@@ -38,8 +37,9 @@ class Rolling(CodecStore):
         self.n_lost = 0  # tokens whose slots were taken by later ones
 
     def cut(self, n_tokens: int) -> Rolling:
-        small, (_, g, d) = copy.copy(self), dataclasses.astuple(self.geometry)[:3]
-        small.key_codec, small.value_codec = self._codecs(g, min(n_tokens, self.size), d)
+        small, shape = copy.copy(self), self.geometry
+        size = min(n_tokens, self.size)
+        small.key_codec, small.value_codec = self._codecs(shape.n_kv_heads, size, shape.head_dim)
         return small
 
     def stored(self) -> dict[str, Codec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import shlex
 from typing import Any
@@ -31,8 +32,12 @@ class Verdicts:
     """
 
     def __init__(self, model: Model, root: pathlib.Path | None = None) -> None:
-        self.model = model
-        self.folder = (root or cache_root() / "gates") / model.adapted_identity
+        self.model, self._root = model, root
+
+    @functools.cached_property
+    def folder(self) -> pathlib.Path:
+        """Where they are: by the model's identity, for which all of its files are hashed once."""
+        return (self._root or cache_root() / "gates") / self.model.adapted_identity
 
     def remember(self, spec: CacheSpec, verdict: Verdict, measured: dict[str, Any]) -> None:
         """Writes the verdict, and what it was ``measured`` on. Raises CheckpointError when it can't."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from edgekv.chat.conversation import answer_ids
-from edgekv.errors import EdgeKVError
+from edgekv.errors import ConfigError
 from edgekv.server.checked_request import CheckedRequest
 from edgekv.server.energy import ServerEnergy
 from edgekv.server.images import Images
@@ -18,7 +18,7 @@ from edgekv.server.request_encoder import RequestEncoder
 from edgekv.server.timings import Timings
 from edgekv.server.tools import tools_grammar
 from edgekv.session.generation import Step
-from edgekv.session.grammar import Constraint, Grammar, json_constraint
+from edgekv.session.grammar import Constraint, Grammar, JsonSchema
 from edgekv.session.logprobs import TokenLogprob, token_logprob
 from edgekv.session.report import RunReport
 from edgekv.session.sampling import Sampler
@@ -127,13 +127,13 @@ class Responder:
             try:
                 grammar = tools_grammar(request.tools, self._prompts.form, self._prompts.marks, request.schema)
                 return Grammar(grammar, tokenizer, vocab_size)
-            except EdgeKVError as error:
+            except ConfigError as error:
                 raise RequestError(400, f"the tools' arguments: {error}", param="tools") from None
         if request.schema is None:
             return None
         try:
-            return json_constraint(request.schema, tokenizer, vocab_size)
-        except EdgeKVError as error:
+            return JsonSchema(request.schema, tokenizer, vocab_size)
+        except ConfigError as error:
             raise RequestError(400, str(error), param=request.fields["json_schema"]) from None
 
     def _remember(self, session: Session, made: Sequence[Step]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import numpy as np
 
+from edgekv.kernels.memory import to_host
 from edgekv.machine import memory_errors
 from edgekv.session.finish import (
     END_OF_SCHEMA,
@@ -118,7 +119,7 @@ class Generation:
         """The next token, and whether the constraint is complete with it."""
         constraint = self._constraint
         with memory_errors("choosing a token", self._runner.free_bytes):
-            masked = constraint.allowed(logits) if constraint else None
+            masked = constraint.allowed(to_host(logits)) if constraint else None
             if (n := self._image_token) is not None:  # the next prompt would take it for a place of an image
                 masked = (logits if masked is None else masked).copy()
                 masked[n : n + 1] = -np.inf

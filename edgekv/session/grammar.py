@@ -19,11 +19,11 @@ from edgekv.session.matcher import ENCODE, ERROR, STOPPED
 from edgekv.tokenizer import Tokenizer
 from edgekv.types import F32
 
-BARRIER = "\x02"  # merges with no letter
 MAX_LEVELS = 300  # of a schema: its objects and lists within each other
 MAX_OBJECTS = 20_000  # and how many, each as often as it is compiled
 MAX_QUESTIONS = 1000  # of the matcher, for one token
-MAX_IDLE = 4  # processes that wait for the next text
+MAX_ITEMS = 300_000  # that are looked at to know that: a third of a second
+MAX_IDLE = 1  # processes that wait for the next text: each holds the vocabulary
 
 
 @runtime_checkable
@@ -77,7 +77,7 @@ class Grammar(Constraint):
             for _ in range(MAX_QUESTIONS):
                 if reply[:1] != ENCODE:
                     break
-                ids = _encoded(self._tokenizer, reply[1:].decode(errors="replace"))
+                ids = self._tokenizer.encode_inside(reply[1:].decode(errors="replace"))
                 reply = self._child.ask(json.dumps(ids).encode())
         except ChildError as error:
             raise _refused(error) from None
@@ -96,19 +96,25 @@ class JsonSchema(Grammar):
 
 def require_bounded(schema: Any) -> None:
     """Raises ConfigError for a JSON schema that nests or, with its references followed, grows beyond bounds."""
-    known: dict[str, tuple[int, int]] = {}
+    known: dict[int, tuple[int, int]] = {}  # by what is referred to
+    n_items = 0
 
     def measure(part: Any, level: int, merged: bool) -> tuple[int, int]:
         """(objects, levels) of a part. merged: what it refers to is compiled into it, as `allOf` is."""
+        nonlocal n_items
         if not isinstance(part, (dict, list)):
             return 0, 0
+        n_items += len(part)
+        if n_items > MAX_ITEMS:
+            raise _refused(f"with its references it has more than {MAX_ITEMS:,} members")
         n, height, reference = 1, 0, part.get("$ref") if isinstance(part, dict) else None
         if level < MAX_LEVELS and isinstance(reference, str):
-            if reference not in known:
-                known[reference] = 1, 0  # while it is measured: of one that refers to itself
-                known[reference] = measure(_target(schema, reference), level + 1, True)
-            height = known[reference][1]
-            n += known[reference][0] if merged or len(part) > 1 else 0
+            target = _target(schema, reference)
+            if id(target) not in known:
+                known[id(target)] = 1, 0  # while it is measured: of one that refers to itself
+                known[id(target)] = measure(target, level + 1, True)
+            height = known[id(target)][1]
+            n += known[id(target)][0] if merged or len(part) > 1 else 0
         for key, each in part.items() if isinstance(part, dict) else enumerate(part):
             if level < MAX_LEVELS:
                 more, below = measure(each, level + 1, key == "allOf" or (merged and isinstance(key, int)))
@@ -123,17 +129,15 @@ def require_bounded(schema: Any) -> None:
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """What `#/a/b` refers to; None for any other reference, which llguidance refuses or knows."""
-    for name in unquote(reference).split("/")[1:]:
+    """What `#` or `#/a/b` refers to; None for any other reference, which llguidance refuses or knows."""
+    root, *names = unquote(reference).split("/")
+    if root != "#":
+        return None
+    for name in names:
         if not isinstance(schema, dict):
             return None
         schema = schema.get(name.replace("~1", "/").replace("~0", "~"))
     return schema
-
-
-def json_constraint(schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> Constraint:
-    """A constraint to a JSON text of the schema. Raises ConfigError, and EdgeKVError without llguidance."""
-    return JsonSchema(schema, tokenizer, vocab_size)
 
 
 def find_constraint(
@@ -149,7 +153,7 @@ def find_constraint(
         raise ConfigError(
             "`json_schema` beside `constraint`: give one of them, as a schema is a constraint", field="json_schema"
         )
-    return json_constraint(schema, tokenizer(), vocab_size)
+    return JsonSchema(schema, tokenizer(), vocab_size)
 
 
 def read_schema(path: str) -> dict[str, Any]:
@@ -215,8 +219,3 @@ class _Children:
 
 
 _children: weakref.WeakKeyDictionary[Tokenizer, _Children] = weakref.WeakKeyDictionary()
-
-
-def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text in the middle of another: no space is put before it."""
-    return tokenizer.encode(BARRIER + text, bos=False)[len(tokenizer.encode(BARRIER, bos=False)) :]

@@ -67,7 +67,7 @@ class Sampler:
                 "the sampler was made for another vocabulary"
             )
         changed = adjusted(logits if masked is None else masked, self.params, history, self._counts)
-        on_host = isinstance(logits, np.ndarray)
+        on_host = isinstance(changed, np.ndarray)
         token = self._choose(changed) if on_host else choose(changed, self.params, self._random())
         if self.params.counts:
             self._counts[token] += 1

@@ -65,11 +65,11 @@ class Tokenizer(abc.ABC):
             first, *others = text.split(BREAK)
             ids = self._encode(first, bos)
             for other in others:
-                ids += self._encode_inside(other)
+                ids += self.encode_inside(other)
             return ids
 
-    def _encode_inside(self, text: str) -> list[int]:
-        """`encode` of a part of a text, before which no space is put."""
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of a text in the middle of another: no space is put before it."""
         if not self.drops_first_space:
             return self._encode(text, False)
         return self._encode(BARRIER + text, False)[len(self._encode(BARRIER, False)) :]

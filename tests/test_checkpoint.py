@@ -120,7 +120,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("builtins.open", refuse)  # root may read a file of mode 0
+    monkeypatch.setattr("os.open", refuse)  # root may read a file of mode 0
     with pytest.raises(CheckpointError) as error:
         TensorFile(tmp_path / "secret.safetensors")
     one_line(error, "secret.safetensors", "Permission denied")

@@ -29,6 +29,7 @@ START_SECONDS = 60.0  # until the process answers for the first time, on a small
 ALONE_SECONDS = 60  # for one answer, far beyond what is waited for, when the process that asked was killed
 MAX_ANSWER = 32 << 20  # bytes
 ENVIRONMENT = "PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR"  # no tokens, no keys
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 LENGTH = struct.Struct("<I")
 _streams: list[BinaryIO] = []  # within a bounded child: requests, answers
 
@@ -68,7 +69,7 @@ class BoundedChild:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is not for it
                 cwd="/",
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | ONE_THREAD,
             )
         except OSError as error:
             raise EdgeKVError(f"the process that runs {module} does not start: {error}") from None

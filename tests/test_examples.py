@@ -34,6 +34,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
         "summarise_notes.py",
         "async_stream.py",
+        "minimal.py",  # test_minimal.py
     }
 
 

@@ -147,6 +147,21 @@ def test_an_interrupted_token_ends_its_process(tokenizer: Tokenizer, monkeypatch
         constraint.accept(bracket)
 
 
+def test_a_question_without_an_answer_ends_its_process(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next text's schema would be taken for the tokens."""
+
+    def interrupt(text: str) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer, "encode_inside", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        follow(JsonSchema({"const": "a text that must come"}, tokenizer, tokenizer.vocab_size), tokenizer)
+    monkeypatch.undo()
+    assert follow(JsonSchema({"const": 12}, tokenizer, tokenizer.vocab_size), tokenizer) == "12"
+
+
 def test_after_fork_the_child_has_its_own(tokenizer: Tokenizer) -> None:
     constraint = JsonSchema({"const": 12}, tokenizer, tokenizer.vocab_size)
     forked = os.fork()

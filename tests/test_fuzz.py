@@ -1,6 +1,5 @@
 """Some seconds of `python -m tests.fuzz` with fixed seeds, and all that it once found."""
 
-import itertools
 import pathlib
 from collections.abc import Iterator
 
@@ -38,9 +37,9 @@ def test_what_once_failed(worker: Worker) -> None:
 def test_some_seconds_of_damage(worker: Worker) -> None:
     """Success or an EdgeKVError, whatever the input: no crash, no hang, no more than 2 GiB."""
     kinds = [kind for kind in KINDS if kind not in PENDING]
-    tally = run(itertools.chain(((kind, 0) for kind in kinds), cases(1, kinds)), SECONDS, worker=worker)
-    assert not tally.failures, told(tally)
-    assert {kind for kind, _ in tally.counts} == set(kinds)
+    for tally in (run([(kind, 0) for kind in kinds], worker=worker), run(cases(1, kinds), SECONDS, worker=worker)):
+        assert not tally.failures, told(tally)
+        assert tally.n_cases
 
 
 def test_crashes_hangs_and_hunger_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

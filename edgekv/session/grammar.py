@@ -79,8 +79,13 @@ class Grammar(Constraint):
                     break
                 ids = self._tokenizer.encode_inside(reply[1:].decode(errors="replace"))
                 reply = self._child.ask(json.dumps(ids).encode())
-        except ChildError as error:
-            raise _refused(error) from None
+            else:
+                raise ChildError(f"it asks for more than {MAX_QUESTIONS} texts")
+        except BaseException as error:
+            self._child.close()  # it may wait for an answer that will not come
+            if isinstance(error, ChildError):
+                raise _refused(error) from None
+            raise
         if reply[:1] == ERROR:
             raise _refused(reply[1:].decode(errors="replace"))
         self._stopped, self._mask = reply[:1] == STOPPED, reply[1:]

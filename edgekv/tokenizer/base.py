@@ -2,6 +2,7 @@
 
 import abc
 import codecs
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from edgekv.errors import TokenizerError
@@ -17,6 +18,10 @@ def _replaced(error: UnicodeError) -> tuple[str, int]:
     """Sentencepiece's way: U+FFFD for every byte of no character; others have one for a cut character."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
+
+
+def _library_errors() -> contextlib.AbstractContextManager[None]:
+    return library_errors("the tokenizer can't encode this text", "shorten it, or copy the tokenizer again")
 
 
 def as_text(text: str, names: Iterable[str]) -> str:
@@ -61,18 +66,19 @@ class Tokenizer(abc.ABC):
                 f"the text holds {text[error.start]!r} at character {error.start}, which no UTF-8 text can; "
                 "pass the text encoded as UTF-8"
             ) from None
-        with library_errors("the tokenizer can't encode this text", "shorten it, or copy the tokenizer again"):
-            first, *others = text.split(BREAK)
+        first, *others = text.split(BREAK)
+        with _library_errors():
             ids = self._encode(first, bos)
-            for other in others:
-                ids += self.encode_inside(other)
-            return ids
+        for other in others:
+            ids += self.encode_inside(other)
+        return ids
 
     def encode_inside(self, text: str) -> list[int]:
         """The token ids of a text in the middle of another: no space is put before it."""
-        if not self.drops_first_space:
-            return self._encode(text, False)
-        return self._encode(BARRIER + text, False)[len(self._encode(BARRIER, False)) :]
+        with _library_errors():
+            if not self.drops_first_space:
+                return self._encode(text, False)
+            return self._encode(BARRIER + text, False)[len(self._encode(BARRIER, False)) :]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD, as the format has it."""

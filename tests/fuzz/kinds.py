@@ -71,7 +71,8 @@ RARE = {
     "weights": 4,
     "numbers": 4,
     "hub": 4,
-    "remembered": 4,
+    "remembered": 10,
+    "working_folder": 100,
 }  # slow kinds: a case in so many rounds
 
 

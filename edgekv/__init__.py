@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 from edgekv import errors
 
 if TYPE_CHECKING:
-    from edgekv.chat.conversation import Chat as Chat
+    from edgekv.engine.chat import Chat as Chat
+    from edgekv.engine.generation import Step as Step
+    from edgekv.engine.grammar import Constraint as Constraint
+    from edgekv.engine.options import LoadOptions as LoadOptions
+    from edgekv.engine.report import RunReport as RunReport
+    from edgekv.engine.sampling import Sampler as Sampler
+    from edgekv.engine.sampling import SamplingParams as SamplingParams
+    from edgekv.engine.session import Session as Session
     from edgekv.errors import CacheError as CacheError
     from edgekv.errors import CheckpointError as CheckpointError
     from edgekv.errors import ConfigError as ConfigError
@@ -18,53 +25,48 @@ if TYPE_CHECKING:
     from edgekv.errors import SessionError as SessionError
     from edgekv.errors import TokenizerError as TokenizerError
     from edgekv.kernels.contract.segment import Segment as Segment
-    from edgekv.kvcache.base import KVCache as KVCache
+    from edgekv.kvcache.cache import Geometry as Geometry
+    from edgekv.kvcache.cache import KVCache as KVCache
+    from edgekv.kvcache.cache import Layout as Layout
     from edgekv.kvcache.codecs import Codec as Codec
-    from edgekv.kvcache.geometry import Geometry as Geometry
-    from edgekv.kvcache.geometry import Layout as Layout
-    from edgekv.kvcache.keepall import KeepAll as KeepAll
+    from edgekv.kvcache.full import KeepAll as KeepAll
     from edgekv.kvcache.registry import CACHES as CACHES
     from edgekv.kvcache.registry import register as register
     from edgekv.kvcache.spec import CacheSpec as CacheSpec
     from edgekv.kvcache.windowed import Windowed as Windowed
-    from edgekv.session.generation import Step as Step
-    from edgekv.session.grammar import Constraint as Constraint
-    from edgekv.session.options import LoadOptions as LoadOptions
-    from edgekv.session.report import RunReport as RunReport
-    from edgekv.session.sampling import Sampler as Sampler
-    from edgekv.session.sampling_params import SamplingParams as SamplingParams
-    from edgekv.session.session import Session as Session
-    from edgekv.version import __version__ as __version__
+    from edgekv.machine import __version__ as __version__
+    from edgekv.models import register_family as register_family
     from edgekv.vision.prompt import Embeddings as Embeddings
 
 _HOMES = {
     "CACHES": "kvcache.registry",
     "CacheSpec": "kvcache.spec",
-    "Chat": "chat.conversation",
+    "Chat": "engine.chat",
     "Codec": "kvcache.codecs",
-    "Constraint": "session.grammar",
+    "Constraint": "engine.grammar",
     "Embeddings": "vision.prompt",
-    "Geometry": "kvcache.geometry",
-    "KVCache": "kvcache.base",
-    "KeepAll": "kvcache.keepall",
-    "Layout": "kvcache.geometry",
-    "LoadOptions": "session.options",
-    "RunReport": "session.report",
-    "Sampler": "session.sampling",
-    "SamplingParams": "session.sampling_params",
+    "Geometry": "kvcache.cache",
+    "KVCache": "kvcache.cache",
+    "KeepAll": "kvcache.full",
+    "Layout": "kvcache.cache",
+    "LoadOptions": "engine.options",
+    "RunReport": "engine.report",
+    "Sampler": "engine.sampling",
+    "SamplingParams": "engine.sampling",
     "Segment": "kernels.contract.segment",
-    "Session": "session.session",
-    "Step": "session.generation",
+    "Session": "engine.session",
+    "Step": "engine.generation",
     "Windowed": "kvcache.windowed",
-    "__version__": "version",
+    "__version__": "machine",
     "register": "kvcache.registry",
+    "register_family": "models",
     **dict.fromkeys((name for name in vars(errors) if name.endswith("Error")), "errors"),
 }
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Public names load on first use: importing edgekv starts no numba or onnxruntime, and is soon done.
+    """Public names load on first use: importing edgekv starts no numba, and is soon done.
 
     What a Ctrl-C interrupts is then `__main__`, which knows what to do.
     """

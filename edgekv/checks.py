@@ -1,7 +1,8 @@
-"""Arguments of public functions and fields of settings, checked against their annotations before anything happens.
+"""Checks values of others: arguments and settings against their annotations, JSON of files against structs.
 
 NumPy's scalars and arrays of numbers are taken as Python's own; True and False are no numbers, NaN and infinity
-neither. A range is a `msgspec.Meta` in an Annotated, whose description says in words what is accepted.
+neither. A range is a `msgspec.Meta` in an Annotated, whose description says what is accepted. In JSON, null
+is as good as absent, whole numbers may be written as 64.0, and unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
 from edgekv.errors import CacheError, CheckpointError, ConfigError, ContextError, EdgeKVError
-from edgekv.schema import shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 LARGEST = (1 << 63) - 1
+LARGEST_EXACT = 1 << 53  # of the floats that stand for whole numbers
+SHOWN = 60  # characters of a wrong value
 Count = Annotated[int, Meta(ge=1, le=LARGEST, description="a whole number of 1 or more")]
 Natural = Annotated[int, Meta(ge=0, le=LARGEST, description="a whole number of 0 or more")]
 
@@ -93,7 +97,7 @@ def checked_value(name: str, value: Any, kind: Any) -> Any:
 def refused(name: str, value: object, accepted: str) -> EdgeKVError:
     """The error that blames the value of a parameter."""
     kind = ERRORS.get(name, ConfigError)
-    return kind(f"{name}={shown(value)}: accepted: {accepted}", field=name, value=value, accepted=[accepted])
+    return kind(f"{name}={short_repr(value)}: accepted: {accepted}", field=name, value=value, accepted=[accepted])
 
 
 @functools.cache
@@ -166,3 +170,45 @@ def _accepted(kind: Any) -> str:
     if origin is collections.abc.Sequence:
         return f"a list, each of it {_accepted(args[0])}"
     return WORDS.get(origin or kind) or f"a {getattr(kind, '__name__', kind)}"
+
+
+def read_fields(
+    raw: Mapping[str, Any],
+    kind: type[T],
+    where: str,
+    hint: str = "correct it, or give the model's own",
+    error_class: type[EdgeKVError] = ConfigError,
+) -> T:
+    """The object as ``kind``, a `msgspec.Struct`. The error names the field, its value and what is accepted."""
+    plain = {key: _whole(value) for key, value in raw.items() if value is not None}
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise error_class(_told(str(error), raw, where, hint)) from None
+    except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair
+        raise error_class(f"{where}: holds {error.object!r:.60}, which is no text; {hint}") from None
+
+
+def short_repr(value: object) -> str:
+    """A value in an error message: on one line, cut if it is long."""
+    try:
+        text = re.sub(r"\s*\n\s*", " ", repr(value))
+    except ValueError:  # of a whole number with thousands of digits
+        text = f"a long {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _whole(value: Any) -> Any:
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_EXACT
+    return int(value) if is_whole else value
+
+
+def _told(reason: str, raw: Mapping[str, Any], where: str, hint: str) -> str:
+    """msgspec's reason in our words."""
+    if missing := re.search(r"missing required field `(.*?)`", reason):
+        return f"{where}: {missing[1]!r} is missing; {hint}"
+    accepted, _, path = reason.partition(" - at `")
+    name = re.sub(r"^\$\.?", "", path.rstrip("`"))
+    value = raw.get(re.split(r"[.\[]", name)[0])
+    accepted = re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", accepted).replace("`", "")
+    return f"{where}: {name} is {short_repr(value)}; accepted: {accepted}: {hint}"

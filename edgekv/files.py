@@ -1,25 +1,37 @@
-"""Files that users and models name: opened without surprises, written whole or not at all."""
+"""Files and folders: opened without surprises, written whole or not at all; and the cache folder.
+
+What is being written has another name until it is whole, `NAME.partial-1a2b3c4d`, and its writer keeps it locked.
+One that nobody locks was left by a killed process. Process numbers would not tell: they come again, and other
+containers have their own.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
+import hashlib
 import json
 import os
+import pathlib
+import secrets
 import shutil
 import stat
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, Literal
 
-from edgekv import partial
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, ConfigError
 
 MAX_JSON_BYTES = 4 << 20  # of settings
 MAX_FILE_BYTES = 256 << 20  # of what is read whole
+MAX_MEMO_BYTES = 64 << 20
+LOCK = ".lock"  # the file in a partial folder that its writer locks; a partial file is locked itself
+CACHE_HINT = "set XDG_CACHE_HOME to a folder that can be written"
 
 
-def user_path(path: str | os.PathLike[str]) -> Path:
+def user_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """The path with ~ and ~name as home folders; as it stands where there is no such user."""
-    return Path(os.path.expanduser(path))
+    return pathlib.Path(os.path.expanduser(path))
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -130,23 +142,23 @@ class PartialFile:
     that the umask allows, or, where it is private, by this user alone. What killed processes left of it goes.
     """
 
-    def __init__(self, path: Path, nbytes: int, private: bool = False) -> None:
+    def __init__(self, path: pathlib.Path, nbytes: int, private: bool = False) -> None:
         self._nbytes = nbytes
         try:
             self._target = _followed(path)
             self._mode = self._target.stat().st_mode & 0o777 if os.path.lexists(self._target) else None
-            partial.remove_abandoned(self._target.parent, glob.escape(self._target.name))
+            _remove_abandoned(self._target.parent, glob.escape(self._target.name))
             free = shutil.disk_usage(self._target.parent).free
             if nbytes > free:
                 raise CheckpointError(
                     f"{path}: needs {nbytes:,} bytes, {free:,} are free; free some space or write elsewhere"
                 )
             mode = 0o666 if self._mode is None and not private else 0o600
-            self._path, self._file = partial.new_file(self._target, mode)
+            self._path, self._file = _new_partial_file(self._target, mode)
         except (OSError, ValueError) as error:
             raise _unwritable(path, nbytes, error) from error
 
-    def write(self, data: "bytes | memoryview") -> None:
+    def write(self, data: bytes | memoryview) -> None:
         try:
             self._file.write(data)
         except OSError as error:
@@ -172,25 +184,25 @@ class PartialFile:
             self._path.unlink()
 
 
-def _is_special(target: Path) -> bool:
+def _is_special(target: pathlib.Path) -> bool:
     """Whether something is there that is written to directly, as it can't be replaced: a device or a pipe."""
     return os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
 
 
-def _followed(path: Path) -> Path:
+def _followed(path: pathlib.Path) -> pathlib.Path:
     """The file that is to be replaced. Raises OSError for a folder, and where a link is not to be followed."""
     if os.path.islink(path):
         link, folder = path.lstat(), os.stat(path.parent)
         open_to_all = stat.S_ISVTX | stat.S_IWOTH
         if folder.st_mode & open_to_all == open_to_all and link.st_uid not in (os.geteuid(), folder.st_uid):
             raise PermissionError(0, "it is another user's symbolic link")
-    target = Path(os.path.realpath(path))
+    target = pathlib.Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(0, "it is a folder")
     return target
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_folder(folder: pathlib.Path) -> None:
     """Make a rename durable, where the filesystem can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
@@ -200,7 +212,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _unwritable(path: Path, nbytes: int, error: Exception) -> CheckpointError:
+def _unwritable(path: pathlib.Path, nbytes: int, error: Exception) -> CheckpointError:
     reason = getattr(error, "strerror", None) or error
     if not nbytes:
         return CheckpointError(f"{path}: cannot be written ({reason}); give another place, or make it writable")
@@ -212,3 +224,166 @@ def _unwritable(path: Path, nbytes: int, error: Exception) -> CheckpointError:
         f"{path}: cannot be written ({reason}); it needs {nbytes:,} bytes, {free} are free: "
         "free some space or write elsewhere"
     )
+
+
+def _new_partial_file(target: pathlib.Path, mode: int = 0o666) -> tuple[pathlib.Path, BinaryIO]:
+    """A file beside ``target``, open to be written, and locked until it is closed. Raises OSError.
+
+    mode: its permissions, of which the umask takes some.
+    """
+    while True:
+        partial = _partial_name(target)
+        file = _lock(partial, "xb", or_unlocked=True, mode=mode)
+        if file:
+            return partial, file
+
+
+def _new_partial_folder(target: pathlib.Path) -> tuple[pathlib.Path, BinaryIO]:
+    """A folder beside ``target``, and its `LOCK`, locked until it is closed. Raises OSError."""
+    while True:
+        partial = _partial_name(target)
+        partial.mkdir()
+        try:
+            file = _lock(partial / LOCK, "ab", or_unlocked=True)
+        except FileNotFoundError:  # another one took it for abandoned
+            continue
+        except BaseException:
+            _remove(partial)
+            raise
+        if file:
+            return partial, file
+
+
+def _remove_abandoned(folder: pathlib.Path, names: str) -> None:
+    """Removes what killed processes left in a folder. names: a pattern of what they were writing."""
+    for partial in folder.glob(f"{names}.partial-*"):
+        with contextlib.suppress(OSError):  # it is gone, or there are no locks here
+            file = _lock(partial / LOCK, "ab") if partial.is_dir() else _lock(partial, "r+b")
+            if file:
+                with file:
+                    _remove(partial)
+
+
+def _remove(partial: pathlib.Path) -> None:
+    """Removes a file or a folder, if it is still there."""
+    with contextlib.suppress(OSError):
+        partial.unlink()
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial_name(target: pathlib.Path) -> pathlib.Path:
+    return target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+
+
+def _lock(
+    path: pathlib.Path, how: Literal["xb", "ab", "r+b"], or_unlocked: bool = False, mode: int = 0o666
+) -> BinaryIO | None:
+    """The open file, locked; None where another one locked or removed it between opening and locking.
+
+    or_unlocked: also on a filesystem without locks, where it raises OSError else.
+    """
+    file: BinaryIO = open(path, how, opener=lambda p, flags: os.open(p, flags, mode))  # noqa: SIM115 - closed by the caller
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        if or_unlocked:
+            return file
+        file.close()
+        raise
+    file.close()
+    return None
+
+
+def create_folder_once(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """The folder, filled by ``make`` under another name and renamed if it is not there yet.
+
+    What killed processes left beside it goes. Raises CheckpointError where it can't be written.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        with atomic_folder(folder, pathlib.Path.is_dir, leftovers="*") as new:
+            make(new)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: can't be written ({error.strerror or error}); make room, or set XDG_CACHE_HOME"
+        ) from error
+    return folder
+
+
+@contextlib.contextmanager
+def atomic_folder(
+    folder: pathlib.Path, is_whole: Callable[[pathlib.Path], bool], leftovers: str | None = None
+) -> Iterator[pathlib.Path]:
+    """Gives an empty folder beside ``folder`` to write to, which is renamed to it at the end.
+
+    Threads, processes and containers may write the same folder at once, each its own: the first one that is whole
+    stays. leftovers: a pattern of the names whose partial folders, left by killed processes, are removed first;
+    None: this folder's. Raises OSError where it can't be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder.parent, leftovers or glob.escape(folder.name))
+    new, lock = _new_partial_folder(folder)
+    with lock:
+        try:
+            yield new
+            try:
+                new.rename(folder)
+            except OSError:
+                if not is_whole(folder):  # otherwise another one was first
+                    raise
+            else:
+                (folder / LOCK).unlink(missing_ok=True)
+        finally:
+            _remove(new)
+
+
+def cache_root() -> pathlib.Path:
+    """edgekv's folder in $XDG_CACHE_HOME, or in ~/.cache. Raises ConfigError where there is no home folder."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise ConfigError(f"this user has no home folder to keep files in: {CACHE_HINT}")
+    return pathlib.Path(folder) / "edgekv"
+
+
+class Memo:
+    """A remembered file: JSON content with a checksum, written whole, for this user's eyes alone.
+
+    name: its path, in the cache folder where it is relative. format: of the content; another is as good as none.
+    """
+
+    def __init__(self, name: str | os.PathLike[str], format: int) -> None:
+        self._name, self._format = name, format
+
+    def read(self) -> Any:
+        """What `write` was given last; None where nothing is there, or anything but what was written."""
+        try:
+            file = read_object(cache_root() / self._name, MAX_MEMO_BYTES)
+        except (ValueError, ConfigError):
+            return None
+        content = file.get("content")
+        is_whole = file.get("format") == self._format and file.get("sha256") == _checksum(content)
+        return content if is_whole else None
+
+    def write(self, content: Any) -> None:
+        """Replaces the file. Raises CheckpointError or ConfigError where it can't be written."""
+        path, content = cache_root() / self._name, json.loads(json.dumps(content))  # as it will be read
+        facts = {"format": self._format, "sha256": _checksum(content), "content": content}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{path.parent}: can't be written ({error.strerror}); {CACHE_HINT}") from None
+        atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode(), private=True)
+
+    def keep(self, content: Any) -> None:
+        """As `write`; where that fails, the next run finds what it finds now."""
+        with contextlib.suppress(CheckpointError, ConfigError):
+            self.write(content)
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,6 @@
-"""This machine: what it is, how much memory is left for us, its thread pools, and sizes as people write them."""
+"""This machine and this edgekv: versions, memory that is left for us, thread pools, sizes as people write them."""
 
 import contextlib
-import ctypes
 import functools
 import os
 import pathlib
@@ -20,9 +19,9 @@ from threadpoolctl import ThreadpoolController
 from edgekv.errors import ConfigError, MemoryBudgetError, SessionError
 
 Root = str | os.PathLike[str]
+PROJECT = pathlib.Path(__file__).resolve().parent.parent / "pyproject.toml"
 
-_LIBRARIES = ("edgekv", "numpy", "numba", "llvmlite", "onnxruntime")
-M_MMAP_THRESHOLD = -3  # malloc.h
+_LIBRARIES = ("edgekv", "numpy", "numba", "llvmlite")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -58,17 +57,6 @@ def available_memory_bytes(root: Root = "/") -> int:
     return max(0, min((machine, *_cgroup_rooms(pathlib.Path(root)))))
 
 
-def return_large_blocks() -> None:
-    """Makes glibc give freed blocks of 4 MiB and more back at once, instead of keeping them for the next caller.
-
-    onnxruntime's activations of a long prompt otherwise stay resident, a set per worker thread (0.4 GiB for
-    a 7B model). Does nothing where the C library has no mallopt.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 4 << 20)
-
-
 @functools.cache
 def _thread_pools() -> ThreadpoolController:
     return ThreadpoolController()
@@ -77,7 +65,7 @@ def _thread_pools() -> ThreadpoolController:
 def blas_threads(n: int) -> AbstractContextManager[object]:
     """NumPy's matrix products use ``n`` threads inside the block; the previous number is restored.
 
-    So one pool works at a time: BLAS on all cores in a prompt, on one in decoding, beside onnxruntime's threads.
+    So one pool works at a time: BLAS on all cores in a prompt, on one in decoding.
     """
     limit: AbstractContextManager[object] = _thread_pools().limit(limits=n, user_api="blas")
     return limit
@@ -211,3 +199,16 @@ def _cgroup_rooms(root: pathlib.Path) -> Iterator[int]:
             # Page cache that the kernel drops first counts as used there but is ours to take.
             cached = re.search(rf"^{reclaimable} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
             yield int(limit_bytes) - int(used_bytes) + (int(cached[1]) if cached else 0)
+
+
+def find_version(project: pathlib.Path = PROJECT) -> str:
+    """From the package's metadata, else from a checkout's pyproject.toml; "unknown" where neither is there."""
+    try:
+        return metadata.version("edgekv")
+    except metadata.PackageNotFoundError:
+        text = project.read_text(encoding="utf-8") if project.is_file() else ""
+        found = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+        return found[1] if found else "unknown"
+
+
+__version__ = find_version()

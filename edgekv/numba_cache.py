@@ -8,8 +8,8 @@ import hashlib
 import os
 import pathlib
 
-from edgekv.cache_folder import cache_root
 from edgekv.errors import ConfigError
+from edgekv.files import cache_root
 
 VARIABLE = "NUMBA_CACHE_DIR"
 MADE_FROM = "edgekv-made-from"  # the file in a folder of compiled kernels that says what they were made from

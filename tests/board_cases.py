@@ -6,13 +6,12 @@ import time
 
 import msgspec
 
-from edgekv.board.plan import QUICK, probes, steps
-from edgekv.board.record import (
+from edgekv.power.board import (
+    QUICK,
     Bandwidth,
     Board,
     Decode,
     Idle,
-    Machine,
     Measured,
     Plan,
     Prompt,
@@ -20,15 +19,12 @@ from edgekv.board.record import (
     Span,
     ThreadsRow,
 )
-from edgekv.board.surroundings import surroundings
-from edgekv.machine import machine_info
 
 FASTER = msgspec.structs.replace(QUICK, depths=(0, 70), seconds=0.01, idle_s=0.02)
 
 
 def new_board(plan: Plan = FASTER) -> Board:
-    machine = msgspec.convert(machine_info(), Machine)
-    return Board(1, machine, surroundings("a test"), plan, "none")
+    return Board.new(plan, "a test", "none")
 
 
 def made_up() -> Board:
@@ -50,9 +46,3 @@ def made_up() -> Board:
     board.shapes = [Shape("tiny", 1000, 2, "int4", 5000, 2, 2, 2, 0.5, 0.1, 10000)]
     board.finished = True
     return board
-
-
-def keys(board: Board) -> set[str]:
-    """Of all that its plan wants."""
-    cores = board.machine.cores
-    return {job.key for job in (*probes(cores), *steps(board.plan, cores))}

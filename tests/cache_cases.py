@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

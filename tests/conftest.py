@@ -13,7 +13,7 @@ import pytest
 from cuda_cases import device  # noqa: F401
 from serving import Server
 
-from edgekv.cache_folder import cache_root
+from edgekv.files import cache_root
 
 if TYPE_CHECKING:
     import openai

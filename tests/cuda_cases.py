@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_host.driver import HostDriver
-from kernel_cases import assert_close, own
+from kernel_cases import CODECS, assert_close, own
 
-from edgekv.decoder.cuda import CudaDecoder
+from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.loading import find_device
+from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
 from edgekv.kernels import reference
+from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.kernels import CudaKernels
-from edgekv.kernels.kinds import KINDS
-from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.session.devices import find_device
-from edgekv.session.model import Model
+from edgekv.weights.cuda import DeviceWeights
 
 DEVICES = ["host", "gpu"]
 
@@ -62,7 +61,7 @@ class OnDevice:
         actual = [self.up(x) if isinstance(x, np.ndarray) and x.dtype != np.int64 else x for x in arguments]
         oracle, kernel = getattr(own(reference, kind) if kind else reference, name), None
         if kind:
-            file = importlib.import_module(f"edgekv.kernels.cuda.{KINDS[kind]}")
+            file = importlib.import_module(CODECS[kind].backends["cuda"])
             kernel = functools.partial(getattr(file, name), self.kernels)
         results = oracle(*expected), (kernel or getattr(self.kernels, name))(*actual)
         for i, (a, b) in enumerate(zip([*expected, results[0]], [*actual, results[1]], strict=True)):

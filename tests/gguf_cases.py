@@ -1,6 +1,6 @@
 """Tiny random models that llama.cpp's own converter has written as GGUF: tests/golden/gguf.json has what it wrote.
 
-tools/gguf_golden.py writes that. What GGUF has no key for is as llama.cpp assumes it.
+tools/golden/gguf_files.py writes that. What GGUF has no key for is as llama.cpp assumes it.
 """
 
 from __future__ import annotations

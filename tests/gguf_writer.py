@@ -11,9 +11,9 @@ import golden_cases
 import numpy as np
 import sentencepiece
 
-from edgekv.checkpoint.gguf_layout import FAMILIES, Family
-from edgekv.checkpoint.tensors import TensorFile, to_float32
-from edgekv.models import architecture
+from edgekv.checkpoint.tensors import Tensors, to_float32
+from edgekv.models import architecture, gguf_families
+from edgekv.models.gguf import GgufNames
 
 TYPES = gguf.GGMLQuantizationType
 
@@ -23,8 +23,8 @@ def write_gguf(
 ) -> pathlib.Path:
     """Matrices of type ``kind`` (the output projection of type ``head``), vectors in float32."""
     config = json.loads((folder / "config.json").read_text())
-    file = TensorFile(folder / "model.safetensors")
-    tensors = {name: to_float32(file.array(name)) for name in file.names()}
+    file = Tensors.open(folder / "model.safetensors")
+    tensors = {name: to_float32(file[name].read()) for name in file}
     architecture, family = find_architecture(config)
     writer = gguf.GGUFWriter(str(path), architecture)
     _write_config(writer, config)
@@ -50,9 +50,9 @@ def write_gguf(
     return path
 
 
-def find_architecture(config: dict[str, Any]) -> tuple[str, Family]:
+def find_architecture(config: dict[str, Any]) -> tuple[str, GgufNames]:
     """llama.cpp's name of the family, and how we read it."""
-    return next((name, each) for name, each in FAMILIES.items() if each.model_type == config["model_type"])
+    return next((name, each) for name, each in gguf_families().items() if each.model_type == config["model_type"])
 
 
 def gguf_names(config: dict[str, Any]) -> dict[str, str]:

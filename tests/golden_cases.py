@@ -1,6 +1,6 @@
 """Tiny random models of every architecture and option: configs here, weights from a seed, goldens beside.
 
-tools/golden.py runs them through transformers and writes tests/golden/*.npz.
+tools/golden/logits.py runs them through transformers and writes tests/golden/*.npz.
 """
 
 import json

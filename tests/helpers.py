@@ -10,8 +10,12 @@ import pytest
 from edgekv import CACHES, EdgeKVError
 from edgekv.kvcache import CacheSpec
 
-SESSION_KV = {name: "steps:budget=67108864" if name == "steps" else name for name in CACHES}
-"""Every scheme's name -> as ``kv`` of a session: with the budget that a scheme must be given."""
+SESSION_KV = {
+    name: "steps:budget=67108864" if name == "steps" else name
+    for name, scheme in CACHES.items()
+    if "papers" not in scheme.__module__.split(".") or name in ("h1b", "h2o")
+}
+"""Every core scheme's name, and two of papers -> as ``kv`` of a session: with the budget that it must be given."""
 UNBOUND = [name for name in CACHES if CacheSpec.parse(name).own_budget is None]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import types
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,14 +14,26 @@ import numpy.typing as npt
 import pytest
 
 from edgekv.kernels import reference
-from edgekv.kernels.kinds import KINDS
+from edgekv.kvcache import CACHES
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.papers.retrieval import Index
 
 C = TypeVar("C", Codec, Index)
 
+
+def _below(kind: type) -> list[type[Any]]:
+    return [each for base in kind.__subclasses__() for each in (base, *_below(base))]
+
+
+assert CACHES  # whose files are imported with it
+CODECS: dict[str, type[Any]] = {
+    each.kind: each for base in (Codec, Index) for each in _below(base) if each.backends
+}
+"""Those that kernels read, by their kind."""
+
 # Values for `cpu.launch.MIN_PARALLEL_WORK`, so that both ways of calling a kernel are tested at any size.
-EITHER_PATH = pytest.mark.parametrize("min_parallel_work", [0, 1 << 62], ids=["parallel", "serial"])
+EITHER_WAY = [0, 1 << 62]
+EITHER_PATH = pytest.mark.parametrize("min_parallel_work", EITHER_WAY, ids=["parallel", "serial"])
 
 HEAD_DIMS = (8, 12, 16, 64, 80, 96, 128, 256)
 LENGTHS = (1, 2, 63, 64, 65, 127, 200, 513)
@@ -63,16 +76,39 @@ def cases(widths: tuple[int, ...]) -> list[Case]:
     ]
 
 
+def pairs(**axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few cases, a value of each axis in each, in which every two values of two axes meet: for `parametrize`."""
+    n = [len(values) for values in axes.values()]
+    two = itertools.combinations(range(len(n)), 2)
+    apart = {((i, a), (j, b)) for i, j in two for a in range(n[i]) for b in range(n[j])}
+    cases: list[dict[int, int]] = [] if len(n) > 1 else [{0: a} for a in range(n[0])]
+    while apart:
+        case = dict(min(apart))
+        for i in range(len(n)):
+            if i not in case:  # the value that meets most others which it has not met, of equal ones the rarest
+                gains = [
+                    (sum(tuple(sorted([(i, a), other])) in apart for other in case.items()), -used, -a)
+                    for a in range(n[i])
+                    for used in [sum(done[i] == a for done in cases)]
+                ]
+                case[i] = -max(gains)[2]
+        apart -= set(itertools.combinations(sorted(case.items()), 2))
+        cases.append(case)
+    values = list(axes.values())
+    return [tuple(values[i][case[i]] for i in range(len(n))) for case in cases]
+
+
 def codec(kind: str, shape: tuple[int, int, int], arrays: dict[str, Any], **parameters: Any) -> Any:
     """A codec as kernels see it, over given arrays; shape is (n_kv_heads, capacity, head_dim)."""
     n_kv_heads, capacity, head_dim = shape
     sizes = {"n_kv_heads": n_kv_heads, "capacity": capacity, "head_dim": head_dim}
-    return types.SimpleNamespace(kind=kind, arrays=arrays, backend_state=None, **sizes, **parameters)
+    facts = {"kind": kind, "backends": CODECS[kind].backends, "backend_state": None}
+    return types.SimpleNamespace(arrays=arrays, **facts, **sizes, **parameters)
 
 
 def own(backend: Any, kind: str) -> Any:
     """A backend's file for a kind of codec."""
-    return importlib.import_module(f"{backend.__name__}.{KINDS[kind]}")
+    return importlib.import_module(CODECS[kind].backends[backend.__name__.rpartition(".")[2]])
 
 
 def of_heads(bits: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:

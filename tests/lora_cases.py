@@ -1,6 +1,6 @@
 """Small random LoRAs of models of tests/golden_cases.py, in PEFT's files.
 
-tools/lora_golden.py merges them with PEFT itself and writes tests/golden/lora.npz.
+tools/golden/logits.py merges them with PEFT itself and writes tests/golden/lora.npz.
 """
 
 from __future__ import annotations

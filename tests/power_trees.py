@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from edgekv.power import METERS
-from edgekv.power.base import MeterAbsent, PowerMeter, Reading
+from edgekv.power.meters import MeterAbsent, PowerMeter, Reading
 
 PMIC = """ 3V7_WL_SW_A current(0)=0.00000000A
    3V3_SYS_A current(1)=0.06245952A

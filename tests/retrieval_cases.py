@@ -7,7 +7,7 @@ from collections.abc import Callable
 import cache_cases
 import numpy as np
 
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.cache import KVCache
 
 Summary = Callable[[np.ndarray], Callable[[np.ndarray], np.ndarray]]
 

@@ -8,11 +8,16 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import openai
+    from starlette.testclient import TestClient
+
+    from edgekv import Session
+    from edgekv.server.engine import Engine
+    from edgekv.server.limits import ServerLimits
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "demo"
@@ -47,6 +52,52 @@ def serving(
         finally:
             process.terminate()
             process.wait(30)
+
+
+def engine_of(session: "Session", template: str = TEMPLATE, **options: Any) -> "Engine":
+    from edgekv.server.engine import Engine
+    from edgekv.text.template import ChatTemplate
+
+    written = ChatTemplate(template, session.require_tokenizer())
+    return Engine(session, written, **{"queue_limit": 4, "pool_bytes": 0, "max_new_tokens": 64} | options)
+
+
+@contextlib.contextmanager
+def asked(
+    session: "Session",
+    template: str = TEMPLATE,
+    *,
+    raising: bool = False,
+    limits: "ServerLimits | None" = None,
+    strict_model: bool = False,
+    origins: Sequence[str] = (),
+    **options: Any,
+) -> "Iterator[TestClient]":
+    """The endpoints without a process or a socket. raising: an endpoint's fault, in place of its answer."""
+    from starlette.testclient import TestClient
+
+    from edgekv.server.app import build_app
+    from edgekv.server.limits import ServerLimits
+
+    app = build_app(
+        engine_of(session.fork(), template, **options),  # what the last one's threads still make is not in its way
+        "demo",
+        api_key=None,
+        hosts=["localhost"],
+        limits=limits or ServerLimits(),
+        strict_model=strict_model,
+        origins=origins,
+    )
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=raising) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def openai_client(http: "TestClient") -> "Iterator[openai.OpenAI]":
+    """OpenAI's own client of the endpoints."""
+    import openai  # takes a second
+
+    yield openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def get(server: Server, path: str) -> Any:

@@ -19,7 +19,7 @@ class Recorded:
 
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
-        decoder = session.decoder
+        decoder = session._runner.decoder
         step, together = decoder.step, decoder.step_together
 
         def one(token: int, caches: Any) -> Any:

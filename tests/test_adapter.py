@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from edgekv import Session
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.cli import main
+from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError
-from edgekv.linear.formats import WEIGHTS
-from edgekv.session.model import Model
+from edgekv.weights.formats import WEIGHTS
 
 CASE = "llama31"  # 3 layers, 4 query heads
 TOKENS = golden_cases.tokens(CASE)[:40]
@@ -74,14 +74,14 @@ def test_every_kv_head_gets_its_key_scale(name: str, base: pathlib.Path, tmp_pat
     scale = np.linspace(0.5, 1, 6, dtype=np.float32).reshape(3, 2)
     adapter = write(tmp_path / "a", base, {name: scale}, scheme="onebit")
     session = Session.load(base, kv="onebit", adapter=adapter)
-    np.testing.assert_array_equal([cache.keys.key_scale for cache in session.state.caches], scale)
+    np.testing.assert_array_equal([cache.keys.key_scale for cache in session.caches], scale)
 
 
 def test_every_head_of_every_layer_gets_its_tau(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     session = Session.load(base, kv="h1b", adapter=write(tmp_path / "a", base, {"tau": TAU}))
-    np.testing.assert_array_equal([cache.tau.ravel() for cache in session.state.caches], TAU)
+    np.testing.assert_array_equal([cache.tau.ravel() for cache in session.caches], TAU)
     session = Session.load(base, kv="h1b", adapter=write(tmp_path / "b", base, {"tau": TAU[:, 0].copy()}))
-    assert [set(cache.tau.ravel()) for cache in session.state.caches] == [{tau} for tau in TAU[:, 0]]
+    assert [set(cache.tau.ravel()) for cache in session.caches] == [{tau} for tau in TAU[:, 0]]
 
 
 def test_a_prompt_attends_as_the_adapted_model_was_trained_to(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -122,10 +122,8 @@ def test_what_a_scheme_learned_beside_its_setting_is_of_each_layer(
     learned = {name: rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
     adapter = write(tmp_path / "a", base, {"tau": TAU, **learned})
     session = Session.load(base, kv="h1b", adapter=adapter)
-    np.testing.assert_array_equal(
-        [cache.sketch.projection for cache in session.state.caches], learned["projection"]
-    )
-    np.testing.assert_array_equal([cache.sketch.centre for cache in session.state.caches], learned["centre"])
+    np.testing.assert_array_equal([cache.sketch.projection for cache in session.caches], learned["projection"])
+    np.testing.assert_array_equal([cache.sketch.centre for cache in session.caches], learned["centre"])
     assert Model.open(base, adapter=adapter).identity != Model.open(base).identity
     for name, wrong in (("projection", learned["projection"][:2]), ("centre", learned["centre"][0])):
         with pytest.raises(ConfigError, match=name):

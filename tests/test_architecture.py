@@ -15,20 +15,17 @@ import edgekv
 LAYERS = (
     ("edgekv.__main__",),
     ("edgekv.cli",),
-    ("edgekv.server", "edgekv.board"),
-    ("edgekv.chat", "edgekv.quality"),
-    ("edgekv.session",),
+    ("edgekv.server", "edgekv.power.board_page"),
+    ("edgekv.power.board",),
+    ("edgekv.eval",),
+    ("edgekv.engine",),
     ("edgekv.vision",),
-    ("edgekv.decoder",),
-    ("edgekv.linear", "edgekv.kvcache"),
+    ("edgekv.weights", "edgekv.kvcache"),
     ("edgekv.kernels", "edgekv.checkpoint"),
-    ("edgekv.models", "edgekv.tokenizer", "edgekv.power"),
+    ("edgekv.models", "edgekv.text", "edgekv.power"),
     ("edgekv.numba_cache",),
-    ("edgekv.cache_folder",),
-    ("edgekv.checks",),
-    ("edgekv.machine", "edgekv.schema", "edgekv.files", "edgekv.folders"),
-    ("edgekv.partial", "edgekv.child"),
-    ("edgekv.errors", "edgekv.types", "edgekv.version"),
+    ("edgekv.checks", "edgekv.files", "edgekv.machine", "edgekv.child"),
+    ("edgekv.errors", "edgekv.types"),
 )
 BACKENDS = ("edgekv.kernels.reference", "edgekv.kernels.cpu", "edgekv.kernels.cuda")
 KNOW_PAPERS = {  # what joins the papers' part to ours
@@ -37,9 +34,9 @@ KNOW_PAPERS = {  # what joins the papers' part to ours
 }
 PACKAGE = pathlib.Path(edgekv.__file__).parent
 PARALLEL = {  # what compiles with parallel=True, and where it is
-    "kernels/cpu/jit.py": "parallel_jit",
+    "kernels/cpu/compile.py": "parallel_jit",
     "kernels/cpu/loops.py": "team_loop",
-    "linear/quantize.py": "rows_jit",
+    "weights/quantize.py": "rows_jit",
 }
 FACE = "edgekv"  # loads its names when they are used, and nothing in the package imports it
 

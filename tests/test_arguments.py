@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv import Chat, EdgeKVError, Embeddings, LoadOptions, Sampler, SamplingParams, Session
-from edgekv.chat.template import ChatTemplate
+from edgekv import Chat, EdgeKVError, Embeddings, Sampler, SamplingParams, Session
+from edgekv.engine.options import Options
+from edgekv.text.template import ChatTemplate
 
 HUGE = 10**5000
 NO_TEXT: tuple[Any, ...] = (None, 5, 1.5, b"x", object())
@@ -54,7 +55,7 @@ METHODS: dict[str, dict[str, tuple[Any, ...]]] = {
     "rewind": {"n_tokens": (*NO_COUNT, None)},
     "use_lora": {"name": (5, b"x", True, "nope")},
     "fork": {"kv": OPTIONS["kv"], "ctx": (*NO_COUNT, 0, 1 << 40)},
-    "save": {"path": NO_PATH, "compress": (None, 1, "x")},
+    "save": {"path": NO_PATH},
     "load_state": {"path": NO_PATH},
     "copy_from": {"other": (None, 5, "x", Session)},
     "generate": {
@@ -93,14 +94,22 @@ def model(shared: pathlib.Path) -> pathlib.Path:
 def session(model: pathlib.Path) -> Session:
     session = Session.load(model, ctx=64, device="numpy", weights="f32")
     session.prefill("Once upon a time")
-    session.state.memo["kept"] = [1]
+    session.memo["kept"] = [1]
     return session
 
 
 def held(session: Session) -> tuple[Any, ...]:
-    state = session.state
+    state = session._state
     arrays = [array.tobytes() for cache in state.caches for array in cache.arrays.values()]
-    return list(state.tokens), state.n_past, state.sampler, dict(state.memo), session.lora, session.nbytes, arrays
+    return (
+        list(state.tokens),
+        state.n_cached,
+        state.sampler,
+        dict(state.memo),
+        session.lora,
+        session.nbytes,
+        arrays,
+    )
 
 
 def refused(session: Session, call: Callable[..., Any], name: str, values: tuple[Any, ...], given: Any) -> None:
@@ -147,7 +156,11 @@ def test_a_wrong_option_is_named(model: pathlib.Path, _: str, name: str, values:
     for value in values:
         with pytest.raises(EdgeKVError) as caught:
             Session.load(model, **{"device": "numpy", name: value})
-        assert caught.value.field == name or str(value) in str(caught.value) or isinstance(value, dict)
+        files = [
+            each for each in (value.values() if isinstance(value, dict) else [value]) if isinstance(each, str)
+        ]
+        said = str(caught.value)
+        assert caught.value.field == name or any(len(file) > 3 and file in said for file in files), (value, said)
 
 
 @pytest.mark.parametrize("path", NO_PATH)
@@ -160,9 +173,8 @@ def test_a_model_that_is_none(session: Session, path: object) -> None:
 def test_what_is_no_setting_at_all(model: pathlib.Path, session: Session) -> None:
     for wrong in (5, "x", {"ctx": 5}):
         calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-            (Session.load, {"path": model, "options": wrong}),
             (Session.load, {"path": model, "progress": wrong}),
-            (Session.restore, {"path": "a", "model": model, "options": wrong}),
+            (Session.restore, {"path": "a", "model": model, "progress": wrong}),
             (Sampler, {"params": wrong, "vocab_size": 5}),
             (Sampler, {"params": SamplingParams(), "vocab_size": -1}),
             (Chat, {"session": wrong, "template": ChatTemplate.plain(session.require_tokenizer())}),
@@ -189,5 +201,5 @@ def test_numbers_of_numpy_are_numbers(session: Session) -> None:
     one.rewind(np.uint8(4))
     assert one.tokens == other.tokens[:4]
     assert one.align(list(ids)) == other.align(ids.tolist())
-    one.state.memo["report"] = one.report().as_dict()
-    assert type(LoadOptions(threads=np.int64(2)).threads) is int
+    one.memo["report"] = one.report().as_dict()
+    assert type(Options(threads=np.int64(2)).threads) is int

@@ -9,27 +9,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_cases import EITHER_PATH, normal
+from kernel_cases import CODECS, EITHER_PATH, EITHER_WAY, normal
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.aligned import zeros
-from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.planes import CENTRE, sampled_blocks
+from edgekv.kernels.arrays import zeros
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.kinds import KINDS
-from edgekv.kernels.reference import gather
 from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
-from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.geometry import Geometry, Layout
-from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.full import KeepAll
 from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
 from edgekv.kvcache.papers.codec_kivi import KiviValues
 from edgekv.kvcache.papers.codec_visual import ChannelLevels, LevelSpan
 from edgekv.kvcache.papers.mikv import TokenKeys
-from edgekv.kvcache.steps import Steps
+from edgekv.kvcache.tiered import Steps
 from edgekv.kvcache.windowed import Windowed
 
 F32 = npt.NDArray[np.float32]
@@ -75,11 +70,6 @@ def several_bits(p: Problem) -> tuple[Codec, Codec]:
     return keys, InterleavedValues(p.g, p.length, p.d, bits=[4 - g % 4 for g in range(p.g)], seed=0)
 
 
-def two_stages(p: Problem) -> tuple[Codec, Codec]:
-    keys = TwoStageKeys(p.g, p.length, p.d, **PLANES)
-    return keys, TwoStageValues(keys, n_rep=p.r, threshold=2.5e-3)
-
-
 def of_scheme(text: str) -> Callable[[Problem], tuple[Codec, Codec]]:
     """The codecs of a scheme that keeps every token, or packs those between the first and the latest."""
 
@@ -98,7 +88,7 @@ def of_scheme(text: str) -> Callable[[Problem], tuple[Codec, Codec]]:
 class Rounded(Codec):
     """A codec from outside of edgekv: it has no loops, and is read through `decode`."""
 
-    kind = "decoded"
+    kind = "rounded"
     token_bytes = 1
 
     def layout(self) -> Layout:
@@ -121,21 +111,16 @@ VARIANTS = (
 OWN: dict[str, Callable[[Problem], tuple[Codec, Codec]]] = {
     "signs and int4": signs_and_int4,
     "planes of several bits": several_bits,
-    "planes in two stages": two_stages,
-    "planes of the first stage alone": lambda p: (two_stages(p)[0], InterleavedValues(*p.store, bits=2, seed=0)),
-    "mikv": lambda p: (TokenKeys(*p.store, 2), KiviValues(*p.store, 2, p.d)),
+    "mikv": lambda p: (TokenKeys(*p.store, 2, p.d), KiviValues(*p.store, 2, p.d)),
     "visual1": lambda p: (LevelSpan(*p.store, 2, "head"), LevelSpan(*p.store, 1, "head+token")),
-    "visual1:group=channel": lambda p: (ChannelLevels(*p.store, 1, 0.3), ChannelLevels(*p.store, 2)),
+    "visual1:group=channel": lambda p: (ChannelLevels(*p.store, 1), ChannelLevels(*p.store, 2)),
     "from outside": lambda p: (Rounded(*p.store), Rounded(*p.store)),
 }
 PAIRS = {text: of_scheme(text) for text in (*OF_CACHES, *VARIANTS)} | OWN
 
 # The largest error over PROBLEMS, measured, times 1.5: what the fast backend rounds (weights of values in 8 bits,
 # of `int4` in 16, queries of centres in two bytes). By how a pair's name begins.
-BOUNDS = {
-    **{"planes in two": 3e-4, "planes": 3e-3, "onebit": 3e-3, "bitplane": 3e-4},
-    **{"h1b": 2.4e-4, "sign": 2.4e-4},
-}
+BOUNDS = {"planes": 3e-3, "onebit": 3e-3, "h1b": 2.4e-4, "sign": 2.4e-4}
 ROUNDED_IN_FLOAT32 = 1e-5
 
 
@@ -145,7 +130,7 @@ def bound_of(pair: str) -> float:
 
 def test_every_kind_is_tried() -> None:
     tried = {codec.kind for make in PAIRS.values() for codec in make(PROBLEMS[0])}
-    assert tried == KINDS.keys() - {"sign_index", "page_index"}  # which no segment has
+    assert tried == CODECS.keys() - {"sign_index", "page_index"} | {"rounded"}  # which no segment has
 
 
 def filled(codec: Codec, x: F32) -> Any:
@@ -196,13 +181,16 @@ def assert_same(p: Problem, segments: list[Segment], bound: float, cap: float | 
     np.testing.assert_array_equal(attended(cpu, p, segments, False, cap)[0], out)
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("p", PROBLEMS, ids=str)
-def test_exact_and_packed_segments(
-    p: Problem, name: str, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+@pytest.mark.parametrize(
+    ("name", "p", "way"),
+    [
+        pytest.param(name, PROBLEMS[(i + 2 * k) % len(PROBLEMS)], EITHER_WAY[(i // 2 + k) % 2], id=f"{name}-{k}")
+        for i, name in enumerate(PAIRS)
+        for k in range(3)
+    ],
+)
+def test_exact_and_packed_segments(name: str, p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
     rng, bound = np.random.default_rng(0), bound_of(name)
     keys, values = packed(p, PAIRS[name](p), rng)
     first, latest = exact(p, 9, rng), exact(p, 130, rng)
@@ -214,19 +202,17 @@ def test_exact_and_packed_segments(
     assert_same(p, segments, bound)
     part = [Segment(keys, values, 5, p.length - 3, 0)]
     assert_same(p, part, bound)
-    if values.kind != "plane_values":
-        assert_same(p, segments, bound, cap=1.5)
+    assert_same(p, segments, bound, cap=1.5)
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("p", PROBLEMS, ids=str)
-def test_segments_of_several_codecs(p: Problem, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers: two packed stores, of which one has a second stage, between exact tokens."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+@pytest.mark.parametrize(("p", "way"), [*zip(PROBLEMS, 3 * EITHER_WAY, strict=True)], ids=str)
+def test_segments_of_several_codecs(p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers: two packed stores behind exact tokens."""
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
     rng, position, segments = np.random.default_rng(0), 0, []
     for pair in (
         exact(p, 4, rng),
-        *(packed(p, make(p), rng) for make in (of_scheme("onebit"), two_stages, of_scheme("planes:v_bits=4"))),
+        *(packed(p, of_scheme(text)(p), rng) for text in ("onebit", "planes:v_bits=4")),
     ):
         stop = pair[0].capacity
         segments.append(Segment(*pair, 0, stop, position))
@@ -235,18 +221,13 @@ def test_segments_of_several_codecs(p: Problem, min_parallel_work: int, monkeypa
 
 
 @EITHER_PATH
-def test_positions_and_chosen_tokens(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     for p in PROBLEMS:
         rng = np.random.default_rng(2)
         keys, values = exact(p, p.length, rng)
         where = np.stack([rng.permutation(p.length + p.n) for _ in range(p.g)])[:, : p.length].astype(np.int32)
         assert_same(p, [Segment(keys, values, 0, p.length, p.n, positions=where)], 4e-6)
-        tokens = np.sort(rng.integers(0, p.length, (p.g, p.n, 40)), axis=2).astype(np.int32)
-        counts = 40 - np.arange(p.n)[::-1]
-        segments = [Segment(keys, values, 0, p.length, chosen=(tokens, counts))]
-        expected, _ = attended(reference, p, segments, weights=False)
-        np.testing.assert_allclose(attended(cpu, p, segments, weights=False)[0], expected, rtol=0, atol=4e-6)
 
 
 def with_sinks(backend: Any, p: Problem, segments: list[Segment], sinks: F32 | None) -> tuple[F32, F32]:
@@ -258,17 +239,17 @@ def with_sinks(backend: Any, p: Problem, segments: list[Segment], sinks: F32 | N
     return out, kept
 
 
-@EITHER_PATH
-@pytest.mark.parametrize("p", PROBLEMS, ids=str)
-def test_sinks(p: Problem, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("p", "way"), [*zip(PROBLEMS, 3 * EITHER_WAY, strict=True)], ids=str)
+def test_sinks(p: Problem, way: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink takes its share of every head's weights; one of -inf takes none."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
     rng = np.random.default_rng(3)
-    segments = [Segment(*exact(p, 9, rng), 1, 5, 0), Segment(*packed(p, two_stages(p), rng), 0, p.length, 4)]
+    pair = packed(p, of_scheme("planes")(p), rng)
+    segments = [Segment(*exact(p, 9, rng), 1, 5, 0), Segment(*pair, 0, p.length, 4)]
     sinks = np.linspace(-2, 9, p.g * p.r, dtype=np.float32)
     expected, expected_weights = with_sinks(reference, p, segments, sinks)
     out, weights = with_sinks(cpu, p, segments, sinks)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=bound_of("planes in two"))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=bound_of("planes"))
     np.testing.assert_allclose(weights, expected_weights, rtol=0, atol=5e-5)
     none = with_sinks(cpu, p, segments, np.full_like(sinks, -np.inf))
     plain = with_sinks(cpu, p, segments, None)
@@ -304,96 +285,3 @@ def test_nothing_visible_is_nothing() -> None:
         none = np.zeros(1, np.int64)
         backend.attend(q, [Segment(*pair, 0, 10)], (none, none), out)
         assert not out.any()
-
-
-def test_second_stages_share_one_sum_of_probabilities() -> None:
-    p, rng = PROBLEMS[2], np.random.default_rng(0)
-    segments = [Segment(*packed(p, two_stages(p), rng), 0, p.length, i * p.length) for i in range(2)]
-    assert_same(p, segments, bound_of("planes in two"))
-
-
-def test_counts_of_the_second_stage() -> None:
-    p = PROBLEMS[2]
-    keys, values = packed(p, two_stages(p), np.random.default_rng(0))
-    counts = []
-    for backend in (reference, cpu):
-        attended(backend, p, [Segment(keys, values, 0, p.length)], weights=False)
-        counts.append(values.counts)
-    np.testing.assert_allclose(
-        counts[1], counts[0], atol=1 / p.n
-    )  # a token at the threshold may fall the other way
-    assert 0 < counts[0][1] < counts[0][0] < p.length
-
-
-@pytest.mark.parametrize("threshold", [1e-6, 2.0], ids=["all", "none"])
-def test_second_stage_of_all_tokens_or_none(threshold: float) -> None:
-    p = PROBLEMS[2]
-    keys, values = packed(p, two_stages(p), np.random.default_rng(0))
-    values.threshold = threshold
-    assert_same(p, [Segment(keys, values, 0, p.length)], 5e-4)
-
-
-@EITHER_PATH
-@pytest.mark.parametrize("p", [PROBLEMS[2], PROBLEMS[4]], ids=str)
-def test_only_blocks_that_can_matter_are_scanned(
-    p: Problem, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere all tokens of a centre have one weight. A block in which one stands out is scanned."""
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    keys, values = packed(p, two_stages(p), np.random.default_rng(0))
-    values.threshold = 0.06
-    segments = [Segment(keys, values, 0, p.length)]
-    assert_same(p, segments, bound_of("planes in two"))
-    _, weights = attended(reference, p, segments, weights=True)
-    assert weights is not None
-    of_centres = weights.reshape(p.g, -1, p.length // CENTRE, CENTRE)
-    scanned = (np.ptp(of_centres, axis=3) > 0).reshape(p.g, p.r, p.n, p.length // BLOCK, -1).any(axis=(1, 4))
-    assert 0 < scanned.mean() < 1
-    for g, j, block in np.ndindex(scanned.shape):
-        of_block = weights.reshape(p.g, p.r, p.n, p.length)[g, :, j, block * BLOCK : (block + 1) * BLOCK]
-        assert scanned[g, j, block] or of_block.max() < values.threshold
-
-
-@pytest.mark.parametrize("factor", [0.8, 1.0, 3.0])
-def test_deviations_are_measured_where_queries_look(factor: float) -> None:
-    """Keys differ ``factor`` times as much along the queries as in all directions on average."""
-    g, d, n, rng = 2, 64, 1024, np.random.default_rng(0)
-    keys = TwoStageKeys(g, n, d, **PLANES)
-    x, q = normal(rng, g, n, d), normal(rng, g, 3, d)
-    along = q[:, :1] / np.linalg.norm(q[:, :1], axis=2, keepdims=True)
-    x += (factor - 1) * (x @ along.transpose(0, 2, 1)) * along
-    filled(keys, x)
-    near, deviation = gather.deviations(keys, q, 0, n)
-    left = q[:, :1] @ x.transpose(0, 2, 1) - np.repeat(near[:, :1], CENTRE, axis=2)
-    found = np.sqrt((left**2).mean(axis=2)) / np.sqrt((deviation[:, :1] ** 2).mean(axis=2))
-    np.testing.assert_allclose(found, 1, atol=0.2)  # 256 tokens in one bit: 0.13 measured
-    np.testing.assert_array_equal(sampled_blocks(5, 70), [])
-    assert sampled_blocks(0, n) == [0, 4, 8, 12]
-    assert sampled_blocks(100, 320) == [2, 3, 4]
-
-
-def test_blocks_out_of_sight_are_not_scanned() -> None:
-    """A window that begins within a block, and one that ends within one."""
-    p, rng = Problem(1, 2, 64, 640, 1, None), np.random.default_rng(0)
-    keys, values = packed(p, two_stages(p), rng)
-    values.threshold = 1e-6
-    q = normal(rng, 2, 1, 64) / np.float32(8)
-    for lo, hi in ((255, 640), (0, 250), (130, 131)):
-        outs, counts = [], []
-        for backend in (reference, cpu):
-            out = np.empty_like(q)
-            backend.attend(q, [Segment(keys, values, 5, 640)], (np.array([lo - 5]), np.array([hi - 5])), out)
-            outs.append(out)
-            counts.append(values.counts)
-        np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=5e-4)
-        np.testing.assert_allclose(counts[1], counts[0], atol=1)
-        blocks = {*range(lo // BLOCK, -(-hi // BLOCK)), *sampled_blocks(5, 640)}
-        assert counts[1][2] == len(blocks)
-
-
-def test_two_stages_refuse_tokens_that_stand_anywhere() -> None:
-    p, rng = PROBLEMS[2], np.random.default_rng(0)
-    keys, values = packed(p, two_stages(p), rng)
-    positions = np.zeros((p.g, p.length), np.int32)
-    with pytest.raises(ValueError, match="one behind the other"):
-        attended(cpu, p, [Segment(keys, values, 0, p.length, positions=positions)], weights=False)

@@ -1,21 +1,27 @@
-"""`edgekv bench`: every part is there and adds up, whatever the machine's speed; bad input is refused."""
+"""`edgekv bench`: every part is timed, whatever the machine's speed; bad input is refused; pictures and tables."""
 
 import json
+import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
 
-from edgekv.checkpoint.shapes import load_shape, names
-from edgekv.cli import main
-from edgekv.decoder.decoder import Decoder
-from edgekv.kernels.cpu.stream import Bandwidth
-from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.linear.formats import WEIGHTS
-from edgekv.linear.random import random_store
-from edgekv.quality.bench import SchemeTimer, bench, bench_prefill
-from edgekv.quality.stopwatch import ATTENTION, Stopwatch
-from edgekv.session.devices import find_device
-from edgekv.session.model import Model
+from edgekv.checkpoint.shipped import load_shape, shape_names
+from edgekv.cli import bench as command
+from edgekv.cli import eval as eval_command
+from edgekv.cli import main, plots
+from edgekv.cli.terminal import WIDTH, fitted
+from edgekv.engine.decoder import Decoder
+from edgekv.engine.loading import find_device
+from edgekv.engine.model import Model
+from edgekv.eval.bench import BLOCKS, SchemeTimer, Timing, bench, bench_prefill
+from edgekv.eval.evaluate import Quality
+from edgekv.eval.gate import GateLimits, judge
+from edgekv.kvcache import CacheSpec
+from edgekv.power.energy import Trace
+from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.random import random_store
 
 
 @pytest.fixture(scope="module")
@@ -27,34 +33,29 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return find_device("cpu").decoder(model, store.form, 1200, 2, None)
 
 
-def test_every_scheme_is_timed_in_parts_that_add_up(decoder: Decoder) -> None:
-    specs = [CacheSpec.parse(name) for name in CACHES]
-    kernels, dense = decoder.kernels, decoder.linear
-    timings = bench(decoder, specs, [700], tokens=8, bandwidth=Bandwidth())
-    assert (decoder.kernels, decoder.linear) == (kernels, dense)
+def test_schemes_are_timed(decoder: Decoder) -> None:
+    specs = CacheSpec.parse_list("dense,planes,onebit,kivi2")
+    timings = bench(decoder, specs, [300], tokens=8)
+    assert not vars(decoder).keys() & set(BLOCKS)
     assert [t.kv for t in timings] == [str(spec) for spec in specs]
     for t in timings:
-        assert t.depth == 700
-        assert t.tokens == 8
-        assert sum(t.parts.values()) == pytest.approx(t.token_ms)
-        assert t.token_ms > t.attention_ms_layer > 0 < t.parts["matmul"] < t.token_ms_p95
-        assert min(t.parts[name] for name in ATTENTION) >= 0 < t.parts["attend"], t.kv
+        assert (t.depth, t.tokens) == (300, 8)
+        assert t.token_ms > 2 * t.attention_ms_layer > 0 < t.matmul_ms < t.token_ms_p95
         assert t.gb_per_s == pytest.approx(t.bytes_read_layer / t.attention_ms_layer / 1e6)
         assert 0 < t.bytes_read_layer <= t.cache_bytes
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", ["dense", "planes", "kivi2", "h2o"])
 def test_a_copied_cache_is_what_filling_it_gives(
     name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counters, what was fitted, and every array of every layer."""
     states = []
     for copies in (True, False):
-        runner = SchemeTimer(decoder, decoder.linear, decoder.kernels, CacheSpec.parse(name), 300, 8)
         if not copies:
-            monkeypatch.setattr(runner, "_first_alike", lambda caches=runner.caches: caches)
-        runner.fill()
-        states.append([cache.state() for cache in runner.caches])
+            monkeypatch.setattr(SchemeTimer, "_first_alike", lambda timer: timer.caches)
+        monkeypatch.setattr(SchemeTimer, "decode", lambda timer, n: None)
+        states.append([cache.state() for cache in SchemeTimer(decoder, CacheSpec.parse(name), 300, 8).caches])
     for copied, filled in zip(*states, strict=True):
         assert copied.counters == filled.counters
         assert str(copied.fitted) == str(filled.fitted)
@@ -70,43 +71,33 @@ def test_prefill_counts_the_prompt(decoder: Decoder) -> None:
 
 
 def test_random_weights_have_the_deviation_of_real_ones(decoder: Decoder) -> None:
-    weights = decoder.weights
-    assert np.std(weights.matrix("0.down")) == pytest.approx(0.02, rel=0.02)
+    assert np.std(decoder.weights.matrix("0.down")) == pytest.approx(0.02, rel=0.02)
     logits = decoder.head(decoder.embed([1, 2, 3], 0))
     assert np.isfinite(logits).all()
     assert np.std(logits) > 0
 
 
-def test_a_stopwatch_counts_only_when_it_is_on() -> None:
-    watch = Stopwatch()
-    double = watch.timed("work", lambda x: 2 * x)
-    assert double(2) == 4
-    assert watch.seconds == {}
-    watch.on = True
-    assert double(3) == 6
-    assert watch.seconds["work"] > 0
-
-
-def test_command_writes_every_timing(
-    tmp_path: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_command_writes_every_timing_and_a_picture(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    out = f"{tmp_path}/bench.json"
-    command = (
-        "bench --shape tiny --layers 1 --weights int4 --kv dense,kivi2:bits=4,group=64 --ctx 0,300 --tokens 1"
-    )
-    assert main([*command.split(), "--prefill", "64", "--json", out]) == 0
-    with open(out) as file:
-        facts = json.load(file)
+    out, picture = tmp_path / "bench.json", tmp_path / "b.svg"
+    options = "--shape tiny --layers 1 --weights int4 --kv dense,kivi2:bits=4,group=64 --ctx 0,300 --tokens 1"
+    more = ["--prefill", "64", "--json", str(out), "--plot", str(picture)]
+    assert main(["bench", *options.split(), *more]) == 0
+    facts = json.loads(out.read_text())
     assert [(t["kv"].partition(":")[0], t["depth"]) for t in facts["timings"]] == [
         (kv, depth) for depth in (0, 300) for kv in ("dense", "kivi2")
     ]
     assert facts["settings"]["layers"] == 1
-    assert facts["bandwidth"] > 0
     assert facts["prefill"][0]["tokens"] == 64
     text = capsys.readouterr().out
     assert "GB/s" in text
     assert "kivi2" in text
+    assert b"<svg" in picture.read_bytes()
+    for bad in ("/no/folder/x.png", str(tmp_path / "x.doc")):
+        assert main(["bench", "--plot", bad]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -128,4 +119,69 @@ def test_bad_input_is_one_line(options: str, message: str, capsys: pytest.Captur
 
 
 def test_every_shape_is_known_by_name() -> None:
-    assert {"llama2-7b", "llama3.1-8b", "llama3.2-1b", "gpt2", "tiny"} <= set(names())
+    assert {"llama2-7b", "llama3.1-8b", "llama3.2-1b", "gpt2", "tiny"} <= set(shape_names())
+
+
+# Pictures and tables
+
+
+def quality(kv: str, kl: float, cache_bytes: int) -> Quality:
+    return Quality(str(CacheSpec.parse(kv)), 1024, 20.0, 1.0, kl, kl, 0.95, 0.95, cache_bytes, 100, 1.0, ())
+
+
+QUALITIES = [
+    quality("dense", 0.0, 900),
+    quality("kivi2:bits=4", 0.001, 300),
+    quality("kivi2", 0.01, 200),
+    quality("h1b:fit=head", 1.0, 100),
+]
+TIMINGS = [Timing("onebit", 8192, 32, 10.0, 12.0, 5.0, 0.5, 1 << 20, 2.0, 1 << 24)]
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is drawn, instead of files."""
+    drawn: list[Any] = []
+    plots.require_matplotlib()
+    monkeypatch.setattr(plots, "_save", lambda axes, path: drawn.append(axes))
+    yield drawn
+    from matplotlib import pyplot
+
+    pyplot.close("all")
+
+
+def test_pictures(figures: list[Any]) -> None:
+    watts = np.array([[2.0, 1.0], [3.0, 1.0], [4.0, 1.0]])
+    trace = Trace(np.array([10.0, 10.5, 11.0]), watts, np.full((3, 2), np.nan), ("cpu", "rest"), ("cpu", "rest"))
+    plots.plot_power(trace, "x.png")
+    plots.plot_quality(QUALITIES, 8192, "x.png")
+    plots.plot_times(TIMINGS, 4, "x.png")
+    power, kl, times = figures
+    total, cpu, rest = power.lines
+    assert total.get_xdata().tolist() == [0, 0.5, 1]
+    assert total.get_ydata().tolist() == [3, 4, 5]
+    assert (cpu.get_label(), rest.get_label()) == ("cpu", "rest")
+    assert (kl.get_xscale(), kl.get_yscale()) == ("log", "log")
+    drawn = {(x, y) for line in kl.lines for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)}
+    assert drawn == {(q.cache_bytes / 8192, max(q.kl, plots.LEAST_KL)) for q in QUALITIES}
+    assert sorted(len(line.get_xdata()) for line in kl.lines) == [1, 1, 2]  # the forms of a scheme are joined
+    assert [bar.get_width() for bar in times.patches] == [5.0, 2.0, 3.0]
+    assert [text.get_text() for text in times.texts] == [" 2.0 GB/s"]
+
+
+def test_tables_fit_and_name_schemes_in_full() -> None:
+    verdicts = [judge(quality, (3, 20), GateLimits()) for quality in QUALITIES]
+    text = eval_command.quality_table(QUALITIES, 8192)
+    for narrow in (text, command.timing_table(TIMINGS), eval_command.gate_table(verdicts)):
+        assert max(map(len, narrow.splitlines()[:2])) <= WIDTH
+    assert "kivi2:bits=4 " in text
+    assert "h1b:fit=head " in text
+    assert "top1 late" not in text
+    assert "top1 late" in eval_command.quality_table(QUALITIES, 8192, wide=True)
+    assert "p95" in command.timing_table(TIMINGS, wide=True)
+    assert eval_command.gate_table(verdicts).count("failed: ") == 4
+    rows = [["kv", "n", "what"], ["a", "10", "x" * 200]]
+    narrow = fitted(rows, left=(0, 2))
+    assert narrow[0] == "kv   n  what"
+    assert (len(narrow[1]), narrow[1][-3:]) == (WIDTH, "...")
+    assert len(fitted(rows, left=(0, 2), wide=True)[1]) > 200

@@ -1,32 +1,41 @@
-"""`edgekv board`: all is measured, kept at once and continued; what does not fit is left out with its reason."""
+"""`edgekv board`: all is measured, kept at once and continued; files are checked; documents are current."""
 
+import json
 import pathlib
+import subprocess
+import sys
 import time
 
 import msgspec
 import power_trees as trees
 import pytest
-from board_cases import FASTER, keys, new_board
+from board_cases import FASTER, made_up, new_board
 
-from edgekv.board import measure
-from edgekv.board import run as board_run
-from edgekv.board.energy import Metering
-from edgekv.board.page import page
-from edgekv.board.plan import FULL, steps
-from edgekv.board.record import (
+from edgekv.cli import main
+from edgekv.errors import ConfigError, PowerError
+from edgekv.power import METERS, conditions
+from edgekv.power import board as measuring
+from edgekv.power.board import (
+    FULL,
+    NO_TIME,
     Bandwidth,
     Board,
     Decode,
+    Metering,
     Prompt,
-    Span,
+    Run,
     ThreadsRow,
-    load,
-    save,
+    Watch,
+    add_log,
+    bandwidth_threads,
+    json_schema,
+    steps,
+    threads_key,
+    weights_bytes,
 )
-from edgekv.board.run import NO_TIME, Run
-from edgekv.cli import main
-from edgekv.errors import ConfigError
-from edgekv.power import METERS
+from edgekv.power.board_page import page
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def go(board: Board, path: pathlib.Path, seconds: float = 600.0) -> list[str]:
@@ -44,29 +53,26 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Board, pathlib.Path
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         board = new_board()
         go(board, folder / "board.json")
-        assert (
-            list((folder / "cache/edgekv/stores").iterdir()) == []
-        )  # drawn for this board, and not needed any more
+        # The weights were drawn for this board, and are not needed any more.
+        assert list((folder / "cache/edgekv/stores").iterdir()) == []
     return board, folder / "board.json"
 
 
 @pytest.fixture
 def copy(whole: tuple[Board, pathlib.Path]) -> Board:
-    return load(whole[1])
+    return Board.load(whole[1])
 
 
-def test_everything_of_the_plan_is_measured(whole: tuple[Board, pathlib.Path]) -> None:
+def test_everything_of_the_plan_is_measured_and_on_the_page(whole: tuple[Board, pathlib.Path]) -> None:
     board, path = whole
     assert board.finished
     assert board.left_out == []
-    assert board.attempts == {}
     cores = board.machine.cores
-    assert {m.key for m in board.measured} == keys(board)
+    wanted = {threads_key("memory", n) for n in bandwidth_threads(cores)}
+    assert {m.key for m in board.measured} == wanted | {step.key for step in steps(board.plan, cores)}
     kinds = [type(m) for m in board.measured]
-    assert kinds.count(Decode) == 4
-    assert kinds.count(Prompt) == 1
-    assert kinds.count(ThreadsRow) >= 1
-    assert kinds.count(Bandwidth) >= min(cores, 2)
+    assert (kinds.count(Decode), kinds.count(Prompt)) == (4, 1)
+    text = page(board)
     for m in board.measured:
         assert 0 < m.span.seconds <= m.span.took_s
         assert 0 <= m.span.others <= 1
@@ -79,27 +85,16 @@ def test_everything_of_the_plan_is_measured(whole: tuple[Board, pathlib.Path]) -
             assert m.energy is None
         if isinstance(m, Prompt):
             assert m.first_token_s > m.tokens / m.tokens_per_s
-    assert load(path) == board
-
-
-def test_the_page_has_every_figure(whole: tuple[Board, pathlib.Path]) -> None:
-    text = page(whole[0])
-    for m in whole[0].measured:
-        if isinstance(m, (Decode, ThreadsRow)):
-            assert f" {1e3 / m.token_ms:.2f} |" in text
-        elif isinstance(m, Prompt):
             assert f"| {m.tokens_per_s:.1f} | {m.first_token_s:.2f} s |" in text
-        else:
+        elif isinstance(m, Bandwidth):
             assert f"| {m.threads} | {m.gb_per_s:.1f} |" in text
+        elif isinstance(m, (Decode, ThreadsRow)):
+            assert f" {1e3 / m.token_ms:.2f} |" in text
     assert "a smoke test" in text.lower()
     assert "a test" in text
     assert "Left out" not in text
-
-
-def test_a_finished_board_measures_nothing_again(copy: Board, tmp_path: pathlib.Path) -> None:
-    before = list(copy.measured)
-    assert go(copy, tmp_path / "b.json") == []
-    assert copy.measured == before
+    assert Board.load(path) == board
+    assert go(Board.load(path), path) == []  # nothing is measured again
 
 
 def test_an_interrupted_run_goes_on(
@@ -107,59 +102,29 @@ def test_an_interrupted_run_goes_on(
 ) -> None:
     """Ctrl-C in the third decoding: what was there stays as it was, and the rest comes."""
     command = ["board", "--quick", "--output", str(tmp_path), "--about", "on a table"]
-    decode, calls = measure.decode, []
+    decode, calls = Run.decode, []
 
-    def interrupted(opened: object, kv: str, depth: int, *more: object) -> object:
+    def interrupted(run: Run, kv: str, depth: int) -> Decode:
         calls.append((kv, depth))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return decode(opened, kv, depth, *more)
+        return decode(run, kv, depth)
 
     monkeypatch.setattr("edgekv.cli.board.QUICK", FASTER)
-    monkeypatch.setattr(measure, "decode", interrupted)
+    monkeypatch.setattr(Run, "decode", interrupted)
     assert main(command) == 130
     (file,) = tmp_path.glob("*.json")
-    first = load(file)
+    first = Board.load(file)
     assert not first.finished
-    assert first.attempts == {}
     assert len([m for m in first.measured if isinstance(m, Decode)]) == 2
     assert file.with_suffix(".md").read_text() == page(first)
     assert main(command) == 0
-    second = load(file)
+    second = Board.load(file)
     assert second.measured[: len(first.measured)] == first.measured
     assert second.finished
-    assert calls[2] == calls[3]
-    assert len(calls) == 5
-    out = capsys.readouterr()
-    assert out.out.split() == [str(file), str(file.with_suffix(".md"))]
+    assert (calls[2], len(calls)) == (calls[3], 5)
+    assert capsys.readouterr().out.split() == [str(file), str(file.with_suffix(".md"))]
     assert "on a table" in file.with_suffix(".md").read_text()
-
-
-def test_what_killed_two_runs_is_left_out(copy: Board, tmp_path: pathlib.Path) -> None:
-    lost = next(m for m in copy.measured if isinstance(m, Decode) and m.kv == "onebit")
-    copy.measured.remove(lost)
-    copy.attempts = {lost.key: 2}
-    go(copy, tmp_path / "b.json")
-    assert [(left.what, "2 runs ended" in left.why) for left in copy.left_out] == [(lost.key, True)]
-    assert copy.finished
-    assert lost.key in page(copy)
-
-
-def test_a_killed_process_leaves_a_count(copy: Board, tmp_path: pathlib.Path) -> None:
-    """The file names what was under way, as nothing can be written afterwards."""
-    lost = copy.measured.pop()
-    path, seen = tmp_path / "b.json", []
-
-    def look(*arguments: object) -> None:
-        seen.append(load(path).attempts)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "decode", look)
-        with pytest.raises(KeyboardInterrupt):
-            go(copy, path)
-    assert seen == [{lost.key: 1}]
-    assert load(path).attempts == {}
 
 
 def test_without_time_the_rest_is_left_out_and_comes_later(copy: Board, tmp_path: pathlib.Path) -> None:
@@ -173,48 +138,32 @@ def test_without_time_the_rest_is_left_out_and_comes_later(copy: Board, tmp_path
     assert copy.finished
 
 
-def test_without_memory_the_bytes_are_named(
+def test_what_cannot_be_measured_is_left_out_with_its_reason(
     copy: Board, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy.measured.pop()
-    monkeypatch.setattr(board_run, "available_memory_bytes", lambda: 1000)
-    go(copy, tmp_path / "b.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "available_memory_bytes", lambda: 1000)
+        go(copy, tmp_path / "b.json")
     (left,) = copy.left_out
     assert left.why.startswith("needs ")
     assert left.why.endswith("of memory, 1000 B is free")
 
-
-def test_an_error_is_a_reason(copy: Board, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy.measured = [m for m in copy.measured if not isinstance(m, Decode)]
-
-    def full(*arguments: object) -> None:
+    def full(run: Run, kv: str, depth: int) -> None:
         raise ConfigError("the disk is full")
 
-    monkeypatch.setattr(measure, "decode", full)
+    monkeypatch.setattr(Run, "decode", full)
+    copy.measured = [m for m in copy.measured if not isinstance(m, Decode)]
     go(copy, tmp_path / "b.json")
-    assert {left.why for left in copy.left_out} == {"the disk is full"}
-    assert len(copy.left_out) == 4
-    assert copy.attempts == {}
-
-
-def test_time_is_estimated_by_the_weights(copy: Board, tmp_path: pathlib.Path) -> None:
-    plan = msgspec.structs.replace(FULL, shapes=("qwen3-0.6b", "llama3.1-8b"))
-    span = Span(0.0, 3.0, 10.0, None, None, None, 0.0)
-    row = next(m for m in copy.measured if isinstance(m, Decode))
-    row = msgspec.structs.replace(row, shape="qwen3-0.6b", kv="dense", depth=2048, span=span)
-    board = msgspec.structs.replace(copy, plan=plan, measured=[row], shapes=[])
-    job = Run(board, tmp_path / "b.json", Metering(), 1.0, print, lambda *arguments: None)
-    ratio = measure.weights_bytes("llama3.1-8b", plan) / measure.weights_bytes("qwen3-0.6b", plan)
-    (step,) = [s for s in steps(plan, 4) if s.key == "llama3.1-8b, dense at 2048"]
-    assert job._estimate(step) == pytest.approx(10 * ratio)
+    assert [left.why for left in copy.left_out] == 4 * ["the disk is full"]
 
 
 def test_a_meter_gives_energies(copy: Board, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METERS, "rpi-pmic", trees.Steady)
     copy.measured, copy.idle = [m for m in copy.measured if not isinstance(m, (Decode, Prompt))], None
     copy.plan = msgspec.structs.replace(copy.plan, seconds=0.5, idle_s=0.5)
-    monkeypatch.setattr(measure, "MOST_TOKENS", 2000)
-    monkeypatch.setattr(measure, "MOST_PROMPTS", 200)
+    monkeypatch.setattr(measuring, "MOST_TOKENS", 2000)
+    monkeypatch.setattr(measuring, "MOST_PROMPTS", 200)
     go(copy, tmp_path / "b.json")
     assert copy.idle is not None
     assert copy.idle.watts == pytest.approx(4.0)
@@ -230,19 +179,36 @@ def test_a_meter_gives_energies(copy: Board, tmp_path: pathlib.Path, monkeypatch
         assert f"{m.energy.mj_per_token:.4g}" in page(copy)
 
 
+def test_a_log_gives_energies_afterwards(tmp_path: pathlib.Path) -> None:
+    board = made_up()
+    assert board.idle is not None
+    begun, ended = board.idle.started - 1, max(m.span.started + m.span.seconds for m in board.measured) + 1
+    log = tmp_path / "log.csv"
+    n = int((ended - begun) * 200)
+    log.write_text("time,watts\n" + "".join(f"{begun + i / 200:.4f},2.5\n" for i in range(n)))
+    add_log(board, log)
+    assert board.meter.startswith("csv: ")
+    rows = [m for m in board.measured if isinstance(m, (Decode, Prompt))]
+    assert rows
+    for m in rows:
+        tokens = m.tokens * m.runs if isinstance(m, Prompt) else m.tokens
+        assert m.energy is not None
+        assert m.energy.mj_per_token == pytest.approx(2500 * m.span.seconds / tokens, rel=1e-3)
+    log.write_text("time,watts\n1000000000,2.5\n1000000001,2.5\n")
+    with pytest.raises(PowerError, match="covers none"):
+        add_log(board, log)
+
+
 def test_another_machine_or_plan_is_not_continued(
     copy: Board, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["board", "--quick", "--output", str(tmp_path)]
-    save(copy, tmp_path / f"{copy.slug}.json")
-    assert main(command) == 2
-    assert "another plan" in capsys.readouterr().err
-    copy.machine = msgspec.structs.replace(copy.machine, ram_bytes=1)
-    save(copy, tmp_path / f"{copy.slug}.json")
-    assert main(command) == 2
-    error = capsys.readouterr().err
-    assert "another machine" in error
-    assert error.count("\n") == 1
+    for message in ("another plan", "another machine"):
+        copy.save(tmp_path / f"{copy.slug}.json")
+        assert main(["board", "--quick", "--output", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+        copy.machine = msgspec.structs.replace(copy.machine, ram_bytes=1)
 
 
 @pytest.mark.parametrize(
@@ -261,3 +227,91 @@ def test_bad_input_is_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_warns_of_what_spoils_its_figures() -> None:
+    board = made_up()
+    assert "was shared" not in page(board)
+    assert "| throttling | none |" in page(board)
+    for i, m in enumerate(board.measured):
+        span = msgspec.structs.replace(m.span, others=0.3, throttling=("under-voltage",) if i == 2 else ())
+        board.measured[i] = msgspec.structs.replace(m, span=span)
+    assert "was shared: other programs took 30% of the cores' time" in page(board)
+    assert "| throttling | under-voltage |" in page(board)
+
+
+def test_small_shapes_come_first_and_each_with_its_most_telling_rows() -> None:
+    order = [step.key for step in steps(FULL, 4)]
+    assert order[:4] == [f"qwen3-0.6b, {n}" for n in ("4 threads", "3 threads", "2 threads", "1 thread")]
+    assert order[4:6] == ["qwen3-0.6b, dense at 0", "qwen3-0.6b, dense, prompt of 512"]
+    assert list(dict.fromkeys(key.partition(",")[0] for key in order)) == list(FULL.shapes)
+    assert len(order) == 4 + 6 * (5 * 3 + 1)
+    sizes = [weights_bytes(shape, FULL) for shape in FULL.shapes]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format is 2"),
+        ({"machine": None}, "'machine' is missing"),
+        ({"measured": [{"what": "sundial"}]}, "measured"),
+        ({"measured": [{"what": "bandwidth", "threads": 0, "gb_per_s": 1, "span": {}}]}, "threads"),
+        ({"finished": "yes"}, "finished is 'yes'"),
+        ("[]", ""),
+        ("{", ""),
+    ],
+)
+def test_a_foreign_file_is_refused_in_a_line(
+    change: dict[str, object] | str, message: str, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "board.json"
+    made_up().save(path)
+    assert Board.load(path).finished
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError) as raised:
+        Board.load(path)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_cooling_and_clocks_are_read_where_the_system_names_them(tmp_path: pathlib.Path) -> None:
+    base = "sys/devices/system/cpu/cpufreq/policy0"
+    trees.write_tree(
+        tmp_path,
+        {
+            "sys/class/hwmon/hwmon1/name": "pwmfan\n",
+            "sys/class/hwmon/hwmon1/fan1_input": "2900\n",
+            "sys/class/thermal/cooling_device0/type": "pwm-fan\n",
+            "sys/class/thermal/cooling_device0/cur_state": "1\n",
+            "sys/class/thermal/cooling_device0/max_state": "4\n",
+            "sys/class/thermal/cooling_device1/type": "cpufreq-cpu0\n",
+            f"{base}/affected_cpus": "0 1 2 3\n",
+            f"{base}/scaling_governor": "ondemand\n",
+            f"{base}/cpuinfo_min_freq": "1500000\n",
+            f"{base}/cpuinfo_max_freq": "2400000\n",
+        },
+    )
+    assert conditions.cooling(tmp_path) == ["pwmfan at 2900 rpm", "pwm-fan in state 1 of 4"]
+    assert conditions.clock_ranges(tmp_path) == ["cores 0 1 2 3: ondemand, 1500 to 2400 MHz"]
+    assert conditions.cooling(tmp_path / "nothing") == conditions.clock_ranges(tmp_path / "nothing") == []
+
+
+def test_only_other_programs_count_as_others() -> None:
+    watch = Watch()
+    # A child is counted with us once it has ended.
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        time.sleep(0.5)
+        while_running = watch.others()
+        busy.kill()
+    assert 0 < while_running <= 1
+
+
+def test_documents_are_current() -> None:
+    """Every page, the table and the schema, of the JSON files in docs/boards."""
+    done = subprocess.run(
+        [sys.executable, "tools/docs/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    schema = json.loads((ROOT / "docs" / "lab" / "boards" / "schema.json").read_text())
+    assert schema == json.loads(json.dumps(json_schema()))

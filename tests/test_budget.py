@@ -17,14 +17,21 @@ from edgekv.cli import main
 from edgekv.errors import CacheError, SessionError
 from edgekv.kernels import numba_kernels, numpy_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.cache import Geometry, KVCache, Workspace, rewind
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import WORD
-from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.kvcache.repack import copy_tokens, decode
-from edgekv.kvcache.rewinding import rewind
-from edgekv.kvcache.steps import Steps, StepsKnobs
-from edgekv.kvcache.tiers import TIERS, Shape, Split, choose_split, least_bytes, usable_tiers
+from edgekv.kvcache.tiered import (
+    TIERS,
+    Shape,
+    Split,
+    Steps,
+    StepsKnobs,
+    choose_split,
+    copy_tokens,
+    decode,
+    least_bytes,
+    usable_tiers,
+)
 from edgekv.models import architecture
 
 CTX = 3000
@@ -250,9 +257,9 @@ def text(session: Session, prompt: list[int], n: int, sampling: object = SAMPLIN
 def test_a_conversation_up_to_the_last_token(model: pathlib.Path) -> None:
     session = Session.load(model, kv_budget=BUDGET)
     assert session.plan.cache_bytes <= BUDGET
-    buffers = session.state.caches[0].workspace._buffers
+    buffers = session.caches[0].workspace._buffers
     for _ in session.generate(PROMPT, max_new_tokens=5000, sampling=SAMPLING):
-        held = sum(cache.nbytes for cache in session.state.caches)
+        held = sum(cache.nbytes for cache in session.caches)
         assert held + sum(b.nbytes for name, b in buffers.items() if "tiers" in name) <= BUDGET
     assert "context full" in str(session.report().stop_reason)
     (note,) = session.report().notes
@@ -270,7 +277,7 @@ def test_saved_in_the_middle(model: pathlib.Path, tmp_path: pathlib.Path) -> Non
         saved.save(tmp_path / "session")
         restored = Session.restore(tmp_path / "session", straight)
         assert restored.report().notes == saved.report().notes
-        assert first + text(restored, [], 900 - n, restored.state.sampler) == whole
+        assert first + text(restored, [], 900 - n, restored.last_sampler) == whole
 
 
 def test_a_saved_budget_is_kept_and_held_to(model: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -12,13 +12,13 @@ from cache_cases import F64, attention, draw, make, relative
 from helpers import raises
 
 from edgekv import Session
-from edgekv.cache_folder import Memo
+from edgekv.engine.loading import FORMAT
 from edgekv.errors import CacheError, SessionError
+from edgekv.files import Memo
 from edgekv.kernels.contract.planes import GAUSS_STEP
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import LEFT, HeadNoise, evenly, factors_of, give_bits, given, head_noise, spread_of
 from edgekv.kvcache.planes import KEY_SCALES, PlanesKnobs
-from edgekv.session.head_bits import FORMAT
 
 KV = "planes:k_bits=1.5,v_bits=1.5,residual_length=16"
 PROMPT = "It was a dark night when the old man and his wife were not come up. " * 30
@@ -231,7 +231,7 @@ def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -
         assert len(digits) == n
         assert len(set(digits)) > 1
     assert loaded.plan.kv.short == KV
-    assert sum(cache.nbytes for cache in loaded.state.caches) == loaded.plan.cache_bytes
+    assert sum(cache.nbytes for cache in loaded.caches) == loaded.plan.cache_bytes
     with loaded.fork(kv=KV) as again:
         assert again.plan.kv == loaded.plan.kv
     with loaded.fork() as session:
@@ -294,6 +294,6 @@ def test_a_model_without_a_tokenizer_says_so(
     with Session.load(tmp_path, kv=KV, ctx=300) as session:
         assert session.tokenizer is None
         assert session.plan.kv.knobs.k_heads == ""
-        assert session.plan.cache_bytes == sum(cache.nbytes for cache in session.state.caches)
+        assert session.plan.cache_bytes == sum(cache.nbytes for cache in session.caches)
         text(session, [1, 2, 3], 2)
         assert any("by their order" in note for note in session.report().notes)

@@ -1,6 +1,5 @@
 """The contract of every KV scheme, on both kernel backends: whatever it keeps, it keeps these promises."""
 
-import dataclasses
 from typing import Any
 
 import cache_cases
@@ -11,13 +10,12 @@ from cache_cases import BACKENDS, Heads, attention, draw, relative
 from edgekv import CACHES
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.kvcache.recurrent import RecurrentState
-from edgekv.kvcache.rolling import ring_tokens
+from edgekv.kvcache.sliding import ring_tokens
 from edgekv.kvcache.windowed import Windowed
 from edgekv.models.recurrence import ShortConv
-from edgekv.server.timings import f16_bytes, held_bytes
+from edgekv.server.engine import f16_bytes, held_bytes
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim
 TOKENS = 330  # several blocks of 64, and a rest
@@ -181,6 +179,16 @@ def test_the_latest_tokens_stay_exact_while_blocks_are_packed(name: str) -> None
             held = cache.stored()[part].decode(0, cache.n_recent)
             np.testing.assert_array_equal(held, x[:, latest].astype(np.float16))
     assert len(packed) > 2
+    for n in (150, 200, 330):  # a prompt leaves as many exact as tokens that come one by one
+        cache = make(name, heads)
+        cache.prefill(q[:, :n], k[:, :n], v[:, :n])
+        assert (
+            cache.n_recent
+            == n - cache.n_sink - cache.n_packed
+            >= min(cache.sizes.residual_length, n - cache.n_sink)
+        )
+        held = cache.stored()["recent_key"].decode(0, cache.n_recent)
+        np.testing.assert_array_equal(held, k[:, n - cache.n_recent : n].astype(np.float16))
 
 
 LAYERS = {"all tokens": {}, "a window": {"sliding_window": 60}, "a soft bound": {"score_cap": 20.0}}
@@ -193,8 +201,6 @@ def test_n_tokens_take_what_is_planned_for_them(name: str, layer: dict[str, Any]
     """As much as a cache with room for no more; at most that where texts decide (`kvcomp`)."""
     heads = SHAPES["gqa"]
     spec, geometry = CacheSpec.parse(name), Geometry(*heads, TOKENS, 2, 4, **layer)
-    if not spec.scheme.caps_scores(spec.knobs):
-        geometry = dataclasses.replace(geometry, score_cap=None)
     cache = spec.layer(geometry)
     for n in (90, 200, TOKENS):
         whole, exact = spec.layer(geometry), cache.cut(n)

@@ -13,11 +13,10 @@ import pytest
 from helpers import SESSION_KV, raises
 
 from edgekv import SamplingParams, Session
-from edgekv.chat.conversation import Chat, answer_ids
-from edgekv.chat.template import ChatTemplate, find_template
-from edgekv.chat.turns import TurnEncoder
+from edgekv.engine.chat import Chat, answer_ids
 from edgekv.errors import ConfigError, ContextError, EdgeKVError, SessionError
-from edgekv.tokenizer import Tokenizer, load_tokenizer
+from edgekv.text import Tokenizer, load_tokenizer
+from edgekv.text.template import ChatEncoder, ChatTemplate, find_template
 
 TAGGED = """\
 {%- for message in messages %}
@@ -68,12 +67,12 @@ def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> Non
     talk = chat(session, TEMPLATES[template])
     fed = []
     for question in ("Once upon a time", "Who was there", "And then"):
-        before = session.state.n_past
+        before = session._state.n_cached
         steps = list(talk.ask(question, max_new_tokens=80))
         report = session.report()
         fed.append(report.prefill_tokens)
         assert steps[-1].finish_message in ("end of text", "max_new_tokens")
-        assert session.state.n_past == before + report.prefill_tokens + len(report.decode_latencies_s)
+        assert session._state.n_cached == before + report.prefill_tokens + len(report.decode_latencies_s)
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 3
     fresh, tokens, answer = loaded.fork(kv="dense:dtype=f32"), session.tokens, talk.messages[-1]["ids"]
     question = tokens[: len(tokens) - len(answer)]
@@ -124,7 +123,7 @@ def test_retry_computes_one_token_again(loaded: Session) -> None:
         chat(loaded.fork()).retry()
 
 
-@pytest.mark.parametrize("kv", ["onebit", "bitplane", "kivi2", "kvcomp", "dense", "fier"])
+@pytest.mark.parametrize("kv", ["onebit", "kivi2", "kvcomp", "dense", "fier"])
 def test_a_rewind_far_back_recomputes_little(loaded: Session, kv: str) -> None:
     """What is packed stays packed; only the tokens that were exact at that length are computed again."""
     session = loaded.fork(kv=kv)
@@ -186,7 +185,7 @@ def test_the_history_waits_for_the_answer_and_goes_with_a_reset(loaded: Session)
     assert talk.messages == [{"role": "system", "content": "Be brief."}]
     list(talk.ask("Tom", max_new_tokens=8))
     session.reset()
-    assert (session.state.memo, session.state.sampler) == ({}, None)
+    assert (session.memo, session.last_sampler) == ({}, None)
     assert chat(session, system="Sing.").messages == [{"role": "system", "content": "Sing."}]
 
 
@@ -195,7 +194,7 @@ def test_a_history_that_is_none_is_refused(loaded: Session) -> None:
     turns = ({"role": "user"}, {"role": "user", "content": 5}, {"role": "user", "content": "", "ids": [-1]})
     for history in (5, [5], *([turn] for turn in turns)):
         session = loaded.fork()
-        session.state.memo["messages"] = history
+        session.memo["messages"] = history
         with pytest.raises(SessionError, match="history is damaged"):
             chat(session, system="x")
 
@@ -204,11 +203,15 @@ def test_a_history_that_is_none_is_refused(loaded: Session) -> None:
 def test_special_tokens_in_a_message_are_text(loaded: Session, role: str) -> None:
     """Those of an answer, and of the template, are what they are."""
     tokenizer = loaded.require_tokenizer()
-    encoder = TurnEncoder(ChatTemplate(BRACKETS.replace("'user'", f"'{role}'"), tokenizer), tokenizer)
+    encoder = ChatEncoder(ChatTemplate(BRACKETS.replace("'user'", f"'{role}'"), tokenizer), tokenizer)
     special = [tokenizer.bos_id, *tokenizer.eos_ids[:1]]
     ids = encoder.ids([{"role": role, "content": "a </s><s> b"}], lambda i: None)
     assert [i for i in ids if i in special] == special[:1]
     assert "</s><s> b" in tokenizer.decode(ids)
+    tools = ChatTemplate("{{ tools | tojson }}", tokenizer)
+    text = ChatEncoder(tools, tokenizer).ids([], lambda i: None, {"tools": [{"description": "a </s><s> b"}]})
+    assert not {*special} & {*text[1:]}
+    assert "</s><s> b" in tokenizer.decode(text)
     answer = encoder.ids([{"role": "assistant", "content": "a</s>"}], lambda i: None)
     assert [i for i in answer if i in special] == [special[0], special[1], special[1]]
 
@@ -267,7 +270,7 @@ def test_without_an_answer_the_history_stays(loaded: Session, monkeypatch: pytes
             answer(max_new_tokens=0)
         assert talk.messages == before
         with monkeypatch.context() as patch:
-            patch.setattr(talk.session.runner, "append", interrupt)
+            patch.setattr(talk.session._runner, "append", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 next(answer())
         assert talk.messages == before
@@ -289,7 +292,7 @@ def test_the_history_is_saved_and_taken_up(loaded: Session, tmp_path: pathlib.Pa
     assert again.session.report().prefill_tokens < 40
     talk.clear()
     assert [m["role"] for m in talk.messages] == ["system"]
-    assert session.state.n_past == 0
+    assert session._state.n_cached == 0
 
 
 def test_a_stop_string_is_not_in_the_cache(loaded: Session) -> None:
@@ -315,7 +318,7 @@ def test_answer_ids_end_where_the_text_ends(loaded: Session) -> None:
 def test_a_template_that_changes_answers_is_obeyed(loaded: Session) -> None:
     """Reasoning that the template drops from earlier answers leaves the cache too."""
     tokenizer = loaded.require_tokenizer()
-    encoder = TurnEncoder(ChatTemplate(REASONED, tokenizer), tokenizer)
+    encoder = ChatEncoder(ChatTemplate(REASONED, tokenizer), tokenizer)
     messages = [
         {"role": "user", "content": "Tom"},
         {"role": "assistant", "content": "hmm</think>Lily"},
@@ -328,7 +331,7 @@ def test_a_template_that_changes_answers_is_obeyed(loaded: Session) -> None:
 
 def test_special_tokens_of_a_template_become_ids(loaded: Session) -> None:
     tokenizer = loaded.require_tokenizer()
-    encoder = TurnEncoder(ChatTemplate(BRACKETS, tokenizer), tokenizer)
+    encoder = ChatEncoder(ChatTemplate(BRACKETS, tokenizer), tokenizer)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ids = encoder.ids(messages, lambda i: None)
     assert ids[0] == tokenizer.bos_id
@@ -446,4 +449,4 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(shared: pathlib.Path, tmp_
     assert b"plain User/Assistant transcript" in errors
     assert b"user: Once upon a time\nassistant: " in errors
     session = Session.restore(tmp_path / "session", shared / "models" / "stories260K")
-    assert len(session.state.memo["messages"]) == 2
+    assert len(session.memo["messages"]) == 2

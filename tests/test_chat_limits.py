@@ -10,10 +10,9 @@ import sys
 import pytest
 
 from edgekv import child
-from edgekv.chat import template
-from edgekv.chat.template import ChatTemplate, find_template
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.tokenizer import load_tokenizer
+from edgekv.text import load_tokenizer, template
+from edgekv.text.template import ChatTemplate, find_template
 
 DEMO = pathlib.Path(__file__).resolve().parent.parent / "models" / "demo"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -125,7 +124,7 @@ def test_odd_declarations_are_a_config_error(tmp_path: pathlib.Path, declared: s
 def test_a_worker_without_its_renderer_ends_by_itself() -> None:
     """Its renderer may be killed while a template runs in circles."""
     endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-    patched = "from edgekv import child; child.ALONE_SECONDS = 1; child.main('edgekv.chat.environment')"
+    patched = "from edgekv import child; child.ALONE_SECONDS = 1; child.main('edgekv.text.sandbox')"
     request = json.dumps({"source": endless, "names": {}}).encode()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", patched], **pipes) as process:

@@ -13,10 +13,9 @@ import pytest
 from PIL import Image
 
 from edgekv import Chat, SamplingParams, Session
-from edgekv.chat.template import ChatTemplate
-from edgekv.cli.chat_input import history_file, is_open
-from edgekv.cli.chat_terminal import Terminal
+from edgekv.cli.chat import Terminal, history_file, is_open
 from edgekv.errors import EdgeKVError, ImageError
+from edgekv.text.template import ChatTemplate
 
 PASTE = "\x1b[200~{}\x1b[201~"  # what terminals send around what is pasted
 READY = r"\x1b\[\?2004h"  # the editor takes pastes from now on
@@ -64,7 +63,7 @@ def end(child: pexpect.spawn) -> None:
 
 def messages(path: pathlib.Path) -> list[tuple[str, str]]:
     session = Session.restore(path, "demo")
-    return [(message["role"], message["content"]) for message in session.state.memo["messages"]]
+    return [(message["role"], message["content"]) for message in session.memo["messages"]]
 
 
 def test_a_conversation(start: Start, tmp_path: pathlib.Path) -> None:
@@ -141,7 +140,7 @@ def test_images_stay_through_later_turns(tmp_path: pathlib.Path) -> None:
     file = str(tmp_path / "blue.png")
     list(chat.ask("Describe the picture.", images=[file], max_new_tokens=6))
     list(chat.ask("Again.", max_new_tokens=6))
-    assert len(session.state.spans) == 1
+    assert len(session._state.spans) == 1
     fresh = Chat(session.fork(), template)
     fresh.messages.extend(json.loads(json.dumps(chat.messages[:2])))
     list(fresh.ask("Again.", max_new_tokens=6))
@@ -168,8 +167,7 @@ def test_what_is_still_open(text: str, waits: bool) -> None:
 
 
 def test_how_a_model_wants_to_be_sampled(tmp_path: pathlib.Path) -> None:
-    from edgekv.session.model import Model
-    from edgekv.session.sampling_defaults import sampling_defaults
+    from edgekv.engine.model import Model, sampling_defaults
 
     folder = golden_cases.write_checkpoint("llama31", tmp_path / "model")
     assert sampling_defaults(Model.open(folder)).temperature == 0.7

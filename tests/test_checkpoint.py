@@ -14,9 +14,7 @@ import pytest
 from checkpoint_files import entry, one_line, raw_file, sample
 from safetensors.numpy import save_file
 
-from edgekv.checkpoint.tensor_set import TensorSet
-from edgekv.checkpoint.tensors import DTYPES, TensorFile, to_float32
-from edgekv.checkpoint.writer import TensorWriter
+from edgekv.checkpoint.tensors import DTYPES, MappedTensor, Tensors, TensorWriter, to_float32
 from edgekv.errors import CheckpointError
 
 
@@ -27,12 +25,12 @@ def test_every_dtype_round_trips(tmp_path: Path, dtype: str, shape: tuple[int, .
     path = tmp_path / "a.safetensors"
     with TensorWriter(path, {"w": (dtype, shape)}) as writer:
         writer.write("w", expected)
-    file = TensorFile(path)
-    found = file.array("w")
+    file = Tensors.open(path)
+    found = file["w"].read()
     assert found.dtype == expected.dtype
     assert found.shape == shape
     np.testing.assert_array_equal(found, expected)
-    info = file.info("w")
+    info = file["w"]
     assert (info.dtype, info.shape, info.nbytes) == (dtype, shape, expected.nbytes)
 
 
@@ -40,30 +38,32 @@ def test_array_is_a_read_only_view_in_file_order(tmp_path: Path) -> None:
     path = raw_file(
         tmp_path / "a", {"late": entry(8, 16), "early": entry(0, 8)}, np.arange(4, dtype=np.float32).tobytes()
     )
-    file = TensorFile(path)
-    assert file.names() == ["early", "late"]
-    np.testing.assert_array_equal(file.array("late"), [2, 3])
-    assert not file.array("late").flags.writeable
-    assert not file.array("late").flags.owndata
+    file = Tensors.open(path)
+    assert list(file) == ["early", "late"]
+    np.testing.assert_array_equal(file["late"].read(), [2, 3])
+    assert not file["late"].read().flags.writeable
+    assert not file["late"].read().flags.owndata
     assert file.metadata == {}
 
 
 def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
     tensors = {name: sample(name) for name in ("F32", "F16", "I8", "I64")}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    file = TensorFile(tmp_path / "a.safetensors")
+    file = Tensors.open(tmp_path / "a.safetensors")
     assert file.metadata == {"format": "pt"}
-    assert sorted(file.names()) == sorted(tensors)
+    assert sorted(file) == sorted(tensors)
     for name, expected in tensors.items():
-        np.testing.assert_array_equal(file.array(name), expected)
+        np.testing.assert_array_equal(file[name].read(), expected)
 
 
 def test_unaligned_data_is_read(tmp_path: Path) -> None:
     text = json.dumps({"w": entry(0, 8)}).encode()
     text += b" " * (-len(text) % 8 + 1)
-    file = TensorFile(raw_file(tmp_path / "a", text, np.array([1.5, -2], np.float32).tobytes()))
-    assert file.data_start % 4 == 1
-    np.testing.assert_array_equal(file.array("w") + 0, [1.5, -2])
+    file = Tensors.open(raw_file(tmp_path / "a", text, np.array([1.5, -2], np.float32).tobytes()))
+    tensor = file["w"]
+    assert isinstance(tensor, MappedTensor)
+    assert tensor.start % 4 == 1
+    np.testing.assert_array_equal(file["w"].read() + 0, [1.5, -2])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_unaligned_data_is_read(tmp_path: Path) -> None:
 def test_lying_headers(tmp_path: Path, header: dict[str, Any] | bytes, data: bytes, length: int | None) -> None:
     path = raw_file(tmp_path / "a.safetensors", header, data, length)
     with pytest.raises(CheckpointError) as error:
-        TensorFile(path)
+        Tensors.open(path)
     one_line(error, path, "download")
 
 
@@ -101,20 +101,20 @@ def test_truncated_files(tmp_path: Path) -> None:
     for size in (path.stat().st_size - 1, 40, 8, 3, 0):
         os.truncate(path, size)
         with pytest.raises(CheckpointError) as error:
-            TensorFile(path)
+            Tensors.open(path)
         one_line(error, path, "download")
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError) as error:
-        TensorFile(tmp_path / "absent.safetensors")
+        Tensors.open(tmp_path / "absent.safetensors")
     one_line(error, "absent.safetensors", "No such file")
     with pytest.raises(CheckpointError) as error:
-        TensorFile(tmp_path)
+        Tensors.open(tmp_path)
     one_line(error, tmp_path, "it is a folder")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError) as error:
-        TensorFile(tmp_path / "pipe")
+        Tensors.open(tmp_path / "pipe")
     one_line(error, "pipe", "not a regular file")
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -122,42 +122,41 @@ def test_files_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("os.open", refuse)  # root may read a file of mode 0
     with pytest.raises(CheckpointError) as error:
-        TensorFile(tmp_path / "secret.safetensors")
+        Tensors.open(tmp_path / "secret.safetensors")
     one_line(error, "secret.safetensors", "Permission denied")
 
 
 def test_dtypes_without_numpy_twin_are_listed_not_read(tmp_path: Path) -> None:
-    file = TensorFile(
+    file = Tensors.open(
         raw_file(tmp_path / "a", {"mask": entry(0, 2, "BOOL"), "w": entry(2, 4, "F8_E4M3")}, bytes(4))
     )
-    assert [file.info(name).dtype for name in file.names()] == ["BOOL", "F8_E4M3"]
+    assert [file[name].dtype for name in file] == ["BOOL", "F8_E4M3"]
     with pytest.raises(CheckpointError) as error:
-        file.array("w")
+        file["w"].read()
     one_line(error, "'w'", "F8_E4M3", "BF16")
 
 
 def test_shape_beyond_numpy(tmp_path: Path) -> None:
-    file = TensorFile(raw_file(tmp_path / "a", {"w": entry(0, 0, shape=(2**63, 0))}))
+    file = Tensors.open(raw_file(tmp_path / "a", {"w": entry(0, 0, shape=(2**63, 0))}))
     with pytest.raises(CheckpointError) as error:
-        file.array("w")
+        file["w"].read()
     one_line(error, "'w'", 2**63)
 
 
 def test_missing_tensor_names_the_close_ones(tmp_path: Path) -> None:
     save_file({"model.norm.weight": sample("F32"), "other": sample("F32")}, tmp_path / "a.safetensors")
-    tensors = TensorSet([TensorFile(tmp_path / "a.safetensors")])
+    tensors = Tensors.open(tmp_path / "a.safetensors")
     assert "other" in tensors
     assert "norm.weight" not in tensors
-    for find in (tensors.info, tensors.array, tensors.files[0].info):
-        with pytest.raises(CheckpointError) as error:
-            find("norm.weight")
-        one_line(error, "'norm.weight'", "'model.norm.weight'", "a.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        tensors["norm.weight"]
+    one_line(error, "'norm.weight'", "'model.norm.weight'", "a.safetensors")
 
 
 def test_require_checks_the_shape(tmp_path: Path) -> None:
     save_file({"w": sample("F32")}, tmp_path / "a.safetensors")
-    tensors = TensorSet([TensorFile(tmp_path / "a.safetensors")])
-    np.testing.assert_array_equal(tensors.require("w", (3, 5)), sample("F32"))
+    tensors = Tensors.open(tmp_path / "a.safetensors")
+    np.testing.assert_array_equal(tensors.require("w", (3, 5)).read(), sample("F32"))
     with pytest.raises(CheckpointError) as error:
         tensors.require("w", (5, 3))
     one_line(error, "'w'", "(3, 5)", "(5, 3)")
@@ -165,14 +164,14 @@ def test_require_checks_the_shape(tmp_path: Path) -> None:
 
 BIG_FILE_PROBE = """
 import sys
-from edgekv.checkpoint.tensors import TensorFile
+from edgekv.checkpoint.tensors import Tensors
 
 def peak_kib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 before = peak_kib()
-file = TensorFile(sys.argv[1])
-assert file.array("w").nbytes == 13 << 30 and file.array("w")[-1] == 0
+file = Tensors.open(sys.argv[1])
+assert file["w"].read().nbytes == 13 << 30 and file["w"].read()[-1] == 0
 print(peak_kib() - before)
 """
 
@@ -197,12 +196,12 @@ def test_release_gives_resident_pages_back(tmp_path: Path) -> None:
         tmp_path / "a", {"w": entry(0, nbytes, "U8", (nbytes,)), "x": entry(nbytes, nbytes, "U8", (0,))}
     )
     os.truncate(path, path.stat().st_size + nbytes)
-    tensors = TensorSet([TensorFile(path)])
-    array = tensors.array("w")
+    tensors = Tensors.open(path)
+    array = tensors["w"].read()
     assert not array.any()
     touched = resident_file_bytes()
-    tensors.release("w")
-    tensors.release("x")
+    tensors["w"].release()
+    tensors["x"].release()
     assert resident_file_bytes() < touched - nbytes // 2
     assert not array[:: 1 << 20].any()
 

@@ -9,36 +9,36 @@ import pytest
 from checkpoint_files import CONFIG, one_line, sample, write_folder, write_index
 from safetensors.numpy import save_file
 
-from edgekv.checkpoint import content_hash
-from edgekv.checkpoint.source import open_source, read_config
+from edgekv.checkpoint import tensors
+from edgekv.checkpoint.checkpoint import open_checkpoint, read_config
 from edgekv.errors import CheckpointError, ConfigError, TokenizerError
 
 
 def test_single_file_folder(tmp_path: Path) -> None:
     write_folder(tmp_path, {"model.safetensors": {"w": sample("F32")}})
-    source = open_source(tmp_path)
+    source = open_checkpoint(tmp_path)
     assert (source.path, source.folder, source.config) == (tmp_path, tmp_path, CONFIG)
     assert source.config_path == tmp_path / "config.json"
     assert source.tokenizer_folder is None
-    assert source.tensors.names() == ["w"]
-    assert source.tensors.nbytes_total == sample("F32").nbytes
+    assert list(source.tensors) == ["w"]
+    assert sum(t.nbytes for t in source.tensors.values()) == sample("F32").nbytes
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert open_source(str(tmp_path)).tokenizer_folder == tmp_path
+    assert open_checkpoint(str(tmp_path)).tokenizer_folder == tmp_path
 
 
 def test_one_file_of_another_name(tmp_path: Path) -> None:
     write_folder(tmp_path, {"weights.safetensors": {"w": sample("F32")}})
-    assert open_source(tmp_path).tensors.names() == ["w"]
+    assert list(open_checkpoint(tmp_path).tensors) == ["w"]
     save_file({"v": sample("F32")}, tmp_path / "more.safetensors")
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, "more.safetensors", "weights.safetensors", "index")
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path / "m", {"model.safetensors": {"w": sample("F32")}})
     monkeypatch.setenv("HOME", str(tmp_path))
-    source = open_source("~/m", config="~/m/config.json")
+    source = open_checkpoint("~/m", config="~/m/config.json")
     assert (source.path, source.folder) == (Path("~/m"), tmp_path / "m")
 
 
@@ -49,13 +49,13 @@ SHARDS = {
 
 
 def test_sharded_folder(tmp_path: Path) -> None:
-    tensors = open_source(write_folder(tmp_path, SHARDS)).tensors
-    assert sorted(tensors.names()) == ["a", "b", "c"]
-    assert tensors.nbytes_total == 15 * (4 + 2 + 1)
-    assert tensors.info("b").dtype == "F16"
-    np.testing.assert_array_equal(tensors.require("c", (3, 5)), sample("I8"))
+    tensors = open_checkpoint(write_folder(tmp_path, SHARDS)).tensors
+    assert sorted(tensors) == ["a", "b", "c"]
+    assert sum(t.nbytes for t in tensors.values()) == 15 * (4 + 2 + 1)
+    assert tensors["b"].dtype == "F16"
+    np.testing.assert_array_equal(tensors.require("c", (3, 5)).read(), sample("I8"))
     with pytest.raises(CheckpointError) as error:
-        tensors.array("d")
+        tensors["d"].read()
     one_line(error, "'d'", "2 shards")
 
 
@@ -63,7 +63,7 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
     write_folder(tmp_path, SHARDS)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, "1 of 2 shards", "model-00002-of-00002.safetensors")
 
 
@@ -71,7 +71,7 @@ def test_tensor_absent_from_its_shard(tmp_path: Path) -> None:
     write_folder(tmp_path, SHARDS)
     save_file({"a": sample("F32")}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, "'b'", "model-00001-of-00002.safetensors")
 
 
@@ -79,7 +79,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     write_folder(tmp_path, SHARDS)
     save_file({"a": sample("F32"), "c": sample("I8")}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, "'a'", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -91,7 +91,7 @@ def test_shards_outside_the_folder_are_refused(tmp_path: Path, shard: str) -> No
     save_file({"a": sample("F32")}, tmp_path / "outside.safetensors")
     write_index(folder, {"a": shard})
     with pytest.raises(CheckpointError) as error:
-        open_source(folder)
+        open_checkpoint(folder)
     one_line(error, shard)
 
 
@@ -100,7 +100,7 @@ def test_damaged_index(tmp_path: Path, homes: object) -> None:
     write_folder(tmp_path, SHARDS)
     write_index(tmp_path, homes)
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, "index.json", "weight_map")
 
 
@@ -108,7 +108,7 @@ def test_index_that_is_not_json(tmp_path: Path) -> None:
     write_folder(tmp_path, SHARDS)
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, "index.json", "not valid JSON")
 
 
@@ -117,16 +117,16 @@ def test_other_formats_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(CheckpointError) as error:
-            open_source(path)
+            open_checkpoint(path)
         one_line(error, name, "safetensors", "convert")
 
 
 def test_nothing_to_open(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, tmp_path, "model.safetensors")
     with pytest.raises(CheckpointError) as error:
-        open_source(tmp_path / "absent")
+        open_checkpoint(tmp_path / "absent")
     one_line(error, tmp_path / "absent", "No such file")
 
 
@@ -134,26 +134,26 @@ def test_bare_file_finds_its_config(tmp_path: Path) -> None:
     path = tmp_path / "bare.safetensors"
     save_file({"w": sample("F32")}, path)
     with pytest.raises(ConfigError) as error:
-        open_source(path)
+        open_checkpoint(path)
     one_line(error, path, "config.json", "__metadata__", "config=")
     assert error.value.field == "config"
 
     save_file({"w": sample("F32")}, path, metadata={"config": json.dumps({"from": "metadata"})})
-    source = open_source(path)
+    source = open_checkpoint(path)
     assert (source.folder, source.config_path, source.config) == (None, None, {"from": "metadata"})
 
     (tmp_path / "config.json").write_text('{"from": "beside"}')
-    assert open_source(path).config == {"from": "beside"}
+    assert open_checkpoint(path).config == {"from": "beside"}
 
     (tmp_path / "other.json").write_text('{"from": "argument"}')
-    source = open_source(path, config=tmp_path / "other.json")
+    source = open_checkpoint(path, config=tmp_path / "other.json")
     assert (source.config_path, source.config) == (tmp_path / "other.json", {"from": "argument"})
 
 
 def test_damaged_config_in_metadata(tmp_path: Path) -> None:
     save_file({"w": sample("F32")}, tmp_path / "a.safetensors", metadata={"config": "{"})
     with pytest.raises(ConfigError) as error:
-        open_source(tmp_path / "a.safetensors")
+        open_checkpoint(tmp_path / "a.safetensors")
     one_line(error, "a.safetensors", "__metadata__")
 
 
@@ -173,7 +173,7 @@ def test_damaged_config(tmp_path: Path, content: bytes, part: str) -> None:
     write_folder(tmp_path, {"model.safetensors": {"w": sample("F32")}})
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError) as error:
-        open_source(tmp_path)
+        open_checkpoint(tmp_path)
     one_line(error, tmp_path / "config.json", part)
 
 
@@ -189,16 +189,16 @@ def test_tokenizer_argument(tmp_path: Path) -> None:
     tokens = tmp_path / "t"
     tokens.mkdir()
     with pytest.raises(TokenizerError) as error:
-        open_source(model, tokenizer=tokens)
+        open_checkpoint(model, tokenizer=tokens)
     one_line(error, tokens, "tokenizer.json")
     (tokens / "tokenizer.model").write_bytes(b"x")
-    assert open_source(model, tokenizer=tokens).tokenizer_folder == tokens
-    assert open_source(model, tokenizer=tokens / "tokenizer.model").tokenizer_folder == tokens
+    assert open_checkpoint(model, tokenizer=tokens).tokenizer_folder == tokens
+    assert open_checkpoint(model, tokenizer=tokens / "tokenizer.model").tokenizer_folder == tokens
 
 
 def identity_of(folder: Path, middle: np.ndarray, config: object = CONFIG) -> str:
     tensors = {"first": np.ones(1 << 16, np.float32), "middle": middle, "zlast": np.ones(1 << 16, np.float32)}
-    return open_source(write_folder(folder, {"model.safetensors": tensors}, config)).identity
+    return open_checkpoint(write_folder(folder, {"model.safetensors": tensors}, config)).identity
 
 
 def test_identity_follows_config_and_every_tensor(tmp_path: Path) -> None:
@@ -224,17 +224,17 @@ def test_identity_follows_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data[len(data) // 2] ^= 1
     middle.write_bytes(data)
     os.utime(middle, ns=(status.st_atime_ns, status.st_mtime_ns))
-    changed = open_source(tmp_path).identity
+    changed = open_checkpoint(tmp_path).identity
     assert changed != first
-    monkeypatch.setattr(content_hash, "SETTLED_NS", 0)  # the files are new
-    assert open_source(tmp_path).identity == changed
-    monkeypatch.setattr(content_hash, "hash_spans", None)
-    assert open_source(tmp_path).identity == changed
+    monkeypatch.setattr(tensors, "SETTLED_NS", 0)  # the files are new
+    assert open_checkpoint(tmp_path).identity == changed
+    monkeypatch.setattr(tensors, "hash_spans", None)
+    assert open_checkpoint(tmp_path).identity == changed
 
 
 def test_a_file_that_changes_while_it_is_open_has_no_identity(tmp_path: Path) -> None:
     write_folder(tmp_path, {"model.safetensors": {"w": np.zeros(9, np.float32)}}, CONFIG)
-    source, path = open_source(tmp_path), tmp_path / "model.safetensors"
+    source, path = open_checkpoint(tmp_path), tmp_path / "model.safetensors"
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data)

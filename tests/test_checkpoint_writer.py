@@ -15,9 +15,8 @@ import pytest
 from checkpoint_files import one_line, sample
 from safetensors import safe_open
 
-from edgekv import files, partial
-from edgekv.checkpoint.tensors import TensorFile
-from edgekv.checkpoint.writer import ALIGNMENT, TensorWriter
+from edgekv import files
+from edgekv.checkpoint.tensors import ALIGNMENT, MappedTensor, Tensors, TensorWriter
 from edgekv.errors import CheckpointError
 from edgekv.files import atomic_write
 
@@ -44,11 +43,13 @@ def test_writer_streams_rows_and_aligns(tmp_path: Path) -> None:
         assert not path.exists()
     assert os.listdir(tmp_path) == ["a.safetensors"]
     assert path.stat().st_size == writer.nbytes
-    file = TensorFile(path)
-    assert file.data_start % ALIGNMENT == 0
-    assert file.names() == list(specs)
+    file = Tensors.open(path)
+    first = file["bf"]
+    assert isinstance(first, MappedTensor)
+    assert first.start % ALIGNMENT == 0
+    assert list(file) == list(specs)
     for name, array in expected.items():
-        np.testing.assert_array_equal(file.array(name), array)
+        np.testing.assert_array_equal(file[name].read(), array)
     with safe_open(path, framework="np") as other:
         assert other.metadata() == {"made": "here"}
         np.testing.assert_array_equal(other.get_tensor("strided"), expected["strided"])
@@ -114,7 +115,7 @@ def full_disk(*args: object) -> None:
 
 @pytest.mark.parametrize("failing", ["write", "flush"])
 def test_disk_that_fills_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    monkeypatch.setattr(partial, "open", functools.partial(FullDisk, failing=failing), raising=False)
+    monkeypatch.setattr(files, "open", functools.partial(FullDisk, failing=failing), raising=False)
     path = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError) as error:
         write_all(path, {"w": ("U8", (2,))}, [("w", np.zeros(2, np.uint8))])
@@ -132,7 +133,7 @@ def test_disk_that_is_too_small_is_told_before_writing(tmp_path: Path) -> None:
 LIMITED_WRITER = """
 import resource, sys
 import numpy as np
-from edgekv.checkpoint.writer import TensorWriter
+from edgekv.checkpoint.tensors import TensorWriter
 from edgekv.errors import CheckpointError
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -171,7 +172,7 @@ def test_leftovers_of_killed_writers_are_removed_and_live_ones_kept(tmp_path: Pa
         first.write("w", np.full(1, 1, np.uint8))
         second.write("w", np.full(1, 2, np.uint8))
     assert os.listdir(tmp_path) == ["a.safetensors"]
-    assert TensorFile(path).array("w") == 1
+    assert Tensors.open(path)["w"].read() == 1
 
 
 def test_a_file_that_goes_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +199,7 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pyt
     replace = os.replace
 
     def after_another(source: Path, target: Path) -> None:
-        partial.remove_abandoned(tmp_path, "a.json")
+        files._remove_abandoned(tmp_path, "a.json")
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", after_another)

@@ -17,12 +17,11 @@ import pytest
 from serving import DEMO
 
 from edgekv import child
-from edgekv.chat import template
-from edgekv.chat.template import ChatTemplate
+from edgekv.engine import grammar
+from edgekv.engine.grammar import Constraint, JsonSchema, require_bounded
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session import grammar
-from edgekv.session.grammar import Constraint, JsonSchema, require_bounded
-from edgekv.tokenizer import Tokenizer, load_tokenizer
+from edgekv.text import Tokenizer, load_tokenizer, template
+from edgekv.text.template import ChatTemplate
 
 PLANTED = "signal", "json", "struct", "numpy", "jinja2", "llguidance", "edgekv/__init__", "edgekv/child"
 
@@ -48,7 +47,7 @@ def planted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 
 def test_planted_modules_do_not_run(planted: pathlib.Path, tokenizer: Tokenizer) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(planted / "kernels")}
-    ahead = subprocess.run(child.command("edgekv.decoder.ahead", "dense"), env=environment, check=False)
+    ahead = subprocess.run(child.command("edgekv.engine.cpu", "dense"), env=environment, check=False)
     assert ahead.returncode == 0
     assert ChatTemplate("{{ messages[0] }}", tokenizer).render(["x"]) == "x"
     assert not JsonSchema({}, tokenizer, tokenizer.vocab_size).accept(tokenizer.encode("[", bos=False)[-1])

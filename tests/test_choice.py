@@ -3,7 +3,7 @@
 import pytest
 from helpers import raises
 
-from edgekv.checkpoint.shapes import load_shape
+from edgekv.checkpoint.shipped import load_shape
 from edgekv.errors import CacheError
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.choice import AUTO, check_budget, choose, resolve
@@ -92,7 +92,7 @@ def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
         ("loki1:b=64", "sign_keys:sketch_bits=64"),
         ("minicache4", "int4"),
         ("onebit:v=3,lam=1.0,window=64", "onebit:v_bits=3,key_scale=1.0,residual_length=64"),
-        ("bitplane:p=0.01,window=16", "bitplane:threshold=0.01,residual_length=16"),
+        ("onebit:p=0,window=16", "onebit:residual_length=16"),
         ("h1b:b=128", "h1b:sketch_bits=128"),
         ("kivi2:window=0", "kivi2:residual_length=0"),
         ("kvcomp:window=0", "kvcomp:residual_length=0"),

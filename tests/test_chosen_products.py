@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kernel_cases import pairs
 
-from edgekv.kernels.cpu import chosen_products, launch
-from edgekv.kernels.cpu.chosen_products import ChosenProduct
-from edgekv.kernels.cpu.product_rows import CodeLayout
-from edgekv.kernels.cpu.product_weights import PackedWeights
-from edgekv.linear.quantize import dequantize, n_blocks
+from edgekv.kernels.cpu import launch, matmul
+from edgekv.kernels.cpu.gemm import CodeLayout
+from edgekv.kernels.cpu.matmul import GroupedGemm, QuantizedWeights
+from edgekv.weights.quantize import dequantize, n_blocks
 
 FORMATS = [(4, 32, False), (4, 128, False), (8, 32, False), (8, 128, False), (4, 32, True)]
 SHIFTED = [(*form, shift) for form in FORMATS[:2] for shift in ("zeros", "offsets")]
@@ -25,19 +25,18 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:
     return (np.rint(padded * inverse) * step).reshape(rows, -1)[:, :columns]
 
 
-@pytest.mark.parametrize(("bits", "block", "e2m1", "shift"), [*((*form, None) for form in FORMATS), *SHIFTED])
-@pytest.mark.parametrize("columns", [32, 96, 200, 384, 704, 1344])
-@pytest.mark.parametrize("of", [[3], [0, 1, 4], [2, 2, 2, 2, 4], [1] * 3 + [3] * 13])
+@pytest.mark.parametrize(
+    ("form", "columns", "of"),
+    pairs(
+        form=[*((*form, None) for form in FORMATS), *SHIFTED],
+        columns=[32, 200, 704, 1344],
+        of=[(3,), (0, 1, 4), (2, 2, 2, 2, 4), (1,) * 3 + (3,) * 13],
+    ),
+)
 def test_products_are_those_of_the_codes(
-    bits: int,
-    block: int,
-    e2m1: bool,
-    shift: str | None,
-    columns: int,
-    of: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    form: tuple[int, int, bool, str | None], columns: int, of: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(columns)
+    (bits, block, e2m1, shift), rng = form, np.random.default_rng(columns)
     blocks = n_blocks(columns, block)
     codes = rng.integers(0, 256, (EXPERTS * ROWS, blocks, block * bits // 8), np.uint8)
     scales = rng.uniform(0.5, 1.5, (EXPERTS * ROWS, blocks)).astype(np.float32)
@@ -49,12 +48,12 @@ def test_products_are_those_of_the_codes(
     shifts = {shift: {"zeros": zeros, "offsets": offsets}[shift]} if shift else {}
     x = rng.standard_normal((len(of), columns)).astype(np.float32)
     x[0, :block] = 0
-    weights = PackedWeights(codes, scales, CodeLayout(bits, block, e2m1), **shifts)
-    out = ChosenProduct(weights, EXPERTS)(x, np.array(of), 1)
+    weights = QuantizedWeights(codes, scales, CodeLayout(bits, block, e2m1), **shifts)
+    out = GroupedGemm(weights, EXPERTS)(x, np.array(of), 1)
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
-    monkeypatch.setattr(chosen_products, "MIN_PARALLEL_ELEMENTS", 0)
+    monkeypatch.setattr(matmul, "MIN_PARALLEL_ELEMENTS", 0)
     for n_threads in (2, 3):
-        again = ChosenProduct(weights, EXPERTS)(x, np.array(of), n_threads)
+        again = GroupedGemm(weights, EXPERTS)(x, np.array(of), n_threads)
         assert np.array_equal(again, out)
     matrices = dequantize(codes, scales, bits, block, columns, e2m1=e2m1, **shifts).reshape(EXPERTS, ROWS, columns)
     expected = np.stack(

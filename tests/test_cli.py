@@ -139,7 +139,7 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.Capture
 def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     from edgekv import CACHES
 
-    main(["caches"])
+    main(["schemes"])
     listed = capsys.readouterr().out
     main(["run", "--kv", "list"])
     assert capsys.readouterr().out == listed
@@ -150,7 +150,7 @@ def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytes
     dense = next(line.split() for line in table.splitlines() if line.startswith("dense"))
     assert dense[1] == "512.0"
     assert dense[3] == "1.0x"
-    main(["caches", "--wide"])
+    main(["schemes", "--wide"])
     assert "StreamingLLM" in capsys.readouterr().out
     main(["caches", "--json"])
     facts = json.loads(capsys.readouterr().out)

@@ -38,7 +38,7 @@ def completed(script: pathlib.Path, *words: str, folder: pathlib.Path | None = N
 
 
 def test_commands_options_and_files(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    assert completed(script, "edgekv", "ca") == ["caches"]
+    assert completed(script, "edgekv", "sc") == ["schemes"]
     assert "--max-new-tokens" in completed(script, "edgekv", "run", "--max-")
     (tmp_path / "notes.txt").touch()
     assert "notes.txt" in completed(script, "edgekv", "run", "--prompt-file", "no", folder=tmp_path)

@@ -3,16 +3,18 @@
 import json
 import math
 import pathlib
+import sys
 from typing import Any
 
 import golden_cases
 import numpy as np
 import pytest
 
+from edgekv import Session, models
+from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
-from edgekv.models import architecture
+from edgekv.models import architecture, find_family, register_family
 from edgekv.models.rope import frequencies
-from edgekv.session.model import Model
 
 LLAMA, GPT2 = golden_cases.LLAMA, golden_cases.GPT2
 LLAVA: dict[str, Any] = {"model_type": "llava", "text_config": LLAMA, "image_token_index": 3}
@@ -176,3 +178,49 @@ def test_a_million_layers_are_refused_before_a_tensor_is_looked_at(tmp_path: pat
     (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 1_000_000}))
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         Model.open(folder)
+
+
+FAMILY = """
+from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config
+from edgekv.models.rope import Factor
+
+
+class ShoutConfigSchema(LlamaConfigSchema):
+    loudness: Factor = 1.0
+
+
+class Shout(Llama):
+    schema = ShoutConfigSchema
+
+    @classmethod
+    def model_config(cls, file, raw):
+        return llama_config("shout", file, logit_scale=file.loudness)
+"""
+
+
+def test_a_family_of_another_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file and an entry point; a package that is not asked for is not imported."""
+    (tmp_path / "shout.py").write_text(FAMILY)
+    info = tmp_path / "shout-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shout\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[edgekv.families]\nshout = shout:Shout\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(models, "FAMILIES", dict(models.FAMILIES))
+    assert "shout" not in sys.modules
+    folder = golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")
+    expected = Session.load(folder, kv="dense", device="numpy").logits([1, 2, 3])
+    config = golden_cases.CASES["llama2-gqa"] | {"model_type": "shout", "loudness": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = Session.load(folder, kv="dense", device="numpy").logits([1, 2, 3])
+    np.testing.assert_array_equal(found, 2 * expected)
+    with pytest.raises(ConfigError, match="loudness is 'very'; accepted: float"):
+        architecture(config | {"loudness": "very"})
+
+
+def test_what_is_no_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "FAMILIES", dict(models.FAMILIES))
+    with pytest.raises(ConfigError, match="accepted: a subclass of"):
+        register_family("mine", dict)  # type: ignore[arg-type]
+    register_family("mine", find_family("llama"))
+    assert architecture(golden_cases.LLAMA | {"model_type": "mine"}).config.n_layers == 3

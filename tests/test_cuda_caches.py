@@ -9,12 +9,11 @@ import pytest
 from cuda_cases import OnDevice
 from kernel_cases import assert_close
 
+from edgekv.engine.cuda import SCHEMES
 from edgekv.kernels import numpy_kernels
-from edgekv.kernels.memory import to_host
+from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.session.cuda_device import SCHEMES
+from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 
 SHAPES = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_dim
 CAPACITY = 150
@@ -22,7 +21,6 @@ CAPACITY = 150
 SMALL = {
     "kivi2": "kivi2:residual_length=32",
     "onebit": "onebit:residual_length=16",
-    "bitplane": "bitplane:residual_length=16,threshold=0.02",
     "kvcomp": "kvcomp:residual_length=16,block=32",
     "fier": "fier:k=32",
     "quest": "quest:k=32",

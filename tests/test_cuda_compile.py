@@ -15,7 +15,6 @@ import pytest
 
 from edgekv.kernels.cuda import backend, matvec
 from edgekv.kernels.cuda.attend import attend_program
-from edgekv.kernels.cuda.gather import GATHER, rescan_program
 from edgekv.kernels.cuda.loops import Reader
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
 from edgekv.kernels.cuda.papers import fier, huffman, int4, kivi, quest, signs
@@ -39,7 +38,7 @@ KEYS = {
     "rows": {"KEYS": "RowKeys<u16>"},
     "papers/signs": {"KEYS": "SignKeys", "KEY_DIM": 256},
     "columns": {"KEYS": "ColumnKeys<4>", "KEY_SCALES": "SCALE_PER_TOKEN", "KEY_BLOCK": 32},
-    "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1, "KEY_HEADS": 0, "REACH": "2.0f"},
+    "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1, "KEY_HEADS": 0},
     "papers/huffman": {"KEYS": "HuffmanKeys", **HUFFMAN},
     "papers/fier": {"KEYS": "FierKeys", "GROUP": 32},
 }
@@ -134,20 +133,13 @@ PROGRAMS = {
         f"attend-tiled-{rows}-{width}-{macros['KEY_BITS']}": tiled(rows, width, macros)
         for rows, width, macros in TILED
     },
-    "gather": program(("gather",), ROWS=4, KEY_DIM=128, **dict(GATHER)),
-    "rescan": rescan_program(128),
-    "scores-estimates": program(("centred", "scores"), **ROWS | KEYS["centred"] | {"KEYS": "EstimatedKeys"}),
     **{
         f"prompt_attention-{width}": program(("prompt_attention",), WIDTH=width, HEAD_DIM=width)
         for width in (64, 128, 256)
     },
-    "sparse_attention": program(("sparse_attention",), ROWS=4, HEAD_DIM=128),
     "layers": program(("activations", "layers")),
     "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
-    **{
-        name: program((name,))
-        for name in ("add_partial", "inputs", "merge", "move", "papers/top_k", "rope", "softmax")
-    },
+    **{name: program((name,)) for name in ("add_partial", "inputs", "merge", "move", "rope", "softmax")},
     **{
         "encode": ENCODE,
         **{module.__name__: module.ENCODE for module in (fier, huffman, int4, kivi, quest, signs)},

@@ -14,24 +14,22 @@ from cuda_host.driver import HostDriver
 
 from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
-from edgekv.decoder.cuda import CudaDecoder
-from edgekv.decoder.cuda_graph import FEWEST_TOKENS
+from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.cuda_graph import FEWEST_TOKENS
+from edgekv.engine.generation import Generation
+from edgekv.engine.loading import find_device
+from edgekv.engine.model import Model
+from edgekv.engine.runner import Runner
+from edgekv.engine.sampling import Sampler, SamplingParams
+from edgekv.engine.scheduler import SerialScheduler
+from edgekv.engine.state import State
 from edgekv.errors import EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.eval.evaluate import evaluate
+from edgekv.kernels.arrays import to_host
 from edgekv.kernels.cuda.program import CannotRecord
-from edgekv.kernels.memory import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.rewinding import rewind
-from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.quality.evaluate import evaluate
-from edgekv.session.devices import find_device
-from edgekv.session.generation import Generation
-from edgekv.session.model import Model
-from edgekv.session.model_runner import ModelRunner
-from edgekv.session.sampling import Sampler
-from edgekv.session.sampling_params import SamplingParams
-from edgekv.session.schedule import OneAtATime
-from edgekv.session.state import State
+from edgekv.kvcache.cache import KVCache, rewind
+from edgekv.weights.cuda import DeviceWeights
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 CAPACITY = 48
@@ -125,7 +123,7 @@ def test_quantized_weights(
         ("h1b", 1),
         ("onebit:residual_length=8", 2),  # the first step, and that with the first packed token
         ("kivi2:residual_length=8", 1),
-        ("bitplane:residual_length=8,sink=2", 2),
+        ("planes:residual_length=8,sink=2", 2),
         ("kvcomp:residual_length=8", 99),
         ("steps:residual_length=8", 99),
     ],
@@ -267,8 +265,8 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
         pytest.skip("a real GPU's memory is not filled by a test")
     texts = []
     for short_of in (False, True):
-        state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.keys_change)
-        runner = ModelRunner(state, cuda, OneAtATime(cuda.threads), CAPACITY, 0)
+        state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.rope_invalidates_keys)
+        runner = Runner(state, cuda, SerialScheduler(cuda.threads), CAPACITY, 0)
         cuda.workspace = type(cuda.workspace)(cuda.driver)
         runner.append([1, 2, 3], [])
         if short_of:
@@ -281,7 +279,7 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
             assert "\n" not in said
             assert "out of memory while reading 30 tokens after 3: Out of memory allocating" in said
             assert "2.9 KiB is free" in said
-            assert state.n_past == len(state.tokens) == 3
+            assert state.n_cached == len(state.tokens) == 3
         texts.append(to_host(runner.append([4, 5], [])).copy())
     np.testing.assert_array_equal(*texts)
 
@@ -289,8 +287,8 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
 def test_a_gpu_that_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = OnDevice.open("host")
     cuda = decoder(Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model")), host)
-    state = State(open_caches(cuda, "h1b"), cuda.config.keys_change)
-    runner = ModelRunner(state, cuda, OneAtATime(1), CAPACITY, 0)
+    state = State(open_caches(cuda, "h1b"), cuda.config.rope_invalidates_keys)
+    runner = Runner(state, cuda, SerialScheduler(1), CAPACITY, 0)
 
     def fail(*arguments: Any) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
@@ -303,7 +301,9 @@ def test_a_gpu_that_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 def test_a_constraint_rules_out_tokens_of_the_device(device: OnDevice) -> None:
     """It works on the host, where the choice then is made; log probabilities are the model's own."""
     chosen = []
-    runner = SimpleNamespace(free_bytes=lambda: 0, tokens=[1], add=chosen.append)
+    runner = SimpleNamespace(
+        decoder=SimpleNamespace(free_bytes=lambda: 0), state=SimpleNamespace(tokens=[1]), add=chosen.append
+    )
     constraint = SimpleNamespace(
         allowed=lambda logits: np.where(np.arange(8) == 3, logits, np.float32(-np.inf)), accept=lambda token: False
     )
@@ -316,16 +316,12 @@ def test_a_constraint_rules_out_tokens_of_the_device(device: OnDevice) -> None:
 
 
 def test_out_of_memory_while_sampling() -> None:
-    class Short:
-        tokens = (1,)
-
-        def free_bytes(self) -> int:
-            return 5 << 20
-
     class Hungry:
         def sample(self, *args: Any) -> int:
             raise MemoryError("Out of memory allocating 9 bytes (allocated so far: 0 bytes).")
 
-    generation = Generation(Short(), None, Hungry(), 1, (), None)
+    decoder = SimpleNamespace(free_bytes=lambda: 5 << 20)
+    short = SimpleNamespace(decoder=decoder, state=SimpleNamespace(tokens=(1,)))
+    generation = Generation(short, None, Hungry(), 1, (), None)
     with pytest.raises(MemoryBudgetError, match=r"choosing a token: .* 9 bytes .*; 5.0 MiB is free"):
         generation._choose(np.zeros(3))

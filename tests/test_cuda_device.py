@@ -14,14 +14,14 @@ import pytest
 from checkpoint_files import one_line
 
 from edgekv.checkpoint.shipped import shipped_model
+from edgekv.engine.cuda import SCHEMES, CudaDevice
+from edgekv.engine.loading import find_device, resolve_device
+from edgekv.engine.session import Session
 from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
 from edgekv.kernels.cuda import driver as cupy_driver
 from edgekv.kernels.cuda.program import Launch, Program
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.models import architecture
-from edgekv.session.cuda_device import SCHEMES, CudaDevice
-from edgekv.session.devices import find_device, resolve_device
-from edgekv.session.session import Session
 
 IMPORT_ALL = """
 import pkgutil, sys, edgekv

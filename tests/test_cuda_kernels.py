@@ -11,11 +11,11 @@ from cuda_cases import OnDevice
 from kernel_cases import Case, codec, generator, normal, of_heads
 
 from edgekv.kernels import reference
+from edgekv.kernels.arrays import to_host
 from edgekv.kernels.contract.attention import Kernels
 from edgekv.kernels.cuda.kernels import CudaKernels
-from edgekv.kernels.memory import to_host
+from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.papers.codebook import Codebook
-from edgekv.kvcache.rotation import Rotation
 
 CASES = [
     Case(d=128, length=200, g=2, r=1, n=1, t0=0, s0=0),
@@ -220,13 +220,6 @@ def test_interleaved_values(device: OnDevice, bits: int) -> None:
     check_values(device, case, "interleaved", arrays, rotation=rotation, **of_heads(np.full(case.g, bits)))
 
 
-@each_wide_case
-def test_bit_planes(device: OnDevice, case: Case) -> None:
-    rng, n_words, capacity = generator(case), case.d // 64, case.capacity
-    x, step = normal(rng, case.g, capacity, case.d), rng.random((case.g, capacity), np.float32)
-    device.check("encode_planes", x, step, np.zeros((case.g, capacity, 3, n_words), np.uint64), 0, tolerance=0)
-
-
 @pytest.mark.parametrize(
     ("case", "block", "relative_step"), [(CASES[0], 64, 0.25), (CASES[1], 16, 0.07), (CASES[2], 256, 0.4)]
 )
@@ -257,22 +250,6 @@ def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: 
         kind, check = ("huffman_keys", check_keys) if side == "channels" else ("huffman_values", check_values)
         arrays = dict(zip(("low", "step"), ends, strict=True))
         check(device, case, kind, arrays, block=block, store=lambda store=store: store)
-
-
-@pytest.mark.parametrize(("r", "n", "columns", "k"), [(1, 1, 1500, 64), (4, 3, 1100, 256), (8, 1, 50, 64)])
-def test_selection(device: OnDevice, r: int, n: int, columns: int, k: int) -> None:
-    """Ties, -0, -inf, NaN of either sign: in one row more of them than are left out."""
-    rng = np.random.default_rng(columns)
-    s = normal(rng, 2, r * n, columns)
-    s[:, :, 50:] = s[:, :, 50:].round(1)
-    s[0, 0, :40], s[0, 0, 41], s[0, :, 42] = 1.5, -0.0, -np.inf
-    s[0, :, 43:46], s[1, -1, k // 2 :] = [np.nan, -np.nan, np.inf], np.nan
-    lo, hi = rng.integers(0, 5, n), rng.integers(columns - 5, columns + 1, n)
-    chosen = np.full((2, n, min(k, columns) + 4), -1, np.int32)
-    expected, found = chosen.copy(), device.up(chosen)
-    reference.select_top(s.copy(), lo, hi, k, expected)
-    device.kernels.select_top(device.up(s), lo, hi, k, found)
-    np.testing.assert_array_equal(to_host(found), expected)
 
 
 @pytest.mark.parametrize(("group", "minmax"), [(32, False), (128, True)])

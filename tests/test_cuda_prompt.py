@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from cuda_cases import OnDevice
 
-from edgekv.decoder import cuda as cuda_decoder
-from edgekv.decoder.cuda import CudaDecoder
-from edgekv.kernels.cuda.prompt import padded_width
-from edgekv.kernels.cuda.rope import Halves
-from edgekv.kernels.memory import to_host
+from edgekv.engine import cuda as cuda_decoder
+from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.loading import find_device
+from edgekv.engine.model import Model
+from edgekv.kernels.arrays import to_host
+from edgekv.kernels.cuda.rope import Halves, padded_width
 from edgekv.kvcache import CacheSpec
-from edgekv.linear.cuda_half import HalfOps
-from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.session.devices import find_device
-from edgekv.session.model import Model
+from edgekv.weights.cuda import DeviceWeights, HalfOps
 
 CAPACITY = 64
 LOGIT_ERROR = (

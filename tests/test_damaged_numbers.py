@@ -12,7 +12,7 @@ from cache_cases import draw, make
 from safetensors.numpy import load_file, save_file
 
 from edgekv import EdgeKVError, Session
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.cache import KVCache
 from edgekv.kvcache.registry import CACHES
 
 HEADS, CAPACITY, PROMPT = (4, 2, 64), 400, 260

@@ -1,20 +1,16 @@
-"""`edgekv demo`: what it shows is measured, and it is redrawn in place on a terminal alone."""
+"""`edgekv demo`: what it shows is measured."""
 
 import json
-import os
 import pathlib
-import pty
-import subprocess
-import sys
 
 import pytest
 
 from edgekv import Session
 from edgekv.cli import demo, main
+from edgekv.cli.demo import WRITTEN, Demo
 from edgekv.kvcache import CacheSpec
 from edgekv.power import EnergyMeter
-from edgekv.power.source import Estimate
-from edgekv.quality.demo import WRITTEN, Demo, Trial
+from edgekv.power.sampler import Estimate
 
 CTX = ["--ctx", "1100", "--seed", "3"]
 
@@ -42,57 +38,22 @@ def test_what_it_shows_is_what_it_measured(
     assert f"{facts['facts'][0]} found" in shown
     assert "times smaller" in shown
     assert "edgekv chat --model" in shown
-    assert "\x1b" not in shown  # not a terminal
     assert max(map(len, shown.splitlines())) <= 100
 
 
-def test_a_wrong_answer_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache forgets what lies before the latest tokens."""
+def test_a_wrong_answer_is_not_found() -> None:
+    """The cache forgets what lies before the latest tokens; kernels are compiled before any clock."""
     session = Session.load("demo")
     text = (pathlib.Path(__file__).parent.parent / "models" / "demo" / "prose.txt").read_text()
-    shown = Demo(session.decoder, session.require_tokenizer(), text, 1100, 3)
-    trial = Trial("streaming")
-    shown.run(CacheSpec.parse("streaming:budget=64"), trial, lambda: None, demo.NoMeter())
+    shown, told = Demo(session._runner.decoder, session.require_tokenizer(), text, 1100, 3), []
+    spec = CacheSpec.parse("streaming:budget=64")
+    trial = shown.run(spec, "streaming", lambda task, *counts: told.append(task), demo.NoMeter())
     assert trial.n_found < 3
     assert trial.mj_per_token is None
-
-
-def test_kernels_are_compiled_before_any_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session.load("demo")
-    text = (pathlib.Path(__file__).parent.parent / "models" / "demo" / "prose.txt").read_text()
-    shown = Demo(session.decoder, session.require_tokenizer(), text, 1100, 3)
-    compiled, told = [], []
-    steps = [lambda: compiled.append("a"), lambda: compiled.append("b")]
-    monkeypatch.setattr(session.decoder, "warm_up", lambda caches: steps)
-    shown.warm_up(CacheSpec.parse("kivi2"), lambda task, *counts: told.append(counts))
-    assert compiled == ["a", "b"]
-    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert told[-1] == "streaming reads"
 
 
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--ctx", "100"], ["--ctx", "60000"], ["--kv", "nope"], ["--text", "/no/file"]):
         assert main(["demo", *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_on_a_terminal_it_is_redrawn_while_it_runs() -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "edgekv", "demo", *CTX, "--kv", "kivi2"]
-    with subprocess.Popen(command, stdout=theirs, stderr=subprocess.DEVNULL) as process:
-        os.close(theirs)
-        seen = b""
-        while True:
-            try:
-                piece = os.read(ours, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not piece:
-                break
-            seen += piece
-    os.close(ours)
-    assert process.returncode == 0
-    blocks = seen.split(b"\x1b[J")
-    assert len(blocks) > 10
-    assert b"reads 50%" in seen
-    assert b"waits" in blocks[1]
-    assert b"waits" not in blocks[-1]

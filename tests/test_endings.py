@@ -15,12 +15,12 @@ import pytest
 import edgekv
 from edgekv import EdgeKVError, Session, numba_cache
 from edgekv.cli import main, run
-from edgekv.tokenizer import Tokenizer
+from edgekv.text import Tokenizer
 
 RUN = [sys.executable, "-m", "edgekv", "run", "--prompt", "It was a dark night"]
 
 
-@pytest.mark.parametrize("command", [["caches"], ["run", "--prompt", "It was", "--max-new-tokens", "2"]])
+@pytest.mark.parametrize("command", [["schemes"], ["run", "--prompt", "It was", "--max-new-tokens", "2"]])
 def test_closed_and_full_output(command: list[str]) -> None:
     """No traceback; with a full disk a line and status 2."""
     whole = [sys.executable, "-m", "edgekv", *command]
@@ -52,7 +52,7 @@ def test_sigterm_ends_a_run_with_report_and_session(tmp_path: pathlib.Path) -> N
     assert Session.restore(session, "models/demo").tokens
 
 
-@pytest.mark.parametrize("module", ["edgekv.cli.completion", "numpy", "llvmlite"])
+@pytest.mark.parametrize("module", ["edgekv.cli.options", "numpy", "llvmlite"])
 def test_ctrl_c_during_imports(module: str) -> None:
     """Once the module has been imported, which Python tells, and others are still to come.
 
@@ -144,7 +144,7 @@ from edgekv.kernels import numba_kernels
 x = np.arange(64, dtype=np.float32).reshape(1, 4, 16)
 half = np.zeros((1, 4, 16), np.uint16)
 numba_kernels(1).encode_f16(x, half, 0)
-from edgekv.linear.quantize import quantize
+from edgekv.weights.quantize import quantize
 quantize(x[0], 8, 16, np.zeros((4, 1, 16), np.uint8), np.zeros((4, 1), np.float32))
 from edgekv.kernels.cpu.rows import LOOPS
 assert LOOPS["f16"].put.address
@@ -181,8 +181,8 @@ def test_an_install_stays_as_it_was_and_the_working_folder_says_nothing(tmp_path
 
 ROUND_UP = """
 import numpy as np
-from edgekv.kernels.cpu.jit import entry_jit
-from edgekv.kernels.cpu.rounding import round_up_to_half
+from edgekv.kernels.cpu.compile import entry_jit
+from edgekv.kernels.cpu.scalar import round_up_to_half
 
 @entry_jit
 def rounded(x):

@@ -16,7 +16,7 @@ from edgekv import CACHES, CacheError, CacheSpec, Geometry, KVCache, Session, Se
 from edgekv.cli import main
 from edgekv.kernels import numpy_kernels
 from edgekv.kvcache import registry, schemes
-from edgekv.kvcache.geometry import Workspace
+from edgekv.kvcache.cache import Workspace
 
 PACKAGE = ROOT / "examples" / "scheme_package"
 
@@ -180,7 +180,7 @@ def test_registering() -> None:
     class Other(dense):
         """Not the scheme that has this name."""
 
-    with pytest.raises(CacheError, match=r"'dense' is taken by edgekv\.kvcache\.dense\.Dense"):
+    with pytest.raises(CacheError, match=r"'dense' is taken by edgekv\.kvcache\.full\.Dense"):
         register(Other)
     Other.name = "other"
     assert register(Other) is CACHES["other"]

@@ -59,11 +59,11 @@ def test_the_instruction_is_read_once() -> None:
         sys.path.remove(str(EXAMPLES))
     session = Session.load(DEMO, kv="onebit", ctx=1024)
     session.logits(session.encode(INSTRUCTION))
-    n = session.state.n_past
+    n = session._state.n_cached
     summaries = [summarise(session, "The ship sails at dawn.", 12) for _ in range(2)]
     assert summaries[0] == summaries[1]
     assert session.report().prefill_tokens < 30
-    assert session.state.n_past == n
+    assert session._state.n_cached == n
 
 
 def test_a_cancelled_task_leaves_a_usable_session() -> None:
@@ -110,7 +110,7 @@ def test_embeddings_are_the_states_behind_the_final_norm(name: str, tmp_path: pa
     session.logits(tokens[:5])
     vector = session.embed(tokens)
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
-    assert (session.state.n_past, session.tokens) == (5, tokens[:5])
+    assert (session._state.n_cached, session.tokens) == (5, tokens[:5])
     head = session.model.weights.matrix("head")
     logits = Session.load(folder, kv="dense").logits(tokens).mean(axis=0)
     scaled = head @ vector

@@ -14,22 +14,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgekv import Session
-from edgekv.checkpoint.gguf_layout import find_family
+from edgekv.checkpoint.gguf import find_names
+from edgekv.engine.cuda import CudaDevice
+from edgekv.engine.loading import resolve_device
+from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError
-from edgekv.kernels.cpu.chosen_products import ChosenProduct
-from edgekv.linear.experts import choose, expert_rows
-from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format, specs_bytes, store_specs
-from edgekv.linear.low_rank import low_rank
-from edgekv.linear.random import RandomWeights
-from edgekv.linear.store import WeightStore
-from edgekv.linear.store_builder import build
-from edgekv.linear.stored_experts import StoredExperts
+from edgekv.kernels.cpu.matmul import GroupedGemm
 from edgekv.models import architecture
 from edgekv.models.config import ExpertsConfig
-from edgekv.session.cuda_device import CudaDevice
-from edgekv.session.devices import resolve_device
-from edgekv.session.model import Model
 from edgekv.types import Threads
+from edgekv.weights.cpu import CpuOps
+from edgekv.weights.formats import FORMATS, WeightFormat, per_linear_format, specs_bytes, store_specs
+from edgekv.weights.ops import NumpyOps, choose, low_rank
+from edgekv.weights.random import RandomWeights
+from edgekv.weights.store import WeightStore, build
 
 WIDE = golden_cases.QWEN3_MOE | {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2}
 PROMPT = 40
@@ -110,9 +108,8 @@ def test_blocks_of_experts_are_shifted(name: str, tmp_path: pathlib.Path) -> Non
     build(weights, form, tmp_path / "store", None)
     store, of = WeightStore(tmp_path / "store"), np.array([0, 2, 2, 5])
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
-    got = StoredExperts(store, Threads(1, 2))(x, of, "1.experts_up")
-    matrix, bias = store.matrix("1.experts_up"), store.bias("1.experts_up")
-    meant = expert_rows(x, of, matrix, bias, 8, lambda x, w: x @ w.T)
+    got = CpuOps(store, Threads(1, 2)).expert_products(x, of, "1.experts_up")
+    meant = NumpyOps(store).expert_products(x, of, "1.experts_up")
     assert np.linalg.norm(got - meant) < 0.02 * np.linalg.norm(meant)
 
 
@@ -121,16 +118,14 @@ def test_a_token_reads_its_experts_alone(tmp_path: pathlib.Path) -> None:
     model = Model.open(golden_cases.write_checkpoint("qwen3-moe", tmp_path / "model"))
     form = model.weight_format("int4-32")
     store = model.store(form)
-    product, of = StoredExperts(store, Threads(1, 2)), np.array([2, 2, 5])
+    ops, of = CpuOps(store, Threads(1, 2)), np.array([2, 2, 5])
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
-    expected = product(x, of, "1.experts_up")
-    weights = product._products["1.experts_up"]._weights
+    expected = ops.expert_products(x, of, "1.experts_up")
+    weights = ops._experts["1.experts_up"]._weights
     damaged = np.full_like(weights.scales, np.nan).reshape(8, -1)
     damaged[[2, 5]] = weights.scales.reshape(8, -1)[[2, 5]]
-    product._products["1.experts_up"] = ChosenProduct(
-        weights._replace(scales=damaged.reshape(weights.scales.shape)), 8
-    )
-    np.testing.assert_array_equal(product(x, of, "1.experts_up"), expected)
+    ops._experts["1.experts_up"] = GroupedGemm(weights._replace(scales=damaged.reshape(weights.scales.shape)), 8)
+    np.testing.assert_array_equal(ops.expert_products(x, of, "1.experts_up"), expected)
     specs = store_specs(store.arch, form, store.table_dtypes)
     of_experts = {key: spec for key, spec in specs.items() if ".experts_" in key}
     tables = {name: specs[name] for name in store.arch.tables()}
@@ -191,9 +186,9 @@ def test_a_lora_of_experts_is_refused_beside_the_weights() -> None:
 
 def test_gguf_files_with_experts_are_refused() -> None:
     """Mixtral's are of the architecture llama."""
-    assert find_family({"general.architecture": "llama", "llama.expert_count": 0})
+    assert find_names({"general.architecture": "llama", "llama.expert_count": 0})
     with pytest.raises(ConfigError, match="GGUF files with experts"):
-        find_family({"general.architecture": "llama", "llama.expert_count": 8})
+        find_names({"general.architecture": "llama", "llama.expert_count": 8})
 
 
 def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> None:
@@ -210,7 +205,7 @@ def test_without_room_for_all_experts_the_system_reads_ahead_the_chosen_alone(
     model = Model.open(golden_cases.write_checkpoint("qwen3-moe", tmp_path / "model"))
     store, of = model.store(model.weight_format("int4")), np.array([1, 1, 6])
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
-    expected = StoredExperts(store, Threads(1, 2))(x, of, "0.experts_up")
+    expected = CpuOps(store, Threads(1, 2)).expert_products(x, of, "0.experts_up")
     asked: list[tuple[Any, ...]] = []
     advise = store.advise
 
@@ -219,8 +214,8 @@ def test_without_room_for_all_experts_the_system_reads_ahead_the_chosen_alone(
         advise(*arguments)
 
     monkeypatch.setattr(store, "advise", record)
-    monkeypatch.setattr("edgekv.linear.stored_experts.available_memory_bytes", lambda: 0)
-    product = StoredExperts(store, Threads(1, 2))
+    monkeypatch.setattr("edgekv.weights.cpu.available_memory_bytes", lambda: 0)
+    product = CpuOps(store, Threads(1, 2)).expert_products
     names = [f"{i}.experts_{part}" for i in range(3) for part in ("up", "down")]
     parts = ("codes", "scales")
     assert asked == [(f"{name}.{part}", mmap.MADV_RANDOM, 0, None) for name in names for part in parts]

@@ -26,13 +26,12 @@ from starlette.testclient import TestClient
 from tiny_models import tiny_model
 
 from edgekv import SamplingParams, Session
-from edgekv.chat.conversation import Chat
-from edgekv.chat.template import ChatTemplate, find_template
 from edgekv.cli import main
+from edgekv.engine.chat import Chat
 from edgekv.server.app import build_app
-from edgekv.server.energy import ServerEnergy
 from edgekv.server.engine import Engine
 from edgekv.server.limits import ServerLimits
+from edgekv.text.template import ChatTemplate, find_template
 
 KV = "planes:residual_length=16"  # so that much of a short text is packed
 EXACT = "dense:dtype=f32"  # where a text that is read again has to be the same
@@ -75,7 +74,6 @@ def served(session: Session) -> Iterator[TestClient]:
         queue_limit=4,
         pool_bytes=0,
         max_new_tokens=12,
-        energy=ServerEnergy(None),
     )
     app = build_app(engine, "m", api_key=None, hosts=None, limits=ServerLimits())
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
@@ -212,15 +210,14 @@ def test_a_saved_session(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> N
     """Goes on as the one that was saved, sampled, and back to before it was saved."""
     session = loaded(name).fork()
     tokens(session, LONG, sampling=SamplingParams(temperature=1.0, seed=1))
-    for compress in (False, True):
-        session.save(tmp_path / "session", compress=compress)
-        restored, other = Session.restore(tmp_path / "session", loaded(name)), loaded(name).fork()
-        other.load_state(tmp_path / "session")
-        for each in (session, restored, other):
-            each.rewind(200)
-        expected = tokens(session, "Then", sampling=SamplingParams(temperature=1.0, seed=2))
-        for each in (restored, other):
-            assert tokens(each, "Then", sampling=SamplingParams(temperature=1.0, seed=2)) == expected
+    session.save(tmp_path / "session")
+    restored, other = Session.restore(tmp_path / "session", loaded(name)), loaded(name).fork()
+    other.load_state(tmp_path / "session")
+    for each in (session, restored, other):
+        each.rewind(200)
+    expected = tokens(session, "Then", sampling=SamplingParams(temperature=1.0, seed=2))
+    for each in (restored, other):
+        assert tokens(each, "Then", sampling=SamplingParams(temperature=1.0, seed=2)) == expected
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2", "mixtral"])

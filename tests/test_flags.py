@@ -8,9 +8,10 @@ import re
 import pytest
 
 import edgekv
-from edgekv import LoadOptions, SamplingParams
+from edgekv import SamplingParams
 from edgekv.cli import COMMANDS, main, parser
-from edgekv.cli.flags import FLAGS, in_flags
+from edgekv.cli.options import FLAGS, in_flags
+from edgekv.engine.options import Options
 from edgekv.errors import EdgeKVError, unknown
 
 
@@ -63,7 +64,7 @@ def test_every_parameter_has_an_option_of_the_command_line() -> None:
         for action in parser()._subparsers._group_actions[0].choices[command]._actions
         for option in action.option_strings
     }
-    names = [field.name for kind in (LoadOptions, SamplingParams) for field in dataclasses.fields(kind)]
+    names = [field.name for kind in (Options, SamplingParams) for field in dataclasses.fields(kind)]
     assert {FLAGS[name] for name in names} <= options
 
 
@@ -76,8 +77,7 @@ def has_docs(node: object) -> bool:
 def test_messages_below_the_command_line_name_no_option() -> None:
     """What a user of the library reads: string literals of modules outside `cli`, but for shell commands."""
     root = pathlib.Path(edgekv.__file__).parent
-    rooms = ("session", "chat", "server", "quality", "checkpoint", "models", "linear", "vision", "tokenizer")
-    rooms += ("kvcache",)
+    rooms = ("engine", "server", "eval", "checkpoint", "models", "weights", "vision", "text", "kvcache")
     found = []
     for path in (path for room in rooms for path in (root / room).rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -87,7 +87,7 @@ def test_messages_below_the_command_line_name_no_option() -> None:
                 text = re.sub(r"`?edgekv [a-z]+ .*", "", node.value)
                 if re.search(r"(?<![-\w])--[a-z]", text):
                     found.append((path.relative_to(root).as_posix(), node.value))
-    assert {name for name, _ in found} == {"quality/verdicts.py"}  # a shell command
+    assert {name for name, _ in found} == {"eval/gate.py"}  # a shell command
 
 
 def test_errors_carry_what_is_accepted() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.float_products import MOST_ROWS, FloatProducts, multiply_rows
-from edgekv.linear.low_rank import LowRank, add_changes
+from edgekv.kernels.cpu.matmul import MOST_ROWS, float_matmul, multiply_rows
 from edgekv.types import Threads
+from edgekv.weights.ops import LowRank, add_changes
 
 SHAPES = [(1, 1), (3, 15), (4, 16), (130, 300), (515, 299), (1030, 64), (7, 70_000)]  # outputs, columns
 
@@ -28,10 +30,10 @@ def error(y: np.ndarray, x: np.ndarray, weights: np.ndarray) -> float:
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 def test_products(outputs: int, columns: int, n: int) -> None:
     x, weights = drawn(outputs, columns, n)
-    y = FloatProducts(Threads(1, 2))(x, weights)
+    y = float_matmul(x, weights, Threads(1, 2))
     assert error(y, x, weights) < 6e-7  # measured: 1e-7, of 64 columns and fewer 3e-7
-    assert np.array_equal(FloatProducts(Threads(2, 3))(x, weights), y)
-    assert np.array_equal(FloatProducts(Threads(2, 2))(x[::-1], weights), y[::-1]) or n > MOST_ROWS
+    assert np.array_equal(float_matmul(x, weights, Threads(2, 3)), y)
+    assert np.array_equal(float_matmul(x[::-1], weights, Threads(2, 2)), y[::-1]) or n > MOST_ROWS
 
 
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
@@ -52,7 +54,8 @@ def test_a_lora_of_a_row_does_not_depend_on_the_others() -> None:
         LowRank(rng.standard_normal((r, 300), np.float32), rng.standard_normal((m, r), np.float32))
         for r, m in ((5, 70), (0, 33), (16, 130))
     )
-    x, multiply = rng.standard_normal((8, 300), np.float32), FloatProducts(Threads(1, 1))
+    x = rng.standard_normal((8, 300), np.float32)
+    multiply = functools.partial(float_matmul, n_threads=Threads(1, 1))
     whole = np.zeros((8, 233), np.float32)
     add_changes(x, whole, parts, multiply)
     dense = np.concatenate([up @ down for down, up in parts])

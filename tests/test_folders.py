@@ -14,24 +14,22 @@ import threading
 
 import pytest
 
-from edgekv.checkpoint.shapes import load_shape
+from edgekv.checkpoint.shipped import load_shape
 from edgekv.errors import CheckpointError
-from edgekv.folders import made_once
-from edgekv.linear.formats import WEIGHTS
-from edgekv.linear.random import RandomWeights
-from edgekv.linear.store import WeightStore
-from edgekv.linear.store_builder import build
-from edgekv.partial import LOCK
+from edgekv.files import LOCK, create_folder_once
+from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.random import RandomWeights
+from edgekv.weights.store import WeightStore, build
 
 KILLED = """
 import os, pathlib, signal, sys
-from edgekv.folders import made_once
+from edgekv.files import create_folder_once
 
 def make(partial):
     (partial / "half").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 
-made_once(pathlib.Path(sys.argv[1]), make)
+create_folder_once(pathlib.Path(sys.argv[1]), make)
 """
 
 
@@ -81,7 +79,7 @@ def test_leftovers_of_killed_writers_go(tmp_path: pathlib.Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, folder], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(names(tmp_path)) == 1
-    made_once(folder, write)
+    create_folder_once(folder, write)
     assert names(tmp_path) == ["folder"]
     assert names(folder) == ["a"]
 
@@ -92,9 +90,9 @@ def test_what_another_one_writes_stays(tmp_path: pathlib.Path) -> None:
     other.mkdir()
     with open(other / LOCK, "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        made_once(tmp_path / "folder", write)
+        create_folder_once(tmp_path / "folder", write)
         assert names(tmp_path) == ["folder", other.name]
-    made_once(tmp_path / "next", write)
+    create_folder_once(tmp_path / "next", write)
     assert names(tmp_path) == ["folder", "next"]
 
 
@@ -103,9 +101,9 @@ def test_the_first_one_that_is_whole_stays(tmp_path: pathlib.Path) -> None:
 
     def late(partial: pathlib.Path) -> None:
         (partial / "late").write_bytes(b"b")
-        made_once(folder, write)
+        create_folder_once(folder, write)
 
-    assert made_once(folder, late) == folder
+    assert create_folder_once(folder, late) == folder
     assert names(tmp_path) == ["folder"]
     assert names(folder) == ["a"]
 
@@ -124,7 +122,7 @@ def test_a_folder_that_goes_before_it_is_locked(tmp_path: pathlib.Path, monkeypa
         lock(file, flags)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fcntl, "flock", after_another)
-    made_once(tmp_path / "folder", write)
+    create_folder_once(tmp_path / "folder", write)
     assert len(set(taken)) == 2
     assert names(tmp_path) == ["folder"]
     assert names(tmp_path / "folder") == ["a"]
@@ -136,7 +134,7 @@ def test_a_filesystem_without_locks(tmp_path: pathlib.Path, monkeypatch: pytest.
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     (tmp_path / "folder.partial-1").mkdir()
-    made_once(tmp_path / "folder", write)
+    create_folder_once(tmp_path / "folder", write)
     assert names(tmp_path) == ["folder", "folder.partial-1"]
     assert names(tmp_path / "folder") == ["a"]
 
@@ -147,7 +145,7 @@ def test_a_folder_that_can_not_be_written(tmp_path: pathlib.Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"folder: can't be written \(No space left on device\)"):
-        made_once(tmp_path / "folder", fail)
+        create_folder_once(tmp_path / "folder", fail)
     assert names(tmp_path) == []
 
 

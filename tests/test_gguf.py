@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import gguf_cases
-import gguf_golden
+import gguf_files
 import gguf_writer
 import golden_cases
 import numpy as np
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pytest
 
 from edgekv import Session
-from edgekv.checkpoint.gguf_layout import FAMILIES
 from edgekv.cli import main
+from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
-from edgekv.session.model import Model
+from edgekv.models import gguf_families
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "llama_cpp_demo.json").read_text())
@@ -38,7 +38,7 @@ def test_the_files_of_these_tests_are_the_converters(
 ) -> None:
     """Keys and tensors: what llama.cpp's own converter wrote of the same checkpoint."""
     _, path = written_case(name, tmp_path, monkeypatch)
-    assert gguf_golden.contents(path) == CONVERTED[name]
+    assert gguf_files.contents(path) == CONVERTED[name]
 
 
 @pytest.mark.parametrize("name", gguf_cases.CASES)
@@ -49,8 +49,8 @@ def test_every_architecture_is_read(name: str, tmp_path: pathlib.Path, monkeypat
     kv = "dense:dtype=f32"
     ours, expected = (Session.load(each, kv=kv, device="numpy").logits(tokens) for each in (path, checkpoint))
     np.testing.assert_allclose(ours, expected, atol=2e-5, rtol=0)
-    assert {FAMILIES[each["architecture"]].model_type for each in CONVERTED.values()} == {
-        family.model_type for family in FAMILIES.values() if family.model_type != "gpt2"
+    assert {gguf_families()[each["architecture"]].model_type for each in CONVERTED.values()} == {
+        family.model_type for family in gguf_families().values() if family.model_type != "gpt2"
     }
 
 
@@ -73,7 +73,7 @@ def test_greedy_text_is_llama_cpps(kind: str, tmp_path: pathlib.Path) -> None:
 def logits_after(session: Session, tokens: list[int]) -> npt.NDArray[np.float32]:
     """Of the token behind these."""
     session.reset()
-    return session.runner.append(tokens, [])[0]
+    return session._runner.append(tokens, [])[0]
 
 
 def test_the_second_start_does_not_need_the_library(

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from helpers import raises
 
-from edgekv.checkpoint.gguf_file import GgufFile
-from edgekv.checkpoint.gguf_import import imported
-from edgekv.checkpoint.gguf_layout import Facts, make_config
+from edgekv.checkpoint.gguf import imported, open_gguf
+from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
-from edgekv.models import architecture
-from edgekv.session.model import Model
+from edgekv.models import architecture, gguf_families
+from edgekv.models.gguf import GgufMetadata
 
 CONVERTED = json.loads((pathlib.Path(__file__).parent / "golden" / "gguf.json").read_text())
 
@@ -88,7 +87,7 @@ def test_a_shorter_file_than_its_index(whole: bytes, tmp_path: pathlib.Path) -> 
     _, index = imported(path)
     path.write_bytes(whole[:-100])
     with pytest.raises(CheckpointError, match="cut off inside tensor"):
-        GgufFile(path, index)
+        open_gguf(path, index)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +109,11 @@ def test_what_a_file_may_not_say(name: str, values: dict[str, Any], match: str) 
     shapes = {tensor: tuple(shape) for tensor, (shape, _) in case["tensors"].items()}
     factors = {tensor: [1.0] * shapes[tensor][0] for tensor in shapes if tensor.startswith("rope_factors")}
     with pytest.raises(ConfigError, match=match):
-        architecture(make_config(Facts(metadata, shapes, factors)))
+        architecture(gguf_families()[own].config(GgufMetadata(metadata, shapes, factors)))
 
 
 def test_longrope_needs_both_sets() -> None:
     metadata = {"general.architecture": "phi3", **CONVERTED["phi3-longrope"]["metadata"]}
     shapes = {"token_embd.weight": (96, 64)}
     with pytest.raises(ConfigError, match="no tensor rope_factors_short"):
-        make_config(Facts(metadata, shapes, {"rope_factors_long.weight": [1.0] * 8}))
+        gguf_families()["phi3"].config(GgufMetadata(metadata, shapes, {"rope_factors_long.weight": [1.0] * 8}))

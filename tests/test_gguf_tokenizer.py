@@ -8,9 +8,9 @@ import gguf_writer
 import pytest
 import tokenizers
 
-from edgekv.chat.template import find_template
-from edgekv.checkpoint.gguf_import import imported
-from edgekv.tokenizer import load_tokenizer
+from edgekv.checkpoint.gguf import imported
+from edgekv.text import load_tokenizer
+from edgekv.text.template import find_template
 
 TEXTS = ["Hello world", "  two  spaces ", "naïve 🦙 中文\n\ttab", "12345 don't I'LL", "<s> a </s>", ""]
 

@@ -12,9 +12,9 @@ from cuda_cases import OnDevice, require_same_logits
 from safetensors.numpy import save_file
 
 from edgekv import Session
-from edgekv.linear.store import WeightStore
+from edgekv.engine.model import Model
 from edgekv.models import architecture
-from edgekv.session.model import Model
+from edgekv.weights.store import WeightStore
 
 CASES = [
     "llama1",

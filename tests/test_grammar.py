@@ -10,8 +10,8 @@ from serving import DEMO
 
 from edgekv import Constraint, Session
 from edgekv.cli import main
+from edgekv.engine.grammar import JsonSchema
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.grammar import JsonSchema
 
 SCHEMA = {
     "type": "object",

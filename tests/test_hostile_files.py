@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 import struct
 import subprocess
 import tracemalloc
@@ -10,19 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import golden_cases
-import onnx
 import pytest
 import tokenizers
 from gguf_writer import write_gguf
 from test_session_hostile import put
 
-from edgekv import EdgeKVError, Session
-from edgekv.cache_folder import cache_root
-from edgekv.checkpoint.gguf_header import Header
+from edgekv import EdgeKVError
+from edgekv.checkpoint.gguf import Header
 from edgekv.cli import main
+from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, TokenizerError
-from edgekv.session.model import Model
-from edgekv.tokenizer import load_tokenizer
+from edgekv.files import cache_root
+from edgekv.text import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +64,6 @@ def test_a_store_without_json(text: str, store: pathlib.Path) -> None:
     (store / "store.json").write_text(text)
     with pytest.raises(CheckpointError, match="not a weight store"):
         Model.open(store)
-
-
-def test_a_store_whose_graphs_are_others(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Damaged, and whole but of another block: both are told before a wrong number is used."""
-    store = tmp_path / "store"
-    assert main(["quantize", "--model", str(folder), "--weights", "f32", "--output", str(store)]) == 0
-    shutil.copy(store / "head.onnx", store / "1.in.onnx")
-    session = Session.load(store)
-    with pytest.raises(CheckpointError, match=r"1\.in\.onnx: onnxruntime can't use it"):
-        session.prefill([1, 2, 3])
-    graph = onnx.load(store / "head.onnx", load_external_data=False)
-    graph.graph.input[0].name = "other"
-    graph.graph.node[0].input[0] = "other"
-    (store / "1.in.onnx").write_bytes(graph.SerializeToString())
-    with pytest.raises(CheckpointError, match=r"1\.in\.onnx: onnxruntime can't run it"):
-        Session.load(store).prefill([1, 2, 3])
-    (store / "1.in.onnx").write_bytes(b"\0" * 100)
-    with pytest.raises(CheckpointError, match=r"1\.in\.onnx: onnxruntime can't open it"):
-        Session.load(store)
 
 
 def tokenizer_json(**changes: Any) -> str:

@@ -16,7 +16,7 @@ import pytest
 from hub_server import TOKEN, Hub, Repository, serving
 from safetensors.numpy import load_file, save_file
 
-from edgekv.checkpoint.hub_name import HubName, hub_name, name_of, parse_name
+from edgekv.checkpoint.hub import HubName, hub_name, name_of, parse_name
 from edgekv.cli import main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -17,12 +17,13 @@ from kernel_cases import codec, normal, own
 
 from edgekv import kernels
 from edgekv.errors import ConfigError
-from edgekv.kernels import aligned, cpu, reference, threads
+from edgekv.kernels import arrays, cpu, reference, threads
 from edgekv.kernels.contract import attention as contract
-from edgekv.kernels.cpu import jit, launch, ranges, rope, rounding, rows
+from edgekv.kernels.cpu import compile as jit
+from edgekv.kernels.cpu import launch, ranges, rope, rows, scalar
+from edgekv.kernels.cpu.launch import shared
 from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.papers import int4, signs
-from edgekv.kernels.cpu.share import shared
 from edgekv.kernels.cpu.softmax import _softmax_rows
 
 NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
@@ -53,9 +54,9 @@ print(numba.threading_layer(), threads.count(), len(done))
 
 TWO_BUILDERS = """
 import sys, threading, numba, numpy as np
-from edgekv.kernels.serial import serial_kernels
-from edgekv.linear.quantize import quantize
-from edgekv.linear.rounding import Rounder
+from edgekv.kernels.threads import serial_kernels
+from edgekv.weights.quantize import quantize
+from edgekv.weights.rounding import Rounder
 
 weight = np.random.default_rng(0).standard_normal((256, 64), np.float32)
 rounder, done = Rounder(np.eye(64, dtype=np.float32), 32), []
@@ -78,10 +79,11 @@ print(numba.threading_layer(), len(done))
 # A caller that may reorder sums, compiled first: it must not pass that on to what is kept for all callers.
 HURRY = """
 import numba, numpy as np
-from edgekv.kernels.cpu import jit, rounding
+from edgekv.kernels.cpu import scalar
+from edgekv.kernels.cpu import compile as jit
 
-hurry = numba.njit(fastmath=jit.FAST)(lambda x: rounding.round_to_even(x))
-exact = numba.njit(lambda x: rounding.round_to_even(x))
+hurry = numba.njit(fastmath=jit.FAST)(lambda x: scalar.round_to_even(x))
+exact = numba.njit(lambda x: scalar.round_to_even(x))
 print(hurry(np.float32(0.6)), exact(np.float32(0.6)))
 """
 
@@ -173,7 +175,7 @@ def test_each_python_thread_uses_the_configured_number(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("shape", [(3,), (2, 5, 7), (1, 1, 130)])
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.uint64])
 def test_aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-    x = aligned.zeros(shape, dtype)
+    x = arrays.zeros(shape, dtype)
     assert (x.shape, x.dtype, x.flags.c_contiguous, x.flags.writeable) == (shape, dtype, True, True)
     assert x.ctypes.data % 64 == 0
     assert not x.any()
@@ -228,7 +230,7 @@ def test_a_kernel_is_compiled_once_whatever_the_layout() -> None:
 
 
 def test_exact_arithmetic_stays_exact_when_a_fast_function_calls_it_first() -> None:
-    rounded = jit.jit(rounding.round_to_even.py_func)
+    rounded = jit.jit(scalar.round_to_even.py_func)
 
     @numba.njit(fastmath=jit.FAST)
     def calls_it(x: float) -> float:

@@ -22,8 +22,8 @@ from kernel_cases import (
 )
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.cpu import half, launch, simd
-from edgekv.kernels.cpu.half import as_float, float_to_half
+from edgekv.kernels.cpu import launch, scalar, simd
+from edgekv.kernels.cpu.scalar import as_float, float_to_half
 from edgekv.kernels.reference import rows as plain
 
 CASES = cases(HEAD_DIMS)
@@ -140,7 +140,7 @@ def test_numba_reads_every_float16() -> None:
 
 def test_conversions_without_processor_support(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an x86 without F16C runs: every float16, and float32 of every exponent."""
-    monkeypatch.setattr(half, "HAS_INSTRUCTIONS", False)
+    monkeypatch.setattr(scalar, "HAS_INSTRUCTIONS", False)
 
     @numba.njit
     def widen(bits, scalars, vectors):

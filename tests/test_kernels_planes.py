@@ -24,20 +24,15 @@ from edgekv.kernels import cpu, reference
 from edgekv.kernels.contract.planes import (
     CENTRE,
     CENTRES,
-    FULL_VALUES,
     GAUSS_STEP,
     GROUPS,
-    KEY_STEP,
-    LARGEST_CORRECTION,
-    PAIR_STEP,
     PlaneKernels,
     place_of,
 )
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.reference import gather, interleaved_values
+from edgekv.kernels.reference import planes as interleaved_values
 from edgekv.kernels.reference import planes as plain
-from edgekv.kvcache.codec_planes import runs_of_heads
-from edgekv.kvcache.rotation import Rotation
+from edgekv.kvcache.codec_planes import Rotation, runs_of_heads
 
 BLOCK = 64
 F64 = npt.NDArray[np.float64]
@@ -51,15 +46,12 @@ class Store:
 
     def __init__(self, case: Case, bits: int = 2, k_bits: int = 1) -> None:
         g, c, d = case.g, case.capacity, case.d
-        words = d // 64
         self.bits = k_bits + np.arange(g) % 2 if k_bits < 4 else np.full(g, 4)
         self.planes = np.full((self.bits.sum(), c // BLOCK, GROUPS, d // 8, 16), 0xAB, np.uint8)
         self.scale = np.full((g, c), 0x7E00, np.uint16)  # NaN
         self.centres = np.full((g, c // BLOCK, CENTRES, d // 2), 0xAB, np.uint8)
         self.centre_step = np.full((g, c // BLOCK, CENTRES), 0x7E00, np.uint16)
         self.bits = self.bits.astype(np.int64)
-        self.fine = np.full((g, c, 3, words), 0xABABABABABABABAB, np.uint64)
-        self.top, self.low = self.fine[:, :, :2].copy(), self.fine[:, :, :2].copy()
         self.value_scale = self.scale.copy()
         self.quads = np.full((g, c // BLOCK, 2 * bits, d, 4), 0xAB, np.uint8)
 
@@ -94,30 +86,12 @@ def filled(
     backend.encode_centres(keys, store.centres, store.centre_step, 0)
     for heads, planes in runs_of_heads(store.bits, store.planes):
         backend.encode_keys(keys[heads], planes, store.scale[heads], 0)
-    left = keys.copy()
-    values = normal(rng, case.g, case.capacity, case.d)
-    step = 0.4 * np.abs(normal(rng, case.g, case.capacity)) + np.float32(0.1)
-    backend.encode_interleaved(values, store.quads, store.value_scale, 0)
-    keys -= np.where(keys >= 0, 4 * step[..., None], -4 * step[..., None])
-    backend.encode_planes(keys, 2 * step, store.fine, 0)
-    backend.encode_planes(values, 4 * step, store.top, 0)
-    backend.encode_planes(values, step, store.low, 0)
-    return store, left
-
-
-def bits_of(words: npt.NDArray[np.uint64]) -> F64:
-    """(..., D) of 0 and 1 of (..., W)."""
-    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little").astype(float)
+    backend.encode_interleaved(normal(rng, case.g, case.capacity, case.d), store.quads, store.value_scale, 0)
+    return store, keys
 
 
 def half(bits: npt.NDArray[np.uint16]) -> F64:
     return bits.view(np.float16).astype(float)
-
-
-def code(*planes: npt.NDArray[np.uint64]) -> F64:
-    """Levels of the planes, the first one the highest, minus the middle one."""
-    weighted = [2.0 ** (len(planes) - 1 - j) * bits_of(plane) for j, plane in enumerate(planes)]
-    return np.sum(weighted, axis=0) - (2 ** len(planes) - 1) / 2
 
 
 def test_centres_are_the_means_of_64_and_then_of_16_tokens() -> None:
@@ -130,7 +104,7 @@ def test_centres_are_the_means_of_64_and_then_of_16_tokens() -> None:
     np.testing.assert_allclose(left, x - stored, atol=2e-5)
     width = np.repeat(half(step[:, 1:3, 1:]).reshape(2, 8), 16, axis=1)[..., None]
     mean = np.repeat(x.astype(float).reshape(2, 8, 16, 64).mean(axis=2), 16, axis=1)
-    assert (np.abs(stored - mean) <= width / 2 * 1.01).all()  # half a step of the second stage
+    assert (np.abs(stored - mean) <= width / 2 * 1.01).all()  # half a step
     blocks = x.astype(float).reshape(2, 2, 64, 64).mean(axis=2)
     np.testing.assert_allclose(half(step[:, 1:3, 0]), np.abs(blocks).max(axis=2) / 8, rtol=1e-3, atol=1e-7)
     assert width[0].max() < half(step[0, 1:3, 0]).min() / 4  # the offset is in the first
@@ -267,72 +241,6 @@ def test_sums_of_any_channels_rows_and_blocks_are_the_same(d: int, bits: int) ->
             for backend, out in zip((reference, cpu), sums, strict=True):
                 backend.sums(values, p, t0, t1, out)
             assert_close(sums[1], sums[0], 2e-3)
-
-
-def attended(
-    case: Case, store: Store, p: npt.NDArray[np.float32], threshold: float
-) -> tuple[npt.NDArray[Any], ...]:
-    """out, tail, change and counts of `attend_planes`."""
-    q, rounded, key_scale = gather_queries(case)
-    shape = case.g, case.capacity, case.d
-    arrays = {"planes": store.planes, "scale": store.scale, "fine": store.fine}
-    keys = codec("plane_keys", shape, arrays, bits=store.bits, key_scale=key_scale)
-    arrays = {"top": store.top, "low": store.low, "scale": store.value_scale}
-    values = codec("plane_values", shape, arrays, threshold=threshold)
-    out = np.zeros((case.g, case.m, case.d), np.float32)
-    span, p = (case.t0, case.t1), p[:, :, inside(case)]
-    return out, *gather.attend_planes(keys, values, *span, q, rounded, p, case.n, out)
-
-
-def gather_queries(case: Case) -> tuple[npt.NDArray[np.float32], ...]:
-    rng = np.random.default_rng(4)
-    q = normal(rng, case.g, case.m, case.d) / 8
-    return q, np.round(q * 16) / 16, np.linspace(0.8, 1, case.g, dtype=np.float32)
-
-
-def probabilities(case: Case) -> npt.NDArray[np.float32]:
-    """Rows over the tokens that add up to 1, a few large; NaN outside."""
-    p = poisoned_scores(case, case.g == 1)
-    weights = np.exp(2 * normal(generator(case), case.g, case.m, case.length))
-    p[:, :, inside(case)] = weights / weights.sum(axis=2, keepdims=True)
-    return p
-
-
-def test_what_matters_is_read_and_the_rest_is_added_up() -> None:
-    case, threshold = SMALL, 0.01
-    store, _ = filled(reference, case)
-    p = probabilities(case)
-    out, tail, change, counts = attended(case, store, p, threshold)
-    q, rounded, key_scale = gather_queries(case)
-    signs = plain.key_levels(store.planes, store.bits).astype(float)
-    key_code = 4 * signs + code(*np.moveaxis(store.fine, 2, 0))
-    value_full = code(*np.moveaxis(store.top, 2, 0), *np.moveaxis(store.low, 2, 0))
-    value_pair = code(*np.moveaxis(store.top, 2, 0)) * PAIR_STEP
-    read, kept = np.zeros(out.shape), np.zeros(tail.shape)
-    for g, j in np.ndindex(case.g, case.n):
-        rows, n_corrected, n_full = [j + case.n * r for r in range(case.r)], 0, 0
-        new = p[g, rows, inside(case)].astype(float)
-        before = new.sum(axis=1)
-        for i in range(case.length):
-            t = case.t0 + i
-            if (new[:, i] >= threshold).any():
-                n_corrected += 1
-                exact = KEY_STEP * (q[g, rows].astype(float) @ key_code[g, t])
-                coarse = key_scale[g] * (rounded[g, rows].astype(float) @ signs[g, t])
-                d = half(store.scale[g, t]) * (exact - coarse)
-                new[:, i] *= np.exp(np.clip(d, -LARGEST_CORRECTION, LARGEST_CORRECTION))
-                largest = new[:, i].max()
-                n_full += largest >= FULL_VALUES * threshold
-                if largest >= threshold:
-                    value = value_full if largest >= FULL_VALUES * threshold else value_pair
-                    read[g, rows] += np.outer(new[:, i], value[g, t] * half(store.value_scale[g, t]))
-                    continue
-            kept[g, rows, t // BLOCK - case.t0 // BLOCK] += new[:, i]
-        np.testing.assert_allclose(change[g, rows], new.sum(axis=1) - before, atol=1e-5)
-        assert counts[g, j].tolist() == [n_corrected, n_full]
-        assert 0 < n_full < n_corrected < case.length
-    assert_close(out, read, 1e-5)
-    assert_close(tail, kept, 1e-5)
 
 
 @BACKENDS

@@ -1,20 +1,18 @@
-"""Selection, attention over chosen tokens, and the indexes of FIER and Quest: Numba against NumPy."""
+"""Selection, tokens side by side, and the indexes of FIER and Quest: Numba against NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_cases import EITHER_PATH, assert_close, bound
+from kernel_cases import EITHER_PATH, assert_close, bound, pairs
 
 from edgekv.kernels import cpu, reference
-from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
-from edgekv.kvcache.codecs import F16
 from edgekv.kvcache.papers.fier import SignIndex
 from edgekv.kvcache.papers.quest import PageIndex
+from edgekv.kvcache.papers.retrieval import largest
 
 SHAPES = [(1, 1, 1, 8), (2, 3, 1, 12), (1, 2, 5, 17), (3, 4, 2, 64), (2, 1, 3, 80), (2, 8, 1, 128)]  # G, R, n, D
-EMPTY = -7
 pytestmark = EITHER_PATH
 
 
@@ -31,107 +29,39 @@ def half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).view(np.uint16)
 
 
-def scores_with_gaps(seed: int, g: int, m: int, columns: int) -> np.ndarray:
-    """Rows apart in memory, as in a slice of a larger buffer."""
-    return normal(seed, g, m + 1, columns + 3)[:, :m, 1 : columns + 1]
-
-
-def select(module: object, s: np.ndarray, lo: np.ndarray, hi: np.ndarray, k: int) -> np.ndarray:
-    chosen = np.full((s.shape[0], len(lo), k + 2), EMPTY, np.int32)
-    module.select_top(s.copy(), lo, hi, k, chosen)
-    return chosen
-
-
-@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 64, 333])
-@pytest.mark.parametrize(("g", "r", "n"), [(1, 1, 1), (2, 1, 3), (3, 4, 1), (2, 8, 5)])
 @pytest.mark.parametrize("k", [1, 7, 16, 100])
-def test_select_top_takes_the_largest_sums(g: int, r: int, n: int, columns: int, k: int) -> None:
-    s = scores_with_gaps(k, g, r * n, columns)
-    rng = np.random.default_rng(columns)
-    lo = rng.integers(0, columns, n)
-    hi = rng.integers(lo, columns, endpoint=True)
-    chosen = select(cpu, s, lo, hi, k)
-    sums = s.reshape(g, r, n, columns).astype(float).sum(1)
-    for i in range(g):
-        for j in range(n):
-            count = min(k, hi[j] - lo[j])
-            got = chosen[i, j, :count]
-            assert (np.diff(got) > 0).all()
-            assert ((got >= lo[j]) & (got < hi[j])).all()
-            assert (chosen[i, j, count:] == EMPTY).all()
-            left = np.setdiff1d(np.arange(lo[j], hi[j]), got)
-            if len(left) and count:
-                assert sums[i, j, got].min() > sums[i, j, left].max() - 1e-5
-    if r == 1:
-        np.testing.assert_array_equal(chosen, select(reference, s, lo, hi, k))
+@pytest.mark.parametrize("columns", [1, 15, 64, 333])
+def test_the_largest_are_taken(k: int, columns: int) -> None:
+    """By a stable sort: ties go to the lower columns, and NaN of either sign comes behind -inf."""
+    rng = np.random.default_rng([k, columns])
+    pool = np.array([np.nan, -np.float32(np.nan), np.inf, -np.inf, 0, -0.0, 1, -1], np.float32)
+    s = [rng.choice(pool, columns, p=p) for p in rng.dirichlet(np.full(len(pool), 0.3), 40)]
+    s += [np.full(columns, x) for x in pool]
+    s += [*normal(k, 4, columns).round(1), *(normal(k, 4, columns) * 10.0 ** rng.integers(-40, 30, (4, 1)))]
+    k = min(k, columns)
+    found = largest(np.array(s, np.float32), k)
+    for row, got in zip(np.array(s, np.float32), found, strict=True):
+        order = np.lexsort((-row, np.isnan(row)))
+        assert got.tolist() == sorted(order[:k].tolist())
 
 
 @pytest.mark.parametrize("module", [cpu, reference])
-def test_select_top_breaks_ties_by_the_lower_column(module: object) -> None:
-    lo, hi = np.array([0]), np.array([40])
-    s = np.zeros((1, 1, 40), np.float32)
-    s[..., 1::2] = -0.0
-    assert select(module, s, lo, hi, 5)[0, 0, :5].tolist() == [0, 1, 2, 3, 4]
-    s[..., [3, 30, 31, 39]] = [2, 1, 1, 1]
-    assert select(module, s, lo, hi, 3)[0, 0, :3].tolist() == [3, 30, 31]
-    s[..., 3:] = -np.inf
-    assert select(module, s, lo, hi, 5)[0, 0, :5].tolist() == [0, 1, 2, 3, 4]
-    s[..., 20] = np.inf
-    assert select(module, s, lo, hi, 2)[0, 0, :2].tolist() == [0, 20]
+def test_tokens_are_gathered(module: object) -> None:
+    """Given in any order of memory."""
+    store, tokens = half(normal(1, 3, 50, 20)), np.random.default_rng(2).integers(0, 50, (17, 3)).T
+    out = np.full((3, 20, 20), 0x7E00, np.uint16)
+    module.gather_tokens(store, tokens, out)
+    for g in range(3):
+        np.testing.assert_array_equal(out[g, :17], store[g, tokens[g]])
+    assert (out[:, 17:] == 0x7E00).all()
 
 
-@pytest.mark.parametrize("module", [cpu, reference])
-@pytest.mark.parametrize("heads", [1, 3])
-def test_select_top_puts_nan_behind_all_numbers(module: object, heads: int) -> None:
-    """Whatever the scores are, every place that is asked for gets a column of its own, and no other is written."""
-    rng, columns = np.random.default_rng(heads), 100
-    pool = np.array([np.nan, -np.float32(np.nan), np.inf, -np.inf, 0, 1, -1], np.float32)
-    rows = [rng.choice(pool, columns, p=p) for p in rng.dirichlet(np.full(len(pool), 0.3), 40)]
-    s = np.repeat(np.stack([*rows, *(np.full(columns, x) for x in pool)])[:, None], heads, axis=1)
-    lo, hi = np.array([3]), np.array([columns - 2])
-    for k in (1, 16, 94, 95, 200):
-        for row, got in zip(s[:, 0], select(module, s, lo, hi, k)[:, 0], strict=True):
-            order = np.lexsort((-row[3:-2], np.isnan(row[3:-2]))) + 3
-            count = min(k, 95)
-            assert got[:count].tolist() == sorted(order[:count].tolist())
-            assert (got[count:] == EMPTY).all()
-
-
-def test_select_top_is_exact_over_all_magnitudes() -> None:
-    rng = np.random.default_rng(3)
-    s = (rng.standard_normal((4, 2, 900)) * 10.0 ** rng.integers(-40, 30, (4, 2, 900))).astype(np.float32)
-    lo, hi = np.zeros(2, np.int64), np.full(2, 900)
-    for k in (1, 450, 899):
-        np.testing.assert_array_equal(select(cpu, s, lo, hi, k), select(reference, s, lo, hi, k))
-
-
-@pytest.mark.parametrize("length", [1, 7, 64, 65, 200])
-@pytest.mark.parametrize(("g", "r", "n", "d"), SHAPES)
-def test_attention_over_chosen_tokens(g: int, r: int, n: int, d: int, length: int) -> None:
-    rng = np.random.default_rng([g, r, n, d, length])
-    keys, values = (bound(F16(g, 300, d), half=half(normal(seed, g, 300, d))) for seed in (1, 2))
-    q, visible = normal(3, g * r, n, d), (np.zeros(n, np.int64), np.full(n, 300))
-    tokens = np.full((g, n, length + 3), 1 << 20, np.int32)  # beyond the counts lies rubbish
-    counts = rng.integers(0, length, n, endpoint=True)
-    counts[-1] = length
-    tokens[:, :, :length] = rng.integers(0, 300, (g, n, length))
-    for j in range(n):
-        tokens[:, j, counts[j] :] = 1 << 20
-    results = []
-    for module in (cpu, reference):
-        out = np.full(q.shape, np.nan, np.float32)
-        module.attend(q, [Segment(keys, values, 0, 300, chosen=(tokens, counts))], visible, out)
-        results.append(out)
-    assert_close(*results)
-    assert not results[0][:, counts == 0].any()
-
-
-@pytest.mark.parametrize("minmax", [False, True])
-@pytest.mark.parametrize("group", [32, 64, 256])
-@pytest.mark.parametrize(("g", "r", "n", "d"), SHAPES)
-def test_fier_index(g: int, r: int, n: int, d: int, group: int, minmax: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "group", "minmax"), pairs(shape=SHAPES, group=[32, 64, 256], minmax=[False, True])
+)
+def test_fier_index(shape: tuple[int, int, int, int], group: int, minmax: bool) -> None:
     """Bits and levels to the bit, scores to rounding; only the groups asked for."""
-    n_groups, b0, b1 = 5, 1, 4
+    (g, r, n, d), n_groups, b0, b1 = shape, 5, 1, 4
     keys = half(normal(1, g, n_groups * group + 9, d) + 4 * normal(2, g, 1, d))
     q = normal(3, g, r * n, d)
     results = []
@@ -165,9 +95,9 @@ def test_fier_keys_are_two_levels_per_channel_and_group() -> None:
     np.testing.assert_allclose(s[0].T, expected, atol=2e-3)
 
 
-@pytest.mark.parametrize("page", [8, 16, 32])
-@pytest.mark.parametrize(("g", "r", "n", "d"), SHAPES)
-def test_quest_pages(g: int, r: int, n: int, d: int, page: int) -> None:
+@pytest.mark.parametrize(("shape", "page"), [*zip(SHAPES, [8, 16, 32] * 2, strict=True)])
+def test_quest_pages(shape: tuple[int, int, int, int], page: int) -> None:
+    g, r, n, d = shape
     keys = half(normal(1, g, 6 * page + 3, d))
     results = []
     for module in (cpu, reference):

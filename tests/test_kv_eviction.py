@@ -12,7 +12,7 @@ from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.papers.evicting import Evicting, attention_received, budget_tokens
 
 F32 = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ from cache_cases import draw
 from edgekv.errors import CacheError
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.knobs import declared
 
 HEADS, TOKENS = (4, 2, 64), 230
@@ -46,9 +46,8 @@ def test_the_extremes_of_what_it_takes_work(name: str, field: dataclasses.Field[
     q, k, v = draw(HEADS, TOKENS)
     for value in accepts.ends:
         assert accepts.takes(value)
-        beside = {"group": "channel"} if field.name == "pull" else {}
         try:
-            cache = scheme(Geometry(*HEADS, TOKENS, 2, 4), scheme.Knobs(**{field.name: value}, **beside))
+            cache = scheme(Geometry(*HEADS, TOKENS, 2, 4), scheme.Knobs(**{field.name: value}))
         except CacheError:
             continue
         assert cache.planned_bytes() < 40 * TOKENS * HEADS[1] * HEADS[2] + (1 << 20)

@@ -10,8 +10,7 @@ from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.cache import Geometry, KVCache
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -133,8 +132,7 @@ def test_bytes_are_the_formula(window: int | None, bits: int, capacity: int) -> 
     cache = make(f"mikv:budget=0.25,bits={bits}", capacity, window=window)
     slots = -(-capacity // 4)
     low = capacity - slots
-    per_head = slots * (4 * D + 8) + low * (D * bits // 8 + 8 + 4 * (window is not None)) + 4 * D
-    per_head += -(-low // 32) * 32 * D * bits // 8  # key codes come in whole blocks of 32 tokens
+    per_head = slots * (4 * D + 8) + low * (D * bits // 4 + 8 + 4 * (window is not None)) + 4 * D
     assert cache.nbytes == cache.planned_bytes() == G * per_head
 
 

@@ -1,15 +1,14 @@
-"""onebit and bitplane: attention computed by hand from what they stored, their bytes, what they survive."""
+"""planes and onebit: attention computed by hand from what they stored, their bytes, what they survive."""
 
 import numpy as np
 import pytest
 from cache_cases import F32, F64, attention, make, normal
-from test_kernels_planes import code, decoded_centres, half
+from test_kernels_planes import decoded_centres, half
 
 from edgekv.errors import CacheError
-from edgekv.kernels.contract.planes import KEY_STEP
 from edgekv.kernels.reference.planes import key_levels, round_queries
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.rotation import Rotation
+from edgekv.kvcache.cache import KVCache
+from edgekv.kvcache.codec_planes import Rotation
 from edgekv.kvcache.spec import CacheSpec
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (4, 1, 128), (2, 2, 80), (2, 1, 192)]
@@ -71,60 +70,7 @@ def test_it_attends_to_what_it_stored(shape: tuple[int, int, int], k_bits: int, 
     np.testing.assert_allclose(got, expected, atol=0.01 * np.abs(expected).max())  # 8-bit weights
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_bitplane_reading_all_is_four_bit_attention(shape: tuple[int, int, int]) -> None:
-    n = 300
-    q, k, v = normal(shape, n, n)
-    q /= np.sqrt(shape[2])
-    cache = make("bitplane:threshold=1e-9", shape, n)
-    got = last(cache, q, k, v)
-    assert cache.n_packed == 256
-    _, centres = levels_and_centres(cache)
-    rotation = matrix(cache.key_codec.rotation, cache)
-    signs = key_levels(cache.arrays["key.planes"], cache.key_codec.bits)
-    key_code = 4 * signs + code(*np.moveaxis(cache.arrays["key.fine"], 2, 0))
-    stored = (KEY_STEP * key_code * half(cache.arrays["key.scale"])[..., None])[:, : cache.n_packed]
-    planes = [plane for name in ("value.top", "value.low") for plane in np.moveaxis(cache.arrays[name], 2, 0)]
-    values = code(*planes) * half(cache.arrays["value.scale"])[..., None] @ rotation
-    values = with_exact(v, values[:, : cache.n_packed], 4)
-    expected = attention(q[:, -1:], with_exact(k, (stored + centres) @ rotation, 4), values, None)
-    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
-    exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
-    assert np.linalg.norm(got - exact) < 0.2 * np.linalg.norm(exact)
-
-
-def test_bitplane_reading_none_is_the_estimate_times_means() -> None:
-    shape, n = (8, 2, 64), 300
-    q, k, v = normal(shape, n, n)
-    q /= 8
-    cache = make("bitplane:threshold=1", shape, n)
-    got = last(cache, q, k, v)
-    scaled, centres = levels_and_centres(cache)
-    rotation = matrix(cache.key_codec.rotation, cache)
-    keys = with_exact(k, (scaled + centres) @ rotation, 4)
-    exact = v.astype(np.float16).astype(float)[:, 4:260]
-    means = np.repeat(exact.reshape(2, 4, 64, 64).mean(axis=2), 64, axis=1)
-    expected = attention(q[:, -1:], keys, with_exact(v, means, 4), None)
-    # 0.14 measured: scores of 16 tokens as their centre's, means in 4 bits
-    assert np.linalg.norm(got - expected) < 0.2 * np.linalg.norm(expected)
-    assert cache.value_codec.counts.tolist() == [0, 0, 4]  # samples
-
-
-def test_a_lower_threshold_is_closer_and_reads_more() -> None:
-    shape, n = (8, 2, 128), 1500
-    q, k, v = normal(shape, n, n)
-    q /= 4  # peaked
-    exact = attention(q[:, -1:], k.astype(float), v.astype(float), None)
-    errors, read = [], []
-    for p in ("0.1", "0.003", "0.0001"):
-        cache = make(f"bitplane:threshold={p}", shape, n)
-        errors.append(np.linalg.norm(last(cache, q, k, v) - exact))
-        read.append(cache.bytes_read())
-    assert errors[0] > 1.5 * errors[1] > 1.5 * errors[2]
-    assert read[0] < read[1] < read[2] < cache.nbytes
-
-
-@pytest.mark.parametrize("kv", ["onebit", "bitplane"])
+@pytest.mark.parametrize("kv", ["onebit", "planes:residual_length=32"])
 def test_exact_until_a_block_leaves_the_window(kv: str) -> None:
     shape = (8, 2, 64)
     n = 4 + 64 + make(kv, shape, 500).knobs.residual_length
@@ -137,7 +83,7 @@ def test_exact_until_a_block_leaves_the_window(kv: str) -> None:
     assert cache.n_packed == 64
 
 
-@pytest.mark.parametrize("kv", ["onebit", "bitplane"])
+@pytest.mark.parametrize("kv", ["onebit", "planes:k_bits=4,v_bits=4"])
 def test_an_offset_common_to_all_keys_costs_nothing(kv: str) -> None:
     """Key biases tens of times the keys' own size, as some models have."""
     shape, n = (8, 2, 128), 600
@@ -172,7 +118,6 @@ def test_more_value_bits_are_closer() -> None:
         ("planes:k_bits=3,v_bits=1", 128, 48 + 2 + 66 * 5 / 64 + 16 + 2),
         ("planes:k_bits=1.5,v_bits=2.5,k_heads=12,v_heads=41", 128, 24 + 2 + 66 * 5 / 64 + 40 + 2),
         ("planes:k_bits=1.5,v_bits=1.5", 128, 24 + 2 + 66 * 5 / 64 + 24 + 2),
-        ("bitplane", 32, 66 + 66 * 5 / 64 + 2 / 16 + 66 + 66 / 64),
     ],
 )
 def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
@@ -182,11 +127,7 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
     x = np.zeros((g, capacity, d), np.float32)
     cache.extend(x, x)
     exact = (4 + window) * 4 * d
-    if kv == "bitplane":  # before the first query: as many as there can be
-        chosen = 4096 * (48 + 32 + 2 + 32)
-        assert cache.bytes_read() == g * (4096 * (18 + 66 * 5 / 64 + 2 / 16 + 66 / 64) + chosen + exact)
-    else:
-        assert cache.bytes_read() == pytest.approx(g * (4096 * token + exact), abs=1)
+    assert cache.bytes_read() == pytest.approx(g * (4096 * token + exact), abs=1)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +135,10 @@ def test_bytes_are_the_formula(kv: str, window: int, token: float) -> None:
     [
         ("planes:k_bits=1.5,k_heads=121", "k_heads=121': accepted: 2 digits"),
         ("planes:k_bits=1.5,k_spread=4444", "k_spread=4444': accepted: 16 digits"),
-        ("bitplane:by_need=true", "threshold=0.00014': accepted: with k_bits=4 and v_bits=4"),
-        ("planes:threshold=0.001", "threshold=0.001': accepted: with k_bits=4 and v_bits=4"),
-        ("bitplane:k_heads=4444", "k_heads=4444': accepted: nothing with a threshold"),
-        ("bitplane:v_heads=1234", "v_heads=1234': accepted: nothing with a threshold"),
-        ("bitplane:k_spread=4", "k_spread=4': accepted: nothing with a threshold"),
+        ("bitplane", "kv='bitplane' was removed: .*; use kv='planes:k_bits=4,v_bits=4,by_need=true'"),
+        ("bitplane:residual_length=32", "kv='bitplane' was removed"),
+        ("planes:p=0.001", "kv='planes:p=0.001' was removed"),
+        ("onebit:threshold=x", "kv='onebit:threshold=x' was removed"),
     ],
 )
 def test_knobs_are_checked(kv: str, message: str) -> None:
@@ -210,12 +150,7 @@ def test_knobs_are_checked(kv: str, message: str) -> None:
 def test_presets_are_planes() -> None:
     shape, n = (4, 2, 64), 400
     q, k, v = normal(shape, n, n)
-    for name, same in (
-        ("onebit", "planes:k_bits=1"),
-        ("bitplane", "planes:k_bits=4,v_bits=4,threshold=1.4e-4,residual_length=32"),
-    ):
-        outputs = [last(make(kv, shape, n), q, k, v) for kv in (name, same)]
-        np.testing.assert_array_equal(*outputs)
+    np.testing.assert_array_equal(*(last(make(kv, shape, n), q, k, v) for kv in ("onebit", "planes:k_bits=1")))
 
 
 def test_more_key_bits_are_closer() -> None:
@@ -229,4 +164,4 @@ def test_more_key_bits_are_closer() -> None:
 
 
 def test_a_knob_that_does_nothing_any_more_is_accepted() -> None:
-    assert CacheSpec.parse("onebit:planes=6") == CacheSpec.parse("onebit")
+    assert CacheSpec.parse("onebit:planes=6,threshold=0.0") == CacheSpec.parse("onebit")

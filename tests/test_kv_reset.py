@@ -7,8 +7,7 @@ import pytest
 from cache_cases import Heads, draw, make
 
 from edgekv.kvcache import CACHES
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.rewinding import rewind
+from edgekv.kvcache.cache import KVCache, rewind
 
 HEADS: Heads = (4, 2, 64)
 

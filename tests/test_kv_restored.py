@@ -13,11 +13,9 @@ import pytest
 from cache_cases import draw
 
 from edgekv.kernels import numba_kernels
-from edgekv.kernels.aligned import zeros
+from edgekv.kernels.arrays import zeros
 from edgekv.kvcache import CACHES, CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.kvcache.saving import CacheState
+from edgekv.kvcache.cache import CacheState, Geometry, KVCache, Workspace
 
 HEADS, TOKENS, GUARD = (4, 2, 64), 420, 4096
 SMALL = {  # of which something has left, or was chosen, when 300 tokens are in

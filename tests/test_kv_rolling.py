@@ -11,11 +11,10 @@ from cuda_cases import OnDevice
 
 from edgekv import Session
 from edgekv.kernels import Kernels, numba_kernels, numpy_kernels
-from edgekv.kernels.memory import to_host
+from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.kvcache.rolling import Rolling, ring_tokens
+from edgekv.kvcache.cache import Geometry, KVCache, Workspace
+from edgekv.kvcache.sliding import Rolling, ring_tokens
 from edgekv.models import architecture
 
 H, G, D, CAPACITY = 4, 2, 32, 1500
@@ -57,7 +56,7 @@ def test_equals_attention_over_the_window(window: int, backend: object) -> None:
 
 
 def test_bytes_are_those_of_the_window() -> None:
-    for kv in ("dense", "kivi2", "bitplane", "onebit"):
+    for kv in ("dense", "kivi2", "onebit"):
         spec, cache = CacheSpec.parse(kv), layer(kv, 100, numpy_kernels())
         assert cache.nbytes == cache.planned_bytes() == ring_tokens(100) * G * D * 4
         assert cache.planned_bytes() < spec.scheme(Geometry(H, G, D, CAPACITY), spec.knobs).planned_bytes()
@@ -114,7 +113,7 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
     results, sizes = [], []
     for rolls in (True, False):
         if not rolls:
-            monkeypatch.setattr("edgekv.kvcache.dense.Dense.window_codecs", classmethod(lambda cls, knobs: None))
+            monkeypatch.setattr("edgekv.kvcache.full.Dense.window_codecs", classmethod(lambda cls, knobs: None))
         session = Session.load(gemma, kv="dense:dtype=f32", weights="f32", ctx=512)
         parts = [session.logits(tokens[:300]), session.logits(tokens[300:350])]
         session.rewind(340)
@@ -123,7 +122,7 @@ def test_a_model_says_the_same_and_takes_less(gemma: pathlib.Path, monkeypatch: 
         parts.append(session.logits(tokens[100:]))
         results.append(np.concatenate(parts))
         sizes.append(session.plan.cache_bytes)
-        assert sum(cache.nbytes for cache in session.state.caches) == sizes[-1]
+        assert sum(cache.nbytes for cache in session.caches) == sizes[-1]
     np.testing.assert_allclose(results[0], results[1], atol=2e-4, rtol=0)
     assert architecture(LONG).config.layer_windows == (40, None, 40, None)
     assert sizes[0] == sizes[1] // 2 + sizes[1] // 1024 * ring_tokens(40)

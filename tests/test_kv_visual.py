@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from cache_cases import BACKENDS, F32, F64
 from kernel_cases import (
-    EITHER_PATH,
+    EITHER_WAY,
     Case,
     bound,
     generator,
     inside,
     normal,
+    pairs,
     poisoned_scores,
 )
 
@@ -23,8 +24,8 @@ from edgekv.errors import CacheError
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.papers.codec_visual import GROUPS, ChannelLevels, LevelSpan
+from edgekv.kvcache.cache import KVCache
+from edgekv.kvcache.papers.codec_visual import GROUPS, LevelSpan
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
 SPANS = ((0, 9), (30, 95), (95, 101), (150, 290))  # at the start, apart, in a row, and one that ends late
@@ -113,33 +114,6 @@ def test_calibrated_ranges_are_shares_of_the_way_from_the_middle(backend: str) -
     expected = attention(q[:, 300:], k, v, SPANS, **knobs, ranges=(0.5, 0.3))
     np.testing.assert_allclose(got, expected, atol=3e-3)
     assert np.abs(got - attention(q[:, 300:], k, v, SPANS, **knobs)).max() > 0.05
-
-
-def pulled(q: F32, k: F64, n_queries: int, pull: float) -> F64:
-    """Scores (n_heads, n_queries, tokens): of each row the least stays, the largest loses `pull`."""
-    scores = q.astype(float) @ np.repeat(k, HEADS // KV_HEADS, 0).transpose(0, 2, 1)
-    least, largest = scores.min(-1, keepdims=True), scores.max(-1, keepdims=True)
-    return least + (scores - least) * np.maximum(1 - pull / (largest - least), 0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("pull", [0.3, 100.0])
-def test_the_largest_score_of_a_span_is_pulled_down(pull: float, backend: str) -> None:
-    """All of a span's scores in proportion; those with text stay as they are."""
-    q, k, v = draw(203)
-    q *= 2
-    cache = make(f"visual1:group=channel,quantile=0,bits=2,pull={pull}", backend)
-    cache.mark_images([(20, 170)])
-    cache.prefill(q[:, :200], k[:, :200], v[:, :200])
-    got = cache.attend(q[:, 200:], k[:, 200:], v[:, 200:])
-    k, v = (x.astype(np.float16).astype(float) for x in (k, v))
-    k[:, 20:170], v[:, 20:170] = quantised(k[:, 20:170], v[:, 20:170], "channel", 0, 2)
-    scores = q[:, 200:].astype(float) @ np.repeat(k, HEADS // KV_HEADS, 0).transpose(0, 2, 1)
-    scores[:, :, 20:170] = pulled(q[:, 200:], k[:, 20:170], 3, pull)
-    scores[:, np.arange(203) > np.arange(200, 203)[:, None]] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = weights / weights.sum(-1, keepdims=True) @ np.repeat(v, HEADS // KV_HEADS, 0)
-    np.testing.assert_allclose(got, expected, atol=3e-3)
 
 
 @pytest.mark.parametrize("window", [60, 160])
@@ -291,7 +265,10 @@ def test_bad_spans(spans: list[tuple[int, int]]) -> None:
     "knob",
     [
         *("bits=0", "bits=9", "group=row", "quantile=0.5", "quantile=-0.1", "text=q8"),
-        *("k_range=0.0", "v_range=1.5", "pull=-1.0", "pull=1.0"),
+        *(
+            "k_range=0.0",
+            "v_range=1.5",
+        ),
     ],
 )
 def test_bad_knobs(knob: str) -> None:
@@ -340,49 +317,36 @@ def read(backend: Any, codec: Any, case: Case, q: F32, p: F32, out: F32) -> tupl
     return s[:, :, inside(case)], sums
 
 
-@EITHER_PATH
-@pytest.mark.parametrize(("case", "n_bits"), CASES, ids=str)
-@pytest.mark.parametrize("pull", [0.0, 0.5])
-def test_numba_equals_numpy_by_channel(
-    case: Case, n_bits: int, pull: float, min_parallel_work: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    rng = generator(case)
-    codec = ChannelLevels(case.g, case.capacity, case.d, n_bits, pull)
-    low = rng.uniform(-2, -1, (case.g, case.d)).astype(np.float16).view(np.uint16)
-    step = (rng.uniform(1, 3, (case.g, case.d)) / (2**n_bits - 1)).astype(np.float16).view(np.uint16)
-    planes = rng.integers(0, 256, (case.g, case.capacity, n_bits, -(-case.d // 8)), np.uint8)
-    codec = bound(codec, planes=planes, low=low, step=step)
-    q, out = normal(rng, case.g, case.m, case.d) / np.float32(case.d**0.5), normal(rng, case.g, case.m, case.d)
-    p = rng.random((case.g, case.m, case.length), np.float32)
-    (s, sums), (expected, expected_sums) = (read(backend, codec, case, q, p, out) for backend in (cpu, reference))
-    np.testing.assert_allclose(s, expected, atol=1e-4)
-    np.testing.assert_allclose(sums, expected_sums, rtol=2e-5, atol=3e-4)
-
-
-@pytest.mark.parametrize("group", ["tensor", "head", "head+token"])
-@EITHER_PATH
-@pytest.mark.parametrize(("case", "n_bits"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("of_case", "group", "way"),
+    pairs(of_case=CASES, group=["tensor", "head", "head+token", "channel"], way=EITHER_WAY),
+)
 def test_numba_equals_numpy(
-    case: Case, n_bits: int, min_parallel_work: int, group: str, monkeypatch: pytest.MonkeyPatch
+    of_case: tuple[Case, int], group: str, way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
+    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", way)
+    case, n_bits = of_case
     rng = generator(case)
-    size = {"tensor": (1, 1), "head": (case.g, 1), "head+token": (case.g, case.capacity)}[group]
+    each = {"tensor": (1, 1), "head": (case.g, 1), "head+token": (case.g, case.capacity)}
+    size = each.get(group, (case.g, case.d))
     low = rng.uniform(-2, -1, size).astype(np.float16).view(np.uint16)
     step = (rng.uniform(1, 3, size) / (2**n_bits - 1)).astype(np.float16).view(np.uint16)
     step.flat[-1] = 0
     x = normal(rng, case.g, case.length, case.d)
     stores = [np.full((case.g, case.capacity, n_bits, -(-case.d // 8)), POISON, np.uint8) for _ in range(2)]
     for backend, planes in zip((cpu, reference), stores, strict=True):
-        backend.encode_levels(x, low, step, planes, case.t0)
+        if group == "channel":
+            planes[:] = np.random.default_rng(case.d).integers(0, 256, planes.shape, np.uint8)
+        else:
+            backend.encode_levels(x, low, step, planes, case.t0)
     np.testing.assert_array_equal(*stores)
     codes = np.unpackbits(stores[0], axis=3, count=case.d, bitorder="little").astype(float)
     codes = (codes * 2.0 ** np.arange(n_bits)[:, None]).sum(2)
-    decoded = (
-        low.view(np.float16).astype(float)[..., None] + step.view(np.float16).astype(float)[..., None] * codes
+    ends = (
+        np.expand_dims(end.view(np.float16).astype(float), 1 if group == "channel" else 2) for end in (low, step)
     )
-    decoded = decoded[:, case.t0 : case.t1]
+    least, of_code = ends
+    decoded = (least + of_code * codes)[:, case.t0 : case.t1]
     q, out = normal(rng, case.g, case.m, case.d), normal(rng, case.g, case.m, case.d)
     p = rng.random((case.g, case.m, case.length), np.float32)
     codec = bound(LevelSpan(case.g, case.capacity, case.d, n_bits, group), planes=stores[0], low=low, step=step)

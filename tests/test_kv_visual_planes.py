@@ -8,9 +8,9 @@ import pytest
 from cache_cases import BACKENDS, F32, F64, draw, relative
 
 from edgekv.errors import CacheError
-from edgekv.kernels.aligned import zeros
+from edgekv.kernels.arrays import zeros
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.cache import KVCache
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.planes import KEY_SCALES
 

@@ -14,12 +14,12 @@ import pytest
 from checkpoint_files import one_line
 from safetensors.numpy import load_file, save_file
 
-from edgekv import LoadOptions, Session
+from edgekv import Session
 from edgekv.checkpoint.lora import REFUSED
 from edgekv.cli import main
+from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, SessionError
-from edgekv.linear.formats import WEIGHTS
-from edgekv.session.model import Model
+from edgekv.weights.formats import WEIGHTS
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "lora.npz")
 TOLERANCE = 2e-4
@@ -125,11 +125,11 @@ def test_saved_sessions_belong_to_their_lora(base: pathlib.Path, lora: pathlib.P
         expected = [step.token for step in session.generate(TOKENS[20:24], max_new_tokens=3)]
         assert session.report().settings["lora"] == str(session.model.lora)
         assert str(session.model.lora).startswith("helper:0.5 (")
-    with Session.restore(saved, base, LoadOptions(lora=f"{lora}:0.5", device="numpy")) as session:
+    with Session.restore(saved, base, lora=f"{lora}:0.5", device="numpy") as session:
         assert [step.token for step in session.generate(TOKENS[20:24], max_new_tokens=3)] == expected
     for other in (lora, None):
         with pytest.raises(SessionError) as error:
-            Session.restore(saved, base, LoadOptions(lora=other, device="numpy"))
+            Session.restore(saved, base, lora=other, device="numpy")
         assert error.value.field == "lora"
         given = "no LoRA" if other is None else "the LoRA helper:1 ("
         one_line(error, "was held with the LoRA helper:0.5 (", given, "`lora`")

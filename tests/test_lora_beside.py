@@ -19,11 +19,13 @@ from slot_cases import Recorded, at_once
 
 from edgekv import LoadOptions, Session
 from edgekv.cli import main
+from edgekv.engine.cuda import CudaDevice
+from edgekv.engine.model import Model
+from edgekv.engine.options import Options
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, SessionError
-from edgekv.linear.cuda import CudaLinear
+from edgekv.kvcache import CacheSpec
 from edgekv.server.pool import SessionPool
-from edgekv.session.cuda_device import CudaDevice
-from edgekv.session.model import Model
+from edgekv.weights.cuda import CudaOps
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "lora.npz")
 TOLERANCE = 2e-4
@@ -67,7 +69,7 @@ def test_logits_are_those_of_peft(name: str, device: str, tmp_path: pathlib.Path
     given = {"own": f"{lora_cases.write(name, tmp_path / 'lora')}:{case.scale}"}
     tokens = golden_cases.tokens(case.model)
     options = LoadOptions(weights="f32", kv="dense:dtype=f32", device=device)
-    with Session.load(model, options, loras=given) as session, Session.load(model, options) as plain:
+    with Session.load(model, **options, loras=given) as session, Session.load(model, **options) as plain:
         np.testing.assert_array_equal(session.logits(tokens), plain.logits(tokens))
         session.use_lora("own")
         np.testing.assert_allclose(session.logits(tokens)[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
@@ -80,10 +82,10 @@ def test_quantized_weights_stay_as_they_are(
     """One store for the model and all its LoRAs, whose change is added to what that holds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = LoadOptions(weights=weights, kv="dense:dtype=f32")
-    session = Session.load(base, options, loras={"one": lora, "half": f"{lora}:0.5"})
-    np.testing.assert_array_equal(session.logits(TOKENS), Session.load(base, options).logits(TOKENS))
+    session = Session.load(base, **options, loras={"one": lora, "half": f"{lora}:0.5"})
+    np.testing.assert_array_equal(session.logits(TOKENS), Session.load(base, **options).logits(TOKENS))
     assert len(list((tmp_path / "edgekv" / "stores").iterdir())) == 1
-    exact = Session.load(base, options, loras={"half": f"{lora}:0.5"}, device="numpy")
+    exact = Session.load(base, **options, loras={"half": f"{lora}:0.5"}, device="numpy")
     found = []
     for each in (session, exact):
         each.use_lora("half")
@@ -132,7 +134,7 @@ def test_saved_sessions_go_on_with_their_own(
     one.save(saved)
     expected = text(one, TOKENS[20:24])
     options = LoadOptions(weights="f32", loras={"another-name": lora, "half": f"{lora}:0.5"})
-    for session in (Session.restore(saved, base, options), Session.restore(saved, both)):
+    for session in (Session.restore(saved, base, **options), Session.restore(saved, both)):
         assert text(session, TOKENS[20:24]) == expected
     other = with_lora(both, "half")
     other.load_state(saved)
@@ -140,7 +142,7 @@ def test_saved_sessions_go_on_with_their_own(
     assert text(other, TOKENS[20:24]) == expected
     for given in ({}, {"half": f"{lora}:0.5"}):
         with pytest.raises(SessionError) as error:
-            Session.restore(saved, base, LoadOptions(weights="f32", loras=given))
+            Session.restore(saved, base, weights="f32", loras=given)
         one_line(error, "was held with the LoRA helper:1 (", "beside the weights", "no LoRA")
 
 
@@ -183,7 +185,7 @@ def test_an_embedding_is_of_its_lora(both: Session) -> None:
 def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for names in ({"": lora}, {"a b": lora}, {"x" * 65: lora}, {"a": 3}, [lora]):
         with pytest.raises(ConfigError) as error:
-            LoadOptions(loras=names)  # type: ignore[arg-type]
+            Options(loras=names)  # type: ignore[arg-type]
         assert error.value.field == "loras"
         one_line(error)
     other = golden_cases.write_checkpoint("llama1", tmp_path / "other")
@@ -199,7 +201,10 @@ def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tm
 
 
 def test_a_gpu_has_none() -> None:
-    for refused in (CudaDevice().require_loras, lambda: CudaLinear.with_changes(None, {})):  # type: ignore[arg-type]
+    for refused in (
+        lambda: CudaDevice().require(CacheSpec.parse("dense"), loras=True),
+        lambda: CudaOps.with_changes(None, {}),
+    ):  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as error:
             refused()
         one_line(error, "device='cpu'", "without a name")
@@ -273,7 +278,7 @@ def test_a_server_has_several(demo_lora: pathlib.Path, tmp_path: pathlib.Path) -
             assert json.loads(reply.read())["id"] == "half"
 
         def text_of(name: str) -> str:
-            body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "model": name}
+            body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "repetition_penalty": 1, "model": name}
             answer, warning = asked(f"{server.url}/v1/completions", body)
             assert answer["model"] == name
             assert warning is None

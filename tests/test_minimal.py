@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from serving import DEMO, ROOT
 
 from edgekv import Session
-from edgekv.tokenizer import load_tokenizer
+from edgekv.text import load_tokenizer
 
 PATH = ROOT / "examples" / "minimal.py"
 PROMPT = "It was a dark night when the old man of 93 said: 'Où?'"

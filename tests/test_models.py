@@ -62,7 +62,7 @@ def test_longrope_switches_both_ways(tmp_path: pathlib.Path) -> None:
     short = session.logits(tokens[:32])
     beyond = [session.logits([token])[0] for token in tokens[32:40]]
     session.rewind(20)
-    assert session.state.n_past == 0
+    assert session._state.n_cached == 0
     np.testing.assert_allclose(session.logits(tokens[20:32]), short[20:], atol=TOLERANCE, rtol=0)
     session.reset()
     np.testing.assert_allclose(session.logits(tokens[:40])[32:], beyond, atol=TOLERANCE, rtol=0)
@@ -83,7 +83,7 @@ def test_prefill_in_chunks_is_one_prompt(
     monkeypatch.setattr(H1B, "prefill", record)
     for chunk in (256, 7):
         seen.append([])
-        monkeypatch.setattr("edgekv.decoder.decoder.CHUNK", chunk)
+        monkeypatch.setattr("edgekv.engine.decoder.CHUNK", chunk)
         logits.append(Session.load(folder, kv="dense:dtype=f32", weights="f32").logits(tokens))
         Session.load(folder, kv="h1b", weights="f32").prefill(tokens)
     np.testing.assert_allclose(logits[1], logits[0], atol=TOLERANCE, rtol=0)

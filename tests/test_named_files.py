@@ -10,12 +10,11 @@ import sys
 
 import pytest
 
-from edgekv.cache_folder import Memo, cache_root
 from edgekv.cli import main
-from edgekv.cli.output import one_line, redraw, visible_terminals
+from edgekv.cli.terminal import one_line, redraw, visible_terminals
+from edgekv.engine.session_file import write
 from edgekv.errors import CheckpointError, ConfigError
-from edgekv.files import PartialFile, atomic_write, open_regular, read_object, require_writable
-from edgekv.session.file import write
+from edgekv.files import Memo, PartialFile, atomic_write, cache_root, open_regular, read_object, require_writable
 
 
 def mode_of(path: pathlib.Path) -> int:
@@ -191,7 +190,7 @@ def test_the_command_line_refuses_files_in_one_line_before_any_work(
         (("bench", "--kv", "steps"), "--kv steps needs a `kv_budget`, or steps:budget=BYTES"),
         (
             (*RUN, "--ctx", "64", "--draft", "nosuch"),
-            "--draft nosuch is no way to guess, and no model",
+            "--draft nosuch is unknown; accepted: none, ngram, auto",
         ),
     ],
 )

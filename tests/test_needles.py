@@ -3,13 +3,12 @@
 import pathlib
 import re
 
-import needle_tasks
 import needles
 import numpy as np
 import pytest
 
-from edgekv.quality.needles import Prose, make_haystack
-from edgekv.tokenizer import load_tokenizer
+from edgekv.eval.needles import Prose, make_haystack
+from edgekv.text import load_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -54,34 +53,6 @@ def test_continuing_text_is_tokenised_as_inside_a_longer_text(prose: Prose) -> N
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("make_row", [needles.prose_row, needles.copy_row, needles.recall_row])
-def test_rows_have_the_length_asked_for(make_row, length: int, prose: Prose, rng) -> None:
-    for _ in range(20):
-        ids, labels = make_row(rng, prose, length)
-        assert ids.shape == labels.shape == (length,)
-        assert ids[0] == prose.tokenizer.bos_id
-        assert labels[0] == needles.IGNORED
-
-
-def test_a_prose_row_is_the_text(prose: Prose, rng) -> None:
-    ids, labels = needles.prose_row(rng, prose, 129)
-    assert text_of(prose, ids).strip() in text_of(prose, prose.tokens)
-    assert (labels[1:] == needles.PROSE).all()
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_copied_tokens_continue_a_pair_seen_before(length: int, prose: Prose, rng) -> None:
-    n_copied = 0
-    for _ in range(10):
-        ids, labels = needles.copy_row(rng, prose, length)
-        pairs = list(zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True))
-        copied = np.flatnonzero(labels == needles.COPY)
-        assert all(pairs[i - 1] in pairs[: i - 1] for i in copied)
-        n_copied += copied.size
-    assert n_copied > length / 2
-
-
-@pytest.mark.parametrize("length", LENGTHS)
 def test_every_answer_of_a_recall_row_stands_earlier_in_the_row(length: int, prose: Prose, rng) -> None:
     n_answers = 0
     for _ in range(30):
@@ -95,16 +66,10 @@ def test_every_answer_of_a_recall_row_stands_earlier_in_the_row(length: int, pro
     assert n_answers >= 30
 
 
-def test_training_sees_every_wording(rng) -> None:
-    facts = [fact for _ in range(200) for fact in needles.training_facts(rng, 3)]
-    seen = {(fact.name is None, fact.statement_wording, fact.question_wording) for fact in facts}
-    assert len(seen) == 2 * 3 * 3
-
-
-@pytest.mark.parametrize("task", needle_tasks.TASKS)
+@pytest.mark.parametrize("task", needles.TASKS)
 @pytest.mark.parametrize("depth", [0.05, 0.5, 0.95])
 def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: Prose, rng) -> None:
-    prompt = needle_tasks.make_prompt(rng, prose, task, 1024, depth)
+    prompt = needles.make_prompt(rng, prose, task, 1024, depth)
     text, answer = text_of(prose, prompt.ids), text_of(prose, prompt.answer).strip()
     assert len(prompt.ids) + len(prompt.answer) == 1024
     assert text.count(answer) == 1
@@ -115,27 +80,15 @@ def test_a_prompt_holds_its_answer_at_its_depth(task: str, depth: float, prose: 
 
 
 def test_four_codes_differ_and_any_of_them_is_asked_for(prose: Prose) -> None:
-    prompts = needle_tasks.make_prompts(prose, "four-codes", 512, n=40)
+    prompts = needles.make_prompts(prose, "four-codes", 512, n=40)
     questions = {text_of(prose, prompt.ids).rsplit("\n", 1)[-1] for prompt in prompts}
     assert len(questions) == 4
     assert all(text_of(prose, prompt.ids).count(" door is ") == 4 for prompt in prompts)
 
 
-def test_prompts_repeat_with_their_seed_only(prose: Prose) -> None:
-    first, again, other = (needle_tasks.make_prompts(prose, "pass-key", 256, n=10, seed=s) for s in (0, 0, 1))
-    assert first == again
-    assert [p.answer for p in first] != [p.answer for p in other]
-    assert [p.depth for p in first] == list(needle_tasks.DEPTHS)
-
-
 def test_a_text_too_short_is_refused(prose: Prose, rng) -> None:
     with pytest.raises(ValueError, match="too few for a row of"):
         needles.prose_row(rng, prose, len(prose.tokens) + 2)
-
-
-def test_score_by_depth_counts_each_depth_apart() -> None:
-    prompts = [needle_tasks.NeedlePrompt([], [], depth) for depth in (0.95, 0.05, 0.95, 0.05)]
-    assert needle_tasks.score_by_depth(prompts, [True, False, True, True]) == {0.05: 0.5, 0.95: 1.0}
 
 
 TOKENIZERS = ("tokenizers/llama2", "tokenizers/llama2_hf", "models/gpt2-60m", "models/stories260K")

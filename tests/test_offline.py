@@ -55,11 +55,12 @@ def test_onnxruntime_is_imported_in_one_place() -> None:
     files = [path for folder in ("edgekv", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
     imports = re.compile(r"^\s*(import|from) onnxruntime", re.MULTILINE)
     found = {str(path.relative_to(ROOT)) for path in files if imports.search(path.read_text())}
-    assert found == {"edgekv/linear/runtime.py"}
+    assert found == {"edgekv/vision/model.py"}
 
 
 def test_a_caller_cannot_turn_telemetry_on_by_accident(tmp_path: pathlib.Path) -> None:
-    code = "import edgekv.linear.runtime, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    use = "from edgekv.vision.model import onnxruntime; onnxruntime()"
+    code = f"{use}; import os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
     environment = os.environ | {"ORT_DISABLE_TELEMETRY": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "1\n"

@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 from serving import DEMO, TEMPLATE
 
 from edgekv import SamplingParams, Session
-from edgekv.chat.conversation import Chat
-from edgekv.chat.template import ChatTemplate
+from edgekv.engine.chat import Chat
+from edgekv.engine.runner import SINK
 from edgekv.errors import ConfigError, ContextError, MemoryBudgetError
-from edgekv.session.context_shift import SINK, Slide
+from edgekv.text.template import ChatTemplate
 
 CTX = 400
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, golden_cases.VOCAB, 330)]
@@ -56,9 +56,9 @@ def test_the_text_goes_on_as_from_what_was_kept(loaded: Session, kv: str) -> Non
     after = loaded.fork(kv=kv)
     assert got == first + text(after, kept, 150 - len(first))
     assert session.tokens == after.tokens
-    assert session.state.n_past < CTX
-    assert session.state.n_dropped == CTX + 1 - KEPT
-    assert f"overflow: {session.state.n_dropped} tokens" in " ".join(session.report().notes)
+    assert session._state.n_cached < CTX
+    assert session.n_dropped == CTX + 1 - KEPT
+    assert f"overflow: {session.n_dropped} tokens" in " ".join(session.report().notes)
 
 
 def test_it_goes_on_for_ever(loaded: Session) -> None:
@@ -67,9 +67,9 @@ def test_it_goes_on_for_ever(loaded: Session) -> None:
     assert len(got) == 3 * CTX
     assert len(session.tokens) <= CTX + 1
     assert session.tokens[:SINK] == PROMPT[:SINK]
-    assert len(session.tokens) + session.state.n_dropped == len(PROMPT) + len(got)
+    assert len(session.tokens) + session.n_dropped == len(PROMPT) + len(got)
     session.reset()
-    assert session.state.n_dropped == 0
+    assert session.n_dropped == 0
 
 
 def test_a_prompt_longer_than_the_context(loaded: Session) -> None:
@@ -96,23 +96,23 @@ def test_a_long_prompt_that_is_interrupted_drops_nothing(loaded: Session, error:
     with pytest.raises((KeyboardInterrupt, MemoryBudgetError)):
         next(session.generate(PROMPT, progress=fail))
     assert session.tokens == tokens
-    assert session.state.n_dropped == 0
+    assert session.n_dropped == 0
     with pytest.raises((KeyboardInterrupt, MemoryBudgetError)):
         session.prefill(PROMPT, progress=fail)
     assert session.tokens == tokens
-    assert session.state.n_dropped == 0
+    assert session.n_dropped == 0
     assert text(session, PROMPT, 20) == text(other, PROMPT, 20)
     assert session.tokens == other.tokens
-    assert session.state.n_dropped == other.state.n_dropped > 0
+    assert session.n_dropped == other.n_dropped > 0
 
 
 def test_a_long_prompt_that_is_not_begun_changes_nothing(loaded: Session) -> None:
     session = loaded.fork()
     text(session, PROMPT, 20)
-    state = session.state
-    before = list(state.tokens), state.n_past, state.n_dropped, state.sampler
+    state = session._state
+    before = list(state.tokens), state.n_cached, state.n_dropped, state.sampler
     session.generate(PROMPT, temperature=1.0).close()
-    assert (state.tokens, state.n_past, state.n_dropped, state.sampler) == before
+    assert (state.tokens, state.n_cached, state.n_dropped, state.sampler) == before
 
 
 def test_a_slide_counts_what_it_reads(loaded: Session) -> None:
@@ -122,9 +122,9 @@ def test_a_slide_counts_what_it_reads(loaded: Session) -> None:
     assert session.report().prefill_tokens == CTX - CTX // 4
 
 
-def test_more_first_tokens_may_stay(loaded: Session) -> None:
+def test_more_first_tokens_may_stay(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     session = loaded.fork()
-    session.runner.context_shift = Slide(sink=50)
+    monkeypatch.setattr("edgekv.engine.runner.SINK", 50)
     text(session, PROMPT, 100)
     assert session.tokens[:50] == PROMPT[:50]
 
@@ -135,7 +135,7 @@ def test_saved_after_it_slid(loaded: Session, tmp_path: pathlib.Path) -> None:
     first = text(saved, PROMPT, 120)
     saved.save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", loaded, overflow="slide")
-    assert restored.state.n_dropped == saved.state.n_dropped > 0
+    assert restored.n_dropped == saved.n_dropped > 0
     assert first + text(restored, [], 180) == whole
 
 
@@ -156,7 +156,7 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     greedy = SamplingParams()
     for i in range(12):
         list(talk.ask(f"Question {i}: what is a ship, and who sails it?", max_new_tokens=30, sampling=greedy))
-        assert session.state.n_past <= 300
+        assert session._state.n_cached <= 300
     dropped = [m["content"] for m in talk.messages if m.get("dropped")]
     assert len(talk.messages) == 25
     assert len(dropped) > 8
@@ -165,7 +165,7 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     assert text.startswith("system: You are a sailor.")
     assert "Question 11" in text
     assert "Question 0" not in text
-    assert session.state.n_dropped == 0
+    assert session.n_dropped == 0
     before = copy.deepcopy(talk.messages)
     with raises(ContextError, field="max_new_tokens"):
         talk.ask("What? " * 60, max_new_tokens=0)
@@ -173,7 +173,7 @@ def test_a_chat_drops_its_oldest_turns() -> None:
     long = Chat(session.fork(), talk.template)
     answer = list(long.ask("Tell me everything.", max_new_tokens=700, sampling=greedy))
     assert len(answer) == 700
-    assert long.session.state.n_dropped > 0
+    assert long.session.n_dropped > 0
     list(long.ask("And then?", max_new_tokens=5, sampling=greedy))
     assert len(long.messages[1]["ids"]) == 700
 

@@ -10,7 +10,7 @@ import pytest
 
 import edgekv
 from edgekv import errors
-from edgekv.version import find_version
+from edgekv.machine import find_version
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -15,54 +15,52 @@ from packed_cases import BASE, F8, MODELS, PACKED, library_tensors, save, write
 from packed_cases import LIBRARIES as CASES
 
 from edgekv import Session
-from edgekv.checkpoint.packed.methods import unpacked
-from edgekv.checkpoint.tensor_set import TensorSet
-from edgekv.checkpoint.tensors import TensorFile
+from edgekv.checkpoint.quantized_formats import unpacked
+from edgekv.checkpoint.tensors import Tensors
 from edgekv.cli import main
+from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
-from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.linear.formats import FORMATS
-from edgekv.linear.stored_weights import stored_weights
-from edgekv.linear.weights import CheckpointWeights
-from edgekv.session.model import Model
+from edgekv.weights.checkpoint_weights import CheckpointWeights
+from edgekv.weights.cpu import stored_weights
+from edgekv.weights.cuda import DeviceWeights
+from edgekv.weights.formats import FORMATS
 
 
-def of_library(name: str, folder: pathlib.Path) -> TensorSet:
+def of_library(name: str, folder: pathlib.Path) -> Tensors:
     tensors = {f"m.{key}": part for key, part in library_tensors(name).items()}
     file = save(folder, tensors) / "model.safetensors"
-    return unpacked(TensorSet([TensorFile(file)]), CASES[name][0])
+    return unpacked(Tensors.open(file), CASES[name][0])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_unpacks_what_the_library_unpacks(name: str, tmp_path: pathlib.Path) -> None:
     tensors, expected = of_library(name, tmp_path), PACKED[f"{name}/values"]
-    assert tensors.names() == ["m.weight"]
-    assert tensors.info("m.weight").shape == expected.shape
-    assert tensors.quantized("m.weight") == CASES[name][1]
+    assert list(tensors) == ["m.weight"]
+    assert tensors["m.weight"].shape == expected.shape
+    assert tensors["m.weight"].kind == CASES[name][1]
     for lo, hi in ((0, len(expected)), (3, 8), (11, 12)):
-        rows = tensors.outputs("m.weight", lo, hi, False)
+        rows = tensors["m.weight"].rows(lo, hi)
         np.testing.assert_allclose(rows, expected[lo:hi], rtol=1e-6, atol=1e-7)
-    np.testing.assert_array_equal(
-        tensors.array("m.weight"), tensors.outputs("m.weight", 0, 12, False).astype("f2")
-    )
+    np.testing.assert_array_equal(tensors["m.weight"].read(), tensors["m.weight"].rows(0, 12).astype("f2"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_hold_the_same_values(name: str, tmp_path: pathlib.Path) -> None:
     tensors, exact = of_library(name, tmp_path), CASES[name][2]
-    assert tensors.forms("m.weight") == (exact, exact or "int8-32")
+    weight = tensors["m.weight"]
+    assert (weight.exact_format, weight.nearest_format) == (exact, exact or "int8-32")
     if exact is None:
         with pytest.raises(CheckpointError, match="no blocks"):
-            tensors.blocks("m.weight", 0, 12)
+            tensors["m.weight"].blocks(0, 12)
         return
-    codes, scales = tensors.blocks("m.weight", 0, 12)
+    codes, scales = tensors["m.weight"].blocks(0, 12)
     assert codes.shape[2] == FORMATS[exact].block
-    zeros = tensors.zero_points("m.weight", 0, 12)
+    zeros = tensors["m.weight"].zero_points(0, 12)
     assert (zeros is not None) == exact.endswith("zeros")
     whole = codes.astype(int) + (0 if zeros is None else zeros[..., None])
     assert np.abs(whole + 0.5).max() < 2 ** (FORMATS[exact].bits - 1)
     values = (codes * scales[..., None]).reshape(12, -1)
-    np.testing.assert_array_equal(values, tensors.outputs("m.weight", 0, 12, False))
+    np.testing.assert_array_equal(values, tensors["m.weight"].rows(0, 12))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,14 +105,8 @@ def test_info_names_what_it_sees(tmp_path: pathlib.Path, capsys: pytest.CaptureF
 def test_int4_blocks_can_be_asked_for_in_8_bits(tmp_path: pathlib.Path) -> None:
     """Larger formats take the same blocks; a smaller one loses, and says so."""
     model = Model.open(write("gptq-128", tmp_path)[0])
-    for wanted, loses in (
-        ("int4", False),
-        ("int4-32", False),
-        ("int8", False),
-        ("int8-32", False),
-        ("f32", False),
-    ):
-        assert (model.weights_note(model.weight_format(wanted)) is not None) == loses
+    for wanted in ("int4", "int4-32", "int8", "int8-32", "f32"):
+        assert model.weights_note(model.weight_format(wanted)) is None
     other = Model.open(write("awq", tmp_path / "other")[0])
     assert "AWQ 4-bit were quantized a second time" in str(other.weights_note(other.weight_format("int4")))
 
@@ -167,10 +159,10 @@ def test_damaged_parts_are_refused(name: str, tmp_path: pathlib.Path) -> None:
                 tensors[part] = change
             try:
                 file = save(tmp_path / f"{part}-{i}", tensors) / "model.safetensors"
-                held = unpacked(TensorSet([TensorFile(file)]), config)
-                for tensor in held.names():
-                    if held.quantized(tensor):
-                        held.outputs(tensor, 0, held.info(tensor).shape[0], False)
+                held = unpacked(Tensors.open(file), config)
+                for tensor in held.values():
+                    if tensor.kind:
+                        tensor.rows(0, tensor.shape[0])
             except EdgeKVError as error:
                 messages.append(str(error))
     assert messages

@@ -222,11 +222,11 @@ LONG_LINES = [
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_markdown_of_long_lines_ends() -> None:
     """The page's own code on a document of which only its elements' making is there."""
-    parts = resources.files("edgekv.server").joinpath("page_parts")
+    parts = resources.files("edgekv.server").joinpath("page")
     code = f"""
     const made = () => ({{append() {{}}, addEventListener() {{}}}});
     const document = {{createElement: made, createDocumentFragment: made}};
-    {parts.joinpath("markdown.js").read_text(encoding="utf-8")}
+    {parts.joinpath("view.js").read_text(encoding="utf-8")}
     for (const text of JSON.parse(require("fs").readFileSync(0))) markdown(text);
     const languages = ["```py", "~~~ c++ x", "``` `", "~~~`"].map(line => line.match(FENCE)?.[1] ?? null);
     console.log(JSON.stringify(languages));

@@ -12,9 +12,8 @@ from helpers import raises
 
 from edgekv import SamplingParams, Session
 from edgekv.cli import main
+from edgekv.engine.sampling import Sampler, token_logprob
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.logprobs import token_logprob
-from edgekv.session.sampling import Sampler
 
 VOCAB = 50
 

@@ -125,13 +125,13 @@ def test_what_needs_a_conversation_that_is_copied_waits(
     takes_source: bool,
 ) -> None:
     with HeldCopy(loaded, slots, monkeypatch) as held:
-        choosing, shared = threading.Event(), held.source.state.shared
+        choosing, shared = threading.Event(), held.source._state.shared
 
         def told(prompt: Prompt) -> tuple[int, int]:
             choosing.set()
             return shared(prompt)
 
-        monkeypatch.setattr(held.source.state, "shared", told)
+        monkeypatch.setattr(held.source._state, "shared", told)
         later = held.threads.submit(held.pool.acquire, ids)
         assert choosing.wait(60)  # with the pool's lock, which the copy's end needs as well
         assert not concurrent.futures.wait([later], timeout=0.2).done
@@ -156,7 +156,7 @@ def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv:
             answer = [step.token for step in session.generate(new, max_new_tokens=20)]
             pool.release(session)
         answers.append(answer)
-        temperatures.append([cache.fitted().get("tau") for cache in session.state.caches])
+        temperatures.append([cache.fitted().get("tau") for cache in session.caches])
     assert all(answer == answers[0] for answer in answers)
     assert all(tau == temperatures[0] for tau in temperatures)
 

@@ -1,16 +1,26 @@
-"""Joules against signals of known energy, against a second method, and within the stated error."""
+"""Joules against signals of known energy and within the stated error; phases, estimates and logs as reports."""
 
 import dataclasses
+import datetime
+import json
+import pathlib
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edgekv.errors import PowerError
-from edgekv.power.integrate import integrate_counter, integrate_power
-from edgekv.power.trace import Trace
+from edgekv.power.energy import (
+    EnergyMeter,
+    MeterInfo,
+    NoMeter,
+    Trace,
+    Window,
+    integrate_counter,
+    integrate_power,
+)
+from edgekv.power.meters import Correction, Throttle
+from edgekv.power.sampler import CsvLog, Estimate, Unmetered
 from edgekv.types import F64
 
 START, END = 2.0, 12.0  # metered part of a run of 15 s
@@ -44,6 +54,7 @@ def dropped(rng: np.random.Generator) -> F64:
 
 
 SAMPLINGS = {"regular": regular, "irregular": irregular, "dropped": dropped}
+PAIRED = [(signal, "dropped") for signal in SIGNALS] + [("square", "regular"), ("ramp", "irregular")]
 
 
 def power_trace(times: F64, watts: F64) -> Trace:
@@ -56,8 +67,7 @@ def counter_trace(times: F64, joules: F64) -> Trace:
     return Trace(times, nothing, joules[:, None], ("total",), ("total",))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize(("signal", "sampling"), PAIRED)
 def test_known_signals_within_one_percent_and_within_the_stated_error(signal: str, sampling: str) -> None:
     watts, joules = SIGNALS[signal]
     times = SAMPLINGS[sampling](np.random.default_rng(3))
@@ -70,20 +80,7 @@ def test_known_signals_within_one_percent_and_within_the_stated_error(signal: st
     assert window.average_w == pytest.approx(exact / (END - START), rel=0.01)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_a_second_method_agrees(signal: str, sampling: str) -> None:
-    """The samples' straight lines on a fine grid, added up as rectangles."""
-    times = SAMPLINGS[sampling](np.random.default_rng(4))
-    values = SIGNALS[signal][0](times)
-    grid = np.linspace(START, END, 400_001)
-    middles = (grid[1:] + grid[:-1]) / 2
-    rectangles = np.interp(middles, times, values).sum() * (grid[1] - grid[0])
-    assert integrate_power(times, values, START, END, 1.0).joules == pytest.approx(rectangles, rel=1e-6)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize(("signal", "sampling"), PAIRED)
 def test_a_counter_of_the_same_signal_agrees(signal: str, sampling: str) -> None:
     times = SAMPLINGS[sampling](np.random.default_rng(5))
     joules = SIGNALS[signal][1]
@@ -151,33 +148,19 @@ def test_a_counter_that_never_moves_is_not_zero_joules() -> None:
         integrate_counter(times, np.zeros_like(times), START, END)
 
 
-@given(
-    st.lists(st.tuples(st.floats(0.01, 2.0), st.floats(0.0, 20.0), st.booleans()), min_size=3, max_size=40),
-    st.floats(0.0, 1.0),
-    st.floats(0.0, 1.0),
-)
-def test_the_error_bounds_any_signal_that_stays_between_its_samples(
-    steps: list[tuple[float, float, bool]], a: float, b: float
-) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_the_error_bounds_any_signal_that_stays_between_its_samples_and_windows_add_up(seed: int) -> None:
     """Between samples the true power holds the earlier value or has the later one already."""
-    times = np.cumsum([step[0] for step in steps])
-    watts = np.array([step[1] for step in steps])
-    start, end = sorted(times[0] + np.array([a, b]) * (times[-1] - times[0]))
-    exact = 0.0
-    for i in range(len(times) - 1):
-        width = max(0.0, min(times[i + 1], end) - max(times[i], start))
-        exact += width * (watts[i + 1] if steps[i][2] else watts[i])
-    found = integrate_power(times, watts, float(start), float(end), 1.0)
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(3, 40))
+    times, watts, is_later = np.cumsum(rng.uniform(0.01, 2.0, n)), rng.uniform(0, 20, n), rng.random(n) < 0.5
+    start, end = sorted(rng.uniform(times[0], times[-1], 2))
+    held = np.where(is_later[:-1], watts[1:], watts[:-1])
+    exact = float(np.diff(np.clip(times, start, end)) @ held)
+    found = integrate_power(times, watts, start, end, 1.0)
     assert abs(found.joules - exact) <= found.error_j + 1e-9
-
-
-@given(st.lists(st.floats(0.01, 3.0), min_size=3, max_size=30), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_windows_add_up(steps: list[float], a: float, b: float) -> None:
-    times = np.cumsum(steps)
-    watts = 5.0 + np.sin(times)
-    cut, end = sorted(times[0] + np.array([a, b]) * (times[-1] - times[0]))
-    parts = [integrate_power(times, watts, *span, 1.0).joules for span in ((times[0], cut), (cut, end))]
-    assert sum(parts) == pytest.approx(integrate_power(times, watts, times[0], end, 1.0).joules)
+    parts = [integrate_power(times, watts, *span, 1.0).joules for span in ((times[0], start), (start, times[-1]))]
+    assert sum(parts) == pytest.approx(integrate_power(times, watts, times[0], times[-1], 1.0).joules)
 
 
 def test_too_few_samples_are_no_measurement() -> None:
@@ -200,19 +183,6 @@ def test_rails_and_their_total() -> None:
     assert window.rails_j == {"cpu": pytest.approx(20), "gpu": pytest.approx(30)}
     assert window.peak_w == pytest.approx(5)
     assert window.rate_hz == pytest.approx(50, rel=0.01)
-
-
-def test_energy_and_power_beside_each_other() -> None:
-    """Joules come from the counter, the peak from the watts, and the trapezoid's joules are kept to compare."""
-    times = np.arange(0, 15, 0.05)
-    watts, joules = SIGNALS["square"]
-    counted = np.array([joules(float(t)) for t in times])
-    trace = Trace(times, watts(times)[:, None], counted[:, None], ("gpu0",), ("gpu0",))
-    window = trace.window(START, END)
-    exact = joules(END) - joules(START)
-    assert window.joules == pytest.approx(exact, rel=0.005)
-    assert window.integrated_j == pytest.approx(exact, rel=0.01)
-    assert window.peak_w == 9.0
 
 
 def test_a_costly_counter_that_is_read_at_the_edges_only() -> None:
@@ -259,3 +229,265 @@ def test_a_slow_counter_may_be_behind_at_both_ends() -> None:
     assert window.counter_j is not None
     assert window.error_j is not None
     assert abs(window.counter_j - 1000.0) <= window.error_j < 40.0
+
+
+# Phases
+
+WALL = Correction("at the wall", 1.2, 0.5, "a fit")
+
+
+class Recorded:
+    """A source with a known trace: 3 W until 10 s, then 9 W."""
+
+    has_idle = True
+
+    def __init__(self) -> None:
+        times = np.arange(0.0, 30.0, 0.01)
+        watts = np.where(times < 10.0, 3.0 + 0.1 * np.sign(np.sin(40 * times)), 9.0)
+        nothing = np.full((len(times), 1), np.nan)
+        self.trace = Trace(times, watts[:, None], nothing, ("VIN",), ("VIN",))
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def window(self, start_s: float, end_s: float) -> Window:
+        return self.trace.window(start_s, end_s)
+
+    def about(self) -> MeterInfo:
+        return MeterInfo("ina238", "the board", rails=("VIN",), total=("VIN",), correction=WALL, cpu_share=0.004)
+
+    def throttle(self) -> Throttle | None:
+        return Throttle()
+
+
+class Clock:
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that only sleeping moves on by itself."""
+    clock = Clock(2.0)
+    monkeypatch.setattr("edgekv.power.energy.time.sleep", lambda s: setattr(clock, "now", clock.now + s))
+    return clock
+
+
+def test_phases_apart_gross_above_idle_and_corrected(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with EnergyMeter(Recorded(), idle_s=5.0, root=tmp_path, clock=clock) as meter:
+        clock.now = 12.0
+        with meter.phase("prefill", tokens=100):
+            clock.now = 14.0
+        with meter.phase("decode") as decode:
+            clock.now = 18.0
+            decode.tokens = 8
+        clock.now = 20.0
+        with meter.phase("decode") as decode:
+            clock.now = 22.0
+            decode.tokens += 4
+    report = meter.report()
+    assert report.idle is not None
+    assert report.idle.watts == pytest.approx(3.0, rel=0.01)
+    assert report.idle.spread_w == pytest.approx(0.1, rel=0.05)
+    prefill, decode_energy = report.phases["prefill"], report.phases["decode"]
+    assert prefill.joules == pytest.approx(18.0)
+    assert prefill.mj_per_token == pytest.approx(180.0)
+    assert (decode_energy.tokens, decode_energy.spans, decode_energy.seconds) == (12, 2, 6.0)
+    assert decode_energy.joules == pytest.approx(54.0)
+    assert decode_energy.net_j == pytest.approx(54.0 - 18.0, rel=0.01)
+    assert decode_energy.net_error_j == pytest.approx(6.0 * report.idle.spread_w, abs=1e-6)
+    assert decode_energy.corrected_j == pytest.approx(1.2 * 54.0 + 0.5 * 6.0)
+    assert decode_energy.mj_per_token == pytest.approx(4500.0)
+    assert decode_energy.corrected_mj_per_token == pytest.approx(1e3 * 67.8 / 12)
+    assert decode_energy.peak_w == 9.0
+    assert decode_energy.rails_j == {"VIN": pytest.approx(54.0)}
+    assert decode_energy.n_samples == pytest.approx(600, abs=3)
+    text = "\n".join(f"{topic}: {line}" for topic, line in report.rows())
+    assert "power: ina238: VIN; the board; not corrected; at the wall = 1.2 x sum + 0.5 W (a fit)" in text
+    assert "energy: prefill 180 mJ/token gross" in text
+    assert "5650 at the wall (12 tokens, 6.00 s, 54 ± " in text
+    assert "0.40% of one core, no gaps" in text
+    assert json.dumps(dataclasses.asdict(report))
+
+
+def test_a_phase_that_is_interrupted_is_still_metered(clock: Clock, tmp_path: pathlib.Path) -> None:
+    meter = EnergyMeter(Recorded(), idle_s=0.0, root=tmp_path, clock=clock)
+    with pytest.raises(KeyboardInterrupt), meter:  # noqa: PT012
+        clock.now = 12.0
+        with meter.phase("decode", tokens=3):
+            clock.now = 15.0
+            raise KeyboardInterrupt
+    report = meter.report()
+    assert report.idle is None
+    assert report.phases["decode"].joules == pytest.approx(27.0)
+    assert report.phases["decode"].net_j is None
+
+
+def test_a_phase_without_samples_is_not_zero(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with EnergyMeter(Recorded(), idle_s=0.0, root=tmp_path, clock=clock) as meter:
+        clock.now = 12.001
+        with meter.phase("prefill", tokens=5):
+            clock.now = 12.005
+    phase = meter.report().phases["prefill"]
+    assert (phase.joules, phase.mj_per_token, phase.tokens) == (None, None, 5)
+    assert ("energy", "prefill n/a: 0 samples in 0.004 s: too short for this meter") in meter.report().rows()
+
+
+def test_an_estimate_says_so_everywhere(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with (
+        EnergyMeter(Estimate(4.0), idle_s=5.0, root=tmp_path, clock=clock) as meter,
+        meter.phase("decode", tokens=2),
+    ):
+        clock.now += 3.0
+    report = meter.report()
+    assert report.about.estimate
+    assert report.idle is None
+    assert report.phases["decode"].mj_per_token == pytest.approx(6000.0)
+    assert report.phases["decode"].peak_w is report.phases["decode"].error_j is None
+    assert [topic for topic, _ in report.rows()] == ["power", "ESTIMATE"]
+    assert "not measured" in report.rows()[0][1]
+    for watts in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(PowerError, match="--power-estimate"):
+            Estimate(watts)
+
+
+def test_nothing_to_measure_is_one_line(clock: Clock, tmp_path: pathlib.Path) -> None:
+    with EnergyMeter(Unmetered("no sensor"), root=tmp_path, clock=clock) as meter:
+        for name in ("prefill", "decode"):
+            with meter.phase(name, tokens=1):
+                clock.now += 1.0
+    assert meter.report().rows() == [("energy", "n/a: no sensor")]
+    assert meter.report().phases["decode"].joules is None
+
+
+def test_nobody_asked() -> None:
+    with NoMeter() as meter, meter.phase("decode") as phase:
+        phase.tokens += 1
+    assert meter.report() is None
+
+
+def test_bad_idle_times() -> None:
+    for seconds in (-1.0, float("nan"), 1e9):
+        with pytest.raises(PowerError, match="idle time"):
+            EnergyMeter(Recorded(), idle_s=seconds)
+
+
+# External logs
+
+UNIX = 1_790_000_000.0
+
+
+def written(path: pathlib.Path, lines: list[str]) -> pathlib.Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def iso(unix_s: float, zone: datetime.timezone) -> str:
+    return datetime.datetime.fromtimestamp(unix_s, zone).isoformat()
+
+
+FORMS = {
+    "header": lambda t, w: ["time,watts", *(f"{a:.3f},{b}" for a, b in zip(t, w, strict=True))],
+    "ours": lambda t, w: ["time_unix_s,watts,VIN_w", *(f"{a:.3f},{b},{b}" for a, b in zip(t, w, strict=True))],
+    "none": lambda t, w: [f"{a:.3f},{b}" for a, b in zip(t, w, strict=True)],
+    "milliseconds": lambda t, w: [
+        "Power (W);Timestamp",
+        *(f"{b};{a * 1e3:.0f}" for a, b in zip(t, w, strict=True)),
+    ],
+    "utc": lambda t, w: [
+        "Voltage\tPower\tTime",
+        *(f"5.1\t{b}\t{iso(a, datetime.timezone.utc).replace('+00:00', 'Z')}" for a, b in zip(t, w, strict=True)),
+    ],
+    "tenths": lambda t, w: [
+        "time,watts",
+        *(f"{iso(a, datetime.timezone.utc)[:19]}.{round(a * 10) % 10}Z,{b}" for a, b in zip(t, w, strict=True)),
+    ],
+    "zone": lambda t, w: [
+        "datetime,w",
+        *(f"{iso(a, datetime.timezone(datetime.timedelta(hours=-7)))},{b}" for a, b in zip(t, w, strict=True)),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_log_is_aligned_by_its_timestamps(form: str, tmp_path: pathlib.Path, clock: Clock) -> None:
+    times = UNIX + np.arange(0, 20, 0.1)
+    watts = np.where(times - UNIX < 8.0, 2.0, 6.0)
+    path = written(tmp_path / "log.csv", FORMS[form](times, watts))
+    clock.now = 500.0  # the run's clock is 500 at UNIX + 1
+    log = CsvLog(path, wall_clock=lambda: UNIX + 1 + clock.now - 500.0, clock=clock)
+    with EnergyMeter(log, idle_s=5.0, root=tmp_path, clock=clock) as meter:
+        clock.now = 509.0
+        with meter.phase("decode", tokens=10):
+            clock.now = 514.0
+    report = meter.report()
+    assert report.idle is not None
+    assert report.idle.watts == pytest.approx(2.0)
+    assert report.phases["decode"].joules == pytest.approx(30.0, rel=1e-6)
+    assert report.about.meter == "csv"
+
+
+def test_a_log_that_does_not_cover_the_run(tmp_path: pathlib.Path, clock: Clock) -> None:
+    path = written(tmp_path / "log.csv", FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0)))
+    log = CsvLog(path, wall_clock=lambda: UNIX + 100 + clock.now, clock=clock)
+    log.start()
+    log.stop()
+    with pytest.raises(PowerError, match=r"covers \d\d:\d\d:\d\d to .*, this ran"):
+        log.window(10.0, 20.0)
+
+
+def test_half_written_and_broken_lines_are_lost(tmp_path: pathlib.Path, clock: Clock) -> None:
+    lines = FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0))
+    path = tmp_path / "log.csv"
+    path.write_text("# a meter\n" + "\n".join([*lines, f"{UNIX},nan", "what,ever"]) + f"\n{UNIX + 5:.3f}")
+    log = CsvLog(path, wall_clock=lambda: UNIX + clock.now, clock=clock)
+    log.start()
+    log.stop()
+    assert log.window(1.0, 3.0).joules == pytest.approx(4.0)
+    assert log.about().losses == {"lines that are not a time and watts": 3}
+
+
+def test_a_log_that_has_only_its_header_yet(tmp_path: pathlib.Path, clock: Clock) -> None:
+    path = written(tmp_path / "log.csv", ["time,watts"])
+    log = CsvLog(path, wall_clock=lambda: UNIX + clock.now, clock=clock)
+    log.start()
+    path.write_text("\n".join(FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0))))
+    log.stop()
+    assert log.window(1.0, 3.0).joules == pytest.approx(4.0)
+
+
+def test_a_clock_that_was_set_is_noted(tmp_path: pathlib.Path, clock: Clock) -> None:
+    path = written(tmp_path / "log.csv", FORMS["header"](UNIX + np.arange(0, 5, 0.1), np.full(50, 2.0)))
+    offset = [UNIX]
+    log = CsvLog(path, wall_clock=lambda: offset[0] + clock.now, clock=clock)
+    log.start()
+    offset[0] += 3.0
+    log.stop()
+    assert "set by +3.00 s" in log.about().notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read"),
+        ("", "holds no line"),
+        ("time,volts\n1,2\n", "no columns of time and watts"),
+        ("time,watts\n0.1,5\n0.2,5\n", "not understood"),
+        ("time,watts\nyesterday,5\n", "not understood"),
+        ("just words\n", "no columns"),
+    ],
+)
+def test_a_log_that_cannot_be_used(content: str | None, message: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "log.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(PowerError, match=message) as error:
+        CsvLog(path)
+    assert "Unix seconds or ISO 8601" in str(error.value)
+    assert "\n" not in str(error.value)

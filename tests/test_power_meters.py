@@ -1,5 +1,7 @@
-"""The family of meters: which is found, what is said of the others, board profiles, the docs' table."""
+"""Every sensor over made-up trees, commands and libraries: rails, totals, faults, limits on the clocks."""
 
+import json
+import os
 import pathlib
 import re
 import sys
@@ -8,13 +10,282 @@ import power_trees as trees
 import pytest
 
 from edgekv.errors import PowerError
-from edgekv.power import METERS, find_meter, survey
-from edgekv.power.base import MeterAbsent, MeterRefused
-from edgekv.power.battery import Battery
-from edgekv.power.boards import boards, find_board
-from edgekv.power.nvml import Nvml
+from edgekv.power import METERS, find_meter, meters, survey
+from edgekv.power.conditions import (
+    Conditions,
+    board_profiles,
+    find_profile,
+    power_file,
+    throttle,
+    throttle_text,
+    throttled_between,
+)
+from edgekv.power.meters import (
+    Battery,
+    EnergyCounter,
+    Ina238,
+    Ina3221,
+    Ina3221Iio,
+    MeterAbsent,
+    MeterRefused,
+    NumberFile,
+    Nvml,
+    Rapl,
+    RpiPmic,
+    Throttle,
+    parse_pmic,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Raspberry Pi 5
+
+
+@pytest.fixture
+def pi(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A folder first on the PATH."""
+    monkeypatch.setenv("PATH", trees.path_with(tmp_path / "bin"))
+    return tmp_path / "bin"
+
+
+def test_pi_5_pairs_rails_by_name(pi: pathlib.Path) -> None:
+    trees.fake_vcgencmd(pi, trees.pmic_script())
+    meter = RpiPmic.probe()
+    assert len(meter.rails) == 12
+    assert {"EXT5V", "BATT"}.isdisjoint(meter.rails)
+    assert meter.read().power_w["VDD_CORE"] == pytest.approx(10.87674 * 0.8974594)
+    assert trees.total_w(meter) == pytest.approx(trees.PMIC_W, abs=1e-4)
+    assert meter.correction is not None
+    assert meter.correction.joules(10.0, 1.0) == pytest.approx(1.1451 * 10 + 0.5879)
+    other = re.sub(r"\((\d+)\)", lambda match: f"({99 - int(match[1])})", trees.PMIC.replace("0V8_SW", "0V8_SYS"))
+    trees.fake_vcgencmd(pi, trees.pmic_script(other))  # early firmware, other indices
+    assert "0V8_SYS" in RpiPmic.probe().rails
+    assert trees.total_w(RpiPmic.probe()) == pytest.approx(trees.PMIC_W, abs=1e-4)
+    trees.fake_vcgencmd(pi, trees.pmic_script(re.sub(r".*HDMI_V.*\n", "", trees.PMIC)))
+    with pytest.raises(ValueError, match="left out HDMI"):
+        meter.read()
+
+
+def test_pi_5_malformed_lines_and_missing_rails() -> None:
+    lines = trees.PMIC.splitlines()
+    bad = ["garbage", "", "VDD_X_A current(1)=", "VDD_Y_V volt(2)=nanV", "VDD_Z_A volt(3)=1.0V"]
+    assert list(parse_pmic("\n".join([*bad, lines[7], lines[19]]))) == ["VDD_CORE"]
+    assert "VDD_CORE" not in parse_pmic("\n".join(lines[:7] + lines[8:]))
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "message"),
+    [
+        ("""echo 'error=1 error_msg="Command not registered"'""", MeterAbsent, "only the Pi 5"),
+        ("echo 'VCHI initialization failed' >&2; exit 255", MeterRefused, "usermod -aG video"),
+        ('echo "Can\'t open device file: /dev/vcio"; exit 255', MeterRefused, "usermod -aG video"),
+        ("exit 3", MeterRefused, "exit status 3"),
+        ("echo nothing useful", MeterRefused, "no line of pmic_read_adc"),
+    ],
+)
+def test_vcgencmd_that_fails(script: str, kind: type[PowerError], message: str, pi: pathlib.Path) -> None:
+    trees.fake_vcgencmd(pi, script)
+    with pytest.raises(kind, match=message):
+        RpiPmic.probe()
+
+
+def test_vcgencmd_that_hangs(pi: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees.fake_vcgencmd(pi, trees.pmic_script())
+    meter = RpiPmic.probe()
+    trees.fake_vcgencmd(pi, "exec sleep 60")
+    monkeypatch.setattr(meters, "VCGENCMD_S", 0.1)
+    with pytest.raises(TimeoutError, match="did not answer"):
+        meter.read()
+
+
+# Jetson: (its device tree's model, profile, sensor tree, meter, total rails, total watts)
+
+NVIDIA, INPUT = "NVIDIA Jetson {} Developer Kit", ["VDD_IN"]
+BOARDS = {
+    "nano": (NVIDIA.format("Nano"), "jetson-nano", trees.NANO, "ina3221-iio", ["POM_5V_IN"], 2.003),
+    "xavier": (NVIDIA.format("Xavier NX"), "jetson-xavier-nx", trees.XAVIER_NX, "ina3221", INPUT, 5.0),
+    "orin-nano": (NVIDIA.format("Orin Nano"), "jetson-orin-nano", trees.ORIN_NANO, "ina3221", INPUT, 6.048),
+    "orin-nano-super": (
+        NVIDIA.format("Orin Nano Engineering Reference") + " Super",
+        *("jetson-orin-nano-super", trees.ORIN_NANO, "ina3221", INPUT, 6.048),
+    ),
+    "agx-orin": (
+        NVIDIA.format("AGX Orin"),
+        *("jetson-agx-orin", trees.AGX_ORIN, "ina3221", ["VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"], 4 + 2 + 4),
+    ),
+    "thor": (NVIDIA.format("AGX Thor"), None, trees.ina238() | trees.ORIN_NANO, "ina238", ["VIN"], 41.5),
+}
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_jetson(name: str, tmp_path: pathlib.Path) -> None:
+    model, profile, tree, meter_name, total, watts = BOARDS[name]
+    root = trees.write_tree(tmp_path, tree | trees.model(model))
+    meter, notes = find_meter(root=root)
+    assert (meter.name, list(meter.total), notes) == (meter_name, total, [])
+    assert trees.total_w(meter) == pytest.approx(watts)
+    board = find_profile(root)
+    assert board == (profile and board_profiles()[profile])
+    assert board is None or meter.name in board.meters
+
+
+def test_rails_that_overlap_are_read_and_not_added(tmp_path: pathlib.Path) -> None:
+    meter = Ina3221.probe(trees.write_tree(tmp_path / "agx", trees.AGX_ORIN))
+    assert set(meter.rails) == {"VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"}
+    assert meter.read().power_w["VDDQ_VDD2_1V8AO"] == pytest.approx(1.5)
+    tree = trees.iio("1-0040", {0: ("GPU", 1000), 1: ("CPU", 2000), 2: ("SOC", 3000)})  # no input rail: all count
+    assert trees.total_w(Ina3221Iio.probe(trees.write_tree(tmp_path / "iio", tree))) == pytest.approx(6)
+
+
+def eio(path: pathlib.Path) -> None:
+    """Makes the file answer EIO, as on a failing bus: so does a process's memory at address 0."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error"):
+        NumberFile(path)()
+
+
+BASE = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon3"
+
+
+def test_rails_that_fail(tmp_path: pathlib.Path) -> None:
+    """A side rail costs itself only, one of the total the sample; then the sensor is refused."""
+    root = trees.write_tree(tmp_path, trees.ORIN_NANO)
+    meter = Ina3221.probe(root)
+    eio(root / BASE / "in3_input")
+    assert set(Ina3221.probe(root).read().power_w) == {"VDD_IN", "VDD_CPU_GPU_CV"}
+    for garbage in ("", "abc", "12 34", "0x10", "1e3", "999999999999"):
+        (root / BASE / "curr1_input").write_text(garbage)
+        with pytest.raises(ValueError, match=r"invalid literal|reads"):
+            meter.read()
+    (root / BASE / "curr1_input").write_text("1000\n")
+    assert trees.total_w(meter) == pytest.approx(5.04)
+    eio(root / BASE / "in1_input")
+    with pytest.raises(MeterRefused, match="input/output error"):
+        Ina3221.probe(root)
+    other = trees.write_tree(tmp_path / "other", trees.ORIN_NANO)
+    (other / BASE / "curr2_input").unlink()  # a channel without its current is no rail
+    assert "VDD_CPU_GPU_CV" not in Ina3221.probe(other).rails
+
+
+def test_thor_ignores_usb_contracts_and_names_several_monitors(tmp_path: pathlib.Path) -> None:
+    assert trees.total_w(Ina238.probe(trees.write_tree(tmp_path, trees.ina238()))) == pytest.approx(41.5)
+    trees.write_tree(tmp_path, trees.ina238(number=6, microwatts=1_000_000))
+    meter = Ina238.probe(tmp_path)
+    assert meter.rails == ("hwmon4", "hwmon6")
+    assert trees.total_w(meter) == pytest.approx(42.5)
+
+
+# Counters: RAPL and NVML
+
+
+def test_rapl_adds_packages_and_memory_and_not_what_contains_them(tmp_path: pathlib.Path) -> None:
+    zones = {
+        "z0": ("package-0", 262_143_328_000),  # about to wrap around
+        "z0_0": ("core", 400_000),
+        "z0_1": ("dram", 100_000),
+        "z1": ("package-1", 2_000_000),
+        "z2": ("psys", 9_000_000),
+    }
+    root = trees.write_tree(tmp_path, trees.rapl(**zones))
+    trees.write_tree(tmp_path, {"sys/class/powercap/intel-rapl-mmio:0/name": "package-0\n"})
+    now = [0.0]
+    meter = Rapl.probe(root, clock=lambda: now[0])
+    assert meter.total == ("package-0", "package-0/dram", "package-1")
+    assert set(meter.rails) == {*meter.total, "package-0/core", "psys"}
+    now[0] = 1.0
+    for zone, (_, microjoules) in zones.items():
+        path = root / f"sys/class/powercap/intel-rapl:{zone[1:].replace('_', ':')}/energy_uj"
+        path.write_text(f"{(microjoules + 10_000_000) % 262_143_328_850}\n")
+    joules = meter.read().energy_j
+    assert sum(joules[rail] for rail in meter.total) == pytest.approx(30)
+
+
+def test_an_unreadable_counter_names_the_rule(tmp_path: pathlib.Path) -> None:
+    root = trees.write_tree(tmp_path, trees.rapl(z0=("package-0", 5)))
+    path = root / "sys/class/powercap/intel-rapl:0/energy_uj"
+    if os.geteuid() == 0:  # root reads everything: let the kernel refuse something it refuses to root too
+        path.unlink()
+        path.symlink_to("/proc/self/mem")
+    else:
+        path.chmod(0)
+    with pytest.raises(MeterRefused, match="udev rule"):
+        Rapl.probe(root)
+    rule = power_file("99-edgekv-power.rules")
+    assert rule is not None
+    assert 'KERNEL=="intel-rapl:*"' in rule.read_text()
+
+
+def test_a_counter_that_jumps_loses_samples_and_one_that_was_restarted_stays_unknown() -> None:
+    now = [0.0]
+    counter = EnergyCounter(range_j=1000.0, most_w=100.0, clock=lambda: now[0])
+    for raw, joules in ((500.0, 0), (510.0, 10), (0.0, None), (999.0, None), (540.0, 40), (550.0, 50)):
+        now[0] += 1.0
+        if joules is None:
+            with pytest.raises(ValueError, match="jumped"):
+                counter.advance(raw)
+        else:
+            assert counter.advance(raw) == joules
+    counter = EnergyCounter(range_j=1000.0, most_w=10.0, clock=lambda: now[0])
+    counter.advance(900.0)
+    for second in range(1, 200):  # from the 51st on, 10 W could have wrapped around to here
+        now[0] += 1.0
+        with pytest.raises(ValueError, match="jumped"):
+            counter.advance(400.0 + second)
+
+
+def test_nvml_reads_energy_and_power_of_every_gpu() -> None:
+    library, now = trees.FakeNvml(gpus=2), [0.0]
+    meter = Nvml(library, clock=lambda: now[0])
+    assert meter.read().energy_j == {"gpu0": 0.0, "gpu1": 0.0}
+    now[0], library.joules = 1.0, 5120.0
+    reading = meter.read_edge()
+    assert reading.power_w == {"gpu0": 120.0, "gpu1": 120.001}
+    assert reading.energy_j == {"gpu0": 120.0, "gpu1": 120.0}
+
+
+def test_nvml_reads_its_costly_counter_at_edges_and_now_and_then() -> None:
+    now = [0.0]
+    meter = Nvml(trees.FakeNvml(), clock=lambda: now[0])
+    with_energy = []
+    for now[0] in range(12):
+        with_energy.append(bool(meter.read().energy_j))
+    assert with_energy == [True] + [False] * 4 + [True] + [False] * 4 + [True, False]
+    assert meter.read_edge().energy_j
+    alone = Nvml(trees.FakeNvml(refuses=("instant", "usage")))
+    assert all(alone.read().energy_j for _ in range(3))
+
+
+def test_nvml_falls_back_or_is_refused() -> None:
+    for refuses, power, energy in (("instant",), 110.0, True), (("energy",), 120.0, False):
+        reading = Nvml(trees.FakeNvml(refuses=refuses)).read()
+        assert reading.power_w == {"gpu0": power}
+        assert bool(reading.energy_j) == energy
+    with pytest.raises(MeterRefused, match="neither energy nor power"):
+        Nvml(trees.FakeNvml(refuses=("instant", "usage", "energy")))
+    with pytest.raises(MeterAbsent, match="no usable GPU"):
+        Nvml(trees.FakeNvml(refuses=("init",)))
+    library = trees.FakeNvml()
+    meter = Nvml(library)
+    library.refuses = ("instant", "energy")
+    with pytest.raises(OSError, match="Not Supported"):
+        meter.read()
+
+
+def test_nvml_reports_clock_limits() -> None:
+    assert Nvml(trees.FakeNvml(reasons=1)).throttle().now == frozenset()
+    assert Nvml(trees.FakeNvml(reasons=4 + 32)).throttle().now == {"GPU power cap", "GPU temperature"}
+    assert Nvml(trees.FakeNvml(refuses=("reasons",))).throttle() is None
+
+
+def test_the_fake_nvml_has_the_real_one_s_names() -> None:
+    pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py, the extra nvml")
+    used = [name for name in vars(trees.FakeNvml) if name.lower().startswith("nvml")]
+    assert used
+    assert [name for name in used if not hasattr(pynvml, name)] == []
+
+
+# Batteries
 
 
 @pytest.mark.parametrize(
@@ -26,33 +297,20 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
     ],
 )
 def test_a_discharging_battery(numbers: dict[str, int], watts: float, tmp_path: pathlib.Path) -> None:
-    meter = Battery.probe(trees.write_tree(tmp_path, trees.battery(**numbers)))
-    assert trees.total_w(meter) == pytest.approx(watts)
-
-
-def test_a_battery_on_the_charger_measures_nothing(tmp_path: pathlib.Path) -> None:
-    root = trees.write_tree(tmp_path, trees.battery(power_now=7_500_000))
+    root = trees.write_tree(tmp_path, trees.battery(**numbers))
     meter = Battery.probe(root)
+    assert trees.total_w(meter) == pytest.approx(watts)
     (root / "sys/class/power_supply/BAT0/status").write_text("Charging\n")
     with pytest.raises(ValueError, match="Charging"):
         meter.read()
     with pytest.raises(MeterRefused, match="unplug"):
         Battery.probe(root)
-
-
-def test_a_mouse_is_no_battery(tmp_path: pathlib.Path) -> None:
-    tree = trees.battery(power_now=1) | {"sys/class/power_supply/BAT0/scope": "Device\n"}
+    (root / "sys/class/power_supply/BAT0/scope").write_text("Device\n")  # a mouse's
     with pytest.raises(MeterAbsent):
-        Battery.probe(trees.write_tree(tmp_path, tree))
+        Battery.probe(root)
 
 
-def test_names_and_texts() -> None:
-    for name, kind in METERS.items():
-        assert kind.name == name
-        assert kind.summary
-        assert kind.covers
-        assert 0 < kind.max_hz <= 100
-    assert METERS["rpi-pmic"].max_hz <= 10
+# Which is found, and what is said of the others
 
 
 def test_a_machine_without_sensors(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,34 +321,27 @@ def test_a_machine_without_sensors(tmp_path: pathlib.Path, monkeypatch: pytest.M
     assert all(isinstance(finding.problem, MeterAbsent) for finding in findings)
     with pytest.raises(PowerError, match="accepted: auto, rpi-pmic"):
         find_meter("sundial")
-
-
-def test_a_better_sensor_that_refuses_is_noted(tmp_path: pathlib.Path) -> None:
-    root = trees.write_tree(tmp_path, trees.rapl(z0=("package-0", 5)) | trees.battery(power_now=7_500_000))
-    (root / "sys/class/powercap/intel-rapl:0/energy_uj").write_text("")
-    meter, notes = find_meter(root=root)
-    assert meter.name == "battery"
-    assert len(notes) == 1
-    assert "rapl is here but can't be read" in notes[0]
-
-
-def test_a_meter_that_does_not_see_the_work_is_not_used(tmp_path: pathlib.Path) -> None:
-    root = trees.write_tree(tmp_path, trees.rapl(z0=("package-0", 5)))
-    assert find_meter(root=root, device="cpu")[0].name == "rapl"
-    with pytest.raises(PowerError, match="rapl is here but sees no work on the gpu"):
-        find_meter(root=root, device="gpu")
-
-
-def test_nvidia_without_the_package_names_the_extra(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    trees.write_tree(tmp_path, trees.model("Raspberry Pi 4 Model B Rev 1.4"))
+    with pytest.raises(MeterAbsent, match="--power-csv"):
+        find_meter(root=tmp_path)
     trees.write_tree(tmp_path, {"proc/driver/nvidia/version": "NVRM version\n"})
     with pytest.raises(MeterRefused, match=r"pip install 'edgekv\[nvml\]'"):
         Nvml.probe(tmp_path)
 
 
-def test_profiles_name_known_meters_and_bound_what_they_say() -> None:
+def test_a_sensor_that_refuses_or_does_not_see_the_work_is_noted(tmp_path: pathlib.Path) -> None:
+    root = trees.write_tree(tmp_path, trees.rapl(z0=("package-0", 5)))
+    assert find_meter(root=root, device="cpu")[0].name == "rapl"
+    with pytest.raises(PowerError, match="rapl is here but sees no work on the gpu"):
+        find_meter(root=root, device="gpu")
+    trees.write_tree(tmp_path, trees.battery(power_now=7_500_000))
+    (root / "sys/class/powercap/intel-rapl:0/energy_uj").write_text("")
+    meter, (note,) = find_meter(root=root)
+    assert meter.name == "battery"
+    assert "rapl is here but can't be read" in note
+
+
+def test_profiles_name_known_meters_and_bound_what_they_say(tmp_path: pathlib.Path) -> None:
     weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 65 * 4096 + 32000 * 4096  # all that a token reads
     elements = 2 * 32 * 32 * 8192 * 128
     moved = [
@@ -99,8 +350,8 @@ def test_profiles_name_known_meters_and_bound_what_they_say() -> None:
         2 * elements,
         32 * 32 * 8192 * (256 + 4 * 128) // 8,
     ]
-    assert {path.stem for path in (ROOT / "power" / "boards").iterdir()} == set(boards())
-    for board in boards().values():
+    assert {path.stem for path in (ROOT / "power" / "boards").iterdir()} == set(board_profiles())
+    for board in board_profiles().values():
         assert set(board.meters) <= set(METERS)
         assert board.to_text()
         assert [bound["bytes"] for bound in board.lower_bounds] == moved
@@ -108,18 +359,70 @@ def test_profiles_name_known_meters_and_bound_what_they_say() -> None:
             assert bound["peak_ms"] == pytest.approx(bound["bytes"] / board.peak_gb_s / 1e6, abs=0.05)
             measured = board.measured_gb_s and bound["bytes"] / board.measured_gb_s / 1e6
             assert bound["measured_ms"] == (measured and pytest.approx(measured, abs=0.05))
+    assert find_profile(tmp_path) is None
+    assert find_profile(trees.write_tree(tmp_path, trees.model("Radxa ROCK 5B"))) is None
+    trees.write_tree(tmp_path, trees.model("NVIDIA Jetson Nano 2GB Developer Kit"))
+    found = find_profile(tmp_path)
+    assert found is not None
+    assert found.meters == []
 
 
-def test_other_machines_have_no_profile(tmp_path: pathlib.Path) -> None:
-    assert find_board(tmp_path) is None
-    assert find_board(trees.write_tree(tmp_path, trees.model("Radxa ROCK 5B"))) is None
+# What limits the clocks
 
 
-def test_the_docs_table_is_the_registry() -> None:
-    text = (ROOT / "docs" / "power.md").read_text()
-    rows = re.search(r"<!-- meters -->\n(.*?)<!-- /meters -->", text, re.DOTALL)
-    assert rows is not None
-    expected = [
-        f"| `{name}` | {kind.summary} | {kind.covers} | {kind.max_hz:g} |" for name, kind in METERS.items()
-    ]
-    assert rows[1].splitlines()[2:] == expected
+def cooling(**states: int) -> trees.Tree:
+    tree = {}
+    for i, (kind, state) in enumerate(states.items()):
+        base = f"sys/class/thermal/cooling_device{i}"
+        tree |= {f"{base}/type": kind.replace("_", "-") + "\n", f"{base}/cur_state": f"{state}\n"}
+    return tree
+
+
+PI_VOLTAGE = {"sys/class/hwmon/hwmon0/name": "rpi_volt\n", "sys/class/hwmon/hwmon0/in0_lcrit_alarm": "1\n"}
+INTEL = {f"sys/devices/system/cpu/cpu{i}/thermal_throttle/package_throttle_count": "3\n" for i in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({}, None),
+        (cooling(pwm_fan=3), None),
+        (cooling(pwm_fan=3, cpu_throttle_alert=0), Throttle()),
+        (cooling(cpu_throttle_alert=2), Throttle(frozenset({"cooling by cpu-throttle-alert"}))),
+        (PI_VOLTAGE, Throttle(frozenset({"under-voltage"}))),
+        (INTEL, Throttle(ever={"processor temperature": 6})),
+        (INTEL | PI_VOLTAGE, Throttle(frozenset({"under-voltage"}), {"processor temperature": 6})),
+    ],
+)
+def test_clock_limits(
+    tree: trees.Tree, expected: Throttle | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert throttle(trees.write_tree(tmp_path, tree)) == expected
+
+
+def test_a_pi_s_flags(pi: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    trees.fake_vcgencmd(pi, trees.pmic_script(throttled="0x50004"))
+    found = throttle(tmp_path)
+    assert found is not None
+    assert found.now == {"throttled"}
+    assert found.ever == {"under-voltage": 1, "frequency capped": 0, "throttled": 1, "soft temperature limit": 0}
+    trees.fake_vcgencmd(pi, "exit 1")
+    assert throttle(tmp_path) is None
+
+
+def test_what_happened_between_two_looks() -> None:
+    calm = Throttle(ever={"throttled": 0, "under-voltage": 0, "processor temperature": 3})
+    assert throttled_between(None, calm) is throttled_between(calm, None) is None
+    assert throttled_between(calm, calm) == ()
+    hot = Throttle(frozenset({"cooling by cpu"}), {"throttled": 1, "processor temperature": 5, "under-voltage": 0})
+    assert throttled_between(calm, hot) == ("cooling by cpu", "processor temperature", "throttled")
+    sticky = Throttle(ever={"under-voltage": 1})
+    assert throttled_between(sticky, sticky) == ("under-voltage (before the run; whether again is not known)",)
+    assert throttle_text(None).startswith("throttling n/a")
+    assert throttle_text(()) == "no throttling"
+    assert throttle_text(("x", "y")) == "throttling: x, y"
+    now = Conditions.now()
+    assert now.memory_used_bytes > 1e6
+    assert "load" in now.to_text()
+    assert json.dumps(now.as_dict())

@@ -1,33 +1,28 @@
 """Products of activations with packed weights, against NumPy: formats, odd sizes, few rows and panels, threads."""
 
-import functools
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from edgekv.checkpoint.shapes import load_shape
+from edgekv.checkpoint.shipped import load_shape
 from edgekv.kernels import threads
 from edgekv.kernels.cpu import launch, layers
+from edgekv.kernels.cpu.gemm import OUTPUTS, PANEL, PRODUCTS, STRETCH, CodeLayout, Product
 from edgekv.kernels.cpu.loops import address_of
-from edgekv.kernels.cpu.product_panels import PANEL, STRETCH
-from edgekv.kernels.cpu.product_rows import OUTPUTS, PRODUCTS, CodeLayout, Product
-from edgekv.kernels.cpu.product_weights import PackedWeights
-from edgekv.kernels.cpu.products import FEW_ROWS, PackedProduct, stages
-from edgekv.linear.activations import ACTIVATIONS, clamped_gate
-from edgekv.linear.formats import per_linear_format
-from edgekv.linear.packed import PackedLinear
-from edgekv.linear.quantize import dequantize, n_blocks, quantize_numpy
-from edgekv.linear.random import random_store
-from edgekv.linear.reference import NumpyLinear
+from edgekv.kernels.cpu.matmul import FEW_ROWS, QuantizedMatmul, QuantizedWeights, stages
 from edgekv.models import architecture
 from edgekv.types import F32, U8, Threads
+from edgekv.weights.cpu import CpuOps
+from edgekv.weights.formats import per_linear_format
+from edgekv.weights.ops import ACTIVATIONS, NumpyOps, clamped_gate
+from edgekv.weights.quantize import dequantize, n_blocks, quantize_numpy
+from edgekv.weights.random import random_store
 
 TOLERANCE = 2e-6  # of the sum of absolute products; the largest of these cases is 8e-7
 
 
 def multiply(x: F32, codes: U8, scales: F32, layout: CodeLayout, n_threads: int | None = None) -> F32:
-    return PackedProduct(PackedWeights(codes, scales, layout))(x, n_threads)
+    return QuantizedMatmul(QuantizedWeights(codes, scales, layout))(x, n_threads)
 
 
 def rounded(x: F32, block: int) -> F32:
@@ -46,17 +41,17 @@ def drawn(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int)
     return codes, rng.uniform(0.5, 1.5, codes.shape[:2]).astype(np.float32)
 
 
-def shifted(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int, kind: str) -> PackedWeights:
+def shifted(rng: np.random.Generator, layout: CodeLayout, rows: int, columns: int, kind: str) -> QuantizedWeights:
     """Weights with zero points or offsets of the size of the others."""
     codes, scales = drawn(rng, layout, rows, columns)
     if kind == "zeros":
-        return PackedWeights(
+        return QuantizedWeights(
             codes, scales, layout, zeros=rng.integers(0, 256, (rows, -(-scales.shape[1] // 2)), np.uint8)
         )
-    return PackedWeights(codes, scales, layout, offsets=rng.uniform(-8, 8, scales.shape).astype(np.float32))
+    return QuantizedWeights(codes, scales, layout, offsets=rng.uniform(-8, 8, scales.shape).astype(np.float32))
 
 
-def meaning(weights: PackedWeights, columns: int) -> npt.NDArray[np.float64]:
+def meaning(weights: QuantizedWeights, columns: int) -> npt.NDArray[np.float64]:
     """What they stand for, (rows, columns)."""
     codes, scales, layout, offsets, zeros = weights
     shift = {"offsets": offsets, "zeros": zeros}
@@ -79,7 +74,7 @@ SIZES = pytest.mark.parametrize(
         (70, 2 * PANEL, 2 * STRETCH + 33),
     ],
 )
-SHIFTED = [layout for layout in PRODUCTS if layout.can_shift]
+SHIFTED = [layout for layout in PRODUCTS if layout.has_corrections]
 KINDS = ["zeros", "offsets"]
 
 
@@ -90,14 +85,14 @@ def test_products(layout: CodeLayout, n: int, rows: int, columns: int) -> None:
     codes, scales = drawn(rng, layout, rows, columns)
     x = rng.standard_normal((n, columns)).astype(np.float32)
     x[0, : min(columns, 40)] = 0
-    check(x, PackedWeights(codes, scales, layout))
+    check(x, QuantizedWeights(codes, scales, layout))
 
 
-def check(x: F32, weights: PackedWeights) -> None:
+def check(x: F32, weights: QuantizedWeights) -> None:
     meant = meaning(weights, x.shape[1])
     activations = rounded(x, weights.layout.block).astype(np.float64)
     size = np.abs(activations) @ np.abs(meant).T
-    got = PackedProduct(weights)(x)
+    got = QuantizedMatmul(weights)(x)
     assert got.shape == (len(x), len(meant))
     assert (np.abs(got - activations @ meant.T) <= TOLERANCE * size).all()
 
@@ -120,7 +115,7 @@ def test_shifts_do_not_depend_on_other_rows_nor_on_the_threads(
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
     rng = np.random.default_rng(4)
     x = rng.standard_normal((40, 2 * STRETCH + 40)).astype(np.float32)
-    product = PackedProduct(shifted(rng, layout, PANEL + 3, x.shape[1], kind))
+    product = QuantizedMatmul(shifted(rng, layout, PANEL + 3, x.shape[1], kind))
     for few in (x[:FEW_ROWS], x):
         alone = product(few, 1)
         for _ in range(20):
@@ -133,7 +128,7 @@ def test_shifts_do_not_depend_on_other_rows_nor_on_the_threads(
 def test_formats_without_shifts_refuse_them() -> None:
     codes, scales = drawn(np.random.default_rng(5), CodeLayout(8, 32), OUTPUTS, 64)
     with pytest.raises(ValueError, match="accepted: whole numbers of 4 bits"):
-        PackedProduct(PackedWeights(codes, scales, CodeLayout(8, 32), offsets=scales))
+        QuantizedMatmul(QuantizedWeights(codes, scales, CodeLayout(8, 32), offsets=scales))
 
 
 @pytest.mark.parametrize("layout", PRODUCTS, ids=str)
@@ -142,25 +137,25 @@ def test_formats_without_shifts_refuse_them() -> None:
 def test_what_is_no_number_makes_its_row_nan(layout: CodeLayout, n: int, value: float) -> None:
     rng, columns = np.random.default_rng(6), 300
     x = rng.standard_normal((n, columns)).astype(np.float32)
-    kinds = KINDS if layout.can_shift else []
-    every = [PackedWeights(*drawn(rng, layout, PANEL + 1, columns), layout)]
+    kinds = KINDS if layout.has_corrections else []
+    every = [QuantizedWeights(*drawn(rng, layout, PANEL + 1, columns), layout)]
     every += [shifted(rng, layout, PANEL + 1, columns, kind) for kind in kinds]
     for weights in every:
         weights.scales[5] = 0
         for column in (0, 130, columns - 1):
             bad = x.copy()
             bad[1, column] = value
-            got, others = PackedProduct(weights)(bad), np.arange(n) != 1
+            got, others = QuantizedMatmul(weights)(bad), np.arange(n) != 1
             assert np.isnan(got[1]).all()
-            assert np.array_equal(got[others], PackedProduct(weights)(x)[others])
+            assert np.array_equal(got[others], QuantizedMatmul(weights)(x)[others])
 
 
 def test_what_does_not_fit_the_weights_is_refused() -> None:
     """Kernels read by address: they would take other bytes for numbers, or leave outputs as they were."""
     rng, layout = np.random.default_rng(8), CodeLayout(4, 32)
     with pytest.raises(ValueError, match=f"3 rows; accepted: {OUTPUTS} or more"):
-        PackedProduct(PackedWeights(*drawn(rng, layout, OUTPUTS - 1, 64), layout))
-    product = PackedProduct(PackedWeights(*drawn(rng, layout, OUTPUTS, 64), layout))
+        QuantizedMatmul(QuantizedWeights(*drawn(rng, layout, OUTPUTS - 1, 64), layout))
+    product = QuantizedMatmul(QuantizedWeights(*drawn(rng, layout, OUTPUTS, 64), layout))
     for x in (np.zeros((1, 64)), *(np.zeros((1, columns), np.float32) for columns in (32, 65))):
         with pytest.raises(ValueError, match="accepted: float32, 33 to 64 columns"):
             product(x)
@@ -169,7 +164,7 @@ def test_what_does_not_fit_the_weights_is_refused() -> None:
 
 def test_activations_that_nobody_may_write_to() -> None:
     rng, layout = np.random.default_rng(7), CodeLayout(4, 32)
-    product = PackedProduct(PackedWeights(*drawn(rng, layout, OUTPUTS, 64), layout))
+    product = QuantizedMatmul(QuantizedWeights(*drawn(rng, layout, OUTPUTS, 64), layout))
     x = rng.standard_normal((2, 64)).astype(np.float32)
     expected = product(x)
     x.flags.writeable = False
@@ -240,15 +235,22 @@ def test_extreme_activations(x: float) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 300])
-def test_norms_and_gates(n: int) -> None:
+def test_norms_and_activations(n: int) -> None:
     rng = np.random.default_rng(n)
-    x, weight = rng.standard_normal((n, 514)).astype(np.float32) * 3, rng.random(514, np.float32)
-    meant = x / np.sqrt(np.mean(np.square(x.astype(np.float64)), axis=1, keepdims=True) + 1e-5) * weight
+    x, weight, bias = rng.standard_normal((n, 514)).astype(np.float32) * 3, *rng.random((2, 514), np.float32)
+    exact = x.astype(np.float64)
+    meant = exact / np.sqrt(np.mean(np.square(exact), axis=1, keepdims=True) + 1e-5) * weight
     assert np.allclose(layers.rms_norm(x, weight, 1e-5), meant, rtol=2e-6, atol=1e-7)
-    x[0, :4] = -200, 200, -1e-30, 0
+    meant = (exact - exact.mean(axis=1, keepdims=True)) / np.sqrt(exact.var(axis=1, keepdims=True) + 1e-5)
+    assert np.allclose(layers.layer_norm(x, weight, bias, 1e-5), meant * weight + bias, rtol=2e-6, atol=2e-6)
+    x[0, :6] = -200, 200, -1e-30, 0, 1e20, -1e20
     gate, up = np.split(x, 2, axis=1)
-    for kind in layers.GATED:
-        assert np.allclose(layers.gated(x, kind), ACTIVATIONS[kind](gate) * up, rtol=1e-5, atol=2e-6)
+    with np.errstate(over="ignore", invalid="ignore"):  # NumPy cubes 1e20
+        for kind in layers.SIGMOIDS:
+            meant = np.where(np.abs(gate) < 1e10, ACTIVATIONS[kind](gate), np.maximum(gate, 0))
+            assert np.allclose(layers.gated(x, kind), meant * up, rtol=1e-5, atol=2e-6)
+            assert np.allclose(layers.activation(gate, kind), meant, rtol=1e-5, atol=2e-6)
+    assert np.allclose(layers.activation(x, "gelu"), ACTIVATIONS["gelu"](x), rtol=2e-6, atol=2e-6)
     gate[0, 4] = up[0, 5] = np.nan
     assert np.allclose(
         layers.clamped_gate(x, 1.702, 2.5),
@@ -260,12 +262,15 @@ def test_norms_and_gates(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3, 50])
-def test_norms_and_gates_do_not_depend_on_the_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_activations_do_not_depend_on_the_threads(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(n)
     x, weight = rng.standard_normal((n, 514)).astype(np.float32), rng.random(514, np.float32)
     calls = [
         lambda: layers.rms_norm(x, weight, 1e-5),
-        *(functools.partial(layers.gated, x, kind) for kind in layers.GATED),
+        lambda: layers.layer_norm(x, weight, weight, 1e-5),
+        lambda: layers.gated(x, "gelu_tanh"),
+        lambda: layers.activation(x, "silu"),
+        lambda: layers.activation(x, "gelu"),
         lambda: layers.clamped_gate(x, 1.702, 2.5),
     ]
     alone = []
@@ -282,9 +287,12 @@ def test_dense_layers_of_floating_point_codes() -> None:
     store = random_store(
         config, per_linear_format("mxfp4", dict.fromkeys(architecture(config).linears(), "fp4-32"))
     )
-    ours, reference = PackedLinear(store, Threads(1, 2)), NumpyLinear(store)
+    ours, reference = CpuOps(store, Threads(1, 2)), NumpyOps(store)
     for n in (1, 2 * FEW_ROWS):
         x = np.random.default_rng(n).standard_normal((n, store.arch.config.hidden_size), np.float32)
-        pairs = (ours.attention_in(0, x), reference.attention_in(0, x)), (ours.head(x), reference.head(x))
-        for got, meant in pairs:
+        for block in (
+            lambda ops, x=x: store.arch.attention_in(ops, 0, x),
+            lambda ops, x=x: store.arch.head(ops, x),
+        ):
+            got, meant = block(ours), block(reference)
             assert np.linalg.norm(got - meant) < 0.02 * np.linalg.norm(meant)

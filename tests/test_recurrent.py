@@ -15,20 +15,18 @@ from helpers import raises
 from safetensors.numpy import save_file
 
 from edgekv import ConfigError, ImageError, Session, SessionError
+from edgekv.engine.session_file import SessionFile, write
+from edgekv.engine.state import ANSWER_TOKENS
+from edgekv.eval.bench import bench
+from edgekv.eval.evaluate import evaluate
 from edgekv.kernels import numba_kernels, numpy_kernels
-from edgekv.kernels.cpu.stream import Bandwidth
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.geometry import Workspace
+from edgekv.kvcache.cache import Workspace, rewind
 from edgekv.kvcache.recurrent import EVERY, FEWEST, MOST, RecurrentState, recurrent_states
-from edgekv.kvcache.rewinding import rewind
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
 from edgekv.models.recurrence import GatedDelta, Recurrence, ShortConv
-from edgekv.quality.bench import bench
-from edgekv.quality.evaluate import evaluate
 from edgekv.server.pool import SessionPool
-from edgekv.session.file import SessionFile, write
-from edgekv.session.state import ANSWER_TOKENS
 
 CTX = 2048
 CASES = ("lfm2", "qwen3_5")
@@ -245,15 +243,14 @@ def test_the_servers_pool_goes_on_from_a_shared_beginning(loaded: Session) -> No
 def test_what_measures_models_runs(loaded: Session) -> None:
     """Quality through such layers is that of the KV scheme; vectors, and times of tokens."""
     specs = [CacheSpec.parse("dense"), CacheSpec.parse("onebit")]
-    dense, onebit = evaluate(loaded.decoder, numbers(600, 1), 300, specs)
+    dense, onebit = evaluate(loaded._runner.decoder, numbers(600, 1), 300, specs)
     assert dense.kl < 1e-5 < onebit.kl
     assert dense.cache_bytes == specs[0].planned_bytes(loaded.config, 300)
     vectors = [loaded.embed(numbers(20, seed)) for seed in (1, 1, 2)]
     assert vectors[0] @ vectors[1] == pytest.approx(1)
     assert vectors[0] @ vectors[2] < 0.99
-    timing = bench(loaded.decoder, specs[:1], [40], tokens=8, bandwidth=Bandwidth(1))[0]
+    timing = bench(loaded._runner.decoder, specs[:1], [40], tokens=8)[0]
     assert timing.token_ms > 0
-    assert timing.parts["recurrence"] > 0
 
 
 def test_a_turn_taken_back_is_no_work(loaded: Session) -> None:
@@ -263,7 +260,7 @@ def test_a_turn_taken_back_is_no_work(loaded: Session) -> None:
     end = len(session.tokens)
     text(session, numbers(50, 2))
     session.rewind(end)
-    assert session.state.n_past == end - 1
+    assert session._state.n_cached == end - 1
     found = text(session, numbers(40, 3))
     fresh = loaded.fork()
     text(fresh, numbers(300, 1))
@@ -275,30 +272,29 @@ def test_schemes_are_for_the_layers_that_attend(loaded: Session, kv: str) -> Non
     """Caches that go back farther than asked take the states along."""
     session = loaded.fork(kv=kv)
     text(session, numbers(900, 1))
-    n_caches = sum(not isinstance(layer, RecurrentState) for layer in session.state.caches)
+    n_caches = sum(not isinstance(layer, RecurrentState) for layer in session.caches)
     assert n_caches == len(session.config.attending) < session.config.n_layers
     session.rewind(400)
-    assert session.state.n_past <= 400
-    assert {layer.n_seen for layer in session.state.caches} == {session.state.n_past}
+    assert session._state.n_cached <= 400
+    assert {layer.n_seen for layer in session.caches} == {session._state.n_cached}
     text(session, numbers(20, 4))
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_a_restored_conversation_goes_on_and_back(loaded: Session, compress: bool, tmp_path: pathlib.Path) -> None:
+def test_a_restored_conversation_goes_on_and_back(loaded: Session, tmp_path: pathlib.Path) -> None:
     session = loaded.fork()
     text(session, numbers(600, 1))
-    session.save(tmp_path / "session", compress=compress)
+    session.save(tmp_path / "session")
     restored = Session.restore(tmp_path / "session", loaded)
     assert restored.report().state_bytes == session.report().state_bytes == loaded.plan.state_bytes
     for each in (session, restored):
         each.rewind(590)
-    assert restored.state.n_past == session.state.n_past == 600 - ANSWER_TOKENS
+    assert restored._state.n_cached == session._state.n_cached == 600 - ANSWER_TOKENS
     assert text(restored, numbers(9, 2)) == text(session, numbers(9, 2))
     copied = loaded.fork()
     copied.copy_from(session)
     for each in (session, copied):
         each.rewind(500)
-    assert copied.state.n_past == session.state.n_past == EVERY
+    assert copied._state.n_cached == session._state.n_cached == EVERY
     assert text(copied, numbers(9, 3)) == text(session, numbers(9, 3))
 
 
@@ -308,9 +304,9 @@ def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> 
     text(session, numbers(300, 1))
     session.save(tmp_path / "session")
     file = SessionFile(tmp_path / "session")
-    i = next(i for i, layer in enumerate(session.state.caches) if isinstance(layer, RecurrentState))
-    state = session.state.caches[i].state()
-    arrays = {f"{k}/{name}": a for k, c in enumerate(session.state.caches) for name, a in c.state().arrays.items()}
+    i = next(i for i, layer in enumerate(session.caches) if isinstance(layer, RecurrentState))
+    state = session.caches[i].state()
+    arrays = {f"{k}/{name}": a for k, c in enumerate(session.caches) for name, a in c.state().arrays.items()}
     slots = len(state.fitted["snapshots"])
 
     def refused(change: dict[str, Any], arrays: dict[str, np.ndarray] = arrays) -> None:
@@ -339,7 +335,7 @@ def test_damaged_states_are_refused(loaded: Session, tmp_path: pathlib.Path) -> 
             bad.reshape(-1)[0] = value
             refused({}, arrays | {f"{i}/{name}": bad})
         refused({}, arrays | {f"{i}/{name}": arrays[f"{i}/{name}"].astype(np.float64)})
-        refused({}, arrays | {f"{i}/{name}": np.ascontiguousarray(arrays[f"{i}/{name}"][..., :-1])})
+        refused({}, arrays | {f"{i}/{name}": np.repeat(arrays[f"{i}/{name}"], 2, axis=-1)})
 
 
 def test_conversations_together(loaded: Session) -> None:
@@ -350,8 +346,8 @@ def test_conversations_together(loaded: Session) -> None:
     for session, other in zip(sessions, alone, strict=True):
         other.copy_from(session)
     for token in numbers(6, 0):
-        expected = [other.decoder.step(token, other.state.caches).copy() for other in alone]
-        together = loaded.decoder.step_together([token] * 3, [session.state.caches for session in sessions])
+        expected = [other._runner.decoder.step(token, other.caches).copy() for other in alone]
+        together = loaded._runner.decoder.step_together([token] * 3, [session.caches for session in sessions])
         np.testing.assert_allclose(together, expected, atol=2e-4)
 
 
@@ -360,25 +356,21 @@ def test_plan_and_report_count_the_state(loaded: Session) -> None:
     text(session, numbers(30, 1))
     report = session.report()
     assert report.cache_bytes == plan.cache_bytes
-    assert report.state_bytes == plan.state_bytes == session.state.nbytes - plan.cache_bytes > 0
+    assert report.state_bytes == plan.state_bytes == session._state.nbytes - plan.cache_bytes > 0
     assert plan.parts(2)["state"] == 2 * plan.state_bytes
     assert f", state {format_bytes(plan.state_bytes)} ({plan.state_bytes} B), weights" in report.to_text()
     config = architecture(golden_cases.CASES["llama1"]).config
     assert not recurrent_states(config, 64)
 
 
-def test_what_has_no_way_with_such_layers(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    for draft in ("ngram", str(model)):
-        with raises(ConfigError, field="draft", match="carry a state"):
-            Session.load(model, ctx=64, draft=draft)
-    Session.load(model, ctx=64, draft="auto")
-    plain = golden_cases.write_checkpoint("llama1", tmp_path)
+def test_what_has_no_way_with_such_layers(model: pathlib.Path) -> None:
     with raises(ConfigError, field="draft", match="carry a state"):
-        Session.load(plain, ctx=64, draft=model)
+        Session.load(model, ctx=64, draft="ngram")
+    Session.load(model, ctx=64, draft="auto")
     with raises(ConfigError, field="device", match="do not attend"):
-        from edgekv.session.cuda_device import CudaDevice
+        from edgekv.engine.cuda import require_layers
 
-        CudaDevice().require_layers(architecture(json.loads((model / "config.json").read_text())).config)
+        require_layers(architecture(json.loads((model / "config.json").read_text())).config)
 
 
 def test_the_decoder_of_a_model_that_sees(tmp_path: pathlib.Path) -> None:

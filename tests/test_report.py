@@ -8,8 +8,8 @@ import pathlib
 import numpy as np
 import pytest
 
+from edgekv.engine.report import RunReport
 from edgekv.errors import EdgeKVError
-from edgekv.session.report import RunReport
 
 
 def make_report(**fields):

@@ -11,21 +11,20 @@ import pytest
 from helpers import raises
 
 from edgekv import Session
-from edgekv.checkpoint.shapes import load_shape
+from edgekv.checkpoint.shipped import load_shape
 from edgekv.cli import main
+from edgekv.engine import calibration
+from edgekv.engine.calibration import windows
+from edgekv.engine.model import Model
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.linear import calibrate
-from edgekv.linear.calibrate import DAMPING, SAMPLE, cross_products, hessian, linear_term
-from edgekv.linear.formats import FORMATS, WeightFormat, per_linear_format
-from edgekv.linear.quantize import dequantize, n_blocks, quantize, quantize_numpy
-from edgekv.linear.random import RandomWeights
-from edgekv.linear.rounding import Rounder, column_order, round_numpy
-from edgekv.linear.store import WeightStore
-from edgekv.linear.store_builder import Write, build
-from edgekv.session import calibration
-from edgekv.session.calibration import windows
-from edgekv.session.model import Model
 from edgekv.types import F32
+from edgekv.weights import calibrate
+from edgekv.weights.calibrate import DAMPING, SAMPLE, cross_products, hessian, linear_term
+from edgekv.weights.formats import FORMATS, WeightFormat, per_linear_format
+from edgekv.weights.quantize import dequantize, n_blocks, quantize, quantize_numpy
+from edgekv.weights.random import RandomWeights
+from edgekv.weights.rounding import Rounder, column_order, round_numpy
+from edgekv.weights.store import WeightStore, Write, build
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "demo"

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 
 import golden_cases
 import numpy as np
 import pytest
 
+from edgekv.engine.model import Model
 from edgekv.kernels import threads
-from edgekv.kernels.cpu import launch, routing
-from edgekv.linear.experts import add_experts, choose, gated
-from edgekv.linear.stored_experts import StoredExperts
+from edgekv.kernels.cpu import launch, layers
 from edgekv.models.config import ExpertsConfig
-from edgekv.session.model import Model
 from edgekv.types import Threads
+from edgekv.weights.cpu import CpuOps
+from edgekv.weights.ops import NumpyOps, choose
 
 
 def check(logits: np.ndarray, k: int, renormalized: bool) -> tuple[list[list[int]], np.ndarray]:
     """Each token's experts in ascending order, and the weights of all pairs: both are NumPy's."""
     chosen, weights = choose(logits, ExpertsConfig((True,), logits.shape[1], k, 1, renormalized))
     order = np.argsort(chosen, axis=None, kind="stable")
-    experts, tokens, own_weights = routing.route(logits, k, renormalized)
+    experts, tokens, own_weights = layers.route(logits, k, renormalized)
     np.testing.assert_array_equal(experts, chosen.reshape(-1)[order])
     np.testing.assert_array_equal(tokens, order // k)
     np.testing.assert_allclose(own_weights, weights.reshape(-1)[order], rtol=1e-6)
@@ -55,7 +54,7 @@ def test_equal_logits_and_such_that_are_no_numbers(renormalized: bool) -> None:
 @pytest.mark.parametrize("channels", [1, 70, 257])
 def test_results_are_added_on_any_threads(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(channels)
-    _, tokens, weights = routing.route(rng.standard_normal((7, 12)).astype(np.float32), 3, False)
+    _, tokens, weights = layers.route(rng.standard_normal((7, 12)).astype(np.float32), 3, False)
     results = rng.standard_normal((21, channels)).astype(np.float32)
     x = rng.standard_normal((7, 2 * channels)).astype(np.float32)[:, channels:]
     meant = x.copy()
@@ -64,7 +63,7 @@ def test_results_are_added_on_any_threads(channels: int, monkeypatch: pytest.Mon
     for n_threads in (1, 2, 3):
         monkeypatch.setattr(threads, "count", lambda n_threads=n_threads: n_threads)
         monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", 0)
-        np.testing.assert_array_equal(routing.add_results(x, results, tokens, weights), meant)
+        np.testing.assert_array_equal(layers.add_results(x, results, tokens, weights), meant)
 
 
 @pytest.fixture(params=["mixtral", "qwen3-moe", "gpt-oss"])
@@ -72,25 +71,20 @@ def model(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Model:
     return Model.open(golden_cases.write_checkpoint(request.param, tmp_path / "model"))
 
 
-def layer_of(model: Model, weights: str) -> tuple[StoredExperts, list[np.ndarray]]:
-    """Experts, and for six tokens the residual stream, what experts get, and a router's logits."""
-    assert model.config.experts
-    rng, hidden, count = np.random.default_rng(0), model.config.hidden_size, model.config.experts.count
-    inputs = [rng.standard_normal((6, width)).astype(np.float32) for width in (hidden, hidden, count)]
-    return StoredExperts(model.store(model.weight_format(weights)), Threads(1, 1)), inputs
+def drawn(model: Model) -> list[np.ndarray]:
+    """For six tokens the residual stream, and what experts get."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((6, model.config.hidden_size)).astype(np.float32) for _ in range(2)]
 
 
 def test_a_layer_of_experts(model: Model) -> None:
-    layer, (x, y, logits) = layer_of(model, "f32")
-    assert model.config.experts
-    gate = functools.partial(gated, model.config)
-    meant = add_experts(model.config.experts, 1, x, y, logits, layer, gate)
-    out = layer.add(x, y, logits, 1)
+    store, (x, y) = model.store(model.weight_format("f32")), drawn(model)
+    meant, out = (ops.add_experts(x, y, 1) for ops in (NumpyOps(store), CpuOps(store, Threads(1, 1))))
     error = np.linalg.norm(out - meant) / np.linalg.norm(meant - x)
     assert error < 1e-6, error  # measured: 2e-7
 
 
 def test_a_token_has_the_same_bits_alone_as_with_others(model: Model) -> None:
-    layer, inputs = layer_of(model, "int4")
-    alone = [layer.add(*(rows[i : i + 1] for rows in inputs), 1) for i in range(6)]
-    np.testing.assert_array_equal(np.concatenate(alone), layer.add(*inputs, 1))
+    ops, inputs = CpuOps(model.store(model.weight_format("int4")), Threads(1, 1)), drawn(model)
+    alone = [ops.add_experts(*(rows[i : i + 1] for rows in inputs), 1) for i in range(6)]
+    np.testing.assert_array_equal(np.concatenate(alone), ops.add_experts(*inputs, 1))

@@ -9,9 +9,9 @@ from helpers import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgekv.engine.generation import StopMatcher
+from edgekv.engine.sampling import Sampler, SamplingParams, choose, open_sampler
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.session.cuda_sampling import choose
-from edgekv.session.sampling import Sampler, SamplingParams, StopMatcher, open_sampler
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7)
 PARAMS = {

@@ -16,7 +16,7 @@ import pytest
 from slot_cases import SLOTS, at_once
 
 from edgekv import SessionError
-from edgekv.session.schedule import OneAtATime, Together
+from edgekv.engine.scheduler import BatchScheduler, SerialScheduler
 
 
 class Slow:
@@ -47,9 +47,9 @@ class Slow:
         return np.repeat(np.float32(tokens)[:, None], 2, 1)
 
 
-def n_waiting(schedule: Together) -> int:
+def n_waiting(schedule: BatchScheduler) -> int:
     """Tokens that wait for a pass, which no caller is told."""
-    return len(schedule._asked)
+    return len(schedule._waiting)
 
 
 def until(is_time: Callable[[], bool]) -> None:
@@ -61,17 +61,17 @@ def until(is_time: Callable[[], bool]) -> None:
 
 def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a token of every text that goes on."""
-    monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
+    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
 
     def write(first: int) -> None:
         for token in range(first, first + 8):
             np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
-        schedule.leave()
+        schedule.finish()
 
     threads = [threading.Thread(target=write, args=(100 * i,)) for i in range(SLOTS)]
-    with schedule.alone():
+    with schedule.exclusive():
         for thread in threads:
             thread.start()
         until(lambda: n_waiting(schedule) == SLOTS)
@@ -83,7 +83,7 @@ def test_texts_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_lets_tokens_go_first() -> None:
     """A token that was asked for while a prompt is read gets its logits at the next pause."""
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
     reading, asked = threading.Event(), threading.Event()
     logits: list[Any] = []
 
@@ -94,7 +94,7 @@ def test_a_prompt_lets_tokens_go_first() -> None:
 
     thread = threading.Thread(target=write)
     thread.start()
-    with schedule.alone() as pause:
+    with schedule.exclusive() as pause:
         reading.set()
         asked.wait()
         while not decoder.passes:
@@ -105,7 +105,7 @@ def test_a_prompt_lets_tokens_go_first() -> None:
 
 
 @contextlib.contextmanager
-def writers(schedule: Together, decoder: Slow, n: int) -> Iterator[None]:
+def writers(schedule: BatchScheduler, decoder: Slow, n: int) -> Iterator[None]:
     """n texts, each in a thread of its own, that ask for their next token as soon as they have one."""
     ended = threading.Event()
 
@@ -127,18 +127,18 @@ def writers(schedule: Together, decoder: Slow, n: int) -> Iterator[None]:
 def test_a_prompt_is_not_kept_out() -> None:
     """By a text that asks for its next token as soon as it has one."""
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
     with writers(schedule, decoder, 1):
         for _ in range(20):
-            with schedule.alone():
+            with schedule.exclusive():
                 pass
 
 
 def test_a_pause_is_one_pass() -> None:
     """Also where texts ask for their next token as soon as they have one."""
     decoder = Slow()
-    schedule = Together(decoder.threads)
-    with writers(schedule, decoder, 2), schedule.alone() as pause:
+    schedule = BatchScheduler(decoder.threads)
+    with writers(schedule, decoder, 2), schedule.exclusive() as pause:
         passes = [len(decoder.passes)]
         while passes[-1] < passes[0] + 20:
             pause()
@@ -149,7 +149,7 @@ def test_a_pause_is_one_pass() -> None:
 def test_who_does_not_come_is_not_waited_for() -> None:
     """A text whose reader went away without a word holds nobody up for more than a moment."""
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
     threading.Thread(target=schedule.step, args=(decoder, 1, ())).start()
     for token in (2, 3):
         np.testing.assert_array_equal(schedule.step(decoder, token, ()), [token, token])
@@ -158,7 +158,7 @@ def test_who_does_not_come_is_not_waited_for() -> None:
 
 def test_a_failed_pass_is_told_to_all() -> None:
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
     decoder.fails = MemoryError("no room")
 
     def fails(token: int) -> str:
@@ -194,12 +194,12 @@ class InterruptedThread:
 
 
 @contextlib.contextmanager
-def prompt_elsewhere(schedule: Together) -> Iterator[None]:
+def prompt_elsewhere(schedule: BatchScheduler) -> Iterator[None]:
     """Another thread reads a prompt meanwhile."""
     reading, read = threading.Event(), threading.Event()
 
     def prompt() -> None:
-        with schedule.alone():
+        with schedule.exclusive():
             reading.set()
             assert read.wait(60)
 
@@ -214,7 +214,7 @@ def prompt_elsewhere(schedule: Together) -> Iterator[None]:
 def test_an_interrupted_token_is_not_computed() -> None:
     """One that waits while a prompt is read."""
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
     interrupted = InterruptedThread(lambda: n_waiting(schedule) == 1)
     with prompt_elsewhere(schedule), pytest.raises(KeyboardInterrupt), interrupted:
         schedule.step(decoder, 1, ())
@@ -225,12 +225,12 @@ def test_an_interrupted_token_is_not_computed() -> None:
 def test_an_interrupted_prompt_keeps_nobody_out() -> None:
     """One that waits for its turn, and one that waits because it let tokens go first."""
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
     decoder.may_end.clear()
 
     def write(token: int) -> None:
         schedule.step(decoder, token, ())
-        schedule.leave()
+        schedule.finish()
 
     threads = [threading.Thread(target=write, args=(token,)) for token in (1, 2, 3)]
     threads[0].start()
@@ -238,13 +238,13 @@ def test_an_interrupted_prompt_keeps_nobody_out() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         InterruptedThread(lambda: schedule._has_prompt, decoder),
-        schedule.alone(),
+        schedule.exclusive(),
     ):
         pass
     threads[0].join()
 
     def read() -> None:
-        with schedule.alone() as pause:
+        with schedule.exclusive() as pause:
             decoder.may_end.clear()
             threads[1].start()
             until(lambda: n_waiting(schedule) == 1)
@@ -266,9 +266,9 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
 
     While it does, it writes into the caches of the thread that was interrupted, which waits for its end.
     """
-    monkeypatch.setattr("edgekv.session.schedule.PATIENCE_S", 60)
+    monkeypatch.setattr("edgekv.engine.scheduler.PATIENCE_S", 60)
     decoder = Slow()
-    schedule = Together(decoder.threads)
+    schedule = BatchScheduler(decoder.threads)
 
     def ask(token: int) -> Any:
         return schedule.step(decoder, token, ())
@@ -308,7 +308,7 @@ def test_an_interrupt_is_one_threads(computes: bool, monkeypatch: pytest.MonkeyP
 
 def test_within_its_own_turn_a_thread_does_not_wait_for_itself() -> None:
     decoder = Slow()
-    for schedule in (Together(1), OneAtATime(1)):
-        with schedule.alone(), pytest.raises(SessionError):
+    for schedule in (BatchScheduler(1), SerialScheduler(1)):
+        with schedule.exclusive(), pytest.raises(SessionError):
             schedule.step(decoder, 1, ())
         np.testing.assert_array_equal(schedule.step(decoder, 2, ()), [2, 2])

@@ -1,7 +1,6 @@
 """What is the server's own fault is told to the client as such, and to the log."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import threading
@@ -14,24 +13,16 @@ from typing import Any
 
 import openai
 import pytest
-from serving import DEMO, TEMPLATE
-from starlette.testclient import TestClient
+from serving import DEMO, asked, engine_of
 
-from edgekv import SamplingParams, Session
-from edgekv.chat.template import ChatTemplate
+from edgekv import Session
 from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.server import limits
-from edgekv.server.app import build_app
-from edgekv.server.checked_request import CheckedRequest
-from edgekv.server.delivery import EventStream
-from edgekv.server.energy import ServerEnergy
-from edgekv.server.engine import Engine
-from edgekv.server.jobs import AnswerEnd, Channel, EncodedPrompt, Usage, jobs_of
+from edgekv.server.answers import ChatBuilder, CompletionBuilder, EventStream, ResponsesBuilder
+from edgekv.server.engine import AnswerEnd, Channel, Engine, Usage, jobs_of
 from edgekv.server.limits import LogLimit, ServerLimits
-from edgekv.server.protocol import FAILED, RequestError
-from edgekv.server.responder import Responder
-from edgekv.server.response_builders import ChatBuilder, CompletionBuilder
-from edgekv.server.responses import ResponsesBuilder
+from edgekv.server.prompts import EncodedPrompt
+from edgekv.server.requests import FAILED, CompletionRequest, RequestError
 
 ANSWER = {"model": "m", "prompt": "It was", "max_tokens": 2, "temperature": 0}
 
@@ -42,35 +33,16 @@ def loaded() -> Iterator[Session]:
         yield session
 
 
-def engine_of(loaded: Session) -> Engine:
-    return Engine(
-        loaded,
-        ChatTemplate(TEMPLATE, loaded.require_tokenizer()),
-        queue_limit=4,
-        pool_bytes=0,
-        max_new_tokens=4,
-        energy=ServerEnergy(None),
-    )
-
-
-@contextlib.contextmanager
-def asked(loaded: Session, *, raising: bool = True, limits: ServerLimits | None = None) -> Iterator[TestClient]:
-    """The server's endpoints, without a socket. raising: of an endpoint's fault, in place of its answer."""
-    app = build_app(engine_of(loaded), "m", api_key=None, hosts=None, limits=limits or ServerLimits())
-    with TestClient(app, base_url="http://localhost", raise_server_exceptions=raising) as client:
-        yield client
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> None:
     """The next ``times`` answers raise it."""
-    left, answer = [error] * times, Responder.answer
+    left, answer = [error] * times, Engine.answer
 
-    def answer_or_fail(self: Responder, job: Any) -> Any:
+    def answer_or_fail(self: Engine, job: Any) -> Any:
         if left:
             raise left.pop()
         return answer(self, job)
 
-    monkeypatch.setattr(Responder, "answer", answer_or_fail)
+    monkeypatch.setattr(Engine, "answer", answer_or_fail)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +62,12 @@ def test_whose_fault_it_is(
     def fail(*_: object) -> None:
         raise error
 
-    with asked(loaded) as client:
+    with asked(loaded, raising=True) as client:
         if path == "/v1/completions":
-            monkeypatch.setattr(Responder, "answer", fail)
+            monkeypatch.setattr(Engine, "answer", fail)
             answer = client.post(path, json=ANSWER)
         else:
-            monkeypatch.setattr("edgekv.server.request_encoder.RequestEncoder.ids", fail)
+            monkeypatch.setattr("edgekv.server.prompts.RequestEncoder.ids", fail)
             answer = client.post(path, json={"model": "m", "input": "It was"})
     told = answer.json()["error"]
     kind = "server_error" if status == 503 else "invalid_request_error"
@@ -106,16 +78,16 @@ def test_whose_fault_it_is(
 
 def test_requests_that_wait_have_a_place_in_memory(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept of them until they are answered, and nothing after."""
-    goes_on, answer = threading.Event(), Responder.answer
+    goes_on, answer = threading.Event(), Engine.answer
 
-    def answer_later(self: Responder, job: Any) -> Any:
+    def answer_later(self: Engine, job: Any) -> Any:
         goes_on.wait(30)
         return answer(self, job)
 
-    monkeypatch.setattr(Responder, "answer", answer_later)
+    monkeypatch.setattr(Engine, "answer", answer_later)
     large = {**ANSWER, "logit_bias": {str(i): 0 for i in range(2000)}}
     limits = ServerLimits(max_bodies=500_000)
-    with asked(loaded, limits=limits) as client, ThreadPoolExecutor(2) as threads:
+    with asked(loaded, raising=True, limits=limits) as client, ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.post, "/v1/completions", json=large)
         while "edgekv_active 1.0" not in client.get("/metrics").text:
             time.sleep(0.01)
@@ -132,7 +104,7 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
     """Many answers of one request shut no other out, and take one place of those that wait."""
     began: list[str] = []
 
-    def answer(self: Responder, job: Any) -> AnswerEnd:
+    def answer(self: Engine, job: Any) -> AnswerEnd:
         began.append(names[job.channel])
         return AnswerEnd(job.index, "stop", Usage())
 
@@ -141,9 +113,9 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
         for name, n in {"a": 100, "b": 1, "c": 2, "d": 1}.items():
             channel = Channel()
             names[channel] = name
-            engine.submit(jobs_of(channel, CheckedRequest(SamplingParams(), n=n), [EncodedPrompt([1])]))
+            engine.submit(jobs_of(channel, CompletionRequest(model="m", prompt="x", n=n), [EncodedPrompt([1])]))
         with pytest.raises(RequestError, match="4 requests wait already"):
-            engine.submit(jobs_of(Channel(), CheckedRequest(SamplingParams()), [EncodedPrompt([1])]))
+            engine.submit(jobs_of(Channel(), CompletionRequest(model="m", prompt="x"), [EncodedPrompt([1])]))
         engine.start()
         while len(began) < 104:
             await asyncio.sleep(0.01)
@@ -153,7 +125,7 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
             engine.submit([])
 
     names: dict[Channel, str] = {}
-    monkeypatch.setattr(Responder, "answer", answer)
+    monkeypatch.setattr(Engine, "answer", answer)
     asyncio.run(run())
     assert "".join(began).startswith("aabacadca")
     assert Counter(began) == {"a": 100, "b": 1, "c": 2, "d": 1}
@@ -161,7 +133,7 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
 
 def test_openais_client_asks_again(loaded: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, MemoryBudgetError("out of memory"), times=1)
-    with asked(loaded) as http:
+    with asked(loaded, raising=True) as http:
         client = openai.OpenAI(base_url="http://localhost/v1", api_key="x", max_retries=1, http_client=http)
         assert client.completions.create(**ANSWER).choices[0].text  # type: ignore[call-overload]
         failing(monkeypatch, MemoryBudgetError("out of memory"), times=2)
@@ -214,7 +186,7 @@ def test_a_stream_that_cannot_be_built_says_so(
         else (ResponsesBuilder, {"input": "It was"})
     )
     monkeypatch.setattr(builder, method, fail)
-    with asked(loaded) as client:
+    with asked(loaded, raising=True) as client:
         lines = client.post(path, json={"model": "m", **asks, "stream": True}).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     if path == "/v1/completions":
@@ -246,11 +218,11 @@ def test_an_answer_that_cannot_be_built_says_so(
         raise KeyError("a bug")
 
     monkeypatch.setattr(builder, method, fail)
-    with asked(loaded, raising=False) as client:
+    with asked(loaded) as client:
         answer = client.post(path, json={"model": "m", **asks})
     told = {"message": FAILED, "type": "server_error", "param": None, "code": "internal_error"}
     assert (answer.status_code, answer.json()) == (500, {"error": told})
-    with asked(loaded) as client, pytest.raises(KeyError, match="a bug"):  # uvicorn gets it, too, for the log
+    with asked(loaded, raising=True) as client, pytest.raises(KeyError, match="a bug"):  # also for uvicorn's log
         client.post(path, json={"model": "m", **asks})
 
 

@@ -15,11 +15,12 @@ import psutil
 import pytest
 from serving import DEMO, Server, chat, get, serving
 
-from edgekv import SamplingParams, Session
-from edgekv.server.checked_request import CheckedRequest
-from edgekv.server.delivery import EventStream
-from edgekv.server.jobs import Channel, EncodedPrompt, Piece
-from edgekv.server.response_builders import CompletionBuilder
+from edgekv import Session
+from edgekv.server.answers import CompletionBuilder, EventStream
+from edgekv.server.engine import Channel, Piece
+from edgekv.server.prompts import EncodedPrompt, RequestEncoder
+from edgekv.server.requests import CompletionRequest
+from edgekv.text.template import ChatTemplate
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,10 @@ def test_a_stream_ends_with_its_reader(what: str, loaded: Session) -> None:
 
     async def run() -> tuple[bool, int]:
         channel, sent = Channel(), 0
-        request, prompts = CheckedRequest(SamplingParams()), [EncodedPrompt([1])]
-        answers = CompletionBuilder("m", request, prompts, loaded.require_tokenizer())
+        tokenizer = loaded.require_tokenizer()
+        encoder = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 256, tokenizer.vocab_size)
+        request = CompletionRequest(model="m", prompt="x")
+        answers = CompletionBuilder("m", request, [EncodedPrompt([1])], encoder)
 
         async def send(message: Any) -> None:
             nonlocal sent

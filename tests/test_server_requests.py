@@ -1,18 +1,16 @@
 """What a request to `edgekv serve` may say, and how each other one is refused in one line."""
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from serving import Server, post, serving
+from serving import DEMO, asked
+from starlette.testclient import TestClient
 
-from edgekv.server.checked_request import check_chat
-from edgekv.server.protocol import ChatRequest, RequestError, read
+from edgekv import SamplingParams, Session
+from edgekv.errors import ConfigError
+from edgekv.server.requests import ChatRequest, CompletionRequest, RequestError, parse_json, read
 
 USER = [{"role": "user", "content": "x"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -93,20 +91,28 @@ BAD: dict[str, tuple[Any, str | None, str]] = {  # fields, who is to blame, what
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), "--kv", "onebit") as running:
-        yield running
+def http() -> Iterator[TestClient]:
+    with Session.load(DEMO, ctx=1024) as session, asked(session) as http:
+        yield http
+
+
+def refusal(http: TestClient, path: str, body: Any) -> tuple[int, str | None, str]:
+    """Status, field and message of the answer; the message is one line."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = http.post(f"/v1/{path}", content=data, headers={"Content-Type": "application/json"})
+    error = answer.json().get("error", {"param": None, "message": "answered"})
+    assert "\n" not in error["message"]
+    assert answer.status_code == 200 or error["type"] == "invalid_request_error"
+    return answer.status_code, error["param"], error["message"]
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_requests_are_said_in_one_line(name: str, server: Server) -> None:
+def test_bad_requests_are_said_in_one_line(name: str, http: TestClient) -> None:
     fields, param, message = BAD[name]
     body = {"model": "demo", "messages": USER, **fields} if isinstance(fields, dict) else fields
-    got, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())
-    assert got == 400, answer
-    assert message in answer["error"]["message"]
-    assert "\n" not in answer["error"]["message"]
-    assert (answer["error"]["type"], answer["error"]["param"]) == ("invalid_request_error", param)
+    status, field, said = refusal(http, "chat/completions", body)
+    assert (status, field) == (400, param), said
+    assert message in said
 
 
 ELSEWHERE: dict[str, tuple[str, dict[str, Any], str, str]] = {  # path, fields, who is to blame, what is said
@@ -157,84 +163,94 @@ ELSEWHERE: dict[str, tuple[str, dict[str, Any], str, str]] = {  # path, fields, 
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_each_endpoint_names_its_own_fields(name: str, server: Server) -> None:
+def test_each_endpoint_names_its_own_fields(name: str, http: TestClient) -> None:
     path, fields, param, message = ELSEWHERE[name]
-    got, answer = post(server, f"/v1/{path}", json.dumps({"model": "demo", **fields}).encode())
-    assert (got, answer["error"]["param"]) == (400, param), answer
-    assert message in answer["error"]["message"]
+    status, field, said = refusal(http, path, {"model": "demo", **fields})
+    assert (status, field) == (400, param), said
+    assert message in said
 
 
-def test_the_type_of_a_body_has_no_case(server: Server) -> None:
+def test_the_type_and_size_of_a_body(http: TestClient) -> None:
     body = b'{"model": "demo", "prompt": "x", "max_tokens": 1}'
-    for kind in ("APPLICATION/JSON", "Application/Json; charset=UTF-8"):
-        assert post(server, "/v1/completions", body, **{"Content-Type": kind})[0] == 200
+    for kind, status in {
+        "APPLICATION/JSON": 200,
+        "Application/Json; charset=UTF-8": 200,
+        "text/plain": 415,
+    }.items():
+        assert http.post("/v1/completions", content=body, headers={"Content-Type": kind}).status_code == status
+    long = {"model": "demo", "messages": [{"role": "user", "content": "x" * 2_000_000}]}
+    status, _, said = refusal(http, "chat/completions", long)
+    assert (status, "1048576 bytes" in said) == (413, True)
 
 
-def test_a_body_without_end(server: Server) -> None:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "x" * 2_000_000}]}
-    got, answer = post(server, "/v1/chat/completions", json.dumps(body).encode())
-    assert got == 413
-    assert "1048576 bytes" in answer["error"]["message"]
+HUGE = b"1" + b"0" * 400
+BODIES = [  # of completions, with what is said of them
+    (b"{", "not valid JSON"),
+    (b"\xff\xfe{", "not valid JSON"),
+    (b"[" * 100_000, "not valid JSON"),
+    (b'{"model": "m", "prompt": "x", "user": ' + b"[" * 200 + b"]" * 200 + b"}", "more than 128"),
+    (b"", "not valid JSON"),
+    (b'{"model": "demo", "prompt": "x", "metadata": NaN}', "not valid JSON"),
+    (b'{"model": "demo", "prompt": "x", "metadata": [-Infinity]}', "not valid JSON"),
+    (b'{"model": "demo", "prompt": "x", "top_p": 1e999}', "out of range"),
+]
+BODIES += [
+    (json.dumps({"model": "demo", "prompt": prompt, "max_tokens": 1}).encode(), "")
+    for prompt in (["a", 1], [], {"a": 1}, [1.5], [True], [99999], [-1], [["a"]], [[]], 3, [10**400], "\ud800")
+]
+FIELDS = [  # of chats
+    b'"temperature": ' + HUGE,
+    b'"seed": ' + HUGE,
+    b'"top_k": ' + HUGE,
+    b'"max_tokens": 1e999',
+    b'"temperature": NaN',
+    b'"stop": "\\ud800"',
+    b'"user": "\\udfff"',
+    b'"messages": [{"role": [], "content": "x"}]',
+    b'"messages": [{"role": {}, "content": "x"}]',
+    b'"messages": [{"role": "user", "content": "\\ud83d"}]',
+    b'"response_format": {"type": []}',
+    b'"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}',
+    b'"stream_options": {"include_usage": []}',
+    b'"\\ud800": 1',
+    b'"model": "\\ud800"',
+    b'"max_tokens": ' + b"9" * 5000,
+    b'"metadata": ' + b"[" * 5000 + b"]" * 5000,
+    b'"stop": "\xff"',
+]
 
 
-BAD_BYTES = {
-    "not JSON": (b"{", {}, 400, "not valid JSON"),
-    "not UTF-8": (b"\xff\xfe{", {}, 400, "not valid JSON"),
-    "deep": (b"[" * 100_000, {}, 400, "not valid JSON"),
-    "rather deep": (
-        b'{"model": "m", "prompt": "x", "user": ' + b"[" * 200 + b"]" * 200 + b"}",
-        {},
-        400,
-        "more than 128",
-    ),
-    "another type": (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
-    "empty": (b"", {}, 400, "not valid JSON"),
-    "NaN": (b'{"model": "demo", "prompt": "x", "metadata": NaN}', {}, 400, "NaN is no number"),
-    "infinity": (b'{"model": "demo", "prompt": "x", "metadata": [-Infinity]}', {}, 400, "-Infinity is no number"),
-    "a number without bound": (b'{"model": "demo", "prompt": "x", "top_p": 1e999}', {}, 400, "top_p=inf"),
-}
+def test_odd_bodies_are_the_clients_fault(http: TestClient) -> None:
+    for body, message in BODIES:
+        status, _, said = refusal(http, "completions", body)
+        assert (status, message in said) == (400, True), (body[:60], said)
+    begin = b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, '
+    for field in FIELDS:
+        body = begin + field + b"}"
+        assert refusal(http, "chat/completions", body)[0] == 400, field[:60]
 
 
-@pytest.mark.parametrize("name", BAD_BYTES)
-def test_bodies_that_are_no_json(name: str, server: Server) -> None:
-    body, headers, status, message = BAD_BYTES[name]
-    got, answer = post(server, "/v1/completions", body, **headers)
-    assert got == status
-    assert message in answer["error"]["message"]
+def test_a_valid_pair_of_surrogates_is_a_character() -> None:
+    assert parse_json(b'{"a": "\\ud83d\\ude00"}') == {"a": "\N{GRINNING FACE}"}
 
 
-@pytest.mark.parametrize("prompt", [["a", 1], [], {"a": 1}, [1.5], [True], [99999], [-1], [["a"]], [[]], 3])
-def test_bad_prompts(prompt: object, server: Server) -> None:
-    got, answer = post(server, "/v1/completions", json.dumps({"model": "demo", "prompt": prompt}).encode())
-    assert got == 400
-    assert (
-        "'prompt" in answer["error"]["message"] or "outside the model's vocabulary" in answer["error"]["message"]
-    )
+def test_of_two_values_of_a_key_the_last_counts() -> None:
+    assert parse_json(b'{"n": 1, "a": {"n": 1, "n": 2}, "n": 3}') == {"n": 3, "a": {"n": 2}}
 
 
-def test_wrong_paths_and_methods(server: Server) -> None:
-    for path, method, status in (("/nope", "GET", 404), ("/v1/completions", "GET", 405), ("/health", "POST", 405)):
-        connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-        connection.request(method, path)
-        answer = connection.getresponse()
-        assert answer.status == status
-        assert json.loads(answer.read())["error"]["message"]
-        connection.close()
+def test_numbers_beyond_all_bounds_are_refused_in_python_too() -> None:
+    with pytest.raises(ConfigError):
+        SamplingParams(temperature=10**400)
+    with pytest.raises(RequestError):
+        read({"model": "m", "prompt": "x", "temperature": 10**400}, CompletionRequest)
 
 
-def test_a_name_from_elsewhere_is_refused(server: Server) -> None:
-    """A page on another site that points its own name here."""
-    request = urllib.request.Request(f"{server.url}/health", headers={"Host": "evil.example"})
-    with pytest.raises(urllib.error.HTTPError, match="403") as error:
-        urllib.request.urlopen(request, timeout=30)
-    error.value.close()
-
-
-def test_host_names_have_no_case(server: Server) -> None:
-    host = f"LocalHost:{urlsplit(server.url).port}"
-    request = urllib.request.Request(f"{server.url}/health", headers={"Host": host})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        assert answer.status == 200
+def test_wrong_paths_methods_and_names(http: TestClient) -> None:
+    for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)):
+        answer = http.request(method, path)
+        assert (answer.status_code, bool(answer.json()["error"]["message"])) == (status, True)
+    for host, status in {"evil.example": 403, "LocalHost:80": 200, "[::1]:80": 403}.items():
+        assert http.get("/health", headers={"Host": host}).status_code == status
 
 
 def test_every_accepted_field_of_a_request() -> None:
@@ -254,9 +270,20 @@ def test_every_accepted_field_of_a_request() -> None:
         "response_format": {"type": "json_object"},
         "stream_options": {"include_usage": True},
     }
-    ask = check_chat(read(body, ChatRequest))
-    assert ask.messages == [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
-    assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.seed) == (1.0, 0.5, 2**64 - 3)
-    assert (ask.stop, ask.include_usage, ask.schema) == (("x",), True, {"type": "object"})
+    ask = read(body, ChatRequest)
+    assert ask.turns() == [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
+    ask.fill(SamplingParams(temperature=0.25))
+    params = ask.sampling()
+    assert (params.temperature, params.top_p, params.seed) == (0.25, 0.5, 2**64 - 3)
+    assert (ask.stops, ask.include_usage, ask.schema) == (("x",), True, {"type": "object"})
     with pytest.raises(RequestError, match="unknown field 'stream_options"):
-        check_chat(read(body | {"stream_options": {"x": 1}}, ChatRequest))
+        read(body | {"stream_options": {"x": 1}}, ChatRequest)
+
+
+def test_what_waits_holds_only_what_is_counted() -> None:
+    more = {"user": [1] * 9, "metadata": {"a": 1}, "chat_template_kwargs": {"a": 1}, "verbosity": [1]}
+    form = {"type": "text", "json_schema": {"schema": {"a": 1}}}
+    ask = read({"model": "m", "messages": USER, "response_format": form, **more}, ChatRequest)
+    ask.forget_prompt()
+    assert (ask.messages, ask.response_format, ask.keeps_objects) == ([], None, False)
+    assert [getattr(ask, name) for name in more] == [None] * len(more)

@@ -9,19 +9,18 @@ import numpy as np
 import openai
 import pytest
 import tokenizers
-from serving import DEMO, Server, serving
+from serving import DEMO, asked, openai_client
 
-from edgekv import SamplingParams, Session
-from edgekv.chat.template import ChatTemplate
+from edgekv import Session
+from edgekv.engine.grammar import Grammar
 from edgekv.errors import ConfigError
-from edgekv.server.answer_parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
-from edgekv.server.chat_answer import ChatAnswer
-from edgekv.server.checked_request import CheckedRequest, Tools, check_chat
-from edgekv.server.protocol import ChatRequest, Function, read
-from edgekv.server.request_encoder import KNOWN, RequestEncoder
-from edgekv.server.tools import TOOL_FORMATS, find_format, tools_grammar
-from edgekv.session.grammar import Grammar
-from edgekv.tokenizer import load_tokenizer
+from edgekv.server.answers import Answer
+from edgekv.server.engine import Piece
+from edgekv.server.parser import AnswerParser, CallArguments, CallBegin, Content, Delta, Reasoning
+from edgekv.server.prompts import KNOWN, TOOL_FORMATS, EncodedPrompt, RequestEncoder, find_format, tools_grammar
+from edgekv.server.requests import ChatRequest, Function, Tools, read
+from edgekv.text import load_tokenizer
+from edgekv.text.template import ChatTemplate
 
 # As Qwen's: tools in the system's turn, calls and their results in marks.
 TEMPLATE = """\
@@ -68,14 +67,15 @@ def named(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("tools"), template=TEMPLATE) as running:
-        yield running
+def session() -> Iterator[Session]:
+    with Session.load(DEMO, ctx=1024) as session:
+        yield session
 
 
 @pytest.fixture(scope="module")
-def session() -> Session:
-    return Session.load(DEMO, ctx=256)
+def client(session: Session) -> Iterator[openai.OpenAI]:
+    with asked(session, TEMPLATE) as http, openai_client(http) as client:
+        yield client
 
 
 def ask(client: openai.OpenAI, messages: Any = USER, **options: Any) -> Any:
@@ -287,20 +287,23 @@ def _loaded(text: str) -> Any:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("length", [1, 2, 7, 1000])
-def test_answers_are_taken_apart(name: str, length: int) -> None:
+def test_answers_are_taken_apart(name: str) -> None:
     """However the text is cut."""
     form, text, expected = TEXTS[name]
-    reader = AnswerParser(form=TOOL_FORMATS[form], names=("weather", "f", "fox"))
-    deltas = [d for i in range(0, len(text), length) for d in reader.push(text[i : i + length])]
-    assert told([*deltas, *reader.end()]) == expected
+    for length in (1, 2, 7, 1000):
+        reader = AnswerParser(form=TOOL_FORMATS[form], names=("weather", "f", "fox"))
+        deltas = [d for i in range(0, len(text), length) for d in reader.push(text[i : i + length])]
+        assert told([*deltas, *reader.end()]) == expected
 
 
-def test_reasoning_that_the_prompt_began() -> None:
+def test_reasoning_that_the_prompt_began(session: Session) -> None:
     reader = AnswerParser(thinks=True)
-    answer = ChatAnswer(CheckedRequest(SamplingParams()), thinks=True, form=TOOL_FORMATS["hermes"])
+    tokenizer = session.require_tokenizer()
+    prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096, tokenizer.vocab_size)
+    asked = read({"model": "m", "messages": USER}, ChatRequest)
+    answer = Answer(asked, EncodedPrompt([1], thinks=True), prompts)
     for text in ("So", "</thi", "nk>", "\n\nYes", "."):
-        answer.push(text, 2)
+        answer.push(Piece(0, text, n_tokens=2))
     assert (answer.n_reasoning, answer.content) == (6, "Yes.")
     assert told([*reader.push("So</thi"), *reader.push("nk>\n\nYes"), *reader.end()]) == [["So"], "Yes"]
 
@@ -397,7 +400,7 @@ def test_templates_that_know_no_tools_are_told_in_words(session: Session) -> Non
         {"role": "tool", "tool_call_id": "c", "content": "noon"},
     ]
     request = read({"model": "m", "messages": messages, "tools": [CLOCK]}, ChatRequest)
-    (prompt,) = prompts.encode(check_chat(request))
+    (prompt,) = prompts.encode(request)
     text = tokenizer.decode(prompt.ids)
     assert '"name": "clock"' in text.partition("How is the weather?")[0]
     assert 'Assistant: <tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>' in text
@@ -420,7 +423,7 @@ def test_a_template_is_rendered_for_the_latest_answers_alone(
     prompts = RequestEncoder(ChatTemplate.plain(tokenizer), tokenizer, 4096, tokenizer.vocab_size)
     prompts.remember("x", tokenizer.encode("x", bos=False))
     messages = [*USER, {"role": "assistant", "content": "x"}] * 200 + USER
-    (prompt,) = prompts.encode(check_chat(read({"model": "m", "messages": messages}, ChatRequest)))
+    (prompt,) = prompts.encode(read({"model": "m", "messages": messages}, ChatRequest))
     assert tokenizer.decode(prompt.ids).count("How is the weather?") == 201
     assert n_rendered <= KNOWN + 2
 
@@ -431,7 +434,7 @@ def test_what_templates_are_given(session: Session, tmp_path: pathlib.Path) -> N
     call = {"id": "c", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
     request = read({"model": "m", "messages": messages, "tools": [WEATHER]}, ChatRequest)
-    text = tokenizer.decode(prompts.encode(check_chat(request))[0].ids)
+    text = tokenizer.decode(prompts.encode(request)[0].ids)
     assert text.startswith('tools: {"type": "function", "function": {"name": "weather", "description"')
     assert '{"name": "clock", "arguments": {"zone": "UTC"}}' in text
     assert "tool: noon" in text
@@ -446,5 +449,4 @@ def test_the_formats_of_known_templates() -> None:
 
 def test_the_seeds_of_several_answers() -> None:
     request = read({"model": "m", "messages": USER, "n": 2, "seed": 7}, ChatRequest)
-    asked: CheckedRequest = check_chat(request)
-    assert [asked.sampling_of(i).seed for i in range(2)] == [7, 8]
+    assert [request.sampling(i).seed for i in range(2)] == [7, 8]

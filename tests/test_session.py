@@ -1,5 +1,6 @@
 """Sessions: generation, continuation, rewinding, limits, reports."""
 
+import dataclasses
 import gc
 import pathlib
 import threading
@@ -11,6 +12,8 @@ import pytest
 from helpers import SESSION_KV, raises
 
 from edgekv import CACHES, LoadOptions, SamplingParams, Session
+from edgekv.engine import state
+from edgekv.engine.options import Options
 from edgekv.errors import (
     CacheError,
     CheckpointError,
@@ -22,9 +25,8 @@ from edgekv.errors import (
     TokenizerError,
 )
 from edgekv.kvcache import CacheSpec
-from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes
-from edgekv.session import state
+from edgekv.weights.formats import WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +55,10 @@ def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> 
     prompt = golden_cases.tokens("llama31")[:20]
     session = Session.load(model, kv=kv)
     first = [step.token for step in session.generate(prompt, max_new_tokens=5)]
-    assert session.state.n_past == 24  # the fifth answer token is not in the cache yet
+    assert session._state.n_cached == 24  # the fifth answer token is not in the cache yet
     second = [step.token for step in session.generate([7, 8], max_new_tokens=5)]
     assert session.tokens == [*prompt, *first, 7, 8, *second]
-    assert session.state.n_past == 31
+    assert session._state.n_cached == 31
 
 
 @pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
@@ -85,7 +87,7 @@ def test_a_rewind_to_less_than_nothing_is_refused(model: pathlib.Path) -> None:
     for wrong in (-1, 2.0):
         with raises(ContextError, field="n_tokens"):
             session.rewind(wrong)
-    assert (session.tokens, session.state.n_past) == ([1, 2, 3], 3)
+    assert (session.tokens, session._state.n_cached) == ([1, 2, 3], 3)
     assert len(list(session.generate([4], max_new_tokens=2))) == 2
 
 
@@ -105,12 +107,12 @@ def test_second_caches_are_asked_for(
     session.prefill([1, 2, 3])
     other.prefill([4, 5])
     other.save(tmp_path / "other")
-    monkeypatch.setattr("edgekv.session.device.available_memory_bytes", lambda: session.nbytes - 1)
+    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: session.nbytes - 1)
     for change in (lambda: session.copy_from(other), lambda: session.load_state(tmp_path / "other"), session.fork):
         with pytest.raises(MemoryBudgetError, match="kv cache"):
             change()
     assert session.tokens == [1, 2, 3]
-    monkeypatch.setattr("edgekv.session.device.available_memory_bytes", lambda: session.nbytes)
+    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: session.nbytes)
     session.load_state(tmp_path / "other")
     assert session.tokens == [4, 5]
 
@@ -128,7 +130,7 @@ def test_a_copy_that_fails_keeps_the_conversation(model: pathlib.Path, monkeypat
         patch.setattr(state, "copy_used", fail)
         with pytest.raises(MemoryError):
             session.copy_from(other)
-    assert (session.tokens, session.state.n_past) == ([1, 2, 3], 3)
+    assert (session.tokens, session._state.n_cached) == ([1, 2, 3], 3)
     np.testing.assert_array_equal(session.prefill([8]), untouched.prefill([8]))
 
 
@@ -137,7 +139,7 @@ def test_rewind_forgets(model: pathlib.Path) -> None:
     session = Session.load(model, kv="dense:dtype=f32")
     session.logits(tokens[:30])
     session.rewind(20)
-    assert (session.state.n_past, session.tokens) == (20, tokens[:20])
+    assert (session._state.n_cached, session.tokens) == (20, tokens[:20])
     again = session.logits(tokens[20:30])
     session.reset()
     np.testing.assert_allclose(again, session.logits(tokens[:30])[20:], atol=2e-4)
@@ -159,7 +161,7 @@ def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Pa
 def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str) -> None:
     session = Session.load(model, kv=kv, ctx=50)
     list(session.generate([1, 2, 3], max_new_tokens=4))
-    arrays = [array for cache in session.state.caches for array in cache.arrays.values()]
+    arrays = [array for cache in session.caches for array in cache.arrays.values()]
     assert session.report().cache_bytes == sum(array.nbytes for array in arrays) == session.plan.cache_bytes
     assert session.report().cache_bytes > 0
 
@@ -183,7 +185,7 @@ def test_context_fills_during_generation(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=10)
     steps = list(session.generate([1, 2, 3], max_new_tokens=50))
     assert len(steps) == 8  # 3 + 7 fill the cache; the eighth token is sampled from the full cache
-    assert session.state.n_past == 10
+    assert session._state.n_cached == 10
     assert steps[-1].finish_reason == "length"
     assert "context full" in str(steps[-1].finish_message)
 
@@ -197,7 +199,7 @@ def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=5)
     with raises(ContextError, field="ctx", match="6 tokens and 5 of ctx=5"):
         session.generate([1] * 6)
-    assert session.state.n_past == 0
+    assert session._state.n_cached == 0
     with raises(ContextError, field="ctx") as caught:
         session.generate([1] * 64)
     assert caught.value.accepted == ("64 to 64",)
@@ -228,7 +230,7 @@ def test_no_tokenizer(model: pathlib.Path) -> None:
 def test_too_little_memory_is_said_before_it_is_taken(
     model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgekv.session.device.available_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("edgekv.engine.decoder.available_memory_bytes", lambda: 100_000)
     with pytest.raises(MemoryBudgetError, match=r"kv cache .* but 97\.7 KiB is available"):
         Session.load(model)
 
@@ -238,16 +240,16 @@ def test_an_interrupted_step_leaves_all_layers_at_the_same_length(
 ) -> None:
     session = Session.load(model, kv="dense:dtype=f32")
     before = session.logits([1, 2, 3, 4])
-    real = session.state.caches[1].attend
+    real = session.caches[1].attend
 
     def interrupted(*arrays: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.state.caches[1], "attend", interrupted)
+    monkeypatch.setattr(session.caches[1], "attend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         session.logits([5])
-    assert [cache.n_seen for cache in session.state.caches] == [4, 4, 4]
-    monkeypatch.setattr(session.state.caches[1], "attend", real)
+    assert [cache.n_seen for cache in session.caches] == [4, 4, 4]
+    monkeypatch.setattr(session.caches[1], "attend", real)
     after = session.logits([5])
     session.reset()
     np.testing.assert_allclose(session.logits([1, 2, 3, 4, 5]), np.concatenate([before, after]), atol=2e-4)
@@ -265,12 +267,12 @@ def test_an_interrupted_rewind_is_mended(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.state.caches[1], "truncate", interrupted)
+        patch.setattr(session.caches[1], "truncate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.rewind(2) if change == "rewind" else session.reset()
     other.prefill(session.tokens)
     np.testing.assert_allclose(session.prefill([5, 6]), other.prefill([5, 6]), atol=2e-4)
-    assert {cache.n_seen for cache in session.state.caches} == {6}
+    assert {cache.n_seen for cache in session.caches} == {6}
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -398,9 +400,10 @@ def test_a_model_that_is_no_path() -> None:
 
 
 def test_options_can_be_given_together_or_one_by_one(model: pathlib.Path) -> None:
+    """The declaration for type checkers names the options that are checked."""
+    assert list(LoadOptions.__annotations__) == [field.name for field in dataclasses.fields(Options)]
     options = LoadOptions(kv="kivi2", ctx=40)
-    assert Session.load(model, options).plan == Session.load(model, kv="kivi2", ctx=40).plan
-    assert Session.load(model, options, ctx=20).plan.ctx == 20
+    assert Session.load(model, **options).plan == Session.load(model, kv="kivi2", ctx=40).plan
 
 
 def test_h1b_says_where_tau_is_from_and_that_it_is_untuned(model: pathlib.Path) -> None:
@@ -449,7 +452,7 @@ def test_what_ends_a_text_lets_the_next_begin(model: pathlib.Path, monkeypatch: 
     del dropped
     failing = session.generate([5], max_new_tokens=8)
     with monkeypatch.context() as patch:
-        patch.setattr(session.state.caches[0], "attend", None)
+        patch.setattr(session.caches[0], "attend", None)
         with pytest.raises(TypeError):
             list(failing)
     assert len(list(session.generate([6], max_new_tokens=2))) == 2
@@ -460,7 +463,7 @@ def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> N
         other = session.fork()
         steps = session.generate([1, 2, 3], max_new_tokens=8)
         next(steps)
-        cache = weakref.ref(session.state.caches[0])
+        cache = weakref.ref(session.caches[0])
     gc.collect()
     assert cache() is None
     assert list(steps) == []

@@ -3,20 +3,20 @@
 import json
 import pathlib
 
+import numba
 import numpy as np
 import pytest
 
-from edgekv.cache_folder import cache_root
-from edgekv.checkpoint.shapes import load_shape
+from edgekv.checkpoint.shipped import load_shape
 from edgekv.cli import main
-from edgekv.linear import threads
-from edgekv.linear.cpu import cpu_linear
-from edgekv.linear.formats import WEIGHTS
-from edgekv.linear.onnx import LEAST_ROWS
-from edgekv.linear.random import random_store
-from edgekv.linear.store import WeightStore
+from edgekv.files import cache_root
 from edgekv.machine import machine_info
 from edgekv.types import Threads
+from edgekv.weights import threads
+from edgekv.weights.cpu import CpuOps
+from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.random import random_store
+from edgekv.weights.store import WeightStore
 
 MODEL = "demo"
 
@@ -29,6 +29,7 @@ def store(request: pytest.FixtureRequest) -> WeightStore:
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setenv("NUMBA_NUM_THREADS", str(numba.config.NUMBA_NUM_THREADS))  # which a compilation reads anew
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -68,17 +69,16 @@ def test_a_measurement_is_made_once(store: WeightStore, monkeypatch: pytest.Monk
     assert 1 <= found.decode <= found.prompt <= 4
     assert threads.remembered(store.arch, store.form) == found
     (key,) = json.loads((cache_root() / "threads.json").read_text())["content"]
-    library = "onnxruntime" if store.form.bits == 32 else "edgekv"
-    assert f" cores, {library} {machine_info()['versions'][library]}: " in key
+    assert f" cores, edgekv {machine_info()['versions']['edgekv']}: " in key
     monkeypatch.setattr(threads, "measure", None)
     assert threads.product_threads(store, None) == found
     assert threads.product_threads(store, 3) == (3, 3)
 
 
+@pytest.mark.usefixtures("four_cores")
 def test_a_folder_that_can_not_be_written_costs_only_the_memory(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert threads.product_threads(store, None).prompt <= 4
@@ -86,17 +86,19 @@ def test_a_folder_that_can_not_be_written_costs_only_the_memory(
 
 def test_products_are_the_same_with_any_number_of_threads(store: WeightStore) -> None:
     """Of one row, and of prompts whose rows are shared by several callers."""
-    c, rng = store.arch.config, np.random.default_rng(0)
-    plain = cpu_linear(store.form)(store, Threads(1, 1))
+    arch, c, rng = store.arch, store.arch.config, np.random.default_rng(0)
+    plain = CpuOps(store, Threads(1, 1))
     for n_threads in (Threads(2, 2), Threads(1, 2), Threads(1, 4), Threads(2, 3)):
-        linear = cpu_linear(store.form)(store, n_threads)
-        assert linear.threads == n_threads
-        for n in (1, LEAST_ROWS, 2 * LEAST_ROWS + 1, 256):
+        ops = CpuOps(store, n_threads)
+        assert ops.threads == n_threads
+        for n in (1, 32, 65, 256):
             x = rng.standard_normal((n, c.hidden_size), np.float32)
             attention = rng.standard_normal((n, c.q_size), np.float32)
-            assert np.array_equal(linear.attention_in(1, x), plain.attention_in(1, x))
-            assert np.array_equal(linear.attention_out(1, x, attention), plain.attention_out(1, x, attention))
-            assert np.array_equal(linear.head(x), plain.head(x))
+            found, meant = (
+                (arch.attention_in(each, 1, x), arch.attention_out(each, 1, x, attention), arch.head(each, x))
+                for each in (ops, plain)
+            )
+            assert all(map(np.array_equal, found, meant))
 
 
 @pytest.mark.usefixtures("four_cores")

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizer_cases import BPE, make_folders, make_spaced_json, write_json
 
 from edgekv.errors import TokenizerError
-from edgekv.tokenizer import load_tokenizer
-from edgekv.tokenizer.load import FILES
+from edgekv.text import load_tokenizer
+from edgekv.text.formats import FILES
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_tokenizer_model_that_is_none(tmp_path: pathlib.Path, content: bytes) 
     refused(tmp_path, "tokenizer.model", "copy it again")
 
 
-@pytest.mark.parametrize("name", ["sentencepiece", "spaced json", "gpt2", "tiktoken"])
+@pytest.mark.parametrize("name", ["sentencepiece", "spaced json", "gpt2"])
 def test_a_truncated_file(copy: Callable[[str], pathlib.Path], name: str) -> None:
     folder = copy(name)
     file = next(folder / file for file in FILES if (folder / file).exists())
@@ -74,26 +74,9 @@ def test_a_truncated_file(copy: Callable[[str], pathlib.Path], name: str) -> Non
     refused(folder, file.name, "copy")
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("IQ== 0\n!!! 1\n", ["line 2", "!!!"]),
-        ("IQ== 0\nIg== one\n", ["line 2", "one"]),
-        ("IQ== 0\nIg== 0\n", ["ranks", "0 to 1"]),
-        ("IQ== 0\nIg== 1\n", ["no token for byte 0"]),
-    ],
-)
-def test_a_damaged_tiktoken_file(tmp_path: pathlib.Path, lines: str, words: list[str]) -> None:
-    (tmp_path / "tokenizer.model").write_text(lines)
-    refused(tmp_path, "tokenizer.model", *words)
-
-
-def test_a_tiktoken_file_cut_at_a_line_contradicts_the_config(copy: Callable[[str], pathlib.Path]) -> None:
-    folder = write_json(copy("tiktoken"), config={"bos_token_id": 261, "vocab_size": 517})
-    assert load_tokenizer(folder).bos_id == 261
-    file = folder / "tokenizer.model"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    refused(folder, "260 tokens", "bos_token_id 261")
+def test_llama3s_own_format_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    refused(tmp_path, "tokenizer.model", "Llama 3's own format", "tokenizer.json")
 
 
 def test_gpt2_without_merges_or_end(copy: Callable[[str], pathlib.Path]) -> None:

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from tokenizer_cases import stream
 
-from edgekv.tokenizer import Tokenizer, load_tokenizer
+from edgekv.text import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import pytest
 import sentencepiece
 from tokenizer_cases import make_folders, write_json
 
-from edgekv.tokenizer import Tokenizer, load_tokenizer
-from edgekv.tokenizer.byte_pairs import MAX_RUN
+from edgekv.text import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +28,14 @@ def copy(folders: dict[str, pathlib.Path], tmp_path: pathlib.Path) -> Callable[[
 
 
 def test_bos_is_added_where_the_format_does(small: dict[str, Tokenizer]) -> None:
-    for name, bos_id in {"sentencepiece": 1, "spaced json": 1, "tiktoken": 261}.items():
+    for name, bos_id in {"sentencepiece": 1, "spaced json": 1}.items():
         assert small[name].encode("the") == [bos_id, *small[name].encode("the", bos=False)], name
     for name in ("byte-level json", "gpt2"):
         assert small[name].encode("the") == small[name].encode("the", bos=False), name
 
 
-@pytest.mark.parametrize("name", ["sentencepiece", "tiktoken"])
-def test_add_bos_token_false(copy: Callable[[str], pathlib.Path], name: str) -> None:
-    tokenizer = load_tokenizer(write_json(copy(name), tokenizer_config={"add_bos_token": False}))
+def test_add_bos_token_false(copy: Callable[[str], pathlib.Path]) -> None:
+    tokenizer = load_tokenizer(write_json(copy("sentencepiece"), tokenizer_config={"add_bos_token": False}))
     assert tokenizer.bos_id is not None
     assert tokenizer.encode("the") == tokenizer.encode("the", bos=False)
 
@@ -75,29 +73,6 @@ def test_an_added_token_that_ends_a_text_has_none(copy: Callable[[str], pathlib.
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_ids == (tokenizer.vocab_size - 1,)
     assert tokenizer.decode(tokenizer.encode("the<tool call>")) == "the"
-
-
-def test_llama3_special_tokens_follow_the_base_tokens(small: dict[str, Tokenizer]) -> None:
-    tokenizer = small["tiktoken"]
-    assert (tokenizer.vocab_size, tokenizer.bos_id) == (261 + 256, 261)
-    assert tokenizer.eos_ids == (262, 261 + 8, 261 + 9)
-    text = "<|start_header_id|>the<|end_header_id|> the<|eot_id|><|python_tag|>"
-    assert tokenizer.encode(text) == [261, 267, 258, 268, 259, 270, 271]
-    assert tokenizer.encode("<|reserved_special_token_247|>", bos=False) == [261 + 255]
-    assert tokenizer.decode([261, 258, 270]) == "the"
-
-
-def test_llama3_splits_words_and_numbers_apart(small: dict[str, Tokenizer]) -> None:
-    encode = small["tiktoken"].encode
-    assert encode("the the", bos=False) == [258, 259]
-    assert encode("  the", bos=False) == [32, 259]  # the last space belongs to the word
-    assert encode("1th", bos=False) == [49, 257]
-
-
-@pytest.mark.parametrize("letter", [" ", "x"])
-def test_llama3_takes_runs_of_any_length(small: dict[str, Tokenizer], letter: str) -> None:
-    text = "the " + letter * (40 * MAX_RUN + 7) + " the"
-    assert small["tiktoken"].decode(small["tiktoken"].encode(text)) == text
 
 
 def test_truncation_and_padding_of_a_tokenizer_json_are_off(small: dict[str, Tokenizer]) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizer_cases import FORMATS, make_folders, make_sentencepiece, stream
 
 from edgekv.errors import TokenizerError
-from edgekv.tokenizer import Tokenizer, load_tokenizer
-from edgekv.tokenizer.pieces import read_pieces
+from edgekv.text import Tokenizer, load_tokenizer
+from edgekv.text.formats import read_pieces
 
 PIECES = [" ", "  ", "the", " cat", "\n", "é", "🦙", "👩‍👩‍👧", "中文", "\0", "<0x41>", "<tool call>"]
 SPECIAL = re.compile(r"</?s>|<unk>|<\|")

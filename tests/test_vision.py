@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+import sys
 from types import SimpleNamespace
 
 import golden_cases
@@ -16,22 +17,20 @@ from cuda_cases import OnDevice
 from helpers import SESSION_KV, raises
 
 from edgekv import Chat, Embeddings, SamplingParams, Session
-from edgekv.chat.template import ChatTemplate
 from edgekv.cli import main
-from edgekv.decoder.cuda import CudaDecoder
+from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.loading import find_device
+from edgekv.engine.model import Model
+from edgekv.engine.state import EmbeddingSpan, keep_spans, slice_spans
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
-from edgekv.kernels.memory import to_host
+from edgekv.kernels.arrays import to_host
 from edgekv.kvcache.papers.visual import Visual1
-from edgekv.linear.cuda_weights import DeviceWeights
-from edgekv.linear.reference import ACTIVATIONS
-from edgekv.server.checked_request import CheckedRequest, as_turn
-from edgekv.server.protocol import ImagePart, ImageUrl, Message, TextPart
-from edgekv.server.request_encoder import RequestEncoder
-from edgekv.session.context_shift import Slide
-from edgekv.session.devices import find_device
-from edgekv.session.model import Model
-from edgekv.session.prompt import EmbeddingSpan, clipped, selected
+from edgekv.server.prompts import RequestEncoder
+from edgekv.server.requests import ChatRequest, ImagePart, ImageUrl, Message, TextPart
+from edgekv.text.template import ChatTemplate
 from edgekv.vision import picture
+from edgekv.weights.cuda import DeviceWeights
+from edgekv.weights.ops import ACTIVATIONS
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
 from PIL import Image  # noqa: E402
@@ -83,7 +82,7 @@ def test_the_same_model_in_other_files(newer: bool, apart: bool, tmp_path: pathl
 
 
 def test_rows_are_the_encoder_and_the_projector(base: Session) -> None:
-    vision, weights = base.prompt_encoder.vision, cases.projector()
+    vision, weights = base.vision, cases.projector()
     seen = picture(IMAGES[0])
     values = vision.preprocess(seen)
     weight, bias = cases.patches()
@@ -107,9 +106,9 @@ def test_pieces_prefill_and_logits_agree(base: Session) -> None:
         base.logits(pieces[:cut])
         np.testing.assert_allclose(base.prefill(pieces[cut:]), whole[-1], atol=1e-4)
     assert base.tokens[3 : 3 + N] == [cases.IMAGE_TOKEN] * N
-    assert [(span.start, span.stop) for span in base.state.spans] == [FIRST, SECOND]
+    assert [(span.start, span.stop) for span in base._state.spans] == [FIRST, SECOND]
     base.reset()
-    assert base.state.spans == []
+    assert base._state.spans == []
 
 
 def test_without_placeholders_images_come_first(base: Session) -> None:
@@ -136,9 +135,9 @@ def test_every_scheme_takes_images(base: Session, kv: str) -> None:
     session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
     first = tokens(session.generate(pieces, max_new_tokens=6))
-    second = tokens(session.generate([4, base.prompt_encoder.vision(picture(IMAGES[2])), 8], max_new_tokens=4))
+    second = tokens(session.generate([4, base.vision(picture(IMAGES[2])), 8], max_new_tokens=4))
     assert (len(first), len(second)) == (6, 4)
-    assert session.state.n_past == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
+    assert session._state.n_cached == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
     session.reset()
     assert tokens(session.generate(pieces, max_new_tokens=6)) == first
 
@@ -160,7 +159,7 @@ def test_rewinding_into_an_image_computes_the_rest_of_it_again(
 
 
 def _rows(session: Session, piece: int | Embeddings) -> F32:
-    return piece.rows if isinstance(piece, Embeddings) else session.decoder.embed([piece], 0)
+    return piece.rows if isinstance(piece, Embeddings) else session._runner.decoder.embed([piece], 0)
 
 
 def test_what_a_scheme_could_not_keep_is_computed_from_the_embeddings(base: Session) -> None:
@@ -170,7 +169,7 @@ def test_what_a_scheme_could_not_keep_is_computed_from_the_embeddings(base: Sess
     whole = base.logits(pieces)
     base.reset()
     base.prefill(pieces[:-2])
-    for cache in base.state.caches:
+    for cache in base.caches:
         cache.truncate(FIRST[0] + 3)
     np.testing.assert_allclose(base.logits(pieces[-2:]), whole[-2:], atol=1e-4)
     base.reset()
@@ -188,20 +187,20 @@ def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pyte
 
     with pytest.raises(KeyboardInterrupt):
         session.prefill(pieces, progress=stop)
-    assert (session.tokens, session.state.spans, session.state.n_past) == ([], [], 0)
+    assert (session.tokens, session._state.spans, session._state.n_cached) == ([], [], 0)
     np.testing.assert_array_equal(session.prefill(pieces), expected)
     with pytest.raises(KeyboardInterrupt):
         session.prefill(pieces, progress=stop)
-    assert [(span.start, span.stop) for span in session.state.spans] == [FIRST, SECOND]
+    assert [(span.start, span.stop) for span in session._state.spans] == [FIRST, SECOND]
     session.prefill([7])  # a token where an image would have been
-    assert [(span.start, span.stop) for span in session.state.caches[-1].spans] == [FIRST, SECOND]
+    assert [(span.start, span.stop) for span in session.caches[-1].spans] == [FIRST, SECOND]
 
 
 def test_images_stand_behind_what_was_said(base: Session) -> None:
     session = base.fork()
     list(session.generate([1, 5, 6], max_new_tokens=1))
     list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1))
-    assert [(span.start, span.stop) for span in session.state.spans] == [
+    assert [(span.start, span.stop) for span in session._state.spans] == [
         (4 + a, 4 + b) for a, b in (FIRST, SECOND)
     ]
 
@@ -210,7 +209,7 @@ def test_visual1_packs_the_images_alone(base: Session) -> None:
     session = base.fork(kv=VISUAL, ctx=100)
     session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1)
     list(session.generate([5], max_new_tokens=2))
-    cache, g = session.state.caches[0], session.state.caches[0].geometry
+    cache, g = session.caches[0], session.caches[0].geometry
     assert isinstance(cache, Visual1)
     session.reset()
     list(session.generate(TEXT, images=IMAGES[:2], max_new_tokens=3))
@@ -232,7 +231,7 @@ def test_visual1_packs_the_images_alone(base: Session) -> None:
 
 def test_other_modalities_are_not_marked(base: Session) -> None:
     session = base.fork(kv=VISUAL)
-    rows = base.prompt_encoder.vision(picture(IMAGES[0])).rows
+    rows = base.vision(picture(IMAGES[0])).rows
     session.prefill([1, Embeddings(rows, "audio"), 4])
     assert session.report().visual_cache_bytes == 0
 
@@ -241,9 +240,9 @@ def test_other_modalities_are_not_marked(base: Session) -> None:
 def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.Path) -> None:
     session = base.fork(kv=kv)
     list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=3))
-    session.save(tmp_path / "a.kv", compress=True)
+    session.save(tmp_path / "a.kv")
     restored = Session.restore(tmp_path / "a.kv", session)
-    for span, other in zip(session.state.spans, restored.state.spans, strict=True):
+    for span, other in zip(session._state.spans, restored._state.spans, strict=True):
         assert (span.start, span.modality) == (other.start, other.modality)
         np.testing.assert_array_equal(span.rows, other.rows)
     for each in (session, restored):
@@ -261,13 +260,13 @@ def test_sliding_drops_an_image_whole(base: Session) -> None:
     pieces = base.prompt(TEXT, IMAGES[:2])
     with raises(ContextError, field="ctx"):
         base.fork(ctx=30).generate(pieces)
-    session.runner.context_shift = Slide()
+    session._runner.slides = True
     made = tokens(session.generate(pieces, max_new_tokens=12))
     assert len(made) == 12
     # 39 tokens and the first two made fit; the third makes room: of 4 first and the latest 16 the text stays
-    assert session.state.spans == []
+    assert session._state.spans == []
     assert session.tokens[:6] == [1, 17, 4, 33, 34, 60]
-    assert session.state.n_dropped == 2 * N + 1
+    assert session.n_dropped == 2 * N + 1
 
 
 def test_no_text_has_the_token_of_an_image(base: Session) -> None:
@@ -294,9 +293,9 @@ def test_an_image_in_a_text_without_images_is_text(base: Session) -> None:
     assert cases.IMAGE_TOKEN not in chat.session.tokens[:-1]
     server = RequestEncoder(chat.template, tokenizer, 64, 96)
     assert server.ids("w5 <image> w9", "input") == said
-    parts = [ImagePart(ImageUrl("data:")), TextPart("<image> w5")]
-    turns = [as_turn(Message("user", content), "m") for content in (parts, "w5 <image>")]
-    (encoded,) = server.encode(CheckedRequest(SamplingParams(), messages=turns))
+    parts = [ImagePart(ImageUrl("data:image/png;base64,AAAA")), TextPart("<image> w5")]
+    turns = [Message("user", content) for content in (parts, "w5 <image>")]
+    (encoded,) = server.encode(ChatRequest(model="m", messages=turns))
     assert encoded.ids.count(cases.IMAGE_TOKEN) == 1
 
 
@@ -309,16 +308,16 @@ def test_a_chat_with_pictures_slides_by_whole_turns(folder: pathlib.Path, tmp_pa
     for i in range(5):
         list(chat.ask(f"w{50 + i}", images=[tmp_path / "a.png"], max_new_tokens=7))
         assert session.tokens[: len(system)] == system
-        assert {len(span.rows) for span in session.state.spans} == {N}
+        assert {len(span.rows) for span in session._state.spans} == {N}
         assert session.report().images is None if i else session.report().images.tokens == N
     assert sum(bool(message.get("dropped")) for message in chat.messages) >= 4
     list(chat.ask("w9", max_new_tokens=150, stop=["never"]))
-    assert session.state.n_dropped > 0
+    assert session.n_dropped > 0
     assert session.tokens[: len(system)] == system
-    assert {len(span.rows) for span in session.state.spans} <= {N}
+    assert {len(span.rows) for span in session._state.spans} <= {N}
     restored = session.fork()
     restored.copy_from(session)
-    assert restored.state.n_first == session.state.n_first == len(system)
+    assert restored._state.n_first == session._state.n_first == len(system)
     before = len(chat.messages)
     with raises(ContextError, field="ctx"):
         list(chat.ask("w9", images=4 * [tmp_path / "a.png"]))
@@ -336,12 +335,12 @@ def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:
 
 def test_clipped_and_selected() -> None:
     span = EmbeddingSpan(3, np.arange(10, dtype=np.float32)[:, None], "visual")
-    (part,) = clipped([span], 5, 9)
+    (part,) = slice_spans([span], 5, 9)
     assert (part.start, part.rows[:, 0].tolist()) == (0, [2, 3, 4, 5])
-    assert clipped([span], 0, 3) == clipped([span], 13, 20) == []
-    (part,) = selected([span], [0, 1, 4, 11, 12, 13])
+    assert slice_spans([span], 0, 3) == slice_spans([span], 13, 20) == []
+    (part,) = keep_spans([span], [0, 1, 4, 11, 12, 13])
     assert (part.start, part.rows[:, 0].tolist()) == (2, [1, 8, 9])
-    assert selected([span], [0, 1, 20]) == []
+    assert keep_spans([span], [0, 1, 20]) == []
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 64), (4, 63), (1, 4, 64)])
@@ -421,6 +420,20 @@ def test_models_that_lack_a_part(
     with pytest.raises(error, match=message) as raised:
         session.generate([1, 5], images=IMAGES[:1])
     assert "\n" not in str(raised.value)
+
+
+def test_without_onnxruntime(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    session = Session.load(folder, weights="f32")
+    with pytest.raises(ImageError, match=r"need onnxruntime, .*: pip install 'edgekv\[vision\]'"):
+        session.generate([1, 5], images=IMAGES[:1])
+
+
+def test_a_graph_that_never_ends(copied: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copied / "vision.onnx").write_bytes(cases.vision_onnx(endless=True))
+    monkeypatch.setattr("edgekv.vision.model.MAX_SECONDS", 0.3)
+    with pytest.raises(CheckpointError, match="onnxruntime can't run it"):
+        Session.load(copied, weights="f32").generate([1, 5], images=IMAGES[:1])
 
 
 @pytest.mark.parametrize(

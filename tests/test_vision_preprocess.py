@@ -12,7 +12,7 @@ import vision_cases as cases
 
 from edgekv.errors import ConfigError, ImageError
 from edgekv.vision import picture
-from edgekv.vision.preprocess import Preprocess
+from edgekv.vision.images import Preprocess
 
 PIL = pytest.importorskip("PIL", reason="needs Pillow: pip install 'edgekv[vision]'")
 from PIL import Image  # noqa: E402

@@ -16,13 +16,14 @@ import pytest
 
 from edgekv import Session, child, numba_cache
 from edgekv.cli import main
-from edgekv.decoder import ahead
+from edgekv.engine import cpu as ahead
+from edgekv.engine.loading import WARM_UP
 from edgekv.kernels import compiling
 from edgekv.kernels.compiling import CompileClock
-from edgekv.kernels.cpu import kept, loops
-from edgekv.kernels.cpu.jit import entry_jit
+from edgekv.kernels.cpu import compile as kept
+from edgekv.kernels.cpu import loops
+from edgekv.kernels.cpu.compile import entry_jit
 from edgekv.kvcache import CacheSpec
-from edgekv.session.opening import WARM_UP
 
 AFTER_LOADING = """
 import numba.core.dispatcher as dispatcher
@@ -108,7 +109,7 @@ def test_what_was_compiled_is_remembered_until_the_sources_change(
 def test_a_second_process_compiles_a_scheme_s_loops(tmp_path: pathlib.Path) -> None:
     """Of a scheme with few of them; what it leaves is found, and not compiled again."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    subprocess.run(child.command("edgekv.decoder.ahead", "dense"), env=environment, check=True)
+    subprocess.run(child.command("edgekv.engine.cpu", "dense"), env=environment, check=True)
     names = {file.name.partition("-")[0] for file in tmp_path.rglob("*.nbc")}
     assert names == {"rows._encode_tokens_shared", "rows._put_f16", "rows._score_f16", "rows._add_f16"}
 
@@ -123,7 +124,7 @@ def test_the_second_process_ends_with_what_needs_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         subprocess, "Popen", lambda *args, **kwargs: begun.append(start(*args, **kwargs)) or begun[-1]
     )
-    with pytest.raises(KeyboardInterrupt), ahead.compiled_ahead(CacheSpec.parse("dense")):
+    with pytest.raises(KeyboardInterrupt), ahead.precompiling(CacheSpec.parse("dense")):
         raise KeyboardInterrupt
     assert noted == []
     assert [process.poll() is not None for process in begun] == [True]

@@ -1,6 +1,5 @@
 """Small tokenizers of every format, made by the libraries, for the tests of tokenizers."""
 
-import base64
 import json
 import pathlib
 from collections.abc import Callable
@@ -9,9 +8,9 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from edgekv.tokenizer import StreamDecoder, Tokenizer
+from edgekv.text import StreamDecoder, Tokenizer
 
-FORMATS = ("sentencepiece", "spaced json", "byte-level json", "gpt2", "tiktoken")
+FORMATS = ("sentencepiece", "spaced json", "byte-level json", "gpt2")
 SENTENCES = ["Once upon a time, there was a little girl named Lily.", "the cat sat on the mat", "été à Ωmega"]
 LETTERS = sorted({letter for letter in "".join(SENTENCES) if letter != " "})
 BPE = tokenizers.models.BPE
@@ -94,18 +93,11 @@ def make_gpt2(folder: pathlib.Path) -> None:
     train_byte_level().model.save(str(folder))
 
 
-def make_tiktoken(folder: pathlib.Path) -> None:
-    tokens = [*(bytes([byte]) for byte in range(256)), b"he", b"th", b"the", b" the", b"  "]
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    (folder / "tokenizer.model").write_text("".join(lines))
-
-
 MAKE: dict[str, Callable[[pathlib.Path], None]] = {
     "sentencepiece": make_sentencepiece,
     "spaced json": make_spaced_json,
     "byte-level json": make_byte_level_json,
     "gpt2": make_gpt2,
-    "tiktoken": make_tiktoken,
 }
 
 

@@ -1,4 +1,4 @@
-"""A tiny random LLaVA folder, and images; tools/golden_vision.py runs the same through transformers."""
+"""A tiny random LLaVA folder, and images; tools/golden/vision.py runs the same through transformers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 import golden_cases
 import numpy as np
 import numpy.typing as npt
-import onnx
+import pytest
 import tokenizers
-from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
 from edgekv.models import architecture
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 F32 = npt.NDArray[np.float32]
 IMAGE_TOKEN, SIDE, PATCH, D_VISION = 95, 24, 6, 20
@@ -88,7 +91,9 @@ def tensors() -> dict[str, F32]:
     return {name: golden_cases._draw("llava", name, shape) for name, shape in shapes.items()}
 
 
-def vision_onnx(height: int | str = SIDE, width: int | str = SIDE, name: str = "pixel_values") -> bytes:
+def vision_onnx(
+    height: int | str = SIDE, width: int | str = SIDE, name: str = "pixel_values", endless: bool = False
+) -> bytes:
     weight, bias = patches()
     initializers = [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(bias, "bias")]
     initializers.append(numpy_helper.from_array(np.array([0, D_VISION, -1]), "shape"))
@@ -98,6 +103,17 @@ def vision_onnx(height: int | str = SIDE, width: int | str = SIDE, name: str = "
         helper.make_node("Transpose", ["flat"], ["features"], perm=[0, 2, 1]),
     ]
     value = helper.make_tensor_value_info
+    if endless:
+        nodes[-1].output[0] = "first"
+        initializers += [numpy_helper.from_array(np.array(n), name) for n, name in ((1 << 60, "n"), (True, "on"))]
+        shape = ["n", "tokens", D_VISION]
+        body = helper.make_graph(
+            [helper.make_node("Identity", ["on_in"], ["on_out"]), helper.make_node("Neg", ["x"], ["y"])],
+            "body",
+            [value("i", TensorProto.INT64, []), value("on_in", TensorProto.BOOL, []), value("x", 1, shape)],
+            [value("on_out", TensorProto.BOOL, []), value("y", 1, shape)],
+        )
+        nodes.append(helper.make_node("Loop", ["n", "on", "first"], ["features"], body=body))
     graph = helper.make_graph(
         nodes,
         "vision",

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgekv.checkpoint.source import Source
-from edgekv.checkpoint.tensors import DTYPES, FLOATS, TensorFile, to_float32
+from edgekv.checkpoint.checkpoint import Checkpoint
+from edgekv.checkpoint.tensors import DTYPES, FLOATS, Tensors, to_float32
 from edgekv.errors import ConfigError
 from edgekv.files import user_path
 from edgekv.models.config import ModelConfig
@@ -50,7 +50,7 @@ class Adapter:
     checkpoint's tensors that it replaces.
     """
 
-    file: TensorFile
+    tensors: Tensors
     base: str
     scheme: str
     setting: str
@@ -61,52 +61,55 @@ class Adapter:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Adapter:
         """Raises CheckpointError for what is no safetensors file, ConfigError for what is no adapter."""
-        file = TensorFile(user_path(path))
-        found = file.metadata.get("format"), file.metadata.get("version")
+        tensors = Tensors.open(user_path(path))
+        metadata = tensors.metadata
+        found = metadata.get("format"), metadata.get("version")
         if found != (FORMAT, VERSION):
             raise ConfigError(
                 f"{path}: is no adapter that this edgekv reads (format {found[0]}, version {found[1]}); accepted: "
                 f"{FORMAT}, version {VERSION}"
             )
         for name in ("base", "scheme"):
-            if name not in file.metadata:
+            if name not in metadata:
                 raise ConfigError(f"{path}: its __metadata__ does not say {name!r}; write the adapter again")
-        names = file.names()
-        for name in names:
-            if DTYPES.get(file.info(name).dtype) not in FLOATS:
-                raise ConfigError(
-                    f"{path}: tensor {name!r} is {file.info(name).dtype}; accepted are F64, F32, F16, BF16"
-                )
-        settings = [name for name in (*SETTINGS, *FORMER_NAMES) if name in names]
+        for name, tensor in tensors.items():
+            if DTYPES.get(tensor.dtype) not in FLOATS:
+                raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}; accepted are F64, F32, F16, BF16")
+        settings = [name for name in (*SETTINGS, *FORMER_NAMES) if name in tensors]
         if len(settings) != 1:
             has = " and ".join(settings) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
             raise ConfigError(f"{path}: has {has}; an adapter has one of them: write it again")
         (stored,) = settings
-        setting, value = FORMER_NAMES.get(stored, stored), to_float32(file.array(stored))
+        setting, value = FORMER_NAMES.get(stored, stored), to_float32(tensors[stored].read())
         if not (np.isfinite(value) & (value > 0)).all():
             raise ConfigError(f"{path}: {setting} must be positive everywhere, its least value is {value.min()}")
-        learned = {name: to_float32(file.array(name)) for name in LEARNED if name in names}
+        learned = {name: to_float32(tensors[name].read()) for name in LEARNED if name in tensors}
         for name, array in learned.items():
             if array.ndim != 3 or not np.isfinite(array).all():
                 raise ConfigError(
                     f"{path}: {name} has shape {array.shape}; accepted: three axes, layers first, finite numbers"
                 )
-        weights = tuple(name for name in names if name != stored and name not in learned)
-        return cls(file, file.metadata["base"], file.metadata["scheme"], setting, value, learned, weights)
+        weights = tuple(name for name in tensors if name != stored and name not in learned)
+        return cls(tensors, metadata["base"], metadata["scheme"], setting, value, learned, weights)
 
     @property
     def path(self) -> Path:
         """The file that it was read from."""
-        return self.file.path
+        return self.tensors.path
+
+    @property
+    def content_hash(self) -> str:
+        """Of the file."""
+        return self.tensors.files[0].content_hash()
 
     @property
     def identity(self) -> str:
         """The base's identity with these weights in place: the base's own where a setting is all that there is."""
         if not (self.weights or self.learned):
             return self.base
-        return hashlib.sha256((self.base + self.file.content_hash()).encode()).hexdigest()[:16]
+        return hashlib.sha256((self.base + self.content_hash).encode()).hexdigest()[:16]
 
-    def apply(self, source: Source) -> Source:
+    def apply(self, source: Checkpoint) -> Checkpoint:
         """The checkpoint with the adapter's weights in place. Raises ConfigError when it is another checkpoint."""
         self._require_base(source.identity)
         for name in self.weights:
@@ -114,13 +117,13 @@ class Adapter:
                 raise ConfigError(
                     f"{self.path}: tensor {name!r} is not in {source.path}; accepted: {self.setting} and its names"
                 )
-            shape, expected = self.file.info(name).shape, source.tensors.info(name).shape
+            shape, expected = self.tensors[name].shape, source.tensors[name].shape
             if shape != expected:
                 raise ConfigError(
                     f"{self.path}: tensor {name!r} has shape {shape}, in {source.path} it has {expected}; "
                     "train the adapter on that checkpoint"
                 )
-        tensors = source.tensors.replaced(self.file, self.weights)
+        tensors = source.tensors.with_tensors({name: self.tensors[name] for name in self.weights})
         return dataclasses.replace(source, tensors=tensors, identify=lambda progress: self.identity)
 
     def require_store(self, identity: str, folder: Path) -> None:

@@ -1,11 +1,14 @@
-"""Models of the Hugging Face Hub, in its usual cache: nothing is contacted while a whole copy is there.
+"""Models of the Hugging Face Hub (org/name, org/name@revision, org/name:file.gguf), in its usual cache.
 
-`huggingface_hub`, which does the transfer, is imported when the first name of a model is met, its telemetry off.
+Nothing is contacted while a whole copy is there. `huggingface_hub`, which does the transfer, is imported when
+the first name of a model is met, its telemetry off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -17,19 +20,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgekv.checkpoint.hub_errors import CONFIG, no_weights, required_file, transfer_error
-from edgekv.checkpoint.hub_name import HubName
-from edgekv.checkpoint.packed.methods import packing
-from edgekv.checkpoint.source import INDEX, SINGLE, TOKENIZER_FILES, read_config
+from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TOKENIZER_FILES, read_config
+from edgekv.checkpoint.quantized_formats import quantization_method
 from edgekv.errors import CheckpointError, EdgeKVError
-from edgekv.files import atomic_write
-from edgekv.machine import format_bytes
+from edgekv.files import atomic_write, user_path
+from edgekv.machine import __version__, format_bytes
 from edgekv.models import architecture
-from edgekv.version import __version__
 
 Say = Callable[[str], None]
 
 HASH_BYTES = 1 << 20
+CONFIG = "config.json"
+_PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+_NAME = re.compile(rf"({_PART}/{_PART})(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?::([^:]+\.gguf))?", re.ASCII)
+_FOLDER = re.compile(r"models--(.+?)--(.+)")
 WANTED = (
     CONFIG,
     *TOKENIZER_FILES,
@@ -45,6 +49,45 @@ WANTED = (
     "vision.onnx",
 )
 """What is used of a repository beside its weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HubName:
+    """A model of the Hub: its repository, a branch, tag or commit (None: main), and which GGUF file of it."""
+
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.repository}{revision}" + (f":{self.file}" if self.file else "")
+
+
+def parse_name(text: str) -> HubName | None:
+    """The model that ``org/name[@revision][:file.gguf]`` means; None for what is not of this form."""
+    found = _NAME.fullmatch(text)
+    return HubName(*found.groups()) if found and ".." not in text and len(found[1]) <= 96 else None
+
+
+def hub_name(path: str | os.PathLike[str]) -> HubName | None:
+    """What a user may type for ``path``; None where it is a path: something is there, or its folder is."""
+    place = user_path(path)
+    is_path = os.path.exists(place) or os.path.exists(place.parent)
+    return None if is_path else parse_name(os.fspath(path))
+
+
+def name_of(place: pathlib.Path) -> str | None:
+    """The name of what lies in the Hub's cache; None for any other path."""
+    folder, file = (place.parent, place.name) if place.suffix == GGUF else (place, None)
+    found = _FOLDER.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
+    if found is None:
+        return None
+    try:
+        is_main = (folder.parents[1] / "refs" / "main").read_text().strip() == folder.name
+    except OSError:
+        is_main = False
+    return str(HubName(f"{found[1]}/{found[2]}", None if is_main else folder.name, file))
 
 
 def cached(name: HubName) -> pathlib.Path | None:
@@ -71,7 +114,7 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     except EdgeKVError:
         raise
     except Exception as error:  # huggingface_hub's own, those of the HTTP library that it uses, the disk's
-        raise transfer_error(hub, name, error) from error
+        raise _transfer_error(hub, name, error) from error
 
 
 def config(name: HubName) -> dict[str, Any]:
@@ -82,7 +125,7 @@ def config(name: HubName) -> dict[str, Any]:
     except EdgeKVError:
         raise
     except Exception as error:
-        raise transfer_error(hub, name, error) from error
+        raise _transfer_error(hub, name, error) from error
 
 
 def locate(name: HubName, say: Say | None = None) -> pathlib.Path:
@@ -120,12 +163,12 @@ class _Download:
         commit = _checked(about.sha)
         sizes = {file.rfilename: file.size or 0 for file in about.siblings if _is_below(file.rfilename)}
         if self.name.file:
-            files = [required_file(self.name, self.name.file, sizes)]
+            files = [_required_file(self.name, self.name.file, sizes)]
         else:
             with _no_bars(self.hub):
-                said = read_config(self._fetch(required_file(self.name, CONFIG, sizes), commit))
+                said = read_config(self._fetch(_required_file(self.name, CONFIG, sizes), commit))
                 architecture(said)
-                packing(said)
+                quantization_method(said)
                 for file in (*WANTED, INDEX):
                     if file in sizes:
                         self._fetch(file, commit)
@@ -152,8 +195,8 @@ class _Download:
         if not shards:
             shards = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
             if len(shards) != 1:
-                raise no_weights(self.name, sizes)
-        return [required_file(self.name, file, sizes) for file in shards]
+                raise _no_weights(self.name, sizes)
+        return [_required_file(self.name, file, sizes) for file in shards]
 
     def _announce(self, sizes: dict[str, int], commit: str) -> None:
         missing = {file: size for file, size in sizes.items() if self._path(file, commit) is None}
@@ -273,3 +316,58 @@ def _has_weights(folder: pathlib.Path) -> bool:
         except EdgeKVError:
             return False
     return any(folder.glob("*.safetensors"))
+
+
+def _required_file(name: HubName, file: str, sizes: dict[str, int]) -> str:
+    """The file, which must be one of the repository's; sizes: its files, in bytes. Raises CheckpointError."""
+    if file in sizes:
+        return file
+    if file == CONFIG:
+        raise _no_weights(name, sizes)
+    raise CheckpointError(
+        f"model={str(name)!r}: the repository has no file {file}; {_offered(name, sizes)}",
+        field="model",
+        value=str(name),
+        accepted=_gguf(name, sizes),
+    )
+
+
+def _no_weights(name: HubName, sizes: dict[str, int]) -> CheckpointError:
+    """The error for a repository that has no model that can be read as a folder."""
+    return CheckpointError(
+        f"model={str(name)!r}: the repository has no {CONFIG} with safetensors weights; {_offered(name, sizes)}",
+        field="model",
+        value=str(name),
+        accepted=_gguf(name, sizes),
+    )
+
+
+def _gguf(name: HubName, sizes: dict[str, int]) -> list[str]:
+    return [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
+
+
+def _offered(name: HubName, sizes: dict[str, int]) -> str:
+    names = _gguf(name, sizes)
+    if not names:
+        return "only safetensors and GGUF files can be read: look for a repository that has them"
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"give one of its GGUF files: {', '.join(names[:8])}{more}"
+
+
+def _transfer_error(hub: Any, name: HubName, error: Exception) -> CheckpointError:
+    """A failure of the transfer in one line, with what to do."""
+    errors, endpoint = hub.errors, hub.constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        said = f"is gated: accept its terms at {endpoint}/{name.repository}, then set HF_TOKEN"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        said = f"is not at {endpoint}, or it is private: check the name, or set HF_TOKEN"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        said = f"has no revision {name.revision}: give a branch, a tag or a whole commit id"
+    elif isinstance(error, errors.OfflineModeIsEnabled):
+        said = f"is not whole in {hub.constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it to download"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        said = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
+    else:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = f"can't be downloaded from {endpoint} ({reason}); try again: it goes on where it stopped"
+    return CheckpointError(f"model={str(name)!r}: {said}", field="model", value=str(name))

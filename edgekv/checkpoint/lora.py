@@ -1,7 +1,7 @@
 """A LoRA as PEFT saves it: a folder with adapter_config.json and adapter_model.safetensors.
 
 A layer's weight W becomes W + scale * alpha / r * B A (with use_rslora: alpha / sqrt(r)): merged, when it is read,
-or beside it, at run time (`edgekv.linear.low_rank`). The config's fan_in_fan_out is not needed: the model family
+or beside it, at run time (`edgekv.weights.ops`). The config's fan_in_fan_out is not needed: the model family
 knows which weights are stored transposed, as PEFT does.
 """
 
@@ -21,15 +21,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from edgekv.checkpoint.merged import Delta, MergedTensors
-from edgekv.checkpoint.source import Source, read_config
-from edgekv.checkpoint.tensor_set import TensorSet
-from edgekv.checkpoint.tensors import DTYPES, FLOATS, TensorFile, to_float32
+from edgekv.checkpoint.checkpoint import Checkpoint, read_config
+from edgekv.checkpoint.tensors import DTYPES, FLOATS, Tensor, Tensors, to_float32
+from edgekv.checks import read_fields, short_repr
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.files import user_path
 from edgekv.models.architecture import Architecture, WeightPart
-from edgekv.schema import read, shown
-from edgekv.types import TaskProgress
+from edgekv.types import F32, Array, TaskProgress
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HINT = "give a folder that PEFT's save_pretrained wrote"
@@ -75,18 +73,78 @@ class LoraFile(msgspec.Struct):
 
 
 @dataclasses.dataclass(frozen=True)
+class Delta:
+    """factor * B A: what is added to a projection.
+
+    a: A (rank, inputs). b: B (outputs, rank). transposed: the checkpoint stores it as (inputs, outputs).
+    """
+
+    a: Tensor
+    b: Tensor
+    factor: float
+    transposed: bool
+
+    @property
+    def rank(self) -> int:
+        """Of the product."""
+        return self.a.shape[0]
+
+    def matrices(self) -> tuple[F32, F32]:
+        """Returns A (rank, inputs), and factor * B (outputs, rank), float32; of a huge factor not finite."""
+        with np.errstate(over="ignore"):
+            b: F32 = to_float32(self.b.read()) * np.float32(self.factor)
+        return to_float32(self.a.read()), b
+
+    def rows(self, lo: int, hi: int) -> F32:
+        """Returns outputs lo..hi, (hi - lo, inputs) float32."""
+        product: F32 = (to_float32(self.b.read()[lo:hi]) @ to_float32(self.a.read())) * np.float32(self.factor)
+        return product
+
+
+class LoraTensor(Tensor):
+    """A tensor with a `Delta` added in float32 when it is read; a quantized one is unpacked for it."""
+
+    exact_format = "f32"
+
+    def __init__(self, inner: Tensor, delta: Delta) -> None:
+        super().__init__(inner.path, inner.name, "F32", inner.shape, inner.nbytes)
+        self.kind, self._inner, self._delta = inner.kind, inner, delta
+        self.nearest_format = "f32" if inner.kind is None else "int8-32"
+
+    def read(self) -> Array:
+        whole = self.rows(0, self._delta.b.shape[0], self._delta.transposed)
+        return whole.T if self._delta.transposed else whole
+
+    def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
+        rows = self._inner.rows(lo, hi, transposed)
+        with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
+            merged = self._delta.rows(lo, hi)
+            merged += to_float32(rows)
+        if not np.isfinite(merged).all():
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name!r} is not finite with the LoRA of {self._delta.a.path} in it; "
+                "give a smaller scale, or another `lora`",
+                field="lora",
+            )
+        return merged
+
+    def release(self) -> None:
+        self._inner.release()
+
+
+@dataclasses.dataclass(frozen=True)
 class Lora:
     """An opened LoRA: whole, finite, of one rank per layer; whether it fits a model is for `apply` to say.
 
     folder: where it lies. scale: the user's factor. factors: scale * alpha / r of each module that it changes, by
-    the module's name in the model that it was trained on. names: the tensors A and B of each.
+    the module's name in the model that it was trained on. pairs: the tensors A and B of each.
     """
 
     folder: Path
     scale: float
-    file: TensorFile
+    tensors: Tensors
     factors: dict[str, float]
-    names: dict[str, tuple[str, str]]
+    pairs: dict[str, tuple[Tensor, Tensor]]
 
     @classmethod
     def open(cls, given: str | os.PathLike[str]) -> Lora:
@@ -97,28 +155,28 @@ class Lora:
         config = _read(folder / CONFIG)
         if not os.path.exists(folder / WEIGHTS):
             raise CheckpointError(f"{folder}: holds no {WEIGHTS}; {HINT}, as safetensors", field="lora")
-        file = TensorFile(folder / WEIGHTS)
-        names = _pairs(file)
-        factors = {module: scale * _factor(file, config, module, *pair) for module, pair in names.items()}
+        tensors = Tensors.open(folder / WEIGHTS)
+        pairs = _pairs(tensors)
+        factors = {module: scale * _factor(config, module, *pair) for module, pair in pairs.items()}
         wrong = next((module for module, factor in factors.items() if not math.isfinite(factor)), None)
         if wrong:
             raise ConfigError(
-                f"{folder / CONFIG}: the factor of {shown(wrong)} is not finite; {HINT}", field="lora"
+                f"{folder / CONFIG}: the factor of {short_repr(wrong)} is not finite; {HINT}", field="lora"
             )
-        return cls(folder, scale, file, factors, names)
+        return cls(folder, scale, tensors, factors, pairs)
 
     @property
     def identity(self) -> str:
         """16 hex digits of its weights and factors."""
         factors = json.dumps(self.factors, sort_keys=True).encode()
-        return hashlib.sha256(self.file.content_hash().encode() + factors).hexdigest()[:16]
+        return hashlib.sha256(self.tensors.files[0].content_hash().encode() + factors).hexdigest()[:16]
 
     def __str__(self) -> str:
         """For reports and saved sessions."""
         return f"{self.folder.resolve().name}:{self.scale:g} ({self.identity})"
 
-    def apply(self, source: Source, arch: Architecture) -> Source:
-        """The checkpoint with the changes in its weights, and an identity of its own.
+    def apply(self, source: Checkpoint, arch: Architecture) -> Checkpoint:
+        """Returns the checkpoint with the changes in its weights, and an identity of its own.
 
         Raises ConfigError or CheckpointError where it was trained on another model.
         """
@@ -128,9 +186,9 @@ class Lora:
 
         deltas = self.deltas(arch, source.path)
         for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor in deltas):
-            source.tensors.require_shape(part.tensor, part.shape)
-        merged = TensorSet([MergedTensors(source.tensors, deltas)])
-        return dataclasses.replace(source, tensors=merged, identify=identify)
+            source.tensors.require(part.tensor, part.shape)
+        merged = {name: LoraTensor(source.tensors[name], delta) for name, delta in deltas.items()}
+        return dataclasses.replace(source, tensors=source.tensors.with_tensors(merged), identify=identify)
 
     def deltas(self, arch: Architecture, place: Path) -> dict[str, Delta]:
         """What is added to the checkpoint's tensors, by their names. place: of the model, for errors.
@@ -139,19 +197,19 @@ class Lora:
         """
         known = _modules(arch)
         deltas: dict[str, Delta] = {}
-        for module, (a, b) in self.names.items():
+        for module, (a, b) in self.pairs.items():
             part = known.get(module)
             if part is None or part.tensor in deltas:
-                raise self._foreign(module, arch, part)
-            shapes = self.file.info(a).shape, self.file.info(b).shape
-            if (shapes[1][0], shapes[0][1]) != (part.rows, part.columns):
+                raise self._mismatch(module, arch, part)
+            changed = b.shape[0], a.shape[1]
+            if changed != (part.rows, part.columns):
                 raise ConfigError(
-                    f"{self.file.path}: A {shapes[0]} and B {shapes[1]} of {shown(module)} change a weight of "
-                    f"{(shapes[1][0], shapes[0][1])}, in {place} it is {(part.rows, part.columns)}; give "
+                    f"{self.tensors.path}: A {a.shape} and B {b.shape} of {short_repr(module)} change a weight of "
+                    f"{changed}, in {place} it is {(part.rows, part.columns)}; give "
                     "the model that the LoRA was trained on",
                     field="lora",
                 )
-            deltas[part.tensor] = Delta(self.file, a, b, self.factors[module], part.rows, part.conv1d)
+            deltas[part.tensor] = Delta(a, b, self.factors[module], part.conv1d)
         return deltas
 
     def refuse_store(self, store: Path) -> ConfigError:
@@ -163,7 +221,7 @@ class Lora:
             field="lora",
         )
 
-    def _foreign(self, module: str, arch: Architecture, part: WeightPart | None) -> ConfigError:
+    def _mismatch(self, module: str, arch: Architecture, part: WeightPart | None) -> ConfigError:
         if part is not None:
             why = "changes the same weight as another of its modules"
         elif module.endswith("lm_head") and arch.config.tied_embeddings:
@@ -171,7 +229,7 @@ class Lora:
         else:
             names = sorted({name.rpartition(".")[2] for name in _modules(arch)})
             why = f"is no linear layer of this {arch.config.model_type} model; those are {', '.join(names)}"
-        return ConfigError(f"{self.file.path}: the module {shown(module)} {why}", field="lora")
+        return ConfigError(f"{self.tensors.path}: the module {short_repr(module)} {why}", field="lora")
 
 
 def _modules(arch: Architecture) -> dict[str, WeightPart]:
@@ -211,9 +269,11 @@ def _split(given: str) -> tuple[Path, float]:
 def _read(path: Path) -> LoraFile:
     """adapter_config.json, of a LoRA that can be merged."""
     raw = read_config(path)
-    config = read(raw, LoraFile, str(path), HINT)
+    config = read_fields(raw, LoraFile, str(path), HINT)
     for field, value, accepted in _unmergeable(raw, config):
-        raise ConfigError(f"{path}: {field} is {shown(value)}; accepted: {accepted}", field="lora", value=value)
+        raise ConfigError(
+            f"{path}: {field} is {short_repr(value)}; accepted: {accepted}", field="lora", value=value
+        )
     return config
 
 
@@ -234,39 +294,39 @@ def _unmergeable(raw: dict[str, Any], config: LoraFile) -> Iterator[tuple[str, o
                 yield name, key, "names of modules or ends of them; other regular expressions are not read"
 
 
-def _pairs(file: TensorFile) -> dict[str, tuple[str, str]]:
-    """The names of A and B of each module, all of them finite matrices."""
-    halves: dict[str, dict[str, str]] = {}
-    for name in file.names():
-        found, info = TENSOR.fullmatch(name), file.info(name)
+def _pairs(tensors: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of each module, all of them finite matrices."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = TENSOR.fullmatch(name)
         if found is None:
-            raise _wrong(file, name, "is neither lora_A nor lora_B of a linear layer and can't be merged")
-        if len(info.shape) != 2 or not all(info.shape) or DTYPES.get(info.dtype) not in FLOATS:
-            raise _wrong(file, name, f"is {info.dtype} {info.shape}; accepted: matrices of F64, F32, F16 or BF16")
+            raise _wrong(tensor, "is neither lora_A nor lora_B of a linear layer and can't be merged")
+        if len(tensor.shape) != 2 or not all(tensor.shape) or DTYPES.get(tensor.dtype) not in FLOATS:
+            raise _wrong(tensor, f"is {tensor.dtype} {tensor.shape}; accepted: matrices of F64, F32, F16 or BF16")
         with np.errstate(over="ignore"):  # of F64
-            finite = np.isfinite(to_float32(file.array(name))).all()
-        file.release(name)
+            finite = np.isfinite(to_float32(tensor.read())).all()
+        tensor.release()
         if not finite:
-            raise _wrong(file, name, "has values that are not finite; train it again")
-        if halves.setdefault(found[1], {}).setdefault(found[2], name) != name:
-            raise _wrong(file, name, "is there twice, with and without the adapter's name")
+            raise _wrong(tensor, "has values that are not finite; train it again")
+        if halves.setdefault(found[1], {}).setdefault(found[2], tensor) is not tensor:
+            raise _wrong(tensor, "is there twice, with and without the adapter's name")
     if not halves:
-        raise CheckpointError(f"{file.path}: holds no tensors; {HINT}", field="lora")
+        raise CheckpointError(f"{tensors.path}: holds no tensors; {HINT}", field="lora")
     for half in halves.values():
         if len(half) != 2:
-            raise _wrong(file, next(iter(half.values())), "comes without its other half")
+            raise _wrong(next(iter(half.values())), "comes without its other half")
     return {module: (half["A"], half["B"]) for module, half in halves.items()}
 
 
-def _factor(file: TensorFile, config: LoraFile, module: str, a: str, b: str) -> float:
+def _factor(config: LoraFile, module: str, a: Tensor, b: Tensor) -> float:
     """alpha / r of a module, whose tensors have that rank."""
     rank = config.rank_pattern.get(_key(config.rank_pattern, module), config.r)
     alpha = config.alpha_pattern.get(_key(config.alpha_pattern, module), config.lora_alpha)
-    found = file.info(a).shape[0], file.info(b).shape[1]
+    found = a.shape[0], b.shape[1]
     if found != (rank, rank):
         raise CheckpointError(
-            f"{file.path}: A and B of {shown(module)} have the ranks {found[0]} and {found[1]}, {CONFIG} says "
-            f"{rank}; {HINT}",
+            f"{a.path}: A and B of {short_repr(module)} have the ranks {found[0]} and {found[1]}, {CONFIG} "
+            f"says {rank}; {HINT}",
             field="lora",
         )
     return alpha / (math.sqrt(rank) if config.use_rslora else rank)
@@ -278,5 +338,5 @@ def _key(pattern: Mapping[str, object], module: str) -> str:
     return next(ends, "")
 
 
-def _wrong(file: TensorFile, name: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{file.path}: tensor {shown(name)} {what}", field="lora")
+def _wrong(tensor: Tensor, what: str) -> CheckpointError:
+    return CheckpointError(f"{tensor.path}: tensor {short_repr(tensor.name)} {what}", field="lora")

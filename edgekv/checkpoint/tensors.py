@@ -1,30 +1,36 @@
-"""Memory-mapped .safetensors files: checked when opened, read only where an array is touched.
+"""A checkpoint's tensors: mapped files that are checked when opened, and read only where a tensor is touched.
 
 Format: https://huggingface.co/docs/safetensors (a length, a JSON header, then the tensors without gaps).
 """
 
+from __future__ import annotations
+
+import abc
+import contextlib
 import difflib
+import hashlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from edgekv.checkpoint.content_hash import content_hash
 from edgekv.errors import CheckpointError
-from edgekv.files import open_regular
-from edgekv.types import TaskProgress
+from edgekv.files import Memo, PartialFile, open_regular
+from edgekv.machine import all_cores
+from edgekv.types import F32, I8, U8, Array, TaskProgress
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -39,146 +45,255 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U16": np.dtype(np.uint16),
     "U8": np.dtype(np.uint8),
 }
-"""NumPy's type for each safetensors type that `array` can return."""
-
+"""NumPy's type for each safetensors type that can be read."""
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+ALIGNMENT = 64  # bytes at whose multiple a written file's data begins: a cache line, and every vector register
+HASHING = "hashing"  # what progress is told
+SPAN_BYTES, READ_BYTES = 8 << 20, 1 << 20  # that a thread hashes at a time, and reads
+MOST_HASHES = 256  # remembered
+SETTLED_NS = 2_000_000_000  # a file changed later than so long before may change again without showing it
+STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?$")
+MOST_EXPERTS = 1 << 14
+EXPERT_PARTS = {"gate_up_proj": (("gate_proj", 0, 2), ("up_proj", 1, 2)), "down_proj": (("down_proj", 0, 1),)}
+"""The projections in a tensor of all experts: name, first of its outputs, and the step between them."""
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """What the header says of a tensor: its safetensors type ("BF16"), its shape and its bytes in the file."""
+class Tensor(abc.ABC):
+    """One tensor of a checkpoint, whatever it is stored as.
 
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-class TensorFile:
-    """One memory-mapped .safetensors file.
-
-    Opening reads and checks the header alone. Raises CheckpointError when the file is missing, unreadable,
-    truncated, or when its header is damaged or lies (overlaps, holes, overflows, offsets past the end).
-
-    path: the file; data_start: where the tensors begin, in bytes; nbytes: the size of the file;
-    metadata: the header's `__metadata__`. method: by which its weights are quantized, where they are.
+    path: the file, for errors. dtype: safetensors' name of the type that `read` returns. nbytes: in the file.
+    kind: the type of its quantized blocks ("Q4_K"), None: plain numbers. exact_format: the weight format with
+    the same values, None: there is none. nearest_format: the one to take by itself.
     """
 
-    method = ""
-    _hash: str | None = None
+    kind: str | None = None
+    exact_format: str | None = None
+    nearest_format = "f32"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._map, self._status = _map_checked(self.path)
-        self.nbytes = len(self._map)
-        self.data_start = 8 + int.from_bytes(self._map[:8], "little")
-        header = json.loads(self._map[8 : self.data_start])
-        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
-        entries = sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"]))
-        self._infos = {name: _info(entry) for name, entry in entries}
-        self._starts = {name: self.data_start + int(entry["data_offsets"][0]) for name, entry in entries}
+    def __init__(self, path: Path, name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+        self.path, self.name, self.dtype, self.shape, self.nbytes = path, name, dtype, shape, nbytes
 
-    def names(self) -> list[str]:
-        """The tensors' names, in the order of their data."""
-        return list(self._infos)
+    @abc.abstractmethod
+    def read(self) -> Array:
+        """Returns the values, of its shape and dtype; mapped where possible. CheckpointError for another dtype."""
 
-    def info(self, name: str) -> TensorInfo:
-        """Type, shape and bytes of one tensor, of any type. Raises CheckpointError when it is absent."""
-        if name not in self._infos:
-            raise missing_tensor(name, self._infos, self.path)
-        return self._infos[name]
-
-    def array(self, name: str) -> npt.NDArray[Any]:
-        """A read-only view of one tensor on the mapped file; nothing is copied.
-
-        Raises CheckpointError when the tensor is absent, or its type is not one of `DTYPES`.
-        """
-        info = self.info(name)
-        self.require_type(name)
-        try:
-            view: npt.NDArray[Any] = np.ndarray(
-                info.shape, DTYPES[info.dtype], buffer=self._map, offset=self._starts[name]
-            )
-        except (OverflowError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} has the impossible shape {info.shape}; download the file again"
-            ) from error
-        return view
-
-    def require_type(self, name: str) -> None:
-        """CheckpointError where `array` can't return the tensor's type."""
-        kind = self.info(name).dtype
-        if kind not in DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} is {kind}; accepted are {', '.join(DTYPES)}; convert the checkpoint"
-            )
-
-    def outputs(self, name: str, lo: int, hi: int, transposed: bool) -> npt.NDArray[Any]:
-        """Rows lo..hi (outputs) of a projection that may be stored transposed: (hi - lo, inputs)."""
-        stored = self.array(name)
+    def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
+        """Returns outputs lo..hi of a projection, (hi - lo, inputs), that may be stored transposed."""
+        stored = self.read()
         return stored[:, lo:hi].T if transposed else stored[lo:hi]
 
-    def quantized(self, name: str) -> str | None:
-        """The type of a tensor that is stored in quantized blocks; None: as plain numbers."""
+    def raw(self) -> U8:
+        """Returns the bytes of a tensor of any type; of one-byte types in its shape, of others flat."""
+        raise self.error("is not stored by itself")
+
+    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
+        """Returns rows lo..hi in ``exact_format``: codes (rows, blocks, block), scales (rows, blocks)."""
+        raise self.error("has no blocks of a weight format")
+
+    def zero_points(self, lo: int, hi: int) -> I8 | None:
+        """Returns what had been taken off the 4-bit codes of `blocks`: (rows, blocks) in -8..7; None: 0."""
         return None
 
-    def forms(self, name: str) -> tuple[str | None, str]:
-        """The weight format that holds the same values (None: there is none), and the one to take by itself."""
-        return None, "f32"
-
-    def bytes_of(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor of any type; of one-byte types in its shape, of others flat."""
-        info = self.info(name)
-        view: npt.NDArray[np.uint8] = np.ndarray(
-            (info.nbytes,), np.uint8, buffer=self._map, offset=self._starts[name]
-        )
-        return view.reshape(info.shape) if math.prod(info.shape) == info.nbytes else view
-
-    def blocks(self, name: str, lo: int, hi: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-        """Of a quantized projection's rows: whole numbers (rows, blocks, block), their scales (rows, blocks)."""
-        raise CheckpointError(f"{self.path}: tensor {name!r} is not quantized")
-
-    def zero_points(self, name: str, lo: int, hi: int) -> npt.NDArray[np.int8] | None:
-        """What the 4-bit numbers of `blocks` had been taken off: (rows, blocks) in -8..7, None where it is 0."""
+    def offsets(self, lo: int, hi: int) -> F32 | None:
+        """Returns what is added to the products of `blocks`: (rows, blocks); None: 0."""
         return None
 
-    def offsets(self, name: str, lo: int, hi: int) -> npt.NDArray[np.float32] | None:
-        """What is added to the products of `blocks`: (rows, blocks), None where it is 0."""
-        return None
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Gives its mapped pages back, so that streaming a big file keeps the resident memory small.
 
-    def release(self, name: str) -> None:
-        """Give a tensor's mapped pages back, so that streaming a big file keeps the resident memory small.
-
-        Its arrays stay valid: touching them again reads from the page cache or the disk.
+        Arrays stay valid: touching them again reads from the page cache or the disk.
         """
-        nbytes = self.info(name).nbytes
-        start = self._starts[name] // mmap.PAGESIZE * mmap.PAGESIZE
-        if nbytes:
-            self._map.madvise(mmap.MADV_DONTNEED, start, self._starts[name] + nbytes - start)
 
-    def advise(self, name: str, advice: int, first: int = 0, n: int | None = None) -> None:
-        """Says how entries first..first + n of a tensor's first axis will be read: a constant of `mmap`, MADV_...
+    def advise(self, advice: int, first: int = 0, n: int | None = None) -> None:  # noqa: B027 - only a hint
+        """Says how entries first..first + n of the first axis (None: all) will be read: a MADV_... of `mmap`."""
 
-        n None: all of them.
-        """
-        info = self.info(name)
-        row = info.nbytes // info.shape[0] if info.nbytes else 0
-        start = self._starts[name] + first * row
-        end = start + row * (info.shape[0] if n is None else n)
-        aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if row:
-            self._map.madvise(advice, aligned, end - aligned)
+    def require_readable(self) -> None:
+        """Raises CheckpointError for a type that `read` can't return."""
+        if self.dtype not in DTYPES:
+            raise self.error(f"is {self.dtype}; accepted are {', '.join(DTYPES)}; convert the checkpoint")
+
+    def error(self, what: str) -> CheckpointError:
+        """Makes the error that says what is wrong with this tensor."""
+        return CheckpointError(f"{self.path}: tensor {self.name!r} {what}")
+
+
+class MappedFile:
+    """A file mapped to memory. nbytes: its size; metadata: what a safetensors header says beside tensors."""
+
+    def __init__(self, path: Path, *, is_safetensors: bool = False) -> None:
+        """Raises CheckpointError where it can't be read, or the safetensors library refuses its header."""
+        self.path, self.metadata = path, dict[str, str]()
+        try:
+            with open_regular(path) as file, contextlib.ExitStack() as header:
+                if is_safetensors:
+                    header.enter_context(safe_open(str(path), framework="np"))
+                self.data, self.status = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+                    os.fstat(file.fileno()),
+                )
+        except SafetensorError as error:
+            reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
+            raise CheckpointError(
+                f"{path}: not a whole, correct safetensors file ({reason[:200]}); download or convert it again"
+            ) from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CheckpointError(
+                f"{path}: cannot be read ({reason}); give a readable .safetensors file or its folder"
+            ) from error
+        self.nbytes = len(self.data)
+        self._hash: str | None = None
 
     def content_hash(self, progress: TaskProgress | None = None) -> str:
-        """As the function of that name, of the file that was opened; for files alone, not what is made of them."""
+        """Returns `content_hash` of the file as it was when it was opened."""
         if self._hash is None:
-            self._hash = content_hash(self.path, self._status, progress)
+            self._hash = content_hash(self.path, self.status, progress)
         return self._hash
 
 
-def to_float32(array: npt.NDArray[Any], out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-    """A float32 copy of F64, F32, F16 or BF16 weights of any shape, in `out` (same shape) where it is given.
+class MappedTensor(Tensor):
+    """A tensor at ``start`` bytes of a mapped file. `read` returns a read-only view; nothing is copied."""
 
-    Without `out`, float32 input is returned as it is. Raises CheckpointError for another type.
+    def __init__(
+        self, file: MappedFile, name: str, dtype: str, shape: tuple[int, ...], start: int, nbytes: int
+    ) -> None:
+        super().__init__(file.path, name, dtype, shape, nbytes)
+        self.file, self.start = file, start
+
+    def read(self) -> Array:
+        self.require_readable()
+        try:
+            view: Array = np.ndarray(self.shape, DTYPES[self.dtype], buffer=self.file.data, offset=self.start)
+        except (OverflowError, ValueError) as error:
+            raise self.error(f"has the impossible shape {self.shape}; download the file again") from error
+        return view
+
+    def raw(self) -> U8:
+        view: U8 = np.ndarray((self.nbytes,), np.uint8, buffer=self.file.data, offset=self.start)
+        return view.reshape(self.shape) if math.prod(self.shape) == self.nbytes else view
+
+    def release(self) -> None:
+        start = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if self.nbytes:
+            self.file.data.madvise(mmap.MADV_DONTNEED, start, self.start + self.nbytes - start)
+
+    def advise(self, advice: int, first: int = 0, n: int | None = None) -> None:
+        row = self.nbytes // self.shape[0] if self.nbytes else 0
+        start = self.start + first * row
+        end = start + row * (self.shape[0] if n is None else n)
+        aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if row:
+            self.file.data.madvise(advice, aligned, end - aligned)
+
+
+class StackedTensor(Tensor):
+    """A projection or bias of one expert, (outputs, inputs), in a tensor that holds those of all."""
+
+    def __init__(self, stacked: Tensor, name: str, expert: int, first: int, step: int) -> None:
+        shape = tuple(reversed((*stacked.shape[1:-1], len(range(first, stacked.shape[-1], step)))))
+        nbytes = stacked.nbytes // stacked.shape[0] // step
+        super().__init__(stacked.path, name, stacked.dtype, shape, nbytes)
+        self._stacked, self._place = stacked, (expert, ..., slice(first, None, step))
+
+    def read(self) -> Array:
+        single: Array = self._stacked.read()[self._place].T
+        return single
+
+    def release(self) -> None:
+        self._stacked.release()
+
+
+class Tensors(dict[str, Tensor]):
+    """The tensors of a checkpoint by name, file by file in the order of their data.
+
+    files: the mapped files behind them. method: by which the weights are quantized ("gptq"), "" where they are
+    not. A name that is absent raises CheckpointError with the closest ones.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], files: Sequence[MappedFile], method: str = "") -> None:
+        super().__init__(tensors)
+        self.files, self.method = tuple(files), method
+
+    @classmethod
+    def open(cls, *paths: str | os.PathLike[str]) -> Tensors:
+        """Maps .safetensors files and checks their headers; nothing else is read.
+
+        Raises CheckpointError for a file that is missing, truncated, or whose header is damaged or lies (overlaps,
+        holes, overflows, offsets past the end), and where two files hold a tensor of one name.
+        """
+        opened = [_map_safetensors(Path(path)) for path in paths]
+        tensors: dict[str, Tensor] = {}
+        for _, found in opened:
+            for name, tensor in found.items():
+                if name in tensors:
+                    where = tensors[name].path.name
+                    raise tensor.error(f"is in {where} too; download the checkpoint again")
+                tensors[name] = tensor
+        return cls(tensors, [file for file, _ in opened])
+
+    def __missing__(self, name: str) -> Tensor:
+        where = self.path if len(self.files) == 1 else f"{len(self.files)} shards"
+        close = difflib.get_close_matches(name, self, n=3)
+        hint = f"; close names there: {', '.join(map(repr, close))}" if close else ""
+        raise CheckpointError(
+            f"{where}: tensor {name!r} is missing{hint}; give the whole checkpoint and its own config.json"
+        )
+
+    @property
+    def path(self) -> Path:
+        """The first file."""
+        return self.files[0].path
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The first file's."""
+        return self.files[0].metadata
+
+    def with_tensors(self, changed: Mapping[str, Tensor]) -> Tensors:
+        """Returns the same checkpoint with these tensors in place of, or beside, its own."""
+        return Tensors({**self, **changed}, self.files, self.method)
+
+    def require(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Returns a tensor of this shape. Raises CheckpointError for another shape, and for unreadable types."""
+        tensor = self[name]
+        if tensor.shape != tuple(shape):
+            raise tensor.error(
+                f"has shape {tensor.shape}, but its config asks for {tuple(shape)}; give the config.json that "
+                "belongs to these weights"
+            )
+        tensor.require_readable()
+        return tensor
+
+    def unstacked(self) -> Tensors:
+        """Returns them with the tensors of all experts of a layer (GPT-OSS) as one for each, under ``experts.E.``.
+
+        ``experts.gate_up_proj`` (experts, inputs, 2 * outputs) has gate and up by turns, ``experts.down_proj`` is
+        (experts, inputs, outputs), and each has a bias (experts, outputs).
+        """
+        single: dict[str, Tensor] = {}
+        for name, tensor in self.items():
+            found = STACKED.match(name)
+            if found is None:
+                single[name] = tensor
+                continue
+            base, projection, bias = found.groups()
+            if len(tensor.shape) != (2 if bias else 3) or not 1 <= tensor.shape[0] <= MOST_EXPERTS:
+                raise tensor.error(
+                    f"has shape {tensor.shape}, expected {2 if bias else 3} axes, the first of experts: download "
+                    "the checkpoint again"
+                )
+            for part, first, step in EXPERT_PARTS[projection]:
+                for e in range(tensor.shape[0]):
+                    own = f"{base}.{e}.{part}.{'bias' if bias else 'weight'}"
+                    single[own] = StackedTensor(tensor, own, e, first, step)
+        return Tensors(single, self.files, self.method)
+
+
+def to_float32(array: Array, out: F32 | None = None) -> F32:
+    """Returns F64, F32, F16 or BF16 weights of any shape as float32, in ``out`` (same shape) where it is given.
+
+    Without ``out``, float32 input is returned as it is. Raises CheckpointError for another type.
     """
     if array.dtype not in FLOATS:
         raise CheckpointError(f"weights of type {array.dtype} are not supported; accepted are F64, F32, F16, BF16")
@@ -195,34 +310,151 @@ def to_float32(array: npt.NDArray[Any], out: npt.NDArray[np.float32] | None = No
     return out
 
 
-def _map_checked(path: Path) -> tuple[mmap.mmap, os.stat_result]:
-    """Map a file whose header the safetensors library accepts; and its status."""
+def _map_safetensors(path: Path) -> tuple[MappedFile, dict[str, Tensor]]:
+    file = MappedFile(path, is_safetensors=True)
+    begin = 8 + int.from_bytes(file.data[:8], "little")
+    header = json.loads(file.data[8:begin])
+    file.metadata = header.pop("__metadata__", None) or {}
+    tensors: dict[str, Tensor] = {}
+    for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        start, end = entry["data_offsets"]
+        tensors[name] = MappedTensor(file, name, entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
+    return file, tensors
+
+
+def content_hash(path: Path, opened: os.stat_result, progress: TaskProgress | None = None) -> str:
+    """Returns a SHA-256 over the hashes of all spans of a file, in hex.
+
+    opened: its status when it was opened. Raises CheckpointError where it has changed since, or can't be read.
+    """
+    known = Memo("hashes.json", 1)
+    place, facts = os.path.realpath(path), _facts(opened)
+    remembered = known.read() or {}
+    if remembered.get(place, [])[:-1] == facts:
+        return str(remembered[place][-1])
+    begun_ns = time.time_ns()
     try:
-        with open_regular(path) as file, safe_open(str(path), framework="np"):
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno())
-    except SafetensorError as error:
-        reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
-        raise CheckpointError(
-            f"{path}: not a whole, correct safetensors file ({reason[:200]}); download or convert it again"
-        ) from error
+        with open_regular(path) as file:
+            found = hash_spans(file.fileno(), opened.st_size, progress)
+            is_same = _facts(os.fstat(file.fileno())) == facts
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error}); try again") from error
+    if not is_same:
+        raise CheckpointError(f"{path}: changed while it was in use; try again when it is whole")
+    if abs(begun_ns - opened.st_ctime_ns) > SETTLED_NS:
+        others = {key: value for key, value in (known.read() or {}).items() if key != place}
+        latest = dict(list(others.items())[1 - MOST_HASHES :])
+        known.keep(latest | {place: [*facts, found]})
+    return found
 
 
-def _info(entry: dict[str, Any]) -> TensorInfo:
-    start, end = entry["data_offsets"]
-    return TensorInfo(entry["dtype"], tuple(entry["shape"]), end - start)
+def hash_spans(descriptor: int, nbytes: int, progress: TaskProgress | None = None) -> str:
+    """Hashes an open file as `content_hash` does, by all cores together. Raises OSError."""
+
+    def span(start: int) -> bytes:
+        digest = hashlib.sha256()
+        for at in range(start, end := min(start + SPAN_BYTES, nbytes), READ_BYTES):
+            data = os.pread(descriptor, min(READ_BYTES, end - at), at)
+            if len(data) < min(READ_BYTES, end - at):
+                raise OSError(0, "it ends before its size")
+            digest.update(data)
+        return digest.digest()
+
+    whole = hashlib.sha256(nbytes.to_bytes(8, "little"))
+    starts = range(0, nbytes, SPAN_BYTES)
+    with ThreadPoolExecutor(all_cores()) as pool:
+        for start, digest in zip(starts, pool.map(span, starts), strict=True):
+            whole.update(digest)
+            if progress and nbytes > SPAN_BYTES:
+                progress(HASHING, min(start + SPAN_BYTES, nbytes), nbytes)
+    return whole.hexdigest()
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    reason = error.strerror or error
-    return CheckpointError(f"{path}: cannot be read ({reason}); give a readable .safetensors file or its folder")
+def _facts(status: os.stat_result) -> list[int]:
+    """What changes with a file's content: no program can set the last of them."""
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def missing_tensor(name: str, names: Iterable[str], where: Path | str) -> CheckpointError:
-    """The error for a tensor that is not among ``names`` of ``where``, with the closest ones."""
-    close = difflib.get_close_matches(name, names, n=3)
-    hint = f"; close names there: {', '.join(map(repr, close))}" if close else ""
-    return CheckpointError(
-        f"{where}: tensor {name!r} is missing{hint}; give the whole checkpoint and its own config.json"
-    )
+class TensorWriter:
+    """Writes a .safetensors file tensor by tensor, so that its size is not bound by memory.
+
+    `specs` gives every tensor's safetensors type and shape in the order of the file; `metadata` becomes
+    `__metadata__`; private: as of `PartialFile`. Use it in a `with` block and `write` each tensor in that order.
+    The file appears at `path` when the block ends well with every tensor written; otherwise nothing appears.
+    Raises CheckpointError for a type or a shape that contradicts `specs`, a missing tensor, or a disk that is full
+    or cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        specs: Mapping[str, tuple[str, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+        private: bool = False,
+    ) -> None:
+        self.path, self._private = Path(path), private
+        self._specs = {name: (dtype, tuple(shape)) for name, (dtype, shape) in specs.items()}
+        self._header, data_bytes = _header(self.path, self._specs, metadata or {})
+        self.nbytes = len(self._header) + data_bytes
+        self._waiting = list(reversed(self._specs))
+        self._rows_written = 0
+
+    def __enter__(self) -> TensorWriter:
+        self._partial = PartialFile(self.path, self.nbytes, self._private)
+        try:
+            self._partial.write(self._header)
+        except BaseException:
+            self._partial.discard()
+            raise
+        return self
+
+    def write(self, name: str, array: Array) -> None:
+        """Write the next tensor: all of it, or its next rows (blocks along the first axis)."""
+        if not self._waiting or name != self._waiting[-1]:
+            due = repr(self._waiting[-1]) if self._waiting else "none"
+            raise CheckpointError(f"{self.path}: tensor {name!r} was written out of order; the next one is {due}")
+        dtype, shape = self._specs[name]
+        rows = array.shape[0] if array.ndim else 1
+        rows_left = (shape[0] if shape else 1) - self._rows_written
+        if (
+            array.dtype != DTYPES[dtype]
+            or array.ndim != len(shape)
+            or array.shape[1:] != shape[1:]
+            or rows > rows_left
+        ):
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is {dtype} {shape} with {rows_left} rows to come, "
+                f"but {array.dtype} {array.shape} was written"
+            )
+        self._partial.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._rows_written += rows
+        if rows == rows_left:
+            self._waiting.pop()
+            self._rows_written = 0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self._waiting:
+                    raise CheckpointError(f"{self.path}: tensor {self._waiting[-1]!r} was not written whole")
+                self._partial.commit()
+        finally:
+            self._partial.discard()
+
+
+def _header(
+    path: Path, specs: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """The file's first bytes, padded with spaces to the alignment, and the bytes of data that follow."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, shape) in specs.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{path}: tensor {name!r} is {dtype!r}; accepted are {', '.join(DTYPES)}")
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, end

@@ -8,30 +8,35 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
-from edgekv.cli.completion import add_completion
-from edgekv.cli.flags import in_flags
-from edgekv.cli.output import one_line, visible_terminals
+from edgekv.cli.options import in_flags
+from edgekv.cli.terminal import one_line, visible_terminals
 from edgekv.errors import EdgeKVError
-from edgekv.version import __version__
+from edgekv.machine import __version__
 
 COMMANDS = {
     "run": "edgekv.cli.run.RUN",
     "demo": "edgekv.cli.demo.DEMO",
     "chat": "edgekv.cli.chat.CHAT",
     "serve": "edgekv.cli.serve.SERVE",
-    "pull": "edgekv.cli.pull.PULL",
-    "info": "edgekv.cli.info.INFO",
-    "budget": "edgekv.cli.budget.BUDGET",
-    "caches": "edgekv.cli.caches.CACHES",
-    "quantize": "edgekv.cli.quantize.QUANTIZE",
-    "warm": "edgekv.cli.warm.WARM",
-    "eval": "edgekv.cli.evaluate.EVAL",
+    "pull": "edgekv.cli.models.PULL",
+    "info": "edgekv.cli.models.INFO",
+    "budget": "edgekv.cli.models.BUDGET",
+    "schemes": "edgekv.cli.eval.SCHEMES",
+    "quantize": "edgekv.cli.models.QUANTIZE",
+    "warm": "edgekv.cli.models.WARM",
+    "eval": "edgekv.cli.eval.EVAL",
     "bench": "edgekv.cli.bench.BENCH",
     "board": "edgekv.cli.board.BOARD",
     "power": "edgekv.cli.power.POWER",
 }
 """Where each `Command` is; the one that is asked for is imported, and no other."""
+ALIASES = {"caches": "schemes"}
+"""Commands by what they were called before."""
+
+SHELLS = ("bash", "zsh", "tcsh")
+HINT = 'to use it at once: eval "$(edgekv completion bash)"; or write it where your shell looks for them'
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -48,8 +53,34 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(execute=command.execute, options=sub._option_string_actions)
-    add_completion(commands, main_parser)
+    _add_completion(commands, main_parser)
     return main_parser
+
+
+def _add_completion(commands: Any, whole: argparse.ArgumentParser) -> None:
+    """The command, which needs the parser of all the others."""
+    help_text = "print a script for your shell's TAB key"
+    parser = commands.add_parser("completion", help=help_text, description=help_text, epilog=HINT)
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(execute=lambda arguments: _print_completion(whole, arguments.shell))
+
+
+def _print_completion(whole: argparse.ArgumentParser, shell: str) -> int:
+    import shtab
+
+    _complete_files(whole, shtab.FILE)
+    print(shtab.complete(whole, shell))
+    return 0
+
+
+def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
+    """Options whose value is a file or a folder complete as one."""
+    for action in parser._actions:
+        if action.metavar in ("FILE", "PATH", "FOLDER"):
+            action.complete = files  # type: ignore[attr-defined]
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                _complete_files(sub, files)
 
 
 def _drop_output() -> None:
@@ -65,6 +96,7 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     ``imported`` is called when what the command needs is there.
     """
     given = sys.argv[1:] if argv is None else list(argv)
+    given[:1] = [ALIASES.get(name, name) for name in given[:1]]
     arguments = None
     try:
         arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)

@@ -8,20 +8,15 @@ import pathlib
 
 import msgspec
 
-from edgekv.board.energy import Metering, with_log
-from edgekv.board.page import page
-from edgekv.board.plan import FULL, QUICK
-from edgekv.board.record import Board, Machine, Plan, load, save
-from edgekv.board.run import NO_TIME, Run
-from edgekv.board.surroundings import surroundings
-from edgekv.checkpoint.shapes import read_shape
-from edgekv.cli.bars import Bars
-from edgekv.cli.options import Command, positive_int, say
+from edgekv.checkpoint.shipped import read_shape
+from edgekv.cli.options import Command, positive_int
+from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, require_writable, user_path
-from edgekv.machine import machine_info
 from edgekv.power import METERS
-from edgekv.power.csv_log import read_log
+from edgekv.power.board import FULL, NO_TIME, QUICK, Board, Metering, Plan, Run, add_log
+from edgekv.power.board_page import page
+from edgekv.power.sampler import read_log
 
 MINUTES = 10.0
 
@@ -79,8 +74,8 @@ def _execute(arguments: argparse.Namespace) -> int:
     finally:
         atomic_write(text, page(board).encode())
     if arguments.power_csv:
-        with_log(board, arguments.power_csv)
-        save(board, path)
+        add_log(board, arguments.power_csv)
+        board.save(path)
         atomic_write(text, page(board).encode())
     print(f"{path}\n{text}")
     later = sum(left.why == NO_TIME for left in board.left_out)
@@ -96,13 +91,12 @@ def _new_board(arguments: argparse.Namespace, metering: Metering) -> Board:
     for shape in plan.shapes:
         read_shape(shape)
     plan = msgspec.structs.replace(plan, threads=arguments.threads)
-    machine = msgspec.convert(machine_info(), Machine)
-    return Board(1, machine, surroundings(arguments.about or ""), plan, metering.text)
+    return Board.new(plan, arguments.about or "", metering.text)
 
 
 def _continued(path: pathlib.Path, new: Board, arguments: argparse.Namespace) -> Board:
     """The board of an earlier run. Raises ConfigError where it is of another machine, version or plan."""
-    board = load(path)
+    board = Board.load(path)
     for name, before, now in (
         ("machine", board.machine, new.machine),
         ("plan", _plan_text(board.plan), _plan_text(new.plan)),

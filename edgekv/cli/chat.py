@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import os
+import pathlib
 import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
-from edgekv.chat.conversation import MAX_NEW_TOKENS, Chat
 from edgekv.checkpoint.shipped import shipped_model
-from edgekv.cli.bars import Bars
-from edgekv.cli.caches import wants_list
-from edgekv.cli.chat_input import lines
-from edgekv.cli.chat_terminal import Terminal, say
-from edgekv.cli.conversation import (
+from edgekv.cli.eval import wants_list
+from edgekv.cli.options import (
+    Command,
+    add_adapter_option,
+    add_device_option,
+    add_loras_option,
+    add_model_options,
+    add_sampling_options,
+    in_flags,
+    load_options,
+    sampling_params,
+    token_bias,
+)
+from edgekv.cli.run import (
     add_draft_option,
     add_session_options,
     add_template_option,
@@ -19,25 +33,325 @@ from edgekv.cli.conversation import (
     open_session,
     open_template,
     save_session,
+    speed,
 )
-from edgekv.cli.options import (
-    Command,
-    add_adapter_option,
-    add_device_option,
-    add_loras_option,
-    add_model_options,
-    load_options,
-)
-from edgekv.cli.sampling_options import add_sampling_options, sampling_params
+from edgekv.cli.terminal import Bars, Interrupt, raw
+from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
+from edgekv.engine.generation import Step
+from edgekv.engine.model import sampling_defaults
+from edgekv.engine.sampling import SamplingParams
+from edgekv.engine.session import Session
+from edgekv.errors import EdgeKVError, unknown
 from edgekv.machine import format_bytes
-from edgekv.session.sampling_defaults import sampling_defaults
-from edgekv.session.session import Session
+from edgekv.vision import picture, require_vision
 
+ENDS = ("/exit", "/quit", "/bye")
+LENGTH = "max_new_tokens"
+QUOTES = '"""'
+PROMPT, MORE = "> ", "| "
 NO_ANSWERS = {
     "demo": "the demo model writes in the manner of old novels and can't answer; a model that can: "
     "edgekv chat --model Qwen/Qwen3-0.6B",
     "scenes": "this model describes drawn shapes and printed numbers, and nothing else: /image FILE, then ask",
 }
+
+
+# What is typed: a line, or what stands between two lines of triple quotes
+
+
+def lines(*, history: bool) -> Iterator[str]:
+    """Messages that are not empty; Ctrl-C abandons one, Ctrl-D ends.
+
+    On a terminal prompt_toolkit edits them, where it is installed: what is pasted is one message, Alt-Enter begins
+    another line. history: whether they are kept for the next time.
+    """
+    read = _editor(history) if sys.stdin.isatty() else _plain
+    while True:
+        try:
+            text = _whole(read)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if text:
+            yield text
+
+
+def history_file() -> pathlib.Path:
+    """Where typed lines are kept: under $XDG_STATE_HOME, or ~/.local/state."""
+    state = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
+    return pathlib.Path(state) / "edgekv" / "chat-history"
+
+
+def is_open(text: str) -> bool:
+    """Whether a message that begins with quotes is still to be closed."""
+    return text.lstrip().startswith(QUOTES) and text.count(QUOTES) % 2 == 1
+
+
+def _whole(read: Callable[[str], str]) -> str:
+    """One message, without its quotes."""
+    text = read(PROMPT)
+    while is_open(text):
+        text += "\n" + read(MORE)
+    text = text.strip()
+    return text[len(QUOTES) : -len(QUOTES)].strip() if _is_quoted(text) else text
+
+
+def _is_quoted(text: str) -> bool:
+    return len(text) >= 2 * len(QUOTES) and text.startswith(QUOTES) and text.endswith(QUOTES)
+
+
+def _plain(prompt: str) -> str:
+    return input(prompt if sys.stdin.isatty() else "")
+
+
+def _editor(history: bool) -> Callable[[str], str]:
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.output import create_output
+    except ImportError:
+        return _plain
+    kept: Any = FileHistory(str(path)) if history and (path := _writable_history()) else InMemoryHistory()
+    session: Any = PromptSession(
+        history=kept,
+        output=create_output(raw(sys.stderr)),
+        multiline=True,
+        key_bindings=_keys(),
+        prompt_continuation=MORE,
+        erase_when_done=False,
+    )
+    return lambda prompt: str(session.prompt(prompt))
+
+
+def _keys() -> Any:
+    """Enter ends a message unless it is quoted and open; Alt-Enter begins another line."""
+    from prompt_toolkit.key_binding import KeyBindings
+
+    def enter(event: Any) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    keys: Any = KeyBindings()
+    keys.add("enter")(enter)
+    keys.add("escape", "enter")(lambda event: event.current_buffer.newline(copy_margin=False))
+    return keys
+
+
+def _writable_history() -> pathlib.Path | None:
+    """The file, for this user's eyes alone; None where it can't be."""
+    path = history_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError:
+        return None
+    return path
+
+
+# The conversation
+
+
+class Terminal:
+    """Takes messages, runs commands, streams answers."""
+
+    def __init__(self, chat: Chat, arguments: argparse.Namespace, sampling: SamplingParams) -> None:
+        self.chat, self.arguments, self.sampling = chat, arguments, sampling
+        self.max_new_tokens: int = arguments.max_new_tokens or MAX_NEW_TOKENS
+        self._images: list[str] = []
+        self._n_answers = 0
+
+    def run(self, messages: Iterable[str]) -> None:
+        """Until the end of input or /exit. An error is said, and the conversation goes on."""
+        for message in messages:
+            if message in ENDS:
+                return
+            self._take(message)
+
+    def _take(self, message: str) -> None:
+        try:
+            if message.startswith("/"):
+                self._command(*message[1:].partition(" ")[::2])
+            else:
+                images, self._images = self._images, []
+                self._answer(lambda **how: self.chat.ask(message, images=images, **how))
+        except EdgeKVError as error:
+            say(f"error: {in_flags(str(error))}")
+
+    def _command(self, name: str, rest: str) -> None:
+        if name not in COMMANDS:
+            raise EdgeKVError(
+                f"/{name} is unknown; there are: {', '.join(f'/{known}' for known in COMMANDS)}, /exit"
+            )
+        COMMANDS[name](self, rest.strip())
+
+    def _answer(self, begin: Callable[..., Generator[Step, None, None]]) -> None:
+        left_out = self._n_left_out()
+        with Interrupt() as interrupt, Bars() as bars:
+
+            def progress(done: int, total: int) -> None:
+                interrupt.check()
+                bars.update("reading", done, total)
+
+            try:
+                steps = begin(
+                    max_new_tokens=self.max_new_tokens,
+                    sampling=self._next_sampling(),
+                    stop=self.arguments.stop,
+                    progress=progress,
+                )
+                with contextlib.closing(steps):
+                    self._stream(steps, interrupt)
+                self._say_use()
+            except KeyboardInterrupt:  # in a prompt, or the second one
+                say("(stopped)")
+        self._say_left_out(left_out)
+
+    def _next_sampling(self) -> SamplingParams:
+        """With a seed, each answer has its own: trying again would otherwise change nothing."""
+        n, seed = self._n_answers, self.sampling.seed
+        self._n_answers += 1
+        return self.sampling if seed is None else dataclasses.replace(self.sampling, seed=seed + n)
+
+    def _stream(self, steps: Iterator[Step], interrupt: Interrupt) -> None:
+        cut_off = None
+        for step in steps:
+            sys.stdout.write(step.text)
+            sys.stdout.flush()
+            if step.finish_reason == "length":
+                cut_off = in_flags(step.finish_message or "")
+            if interrupt.requested:
+                cut_off = "Ctrl-C"
+                break
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if cut_off:
+            say(f"(stopped: {cut_off})")
+
+    def _say_use(self) -> None:
+        session = self.chat.session
+        ctx = session.plan.ctx
+        say(f"({speed(session.report())}; context {min(len(session.tokens), ctx)} of {ctx})")
+
+    def _say_left_out(self, before: tuple[int, int]) -> None:
+        messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))
+        if messages or tokens:
+            say(f"(the context was full: {messages} of the oldest messages, {tokens} tokens of this turn dropped)")
+
+    def _n_left_out(self) -> tuple[int, int]:
+        """Messages and tokens that no longer fit."""
+        return sum(bool(m.get("dropped")) for m in self.chat.messages), self.chat.session.n_dropped
+
+    def save(self, rest: str) -> None:
+        """FILE: write the conversation with its cache (default: --session)"""
+        path = rest or self.arguments.session
+        if not path:
+            raise EdgeKVError("/save needs a file: /save FILE")
+        size = self.chat.session.save(path)
+        say(f"{path}: {len(self.chat.session.tokens)} tokens, {format_bytes(size)}")
+
+    def load(self, rest: str) -> None:
+        """FILE: take up a saved conversation"""
+        if not rest:
+            raise EdgeKVError("/load needs a file: /load FILE")
+        self.chat.session.load_state(rest)
+        say(f"{rest}: {len(self.chat.messages)} messages, {len(self.chat.session.tokens)} tokens")
+
+    def system(self, rest: str) -> None:
+        """TEXT: another system message; none removes it"""
+        if rest:
+            self.chat.set_system("" if rest == "none" else rest)
+        now = [message["content"] for message in self.chat.messages if message["role"] == "system"]
+        say(f"system: {now[0]}" if now else "there is no system message")
+
+    def set(self, rest: str) -> None:
+        """NAME NUMBER: temperature, presence_penalty and so on; alone it lists them"""
+        if rest:
+            self._change(*rest.partition(" ")[::2])
+        settings = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
+        say(", ".join(f"{name} {_shown(name, value)}" for name, value in settings.items()))
+
+    def _change(self, name: str, text: str) -> None:
+        fields: dict[str, Any] = self.sampling.as_dict()
+        name = name.replace("-", "_")
+        if name not in (*fields, LENGTH):
+            raise unknown(EdgeKVError, "/set", name, (*fields, LENGTH))
+        if name == "logit_bias":
+            biases = {} if text == "none" else {**(self.sampling.logit_bias or {}), **dict([token_bias(text)])}
+            self.sampling = dataclasses.replace(self.sampling, logit_bias=biases or None)
+            return
+        try:
+            value = float(text)
+        except ValueError:
+            raise EdgeKVError(f"/set {name} {text!r}: give a number") from None
+        whole = int(value) if value.is_integer() else value
+        if name != LENGTH:
+            self.sampling = SamplingParams(**{**fields, name: whole})
+        elif isinstance(whole, int) and whole >= 1:
+            self.max_new_tokens = whole
+        else:
+            raise EdgeKVError(f"/set {name} {text}: give a whole number of 1 or more")
+
+    def image(self, rest: str) -> None:
+        """FILE: show it with the next message"""
+        if not rest:
+            raise EdgeKVError("/image needs a file: /image FILE")
+        path = str(pathlib.Path(rest.strip("'\"")).expanduser())
+        require_vision(self.chat.session.model)
+        picture(path)
+        self._images.append(path)
+        say(f"{path} goes with the next message")
+
+    def stats(self, rest: str) -> None:
+        """tokens, times, bytes of the last answer"""
+        session = self.chat.session
+        say(f"context     {len(session.tokens)} of {session.plan.ctx} tokens")
+        report = session.report()
+        say("there is no answer yet" if report.time_to_first_token_s is None else in_flags(report.to_text()))
+
+    def retry(self, rest: str) -> None:
+        """another answer to the last question"""
+        self._answer(self.chat.retry)
+
+    def history(self, rest: str) -> None:
+        """what has been said"""
+        for message in self.chat.messages:
+            say(f"{message['role']}: {message['content']}")
+
+    def clear(self, rest: str) -> None:
+        """forget what has been said"""
+        self.chat.clear()
+
+    def help(self, rest: str) -> None:
+        """this list"""
+        for name, command in COMMANDS.items():
+            say(f"/{name:<9}{command.__doc__}")
+        say('/exit     end (also Ctrl-D); Ctrl-C stops an answer; """ before and after takes several lines')
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "logit_bias":
+        return ",".join(f"{token}={bias:g}" for token, bias in (value or {}).items()) or "none"
+    return "drawn" if value is None else str(value)
+
+
+COMMANDS: dict[str, Callable[[Terminal, str], None]] = {
+    name: getattr(Terminal, name)
+    for name in ("save", "load", "system", "set", "image", "stats", "retry", "history", "clear", "help")
+}
+"""What a slash begins; a command's help is its docstring."""
+
+
+def say(text: str) -> None:
+    """For people, not for who reads the answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# edgekv chat
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,23 +1,28 @@
-"""Options that several commands share."""
+"""Options that several commands share, and parameters as the command line calls them: `ctx` is --ctx."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
+import re
 import sys
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from edgekv.checkpoint.hub import locate
-from edgekv.checkpoint.hub_name import hub_name
-from edgekv.errors import CacheError, ConfigError
+from edgekv import files
+from edgekv.checkpoint.hub import hub_name, locate
+from edgekv.cli.terminal import say
+from edgekv.engine.loading import AUTO
+from edgekv.engine.options import LORA_NAME, Options
+from edgekv.engine.sampling import SamplingParams
+from edgekv.errors import CacheError, ConfigError, EdgeKVError
+from edgekv.files import user_path
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.kvcache.spec import schemes_with
-from edgekv.linear.formats import WEIGHTS
 from edgekv.machine import format_bytes, parse_bytes
-from edgekv.session.devices import AUTO
-from edgekv.session.options import LORA_NAME, LoadOptions
+from edgekv.weights.formats import WEIGHTS
 
 LORA_HELP = "a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)"
 
@@ -42,15 +47,22 @@ def positive_int(text: str) -> int:
     return value
 
 
-def positive_seconds(text: str) -> float:
-    """For argparse: seconds above 0, and an end to them."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
+def number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """For argparse: a number that is accepted; ``what``: it, in words."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return convert
+
+
+positive_seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +84,6 @@ def model_path(arguments: argparse.Namespace) -> str:
     if name:
         locate(name, say)
     return path
-
-
-def say(text: str) -> None:
-    """A line of our own on standard error."""
-    print(f"edgekv: {text}", file=sys.stderr, flush=True)
 
 
 def add_lora_option(parser: argparse.ArgumentParser) -> None:
@@ -158,14 +165,14 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default=AUTO,
-        help="cpu (Numba; onnxruntime for float32 weights), cuda (CuPy), numpy (the slow reference), or auto: "
+        help="cpu (Numba), cuda (CuPy), numpy (the slow reference), or auto: "
         "cuda where CuPy, a GPU and the scheme's kernels are, else cpu (default %(default)s)",
     )
 
 
-def load_options(arguments: argparse.Namespace) -> LoadOptions:
+def load_options(arguments: argparse.Namespace) -> Options:
     """The options that the command has, as the library takes them. Raises an EdgeKVError for a bad value."""
-    names = (field.name for field in dataclasses.fields(LoadOptions))
+    names = (field.name for field in dataclasses.fields(Options))
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     if isinstance(given.get("lora"), list):
         given |= _loras(given["lora"])
@@ -173,7 +180,7 @@ def load_options(arguments: argparse.Namespace) -> LoadOptions:
         given["kv_budget"] = parse_bytes(given["kv_budget"], "kv_budget")
     if getattr(arguments, "tau", None) is not None:
         given["kv"] = _with_tau(given["kv"] or DEFAULT, arguments.tau)
-    return LoadOptions(**given)
+    return Options(**given)
 
 
 def _loras(values: list[str]) -> dict[str, Any]:
@@ -213,3 +220,156 @@ def _with_tau(kv: str, tau: float) -> str:
 def bytes_text(n: int) -> str:
     """Rounded for people, exact for checking."""
     return f"{format_bytes(n)} ({n} bytes)"
+
+
+def read_text(source: str, option: str) -> str:
+    """UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
+    try:
+        return sys.stdin.buffer.read().decode() if source == "-" else files.read_text(user_path(source))
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8 (byte {error.start})"
+    except ValueError as error:
+        reason = str(error)
+    raise EdgeKVError(f"{option} {source!r} {reason}; give a readable UTF-8 text file")
+
+
+# Sampling
+
+SAMPLING = {
+    "temperature": (
+        "T",
+        "0 is greedy (default, as of the following: what the model's generation_config.json says, else 0.7)",
+    ),
+    "top_k": ("K", "keep the K likeliest tokens; 0 is off"),
+    "top_p": ("P", "keep the likeliest tokens that have P of the probability; 1 is off"),
+    "min_p": ("P", "keep tokens at least P times as likely as the likeliest; 0 is off"),
+    "repetition_penalty": ("R", "divides the logits of tokens in prompt and text; 1 is off"),
+    "repetition_window": ("N", "how many of the last tokens that counts; 0: all"),
+    "frequency_penalty": ("F", "subtracted for each time that a token was written, -2 to 2; 0 is off"),
+    "presence_penalty": ("F", "subtracted once from tokens that were written, -2 to 2; 0 is off"),
+    "seed": ("SEED", "of the sampler (default: drawn, and reported)"),
+}
+"""An option's metavar and help, by the field of `SamplingParams`, which has its type and bounds."""
+
+
+def add_options(parser: Any, cls: type, told: Mapping[str, tuple[str, str]]) -> None:
+    """Add an option for each field of a dataclass that ``told`` has a metavar and help for."""
+    hints = typing.get_type_hints(cls)
+    for name, (metavar, text) in told.items():
+        kind = int if hints[name] is int or int in typing.get_args(hints[name]) else float
+        parser.add_argument(_flag(name), type=kind, metavar=metavar, help=text)
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """ID=BIAS. Raises ConfigError (field logit_bias)."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        accepted = "ID=BIAS, a token's id and a number from -100 to 100"
+        raise ConfigError(
+            f"logit_bias={text!r}: give {accepted}", field="logit_bias", value=text, accepted=[accepted]
+        ) from None
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
+    """Add how tokens are chosen and when a text ends. max_new_tokens: what its help says of the default."""
+    parser.add_argument(
+        "--max-new-tokens", type=positive_int, metavar="N", help=f"stop after N tokens (default: {max_new_tokens})"
+    )
+    (first, told), *others, seed = SAMPLING.items()
+    how = parser.add_mutually_exclusive_group()
+    add_options(how, SamplingParams, {first: told})
+    how.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
+    add_options(parser, SamplingParams, dict(others))
+    parser.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="ID=BIAS",
+        help="added to the logit of the token with this id, -100 to 100 (repeatable)",
+    )
+    add_options(parser, SamplingParams, dict([seed]))
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)"
+    )
+
+
+def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
+    """Read the options; what is not given is of ``defaults``. Raises ConfigError for a value out of its range."""
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in SAMPLING}
+    if arguments.greedy:
+        given["temperature"] = 0.0
+    if arguments.logit_bias:
+        given["logit_bias"] = dict(map(token_bias, arguments.logit_bias))
+    known = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(defaults or SamplingParams(), **known)
+
+
+# Parameters in messages
+
+QUOTES = "'\""
+HIDDEN = "\0"  # stands in a message for what a user gave
+OTHER_NAMES = {
+    "images": "--image",
+    "loras": "--lora",
+    "model": "--model",
+    "shape": "--shape",
+    "layers": "--layers",
+    "hz": "--hz",
+    "meter": "--meter",
+}
+SHARED_NAMES = (
+    "max_new_tokens",
+    "stop",
+    "prompt",
+    "chat_template",
+    "json_schema",
+    "session",
+    "output",
+    "calibrate",
+    "max_request",
+    "prefix_cache",
+)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+FLAGS = {
+    **{field.name: _flag(field.name) for field in dataclasses.fields(Options)},
+    **{field.name: _flag(field.name) for field in dataclasses.fields(SamplingParams)},
+    **{name: _flag(name) for name in SHARED_NAMES},
+    **OTHER_NAMES,
+}
+"""The option of a parameter, the `field` of an `EdgeKVError`."""
+
+OTHERWISE = {"meter": "--power"}
+"""The option that some commands have in place of the usual one."""
+
+_NAMES = "|".join(sorted(FLAGS, key=len, reverse=True))
+_QUOTED = r"'[^']*'|\"[^\"]*\""
+_MENTION = re.compile(rf"`({_NAMES})`|(?<![-\w.:,=/])({_NAMES})=({_QUOTED}|[^\s,;:)]+)|(?<!\w)(?:{_QUOTED})")
+
+
+def in_flags(said: EdgeKVError | str, options: Container[str] | None = None) -> str:
+    """An error, or a note of the library, with every `name` and ``name=value`` of a parameter as its option.
+
+    options: those of the command; what it lacks stays as it is. None: all. What an error was given as ``value``
+    and what stands in quotes is somebody's text and stays as well.
+    """
+    text, value = str(said), said.value if isinstance(said, EdgeKVError) else None
+    if isinstance(value, str) and value:
+        text = text.replace(value, HIDDEN)
+
+    def flag(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        known = (FLAGS.get(name), OTHERWISE.get(name))
+        option = next((each for each in known if each and (not options or each in options)), None)
+        if option is None:
+            return found[0]
+        return option if found[1] else f"{option} {found[3].strip(QUOTES) or found[3]}"
+
+    shown = _MENTION.sub(flag, text)
+    return shown.replace(HIDDEN, value) if isinstance(value, str) else shown

@@ -1,34 +1,115 @@
-"""`edgekv power`: what the machine draws, live or as JSON. Its actions are in files of their own."""
+"""`edgekv power`: what the machine draws, live or as JSON; meters any command; says what can be measured."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
+import grp
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from edgekv.cli.metering import add_meter_options, open_sampler
-from edgekv.cli.options import Command
-from edgekv.cli.output import redraw
-from edgekv.cli.plots import plot_power, require_matplotlib
-from edgekv.cli.power_doctor import add_doctor
-from edgekv.cli.power_record import add_record
-from edgekv.errors import PowerError
-from edgekv.machine import machine_info
-from edgekv.power import PowerSampler
-from edgekv.power.conditions import Conditions
-from edgekv.power.source import MeterInfo, PowerSource, Unmetered
-from edgekv.power.trace import Window
+import numpy as np
 
-ACTIONS = {"record": add_record, "doctor": add_doctor}
+from edgekv.cli.options import Command
+from edgekv.cli.plots import plot_power, require_matplotlib
+from edgekv.cli.terminal import output_file, picture_file, print_rows, redraw
+from edgekv.errors import PowerError
+from edgekv.files import atomic_write
+from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
+from edgekv.power import METERS, EnergyMeter, PowerSampler, SurveyedMeter, find_meter, survey
+from edgekv.power.conditions import Conditions, find_profile, power_file, throttle
+from edgekv.power.energy import IDLE_S, NoMeter, PowerSource, Trace
+from edgekv.power.meters import MeterRefused, Root, require_meter_name
+from edgekv.power.sampler import CsvLog, Estimate, Unmetered
+
+GPU_DEVICES = {"cuda": "gpu"}  # of --device
 JSON_SECONDS = 10.0
 REFRESH_S = 1.0
+PHASE = "command"
+RULE, GROUP = "99-edgekv-power.rules", "video"
+
+# Energy of a run
+
+
+def add_power_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which meter measures a run's energy, if any."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--power",
+        nargs="?",
+        const="auto",
+        metavar="METER",
+        help=f"report energy per token: auto (default), {', '.join(METERS)}",
+    )
+    group.add_argument(
+        "--power-csv", metavar="FILE", help="energy from an external meter's log: time and watts per line"
+    )
+    group.add_argument(
+        "--power-estimate", type=float, metavar="W", help="energy as time times W watts, labelled an estimate"
+    )
+    parser.add_argument(
+        "--power-idle",
+        type=float,
+        default=IDLE_S,
+        metavar="S",
+        help="seconds at rest before the run, to subtract (default %(default)g; 0: none)",
+    )
+
+
+def energy_meter(arguments: argparse.Namespace) -> EnergyMeter | NoMeter:
+    """Make what the options ask for, before anything is loaded.
+
+    Where --power finds nothing that sees the work of --device, the report will say why.
+    """
+    source = energy_source(arguments)
+    return EnergyMeter(source, idle_s=arguments.power_idle) if source else NoMeter()
+
+
+def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
+    """Open the source that the options ask for, None where they ask for none."""
+    if arguments.power_csv is not None:
+        return CsvLog(arguments.power_csv)
+    if arguments.power_estimate is not None:
+        return Estimate(arguments.power_estimate)
+    if arguments.power is None:
+        return None
+    require_meter_name(arguments.power)
+    try:
+        meter, notes = find_meter(arguments.power, device=GPU_DEVICES.get(arguments.device, "cpu"))
+    except PowerError as error:
+        return Unmetered(f"{error}; `edgekv power doctor` says more")
+    return PowerSampler(meter, notes=notes)
+
+
+# edgekv power
+
+
+def _add_meter_options(parser: argparse.ArgumentParser) -> None:
+    """Add --meter, --plot and --hz of `edgekv power` and its actions; given before the action or after it."""
+    here: Any = argparse.SUPPRESS
+    parser.add_argument("--meter", default=here, metavar="NAME", help=f"auto (default), {', '.join(METERS)}")
+    parser.add_argument(
+        "--plot",
+        type=picture_file,
+        default=here,
+        metavar="FILE",
+        help="watts over time, at the end: PNG or SVG (needs edgekv[plot])",
+    )
+    parser.add_argument(
+        "--hz", type=float, default=here, metavar="N", help="readings per second (default: the meter's most)"
+    )
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_meter_options(parser)
+    _add_meter_options(parser)
     parser.add_argument("--json", action="store_true", help="print a summary as JSON at the end")
     parser.add_argument(
         "--seconds",
@@ -37,38 +118,61 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help=f"stop after N seconds (default: at Ctrl-C; with --json {JSON_SECONDS:g})",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    for name, add in ACTIONS.items():
-        add(actions, name)
+    record = actions.add_parser(
+        "record", help="meter a command, write the samples as CSV, print a summary", allow_abbrev=False
+    )
+    _add_meter_options(record)
+    record.add_argument(
+        "--csv", type=output_file, metavar="FILE", help="write every sample: Unix time, watts, each rail's watts"
+    )
+    record.add_argument(
+        "--idle", type=float, default=0.0, metavar="S", help="seconds at rest before, to subtract (default: none)"
+    )
+    record.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a program, its arguments")
+    record.set_defaults(execute=_record)
+    doctor = actions.add_parser(
+        "doctor", help="say which sensors are here and can be read, and how to get permission"
+    )
+    doctor.set_defaults(execute=_doctor)
     parser.epilog = "edgekv power record --csv FILE -- COMMAND meters any program and passes its exit status on"
+
+
+def _open(arguments: argparse.Namespace) -> PowerSampler | Unmetered:
+    """Open the meter; where there is none, and none was asked for by name, what says why.
+
+    Raises PowerError for a file that would be empty.
+    """
+    name, files = getattr(arguments, "meter", "auto"), {n: getattr(arguments, n, None) for n in ("csv", "plot")}
+    if files["plot"]:
+        require_matplotlib()
+    try:
+        meter, notes = find_meter(name)
+    except PowerError as error:
+        if name != "auto":
+            raise
+        for option, path in files.items():
+            if path:
+                raise PowerError(f"--{option} {path}: there would be nothing in it: {error}") from None
+        return Unmetered(str(error))
+    return PowerSampler(meter, hz=getattr(arguments, "hz", None), notes=notes)
+
+
+def _plot(source: PowerSource, arguments: argparse.Namespace) -> None:
+    if isinstance(source, PowerSampler) and getattr(arguments, "plot", None):
+        plot_power(source.trace(), arguments.plot)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
     seconds = arguments.seconds
     if seconds is not None and not seconds > 0:
         raise PowerError(f"--seconds {seconds:g}: accepted: more than 0")
-    picture = getattr(arguments, "plot", None)
-    if picture:
-        require_matplotlib()
     source = _open(arguments)
-    if picture and not isinstance(source, PowerSampler):
-        raise PowerError(f"--plot {picture}: there would be nothing in it; `edgekv power doctor` says why")
     if arguments.json:
         _print_json(source, seconds or JSON_SECONDS)
     else:
         _print_live(source, seconds)
-    if picture and isinstance(source, PowerSampler):
-        plot_power(source.trace(), picture)
+    _plot(source, arguments)
     return 0
-
-
-def _open(arguments: argparse.Namespace) -> PowerSource:
-    """The sampler, or what says why there is none: temperature and clocks are shown all the same."""
-    try:
-        return open_sampler(arguments)
-    except PowerError as error:
-        if getattr(arguments, "meter", "auto") != "auto":
-            raise
-        return Unmetered(str(error))
 
 
 def _print_json(source: PowerSource, seconds: float) -> None:
@@ -93,7 +197,7 @@ def _print_json(source: PowerSource, seconds: float) -> None:
 
 
 def _print_live(source: PowerSource, seconds: float | None) -> None:
-    """A block of lines each second, over the last one where the output is a terminal."""
+    """Print a block of lines each second, over the last one where the output is a terminal."""
     source.start()
     begun_s = time.perf_counter()
     if isinstance(source, Unmetered):  # once: it will not change
@@ -108,7 +212,7 @@ def _print_live(source: PowerSource, seconds: float | None) -> None:
 
 
 def _ticks(seconds: float | None) -> Iterator[float]:
-    """Seconds since the start, about once per REFRESH_S until ``seconds`` or Ctrl-C."""
+    """Yield the seconds since the start, about once per REFRESH_S until ``seconds`` or Ctrl-C."""
     begun_s = time.perf_counter()
     left = seconds
     while left is None or left > 0:
@@ -120,7 +224,7 @@ def _ticks(seconds: float | None) -> Iterator[float]:
 
 
 def _wait(seconds: float) -> bool:
-    """Whether the time passed without Ctrl-C."""
+    """Say whether the time passed without Ctrl-C."""
     try:
         time.sleep(seconds)
     except KeyboardInterrupt:
@@ -134,10 +238,6 @@ def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]
         window = source.window(start_s, end_s)
     except PowerError as error:
         return [f"{about.meter or 'power'}  n/a: {error}"]
-    return _window_lines(about, window)
-
-
-def _window_lines(about: MeterInfo, window: Window) -> list[str]:
     head = f"{about.meter}  {window.average_w:.2f} W"
     if about.correction:
         head += f", {about.correction.joules(window.joules, window.seconds) / window.seconds:.2f} W at the wall"
@@ -147,6 +247,126 @@ def _window_lines(about: MeterInfo, window: Window) -> list[str]:
         part = "" if rail in about.total else "  (not in the total)"
         lines.append(f"  {rail:<{width}}  {joules / window.seconds:.3f} W{part}")
     return lines
+
+
+# edgekv power record
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    """Meter a program; its exit status is passed on."""
+    command = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
+    if not command:
+        raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
+    sampler = _open(arguments)
+    unix_offset_s = time.time() - time.perf_counter()
+    with EnergyMeter(sampler, idle_s=arguments.idle) as meter:
+        try:
+            child = subprocess.Popen(command)
+        except OSError as error:
+            raise PowerError(
+                f"{command[0]}: can't be run ({error.strerror}); give a program that exists"
+            ) from None
+        with meter.phase(PHASE):
+            _wait_for(child)
+    _, wait_status, usage = os.wait4(child.pid, 0)
+    child.returncode = code = os.waitstatus_to_exitcode(wait_status)
+    if arguments.csv and isinstance(sampler, PowerSampler):
+        atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
+    _plot(sampler, arguments)
+    report = meter.report()
+    rows = [("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()]
+    rows.append(("used", f"{usage.ru_utime + usage.ru_stime:.2f} s of processor time, peak RSS {_peak(usage)}"))
+    print_rows(rows, sys.stderr)
+    return code if code >= 0 else 128 - code  # as shells report a signal
+
+
+def _wait_for(child: subprocess.Popen[bytes]) -> None:
+    """Wait until it ends, leaving it to be reaped. Ctrl-C reaches the program itself, which decides what to do."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _peak(usage: Any) -> str:
+    """A child's mark begins at its parent's, so that a smaller program's own is not known."""
+    mark, ours = usage.ru_maxrss * 1024, peak_rss_bytes()
+    return format_bytes(mark) if mark > ours else f"at most {format_bytes(ours)}"
+
+
+def samples_csv(trace: Trace, unix_offset_s: float) -> str:
+    """Write a line per sample; an energy counter's watts are the mean since the sample before.
+
+    `edgekv run --power-csv` reads the same form.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["time_unix_s", "watts", *(f"{rail}_w" for rail in trace.rails)])
+    watts = trace.watts()
+    rails = np.stack([trace.watts((rail,)) for rail in trace.rails], axis=1)
+    for when, total, row in zip(trace.times_s + unix_offset_s, watts, rails, strict=True):
+        numbers = ("" if np.isnan(value) else f"{value:.6g}" for value in (total, *row))
+        writer.writerow([f"{when:.6f}", *numbers])
+    return text.getvalue()
+
+
+# edgekv power doctor
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Return 0 if something can be measured, else 1."""
+    findings = survey()
+    print_rows(diagnosis(findings))
+    return 0 if any(finding.meter for finding in findings) else 1
+
+
+def diagnosis(findings: list[SurveyedMeter], root: Root = "/") -> list[tuple[str, str]]:
+    """List (topic, text): the board, every kind of sensor, permissions, and what --power would use."""
+    profile, board = find_profile(root), machine_info(root)["board"]
+    known = f"{board}: {profile.to_text()}" if profile else f"{board or 'not a known board'}: no profile"
+    rows = [("board", known), *((finding.name, _finding_text(finding)) for finding in findings)]
+    rows.append(("throttling", "is reported here" if throttle(root) else "nothing here reports it"))
+    rows.append(("group", _group_text()))
+    if any(isinstance(finding.problem, MeterRefused) for finding in findings):
+        rows += [("permission", line) for line in _rule_lines()]
+    usable = [finding.name for finding in findings if finding.meter]
+    verdict = "nothing can be measured here: use an external meter's log with --power-csv FILE"
+    if usable:
+        verdict = f"--power uses {usable[0]}" + (f"; also here: {', '.join(usable[1:])}" if usable[1:] else "")
+    return [*rows, ("verdict", verdict)]
+
+
+def _finding_text(finding: SurveyedMeter) -> str:
+    if finding.meter is None:
+        return f"{'-- ' if not isinstance(finding.problem, MeterRefused) else '!! '}{finding.problem}"
+    meter = finding.meter
+    try:
+        reading = meter.read()
+    except (OSError, ValueError) as error:
+        return f"ok, though it just failed once ({error})"
+    watts = ", ".join(f"{rail} {value:.3g} W" for rail, value in reading.power_w.items())
+    total = " + ".join(meter.total) if len(meter.total) <= 4 else f"all {len(meter.total)} rails"
+    return f"ok {watts or ', '.join(meter.rails)}; total = {total}: {meter.covers}"
+
+
+def _group_text() -> str:
+    try:
+        member = grp.getgrnam(GROUP).gr_gid in {os.getegid(), *os.getgroups()}
+    except KeyError:
+        return f"there is no group {GROUP} on this system"
+    return f"you are{'' if member else ' not'} in the group {GROUP}"
+
+
+def _rule_lines() -> list[str]:
+    rule = power_file(RULE)
+    if rule is None:
+        return [f"{RULE} did not come with this installation: take it from the folder power/ of the source"]
+    return [
+        f"sudo cp {rule} /etc/udev/rules.d/",
+        "sudo udevadm control --reload && sudo udevadm trigger",
+        f"sudo usermod -aG {GROUP} $USER, then log in again",
+    ]
 
 
 POWER = Command("show what this machine draws; meter any command; say what can be measured", _arguments, _execute)

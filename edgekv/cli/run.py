@@ -1,51 +1,223 @@
-"""`edgekv run`: stream a continuation to stdout, a report to stderr."""
+"""`edgekv run`: stream a continuation to stdout, a report to stderr; sessions as `chat` and `serve` open them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import os
+import re
 import sys
 import time
 from typing import Any
 
-from edgekv.cli.bars import Bars
-from edgekv.cli.caches import wants_list
-from edgekv.cli.conversation import add_draft_option, add_session_options, is_saved, open_session, save_session
-from edgekv.cli.flags import in_flags
-from edgekv.cli.interrupt import Terminated, terminable
-from edgekv.cli.metering import add_power_options, energy_meter
+from edgekv.cli.eval import wants_list, warn_ungated
 from edgekv.cli.options import (
     Command,
     add_adapter_option,
     add_device_option,
     add_loras_option,
     add_model_options,
+    add_sampling_options,
+    in_flags,
     load_options,
     model_path,
+    read_text,
+    sampling_params,
 )
-from edgekv.cli.output import output_file
-from edgekv.cli.prompt import read_text
-from edgekv.cli.sampling_options import add_sampling_options, sampling_params
-from edgekv.cli.summary import ends_sentence, summary
-from edgekv.errors import EdgeKVError
-from edgekv.power.phases import EnergyMeter, NoMeter
-from edgekv.session.generation import Step
-from edgekv.session.grammar import read_schema
-from edgekv.session.model import Model
-from edgekv.session.opening import open_tokenizer
-from edgekv.session.plan import default_ctx
-from edgekv.session.prompt import require_room
-from edgekv.session.sampling import continued
-from edgekv.session.sampling_defaults import sampling_defaults
-from edgekv.session.sampling_params import SamplingParams
-from edgekv.session.session import Session
-from edgekv.vision import Picture, picture, require_vision
-from edgekv.vision.prompt import without_places
+from edgekv.cli.power import add_power_options, energy_meter
+from edgekv.cli.terminal import Bars, Terminated, output_file, terminable
+from edgekv.engine.generation import Step
+from edgekv.engine.grammar import read_schema
+from edgekv.engine.loading import open_tokenizer
+from edgekv.engine.model import Model, sampling_defaults
+from edgekv.engine.options import OVERFLOWS, Options, default_ctx
+from edgekv.engine.report import RunReport
+from edgekv.engine.sampling import SamplingParams, continued
+from edgekv.engine.session import Session
+from edgekv.engine.state import require_room
+from edgekv.errors import ConfigError, EdgeKVError, SessionError
+from edgekv.eval.gate import Verdicts, published_results
+from edgekv.files import user_path
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.choice import AUTO
+from edgekv.machine import format_bytes
+from edgekv.power.energy import EnergyMeter, NoMeter
+from edgekv.text.template import ChatTemplate, without_places
+from edgekv.vision import LoadedImage, picture, require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
 SPARE = 128  # that the end of a sentence may take beyond them
 CUT = "cut after {} tokens; max_new_tokens=N for another length"
+WORTH_SAYING = 0.75  # of the cache's bytes
+SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s*$""")
+
+# Sessions
+
+
+def add_session_options(parser: argparse.ArgumentParser) -> None:
+    """Where a conversation is kept, and what happens when it outgrows the context."""
+    parser.add_argument(
+        "--session",
+        type=output_file,
+        metavar="FILE",
+        help="keep the conversation and its compressed cache in FILE: taken up if it exists, written at the end",
+    )
+    parser.add_argument(
+        "--overflow",
+        default="stop",
+        metavar="WAY",
+        help=f"when the conversation outgrows --ctx: {', '.join(OVERFLOWS)} (default stop)",
+    )
+
+
+def add_draft_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """--draft, with a command's own default."""
+    parser.add_argument(
+        "--draft",
+        default=default,
+        metavar="SOURCE",
+        help="guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt "
+        "and text), or auto (ngram on a CPU) (default %(default)s)",
+    )
+
+
+def is_saved(arguments: argparse.Namespace) -> bool:
+    """Whether --session names a conversation to take up."""
+    return arguments.session is not None and os.path.exists(user_path(arguments.session))
+
+
+def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
+    """An empty conversation as the options say."""
+    with bars:
+        session = Session.load(model_path(arguments), progress=bars.update, **vars(options))
+    warn_ungated(session.model, session.plan.kv)
+    return session
+
+
+def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
+    """The conversation of --session, or an empty one; with the LoRA beside the weights that is given."""
+    if len(options.loras) > 1:
+        raise ConfigError(
+            f"--lora: a conversation has one, not {', '.join(options.loras)}; `edgekv serve` has several"
+        )
+    if not is_saved(arguments):
+        session = load_session(arguments, options, bars)
+        for name in options.loras:
+            session.use_lora(name)
+        return session
+    with bars:
+        session = Session.restore(arguments.session, model_path(arguments), progress=bars.update, **vars(options))
+    if options.loras and session.lora is None:
+        raise SessionError(
+            f"{arguments.session}: was held without a LoRA beside the weights; leave `lora` out, or start a new "
+            "session",
+            field="lora",
+        )
+    warn_ungated(session.model, session.plan.kv)
+    return session
+
+
+def save_session(arguments: argparse.Namespace, session: Session) -> None:
+    """Writes --session, where it is given."""
+    if arguments.session is not None:
+        session.save(arguments.session)
+
+
+def add_template_option(parser: argparse.ArgumentParser) -> None:
+    """--chat-template."""
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja chat template (default: the model's own, else a plain transcript)",
+    )
+
+
+def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:
+    """--chat-template, else the model's own, else the plain transcript, which is said."""
+    place = session.model.tokenizer_path
+    template = ChatTemplate.open(session.require_tokenizer(), place, given=arguments.chat_template)
+    if template.is_plain:
+        print("this model brings no chat template: a plain User/Assistant transcript is used", file=sys.stderr)
+    return template
+
+
+# A report in four lines
+
+
+def summary(session: Session, report: RunReport, ready_s: float) -> str:
+    """Model, text, memory and end; then energy, where it was measured, and notes. ready_s: seconds of loading."""
+    parameters = report.model["n_parameters"] / 1e6
+    plan = session.plan
+    rows = [
+        (
+            "model",
+            f"{report.model['name']}, {parameters:,.1f} M parameters as {plan.weights}, kv {plan.kv.short}, "
+            f"context {plan.ctx}; ready in {ready_s:.1f} s",
+        ),
+        ("text", _text(report)),
+        *_images(report),
+        ("memory", _memory(session, report)),
+        ("stopped", report.finish_message or "not yet"),
+        *(report.energy.rows() if report.energy else ()),
+        *(("note", note) for note in report.notes),
+    ]
+    return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
+
+
+def speed(report: RunReport) -> str:
+    """Tokens and their speed, and the time to the first."""
+    n = len(report.decode_latencies_s) + (report.time_to_first_token_s is not None)
+    tokens = f"{n} token{'s' * (n != 1)}"
+    if report.decode_tokens_per_s is not None:
+        tokens += f" at {report.decode_tokens_per_s:.1f} tokens/s"
+    first = report.time_to_first_token_s
+    return tokens if first is None else f"{tokens}, the first after {first:.2f} s"
+
+
+def ends_sentence(text: str) -> bool:
+    """Whether a sentence ends where the text does, as far as its marks say."""
+    return SENTENCE_END.search(text) is not None
+
+
+def smaller_scheme(session: Session) -> tuple[str, int] | None:
+    """The smallest scheme that passed its gate for this model, else the demo model's, and the bytes it would take.
+
+    None where that is not known, or not much less than the session's cache takes.
+    """
+    verdicts = Verdicts(session.model)
+    remembered = {text: verdicts.verdict(CacheSpec.parse(text)) for text in reversed(AUTO)}
+    passed = [text for text, verdict in remembered.items() if verdict and not verdict.failures]
+    name = passed[0] if passed else published_results()["recommended"]
+    spec = CacheSpec.parse(name)
+    try:
+        size = spec.planned_bytes(session.config, session.plan.ctx)
+    except EdgeKVError:  # a scheme that can't have the model's shape
+        return None
+    return (spec.short, size) if size < WORTH_SAYING * session.plan.cache_bytes else None
+
+
+def _text(report: RunReport) -> str:
+    rate = report.prefill_tokens_per_s
+    read = f"prompt of {report.prefill_tokens} token{'s' * (report.prefill_tokens != 1)}"
+    return f"{speed(report)}; {read}" + (f" at {rate:.0f} tokens/s" if rate else "")
+
+
+def _images(report: RunReport) -> list[tuple[str, str]]:
+    seen = report.images
+    return [("images", f"{seen.n}, {seen.tokens} tokens, {seen.seconds:.3f} s")] if seen else []
+
+
+def _memory(session: Session, report: RunReport) -> str:
+    smaller = smaller_scheme(session)
+    hint = f" ({smaller[0]} would take {format_bytes(smaller[1])})" if smaller else ""
+    sizes = (report.cache_bytes or 0, report.weights_bytes or 0, report.peak_rss_bytes or 0)
+    cache, weights, peak = map(format_bytes, sizes)
+    state = f", state {format_bytes(report.state_bytes)}" if report.state_bytes else ""
+    return f"cache {cache}{hint}{state}, weights {weights}, peak {peak}"
+
+
+# edgekv run
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +277,7 @@ def _execute(arguments: argparse.Namespace) -> int:
 def _generate(
     session: Session,
     prompt: str | list[int],
-    images: list[Picture],
+    images: list[LoadedImage],
     sampling: SamplingParams,
     schema: dict[str, Any] | None,
     arguments: argparse.Namespace,
@@ -120,7 +292,7 @@ def _generate(
                     prompt,
                     images=images,
                     max_new_tokens=writer.most,
-                    sampling=continued(session.state.sampler, sampling),
+                    sampling=continued(session.last_sampler, sampling),
                     stop=arguments.stop,
                     json_schema=schema,
                     progress=lambda done, total: bars.prefill(n_prompt, done, total),
@@ -193,7 +365,7 @@ def fitting(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
     return ids
 
 
-def read_images(arguments: argparse.Namespace) -> list[Picture]:
+def read_images(arguments: argparse.Namespace) -> list[LoadedImage]:
     """The images of --image, after a look at whether the model takes any: before anything large is loaded."""
     if not arguments.image:
         return []

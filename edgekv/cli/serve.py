@@ -7,15 +7,12 @@ import dataclasses
 import ipaddress
 import os
 import re
+import signal
 import socket
 import sys
 from typing import Any
 
-from edgekv.chat.conversation import MAX_NEW_TOKENS
-from edgekv.cli.bars import Bars
-from edgekv.cli.caches import wants_list
-from edgekv.cli.conversation import add_draft_option, add_template_option, load_session, open_template
-from edgekv.cli.metering import add_power_options, energy_source
+from edgekv.cli.eval import wants_list
 from edgekv.cli.options import (
     Command,
     add_adapter_option,
@@ -26,9 +23,13 @@ from edgekv.cli.options import (
     positive_int,
     positive_seconds,
 )
+from edgekv.cli.power import add_power_options, energy_source
+from edgekv.cli.run import add_draft_option, add_template_option, load_session, open_template
+from edgekv.cli.terminal import Bars
+from edgekv.engine.chat import MAX_NEW_TOKENS
+from edgekv.engine.session import Session
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.machine import available_memory_bytes, parse_bytes
-from edgekv.session.session import Session
 
 LOOPBACK_NAMES = ["localhost", "127.0.0.1", "::1"]
 KEY_VARIABLE = "EDGEKV_API_KEY"
@@ -118,7 +119,6 @@ def _execute(arguments: argparse.Namespace) -> int:
     if name in options.loras:
         raise ConfigError(f"--lora {name}=...: {name!r} is the model's own name; give another, or --name")
     from edgekv.server.app import build_app
-    from edgekv.server.energy import ServerEnergy
     from edgekv.server.engine import Engine
     from edgekv.server.limits import BoundedServer, ServerLimits
 
@@ -128,7 +128,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         queue_limit=arguments.queue,
         pool_bytes=_pool_bytes(arguments),
         max_new_tokens=arguments.max_new_tokens,
-        energy=ServerEnergy(source if arguments.slots == 1 else None),  # else no answer's own can be told
+        power=source if arguments.slots == 1 else None,  # else no answer's own can be told
         slots=arguments.slots,
     )
     limits = ServerLimits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
@@ -161,6 +161,8 @@ def _listen(server: Any, arguments: argparse.Namespace, name: str) -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"edgekv: {name} on http://{shown}:{port} (Ctrl-C ends)", file=sys.stderr, flush=True)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process as SIGTERM does
         server.run(sockets=[listener])
 
 

@@ -1,8 +1,8 @@
 """The inner loops of attention over compressed caches, in interchangeable backends.
 
 `contract` states what each function does; `reference` (NumPy) is its plain meaning, `cpu` (Numba) is fast,
-`cuda` (CuPy) runs on a GPU. `kinds` names the file of each that reads a kind of codec. What only the papers'
-schemes and the baselines use is in the folder `papers` of each.
+`cuda` (CuPy) runs on a GPU. A codec's class names the module that reads it (`edgekv.kvcache.codecs`).
+What only the papers' schemes and the baselines use is in the folder `papers` of each.
 """
 
 from typing import cast

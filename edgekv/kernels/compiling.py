@@ -62,8 +62,8 @@ def note_kept(what: str) -> None:
 
 def _place(what: str) -> pathlib.Path | None:
     """A file beside the kernels; None: none are kept."""
-    from edgekv.kernels.cpu import kept
-    from edgekv.kernels.cpu.jit import CPU_FEATURES
+    from edgekv.kernels.cpu import compile as kept
+    from edgekv.kernels.cpu.compile import CPU_FEATURES
 
     folder = numba_cache.folder(kept.__file__)
     if folder is None:

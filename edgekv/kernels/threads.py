@@ -2,19 +2,38 @@
 
 Numba runs them on a pool of the whole process: OpenMP's where libgomp is installed (the packages `libgomp1` of
 Debian, `libgomp` of others), else its own "workqueue", which aborts the process if two Python threads
-use it at once and therefore gets a lock here.
+use it at once and therefore gets a lock here. A Python thread within `serial_kernels` uses itself alone.
 """
+
+from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numba
 
 from edgekv.errors import ConfigError
-from edgekv.kernels.serial import is_serial
+
+_local = threading.local()
+
+
+@contextmanager
+def serial_kernels() -> Iterator[None]:
+    """Kernels called inside, by this Python thread, use no other threads."""
+    _local.on = True
+    try:
+        yield
+    finally:
+        _local.on = False
+
+
+def is_serial() -> bool:
+    """Whether this Python thread is within `serial_kernels`."""
+    return getattr(_local, "on", False)
+
 
 # libgomp's idle threads spin for milliseconds before they sleep, on cores that another program may need by then:
 # on a busy machine a kernel took 20 ms in place of 0.25. 5,000 rounds (0.1 ms on x86-64) outlast what Python does

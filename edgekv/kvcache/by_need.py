@@ -1,6 +1,6 @@
 """Bits by need: what a model loses by one head's noise, measured on a text; bits, and a spread, given out by that.
 
-`docs/planes.md` has the rule and what it brings.
+`docs/lab/planes.md` has the rule and what it brings.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgekv.kernels.arrays import to_host
 from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.planes import CENTRE
-from edgekv.kernels.memory import to_host
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import WORD, Codec, f16_codecs
-from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.full import KeepAll
 from edgekv.types import F32, F64, I64
 
 LEAST, MOST = 1, 4  # bits of a head

@@ -8,7 +8,7 @@ from edgekv.errors import CacheError
 from edgekv.kvcache.spec import AttentionShape, CacheSpec
 from edgekv.machine import format_bytes
 
-# Least measured loss first (docs/quality.md); all keep every token, none needs training.
+# Least measured loss first (docs/lab/quality.md); all keep every token, none needs training.
 AUTO = (
     "dense",
     "dense:dtype=q8",
@@ -50,8 +50,7 @@ def choose(shape: AttentionShape, ctx: int, budget: int) -> tuple[CacheSpec, str
 
     Raises CacheError (field kv_budget) naming the least bytes possible when none fits.
     """
-    suited = [text for text in AUTO if CacheSpec.parse(text).suits(shape)]
-    sizes = {text: CacheSpec.parse(text).planned_bytes(shape, ctx) for text in suited}
+    sizes = {text: CacheSpec.parse(text).planned_bytes(shape, ctx) for text in AUTO}
     fitting = [text for text, size in sizes.items() if size <= budget]
     if not fitting:
         least = min(sizes, key=sizes.__getitem__)
@@ -63,7 +62,7 @@ def choose(shape: AttentionShape, ctx: int, budget: int) -> tuple[CacheSpec, str
             accepted=[f"{sizes[least]} or more"],
         )
     chosen = fitting[0]
-    better = suited[: suited.index(chosen)]
+    better = AUTO[: AUTO.index(chosen)]
     reason = f"kv auto: {chosen} takes {format_bytes(sizes[chosen])} of the budget of {format_bytes(budget)}"
     if better:
         reason += f"; {better[-1]}, the next better, would take {format_bytes(sizes[better[-1]])}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.kvcache.codecs import Codec
-from edgekv.kvcache.geometry import Layout
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import Codec, in_backends
 
 KEY_BLOCK = 32  # tokens that lie next to each other, so that a score loop runs over tokens
 
@@ -33,6 +33,7 @@ class SymmetricKeys(Symmetric):
     """Blocks of KEY_BLOCK tokens, channel by channel; the last block is allocated whole."""
 
     kind = "symmetric_keys"
+    backends = in_backends("ints")
 
     block = KEY_BLOCK
 
@@ -41,5 +42,6 @@ class SymmetricValues(Symmetric):
     """Token by token."""
 
     kind = "symmetric_values"
+    backends = in_backends("ints")
 
     block = 1

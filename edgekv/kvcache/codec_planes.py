@@ -9,10 +9,50 @@ import numpy as np
 
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.planes import CENTRES, GROUPS
-from edgekv.kvcache.codecs import WORD, Codec
-from edgekv.kvcache.geometry import Layout
-from edgekv.kvcache.rotation import Rotation
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import WORD, Codec, in_backends
 from edgekv.types import F32, I64, Array
+
+
+class Rotation:
+    """x -> P x, P (width, head_dim) with orthonormal columns, fixed by ``seed`` and stored with no token.
+
+    A randomised Hadamard transform of x padded with zeros if ``width`` is a power of two, else the orthogonal
+    factor of a Gaussian matrix.
+    """
+
+    def __init__(self, head_dim: int, width: int, seed: int) -> None:
+        self.head_dim, self.width = head_dim, width
+        rng = np.random.Generator(np.random.PCG64(seed))
+        self.flips: F32 | None = None
+        if width & (width - 1) == 0:
+            self.flips = rng.choice(np.array([-1, 1], np.float32), width)
+        else:
+            self.matrix = np.linalg.qr(rng.standard_normal((width, head_dim)))[0].astype(np.float32)
+            self.inverse = np.ascontiguousarray(self.matrix.T)
+
+    def bind(self, like: Array) -> None:
+        """Brings the constants to where ``like`` is."""
+        if self.flips is None:
+            self.matrix = np.asarray(self.matrix, like=like)
+            self.inverse = np.asarray(self.inverse, like=like)
+        else:
+            self.flips = np.asarray(self.flips, like=like)
+
+    def forward(self, x: F32, kernels: Kernels) -> F32:
+        """(A, n, width) of x (A, n, head_dim)."""
+        if self.flips is None:
+            return kernels.project(x, self.matrix)
+        out = np.empty_like(x, shape=(*x.shape[:2], self.width))
+        kernels.hadamard(x, self.flips, out)
+        return out
+
+    def add_back(self, x: F32, out: F32, kernels: Kernels) -> None:
+        """out (A, n, head_dim) += the inverse of x (A, n, width)."""
+        if self.flips is None:
+            out += kernels.project(x, self.inverse)
+        else:
+            kernels.hadamard_back(x, self.flips, out)
 
 
 class CentredPlanes(Codec):
@@ -27,6 +67,7 @@ class CentredPlanes(Codec):
     """
 
     kind = "centred_planes"
+    backends = in_backends("planes")
 
     def __init__(
         self,
@@ -89,11 +130,6 @@ class CentredPlanes(Codec):
         self.kernels.encode_centres(rotated, a["centres"], a["centre_step"], t0)
         for heads, planes in runs_of_heads(self.bits, a["planes"]):
             self.kernels.encode_keys(rotated[heads], planes, a["scale"][heads], t0)
-        self._encode_rest(rotated, t0)
-
-    def _encode_rest(self, residual: F32, t0: int) -> None:
-        """What a finer code keeps of r (n_kv_heads, n, width), which it may overwrite."""
-        return
 
 
 def bits_of_heads(bits: int | Sequence[int], n_kv_heads: int) -> tuple[I64, I64]:
@@ -118,6 +154,7 @@ class InterleavedValues(Codec):
     """
 
     kind = "interleaved"
+    backends = in_backends("planes")
 
     def __init__(
         self, n_kv_heads: int, capacity: int, head_dim: int, *, bits: int | Sequence[int], seed: int

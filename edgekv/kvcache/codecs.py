@@ -6,13 +6,13 @@ A scheme is a codec for keys, one for values, and a policy of which tokens lie i
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.geometry import Layout
+from edgekv.kvcache.cache import Layout
 from edgekv.types import F32, Array
 
 WORD = 64  # tokens per block of packed codes, bits per word
@@ -21,12 +21,13 @@ WORD = 64  # tokens per block of packed codes, bits per word
 class Codec(abc.ABC):
     """Packed storage of ``capacity`` tokens for ``n_kv_heads`` heads of ``head_dim`` channels.
 
-    A codec must say its ``kind``, which names the loops that read it (`edgekv.kernels.kinds`), its `layout` and
-    `token_bytes`. One of kind "decoded" needs no loops: it has `encode` and `decode`, and is read through these,
-    slowly. Others get `encode` from their loops, or make it of what `edgekv.kernels.contract` offers.
+    A codec must define ``kind``, `layout`, `token_bytes`, `encode` and `decode`. It is read by way of what it
+    decodes to, slowly, unless ``backends`` has more: by backend (cpu, cuda; reference for one without `decode`) a
+    module whose ``LOOPS[kind]`` reads it, and may encode it (`Loops` in loops.py of each backend).
     """
 
     kind: ClassVar[str]
+    backends: ClassVar[Mapping[str, str]] = {}
     backend_state: Any = None
     """What the kernels remember of the bound arrays, theirs alone; None whenever the arrays are others."""
 
@@ -58,15 +59,21 @@ class Codec(abc.ABC):
     def decode(self, t0: int, t1: int) -> F32:
         """Tokens t0..t1 as the numbers that they stand for, (n_kv_heads, t1 - t0, head_dim) float32.
 
-        Raises NotImplementedError: attention needs it of kind "decoded" alone.
+        Raises NotImplementedError: codecs that bring loops for all backends need none.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode")
+
+
+def in_backends(module: str, *names: str) -> Mapping[str, str]:
+    """Returns `Codec.backends` of a module of edgekv's own backends: of ``names``, by default of all three."""
+    return {name: f"edgekv.kernels.{name}.{module}" for name in names or ("reference", "cpu", "cuda")}
 
 
 class F16(Codec):
     """IEEE half precision, 2 bytes per element."""
 
     kind = "f16"
+    backends = in_backends("rows")
 
     def layout(self) -> Layout:
         return {"half": ((self.n_kv_heads, self.capacity, self.head_dim), "uint16")}
@@ -101,6 +108,7 @@ class Float32(Codec):
     """Single precision, 4 bytes per element: the exact baseline."""
 
     kind = "f32"
+    backends = in_backends("rows")
 
     def layout(self) -> Layout:
         return {"single": ((self.n_kv_heads, self.capacity, self.head_dim), "float32")}

@@ -5,18 +5,53 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
-from edgekv.kernels.aligned import zeros
+from edgekv.kernels.arrays import zeros
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.codec_store import CodecStore
+from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.codecs import F16, Codec, Float32
-from edgekv.kvcache.geometry import Geometry, Workspace
-from edgekv.kvcache.spans import Run, Span, runs
+from edgekv.kvcache.full import CodecStore
 from edgekv.machine import format_bytes
 from edgekv.types import F32
+
+
+@dataclasses.dataclass
+class Span:
+    """Image tokens at positions start..stop: in ``exact`` stores (f16) until the last has come, then packed."""
+
+    start: int
+    stop: int
+    packed: tuple[Codec, Codec]
+    exact: tuple[F16, F16] | None = None
+
+
+class Run(NamedTuple):
+    """Positions start..stop, held by one store (the span's, or the text's) as its tokens from ``at`` on."""
+
+    start: int
+    stop: int
+    at: int
+    span: Span | None
+
+
+def runs(spans: Sequence[Span], start: int, stop: int) -> Iterator[Run]:
+    """Where positions start..stop are or will be, in order."""
+    n_image = 0  # image tokens before `start`
+    for span in spans:
+        if start < min(span.start, stop):
+            yield Run(start, min(span.start, stop), start - n_image, None)
+            start = min(span.start, stop)
+        if max(start, span.start) < min(stop, span.stop):
+            start = max(start, span.start)
+            yield Run(start, min(stop, span.stop), start - span.start, span)
+            start = min(stop, span.stop)
+        n_image += span.stop - span.start
+    if start < stop:
+        yield Run(start, stop, start - n_image, None)
+
 
 TEXTS: dict[str, type[F16] | type[Float32]] = {"f16": F16, "f32": Float32}
 ENDS = ("key", "value")
@@ -33,7 +68,7 @@ class ImageSpans(CodecStore):
     block: ClassVar[int] = 1
 
     @classmethod
-    def kinds(cls, knobs: Any) -> set[str] | None:
+    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
         """None: spans' memory is the host's."""
         return None
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from edgekv.checks import short_repr
 from edgekv.errors import CacheError
 from edgekv.types import F32
 
@@ -132,5 +133,6 @@ def require_factors(name: str, x: F32, source: str) -> None:
 
 def bad_knob(scheme: str, knob: str, value: object, *accepted: object) -> CacheError:
     """A value that a knob does not take. accepted: what it takes, a value or a phrase each."""
-    whole, takes = f"{scheme}:{knob}={value!s:.60}", [str(each) for each in accepted]
+    text = value if isinstance(value, str) else short_repr(value)
+    whole, takes = f"{scheme}:{knob}={text:.60}", [str(each) for each in accepted]
     return CacheError(f"kv={whole!r}: accepted: {', '.join(takes)}", field="kv", value=whole, accepted=takes)

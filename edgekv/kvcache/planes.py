@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from edgekv.kernels.memory import to_host
+from edgekv.kernels.arrays import to_host
 from edgekv.kvcache.by_need import CHUNKS, LEAST, MIDDLE_DIGIT, MOST, HeadNoise, evenly, factors_of, given
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
-from edgekv.kvcache.codec_two_stages import TwoStageKeys, TwoStageValues
 from edgekv.kvcache.codecs import WORD, Codec, WindowCodecs, f16_codecs
-from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.knobs import (
     Knobs,
     are_factors,
@@ -30,8 +29,12 @@ from edgekv.kvcache.knobs import (
 from edgekv.kvcache.windowed import Sizes, Windowed
 from edgekv.types import F32
 
+NO_SECOND_STAGE = (
+    "reading the likely tokens in a second stage gained nothing; use kv='planes:k_bits=4,v_bits=4,by_need=true'"
+)
+
 KEY_SCALES = {1: 0.9, 2: 0.95, 3: 1.0, 4: 1.0}
-"""Of the estimated scores by bits of a key, where none is given: what diverged least (docs/quality.md)."""
+"""Of the estimated scores by bits of a key, where none is given: what diverged least (docs/lab/quality.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +50,10 @@ class PlanesKnobs(Knobs):
     v_heads: digits, default none. Bits of the values of each KV head, likewise.
     k_spread: digits, default none. Of each KV head 8, found likewise: 2 ** ((digit - 4) / 2) is the factor of its
         keys' channels in an eighth of RoPE's pairs.
-    threshold: float, default 0. If above 0, keys are scored by their first bit alone, and only where their
-        centres leave a chance; tokens with this attention probability or more, times the square root of the query
-        heads that share a KV head, are read in full: k_bits and v_bits are 4 then. At most 1.
     sink: int, default 4. First tokens of the context that stay in f16.
     residual_length: int, default 128. Latest tokens that stay in f16, at least; packed 64 at a time.
     key_scale: float, default 0. Factor of the estimated scores, at most 2; 1 is unbiased, 0 takes the best for the
-        bits: 0.9, 0.95, 1 and 1 for 1 to 4 bits, 0.9 with a threshold.
+        bits: 0.9, 0.95, 1 and 1 for 1 to 4 bits.
     seed: int, default 0. Of the random rotation of keys and values.
     """
 
@@ -65,11 +65,11 @@ class PlanesKnobs(Knobs):
         "p": "threshold",
     }
     retired: ClassVar[tuple[str, ...]] = ("planes",)
+    removed: ClassVar[dict[str, str]] = {"threshold": NO_SECOND_STAGE}
     found: ClassVar[tuple[str, ...]] = ("k_heads", "v_heads", "k_spread")
 
     k_bits: float = number(2.0, LEAST, MOST, " bits")
     v_bits: float = number(2.0, LEAST, MOST, " bits")
-    threshold: float = number(0.0, 1e-12, 1, ", a probability", or_zero=True)
     sink: int = tokens(4)
     residual_length: int = tokens(128)
     key_scale: float = number(0.0, 0, 2)
@@ -84,11 +84,6 @@ class PlanesKnobs(Knobs):
         for name in ("k_bits", "v_bits"):
             if getattr(self, name) % 1 == 0:
                 object.__setattr__(self, name, int(getattr(self, name)))
-        if self.threshold and (self.k_bits, self.v_bits, self.by_need) != (4, 4, False):
-            raise bad_knob(self.scheme, "threshold", self.threshold, "with k_bits=4 and v_bits=4 only, else 0")
-        for name in self.found:
-            if self.threshold and getattr(self, name):
-                raise bad_knob(self.scheme, name, getattr(self, name), "nothing with a threshold")
 
     @property
     def wants_fit(self) -> bool:
@@ -156,9 +151,8 @@ class Planes(Windowed):
     * D for each of the sink and residual_length..residual_length + 63 exact tokens.
 
     P is a randomised Hadamard transform, c the mean of 16 tokens in two steps, f = |r|_2 ** 2 / (r . x), as in
-    RaBitQ (SIGMOD 2024). With a fraction of bits, or ``by_need``, heads have different whole bits. With a
-    ``threshold`` (138.3 bytes at D = 128) a step reads 6.3 of every token, the rest of few. docs/planes.md
-    explains each part. An adapter brings trained ``key_scale``, one per KV head; with it a prompt too attends to
+    RaBitQ (SIGMOD 2024). With a fraction of bits, or ``by_need``, heads have different whole bits
+    (docs/lab/planes.md). An adapter brings trained ``key_scale``, one per KV head; with it a prompt too attends to
     what is packed.
     """
 
@@ -170,28 +164,18 @@ class Planes(Windowed):
     adapted_by = ""  # where a trained key_scale is from
 
     @classmethod
-    def caps_scores(cls, knobs: PlanesKnobs) -> bool:
-        """Not with a second stage."""
-        return not knobs.threshold
-
-    @classmethod
     def window_codecs(cls, knobs: PlanesKnobs) -> WindowCodecs:
         return f16_codecs
 
     @classmethod
-    def kinds(cls, knobs: PlanesKnobs) -> set[str] | None:
-        return super().kinds(dataclasses.replace(knobs, k_heads="", v_heads="", k_spread=""))
+    def codecs_used(cls, knobs: PlanesKnobs) -> set[type[Any]] | None:
+        return super().codecs_used(dataclasses.replace(knobs, k_heads="", v_heads="", k_spread=""))
 
     def exact_sizes(self, knobs: PlanesKnobs) -> Sizes:
         return Sizes(sink=knobs.sink, residual_length=knobs.residual_length, block=WORD)
 
     def codecs(self, geometry: Geometry, capacity: int, knobs: PlanesKnobs) -> tuple[Codec, Codec]:
         shape = geometry.n_kv_heads, capacity, geometry.head_dim
-        self.keys: CentredPlanes
-        if knobs.threshold:
-            keys = self.keys = TwoStageKeys(*shape, key_scale=knobs.key_scale or KEY_SCALES[1], seed=knobs.seed)
-            of_group = knobs.threshold * math.sqrt(geometry.n_rep)  # a read token serves all heads of the group
-            return keys, TwoStageValues(keys, n_rep=geometry.n_rep, threshold=of_group)
         k_bits, v_bits = knobs.layer_bits(geometry)
         scales = [knobs.key_scale or KEY_SCALES[bits] for bits in k_bits]
         spread = knobs.layer_spread(geometry)
@@ -229,16 +213,3 @@ class Planes(Windowed):
         if self.geometry.layer == 0:
             found += self.knobs.notes()
         return found
-
-    def bytes_read(self) -> int:
-        """With a threshold: as many tokens beyond the scan as the last queries chose, on average (or at most)."""
-        if not isinstance(self.value_codec, TwoStageValues):
-            return super().bytes_read()
-        left = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
-        recent = min(self.n_recent, left)
-        packed = min(self.n_packed, left - recent)
-        sink = min(self.n_sink, left - recent - packed)
-        exact = self._stores["recent_key"].token_bytes + self._stores["recent_value"].token_bytes
-        values = self.value_codec
-        of_all = -(-packed // WORD) * (values.keys.estimate_bytes + values.block_bytes)
-        return (recent + sink) * exact + of_all + values.chosen_bytes(packed)

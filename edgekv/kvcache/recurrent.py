@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.memory import to_host
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Layout, layout_bytes
-from edgekv.kvcache.layer_state import LayerState
+from edgekv.kernels.arrays import to_host
+from edgekv.kvcache.cache import KVCache, LayerState, Layout, layout_bytes
 from edgekv.kvcache.spec import AttentionShape, CacheSpec
 from edgekv.models.recurrence import Recurrence
 from edgekv.types import F32, Array

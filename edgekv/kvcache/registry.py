@@ -7,10 +7,8 @@ import functools
 from importlib import metadata
 
 from edgekv.errors import CacheError, unknown
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.bitplane import BitPlane
-from edgekv.kvcache.dense import Dense
-from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.cache import Geometry, KVCache
+from edgekv.kvcache.full import Dense
 from edgekv.kvcache.onebit import OneBit
 from edgekv.kvcache.papers.fier import Fier
 from edgekv.kvcache.papers.h1b import H1B
@@ -25,8 +23,8 @@ from edgekv.kvcache.papers.snapkv import SnapKV
 from edgekv.kvcache.papers.streaming import Streaming
 from edgekv.kvcache.papers.tova import Tova
 from edgekv.kvcache.papers.visual import Visual1
-from edgekv.kvcache.planes import Planes
-from edgekv.kvcache.steps import Steps
+from edgekv.kvcache.planes import NO_SECOND_STAGE, Planes
+from edgekv.kvcache.tiered import Steps
 from edgekv.kvcache.visual_planes import VisualPlanes
 
 ENTRY_POINTS = "edgekv.schemes"
@@ -52,10 +50,14 @@ CACHES: dict[str, type[KVCache]] = {
         KVComp,
         Planes,
         OneBit,
-        BitPlane,
         Steps,
     )
 }
+
+
+def removed(kv: str, why: str) -> CacheError:
+    """Returns the refusal of a scheme or knob that there was; ``why`` says what to do, too."""
+    return CacheError(f"kv={kv!r} was removed: {why}", field="kv", value=kv)
 
 
 def register(scheme: type[KVCache]) -> type[KVCache]:
@@ -89,6 +91,8 @@ def _present(name: str) -> str:
 
 def find_scheme(name: str) -> type[KVCache]:
     """The scheme of that name or alias, ours or another package's. Raises CacheError (field kv)."""
+    if name == "bitplane":
+        raise removed(name, NO_SECOND_STAGE)
     broken = {} if _present(name) in CACHES else load_entry_points()
     if name in broken:
         raise CacheError(broken[name], field="kv", value=name)

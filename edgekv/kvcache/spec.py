@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.base import KVCache
-from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.knobs import bad_knob, declared
-from edgekv.kvcache.registry import find_scheme, load_entry_points, schemes
-from edgekv.kvcache.rolling import Rolling
+from edgekv.kvcache.registry import find_scheme, load_entry_points, removed, schemes
+from edgekv.kvcache.sliding import Rolling
 from edgekv.models.recurrence import Recurrence
 
 
@@ -72,6 +71,10 @@ class CacheSpec:
             knob, equals, value = item.partition("=")
             knob = aliases.get(knob, knob)
             if equals and knob in getattr(scheme.Knobs, "retired", ()):  # changes nothing any more
+                continue
+            if equals and knob in (gone := getattr(scheme.Knobs, "removed", {})):
+                if value.strip("0."):
+                    raise removed(text, gone[knob])
                 continue
             if knob not in fields or not equals:
                 raise _no_knob(name, item, fields)
@@ -144,9 +147,8 @@ class CacheSpec:
     def layers(self, shape: AttentionShape, capacity: int) -> list[KVCache]:
         """One cache per layer that attends, for ``capacity`` tokens, not allocated yet.
 
-        Raises CacheError (field kv) for a bad shape, and for a scheme that can't read this model.
+        Raises CacheError (field kv) for a bad shape.
         """
-        self._require_suited(shape)
         attending = [i for i, each in enumerate(shape.layer_recurrences) if each is None]
         return [
             self.layer(
@@ -172,21 +174,6 @@ class CacheSpec:
             return own
         rolling = Rolling(geometry, self.knobs, codecs)
         return rolling if rolling.planned_bytes() < own.planned_bytes() else own
-
-    def suits(self, shape: AttentionShape) -> bool:
-        """Whether the scheme can read this model."""
-        return shape.score_cap is None or self.scheme.caps_scores(self.knobs)
-
-    def _require_suited(self, shape: AttentionShape) -> None:
-        if not self.suits(shape):
-            accepted = [name for name, scheme in schemes().items() if scheme.caps_scores(scheme.Knobs())]
-            raise CacheError(
-                f"kv={self.scheme.name!r} can't bound attention's scores, which this model does (by "
-                f"{shape.score_cap:g}); accepted: {', '.join(accepted)}",
-                field="kv",
-                value=self.scheme.name,
-                accepted=accepted,
-            )
 
     def planned_bytes(self, shape: AttentionShape, capacity: int) -> int:
         """Bytes of all caches' arrays for ``capacity`` tokens."""

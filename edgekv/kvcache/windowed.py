@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.codec_store import CodecStore
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.full import CodecStore
 from edgekv.types import F32
 
 EXTEND_TOKENS = 1024  # of a prompt, packed at a time: bounds the float32 copies

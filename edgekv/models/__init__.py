@@ -1,76 +1,105 @@
-"""Model families: one entry per config.json model_type."""
+"""Model families, each in one file, by config.json's model_type.
+
+A package adds one by an entry point of the group ``edgekv.families``, whose name is the model_type, or by
+`register_family`: a subclass of `Architecture`, mostly of `edgekv.models.llama.Llama`, with its config's schema.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from importlib import import_module
+from importlib.metadata import entry_points
 
+from edgekv.checks import short_repr
 from edgekv.errors import CheckpointError, ConfigError
 from edgekv.models.architecture import Architecture
 from edgekv.models.config import Raw
-from edgekv.models.gemma import Gemma2, Gemma3, Gemma3WithVision
-from edgekv.models.gpt2 import GPT2
-from edgekv.models.gpt_oss import GptOss
-from edgekv.models.granite import Granite
-from edgekv.models.lfm2 import Lfm2
-from edgekv.models.llama import Llama
-from edgekv.models.llava import Llava
-from edgekv.models.ministral3 import Ministral3, Mistral3
-from edgekv.models.mistral import Mistral
-from edgekv.models.mixtral import Mixtral
-from edgekv.models.olmo2 import Olmo2
-from edgekv.models.phi3 import Phi3
-from edgekv.models.qwen import Qwen2, Qwen3
-from edgekv.models.qwen3_5 import Qwen35, Qwen35WithVision
-from edgekv.models.qwen3_moe import Qwen3Moe
-from edgekv.models.smollm3 import SmolLM3
-from edgekv.schema import shown
+from edgekv.models.gguf import GgufNames
 
-MODELS: dict[str, type[Architecture]] = {
-    "llama": Llama,
-    "mistral": Mistral,
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
-    "gpt2": GPT2,
-    "gemma2": Gemma2,
-    "gemma3": Gemma3WithVision,
-    "gemma3_text": Gemma3,
-    "phi3": Phi3,
-    "smollm3": SmolLM3,
-    "olmo2": Olmo2,
-    "granite": Granite,
-    "ministral3": Ministral3,
-    "mistral3": Mistral3,
-    "lfm2": Lfm2,
-    "qwen3_5": Qwen35WithVision,
-    "qwen3_5_text": Qwen35,
-    "qwen3_moe": Qwen3Moe,
-    "mixtral": Mixtral,
-    "gpt_oss": GptOss,
-    "llava": Llava,
+GROUP = "edgekv.families"
+FAMILIES: dict[str, str | type[Architecture]] = {  # module:class, imported when the type is met
+    "llama": "llama:Llama",
+    "mistral": "mistral:Mistral",
+    "qwen2": "qwen:Qwen2",
+    "qwen3": "qwen:Qwen3",
+    "gemma2": "gemma:Gemma2",
+    "gemma3": "gemma:Gemma3WithVision",
+    "gemma3_text": "gemma:Gemma3",
+    "phi3": "phi3:Phi3",
+    "smollm3": "smollm3:SmolLM3",
+    "olmo2": "olmo2:Olmo2",
+    "granite": "granite:Granite",
+    "gpt2": "gpt2:GPT2",
+    "ministral3": "mistral:Ministral3",
+    "mistral3": "mistral:Mistral3",
+    "lfm2": "lfm2:Lfm2",
+    "qwen3_5": "qwen3_5:Qwen35WithVision",
+    "qwen3_5_text": "qwen3_5:Qwen35",
+    "qwen3_moe": "qwen:Qwen3Moe",
+    "mixtral": "mistral:Mixtral",
+    "gpt_oss": "gpt_oss:GptOss",
+    "llava": "llava:Llava",
 }
 
 
-def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architecture:
-    """The architecture that a config.json describes, with the tensor prefix that the checkpoint uses.
+def register_family(model_type: str, family: type[Architecture]) -> None:
+    """Adds a family, or takes the place of one. Raises ConfigError for what is no subclass of `Architecture`."""
+    if not (isinstance(family, type) and issubclass(family, Architecture)):
+        raise ConfigError(f"family={family!r} of {model_type}: accepted: a subclass of edgekv's Architecture")
+    FAMILIES[model_type] = family
 
-    Raises ConfigError for an unsupported architecture (naming the supported ones) or a contradictory
-    config, CheckpointError when ``tensors`` (the checkpoint's names) don't hold its embedding table.
+
+def find_family(model_type: object) -> type[Architecture]:
+    """Returns the family of a model_type. Raises ConfigError for an unknown one, naming those that are known."""
+    if isinstance(model_type, str) and model_type not in FAMILIES:
+        for point in entry_points(group=GROUP, name=model_type):
+            register_family(model_type, point.load())
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"config.json: architecture {short_repr(model_type)} is not supported; supported model_type values: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[model_type]
+    if isinstance(family, str):
+        module, _, name = family.partition(":")
+        family = FAMILIES[model_type] = getattr(import_module(f"edgekv.models.{module}"), name)
+    return family
+
+
+def stacks_experts(raw: Raw) -> bool:
+    """Whether such a checkpoint holds the experts of a layer in one tensor; not of an unknown family."""
+    try:
+        return find_family(raw.get("model_type")).stacked_experts
+    except ConfigError:
+        return False
+
+
+def gguf_families() -> dict[str, GgufNames]:
+    """Returns how each architecture is written in GGUF files, by GGUF's name of it."""
+    outside = [point.name for point in entry_points(group=GROUP)]
+    own = [vars(find_family(model_type)).get("gguf") for model_type in dict.fromkeys([*FAMILIES, *outside])]
+    return {names.architecture: names for names in own if names is not None}
+
+
+def architecture(raw: Raw, tensors: Container[str] | None = None) -> Architecture:
+    """Returns the architecture that a config.json describes, with the tensor prefix that the checkpoint uses.
+
+    Raises ConfigError for an unsupported architecture or a contradictory config, CheckpointError when ``tensors``
+    (the checkpoint's names) don't hold its embedding table.
     """
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODELS:
-        named = model_type or raw.get("architectures") or "none given"
-        raise ConfigError(
-            f"config.json: architecture {shown(named)} is not supported; supported model_type values: "
-            f"{', '.join(sorted(MODELS))}"
-        )
-    family = MODELS[model_type]
-    prefixes = [p for p in family.prefixes if tensors is None or p + family.probe in tensors]
+    if not isinstance(model_type, str):
+        model_type = model_type or raw.get("architectures") or "none given"
+    family = find_family(model_type)
+    prefixes = [p for p in family.prefixes if tensors is None or p + family.required_tensor in tensors]
     if not prefixes:
         raise CheckpointError(
-            f"the checkpoint has no tensor {family.prefixes[0]}{family.probe}: "
+            f"the checkpoint has no tensor {family.prefixes[0]}{family.required_tensor}: "
             f"it is not the {model_type} model that its config.json describes"
         )
     return family(family.read_config(raw), prefixes[0])
 
 
 def unexpected(arch: Architecture, names: Iterable[str]) -> list[str]:
-    """Checkpoint tensors that the architecture neither uses nor knows to ignore."""
+    """Returns checkpoint tensors that the architecture neither uses nor knows to ignore."""
     return sorted(set(names) - set(arch.tensors()) - {n for n in names if arch.ignores(n)})

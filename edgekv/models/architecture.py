@@ -1,7 +1,6 @@
 """What an architecture is: named weights, and the three blocks of a decoder written against abstract operators.
 
-A block is written once. Run with NumPy operators it computes (the reference); run with the graph
-builder's operators it is recorded as an ONNX graph (float32 weights on the CPU).
+A block is written once. NumPy's operators are the reference; those of the CPU and of CUDA are kernels.
 """
 
 from __future__ import annotations
@@ -9,10 +8,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
-from edgekv.models.config import ModelConfig, Raw
+from msgspec import Struct
+
+from edgekv.checks import read_fields
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw
+from edgekv.models.gguf import GgufNames
 
 
 class Ops(Protocol):
@@ -123,14 +126,27 @@ class Architecture(abc.ABC):
     learned positions, ``positions``. A layer that does not attend has ``{i}.in`` in place of ``{i}.qkv``.
     """
 
-    read_config: Callable[[Raw], ModelConfig]
+    schema: type[Struct]  # of config.json
+    gguf: ClassVar[GgufNames | None] = None  # of the family itself; a subclass has its own, or none
+    layers_key, positions_key = "num_hidden_layers", "max_position_embeddings"  # of config.json
+    stacked_experts = False  # whether the checkpoint holds those of a layer in one tensor
     prefixes: tuple[str, ...]  # of the checkpoint's tensor names, the usual one first
     ignored: tuple[str, ...]  # patterns of checkpoint tensors that hold no weights
-    probe: str  # a tensor that every checkpoint of the family has, without its prefix
+    required_tensor: str  # a tensor that every checkpoint of the family has, without its prefix
     norm_offset = 0.0  # is added to norm weights as the checkpoint has them
 
     def __init__(self, config: ModelConfig, prefix: str) -> None:
         self.config, self.prefix = config, prefix
+
+    @classmethod
+    def read_config(cls, raw: Raw) -> ModelConfig:
+        """Reads a config.json. Raises ConfigError for what the schema refuses and for contradictions."""
+        return cls.model_config(read_fields(raw, cls.schema, "config.json", CONFIG_HINT), raw)
+
+    @classmethod
+    @abc.abstractmethod
+    def model_config(cls, file: Any, raw: Raw) -> ModelConfig:
+        """Makes the ModelConfig. file: config.json's fields, as ``schema`` has them; raw: the whole of it."""
 
     @abc.abstractmethod
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:

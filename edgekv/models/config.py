@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from edgekv.checks import short_repr
 from edgekv.errors import ConfigError
 from edgekv.models.recurrence import Recurrence
 from edgekv.models.rope import RopeConfig
-from edgekv.schema import shown
 
 Raw = Mapping[str, Any]
 MOST_EXPERTS = 1 << 16  # of all layers: twice the largest models'
 CONFIG_HINT = "add or correct it, or give a whole config=FILE"
+
+# Types of fields. Their bounds are far beyond any known model; they keep a damaged or hostile file from taking
+# memory or time before a tensor is looked at.
+Layers = Annotated[int, Meta(ge=1, le=1024)]
+Heads = Annotated[int, Meta(ge=1, le=1 << 14)]
+Width = Annotated[int, Meta(ge=1, le=1 << 20)]
+Vocabulary = Annotated[int, Meta(ge=1, le=1 << 24)]
+Experts = Annotated[int, Meta(ge=1, le=1 << 14)]
+Epsilon = Annotated[float, Meta(ge=0, le=1)]
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Taps = Annotated[int, Meta(ge=2, le=64)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +103,9 @@ class ModelConfig:
                 every.append(rope)
         return every
 
-    def keys_change(self, before: int, after: int) -> bool:
+    def rope_invalidates_keys(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``."""
-        return any(rope.keys_change(before, after) for rope in self.ropes)
+        return any(rope.rope_invalidates_keys(before, after) for rope in self.ropes)
 
     @property
     def layer_recurrences(self) -> tuple[Recurrence | None, ...]:
@@ -143,36 +156,33 @@ def head_size(hidden: int, heads: int) -> int:
 
 
 def sliding_layers(layer_types: Sequence[str], window: int | None, n_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window, of config.json's layer_types. ConfigError for another number or type of layers."""
-    if len(layer_types) != n_layers:
-        raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ConfigError(
-            f"config.json: layer_types has {shown(unknown[0])}, which is not supported; supported: "
-            "full_attention, sliding_attention"
-        )
+    """Returns each layer's window, of config.json's layer_types. ConfigError for another number or type."""
+    _check_layer_types(layer_types, "sliding_attention", n_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def recurrent_layers(
     layer_types: Sequence[str], kind: str, recurrence: Recurrence, n_layers: int
 ) -> tuple[Recurrence | None, ...]:
-    """`ModelConfig.recurrences` of config.json's layer_types: that recurrence in layers of the type ``kind``.
+    """Returns `ModelConfig.recurrences` of config.json's layer_types: that recurrence in layers of type ``kind``.
 
     ConfigError for another number or type of layers, and where none attends.
     """
-    if len(layer_types) != n_layers:
-        raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
-    unknown = sorted(set(layer_types) - {"full_attention", kind})
-    if unknown:
-        raise ConfigError(
-            f"config.json: layer_types has {shown(unknown[0])}, which is not supported; supported: "
-            f"full_attention, {kind}"
-        )
+    _check_layer_types(layer_types, kind, n_layers)
     if "full_attention" not in layer_types:
         raise ConfigError("config.json: no layer attends; at least one must be of the type full_attention")
     return tuple(recurrence if each == kind else None for each in layer_types)
+
+
+def _check_layer_types(layer_types: Sequence[str], other: str, n_layers: int) -> None:
+    if len(layer_types) != n_layers:
+        raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
+    unknown = sorted(set(layer_types) - {"full_attention", other})
+    if unknown:
+        raise ConfigError(
+            f"config.json: layer_types has {short_repr(unknown[0])}, which is not supported; supported: "
+            f"full_attention, {other}"
+        )
 
 
 def check(config: ModelConfig) -> ModelConfig:

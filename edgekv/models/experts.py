@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.models.architecture import Linear, Ops
-from edgekv.models.llama import Llama
+from edgekv.models.config import Experts
+from edgekv.models.llama import Llama, LlamaConfigSchema
+
+
+class MixtureConfigSchema(LlamaConfigSchema):
+    """What mixtures of experts share; num_experts and num_local_experts are two names of one field."""
+
+    num_experts_per_tok: Experts | None = None
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
 
 
 class Mixture(Llama):

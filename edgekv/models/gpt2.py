@@ -4,48 +4,63 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct
+
 from edgekv.errors import ConfigError
 from edgekv.models.architecture import Architecture, Linear, Ops, WeightPart
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size
-from edgekv.models.files import GPT2File
-from edgekv.schema import read
+from edgekv.models.config import (
+    CONFIG_HINT,
+    Epsilon,
+    Heads,
+    Layers,
+    ModelConfig,
+    Raw,
+    Vocabulary,
+    Width,
+    activation,
+    check,
+    head_size,
+)
+from edgekv.models.gguf import GgufNames
+from edgekv.models.rope import Positions
+
+GPT2_NAMES = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output_norm": "ln_f",
+    "output": "lm_head",
+    "blk.{i}.attn_norm": "h.{i}.ln_1",
+    "blk.{i}.attn_qkv": "h.{i}.attn.c_attn",
+    "blk.{i}.attn_output": "h.{i}.attn.c_proj",
+    "blk.{i}.ffn_norm": "h.{i}.ln_2",
+    "blk.{i}.ffn_up": "h.{i}.mlp.c_fc",
+    "blk.{i}.ffn_down": "h.{i}.mlp.c_proj",
+}
+GPT2_KEYS = {
+    "n_embd": "embedding_length",
+    "n_inner": "feed_forward_length",
+    "n_layer": "block_count",
+    "n_head": "attention.head_count",
+    "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
 
 
-def gpt2_config(raw: Raw) -> ModelConfig:
-    """ModelConfig of a GPT-2 config.json."""
-    file = read(raw, GPT2File, "config.json", CONFIG_HINT)
-    hidden, heads, layers = file.n_embd, file.n_head, file.n_layer
-    positions = file.n_positions or file.n_ctx
-    if positions is None:
-        raise ConfigError(f"config.json: 'n_positions' is missing; {CONFIG_HINT}")
-    head_dim = head_size(hidden, heads)
-    if heads * head_dim != hidden:
-        raise ConfigError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
-    scale = 1.0 if file.scale_attn_weights is False else head_dim**-0.5
-    by_layer = file.scale_attn_by_inverse_layer_idx
-    return check(
-        ModelConfig(
-            model_type="gpt2",
-            vocab_size=file.vocab_size,
-            hidden_size=hidden,
-            intermediate_size=file.n_inner or 4 * hidden,
-            n_layers=layers,
-            n_heads=heads,
-            n_kv_heads=heads,
-            head_dim=head_dim,
-            max_positions=positions,
-            norm_eps=1e-5 if file.layer_norm_epsilon is None else file.layer_norm_epsilon,
-            activation=activation(file.activation_function or "gelu_new"),
-            tied_embeddings=file.tie_word_embeddings is not False,
-            qkv_bias=True,
-            out_bias=True,
-            mlp_bias=True,
-            qk_norm=False,
-            layer_ropes=(None,) * layers,
-            layer_windows=(None,) * layers,
-            layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(layers)),
-        )
-    )
+class GPT2ConfigSchema(Struct):
+    """gpt2."""
+
+    n_embd: Width
+    n_head: Heads
+    n_layer: Layers
+    vocab_size: Vocabulary
+    n_positions: Positions | None = None
+    n_ctx: Positions | None = None
+    n_inner: Width | None = None
+    layer_norm_epsilon: Epsilon | None = None
+    activation_function: str | None = None
+    tie_word_embeddings: bool | None = None
+    scale_attn_weights: bool | None = None
+    scale_attn_by_inverse_layer_idx: bool | None = None
 
 
 class GPT2(Architecture):
@@ -53,8 +68,47 @@ class GPT2(Architecture):
 
     prefixes = ("transformer.", "")
     ignored = (r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$")
-    read_config = staticmethod(gpt2_config)
-    probe = "wte.weight"
+    schema = GPT2ConfigSchema
+    gguf = GgufNames(
+        "gpt2", "gpt2", GPT2_NAMES, GPT2_KEYS, conv1d=("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    )
+    layers_key, positions_key = "n_layer", "n_positions"
+    required_tensor = "wte.weight"
+
+    @classmethod
+    def model_config(cls, file: GPT2ConfigSchema, raw: Raw) -> ModelConfig:
+        hidden, heads, layers = file.n_embd, file.n_head, file.n_layer
+        positions = file.n_positions or file.n_ctx
+        if positions is None:
+            raise ConfigError(f"config.json: 'n_positions' is missing; {CONFIG_HINT}")
+        head_dim = head_size(hidden, heads)
+        if heads * head_dim != hidden:
+            raise ConfigError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
+        scale = 1.0 if file.scale_attn_weights is False else head_dim**-0.5
+        by_layer = file.scale_attn_by_inverse_layer_idx
+        return check(
+            ModelConfig(
+                model_type="gpt2",
+                vocab_size=file.vocab_size,
+                hidden_size=hidden,
+                intermediate_size=file.n_inner or 4 * hidden,
+                n_layers=layers,
+                n_heads=heads,
+                n_kv_heads=heads,
+                head_dim=head_dim,
+                max_positions=positions,
+                norm_eps=1e-5 if file.layer_norm_epsilon is None else file.layer_norm_epsilon,
+                activation=activation(file.activation_function or "gelu_new"),
+                tied_embeddings=file.tie_word_embeddings is not False,
+                qkv_bias=True,
+                out_bias=True,
+                mlp_bias=True,
+                qk_norm=False,
+                layer_ropes=(None,) * layers,
+                layer_windows=(None,) * layers,
+                layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(layers)),
+            )
+        )
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
         c = self.config

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, field
 
 from edgekv.models.architecture import Linear, Ops
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, recurrent_layers
-from edgekv.models.files import Lfm2File
-from edgekv.models.llama import Llama, decoder_config
+from edgekv.models.config import Epsilon, Heads, ModelConfig, Raw, Taps, Width, recurrent_layers
+from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config
 from edgekv.models.recurrence import ShortConv
-from edgekv.schema import read
+from edgekv.models.rope import Factor, Positions, Theta
 
 NORMS = {"norm_in": "operator_norm", "norm_mlp": "ffn_norm"}
 INTERMEDIATE = 12288  # where neither intermediate_size nor block_ff_dim is there
 
 
-def lfm2_config(raw: Raw) -> ModelConfig:
-    """ModelConfig of an LFM2 config.json."""
-    file = read({"intermediate_size": INTERMEDIATE, **raw}, Lfm2File, "config.json", CONFIG_HINT)
-    layers = file.num_hidden_layers
-    attend = set(range(layers) if file.full_attn_idxs is None else file.full_attn_idxs)
-    types = file.layer_types or ["full_attention" if i in attend else "conv" for i in range(layers)]
-    conv = ShortConv(file.hidden_size, file.conv_taps, file.conv_bias)
-    tied = file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding
-    return decoder_config(
-        "lfm2",
-        file,
-        intermediate_size=_intermediate_size(file),
-        norm_eps=file.norm_eps,
-        activation="silu",
-        tied_embeddings=bool(tied),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=True,
-        recurrences=recurrent_layers(types, "conv", conv, layers),
-    )
+class Lfm2ConfigSchema(LlamaConfigSchema):
+    """lfm2; block_ff_dim and tie_embedding are older names."""
+
+    num_key_value_heads: Heads | None = 8
+    max_position_embeddings: Positions | None = 128000
+    rope_theta: Theta | None = 1e6
+    tie_word_embeddings: bool | None = True
+    tie_embedding: bool | None = None
+    norm_eps: Epsilon = 1e-5
+    conv_bias: bool = False
+    conv_taps: Taps = field(default=3, name="conv_L_cache")
+    block_ff_dim: Width | None = None
+    block_multiple_of: Width = 256
+    block_ffn_dim_multiplier: Factor = 1.0
+    block_auto_adjust_ff_dim: bool = True
+    full_attn_idxs: list[Annotated[int, Meta(ge=0, le=1024)]] | None = None
 
 
-def _intermediate_size(file: Lfm2File) -> int:
+def _intermediate_size(file: Lfm2ConfigSchema) -> int:
     size = file.block_ff_dim or file.intermediate_size
     if not file.block_auto_adjust_ff_dim:
         return size
@@ -49,8 +45,33 @@ def _intermediate_size(file: Lfm2File) -> int:
 class Lfm2(Llama):
     """Llama by other names; which layers are convolutions is data of its config."""
 
-    read_config = staticmethod(lfm2_config)
+    schema = Lfm2ConfigSchema
     norms = NORMS
+
+    @classmethod
+    def read_config(cls, raw: Raw) -> ModelConfig:
+        return super().read_config({"intermediate_size": INTERMEDIATE, **raw})
+
+    @classmethod
+    def model_config(cls, file: Lfm2ConfigSchema, raw: Raw) -> ModelConfig:
+        layers = file.num_hidden_layers
+        attend = set(range(layers) if file.full_attn_idxs is None else file.full_attn_idxs)
+        types = file.layer_types or ["full_attention" if i in attend else "conv" for i in range(layers)]
+        conv = ShortConv(file.hidden_size, file.conv_taps, file.conv_bias)
+        tied = file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding
+        return llama_config(
+            "lfm2",
+            file,
+            intermediate_size=_intermediate_size(file),
+            norm_eps=file.norm_eps,
+            activation="silu",
+            tied_embeddings=bool(tied),
+            qkv_bias=False,
+            out_bias=False,
+            mlp_bias=False,
+            qk_norm=True,
+            recurrences=recurrent_layers(types, "conv", conv, layers),
+        )
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
         c, base, conv = self.config, f"{self.prefix}layers.{i}.", self.config.layer_recurrences[i]

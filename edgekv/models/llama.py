@@ -8,23 +8,59 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
+from edgekv.checks import read_fields
 from edgekv.models.architecture import Architecture, Linear, Ops, WeightPart
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, activation, check, head_size
-from edgekv.models.files import LlamaFile
-from edgekv.models.rope import RopeConfig
-from edgekv.schema import read
+from edgekv.models.config import (
+    Epsilon,
+    Heads,
+    Layers,
+    ModelConfig,
+    Raw,
+    Vocabulary,
+    Width,
+    activation,
+    check,
+    head_size,
+)
+from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, GgufNames
+from edgekv.models.rope import Positions, RopeConfig, RopeSchema, Theta
 
 POSITIONS = 2048  # where max_position_embeddings is absent
 
 
-def decoder_config(model_type: str, file: LlamaFile, **own: Any) -> ModelConfig:
-    """ModelConfig of a decoder built as Llama's. own: the fields in which a family differs."""
+class LlamaConfigSchema(Struct):
+    """llama and mistral; what most families have. None stands for the family's default."""
+
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    vocab_size: Vocabulary
+    num_key_value_heads: Heads | None = None
+    head_dim: Width | None = None
+    max_position_embeddings: Positions | None = None
+    original_max_position_embeddings: Positions | None = None
+    rms_norm_eps: Epsilon | None = None
+    hidden_act: str | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    rope_theta: Theta | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    sliding_window: Positions | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+
+
+def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelConfig:
+    """Makes the ModelConfig of a decoder built as Llama's. own: the fields in which a family differs."""
     layers, heads = file.num_hidden_layers, file.num_attention_heads
     head_dim = file.head_dim or head_size(file.hidden_size, heads)
     if "layer_ropes" not in own:
-        own["layer_ropes"] = (
-            RopeConfig.from_file(file, head_dim, file.max_position_embeddings or POSITIONS),
-        ) * layers
+        own["layer_ropes"] = (llama_rope(file, head_dim, file.max_position_embeddings or POSITIONS),) * layers
     reach = [rope.max_positions for rope in own["layer_ropes"] if rope is not None]
     fields = {
         "model_type": model_type,
@@ -49,9 +85,17 @@ def decoder_config(model_type: str, file: LlamaFile, **own: Any) -> ModelConfig:
     return check(ModelConfig(**{**fields, **own}))
 
 
-def llama_config(raw: Raw) -> ModelConfig:
-    """ModelConfig of a Llama config.json."""
-    return decoder_config("llama", read(raw, LlamaFile, "config.json", CONFIG_HINT))
+def llama_rope(file: LlamaConfigSchema, dim: int, positions: int, theta: float = 10000.0) -> RopeConfig:
+    """Makes a rotation of ``rope_scaling`` + ``rope_theta`` (transformers 4) or ``rope_parameters`` (5).
+
+    dim: rotated channels of a head. theta: the family's own, where there is none. As in transformers, an added
+    rope_scaling replaces rope_parameters, but not their theta. Raises ConfigError as `read_fields`.
+    """
+    name = "rope_scaling" if file.rope_scaling or not file.rope_parameters else "rope_parameters"
+    older = read_fields(file.rope_parameters or {}, RopeSchema, "config.json: rope_parameters")
+    theta = older.rope_theta or file.rope_theta or theta
+    original = file.original_max_position_embeddings
+    return RopeConfig.of(getattr(file, name) or {}, name, dim, positions, theta, original)
 
 
 class Llama(Architecture):
@@ -59,13 +103,18 @@ class Llama(Architecture):
 
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
-    read_config = staticmethod(llama_config)
-    probe = "embed_tokens.weight"
+    schema = LlamaConfigSchema
+    gguf = GgufNames("llama", "llama", LLAMA_NAMES, LLAMA_KEYS, interleaved=("attn_q", "attn_k"))
+    required_tensor = "embed_tokens.weight"
     norms: Mapping[str, str] = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
     """A layer's norms: before attention (norm_in) and behind it (norm_attention), before the MLP (norm_mlp) and
     behind it (norm_down), as the checkpoint calls them; there is none where a name is missing."""
     qkv_parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # of self_attn; one where they are fused
     up_parts: tuple[str, ...] = ("gate_proj", "up_proj")  # of mlp
+
+    @classmethod
+    def model_config(cls, file: Any, raw: Raw) -> ModelConfig:
+        return llama_config("llama", file)
 
     def tables(self) -> dict[str, tuple[str, tuple[int, int]]]:
         c = self.config

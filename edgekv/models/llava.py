@@ -1,16 +1,17 @@
-"""LLaVA: an ordinary decoder of the Llama family beside a vision tower, whose output takes the place of tokens."""
+"""Models that see: a decoder whose config lies in text_config, and its tensors under language_model; LLaVA."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw
-from edgekv.models.files import MultimodalFile
-from edgekv.models.llama import llama_config
-from edgekv.models.mistral import mistral_config
-from edgekv.models.multimodal import Multimodal, text_config
-from edgekv.models.qwen import qwen2_config, qwen3_config
-from edgekv.schema import read
+from msgspec import Struct
+
+from edgekv.checks import read_fields, short_repr
+from edgekv.errors import ConfigError
+from edgekv.models import find_family
+from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, Token
+from edgekv.models.llama import Llama
 
 LLAMA = {  # transformers' LlamaConfig, for what the config does not say
     "vocab_size": 32000,
@@ -19,28 +20,62 @@ LLAMA = {  # transformers' LlamaConfig, for what the config does not say
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-TEXT_TYPES: dict[str, Callable[[Raw], ModelConfig]] = {
-    "llama": lambda raw: llama_config({**LLAMA, **raw}),
-    "mistral": mistral_config,
-    "qwen2": qwen2_config,
-    "qwen3": qwen3_config,
-}
 
 
-def llava_config(raw: Raw) -> ModelConfig:
-    """ModelConfig of the decoder that a LLaVA config.json describes."""
-    return text_config(raw, TEXT_TYPES)
+class MultimodalConfigSchema(Struct):
+    """What a model that sees has beside its text_config."""
+
+    text_config: dict[str, Any] | None = None
+    image_token_index: Token | None = None
+    image_token_id: Token | None = None
+    projector_hidden_act: str | None = None
+
+
+class Multimodal(Llama):
+    """The decoder alone: tensors of the vision tower and the projector are not its own.
+
+    text_types: model_type values of the text_config, the first of which is meant where none is named, and what
+    such a config need not say.
+    """
+
+    text_types: ClassVar[Mapping[str, Raw]]
+    prefixes: tuple[str, ...] = ("language_model.model.", "model.language_model.")
+    ignored = (
+        *Llama.ignored,
+        r"^language_model\.lm_head\.weight$",
+        r"^(model\.)?(vision_tower|multi_modal_projector)\.",
+    )
+
+    @classmethod
+    def read_config(cls, raw: Raw) -> ModelConfig:
+        text = read_fields(raw, MultimodalConfigSchema, "config.json", CONFIG_HINT).text_config
+        if text is None:
+            raise ConfigError(
+                f"config.json: model_type {raw['model_type']} needs a text_config object; copy the model's own "
+                "config"
+            )
+        kind = text.get("model_type", next(iter(cls.text_types)))
+        if not isinstance(kind, str) or kind not in cls.text_types:
+            raise ConfigError(
+                f"config.json: text_config of model_type {short_repr(kind)} is not supported; supported: "
+                f"{', '.join(cls.text_types)}"
+            )
+        return find_family(kind).read_config({**cls.text_types[kind], **text, "model_type": kind})
+
+    @property
+    def head_tensor(self) -> str:
+        return "language_model.lm_head.weight" if self.prefix == self.prefixes[0] else "lm_head.weight"
+
+
+class Llava(Multimodal):
+    """The decoder beside the vision tower, whose output takes the place of tokens."""
+
+    text_types: ClassVar[Mapping[str, Raw]] = {"llama": LLAMA, "mistral": {}, "qwen2": {}, "qwen3": {}}
 
 
 def image_token(raw: Raw) -> int | None:
     """The token that stands for an image; None: the model takes none. ConfigError where it is no token."""
     if raw.get("model_type") != "llava":
         return None
-    file = read({**raw, "text_config": {}}, MultimodalFile, "config.json", CONFIG_HINT)
+    file = read_fields({**raw, "text_config": {}}, MultimodalConfigSchema, "config.json", CONFIG_HINT)
     return file.image_token_id if file.image_token_index is None else file.image_token_index
-
-
-class Llava(Multimodal):
-    """The decoder beside the vision tower."""
-
-    read_config = staticmethod(llava_config)

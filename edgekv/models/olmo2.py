@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgekv.errors import ConfigError
 from edgekv.models.architecture import Ops
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw
-from edgekv.models.files import Olmo2File
-from edgekv.models.llama import Llama, decoder_config
-from edgekv.schema import read
+from edgekv.models.config import Epsilon, ModelConfig, Raw
+from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, POST_NORMS, GgufMetadata, GgufNames
+from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config
 
 NORMS = {"norm_attention": "post_attention_layernorm", "norm_down": "post_feedforward_layernorm"}
 
 
-def olmo2_config(raw: Raw) -> ModelConfig:
-    """ModelConfig of an OLMo 2 config.json."""
-    return decoder_config("olmo2", read(raw, Olmo2File, "config.json", CONFIG_HINT), mlp_bias=False)
+class Olmo2ConfigSchema(LlamaConfigSchema):
+    """olmo2."""
+
+    rms_norm_eps: Epsilon | None = 1e-5
+
+
+def _from_gguf(facts: GgufMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    if facts.get("attention.sliding_window"):
+        raise ConfigError("GGUF architecture 'olmo2' with sliding layers, as OLMo 3 has them, is not supported")
+    return config
 
 
 class Olmo2(Llama):
     """Llama with its norms in other places."""
 
-    read_config = staticmethod(olmo2_config)
+    schema = Olmo2ConfigSchema
+    gguf = GgufNames("olmo2", "olmo2", LLAMA_NAMES | POST_NORMS, LLAMA_KEYS, finish=_from_gguf)
     norms = NORMS
+
+    @classmethod
+    def model_config(cls, file: Olmo2ConfigSchema, raw: Raw) -> ModelConfig:
+        return llama_config("olmo2", file, mlp_bias=False)
 
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
         c, attn = self.config, f"{self.prefix}layers.{i}.self_attn."

@@ -6,77 +6,83 @@ token are one, and its rotation is the plain one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from edgekv.checks import read_fields, short_repr
 from edgekv.errors import ConfigError
 from edgekv.models.architecture import Linear, Ops
-from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw, recurrent_layers
-from edgekv.models.files import Qwen35File, RopeFile
-from edgekv.models.llama import Llama, decoder_config
-from edgekv.models.multimodal import text_config
+from edgekv.models.config import Heads, Layers, ModelConfig, Raw, Taps, Width, recurrent_layers
+from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config, llama_rope
+from edgekv.models.llava import Multimodal
 from edgekv.models.recurrence import GatedDelta
-from edgekv.models.rope import RopeConfig
-from edgekv.schema import read, shown
+from edgekv.models.rope import Positions, RopeConfig, RopeSchema, Share
 
 DELTA_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
-def qwen3_5_config(raw: Raw) -> ModelConfig:
-    """ModelConfig of a qwen3_5_text config.json."""
-    file = read(raw, Qwen35File, "config.json", CONFIG_HINT)
-    layers, every = file.num_hidden_layers, file.full_attention_interval
-    pattern = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    if (file.hidden_act or "silu") not in ("silu", "swish"):
-        raise ConfigError(
-            f"config.json: hidden_act {shown(file.hidden_act)} is not supported behind the convolutions of "
-            "qwen3_5_text; supported: silu"
-        )
-    delta = GatedDelta(
-        key_heads=file.linear_num_key_heads,
-        value_heads=file.linear_num_value_heads,
-        key_dim=file.linear_key_head_dim,
-        value_dim=file.linear_value_head_dim,
-        taps=file.linear_conv_kernel_dim,
-        eps=1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
-    )
-    if delta.value_heads % delta.key_heads:
-        raise ConfigError(
-            f"config.json: {delta.value_heads} linear_num_value_heads can't share {delta.key_heads} "
-            "linear_num_key_heads evenly"
-        )
-    return decoder_config(
-        "qwen3_5_text",
-        file,
-        mlp_bias=False,
-        qk_norm=True,
-        gated_attention=True,
-        layer_ropes=(_rope(file),) * layers,
-        recurrences=recurrent_layers(file.layer_types or pattern, "linear_attention", delta, layers),
-    )
+class Qwen35ConfigSchema(LlamaConfigSchema):
+    """qwen3_5_text."""
+
+    num_key_value_heads: Heads | None = 4
+    head_dim: Width | None = 256
+    max_position_embeddings: Positions | None = 32768
+    partial_rotary_factor: Share = 0.25
+    full_attention_interval: Layers = 4
+    linear_conv_kernel_dim: Taps = 4
+    linear_key_head_dim: Annotated[int, Meta(ge=1, le=4096)] = 128
+    linear_value_head_dim: Annotated[int, Meta(ge=1, le=4096)] = 128
+    linear_num_key_heads: Heads = 16
+    linear_num_value_heads: Heads = 32
 
 
-def _rope(file: Qwen35File) -> RopeConfig:
+def _rope(file: Qwen35ConfigSchema) -> RopeConfig:
     """Of a share of each head's channels."""
-    nested = read(file.rope_parameters or {}, RopeFile, "config.json: rope_parameters")
-    added = read(file.rope_scaling or {}, RopeFile, "config.json: rope_scaling")
+    nested = read_fields(file.rope_parameters or {}, RopeSchema, "config.json: rope_parameters")
+    added = read_fields(file.rope_scaling or {}, RopeSchema, "config.json: rope_scaling")
     share = added.partial_rotary_factor or nested.partial_rotary_factor or file.partial_rotary_factor
-    return RopeConfig.from_file(file, int((file.head_dim or 0) * share), file.max_position_embeddings or 0)
-
-
-def qwen3_5_text_of(raw: Raw) -> ModelConfig:
-    """ModelConfig of the decoder that a qwen3_5 config.json describes."""
-    tied = (
-        {"tie_word_embeddings": raw["tie_word_embeddings"]} if raw.get("tie_word_embeddings") is not None else {}
-    )
-    return text_config(raw, {"qwen3_5_text": lambda text: qwen3_5_config({**text, **tied})})
+    return llama_rope(file, int((file.head_dim or 0) * share), file.max_position_embeddings or 0)
 
 
 class Qwen35(Llama):
     """Llama with gates; which layers are recurrent is data of its config."""
 
-    read_config = staticmethod(qwen3_5_config)
+    schema = Qwen35ConfigSchema
     norm_offset = 1.0
     ignored = (*Llama.ignored, r"^mtp\.")
+
+    @classmethod
+    def model_config(cls, file: Qwen35ConfigSchema, raw: Raw) -> ModelConfig:
+        layers, every = file.num_hidden_layers, file.full_attention_interval
+        pattern = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        if (file.hidden_act or "silu") not in ("silu", "swish"):
+            raise ConfigError(
+                f"config.json: hidden_act {short_repr(file.hidden_act)} is not supported behind the convolutions "
+                "of qwen3_5_text; supported: silu"
+            )
+        delta = GatedDelta(
+            key_heads=file.linear_num_key_heads,
+            value_heads=file.linear_num_value_heads,
+            key_dim=file.linear_key_head_dim,
+            value_dim=file.linear_value_head_dim,
+            taps=file.linear_conv_kernel_dim,
+            eps=1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
+        )
+        if delta.value_heads % delta.key_heads:
+            raise ConfigError(
+                f"config.json: {delta.value_heads} linear_num_value_heads can't share {delta.key_heads} "
+                "linear_num_key_heads evenly"
+            )
+        return llama_config(
+            "qwen3_5_text",
+            file,
+            mlp_bias=False,
+            qk_norm=True,
+            gated_attention=True,
+            layer_ropes=(_rope(file),) * layers,
+            recurrences=recurrent_layers(file.layer_types or pattern, "linear_attention", delta, layers),
+        )
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
         c, base, delta = self.config, f"{self.prefix}layers.{i}.", self.config.layer_recurrences[i]
@@ -124,9 +130,17 @@ class Qwen35(Llama):
         return super().attention_out(ops, i, x, attention)
 
 
-class Qwen35WithVision(Qwen35):
+class Qwen35WithVision(Multimodal, Qwen35):
     """Read for its text alone."""
 
-    read_config = staticmethod(qwen3_5_text_of)
-    prefixes = ("model.language_model.",)
+    text_types = {"qwen3_5_text": {}}  # noqa: RUF012 - not changed
+    prefixes: tuple[str, ...] = ("model.language_model.",)
     ignored = (*Qwen35.ignored, r"^model\.visual\.")
+    head_tensor = Qwen35.head_tensor
+
+    @classmethod
+    def read_config(cls, raw: Raw) -> ModelConfig:
+        tied, text = raw.get("tie_word_embeddings"), raw.get("text_config")
+        if tied is not None and isinstance(text, dict):
+            raw = {**raw, "text_config": {**text, "tie_word_embeddings": tied}}
+        return super().read_config(raw)

@@ -8,14 +8,41 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta, Struct
 
+from edgekv.checks import read_fields
 from edgekv.errors import ConfigError
-from edgekv.models.files import LlamaFile, RopeFile
-from edgekv.schema import read
+
+Positions = Annotated[int, Meta(ge=1, le=1 << 28)]
+Factor = Annotated[float, Meta(gt=1e-6, le=1e6)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Theta = Annotated[float, Meta(gt=1, le=1e15)]
+
+
+class RopeSchema(Struct):
+    """rope_scaling and rope_parameters of all types together; which type needs what: ROPE_TYPES."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Theta | None = None
+    factor: Factor | None = None
+    original_max_position_embeddings: Positions | None = None
+    low_freq_factor: Factor | None = None
+    high_freq_factor: Factor | None = None
+    attention_factor: Factor | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    mscale: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    mscale_all_dim: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    truncate: bool | None = None
+    partial_rotary_factor: Share | None = None
+    llama_4_scaling_beta: Annotated[float, Meta(ge=0, le=1e3)] | None = None
+    short_factor: list[Factor] | None = None
+    long_factor: list[Factor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,22 +58,8 @@ class RopeConfig:
     kind: str
     trained_positions: int
     max_positions: int
-    params: RopeFile
+    params: RopeSchema
     query_growth: float = 0.0
-
-    @classmethod
-    def from_file(cls, file: LlamaFile, dim: int, positions: int, theta: float = 10000.0) -> RopeConfig:
-        """From config.json: ``rope_scaling`` + ``rope_theta`` (transformers 4) or ``rope_parameters`` (5).
-
-        dim: rotated channels of a head. theta: the family's own, where there is none. As in transformers, a
-        rope_scaling that was added replaces rope_parameters, but not their theta. Raises ConfigError as `read`.
-        """
-        name = "rope_scaling" if file.rope_scaling or not file.rope_parameters else "rope_parameters"
-        older = read(file.rope_parameters or {}, RopeFile, "config.json: rope_parameters")
-        theta = older.rope_theta or file.rope_theta or theta
-        return cls.of(
-            getattr(file, name) or {}, name, dim, positions, theta, file.original_max_position_embeddings
-        )
 
     @classmethod
     def of(
@@ -62,7 +75,7 @@ class RopeConfig:
 
         Raises ConfigError for an unknown scaling type, a missing parameter or ones that contradict each other.
         """
-        params = read(raw, RopeFile, f"config.json: {name}")
+        params = read_fields(raw, RopeSchema, f"config.json: {name}")
         kind = params.rope_type or params.type or "default"
         kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
         if kind not in ROPE_TYPES:
@@ -93,7 +106,7 @@ class RopeConfig:
         limits = {"dynamic": self.trained_positions, "longrope": self.params.original_max_position_embeddings}
         return limits.get(self.kind) or math.inf
 
-    def keys_change(self, before: int, after: int) -> bool:
+    def rope_invalidates_keys(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``.
 
         So with longrope, whose two sets of frequencies do not go together. With dynamic scaling earlier keys keep
@@ -103,7 +116,7 @@ class RopeConfig:
         return self.kind == "longrope" and before > 0 and is_long[0] != is_long[1]
 
 
-def _require_together(name: str, kind: str, params: RopeFile, dim: int) -> None:
+def _require_together(name: str, kind: str, params: RopeSchema, dim: int) -> None:
     """ConfigError where parameters of a type contradict each other."""
     low, high = params.low_freq_factor or 0.0, params.high_freq_factor or 0.0
     if kind == "llama3" and high <= low:
@@ -202,7 +215,7 @@ def _longrope(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int
 
 
 def _number(value: float | None) -> float:
-    """A parameter that `RopeConfig.from_file` has found to be there."""
+    """A parameter that `RopeConfig.of` has found to be there."""
     assert value is not None
     return float(value)
 

@@ -1,36 +1,35 @@
-"""What surrounds a measurement: temperature, clocks, load, memory, and whether the clocks were limited."""
+"""What surrounds a measurement: the board's profile, temperature, clocks, cooling, load, limits on the clocks."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import pathlib
 import re
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import psutil
 
-from edgekv.machine import format_bytes
-from edgekv.power.base import Root, Throttle
-from edgekv.power.rpi import vcgencmd_throttle
-from edgekv.power.sysfs import folders, read_word
+from edgekv.machine import format_bytes, machine_info
+from edgekv.power.meters import Root, Throttle, all_limits, folders, read_word, vcgencmd_throttle
 
 CPU_COOLING = re.compile(r"cpufreq|throttle", re.IGNORECASE)  # cooling devices that slow a processor down
-
-
-def _raspberry_pi(root: Root) -> Throttle | None:
-    return vcgencmd_throttle()
+CHECKOUT = pathlib.Path(__file__).resolve().parent.parent.parent / "power"
+INSTALLED = pathlib.Path(sys.prefix) / "share" / "edgekv" / "power"
 
 
 def _pi_voltage(root: Root) -> Throttle | None:
-    """The kernel's under-voltage alarm of a Raspberry Pi, which needs no permission."""
+    """Read the kernel's under-voltage alarm of a Raspberry Pi, which needs no permission."""
     for device in folders(root, "sys/class/hwmon/hwmon*"):
         if read_word(device / "name") == "rpi_volt":
             return Throttle(frozenset({"under-voltage"} if read_word(device / "in0_lcrit_alarm") == "1" else ()))
     return None
 
 
-def _cooling(root: Root) -> Throttle | None:
-    """Cooling devices that the kernel uses to slow processors down: every Jetson, many Arm boards."""
+def _cpu_cooling(root: Root) -> Throttle | None:
+    """Find cooling devices that the kernel uses to slow processors down: every Jetson, many Arm boards."""
     devices = {
         kind: read_word(device / "cur_state")
         for device in folders(root, "sys/class/thermal/cooling_device*")
@@ -42,27 +41,19 @@ def _cooling(root: Root) -> Throttle | None:
 
 
 def _intel_counts(root: Root) -> Throttle | None:
-    """How often each package of an Intel processor was slowed down for its temperature."""
+    """Count how often each package of an Intel processor was slowed down for its temperature."""
     path = "sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_count"
     counts = [int(text) for file in folders(root, path) if (text := read_word(file)) and text.isdigit()]
     return Throttle(ever={"processor temperature": sum(counts)}) if counts else None
 
 
-THROTTLES: tuple[Callable[[Root], Throttle | None], ...] = (_raspberry_pi, _pi_voltage, _cooling, _intel_counts)
-
-
 def throttle(root: Root = "/") -> Throttle | None:
-    """Everything that the system reports about limited clocks; None where it reports nothing."""
-    together: Throttle | None = None
-    for read in THROTTLES:
-        found = read(root)
-        if found is not None:
-            together = found if together is None else together | found
-    return together
+    """Read everything that the system reports about limited clocks; None where it reports nothing."""
+    return all_limits(vcgencmd_throttle(), _pi_voltage(root), _cpu_cooling(root), _intel_counts(root))
 
 
 def throttled_between(before: Throttle | None, after: Throttle | None) -> tuple[str, ...] | None:
-    """What limited the clocks at either moment or between them; None: nothing here could say.
+    """List what limited the clocks at either moment or between them; None: nothing here could say.
 
     A sticky flag that was set before and is not in force can't tell whether it happened again.
     """
@@ -72,6 +63,13 @@ def throttled_between(before: Throttle | None, after: Throttle | None) -> tuple[
     certain = before.now | after.now | risen
     sticky = {n for n, count in before.ever.items() if count == after.ever.get(n) == 1 and n not in certain}
     return (*sorted(certain), *(f"{name} (before the run; whether again is not known)" for name in sorted(sticky)))
+
+
+def throttle_text(limits: tuple[str, ...] | None) -> str:
+    """Write limits for people."""
+    if limits is None:
+        return "throttling n/a (nothing here reports it)"
+    return f"throttling: {', '.join(limits)}" if limits else "no throttling"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Conditions:
 
     @classmethod
     def now(cls, root: Root = "/") -> Conditions:
-        """The load is that since the last call, at first since the start."""
+        """Look at the machine. The load is that since the last call, at first since the start."""
         groups = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
         degrees = [sensor.current for group in groups.values() for sensor in group if sensor.current]
         clock = psutil.cpu_freq()
@@ -102,12 +100,12 @@ class Conditions:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         limits = None if self.throttle is None else sorted(self.throttle.now)
         return dataclasses.asdict(self) | {"throttle": limits}
 
     def to_text(self) -> str:
-        """For people, in a line."""
+        """Write them for people, in a line."""
         known = [
             f"{self.temperature_c:.1f} C" if self.temperature_c is not None else "temperature n/a",
             f"{self.clock_mhz:.0f} MHz" if self.clock_mhz is not None else "clock n/a",
@@ -118,8 +116,76 @@ class Conditions:
         return ", ".join(known)
 
 
-def throttle_text(limits: tuple[str, ...] | None) -> str:
-    """For people; empty where nothing was limited."""
-    if limits is None:
-        return "throttling n/a (nothing here reports it)"
-    return f"throttling: {', '.join(limits)}" if limits else "no throttling"
+def cooling(root: Root = "/") -> list[str]:
+    """List the fans and fan-like cooling devices that the system names."""
+    found = []
+    for device in folders(root, "sys/class/hwmon/hwmon*"):
+        name = read_word(device / "name") or "fan"
+        found += [f"{name} at {read_word(fan)} rpm" for fan in sorted(device.glob("fan*_input"))]
+    for device in folders(root, "sys/class/thermal/cooling_device*"):
+        kind, most = read_word(device / "type"), read_word(device / "max_state")
+        if kind and "fan" in kind.lower():
+            found.append(f"{kind} in state {read_word(device / 'cur_state')} of {most}")
+    return found
+
+
+def clock_ranges(root: Root = "/") -> list[str]:
+    """List governor and range of each of the kernel's policies: the cores that are clocked together."""
+    lines = []
+    for policy in folders(root, "sys/devices/system/cpu/cpufreq/policy*"):
+        least, most = (read_word(policy / f"cpuinfo_{end}_freq") for end in ("min", "max"))
+        if least and most and least.isdigit() and most.isdigit():
+            cores, governor = read_word(policy / "affected_cpus"), read_word(policy / "scaling_governor")
+            lines.append(f"cores {cores}: {governor}, {int(least) // 1000} to {int(most) // 1000} MHz")
+    return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class BoardProfile:
+    """A known board, from `power/boards/*.json`; None is "no source found".
+
+    model: pattern of the device tree's model. peak_gb_s: of the memory's data sheet; measured_gb_s: reported from
+    real programs. idle_w: at the wall. meters: names in METERS. lower_bounds: what one token must read, and the
+    milliseconds that this takes at both bandwidths.
+    """
+
+    name: str
+    model: str
+    ram_gib: list[int]
+    cpu: str
+    cores: int
+    clock_mhz: int
+    peak_gb_s: float
+    peak_source: str
+    measured_gb_s: float | None
+    measured_source: str | None
+    idle_w: float | None
+    idle_source: str | None
+    meters: list[str]
+    note: str | None
+    lower_bounds: list[dict[str, Any]]
+
+    def to_text(self) -> str:
+        """Write it for people, in a line."""
+        measured = f", {self.measured_gb_s:g} measured" if self.measured_gb_s else ""
+        text = f"{self.cores} x {self.cpu} at {self.clock_mhz} MHz, {self.peak_gb_s:g} GB/s peak{measured}"
+        return f"{text}; {self.note}" if self.note else text
+
+
+@functools.cache
+def board_profiles() -> dict[str, BoardProfile]:
+    """Read every profile, by its file's name; empty where the files were not installed."""
+    folder = power_file("boards")
+    paths = sorted(folder.glob("*.json")) if folder else []
+    return {path.stem: BoardProfile(**json.loads(path.read_text(encoding="utf-8"))) for path in paths}
+
+
+def find_profile(root: Root = "/") -> BoardProfile | None:
+    """Return the profile of this machine, by its device tree's model; None for any other machine."""
+    model = machine_info(root)["board"]
+    return next((board for board in board_profiles().values() if model and re.search(board.model, model)), None)
+
+
+def power_file(name: str) -> pathlib.Path | None:
+    """Find a file of `power/` by its name there: in the checkout, else where the wheel put it."""
+    return next((folder / name for folder in (CHECKOUT, INSTALLED) if (folder / name).exists()), None)

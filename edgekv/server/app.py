@@ -1,4 +1,4 @@
-"""The HTTP side: routes and endpoints."""
+"""The HTTP side: who may ask, the endpoints, and the page."""
 
 from __future__ import annotations
 
@@ -6,45 +6,53 @@ import asyncio
 import base64
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from importlib import resources
 from typing import Any, TypeVar
 
-import numpy as np
+from prometheus_client import Counter, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgekv.errors import EdgeKVError
-from edgekv.server.body import parse_json, read_body
-from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
-from edgekv.server.delivery import EventStream, embedding_vectors, unless_gone, whole_answer
-from edgekv.server.engine import Engine
-from edgekv.server.guard import Guard
-from edgekv.server.jobs import Channel, EmbeddingJob, EmbeddingVector, EncodedPrompt, jobs_of
-from edgekv.server.limits import BodyMemory, BodyShare, ServerLimits
-from edgekv.server.page import page, page_headers
-from edgekv.server.protocol import (
+from edgekv.machine import __version__
+from edgekv.server.answers import (
+    ChatBuilder,
+    CompletionBuilder,
+    EmbeddingBuilder,
+    EventStream,
+    ResponseBuilder,
+    ResponsesBuilder,
+    whole_answer,
+)
+from edgekv.server.engine import Channel, EmbeddingJob, Engine, jobs_of
+from edgekv.server.limits import BodyMemory, BodyShare, ServerLimits, read_body
+from edgekv.server.requests import (
     FAILED,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     RequestError,
     listed,
+    parse_json,
     read,
+    read_response,
     request_error,
 )
-from edgekv.server.response_builders import ChatBuilder, CompletionBuilder, ResponseBuilder
-from edgekv.server.responses import ResponsesBuilder
-from edgekv.server.responses_request import check_response
-from edgekv.version import __version__
 
 ENCODING = 2  # prompts turned into tokens at a time: long ones take a second of a core each
 STOPPING_S = 0.3  # for an answer's token or layer; its thread ends with the process
+OPEN_PATHS = ("/", "/health")  # need no key
+PAGE_SCRIPTS = ("data.js", "view.js", "main.js")
+_UNQUOTABLE = dict.fromkeys((*range(32), ord('"'), ord("\\"), 127), "?")
 T = TypeVar("T")
 
 
@@ -90,7 +98,7 @@ def build_app(
         lifespan=lifespan,
         exception_handlers=dict.fromkeys((RequestError, HTTPException, EdgeKVError, Exception), _as_json),
     )
-    guarded = Guard(app, engine.metrics.requests, api_key, hosts)
+    guarded = Guard(app, engine.metrics.requests, api_key, hosts, {route.path for route in routes})
     if not origins:
         return guarded
     return CORSMiddleware(
@@ -102,6 +110,55 @@ def build_app(
     )
 
 
+class Guard:
+    """In front of all endpoints: by which name the server may be called, its key, and the count of answers.
+
+    hosts: names by which the server may be called; None: any. requests: counts by endpoint (one of ``paths``) and
+    status.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        requests: Counter,
+        api_key: str | None,
+        hosts: list[str] | None,
+        paths: Collection[str] = (),
+    ) -> None:
+        self._app, self._requests, self._paths = app, requests, paths
+        self._hosts = None if hosts is None else [host.lower() for host in hosts]
+        self._key = None if api_key is None else api_key.encode(errors="surrogateescape")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                known = scope["path"] if scope["path"] in self._paths else "other"
+                self._requests.labels(known, message["status"]).inc()
+            await send(message)
+
+        refusal = self._refusal(scope)
+        answer = self._app if refusal is None else JSONResponse(refusal.as_json(), refusal.status)
+        with contextlib.suppress(ClientDisconnect):
+            await answer(scope, receive, counted)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2].lower()
+        name = host.partition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+        if self._hosts is not None and name not in self._hosts:  # a page elsewhere whose name was pointed here
+            return RequestError(403, f"this server is not called {name[:60]!r}", "forbidden_host")
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return None
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._key):
+            return None
+        return RequestError(401, "give this server's key: Authorization: Bearer KEY", "invalid_api_key")
+
+
 class _Server:
     """The endpoints."""
 
@@ -111,13 +168,15 @@ class _Server:
         self._encoders, self._bodies = asyncio.Semaphore(ENCODING), BodyMemory(limits.max_bodies)
 
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(page(), headers=page_headers())
+        text, headers = page()
+        return HTMLResponse(text, headers=headers)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._name, "edgekv": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._engine.metrics.text(), media_type="text/plain; version=0.0.4")
+        text = generate_latest(self._engine.metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def stats(self, request: Request) -> Response:
         plan = self._engine.session.plan
@@ -126,14 +185,18 @@ class _Server:
 
     async def props(self, request: Request) -> Response:
         """What clients of llama.cpp's server ask for, and what this one has beside."""
-        session, prompts = self._engine.session, self._engine.prompts
+        session, prompts, sampling = self._engine.session, self._engine.prompts, self._engine.sampling
         plan, tokenizer = session.plan, prompts.tokenizer
         ends = [tokenizer.piece(i) for i in tokenizer.eos_ids]
         return JSONResponse(
             {
                 "default_generation_settings": {
                     "n_ctx": plan.ctx,
-                    "params": {"max_tokens": self._engine.max_new_tokens, "temperature": 1.0, "top_p": 1.0},
+                    "params": {
+                        "max_tokens": self._engine.max_new_tokens,
+                        "temperature": sampling.temperature,
+                        "top_p": sampling.top_p,
+                    },
                 },
                 "total_slots": self._engine.slots,
                 "model_alias": self._name,
@@ -167,78 +230,61 @@ class _Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
 
     async def chat(self, request: Request) -> Response:
-        def check(body: Any) -> tuple[str, CheckedRequest]:
-            given = read(body, ChatRequest)
-            return given.model, check_chat(given)
-
-        form, tokenizer = self._engine.prompts.form, self._engine.prompts.tokenizer
-        return await self._answer(request, check, functools.partial(ChatBuilder, tokenizer=tokenizer, form=form))
+        return await self._answer(request, lambda body: read(body, ChatRequest), ChatBuilder)
 
     async def completion(self, request: Request) -> Response:
-        def check(body: Any) -> tuple[str, CheckedRequest]:
-            given = read(body, CompletionRequest)
-            return given.model, check_completion(given)
-
-        builder = functools.partial(CompletionBuilder, tokenizer=self._engine.prompts.tokenizer)
-        return await self._answer(request, check, builder)
+        return await self._answer(request, lambda body: read(body, CompletionRequest), CompletionBuilder)
 
     async def responses(self, request: Request) -> Response:
-        builder = functools.partial(ResponsesBuilder, form=self._engine.prompts.form)
-        return await self._answer(request, check_response, builder)
-
-    async def embeddings(self, request: Request) -> Response:
-        def encode(body: Any) -> tuple[EmbeddingRequest, list[list[int]], str | None, dict[str, str]]:
-            given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
-            if given.dimensions not in (None, size):
-                message = f"'dimensions' is {given.dimensions}; accepted: {size}, what this model has"
-                raise RequestError(400, message, param="dimensions")
-            ids = [self._engine.prompts.ids(text, "input") for text in listed(given.input, "input")]
-            lora, headers = self._named(given.model)
-            return given, ids, lora, headers
-
-        with self._bodies.open() as body:
-            given, texts, lora, headers = await self._encoded(request, body, encode)
-            body.hold(sum(map(len, texts)), 0, tree=False)
-            channel = Channel()
-            self._engine.submit([EmbeddingJob(channel, ids, i, lora) for i, ids in enumerate(texts)])
-            vectors = await unless_gone(request.receive, channel, embedding_vectors(channel, len(texts)))
-        if vectors is None:
-            return Response(status_code=499)
-        n_tokens = sum(vector.n_tokens for vector in vectors)
-        data = [
-            {"object": "embedding", "index": vector.index, "embedding": _vector(vector, given.encoding_format)}
-            for vector in vectors
-        ]
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        answer = {"object": "list", "data": data, "model": lora or self._name, "usage": usage}
-        return JSONResponse(answer, headers=headers)
+        return await self._answer(request, read_response, ResponsesBuilder)
 
     async def _answer(
         self,
         request: Request,
-        check: Callable[[Any], tuple[str, CheckedRequest]],
-        builder: Callable[..., ResponseBuilder],
+        check: Callable[[Any], ChatRequest | CompletionRequest],
+        builder: type[ResponseBuilder],
     ) -> Response:
         """An answer, whole or as a stream."""
+        engine = self._engine
 
-        def encode(body: Any) -> tuple[CheckedRequest, list[EncodedPrompt], str | None, dict[str, str]]:
-            model, checked = check(body)
-            lora, headers = self._named(model)
-            return checked.encoded(), self._engine.prompts.encode(checked), lora, headers
+        def encode(body: Any) -> Any:
+            given = check(body)
+            model = self._named(given.model)
+            given.fill(engine.sampling)
+            prompts = engine.prompts.encode(given)
+            given.forget_prompt()
+            return given, prompts, *model
 
         with contextlib.ExitStack() as held:
             body = held.enter_context(self._bodies.open())
-            checked, prompts, lora, headers = await self._encoded(request, body, encode)
-            lengths, engine = [len(each.ids) for each in prompts], self._engine
+            given, prompts, lora, headers = await self._encoded(request, body, encode)
+            lengths = [len(each.ids) for each in prompts]
             nbytes = sum(len(file) for each in prompts for file in each.images)
-            nbytes += checked.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
-            body.hold(sum(lengths), nbytes, tree=checked.keeps_objects)
-            channel, answers = Channel(), builder(lora or self._name, checked, prompts)
-            self._engine.submit(jobs_of(channel, checked, prompts, lora))
-            if checked.stream:
+            nbytes += given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
+            body.hold(sum(lengths), nbytes, tree=given.keeps_objects)
+            channel, answers = Channel(), builder(lora or self._name, given, prompts, engine.prompts)
+            engine.submit(jobs_of(channel, given, prompts, lora))
+            if given.stream:
                 return EventStream(channel, answers, self._limits.client_timeout_s, headers, held.pop_all().close)
-            whole = await unless_gone(request.receive, channel, whole_answer(channel, answers))
+            whole = await whole_answer(request.receive, channel, answers)
             return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
+
+    async def embeddings(self, request: Request) -> Response:
+        def encode(body: Any) -> Any:
+            given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
+            if given.dimensions not in (None, size):
+                message = f"'dimensions' is {given.dimensions}; accepted: {size}, what this model has"
+                raise RequestError(400, message, param="dimensions")
+            texts = [self._engine.prompts.ids(text, "input") for text in listed(given.input, "input")]
+            return given, texts, *self._named(given.model)
+
+        with self._bodies.open() as body:
+            given, texts, lora, headers = await self._encoded(request, body, encode)
+            body.hold(sum(map(len, texts)), 0, tree=False)
+            channel, answers = Channel(), EmbeddingBuilder(lora or self._name, given, len(texts))
+            self._engine.submit([EmbeddingJob(channel, ids, i, lora) for i, ids in enumerate(texts)])
+            whole = await whole_answer(request.receive, channel, answers)
+        return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
 
     async def _encoded(self, request: Request, body: BodyShare, encode: Callable[[Any], T]) -> T:
         """What ``encode`` makes of the body, in a thread; ENCODING bodies at a time are more than their bytes."""
@@ -260,25 +306,42 @@ class _Server:
             names = ", ".join(repr(name) for name in (self._name, *self._loras))
             message = f"the model {model[:60]!r} does not exist; this server has {names}"
             raise RequestError(404, message, "model_not_found", "model")
-        shown = model[:60].encode("ascii", "replace").decode().translate(_UNQUOTABLE)
-        own = self._name.encode("ascii", "replace").decode().translate(_UNQUOTABLE)
-        return None, {"Warning": f'299 edgekv "there is no model {shown}: {own} answers"'}
-
-
-_UNQUOTABLE = dict.fromkeys((*range(32), ord('"'), ord("\\"), 127), "?")
-
-
-def _vector(vector: EmbeddingVector, form: str) -> Any:
-    if form == "float":
-        return vector.values
-    return base64.b64encode(np.asarray(vector.values, "<f4").tobytes()).decode()
+        asked, own = (
+            text.encode("ascii", "replace").decode().translate(_UNQUOTABLE) for text in (model[:60], self._name)
+        )
+        return None, {"Warning": f'299 edgekv "there is no model {asked}: {own} answers"'}
 
 
 async def _as_json(request: Request, error: Exception) -> Response:
     """OpenAI's error object. What is no EdgeKVError is a fault of edgekv: Starlette passes it on to the log."""
     if isinstance(error, HTTPException):
-        error = RequestError(
-            error.status_code, f"{request.method} {request.url.path[:60]}: {error.detail}", "not_found"
-        )
+        message = f"{request.method} {request.url.path[:60]}: {error.detail}"
+        error = RequestError(error.status_code, message, "not_found")
     told = request_error(error) if isinstance(error, EdgeKVError) else RequestError(500, FAILED, "internal_error")
     return JSONResponse(told.as_json(), told.status, headers=told.headers())
+
+
+@functools.cache
+def page() -> tuple[str, dict[str, str]]:
+    """The page to chat on, one file that loads nothing else, and its headers.
+
+    Its own script and style run, by their hashes, and nothing else does.
+    """
+    folder = resources.files("edgekv.server").joinpath("page")
+    parts = {}
+    for mark, names in {"STYLES": ("style.css",), "SCRIPTS": PAGE_SCRIPTS}.items():
+        parts[mark] = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+    text = folder.joinpath("index.html").read_text(encoding="utf-8")
+    hashes = {}
+    for mark, part in parts.items():
+        digest = base64.b64encode(hashlib.sha256(f"\n{part}\n".encode()).digest()).decode()
+        text, hashes[mark] = text.replace(f"/* {mark} */", part), f"'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; script-src {hashes['SCRIPTS']}; style-src {hashes['STYLES']}; img-src data: blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }

@@ -15,13 +15,15 @@ from traceback import walk_tb
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgekv.server.protocol import RequestError
+from edgekv.server.requests import RequestError
 
 LOG = logging.getLogger("edgekv.server")
 SMALL = 64 << 10  # bytes of a body
 LOGS = ("asyncio", "uvicorn.error", "edgekv.server")
+DRAINED = 8  # times the limit are read and dropped: a client that is cut off while it sends reads no answer
 LOG_INTERVAL_S = 60.0  # between two lines of the same kind
 ENDING_S = 0.3  # for the last events of answers when the server ends
 GRACE_S = 2.0  # for the answer that says a request came too slowly, and for a closed connection's last bytes
@@ -89,6 +91,33 @@ class BodyShare:
         self.resize(self._text + 40 * n_ids + nbytes + (self._tree if tree else 0))
 
 
+async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> bytearray:
+    """Raises RequestError: another type, too large, or too slow."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError(
+            415, "send JSON with the header Content-Type: application/json", "unsupported_media_type"
+        )
+    try:
+        return await asyncio.wait_for(_bytes(request, limits.max_request, body), limits.client_timeout_s)
+    except asyncio.TimeoutError:
+        seconds = limits.client_timeout_s
+        raise RequestError(408, f"the request was not whole after {seconds:g} s", "request_timeout") from None
+
+
+async def _bytes(request: Request, limit: int, body: BodyShare) -> bytearray:
+    data, received = bytearray(), 0
+    async for piece in request.stream():
+        received += len(piece)
+        if received > DRAINED * limit:
+            break
+        if received <= limit:
+            body.resize(received)
+            data += piece
+    if received > limit:
+        raise RequestError(413, f"the request has more than {limit} bytes: shorten it", "request_too_large")
+    return data
+
+
 class Connections:
     """At most ``limit`` open ones. A new one takes the place of the one whose request is awaited the longest."""
 
@@ -102,7 +131,12 @@ class Connections:
         self.n_open += 1
         self._awaited[connection] = None
         if self.n_open > self.limit:
-            self.make_room()
+            LOG.warning(
+                "%d connections: the ones that have sent no request for the longest are closed", self.limit
+            )
+            oldest = next(iter(self._awaited))  # the newest itself where all others are answered
+            del self._awaited[oldest]
+            oldest.transport.abort()
 
     def closed(self, connection: BoundedProtocol) -> None:
         """It is gone."""
@@ -117,14 +151,6 @@ class Connections:
         """Its request is here: it keeps its place until the answer is sent."""
         self._awaited.pop(connection, None)
 
-    def make_room(self) -> None:
-        """Ends the connection that is awaited the longest: the newest itself where all others are answered."""
-        LOG.warning("%d connections: the ones that have sent no request for the longest are closed", self.limit)
-        if self._awaited:
-            oldest = next(iter(self._awaited))
-            del self._awaited[oldest]
-            oldest.transport.abort()
-
 
 class BoundedProtocol(H11Protocol):
     """A connection whose requests must be whole ``timeout_s`` after their first byte, and whose reader reads."""
@@ -137,9 +163,6 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio: counts it and starts the deadline of its first request."""
-        # asyncio sets it only for sockets that were made with proto=IPPROTO_TCP. Without, an answer's last packet
-        # waits 40 ms for the client's acknowledgement.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
         self._all.opened(self)
         self._start_deadline()
@@ -201,26 +224,23 @@ class BoundedProtocol(H11Protocol):
 
 
 class BoundedServer(uvicorn.Server):
-    """uvicorn, which accepts one connection at a time: asyncio's own loop takes thousands before it looks at one,
-    and writes a traceback for each that finds no file descriptor."""
+    """uvicorn within `ServerLimits`, whose answers and clients have a short end. stop: ends all answers."""
 
     def __init__(self, app: Any, limits: ServerLimits, stop: Callable[[], object] = lambda: None) -> None:
-        """stop: called before the end, so that all answers come to theirs."""
         self._stop = stop
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = (
-            limits.max_connections if soft == resource.RLIM_INFINITY else min(limits.max_connections, soft // 2)
-        )
-        self._connections = Connections(limit, limits.client_timeout_s)
-        protocol: Any = functools.partial(BoundedProtocol, self._connections)
+        descriptors = soft if soft != resource.RLIM_INFINITY else 1 << 20
+        connections = Connections(min(limits.max_connections, descriptors // 2), limits.client_timeout_s)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol,
+                http=functools.partial(BoundedProtocol, connections),  # type: ignore[arg-type]
                 ws="none",
                 log_level="warning",
                 access_log=False,
                 use_colors=False,
+                # So many are accepted before one is looked at: more could find no file descriptor.
+                backlog=min(256, descriptors // 4),
                 timeout_keep_alive=5,
                 timeout_graceful_shutdown=5,
                 server_header=False,
@@ -229,17 +249,17 @@ class BoundedServer(uvicorn.Server):
         for name in LOGS:
             logging.getLogger(name).addFilter(LogLimit())
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn: accepts connections by itself."""
-        await super().startup(sockets=[])
-        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or ()]
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn: on listening sockets, which it takes over and closes."""
+        # With this protocol asyncio sets TCP_NODELAY: else an answer's end waits 40 ms for an acknowledgement.
+        tcp = socket.IPPROTO_TCP
+        super().run([socket.socket(s.family, s.type, tcp, fileno=s.detach()) for s in sockets or ()])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn: accepts no more; clients have ENDING_S to read how their answers end."""
-        for task in self._accepting:
-            task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
         state = self.server_state
+        for server in self.servers:
+            server.close()
         for connection in list(state.connections):
             connection.shutdown()
         self._stop()
@@ -250,28 +270,6 @@ class BoundedServer(uvicorn.Server):
         for task in state.tasks:
             task.cancel()
         await super().shutdown(sockets)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        listener.setblocking(False)
-        loop = asyncio.get_running_loop()
-
-        def protocol() -> asyncio.Protocol:
-            return self.config.http_protocol_class(  # type: ignore[call-arg]
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
-            )
-
-        while True:
-            try:
-                client, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no file descriptor is left
-                LOG.warning("a client can't be let in: %s", error)
-                self._connections.make_room()
-                await asyncio.sleep(0.05)
-                continue
-            try:
-                await loop.connect_accepted_socket(protocol, client)
-            except OSError:  # it has gone already
-                client.close()
 
 
 class LogLimit(logging.Filter):

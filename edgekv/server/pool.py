@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 
+from edgekv.engine.session import Session
 from edgekv.errors import MemoryBudgetError
-from edgekv.session.session import Session
 from edgekv.vision.prompt import Prompt
 
 WORTH_COPYING = 32  # tokens in common from which on another conversation's cache is copied
@@ -86,8 +86,8 @@ class SessionPool:
         """
         alike = [session for session in reversed(self._idle) if session.lora == lora]
         alike.sort(key=lambda session: session in self._sources)  # of equal ones one that can be taken now
-        closest = max(alike, key=lambda session: session.state.shared(prompt)[0], default=None)
-        shared = closest.state.shared(prompt)[0] if closest else 0
+        closest = max(alike, key=lambda session: session.shared_prefix(prompt), default=None)
+        shared = closest.shared_prefix(prompt) if closest else 0
         goes_on = closest is not None and shared == len(closest.tokens)
         if closest in self._sources and (goes_on or shared >= WORTH_COPYING):
             return None

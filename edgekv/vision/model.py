@@ -1,9 +1,15 @@
-"""What lies beside a decoder that sees: preprocessing, vision encoder and projector."""
+"""What lies beside a decoder that sees: preprocessing, the vision encoder in vision.onnx, and the projector.
+
+onnxruntime is imported here alone, and without its telemetry: wheels from 1.31 on send events over the network,
+and keep a device id and a database under ~/.cache, unless the variable is set before the library is loaded.
+"""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,20 +17,23 @@ from typing import Any, Protocol
 import numpy as np
 import safetensors.numpy
 
-from edgekv.checkpoint.tensor_set import TensorSet
-from edgekv.checkpoint.tensors import TensorFile
-from edgekv.errors import ImageError
-from edgekv.linear.store import WeightStore
-from edgekv.linear.weights import CheckpointWeights
+from edgekv.checkpoint.tensors import Tensors, to_float32
+from edgekv.errors import CheckpointError, ImageError
 from edgekv.machine import available_memory_bytes, require_memory
-from edgekv.models.config import ModelConfig
-from edgekv.vision import encoder
-from edgekv.vision.encoder import Encoder
-from edgekv.vision.images import ImageSource, Picture, picture
-from edgekv.vision.preprocess import FILES, Preprocess
+from edgekv.models.config import ModelConfig, activation
+from edgekv.types import F32
+from edgekv.vision.images import SETTINGS, ImageSource, LoadedImage, Preprocess, picture
 from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt, check_places, place_images
+from edgekv.weights.checkpoint_weights import CheckpointWeights
+from edgekv.weights.ops import ACTIVATIONS
+from edgekv.weights.store import WeightStore
 
 PROJECTOR = "projector.safetensors"
+ENCODER = "vision.onnx"
+INPUT = "pixel_values"
+MAX_SECONDS = 300.0  # for one image
+PREFIXES = ("multi_modal_projector.", "model.multi_modal_projector.")
+LAYERS = ("linear_1", "linear_2")
 
 
 class VisionModel(Protocol):
@@ -56,15 +65,13 @@ class Vision:
 
     def __init__(self, model: VisionModel, threads: int) -> None:
         folder, self.image_token = require_vision(model)
-        onnx = folder / encoder.FILE
-        from edgekv.vision.projector import Projector, projector_weights  # onnx with it
-
+        onnx = folder / ENCODER
         weights = projector_weights(_projector_tensors(model, folder), model.config.hidden_size)
         sizes = {"vision encoder": onnx.stat().st_size, "projector": sum(w.nbytes for w in weights.values())}
         require_memory(sizes, available_memory_bytes())
         self.preprocess = Preprocess.read(_settings(folder))
         self.encoder = Encoder(onnx, threads, self.preprocess.output)
-        self.projector = Projector(weights, str(model.raw_config.get("projector_hidden_act", "gelu")), threads)
+        self.projector = Projector(weights, str(model.raw_config.get("projector_hidden_act", "gelu")))
 
     def placed(
         self, prompt: Prompt, images: Sequence[ImageSource], bos: int | None
@@ -83,7 +90,7 @@ class Vision:
         placed = place_images(prompt, self.image_token, rows, n_first)
         return placed, ImagesReport(len(images), n_tokens, seconds, notes)
 
-    def __call__(self, picture: Picture) -> Embeddings:
+    def __call__(self, picture: LoadedImage) -> Embeddings:
         """The image in the place of its tokens: rows (tokens, hidden_size)."""
         return Embeddings(self.projector(self.encoder(self.preprocess(picture))))
 
@@ -97,7 +104,7 @@ def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
             field="images",
         )
     folder = _beside(model)
-    for path in (folder / encoder.FILE, _settings(folder)):
+    for path in (folder / ENCODER, _settings(folder)):
         if not path.is_file():
             raise ImageError(f"{folder}: has no {path.name}, without which images can't be read; put it there")
     return folder, model.image_token
@@ -105,20 +112,18 @@ def require_vision(model: VisionModel) -> tuple[pathlib.Path, int]:
 
 def _settings(folder: pathlib.Path) -> pathlib.Path:
     """How images are prepared: the file that is there, else the usual one."""
-    paths = [folder / name for name in FILES]
+    paths = [folder / name for name in SETTINGS]
     return next((path for path in paths if path.is_file()), paths[0])
 
 
 def copy_vision(model: VisionModel, folder: pathlib.Path) -> None:
     """Puts what a model sees with into the folder of its weight store; nothing where it can't see."""
     place = _beside(model)
-    if model.image_token is None or not (place / encoder.FILE).is_file():
+    if model.image_token is None or not (place / ENCODER).is_file():
         return
-    for path in (*place.glob(f"{encoder.FILE}*"), _settings(place)):  # with external data of the graph
+    for path in (*place.glob(f"{ENCODER}*"), _settings(place)):  # with external data of the graph
         shutil.copyfile(path, folder / path.name)
     tensors = _projector_tensors(model, place)
-    from edgekv.vision.projector import PREFIXES, projector_weights
-
     weights = projector_weights(tensors, model.config.hidden_size)
     named = {PREFIXES[0] + name: np.ascontiguousarray(array) for name, array in weights.items()}
     safetensors.numpy.save_file(named, folder / PROJECTOR)
@@ -128,10 +133,111 @@ def _beside(model: VisionModel) -> pathlib.Path:
     return model.path if model.path.is_dir() else model.path.parent
 
 
-def _projector_tensors(model: VisionModel, folder: pathlib.Path) -> TensorSet:
+def _projector_tensors(model: VisionModel, folder: pathlib.Path) -> Tensors:
     """From a file of its own, or among the checkpoint's tensors."""
     if (folder / PROJECTOR).is_file():
-        return TensorSet([TensorFile(folder / PROJECTOR)])
+        return Tensors.open(folder / PROJECTOR)
     if isinstance(model.weights, WeightStore):
         raise ImageError(f"{folder}: a store without {PROJECTOR} can't read images; quantize it again")
     return model.weights.source.tensors
+
+
+def onnxruntime() -> Any:
+    """Import the module. Raises ImageError when it is not installed."""
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        raise ImageError("images need onnxruntime, which is not installed: pip install 'edgekv[vision]'") from None
+    ort.disable_telemetry_events()  # in case the program had imported it before
+    return ort
+
+
+class Encoder:
+    """The vision tower as it was exported, one image at a time. Raises CheckpointError for another file."""
+
+    def __init__(self, path: pathlib.Path, threads: int, size: tuple[int, int] | None) -> None:
+        """size: (height, width) of the pixel values that are to come, where it is known."""
+        self.path, ort = path, onnxruntime()
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
+        options.enable_cpu_mem_arena = False  # it would keep the tower's scratch
+        # The session owns a pool: spinning workers would take the cores from the kernels.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime raises its own unrelated exception types
+            detail = str(error).splitlines()[0]
+            raise CheckpointError(f"{path}: onnxruntime can't open it ({detail}); export it again") from error
+        inputs = self._session.get_inputs()
+        found = [(each.name, each.type, len(each.shape)) for each in inputs]
+        if found != [(INPUT, "tensor(float)", 4)]:
+            raise CheckpointError(
+                f"{path}: has the inputs {found}; accepted: {INPUT}, float32, [n, 3, height, width]: export it so"
+            )
+        wanted = inputs[0].shape[2:]
+        if size and any(isinstance(side, int) and side != given for side, given in zip(wanted, size, strict=True)):
+            raise CheckpointError(
+                f"{path}: takes images of {wanted}, preprocessor_config.json makes them {list(size)}; give the "
+                "two that belong together"
+            )
+
+    def __call__(self, pixels: F32) -> F32:
+        """(tokens, d_vision) float32 features of pixel values (3, height, width)."""
+        try:
+            limit = onnxruntime().RunOptions()
+            timer = threading.Timer(MAX_SECONDS, setattr, (limit, "terminate", True))  # a graph may loop for ever
+            timer.daemon = True
+            timer.start()
+            try:
+                features = self._session.run(None, {INPUT: pixels[None]}, limit)[0]
+            finally:
+                timer.cancel()
+        except Exception as error:
+            detail = str(error).splitlines()[0]
+            raise CheckpointError(f"{self.path}: onnxruntime can't run it ({detail}); export it again") from error
+        if features.ndim != 3 or len(features) != 1 or features.dtype != np.float32:
+            raise CheckpointError(
+                f"{self.path}: gives {features.dtype} {features.shape} for one image; accepted: float32 "
+                "[1, tokens, d_vision]: export it so"
+            )
+        result: F32 = features[0]
+        return result
+
+
+class Projector:
+    """linear_2(activation(linear_1(x))), with biases where the checkpoint has them."""
+
+    def __init__(self, weights: dict[str, F32], kind: str) -> None:
+        """weights: as `projector_weights` reads them; kind: config.json's projector_hidden_act."""
+        self.d_vision = weights["linear_1.weight"].shape[1]
+        self._weights, self._activation = weights, ACTIVATIONS[activation(kind)]
+
+    def __call__(self, features: F32) -> F32:
+        """(tokens, hidden_size) of features (tokens, d_vision)."""
+        if features.shape[1] != self.d_vision:
+            raise CheckpointError(
+                f"vision.onnx gives {features.shape[1]} features per token, the projector takes {self.d_vision}; "
+                "give the two that belong together"
+            )
+        return self._linear("linear_2", self._activation(self._linear("linear_1", features)))
+
+    def _linear(self, name: str, x: F32) -> F32:
+        y: F32 = x @ self._weights[f"{name}.weight"].T
+        return y + self._weights[f"{name}.bias"] if f"{name}.bias" in self._weights else y
+
+
+def projector_weights(tensors: Tensors, hidden_size: int) -> dict[str, F32]:
+    """The projector's tensors as float32, without their prefix. CheckpointError: they are absent or don't fit."""
+    prefix = next((p for p in PREFIXES if f"{p}linear_1.weight" in tensors), PREFIXES[0])
+    names = [f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias")]
+    shapes = {name: tensors[prefix + name].shape for name in names if _is_needed(prefix + name, tensors)}
+    inner, out = shapes["linear_1.weight"][0], hidden_size
+    expected = {"linear_1.bias": (inner,), "linear_2.weight": (out, inner), "linear_2.bias": (out,)}
+    for name in shapes.keys() & expected.keys():
+        tensors.require(prefix + name, expected[name])
+    return {name: to_float32(tensors[prefix + name].read()) for name in shapes}
+
+
+def _is_needed(name: str, tensors: Tensors) -> bool:
+    return name.endswith(".weight") or name in tensors

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from edgekv.errors import ImageError
-from edgekv.tokenizer import Tokenizer, as_text
+from edgekv.text.template import PLACEHOLDER
 from edgekv.types import F32
 
-PLACEHOLDER = "<image>"
 VISUAL = "visual"
 
 
@@ -35,14 +34,6 @@ class ImagesReport:
     tokens: int
     seconds: float
     notes: list[str]
-
-
-def without_places(text: str, tokenizer: Tokenizer) -> str:
-    """The text of a prompt without images: `<image>` is no place of one, but text."""
-    if PLACEHOLDER not in text:
-        return text
-    pieces = map(tokenizer.piece, tokenizer.encode(PLACEHOLDER, bos=False))
-    return as_text(text, [PLACEHOLDER]) if PLACEHOLDER in pieces else text
 
 
 def check_places(prompt: Prompt, image_token: int, n_images: int) -> None:

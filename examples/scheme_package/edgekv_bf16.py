@@ -38,7 +38,7 @@ class BFloat16Knobs:
 class BFloat16Codec(Codec):
     """The upper half of a float32: 2 bytes per element, float32's range, 8 bits of precision."""
 
-    kind = "decoded"  # attention reads what `decode` gives
+    kind = "bf16"
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, rounding: str) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)

@@ -19,22 +19,21 @@ import vision_cases
 from PIL import Image
 
 from edgekv import Session
-from edgekv.chat.template import ChatTemplate, find_template
+from edgekv.engine.model import Model
+from edgekv.eval.evaluate import Quality
+from edgekv.eval.gate import Verdict, Verdicts
 from edgekv.kvcache import CacheSpec
-from edgekv.linear import threads
-from edgekv.linear.formats import WEIGHTS
-from edgekv.linear.store_builder import build
-from edgekv.quality.evaluate import Quality
-from edgekv.quality.gate import Verdict
-from edgekv.quality.verdicts import Verdicts
-from edgekv.session.model import Model
-from edgekv.tokenizer import Tokenizer, load_tokenizer
+from edgekv.text import Tokenizer, load_tokenizer
+from edgekv.text.template import ChatTemplate, find_template
+from edgekv.weights import threads
+from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.store import build
 
 DEMO = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "demo"
 SCHEMES = (
     "dense",
     "onebit:residual_length=16",
-    "bitplane",
+    "planes:k_bits=4,v_bits=4",
     "planes:k_bits=2.5,v_bits=1.5,residual_length=16",
     "int4",
     "quest:k=32",
@@ -106,7 +105,7 @@ class Material:
                 build(model.weights, model.weight_format(weights), self.stores[-1], None)
 
     def _sessions(self, folder: pathlib.Path) -> None:
-        """Saved texts, plain and compressed, each with two loaded models that read it.
+        """Saved texts, each with two loaded models that read it.
 
         Of each of SCHEMES, and of models with layers that do not attend.
         """
@@ -114,16 +113,15 @@ class Material:
         self.sessions: list[Saved] = []
         self.recurrent_sessions: list[Saved] = []
         for kv in SCHEMES:
-            for compress in (False, True):
-                self.sessions.append(_saved((self.loaded, self.compiled), kv, compress, folder / "session"))
+            self.sessions.append(_saved((self.loaded, self.compiled), kv, folder / "session"))
         for name in ("lfm2-options", "qwen3_5"):
             models = self._longer(folder / name, folder / f"{name}-longer")
-            self.recurrent_sessions.append(_saved(models, "onebit", False, folder / "session"))
+            self.recurrent_sessions.append(_saved(models, "onebit", folder / "session"))
 
         self.family_sessions = []
         for name, kv in (("gemma2", "kivi2"), ("gemma3-v5-parameters", "planes"), ("gpt-oss", "onebit")):
             models = self._longer(folder / name, folder / f"{name}-longer")
-            self.family_sessions.append(_saved(models, f"{kv}:residual_length=16", False, folder / "session"))
+            self.family_sessions.append(_saved(models, f"{kv}:residual_length=16", folder / "session"))
 
     def _uses(self, folder: pathlib.Path) -> None:
         """A model to talk with, and a cache folder in which everything is remembered; compiles what cases use."""
@@ -168,9 +166,9 @@ def _with_positions(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def _saved(models: tuple[Session, Session], kv: str, compress: bool, path: pathlib.Path) -> Saved:
+def _saved(models: tuple[Session, Session], kv: str, path: pathlib.Path) -> Saved:
     session = models[0].fork(kv=kv)
     list(session.generate([i % 90 for i in range(N_PROMPT)], max_new_tokens=2, temperature=1.0, seed=1))
-    session.save(path, compress=compress)
+    session.save(path)
     Session.restore(path, models[1]).prefill(MORE)  # kernels are compiled here, not in a case
     return path.read_bytes(), models

@@ -16,16 +16,15 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from edgekv import SamplingParams, Session
-from edgekv.chat.template import find_template
-from edgekv.checkpoint.packed.methods import unpacked
-from edgekv.checkpoint.tensor_set import TensorSet
-from edgekv.checkpoint.tensors import TensorFile
-from edgekv.linear.formats import WEIGHTS
-from edgekv.session.model import Model
-from edgekv.session.plan import SessionPlan
-from edgekv.tokenizer import load_tokenizer
+from edgekv.checkpoint.quantized_formats import unpacked
+from edgekv.checkpoint.tensors import Tensors
+from edgekv.engine.model import Model
+from edgekv.engine.options import SessionPlan
+from edgekv.text import load_tokenizer
+from edgekv.text.template import find_template
 from edgekv.vision import picture
-from edgekv.vision.preprocess import Preprocess
+from edgekv.vision.images import Preprocess
+from edgekv.weights.formats import WEIGHTS
 
 from .material import CTX, DEMO, N_PROMPT, SCHEMES, Material
 from .mutate import as_json, damaged, mutated, poisoned, poisoned_tensors
@@ -115,11 +114,10 @@ def unpack(m: Material, folder: pathlib.Path, rng: Random) -> None:
     file = packed_cases.save(folder, {f"m.{key}": part for key, part in parts.items()}) / "model.safetensors"
     if rng.random() < 0.3:
         settings = {key: mutated(value, rng) for key, value in settings.items()}
-    tensors = unpacked(TensorSet([TensorFile(file)]), settings)
-    for each in tensors.names():
-        tensors.array(each)
-        tensors.forms(each)
-        tensors.outputs(each, 0, min(3, tensors.info(each).shape[0]), False)
+    tensors = unpacked(Tensors.open(file), settings)
+    for each in tensors.values():
+        each.read()
+        each.rows(0, min(3, each.shape[0]))
 
 
 def safetensors(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -229,11 +227,9 @@ def store(m: Material, folder: pathlib.Path, rng: Random) -> None:
         manifest = json.loads((place / "store.json").read_text())
         (place / "store.json").write_bytes(as_json(mutated(manifest, rng), rng))
     else:
-        name = rng.choice(
-            [path.name for path in sorted(place.iterdir()) if path.suffix in (".onnx", ".safetensors")]
-        )
+        name = rng.choice([path.name for path in sorted(place.iterdir()) if path.suffix == ".safetensors"])
         data = (place / name).read_bytes()
-        if name.endswith(".safetensors") and rng.random() < 0.5:
+        if rng.random() < 0.5:
             (place / name).write_bytes(poisoned_tensors(data, rng))
         else:
             (place / name).write_bytes(damaged(data, rng, HEAD))

@@ -17,14 +17,13 @@ from unittest import mock
 import hub_server
 
 from edgekv import Session, child
-from edgekv.checkpoint.hub import pull
-from edgekv.checkpoint.hub_name import HubName
+from edgekv.checkpoint.hub import HubName, pull
 from edgekv.cli import main
+from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
+from edgekv.eval.gate import Verdicts
 from edgekv.kvcache import CacheSpec
-from edgekv.linear import threads
-from edgekv.quality.verdicts import Verdicts
-from edgekv.session.model import Model
+from edgekv.weights import threads
 
 from .material import Material
 from .mutate import ODD, as_json, damaged, mutated
@@ -137,7 +136,7 @@ PLANTED = (
     *("signal", "json", "struct", "select", "types", "subprocess", "numpy", "numba", "jinja2", "llguidance"),
     *("edgekv", "sitecustomize", "usercustomize", "encodings", "site", "resource", "datetime", "ctypes"),
 )
-CHILDREN: tuple[tuple[str, ...], ...] = (("edgekv.decoder.ahead", "dense"),)
+CHILDREN: tuple[tuple[str, ...], ...] = (("edgekv.engine.cpu", "dense"),)
 
 
 def working_folder(m: Material, folder: pathlib.Path, rng: Random) -> None:
@@ -151,5 +150,5 @@ def working_folder(m: Material, folder: pathlib.Path, rng: Random) -> None:
     module, *arguments = rng.choice(CHILDREN)
     done = subprocess.run(child.command(module, *arguments), cwd=folder, timeout=8, capture_output=True)
     assert done.returncode == 0, done.stderr
-    child.BoundedChild(rng.choice(("edgekv.chat.environment", "edgekv.session.matcher"))).close()
+    child.BoundedChild(rng.choice(("edgekv.text.sandbox", "edgekv.engine.matcher"))).close()
     assert not mark.exists(), [file.name for file in folder.iterdir()]

@@ -11,15 +11,20 @@ from unittest import mock
 import numpy as np
 
 from edgekv import child
-from edgekv.chat.template import ChatTemplate
-from edgekv.server.answer_parser import AnswerParser
-from edgekv.server.body import parse_json
-from edgekv.server.checked_request import CheckedRequest, check_chat, check_completion
-from edgekv.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, listed, read
-from edgekv.server.request_encoder import RequestEncoder
-from edgekv.server.responses_request import check_response
-from edgekv.server.tools import TOOL_FORMATS, tools_grammar
-from edgekv.session.grammar import Grammar, JsonSchema
+from edgekv.engine.grammar import Grammar, JsonSchema
+from edgekv.server.parser import AnswerParser
+from edgekv.server.prompts import TOOL_FORMATS, RequestEncoder, tools_grammar
+from edgekv.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    Request,
+    listed,
+    parse_json,
+    read,
+    read_response,
+)
+from edgekv.text.template import ChatTemplate
 
 from .material import Material
 from .mutate import as_json, damaged, mutated
@@ -169,21 +174,21 @@ EMBEDDINGS: dict[str, Any] = {"model": "m", "input": ["x", "y"], "encoding_forma
 
 def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
     kinds: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-        "chat": (CHAT, lambda body: check_chat(read(body, ChatRequest))),
+        "chat": (CHAT, lambda body: read(body, ChatRequest)),
         "completion": (
             {**REQUEST, "prompt": [1, 2], "logprobs": 2, "echo": True},
-            lambda body: check_completion(read(body, CompletionRequest)),
+            lambda body: read(body, CompletionRequest),
         ),
-        "responses": (RESPONSES, lambda body: check_response(body)[1]),
+        "responses": (RESPONSES, read_response),
         "embeddings": (EMBEDDINGS, lambda body: listed(read(body, EmbeddingRequest).input, "input")),
     }
     body, asked = kinds[rng.choice(sorted(kinds))]
     ask = asked(parse_json(as_json(mutated(body, rng), rng)))
-    if isinstance(ask, CheckedRequest):
+    if isinstance(ask, Request):
         prompts = RequestEncoder(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256, m.tokenizer.vocab_size)
         prompts.encode(ask)
-        if ask.tools is not None and ask.tools.callable:
-            Grammar(tools_grammar(ask.tools, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size)
+        if ask.toolset is not None and ask.toolset.callable:
+            Grammar(tools_grammar(ask.toolset, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size)
 
 
 def answer(m: Material, folder: pathlib.Path, rng: Random) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import pathlib
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 
@@ -52,8 +54,9 @@ class Worker:
     def run(self, case: Case) -> str:
         """success, error, or what went wrong."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(case).encode() + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died after its last answer: `_answer` says so
+            self._process.stdin.write(json.dumps(case).encode() + b"\n")
+            self._process.stdin.flush()
         answer = self._answer(SECONDS)
         if isinstance(answer, dict):
             return str(answer["outcome"])
@@ -63,12 +66,15 @@ class Worker:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        self._scratch.cleanup()
 
     def _start(self) -> None:
         self._buffer = b""
+        self._scratch = tempfile.TemporaryDirectory(prefix="edgekv-fuzz-", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.worker"],
+            [sys.executable, "-m", "tests.fuzz.worker", self._scratch.name],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from edgekv import CACHES, EdgeKVError, LoadOptions, SamplingParams, Session
-from edgekv.chat.conversation import Chat
+from edgekv import CACHES, EdgeKVError, SamplingParams, Session
+from edgekv.engine.chat import Chat
+from edgekv.engine.options import Options
 from edgekv.kvcache import CacheSpec
 
 from .material import CTX, Material
@@ -101,7 +102,7 @@ def arguments(m: Material, folder: pathlib.Path, rng: Random) -> None:
     what = rng.randrange(8)
     session = m.talking
     if what == 0:
-        declared = rng.choice((SamplingParams, LoadOptions))
+        declared = rng.choice((SamplingParams, Options))
         names = [field.name for field in dataclasses.fields(declared)]
         given = {name: rng.choice(ARGUMENTS) for name in rng.sample(names, rng.choice((1, 1, 2)))}
         if declared is SamplingParams or rng.random() < 0.9:
@@ -120,12 +121,12 @@ def arguments(m: Material, folder: pathlib.Path, rng: Random) -> None:
         if what == 7:
             list(target.ask("Who?", max_new_tokens=2))
         name = rng.choice(CHAT_CALLS)
-    before, n_past = list(session.tokens), session.state.n_past
+    before, n_cached = list(session.tokens), session._state.n_cached
     messages = [dict(message) for message in target.messages] if isinstance(target, Chat) else []
     try:
         used(getattr(target, name), rng)
     except EdgeKVError:
-        assert (session.tokens, session.state.n_past) == (before, n_past), (name, session.tokens, before)
+        assert (session.tokens, session._state.n_cached) == (before, n_cached), (name, session.tokens, before)
         assert not isinstance(target, Chat) or target.messages == messages
         raise
     finally:

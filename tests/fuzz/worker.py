@@ -8,22 +8,21 @@ import pathlib
 import resource
 import shutil
 import sys
-import tempfile
 import traceback
 import warnings
 from random import Random
 from typing import Any
 
 from edgekv import EdgeKVError
-from edgekv.cache_folder import cache_root
-from edgekv.session import opening
+from edgekv.engine import loading
+from edgekv.files import cache_root
 
 MEMORY = 2 << 30  # beyond what the process has when it is ready
 ANSWER = "\x1fanswer "
 
 
 def main() -> None:
-    scratch = pathlib.Path(tempfile.mkdtemp(prefix="edgekv-fuzz-"))
+    scratch = pathlib.Path(sys.argv[1])
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root() / "kernels"))
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     warnings.simplefilter("ignore")
@@ -52,13 +51,12 @@ def main() -> None:
         say({"outcome": outcome})
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(scratch / "cache", ignore_errors=True)
-    shutil.rmtree(scratch, ignore_errors=True)
 
 
 def ready() -> None:
     """What no case is about takes no time from now on: writes that reach the disk, kernels compiled ahead."""
     os.fsync = lambda descriptor: None  # type: ignore[assignment]
-    opening.warm_up = lambda *_: 0.0
+    loading.warm_up = lambda *_: 0.0
 
 
 def run_case(kind: str, seed: int, made: Any, folder: pathlib.Path) -> None:

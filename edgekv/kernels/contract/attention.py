@@ -1,11 +1,11 @@
 """What every kernel backend provides: the same functions, with the meaning written here.
 
 `attend` is all that decoding needs, beside each codec's encoding. What a kind of codec means is written where
-NumPy computes it: `edgekv.kernels.kinds` names the file. What the papers' schemes need beside that is in `papers`.
+NumPy computes it: its class names the file. What the papers' schemes need beside that is in `papers`.
 
 One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
 reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
-preallocated for `cap` tokens (`edgekv.kernels.aligned.zeros`), hold float16 as its bits in uint16, and are
+preallocated for `cap` tokens (`edgekv.kernels.arrays.zeros`), hold float16 as its bits in uint16, and are
 C-contiguous, as is every array here except scores, whose last axis alone must be.
 
 Token ranges are half-open and need not touch block borders. A kernel writes all that it promises and nothing
@@ -19,7 +19,6 @@ import numpy as np
 
 from edgekv.kernels.contract.ints import IntKernels
 from edgekv.kernels.contract.papers.codes import CodeKernels
-from edgekv.kernels.contract.papers.evict import EvictKernels
 from edgekv.kernels.contract.papers.retrieval import RetrievalKernels
 from edgekv.kernels.contract.planes import PlaneKernels
 from edgekv.kernels.contract.recurrence import RecurrentKernels
@@ -41,7 +40,7 @@ def bound_scores(s: Array, cap: float | None) -> None:
         s *= np.float32(cap)
 
 
-class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKernels, RecurrentKernels, Protocol):
+class Kernels(RetrievalKernels, IntKernels, CodeKernels, PlaneKernels, RecurrentKernels, Protocol):
     """A backend is a module with these functions."""
 
     def attend(
@@ -58,16 +57,10 @@ class Kernels(RetrievalKernels, IntKernels, EvictKernels, CodeKernels, PlaneKern
 
         queries (H, n, D), multiplied by the score scale, are C-contiguous, as is ``out``. Each codec's kind says
         what a score and a sum of values are: `scores`, `sums`. A query that sees nothing gets zeros. ``weights``
-        (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment; ValueError where
-        a segment has ``chosen`` tokens. ``sinks`` (H,), where given, is a score more for each head's queries, of
-        no token and without a value: the weights of the tokens then sum to less than 1. ``cap``, where given,
-        makes a token's score cap * tanh(score / cap), as in Gemma 2; not where values have a second stage.
-
-        Of a segment whose values are of a kind with a second stage scores are estimated first; blocks in which a
-        token can matter are then scanned, and of these the tokens of enough probability read in full, as
-        `reference.gather` says. The mean numbers per KV head and query token of tokens corrected and read in full,
-        and of blocks scanned, go into ``values.counts``. Such keys have estimates, and their tokens stand one
-        behind the other. All ``chosen`` tokens of a segment are visible.
+        (G, R * n, tokens of all segments), where given, gets the softmax, segment after segment. ``sinks`` (H,),
+        where given, is a score more for each head's queries, of no token and without a value: the weights of the
+        tokens then sum to less than 1. ``cap``, where given, makes a token's score cap * tanh(score / cap), as in
+        Gemma 2.
         """
 
     def append(self, keys: Stored, values: Stored, k: F32, v: F32, t0: int) -> None:

@@ -12,7 +12,7 @@ the sign, 1 for x >= 0. x must be finite.
 
 from typing import Protocol
 
-from edgekv.types import F32, U8, U16, U64
+from edgekv.types import F32, U8, U16
 
 CENTRE = 16
 """Tokens that share a centre."""
@@ -22,9 +22,6 @@ CENTRES = 5
 
 GAUSS_STEP = {1: 1.5958, 2: 0.9957, 3: 0.586, 4: 0.3352}
 """Step of the best uniform quantiser of b bits for a Gaussian of variance 1: what rotated elements look like."""
-
-KEY_STEP = GAUSS_STEP[4] * 0.797885
-"""Step of a 4-bit key code over the scale of one plane in `encode_keys`: 1 / sqrt(2 / pi) for that Gaussian."""
 
 LARGEST_FOUR = 61
 """Magnitudes of four neighbouring elements of a query add up to at most as many of its steps, before rounding.
@@ -39,38 +36,6 @@ GROUPS = 4
 def place_of(token: int) -> tuple[int, int]:
     """Group and byte of a token of a block of 64 in `encode_keys`."""
     return token % 16 // 4, 4 * (token % 4) + (0, 2, 1, 3)[token // 16]
-
-
-PAIR_STEP = 3.98
-"""Spacing of a 4-bit code's two top bits as a code of its own, not shrunk; the code's own step is 1."""
-
-FULL_VALUES = 2.8
-"""Times the threshold: where two more value planes save as much error per bit as the first two at 1."""
-
-LARGEST_CORRECTION = 8.0
-"""Of a score, in either direction, by the second stage."""
-
-REACH = 1.25
-"""A token's score is taken to exceed its centre's by this many deviations at most, or by the deviation's square.
-
-Of scores that deviate by d, those that lie d * d above the centre have most of the weight.
-"""
-
-SIGN_NOISE = 0.5708
-"""pi / 2 - 1: the variance that one bit adds to a score, over that of all directions alike."""
-
-LEAST_VARIANCE = 0.25
-"""Of scores around their centres, over that of all directions alike, at least."""
-
-MOST_SAMPLES = 4
-"""Blocks on which that is measured for each query."""
-
-
-def sampled_blocks(first: int, stop: int) -> list[int]:
-    """Numbers of the whole blocks of tokens first..stop on which deviations are measured, evenly apart."""
-    start, end = -(-first // 64), stop // 64
-    n = max(0, min(MOST_SAMPLES, end - start))
-    return [start + i * (end - start) // n for i in range(n)]
 
 
 LEAST_WEIGHT = 1e-30
@@ -121,10 +86,4 @@ class PlaneKernels(Protocol):
         The codes are those of the best uniform step for a Gaussian of the token's mean square; scale (G, cap) is
         then |x| ** 2 / (x . levels), so that the stored vector has the inner product |x| ** 2 with x: sums of
         many values are not shrunk.
-        """
-
-    def encode_planes(self, x: F32, step: F32, planes: U64, t0: int) -> None:
-        """Stores x (G, n, D) at tokens t0.. of planes (G, cap, B, W) by successive approximation.
-
-        Plane j holds the signs of x, and x then loses sign * step / 2 ** j; step (G, n), what is left stays in x.
         """

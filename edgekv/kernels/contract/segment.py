@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from edgekv.types import I32, I64
 
 
 class Stored(Protocol):
-    """What a backend knows of a codec (`edgekv.kvcache.codecs.Codec`): ``kind`` names the loops that read it.
+    """What a backend knows of a codec (`edgekv.kvcache.codecs.Codec`).
+
+    ``backends`` and ``kind`` name the loops that read it.
 
     The attributes beside these that a kind has are those of its class. In ``backend_state`` a backend keeps what
     it derives from the arrays; who binds others sets it to None.
     """
 
     kind: ClassVar[str]
+    backends: ClassVar[Mapping[str, str]]
     arrays: dict[str, Any]
     n_kv_heads: int
     head_dim: int
@@ -26,8 +29,7 @@ class Segment(NamedTuple):
     """Tokens first..stop of the stores of two codecs.
 
     position: where token ``first`` stands in the conversation; the others follow it, unless ``positions``
-    (G, capacity) int32 says where each token stands. chosen: of the tokens only these are read: tokens (G, n, K)
-    int32, of which the first counts[j] (n,) are valid for query token j.
+    (G, capacity) int32 says where each token stands.
     """
 
     keys: Any  # Stored
@@ -36,13 +38,6 @@ class Segment(NamedTuple):
     stop: int
     position: int = 0
     positions: I32 | None = None
-    chosen: tuple[I32, I64] | None = None
-
-
-def refuse_weights_of_chosen(segments: Sequence[Segment], weights: Any) -> None:
-    """ValueError: the softmax of chosen tokens is not kept."""
-    if weights is not None and any(segment.chosen is not None for segment in segments):
-        raise ValueError("weights of chosen tokens are not kept: leave `weights` out")
 
 
 Visible = tuple[I64, I64]

@@ -4,16 +4,13 @@ from typing import Any
 
 from edgekv.kernels.cpu.append import append, encode
 from edgekv.kernels.cpu.attend import attend
-from edgekv.kernels.cpu.centres import encode_centres
-from edgekv.kernels.cpu.gather import encode_planes
-from edgekv.kernels.cpu.gauss_codes import encode_interleaved, encode_keys
 from edgekv.kernels.cpu.ints import encode_sym
+from edgekv.kernels.cpu.plane_encoders import encode_centres, encode_interleaved, encode_keys
 from edgekv.kernels.cpu.ranges import scores, sums
-from edgekv.kernels.cpu.rope import split_rope
-from edgekv.kernels.cpu.rotate import hadamard, hadamard_back
+from edgekv.kernels.cpu.rope import hadamard, hadamard_back, split_rope
 from edgekv.kernels.cpu.rows import encode_f16, project
 from edgekv.kernels.cpu.softmax import softmax
-from edgekv.kernels.kinds import FUNCTIONS, find_function
+from edgekv.kernels.registry import FUNCTIONS, find_function
 
 __all__ = [
     "append",
@@ -23,7 +20,6 @@ __all__ = [
     "encode_f16",
     "encode_interleaved",
     "encode_keys",
-    "encode_planes",
     "encode_sym",
     "hadamard",
     "hadamard_back",

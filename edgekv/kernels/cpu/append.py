@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.calls import call_put
-from edgekv.kernels.cpu.jit import Args, jit
+from edgekv.kernels.cpu.compile import Args, jit
+from edgekv.kernels.cpu.launch import call_put
 from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, loops_of, scratch_memory
 from edgekv.types import F32
 
@@ -16,7 +16,7 @@ FEW_TOKENS = 8  # more are encoded codec by codec
 
 
 def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
-    if k.shape[1] > FEW_TOKENS or not loops_of(keys.kind).put or not loops_of(values.kind).put:
+    if k.shape[1] > FEW_TOKENS or not loops_of(keys).put or not loops_of(values).put:
         keys.encode(k, t0)
         values.encode(v, t0)
         return
@@ -35,7 +35,7 @@ def append(keys: Any, values: Any, k: F32, v: F32, t0: int) -> None:
 
 
 def encode(codec: Any, x: F32, t0: int) -> None:
-    store = loops_of(codec.kind).encode
+    store = loops_of(codec).encode
     assert store is not None, codec.kind
     store(codec, x, t0)
 

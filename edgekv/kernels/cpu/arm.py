@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba.core import cgutils, config
 
-from edgekv.kernels.cpu.jit import CPU_FEATURES
+from edgekv.kernels.cpu.compile import CPU_FEATURES
 
 Value = Any  # an llvmlite value
 IS_ARM = platform.machine() == "aarch64"

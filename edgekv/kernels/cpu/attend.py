@@ -15,26 +15,14 @@ import numpy as np
 
 from edgekv.kernels import threads
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
-from edgekv.kernels.cpu.calls import call_block, call_finish, call_measure, call_prepare, call_second_stage
-from edgekv.kernels.cpu.decoded import with_numbers
-from edgekv.kernels.cpu.jit import Scalar, entry_jit, fast_jit
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.cpu.compile import Scalar, entry_jit, fast_jit
+from edgekv.kernels.cpu.launch import TEAM, call_block, call_finish, call_prepare, share
 from edgekv.kernels.cpu.loops import floats, ints, numbers
 from edgekv.kernels.cpu.plan import make_plan
-from edgekv.kernels.cpu.rescan import add_estimates, count_scanned, estimate, raise_to_kept, rescan_items, share_of
+from edgekv.kernels.cpu.ranges import with_numbers
 from edgekv.kernels.cpu.scalar import get, put
-from edgekv.kernels.cpu.share import TEAM, share
-from edgekv.kernels.cpu.softmax import (
-    END,
-    ESTIMATED,
-    MINUS_INFINITY,
-    PEAK,
-    SHRINK,
-    TOTAL,
-    exp_of_negative,
-    fill,
-    weigh,
-)
+from edgekv.kernels.cpu.softmax import END, MINUS_INFINITY, PEAK, SHRINK, TOTAL, exp_of_negative, fill, weigh
 from edgekv.types import F32
 
 ZERO, ONE, TWO, THIRD = np.array([0, 1, 2, 1 / 3], np.float32)
@@ -50,44 +38,19 @@ def attend(
     sinks: F32 | None = None,
     cap: float | None = None,
 ) -> None:
-    refuse_weights_of_chosen(segments, weights)
-    if queries.shape[1] > 1 and any(segment.chosen is not None for segment in segments):
-        _attend_each(queries, segments, visible, out, sinks, cap)
-        return
     segments = [with_numbers(segment) for segment in segments]
     made = make_plan(queries, segments, visible, out, weights, sinks, cap)
     if made.parallel:
         threads.run_parallel(_attend, TEAM.address, threads.count(), made.plan, made.runs)
     else:
         _attend(0, 1, made.plan, made.runs)
-    for segment, pair in zip(segments, made.pairs, strict=True):
-        if pair.counts is not None:
-            segment.values.counts = pair.counts.mean(axis=0) / queries.shape[1]
-
-
-def _attend_each(
-    queries: F32, segments: Sequence[Segment], visible: Visible, out: F32, sinks: F32 | None, cap: float | None
-) -> None:
-    """Token by token: each has chosen its own tokens."""
-    lo, hi = visible
-    one = np.empty((len(out), 1, out.shape[2]), np.float32)
-    for j in range(queries.shape[1]):
-        part = slice(j, j + 1)
-        each = [
-            segment._replace(chosen=segment.chosen and (segment.chosen[0][:, part], segment.chosen[1][part]))
-            for segment in segments
-        ]
-        attend(np.ascontiguousarray(queries[:, part]), each, (lo[part], hi[part]), one, sinks=sinks, cap=cap)
-        out[:, part] = one
 
 
 @entry_jit
 def _attend(team: int, n_parts: int, plan: Any, runs: Any) -> None:
     p = plan[0]
     share(team, n_parts, p.n_groups * p.splits, _attend_items, (plan, runs))
-    if p.estimates_gap:
-        share(team, n_parts, p.n_groups * p.splits, rescan_items, (plan, runs))
-    few = n_parts if p.any_kept else 1  # without a second stage a microsecond: less than waking threads again
+    few = n_parts if p.any_kept else 1  # without kept scores a microsecond: less than waking threads again
     share(team, few, p.n_groups, _finish_groups, (plan, runs))
 
 
@@ -101,7 +64,6 @@ def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
         for m in range(p.rows):  # a sink is the first score, of the first share
             put(ends, END * m + PEAK, MINUS_INFINITY if split else get(floats(p.sinks), g * p.rows + m))
             put(ends, END * m + TOTAL, ONE)
-            put(ends, END * m + ESTIMATED, ZERO)
         fill(out, 0, p.rows * p.head_dim, ZERO)
         for i in range(len(runs)):
             run = runs[i]
@@ -109,11 +71,22 @@ def _attend_items(first: int, last: int, plan: Any, runs: Any) -> None:
                 fill(floats(memory + run.sums_at), 0, p.rows * run.width, ZERO)
         for i in range(len(runs)):
             run = runs[i]
-            first_block, last_block = share_of(split, i, plan, runs)
+            first_block, last_block = _share_of(split, i, plan, runs)
             if first_block < last_block:
                 _walk(first_block, last_block, g, memory, plan, runs, i)
                 if run.width:
                     call_finish(run.finish, run.value_store, memory + run.sums_at, memory + p.out_at, p.rows)
+
+
+@fast_jit
+def _share_of(split: int, i: int, plan: Any, runs: Any) -> tuple[int, int]:
+    """First and last + 1 of the blocks of run i that a share of a head's blocks has."""
+    p, run, passed = plan[0], runs[i], 0
+    for k in range(i):
+        passed += (runs[k].stop + runs[k].block - 1) // runs[k].block - runs[k].first // runs[k].block
+    base, after = run.first // run.block, (run.stop + run.block - 1) // run.block
+    start, end = p.n_units * split // p.splits, p.n_units * (split + 1) // p.splits
+    return max(base + start - passed, base), min(base + end - passed, after)
 
 
 @fast_jit
@@ -123,30 +96,21 @@ def _walk(block: int, last: int, g: int, memory: int, plan: Any, runs: Any, i: i
     prepared = _prepare(g, memory, plan, runs, i)
     ends, own, scratch = floats(memory), memory + p.scores_at, memory + p.scratch_at
     s, sums = floats(own), memory + (run.sums_at if run.width else p.out_at)
-    if run.second_stage:
-        call_measure(run.measure, run.key_store, prepared, p.rows, g, run.first, run.stop, scratch)
     for at in range(block, last):
         t = max(run.first, at * run.block)
         n = min(run.stop, (at + 1) * run.block) - t
         position = run.position + t - run.first
-        if run.masked and run.positions == 0 and (position + n <= p.lowest or position >= p.highest):
+        if run.positions == 0 and (position + n <= p.lowest or position >= p.highest):
             for m in range(p.rows if run.kept else 0):
                 column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
                 fill(floats(p.kept), column, column + n, MINUS_INFINITY)
             continue
+        # asked here: a call that passes arrays costs as much as scores do
         in_sight = run.positions == 0 and position >= p.lowest_all and position + n <= p.highest_all
-        partly = run.masked and not in_sight  # asked here: a call that passes arrays costs as much as scores do
-        if run.second_stage:  # what is to be scored is known when all is estimated
-            estimate(t, n, g, prepared, memory, plan, runs, i)
-            for m in range(p.rows):
-                if get(ends, END * m + SHRINK) != ONE:
-                    _rescale(m, get(ends, END * m + SHRINK), memory, plan, runs)
-            add_estimates(t, n, g, memory, plan, runs, i)
-            continue
         _score(run, prepared, p.rows, g, t, n, own, run.block, scratch)
         if p.cap:
             _bound(s, run.block, n, p.rows, np.int32(p.cap).view(np.float32))
-        if partly:
+        if not in_sight:
             _mask(s, run.block, g, t, n, position, plan, runs, i)
         for m in range(p.rows if run.kept else 0):
             column = (g * p.rows + m) * p.kept_gap + run.column + t - run.first
@@ -229,7 +193,6 @@ def _rescale(m: int, factor: float, memory: int, plan: Any, runs: Any) -> None:
     """Row m's sums so far, times factor."""
     p = plan[0]
     _scale(floats(memory + p.out_at), m * p.head_dim, p.head_dim, factor)
-    _scale(floats(memory), END * m + ESTIMATED, 1, factor)
     for i in range(len(runs)):
         if runs[i].width:
             _scale(floats(memory + runs[i].sums_at), m * runs[i].width, runs[i].width, factor)
@@ -243,41 +206,23 @@ def _scale(x: F32, start: int, n: int, factor: float) -> None:
 
 @fast_jit
 def _finish_groups(first: int, last: int, plan: Any, runs: Any) -> None:
-    """Puts a head's shares together, makes weights sum to 1, and does the second stages."""
+    """Puts a head's shares together, and makes weights sum to 1."""
     p = plan[0]
     for g in range(first, last):
         memory = p.memory + g * p.splits * p.item_bytes
-        ends, out, change = floats(memory), floats(memory + p.out_at), floats(memory + p.scores_at)
+        ends, out, result = floats(memory), floats(memory + p.out_at), floats(p.out + 4 * g * p.rows * p.head_dim)
         for m in range(p.rows):
             _merge(m, memory, plan)
-            if p.estimates_gap:
-                raise_to_kept(m, memory, plan)
         for i in range(len(runs)):
             if runs[i].kept:
                 _exponentiate(g, ends, plan, runs, i)
         for m in range(p.rows):
             total = get(ends, END * m + TOTAL)
             factor = ONE / total if total > ZERO else ZERO
-            _scale(out, m * p.head_dim, p.head_dim, factor)
-            if p.any_kept:
-                _scale(floats(p.kept), (g * p.rows + m) * p.kept_gap, p.kept_gap, factor)
-        fill(change, 0, p.rows, ZERO)
-        for i in range(len(runs)):
-            run = runs[i]
-            if run.second_stage:
-                count_scanned(g, memory, plan, runs, i)
-                prepared = _prepare(g, memory, plan, runs, i)
-                kept = p.kept + 4 * (g * p.rows * p.kept_gap + run.column)
-                call_second_stage(
-                    *(run.second_stage, run.key_store, run.value_store, prepared, kept, p.kept_gap),
-                    *(p.rows, p.n_tokens, g, run.first, run.stop),
-                    *(memory + p.out_at, memory + p.scores_at, memory + p.scratch_at),
-                )
-        result = floats(p.out + 4 * g * p.rows * p.head_dim)
-        for m in range(p.rows):
-            factor = ONE / (ONE + get(change, m))
             for d in range(m * p.head_dim, (m + 1) * p.head_dim):
                 put(result, d, get(out, d) * factor)
+            if p.any_kept:
+                _scale(floats(p.kept), (g * p.rows + m) * p.kept_gap, p.kept_gap, factor)
 
 
 @fast_jit
@@ -302,18 +247,14 @@ def _merge(m: int, memory: int, plan: Any) -> None:
 
 @fast_jit
 def _exponentiate(g: int, ends: F32, plan: Any, runs: Any, i: int) -> None:
-    """Kept scores become weights; those that are added up only here, to the sum of weights."""
+    """Kept scores become weights."""
     p, run = plan[0], runs[i]
     kept, n = floats(p.kept), run.stop - run.first
     for m in range(p.rows):
         start = (g * p.rows + m) * p.kept_gap + run.column
-        peak, total = get(ends, END * m + PEAK), ZERO
+        peak = get(ends, END * m + PEAK)
         if peak == MINUS_INFINITY:
             fill(kept, start, start + n, ZERO)
             continue
         for k in range(start, start + n):
-            weight = exp_of_negative(get(kept, k) - peak)
-            put(kept, k, weight)
-            total += weight
-        if run.second_stage:
-            put(ends, END * m + TOTAL, get(ends, END * m + TOTAL) + total)
+            put(kept, k, exp_of_negative(get(kept, k) - peak))

@@ -13,10 +13,9 @@ from numba import types
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import LEAST_WEIGHT
 from edgekv.kernels.cpu import emit
+from edgekv.kernels.cpu.compile import intrinsic
 from edgekv.kernels.cpu.emit import Value
-from edgekv.kernels.cpu.half import widen
-from edgekv.kernels.cpu.jit import intrinsic
-from edgekv.kernels.cpu.rounding import ROUND
+from edgekv.kernels.cpu.scalar import ROUND, widen
 
 ROUND_BITS = int(ROUND.view(np.int32))
 ROWS = 4  # at most, that share each unpacked code
@@ -57,7 +56,7 @@ def _copying(kind: Any, n_bytes: int) -> Callable[..., None]:
     return copy
 
 
-copy_floats, copy_halves, copy_bytes = _copying(emit.F32, 4), _copying(emit.I16, 2), _copying(emit.I8, 1)
+copy_floats, copy_halves = _copying(emit.F32, 4), _copying(emit.I16, 2)
 
 
 def scaled(builder: Any, p: Value, scale: Value) -> list[Value]:
@@ -68,16 +67,13 @@ def scaled(builder: Any, p: Value, scale: Value) -> list[Value]:
     return [builder.fmul(weight, width) for weight, width in zip(weights, scales, strict=True)]
 
 
-def rounded(builder: Any, weights: list[Value], highest: int) -> tuple[list[Value], Value]:
-    """`scaled` weights of one block as integers of at most ``highest``, with ROUND added as floats; their step."""
-    (shifted,), step = all_rounded(builder, [weights], highest)
-    return shifted, step
+def all_rounded(builder: Any, blocks: list[list[Value]]) -> tuple[list[list[Value]], Value]:
+    """Rounds the scaled weights of one block, or of four, to integers up to TOP_WEIGHT; also returns their step.
 
-
-def all_rounded(builder: Any, blocks: list[list[Value]], highest: int) -> tuple[list[list[Value]], Value]:
-    """`rounded` of one block, or of four: their steps are then a vector."""
+    The steps of four blocks are a vector.
+    """
     top = emit.all_lanes(builder, emit.maximum, [emit.tree(builder, emit.maximum, x) for x in blocks])
-    least, most = (emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, highest))
+    least, most = (emit.constant(top.type, np.float32(x)) for x in (LEAST_WEIGHT, TOP_WEIGHT))
     factors = builder.fdiv(most, emit.maximum(builder, top, least))
     shifted, round_ = [], emit.constant(FLOATS, ROUND)
     for i, weights in enumerate(blocks):
@@ -86,16 +82,7 @@ def all_rounded(builder: Any, blocks: list[list[Value]], highest: int) -> tuple[
         else:
             factor = emit.lanes(builder, factors, [i] * LANES)
         shifted.append([emit.multiply_add(builder, weight, factor, round_) for weight in weights])
-    return shifted, builder.fmul(top, emit.constant(top.type, np.float32(1 / highest)))
-
-
-def store_bytes(builder: Any, shifted: list[Value], byte: int, address: Value) -> None:
-    """Byte ``byte`` of each of `rounded`'s integers, the lowest one being 0: BLOCK bytes."""
-    for j, x in enumerate(shifted):
-        bits = builder.bitcast(x, INTS)
-        if byte:
-            bits = builder.lshr(bits, emit.constant(INTS, 8 * byte))
-        emit.store(builder, builder.trunc(bits, BYTES), address, LANES * j)
+    return shifted, builder.fmul(top, emit.constant(top.type, np.float32(1 / TOP_WEIGHT)))
 
 
 def round_blocks(
@@ -119,9 +106,10 @@ def round_blocks(
         for r in range(n_rows)
         for block in blocks
     ]
-    shifted, step = all_rounded(b, exact, TOP_WEIGHT)
+    shifted, step = all_rounded(b, exact)
     for i, x in enumerate(shifted):
-        store_bytes(b, x, 0, b.add(weights, emit.I64(i * BLOCK)))
+        for j, part in enumerate(x):  # ROUND's lowest byte is 0
+            emit.store(b, b.trunc(b.bitcast(part, INTS), BYTES), weights, BLOCK * i + LANES * j)
     sums = [emit.tree(b, emit.add, [b.bitcast(x, INTS) for x in block]) for block in shifted]
     total = emit.all_lanes(b, emit.add, sums)
     total = b.sub(total, emit.constant(total.type, BLOCK * ROUND_BITS & 0xFFFFFFFF))

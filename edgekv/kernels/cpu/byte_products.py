@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from edgekv.kernels.cpu import arm
-from edgekv.kernels.cpu.jit import CPU_FEATURES
+from edgekv.kernels.cpu.compile import CPU_FEATURES
 from edgekv.kernels.cpu.simd import LANES
 
 Value = Any  # an llvmlite value

@@ -9,8 +9,8 @@ from typing import Any
 
 from edgekv.kernels.contract.planes import CENTRES
 from edgekv.kernels.cpu import arm, emit
-from edgekv.kernels.cpu.half import widen
-from edgekv.kernels.cpu.jit import CPU_FEATURES
+from edgekv.kernels.cpu.compile import CPU_FEATURES
+from edgekv.kernels.cpu.scalar import widen
 
 NEAR = CENTRES - 1  # scores of a row, each that of as many of a block's tokens
 PAIRS = 4 if emit.REGISTER == 16 else 2  # of a row and a block whose products are made together

@@ -10,7 +10,7 @@ import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import fast_jit
+from edgekv.kernels.cpu.compile import fast_jit
 from edgekv.kernels.cpu.loops import floats, numbers, prepare_loop
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32, U8

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from edgekv.kernels.cpu import arm
-from edgekv.kernels.cpu.jit import CPU_FEATURES
+from edgekv.kernels.cpu.compile import CPU_FEATURES
 
 Value = Any  # an llvmlite value
 Kind = Any  # an llvmlite type

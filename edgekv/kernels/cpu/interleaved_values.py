@@ -21,9 +21,9 @@ from numba import types
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import arm, arm_values, emit, value_blocks
 from edgekv.kernels.cpu.block_weights import ROWS, TokensAt, copy_floats, copy_halves
-from edgekv.kernels.cpu.jit import fast_jit, intrinsic
+from edgekv.kernels.cpu.compile import fast_jit, intrinsic
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, add_loop, address_of, chars, finish_loop, floats, numbers
-from edgekv.kernels.cpu.rotate import rotate_back_row, rotation_numbers
+from edgekv.kernels.cpu.rope import rotate_back_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.simd import LANES
 from edgekv.kernels.cpu.value_blocks import ChannelsAt
@@ -149,11 +149,7 @@ def _store_numbers(codec: Any) -> ValueNumbers:
     )
 
 
-LOOPS = {
-    "interleaved": Loops(
-        _store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE
-    )
-}
+INTERLEAVED = Loops(_store_numbers, add=_add, finish=_finish, scratch=lambda codec, rows: SCRATCH, at_once=AT_ONCE)
 
 
 @fast_jit

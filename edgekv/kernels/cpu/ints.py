@@ -17,12 +17,10 @@ from edgekv.kernels.cpu.codes import (
     prepared_bytes,
     with_totals,
 )
-from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
+from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
-from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import clamp, get, maximum, put
+from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, put, round_to_even, round_up_to_half
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES

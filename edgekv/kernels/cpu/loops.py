@@ -1,7 +1,7 @@
 """Inner loops that are called by address, so that one walk over the tokens serves every codec.
 
-Keys are read by `prepare` and `score`, values by `add`, `finish` and `second_stage`; `put` stores tokens. Each is
-compiled by itself and kept in Numba's disk cache. All arguments are whole numbers: addresses, sizes and counts.
+Keys are read by `prepare` and `score`, values by `add` and `finish`; `put` stores tokens. Each is compiled by
+itself and kept in Numba's disk cache. All arguments are whole numbers: addresses, sizes and counts.
 ``store`` is the address of a codec's numbers (`Loops.store`), g is a KV head, rows are its queries: of the heads
 that share it, each with all query tokens.
 
@@ -9,19 +9,12 @@ that share it, each with all query tokens.
         queries (rows, head_dim) float32 as the scores want them, into ``prepared``
     score(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
         s[m * gap + i] = score of row m with token t + i; tokens t.. lie in one run of `Loops.at_once`
-    estimate(store, prepared, rows, g, t, n_tokens, s, gap, scratch)
-        of keys whose values have a second stage: what is known of the scores before a scan (`estimates`)
-    measure(store, prepared, rows, g, first, stop, scratch)
-        of these keys: makes prepared queries ready for ``estimate``, by some of the tokens first..stop
     add(store, p, gap, rows, g, t, n_tokens, out, scratch)
         out (rows, width) += p[m * gap + i] times token t + i
     finish(store, sums, out, rows)
         out (rows, head_dim) += what ``sums`` (rows, width) mean: a rotation undone
     put(store, x, n, g, t0, scratch)
         stores x (n, head_dim) as tokens t0.. of head g: of codecs that take tokens one by one
-    second_stage(key_store, store, prepared, p, gap, rows, n, g, first, stop, out, change, scratch)
-        the second stage of a segment that was scanned: out (rows, head_dim) += its part of the attention, change
-        (rows,) += what it adds to the probabilities p[m * gap + t - first]
 """
 
 from __future__ import annotations
@@ -39,9 +32,8 @@ from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 
-from edgekv.kernels.cpu.jit import FAST, intrinsic
-from edgekv.kernels.cpu.kept import KeptKernel
-from edgekv.kernels.kinds import find_loops
+from edgekv.kernels.cpu.compile import FAST, KeptKernel, intrinsic
+from edgekv.kernels.registry import find_loops
 from edgekv.types import F32
 
 ALIGNMENT = 64
@@ -104,19 +96,9 @@ def score_loop(function: Callable[..., None]) -> Loop:
     return Loop(function, 9)
 
 
-def measure_loop(function: Callable[..., None]) -> Loop:
-    """Sums in any order."""
-    return Loop(function, 7)
-
-
 def add_loop(function: Callable[..., None]) -> Loop:
     """Sums in any order."""
     return Loop(function, 9)
-
-
-def second_stage_loop(function: Callable[..., None]) -> Loop:
-    """Sums in any order."""
-    return Loop(function, 13)
 
 
 def finish_loop(function: Callable[..., None]) -> Loop:
@@ -137,9 +119,8 @@ class Loops:
     as the codec. block: (codec) -> tokens that must be scored or added together, a power of two times 32. at_once:
     tokens that one call of ``score`` or ``add`` takes at most, unless a block has more; a multiple of 64.
     prepared, scratch: (codec, rows) -> bytes. put_scratch: (codec) -> bytes. width: (codec) -> channels of the
-    sums, before ``finish``. counts: whether the two stages leave three numbers per KV head at an address that
-    is the last of its numbers; their means per query token become the codec's ``counts``. encode: (codec,
-    x (G, n, D), t0) stores x as tokens t0.., where `Codec.encode` does not do so itself.
+    sums, before ``finish``. decode: what `tile` reads the tokens by. encode: (codec, x (G, n, D), t0) stores x as
+    tokens t0.., where `Codec.encode` does not do so itself.
     """
 
     store: Callable[[Any], tuple[int, ...]]
@@ -147,62 +128,49 @@ class Loops:
     add: Loop | None = None
     prepare: Loop | None = None
     finish: Loop | None = None
-    second_stage: Loop | None = None
     put: Loop | None = None
-    estimate: Loop | None = None
-    measure: Loop | None = None
+    decode: Loop | None = None
     block: Callable[[Any], int] = lambda codec: 64
     at_once: int = 64
     prepared: Callable[[Any, int], int] = lambda codec, rows: 0
     scratch: Callable[[Any, int], int] = lambda codec, rows: 0
     width: Callable[[Any], int] = lambda codec: codec.head_dim
     put_scratch: Callable[[Any], int] = lambda codec: 0
-    counts: bool = False
     encode: Callable[[Any, F32, int], None] | None = None
 
     def all(self) -> list[Loop]:
         """Those that there are."""
-        every = (
-            self.score,
-            self.add,
-            self.prepare,
-            self.finish,
-            self.second_stage,
-            self.put,
-            self.estimate,
-            self.measure,
-        )
+        every = self.score, self.add, self.prepare, self.finish, self.put, self.decode
         return [loop for loop in every if loop is not None]
 
 
-def loops_of(kind: str) -> Loops:
-    """Raises CacheError (field kv) for a kind that no file has loops for."""
-    return cast(Loops, find_loops("edgekv.kernels.cpu", kind))
+DECODED = Loops(lambda codec: ())
+"""Of a codec that brings none: `decoded.py` reads what it decodes to."""
+
+
+def loops_of(codec: Any) -> Loops:
+    """Returns how a codec, or a codec of that class, is read."""
+    return cast(Loops, find_loops("cpu", codec) or DECODED)
 
 
 class Bound:
     """A codec bound to its arrays, as this backend remembers it: its loops, and the numbers that they get.
 
-    counts: (G, 3) tokens and blocks that a second stage counts, or None. pair: on the values' side, how they are
-    read beside their keys (`edgekv.kernels.cpu.plan`).
+    pair: on the values' side, how they are read beside their keys (`edgekv.kernels.cpu.plan`).
     """
 
-    __slots__ = ("counts", "loops", "numbers", "pair")
+    __slots__ = ("loops", "numbers", "pair")
 
-    def __init__(self, loops: Loops, codec: Any, *more: int) -> None:
-        """more: numbers behind those of the codec's store."""
-        self.loops, self.pair, self.counts = loops, cast(Any, None), None
-        if loops.counts:
-            self.counts = np.zeros((codec.n_kv_heads, 3), np.int64)
-            more = (*more, address_of(self.counts))
-        self.numbers = np.array((*loops.store(codec), *more), np.int64)
+    def __init__(self, loops: Loops, codec: Any) -> None:
+        self.loops, self.pair = loops, cast(Any, None)
+        self.numbers = np.array(loops.store(codec), np.int64)
 
 
 def bound(codec: Any) -> Bound:
     """Made once for the arrays that a codec is bound to, and kept in its ``backend_state``."""
     state: Bound | None = codec.backend_state
     if state is None:
-        state = codec.backend_state = Bound(loops_of(codec.kind), codec)
+        state = codec.backend_state = Bound(loops_of(codec), codec)
     return state
 
 

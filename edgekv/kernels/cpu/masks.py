@@ -1,15 +1,15 @@
-"""Vectors and bit masks: lanes chosen by the bits of a word, and words made of comparisons."""
+"""Lanes of a vector chosen by the bits of a word."""
 
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 
-from edgekv.kernels.cpu.jit import intrinsic
+from edgekv.kernels.cpu.compile import intrinsic
 from edgekv.kernels.cpu.scalar import pointer_to
 from edgekv.kernels.cpu.simd import LANES, vector
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I32 = ir.IntType(32)
 _LANE_BITS = ir.IntType(LANES)
 _INTS = ir.VectorType(_I32, LANES)
 
@@ -30,30 +30,6 @@ def add_where(context: Any, planes: Any, index: Any, x: Any, so_far: Any) -> Any
         return builder.select(chosen, builder.fadd(args[3], args[2]), args[3])
 
     return vector(planes, types.intp, vector, vector), build
-
-
-@intrinsic
-def at_least(context: Any, array: Any, index: Any, threshold: Any) -> Any:
-    """Bit j is 1 where element index + j of a flat array, float32 or int32, is >= threshold; uint64."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(context.get_value_type(array.dtype), LANES)
-        pointer = builder.bitcast(pointer_to(context, builder, array, args), kind.as_pointer())
-        compare = builder.fcmp_ordered if array.dtype == types.float32 else builder.icmp_signed
-        bits = compare(">=", builder.load(pointer, align=4), _splat(builder, args[2], kind))
-        return builder.zext(builder.bitcast(bits, ir.IntType(LANES)), _I64)
-
-    return types.uint64(array, types.intp, array.dtype), build
-
-
-@intrinsic
-def lowest_one(context: Any, word: Any) -> Any:
-    """The position of the lowest 1 bit of a uint64 that is not 0."""
-
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.IntType(1)(1))
-
-    return types.intp(types.uint64), build
 
 
 def _splat(builder: Any, x: Any, kind: Any) -> Any:

@@ -9,13 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import threads
-from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.estimates import PER_BLOCK
 from edgekv.kernels.cpu.loops import AT_ONCE, Bound, Loop, address_of, aligned_size, bound, scratch_memory
 from edgekv.kernels.cpu.softmax import END
-from edgekv.kernels.cpu.sparse_attention import CHOSEN
 from edgekv.types import F32
 
 FEW_ROWS = 16  # whose scores of AT_ONCE tokens are small beside a first cache
@@ -27,9 +24,8 @@ PLAN = np.dtype(
             *("queries", "lo", "hi", "out", "sinks"),  # addresses
             *("lowest", "highest", "lowest_all", "highest_all"),  # positions that some, and that all, rows see
             *("memory", "item_bytes"),
-            *("out_at", "limits_at", "scores_at", "scratch_at"),  # of a work item, from its start on
+            *("out_at", "scores_at", "scratch_at"),  # of a work item, from its start on
             *("kept", "kept_gap", "any_kept"),  # scores (n_groups, rows, gap) that outlive the walk
-            *("estimates", "estimates_gap"),  # (n_groups, rows, gap); gap 0: none
             "cap",  # the bits of a float32, 0: none
         )
     ]
@@ -39,27 +35,22 @@ RUN = np.dtype(
         (name, np.int64)
         for name in (
             *("key_store", "value_store"),  # addresses
-            *("prepare", "score", "measure", "estimate", "add", "finish", "second_stage"),  # addresses, 0: none
-            *("first", "stop", "position", "positions", "positions_gap", "masked", "block"),
+            *("prepare", "score", "add", "finish"),  # addresses, 0: none
+            *("first", "stop", "position", "positions", "positions_gap", "block"),
             *("score_step", "add_step"),  # tokens of one call, at most
             *("width", "prepared_at", "sums_at"),  # width 0: values are added to the result itself
             *("kept", "column"),
-            *("estimates", "threshold", "counts"),  # a column; the bits of a float32; an address
         )
     ]
 )
 
 
 class Plan(NamedTuple):
-    """A plan, the run and the pair of each segment, and how to go about it.
-
-    pairs and ``alive`` keep what the addresses point to.
-    """
+    """A plan, the run of each segment, and how to go about it; ``alive`` keeps what the addresses point to."""
 
     plan: npt.NDArray[Any]
     runs: npt.NDArray[Any]
     parallel: bool
-    pairs: list[PairPlan]
     alive: tuple[Any, ...]
 
 
@@ -68,13 +59,10 @@ class PairPlan(NamedTuple):
 
     keys: Bound
     values: npt.NDArray[np.int64]  # numbers of the store
-    counts: npt.NDArray[np.int64] | None  # (G, 3) that the second stage leaves
     rows: int
     addresses: tuple[int, ...]  # of the stores, then of the loops, as RUN begins
-    keeps_scores: bool
     block: int
     steps: tuple[int, int]  # tokens that one call of score and of add takes
-    threshold: int
     width: int
     prepared_bytes: int
     sums_bytes: int
@@ -97,28 +85,22 @@ def make_plan(
     lo, hi = visible
     out_at = place = aligned_size(4 * END * rows)  # behind each row's ends
     place += aligned_size(4 * rows * head_dim)
-    limits_at = place  # of rows; behind them how many blocks each run has scanned
-    place += aligned_size(4 * (rows + len(segments)))
     runs = np.empty(len(segments), RUN)
     pairs: list[PairPlan] = []
-    column = estimates = n_units = n_tokens = longest = scratch_bytes = 0
+    column = n_units = n_tokens = longest = scratch_bytes = 0
     for i, segment in enumerate(segments):
-        _, _, first, stop, position, positions, chosen = segment
+        _, _, first, stop, position, positions = segment
         pair = _pair_plan(segment, rows)
-        if chosen is not None:
-            first, stop = 0, int(chosen[1][0])
-        kept, block, width = weights is not None or pair.keeps_scores, pair.block, pair.width
+        kept, block, width = weights is not None, pair.block, pair.width
         sums_at = place + pair.prepared_bytes
         where = (0, 0) if positions is None else (address_of(positions), positions.shape[1])
         runs[i] = (
-            *(*pair.addresses, first, stop, position, *where, chosen is None, block, *pair.steps),
+            *(*pair.addresses, first, stop, position, *where, block, *pair.steps),
             *(width, place, sums_at, kept, column),
-            *(estimates, pair.threshold, 0 if pair.counts is None else address_of(pair.counts)),
         )
         pairs.append(pair)
         place = sums_at + pair.sums_bytes
         column += stop - first if kept else 0
-        estimates += PER_BLOCK * (-(-stop // BLOCK) - first // BLOCK) if pair.keeps_scores else 0
         n_tokens += stop - first
         n_units += -(-stop // block) - first // block
         longest = max(longest, block)
@@ -127,11 +109,6 @@ def make_plan(
     splits = launch.token_splits(n_groups, work)
     scratch_at = place + aligned_size(4 * rows * longest)
     item_bytes = scratch_at + scratch_bytes
-    kept_address = 0
-    if weights is not None:
-        kept_address = address_of(weights)
-    elif column:
-        kept_address = scratch_memory("attend.kept", 4 * n_groups * rows * column)
     sink = np.full(n_heads * n, -np.inf, np.float32) if sinks is None else np.repeat(sinks, n).astype(np.float32)
     plan = np.empty(1, PLAN)
     plan[0] = (
@@ -139,22 +116,16 @@ def make_plan(
         *(address_of(queries), address_of(lo), address_of(hi), address_of(out), address_of(sink)),
         *(lo[0], hi[-1], lo[-1], hi[0]),
         *(scratch_memory("attend.items", n_groups * splits * item_bytes), item_bytes),
-        *(out_at, limits_at, place, scratch_at),
-        *(kept_address, column, column > 0),
-        *(scratch_memory("attend.estimates", 4 * n_groups * rows * estimates), estimates),
+        *(out_at, place, scratch_at),
+        *(0 if weights is None else address_of(weights), column, column > 0),
         0 if cap is None else int(np.float32(cap).view(np.int32)),
     )
     parallel = work >= launch.MIN_PARALLEL_WORK and threads.count() > 1 and n_groups * splits > 1
-    return Plan(plan, runs, parallel, pairs, (queries, visible, sink))
+    return Plan(plan, runs, parallel, (pairs, queries, visible, sink))
 
 
 def _pair_plan(segment: Segment, rows: int) -> PairPlan:
     """The pair's reader, remembered with the values until their arrays, or the keys', are others."""
-    if segment.chosen is not None:
-        tokens, counts = segment.chosen
-        choice = address_of(tokens[0]), tokens.strides[0] // tokens.itemsize, int(counts[0])
-        keys, values = (Bound(CHOSEN[codec.kind], codec, *choice) for codec in segment[:2])
-        return _make_pair_plan(keys, values, segment, rows)
     keys, values = bound(segment.keys), bound(segment.values)
     known: PairPlan | None = values.pair
     if known is None or known.rows != rows or known.keys is not keys:
@@ -164,24 +135,15 @@ def _pair_plan(segment: Segment, rows: int) -> PairPlan:
 
 def _make_pair_plan(keys: Bound, values: Bound, segment: Segment, rows: int) -> PairPlan:
     k, v = keys.loops, values.loops
-    loops = k.prepare, k.score, k.measure, k.estimate, v.add, v.finish, v.second_stage
-    threshold = 0
-    if v.second_stage:
-        threshold = int(np.float32(segment.values.threshold).view(np.int32))
-        if k.estimate is None or segment.positions is not None:
-            raise ValueError(
-                f"values of kind {segment.values.kind} beside keys of kind {segment.keys.kind}: a second stage "
-                "takes keys that have estimates, whose tokens stand one behind the other"
-            )
+    loops = k.prepare, k.score, v.add, v.finish
     width = v.width(segment.values) if v.finish else 0
     scratch_bytes = max(k.scratch(segment.keys, rows), v.scratch(segment.values, rows))
     steps = max(k.block(segment.keys), k.at_once), max(v.block(segment.values), v.at_once)
     least = max(k.block(segment.keys), v.block(segment.values))
     return PairPlan(
-        *(keys, values.numbers, values.counts, rows),
+        *(keys, values.numbers, rows),
         (address_of(keys.numbers), address_of(values.numbers), *map(_address, loops)),
-        *(v.second_stage is not None, max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps),
-        *(threshold, width),
+        *(max(least, AT_ONCE) if rows <= FEW_ROWS else least, steps, width),
         prepared_bytes=aligned_size(k.prepared(segment.keys, rows)),
         sums_bytes=aligned_size(4 * rows * width),
         scratch_bytes=aligned_size(scratch_bytes),

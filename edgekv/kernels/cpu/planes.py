@@ -8,13 +8,13 @@ from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.planes import CENTRES, LARGEST_FOUR
 from edgekv.kernels.cpu.centre_products import IN_BYTES
 from edgekv.kernels.cpu.centre_products import SCRATCH as NEAR_BYTES
-from edgekv.kernels.cpu.centres import as_words, split
-from edgekv.kernels.cpu.jit import Scalar, fast_jit, jit
+from edgekv.kernels.cpu.compile import Scalar, fast_jit, jit
+from edgekv.kernels.cpu.interleaved_values import INTERLEAVED
 from edgekv.kernels.cpu.loops import AT_ONCE, Loops, address_of, chars, floats, numbers, prepare_loop, score_loop
-from edgekv.kernels.cpu.rotate import rotate_row, rotation_numbers
+from edgekv.kernels.cpu.plane_encoders import as_words, split
+from edgekv.kernels.cpu.rope import rotate_row, rotation_numbers
 from edgekv.kernels.cpu.scalar import get, maximum, put
-from edgekv.kernels.cpu.scan import score_blocks
-from edgekv.kernels.cpu.tables import VECTOR, place_of_table, store_table
+from edgekv.kernels.cpu.scan import VECTOR, place_of_table, score_blocks, store_table
 from edgekv.types import F32, U8
 
 ZERO, ONE, HALF = np.array([0, 1, 0.5], np.float32)
@@ -39,7 +39,6 @@ class KeyNumbers(NamedTuple):
     inverse: int
     first_plane: int
     query_factors: int  # (G, head_dim), of the queries before they are rotated
-    deviation: int  # of `plane_keys` alone
 
 
 AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
@@ -47,17 +46,16 @@ AT = KeyNumbers(*range(len(KeyNumbers._fields)))  # where each stands
 
 # What a head's queries become, in this order: tables (rows, 4 * width) of bytes, see `_put_tables`; P q
 # (rows, width) float32; what it was rounded to, likewise; P q in two bytes (rows, 2 * width); their size and sum
-# (rows, 2), then the rounding's step times the head's key_scale (rows,), then its length (rows,), float32.
+# (rows, 2), then the rounding's step times the head's key_scale (rows,), float32.
 
 
 @jit
-def parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, int, int]:
+def _parts_of(prepared: int, rows: int, width: int) -> tuple[int, int, int, int, int]:
     """Addresses of the parts of prepared queries."""
     rotated = prepared + 4 * rows * width
     rounded = rotated + 4 * rows * width
     words = rounded + 4 * rows * width
-    sizes = words + 2 * rows * width
-    return prepared, rotated, rounded, words, sizes, sizes + 12 * rows
+    return prepared, rotated, rounded, words, words + 2 * rows * width
 
 
 @prepare_loop
@@ -66,7 +64,7 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
     width, head_dim, matrix = get(x, AT.width), get(x, AT.head_dim), floats(get(x, AT.matrix))
     factors = floats(get(x, AT.query_factors) + 4 * g * head_dim)
     key_scale = get(floats(get(x, AT.key_scale)), g)
-    tables_at, rotated, rounded, words, sizes, lengths = parts_of(prepared, rows, width)
+    tables_at, rotated, rounded, words, sizes = _parts_of(prepared, rows, width)
     for m in range(rows):
         row = m * width
         for d in range(head_dim):
@@ -83,7 +81,6 @@ def _prepare(store: int, q: int, rows: int, g: int, prepared: int) -> None:
         put(floats(sizes), 2 * m, size)
         put(floats(sizes), 2 * m + 1, np.float32(total))
         put(floats(sizes), 2 * rows + m, key_scale * step)
-        put(floats(lengths), m, _length(floats(rotated), row, width))
 
 
 @score_loop
@@ -110,7 +107,7 @@ def scan_blocks(
     x = numbers(store)
     width, bits, of_head = get(x, AT.width), get(numbers(get(x, AT.bits)), g), g * get(x, AT.n_blocks) + block
     first = get(numbers(get(x, AT.first_plane)), g) * get(x, AT.n_blocks) + block * bits
-    tables_at, _, _, words, sizes, _ = parts_of(prepared, rows, width)
+    tables_at, _, _, words, sizes = _parts_of(prepared, rows, width)
     score_blocks(
         *(tables_at, words, sizes, sizes + 8 * rows, rows, width),
         *(get(x, AT.planes) + first * width * BLOCK // 8, bits, get(x, AT.scale) + 2 * BLOCK * of_head),
@@ -126,32 +123,25 @@ def _store_numbers(codec: Any) -> KeyNumbers:
         **{name: address_of(getattr(codec, name)) for name in of_heads},
         **{"n_blocks": a["planes"].shape[1], "width": codec.width, "head_dim": codec.head_dim},
         **rotation_numbers(codec.rotation),
-        deviation=address_of(a["deviation"]) if "deviation" in a else 0,
     )
 
 
 def _prepared_bytes(codec: Any, rows: int) -> int:
-    size: int = rows * (14 * codec.width + 16)
+    size: int = rows * (14 * codec.width + 12)
     return size
 
 
-CENTRED = Loops(
-    _store_numbers,
-    prepare=_prepare,
-    score=_score,
-    prepared=_prepared_bytes,
-    scratch=lambda codec, rows: NEAR_BYTES + 4 * rows * BLOCK,
-    at_once=AT_ONCE,
-)
-LOOPS = {"centred_planes": CENTRED}
-
-
-@jit
-def _length(x: F32, start: int, n: int) -> Scalar:
-    total = ZERO
-    for d in range(start, start + n):
-        total += get(x, d) * get(x, d)
-    return np.sqrt(total)
+LOOPS = {
+    "centred_planes": Loops(
+        _store_numbers,
+        prepare=_prepare,
+        score=_score,
+        prepared=_prepared_bytes,
+        scratch=lambda codec, rows: NEAR_BYTES + 4 * rows * BLOCK,
+        at_once=AT_ONCE,
+    ),
+    "interleaved": INTERLEAVED,
+}
 
 
 @jit

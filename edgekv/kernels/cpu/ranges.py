@@ -1,19 +1,45 @@
-"""Scores of a range of tokens, and weighted sums over one, outside of attention: by the same loops."""
+"""Scores of a range of tokens, and weighted sums over one, outside of attention: by the same loops.
+
+Of codecs without loops, what they decode to is read as float32.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from edgekv.kernels import threads
+from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.cpu.calls import call_block, call_finish, call_prepare
-from edgekv.kernels.cpu.decoded import as_numbers
-from edgekv.kernels.cpu.jit import Args, fast_jit
+from edgekv.kernels.cpu.compile import Args, fast_jit
+from edgekv.kernels.cpu.launch import call_block, call_finish, call_prepare
 from edgekv.kernels.cpu.loops import address_of, aligned_size, bound, floats, scratch_memory
 from edgekv.kernels.cpu.softmax import fill
 from edgekv.types import F32
+
+ROWS = {"cpu": "edgekv.kernels.cpu.rows"}
+
+
+def with_numbers(segment: Segment) -> Segment:
+    """Returns the segment, codecs without loops replaced by their tokens in float32."""
+    keys, values = segment.keys, segment.values
+    if "cpu" in keys.backends and "cpu" in values.backends:
+        return segment
+    span = segment.first, segment.stop
+    return segment._replace(keys=as_numbers(keys, *span), values=as_numbers(values, *span))
+
+
+def as_numbers(codec: Any, t0: int, t1: int) -> Any:
+    """Returns a codec of kind f32 with tokens t0..t1 of one without loops; any other codec itself."""
+    if "cpu" in codec.backends:
+        return codec
+    single = np.empty((codec.n_kv_heads, t1, codec.head_dim), np.float32)
+    single[:, t0:] = codec.decode(t0, t1)
+    sizes = {"n_kv_heads": codec.n_kv_heads, "capacity": t1, "head_dim": codec.head_dim}
+    return SimpleNamespace(kind="f32", backends=ROWS, arrays={"single": single}, backend_state=None, **sizes)
+
 
 ZERO = np.float32(0)
 

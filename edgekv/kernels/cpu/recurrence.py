@@ -7,7 +7,7 @@ of the core that works on the head, whatever the number of tokens.
 import numpy as np
 
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import Args, fast_jit
+from edgekv.kernels.cpu.compile import Args, fast_jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.kernels.cpu.softmax import sigmoid

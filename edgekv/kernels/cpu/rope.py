@@ -1,9 +1,16 @@
-"""Split of the fused projection into rotated queries and keys, and values."""
+"""Rotations: of heads by position (RoPE), and of keys and values by a Hadamard transform or a matrix."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
 
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit
+from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, intrinsic, jit
 from edgekv.kernels.cpu.launch import flat, run
+from edgekv.kernels.cpu.loops import address_of
 from edgekv.kernels.cpu.scalar import get, put
 from edgekv.types import F32
 
@@ -75,3 +82,146 @@ def _rotate(cos: F32, sin: F32, i: int, half: int, x: F32, j: int) -> None:
         x1, x2, c, s = get(x, j + d), get(x, j + half + d), get(cos, i + d), get(sin, i + d)
         put(x, j + d, x1 * c - x2 * s)
         put(x, j + half + d, x2 * c + x1 * s)
+
+
+LANES = simd.LANES
+ROW_WORK = 2  # of one element, in multiply-adds
+ZERO, MINUS_ONE = np.float32(0), np.float32(-1)
+
+
+def hadamard(x: F32, flips: F32, out: F32) -> None:
+    args = np.ascontiguousarray(x), flips, _scale(flips), out
+    run(_rows, out.shape[0] * out.shape[1], ROW_WORK * out.size, args)
+
+
+def hadamard_back(x: F32, flips: F32, out: F32) -> None:
+    args = np.array(x), flips, _scale(flips), out
+    run(_back_rows, out.shape[0] * out.shape[1], ROW_WORK * x.size, args)
+
+
+def _scale(flips: F32) -> Any:
+    return np.float32(1 / np.sqrt(len(flips)))
+
+
+@jit
+def _rows(first: int, last: int, args: Args) -> None:
+    x, flips, scale, out = args
+    given, width = x.shape[2], len(flips)
+    x, out = x.reshape(-1), out.reshape(-1)
+    for item in range(first, last):
+        for d in range(given):
+            put(out, item * width + d, get(x, item * given + d) * get(flips, d))
+        for d in range(given, width):
+            put(out, item * width + d, ZERO)
+        _transform(out, item * width, width, scale)
+
+
+@jit
+def _back_rows(first: int, last: int, args: Args) -> None:
+    x, flips, scale, out = args
+    wanted, width = out.shape[2], len(flips)
+    x, out = x.reshape(-1), out.reshape(-1)
+    for item in range(first, last):
+        _transform(x, item * width, width, scale)
+        for d in range(wanted):
+            i = item * wanted + d
+            put(out, i, get(out, i) + get(x, item * width + d) * get(flips, d))
+
+
+@jit
+def rotate_row(
+    q: F32, query: int, n: int, flips: F32, matrix: F32, is_hadamard: int, width: int, x: F32, row: int
+) -> None:
+    """x[row:][:width] = P q[query:][:n]: a Hadamard transform behind signs, or a matrix (width, n)."""
+    if is_hadamard:
+        for d in range(n):
+            put(x, row + d, get(q, query + d) * get(flips, d))
+        for d in range(n, width):
+            put(x, row + d, ZERO)
+        _transform(x, row, width, np.float32(1 / np.sqrt(width)))
+    else:
+        multiply_row(q, query, n, matrix, width, x, row)
+
+
+@jit
+def rotate_back_row(
+    x: F32, row: int, width: int, flips: F32, inverse: F32, is_hadamard: int, out: F32, target: int, n: int
+) -> None:
+    """out[target:][:n] += the inverse of P of x[row:][:width], which is used up."""
+    if is_hadamard:
+        _transform(x, row, width, np.float32(1 / np.sqrt(width)))
+        for d in range(n):
+            put(out, target + d, get(out, target + d) + get(x, row + d) * get(flips, d))
+    else:
+        for d in range(n):
+            put(out, target + d, get(out, target + d) + product(x, row, inverse, d * width, width))
+
+
+@jit
+def multiply_row(q: F32, query: int, n: int, matrix: F32, n_rows: int, x: F32, row: int) -> None:
+    """x[row:][:n_rows] = matrix (n_rows, n) times q[query:][:n]."""
+    for i in range(n_rows):
+        put(x, row + i, product(q, query, matrix, i * n, n))
+
+
+@fast_jit
+def product(a: F32, i: int, b: F32, j: int, n: int) -> Scalar:
+    """a[i:][:n] times b[j:][:n]."""
+    whole = n // LANES * LANES
+    sums = simd.splat(ZERO)
+    for d in range(0, whole, LANES):
+        sums = simd.multiply_add(simd.load(a, i + d), simd.load(b, j + d), sums)
+    total = simd.total(sums)
+    for d in range(whole, n):
+        total += get(a, i + d) * get(b, j + d)
+    return total
+
+
+def rotation_numbers(rotation: Any) -> dict[str, int]:
+    """For a store: whether it is a Hadamard transform, its signs or its matrix, and the inverse matrix."""
+    if rotation.flips is None:
+        return {"is_hadamard": 0, "matrix": address_of(rotation.matrix), "inverse": address_of(rotation.inverse)}
+    return {"is_hadamard": 1, "matrix": address_of(rotation.flips), "inverse": 0}
+
+
+@jit
+def _transform(x: F32, start: int, width: int, scale: Scalar) -> None:
+    """x[start:][:width] becomes scale * H x."""
+    distance = width // 2
+    while distance >= LANES:
+        for pair in range(start, start + width, 2 * distance):
+            for i in range(pair, pair + distance, LANES):
+                a, b = simd.load(x, i), simd.load(x, i + distance)
+                simd.store(x, i, simd.add(a, b))
+                simd.store(x, i + distance, simd.multiply_add(simd.splat(MINUS_ONE), b, a))
+        distance //= 2
+    if width >= LANES:
+        for i in range(start, start + width, LANES):
+            simd.store(x, i, simd.multiply(simd.splat(scale), _transform_vector(simd.load(x, i))))
+        return
+    while distance:
+        for pair in range(start, start + width, 2 * distance):
+            for i in range(pair, pair + distance):
+                a, b = get(x, i), get(x, i + distance)
+                put(x, i, a + b)
+                put(x, i + distance, a - b)
+        distance //= 2
+    for i in range(start, start + width):
+        put(x, i, get(x, i) * scale)
+
+
+@intrinsic
+def _transform_vector(context: Any, x: Any) -> Any:
+    """H x of one vector."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, distance = args[0], LANES // 2
+        while distance:
+            lanes = [lane ^ distance for lane in range(LANES)]
+            signs = [-1.0 if lane & distance else 1.0 for lane in range(LANES)]
+            other = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(ir.IntType(32), LANES), lanes))
+            value = builder.fadd(other, builder.fmul(value, ir.Constant(value.type, signs)))
+            distance //= 2
+        return value
+
+    return simd.vector(simd.vector), build

@@ -10,8 +10,8 @@ from typing import Any
 from numba import types
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.half import widen
-from edgekv.kernels.cpu.jit import intrinsic
+from edgekv.kernels.cpu.compile import intrinsic
+from edgekv.kernels.cpu.scalar import widen
 
 N = emit.REGISTER
 VECTOR = emit.vector(emit.F32, N)

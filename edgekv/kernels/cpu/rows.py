@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, fast_jit, jit
+from edgekv.kernels.cpu.compile import Args, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import (
     AT_ONCE,
@@ -22,7 +21,7 @@ from edgekv.kernels.cpu.loops import (
     score_loop,
 )
 from edgekv.kernels.cpu.row_products import add_rows, score_rows
-from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.cpu.scalar import as_float, float_to_half, get, put
 from edgekv.types import F32, U16
 
 WIDTH = emit.REGISTER
@@ -46,8 +45,8 @@ def _single_store(codec: Any) -> tuple[int, ...]:
     return address_of(codec.arrays["single"]), codec.capacity, codec.head_dim
 
 
-_score_halves, _score_singles = score_rows(2), score_rows(4)
-_add_halves, _add_singles = add_rows(2), add_rows(4)
+_score_halves, score_singles = score_rows(2), score_rows(4)
+_add_halves, add_singles = add_rows(2), add_rows(4)
 
 
 @score_loop
@@ -63,7 +62,7 @@ def _score_f16(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, ga
 def _score_f32(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
     single, capacity, head_dim = _numbers(store)
     keys = single + 4 * (g * capacity + t) * head_dim
-    _score_singles(q, rows, keys, head_dim, n, s, gap)
+    score_singles(q, rows, keys, head_dim, n, s, gap)
     if head_dim % WIDTH:
         score_rest(floats(q), rows, floats(keys), head_dim, n, floats(s), gap)
 
@@ -74,16 +73,16 @@ def _add_f16(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, ou
     values = half + 2 * (g * capacity + t) * head_dim
     _add_halves(p, gap, rows, values, head_dim, n, out)
     if head_dim % WIDTH:
-        _add_rest(floats(p), gap, rows, halves(values), head_dim, n, floats(out))
+        add_rest(floats(p), gap, rows, halves(values), head_dim, n, floats(out))
 
 
 @add_loop
 def _add_f32(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
     single, capacity, head_dim = _numbers(store)
     values = single + 4 * (g * capacity + t) * head_dim
-    _add_singles(p, gap, rows, values, head_dim, n, out)
+    add_singles(p, gap, rows, values, head_dim, n, out)
     if head_dim % WIDTH:
-        _add_rest(floats(p), gap, rows, floats(values), head_dim, n, floats(out))
+        add_rest(floats(p), gap, rows, floats(values), head_dim, n, floats(out))
 
 
 @jit
@@ -145,7 +144,7 @@ def score_rest(q: F32, rows: int, keys: U16 | F32, head_dim: int, n: int, s: F32
 
 
 @fast_jit
-def _add_rest(p: F32, gap: int, rows: int, values: U16 | F32, head_dim: int, n: int, out: F32) -> None:
+def add_rest(p: F32, gap: int, rows: int, values: U16 | F32, head_dim: int, n: int, out: F32) -> None:
     """Adds the channels behind the last whole vector."""
     for m in range(rows):
         for d in range(head_dim // WIDTH * WIDTH, head_dim):

@@ -13,9 +13,8 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 
 from edgekv.kernels.cpu import arm
-from edgekv.kernels.cpu.half import widen
-from edgekv.kernels.cpu.jit import CPU_FEATURES, intrinsic
-from edgekv.kernels.cpu.scalar import pointer_to
+from edgekv.kernels.cpu.compile import CPU_FEATURES, intrinsic
+from edgekv.kernels.cpu.scalar import pointer_to, widen
 
 LANES = 16 if "+avx512f" in CPU_FEATURES else 8
 

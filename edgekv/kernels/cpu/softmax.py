@@ -7,17 +7,15 @@ from numba import types
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import emit
-from edgekv.kernels.cpu.jit import CPU_FEATURES, Args, Scalar, fast_jit, inline_jit, intrinsic
+from edgekv.kernels.cpu.compile import CPU_FEATURES, Args, Scalar, fast_jit, inline_jit, intrinsic
 from edgekv.kernels.cpu.launch import flat, run
-from edgekv.kernels.cpu.rounding import ROUND
-from edgekv.kernels.cpu.scalar import get, maximum, put
+from edgekv.kernels.cpu.scalar import ROUND, get, maximum, put
 from edgekv.types import F32, I64
 
-END = 5
+END = 3
 """float32 of what a row's scores have come to, its ends, in this order:"""
-PEAK, TOTAL, SHRINK, ESTIMATED, KEPT_PEAK = range(END)
-"""the largest score so far; the sum of weights relative to it; what earlier weights must be multiplied with; the
-sum of estimated weights; the largest of the scores that are kept for a second stage."""
+PEAK, TOTAL, SHRINK = range(END)
+"""the largest score so far; the sum of weights relative to it; what earlier weights must be multiplied with."""
 WIDE = emit.vector(emit.F32, 16)
 UNROLLED = BLOCK if emit.REGISTER == 16 else WIDE.count  # exponentials at a time: more would not fit the registers
 EXP_WORK = 3  # in multiply-adds
@@ -152,31 +150,6 @@ def _in_lanes(b: Any, name: str, x: Any, y: Any) -> Any:
     """An operation of AVX-512 on all lanes, in the rounding mode that is set."""
     mask, mode = emit.integer(WIDE.count)(-1), emit.I32(4)
     return emit.call(b, f"llvm.x86.avx512.mask.{name}.ps.512", WIDE, x, y, x, mask, mode)
-
-
-@fast_jit
-def raise_peak(s: F32, row: int, n: int, ends: F32, end: int) -> Scalar:
-    """Takes s[row:][:n] into the largest score so far, ends[end], to which the sum ends[end + 1] is relative.
-
-    Returns what earlier weights must be multiplied with.
-    """
-    before = get(ends, end)
-    peak = maximum(before, largest(s, row, BLOCK) if n == BLOCK else largest(s, row, n))
-    if peak == before:
-        return ONE
-    shrink = exp_of_negative(before - peak)
-    put(ends, end, peak)
-    put(ends, end + 1, get(ends, end + 1) * shrink)
-    return shrink
-
-
-@inline_jit
-def largest(s: F32, row: int, n: int) -> Scalar:
-    """Of s[row:][:n]."""
-    peak = MINUS_INFINITY
-    for i in range(n):
-        peak = maximum(peak, get(s, row + i))
-    return peak
 
 
 @fast_jit

@@ -6,9 +6,9 @@ import numpy as np
 from numba import prange
 
 from edgekv.kernels import threads
-from edgekv.kernels.aligned import zeros
+from edgekv.kernels.arrays import zeros
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.jit import fast_jit, parallel_jit
+from edgekv.kernels.cpu.compile import fast_jit, parallel_jit
 from edgekv.kernels.cpu.scalar import address, put
 from edgekv.types import F32
 

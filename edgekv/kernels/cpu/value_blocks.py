@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu import arm, dot, emit
+from edgekv.kernels.cpu import arm, emit
 from edgekv.kernels.cpu.block_weights import ROWS, TO_SHIFTS, TokensAt, round_blocks
+from edgekv.kernels.cpu.byte_products import INTS, products
 from edgekv.kernels.cpu.emit import Value
 from edgekv.kernels.cpu.simd import LANES
 
@@ -118,34 +119,35 @@ def _emit_integer_sums(
 
     start: of the first column in the block's first line; ahead: bytes to what is fetched.
     """
-    n_rows, zero = len(words), emit.constant(dot.INTS, 0)
+    n_rows, zero = len(words), emit.constant(INTS, 0)
     low = [[zero] * n_columns for _ in range(n_rows)]
     high = [[zero] * n_columns for _ in range(n_rows)]  # of codes that stay where they lie, times 2 ** part
     for part, first_line in parts:
         if first_line:
-            low = [[b.shl(x, emit.constant(dot.INTS, 1)) for x in row] for row in low]
+            low = [[b.shl(x, emit.constant(INTS, 1)) for x in row] for row in low]
         in_place = part < 4 and not (arm.IS_ARM and n_rows == 4)  # every second code of a byte is
         for line in range(2 * part):
             address = b.add(start, b.mul(line_bytes, emit.I64(first_line + line)))
             emit.prefetch(b, b.add(address, ahead), 4 * LANES * n_columns)
-            packed = [emit.load(b, dot.INTS, address, 4 * LANES * c) for c in range(n_columns)]
+            packed = [emit.load(b, INTS, address, 4 * LANES * c) for c in range(n_columns)]
             for i in range(8 // part):  # codes of a byte, the lowest first
                 above = part if in_place and i % 2 else 0  # bits that stay below the code
                 shift, mask = i * part - above, ((1 << part) - 1 << above) * 0x01010101
                 codes = [
                     b.and_(
-                        b.lshr(x, emit.constant(dot.INTS, shift)) if shift else x, emit.constant(dot.INTS, mask)
+                        b.lshr(x, emit.constant(INTS, shift)) if shift else x,
+                        emit.constant(INTS, mask),
                     )
                     for x in packed
                 ]
                 sums = high if above else low
                 for r in range(n_rows):
                     word = words[r](line + i * 2 * part)
-                    sums[r] = [dot.products(b, word, code, x) for code, x in zip(codes, sums[r], strict=True)]
+                    sums[r] = [products(b, word, code, x) for code, x in zip(codes, sums[r], strict=True)]
     if high[0][0] is zero:
         return low
     places = parts[-1][0] if len(parts) == 1 else 1
     return [
-        [b.add(x, b.lshr(y, emit.constant(dot.INTS, places))) for x, y in zip(*pair, strict=True)]
+        [b.add(x, b.lshr(y, emit.constant(INTS, places))) for x, y in zip(*pair, strict=True)]
         for pair in zip(low, high, strict=True)
     ]

@@ -20,7 +20,7 @@ class AppendKernels(Backend):
     """New tokens of a pair of codecs, or of one."""
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
-        store = loops_of(codec.kind).encode
+        store = loops_of(codec).encode
         assert store is not None, codec.kind
         store(self, codec, x, t0)
 
@@ -29,7 +29,7 @@ class AppendKernels(Backend):
             self._append_f16(keys, values, k, v, t0)
             return
         for codec, x in ((keys, k), (values, v)):
-            if isinstance(t0, Counter) and not loops_of(codec.kind).placed:
+            if isinstance(t0, Counter) and not loops_of(codec).placed:
                 self._encode_aside(codec, x, t0)
             else:
                 codec.encode(x, t0)

@@ -2,8 +2,7 @@
 
 A launch of attend.cu keeps no scores: blocks share the tokens, each with a running softmax. It takes one pair of
 any codecs and two of exact tokens. Several launches, of mixed pairs, are merged by the sums of their weights.
-Prompts, probabilities that are asked for, tokens that stand anywhere or are chosen, and values that a second stage
-reads take a buffer of scores.
+Prompts, probabilities that are asked for, and tokens that stand anywhere take a buffer of scores.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgekv.kernels.contract.segment import Segment, Visible, refuse_weights_of_chosen
-from edgekv.kernels.cuda import tiled_planes
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.cuda import planes as tiled_planes
 from edgekv.kernels.cuda.backend import MOST_SHARES
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
-from edgekv.kernels.cuda.loops import Estimates, Queries, Reader, loops_of, read_keys, read_values
+from edgekv.kernels.cuda.loops import Queries, Reader, loops_of, read_keys, read_values
 from edgekv.kernels.cuda.planes import PlaneKernels
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.cuda.ranges import RangeKernels
-from edgekv.kernels.cuda.sparse_attention import SparseKernels
 from edgekv.kernels.cuda.tiles import MOST_ROWS, THREADS, n_rounds, tiles_at_once
 
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
@@ -32,20 +30,18 @@ MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
 
 
 class Part(NamedTuple):
-    """A segment as the kernels take it, for queries ``q``. ``values`` None: a second stage reads them."""
+    """A segment as the kernels take it, for queries ``q``."""
 
     segment: Segment
     keys: Reader
     q: Array
-    values: Reader | None
+    values: Reader
 
     @property
     def joins(self) -> bool:
         """Whether attend.cu can take it."""
         s = self.segment
-        if s.positions is not None or s.chosen is not None or self.values is None:
-            return False
-        return self.keys.joins and self.values.joins
+        return s.positions is None and self.keys.joins and self.values.joins
 
     @property
     def is_short(self) -> bool:
@@ -63,11 +59,10 @@ class Part(NamedTuple):
     @property
     def columns(self) -> int:
         """Of the scores."""
-        s = self.segment
-        return self.most - s.first if s.chosen is None else s.chosen[0].shape[2]
+        return self.most - self.segment.first
 
 
-class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
+class AttendKernels(PlaneKernels, RangeKernels):
     """Three functions that take codecs of `edgekv.kvcache`; the fourth is in append.py."""
 
     def attend(
@@ -82,7 +77,6 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
     ) -> None:
         if sinks is not None:
             raise ValueError("sinks are not known to the kernels of CUDA: leave `sinks` out")
-        refuse_weights_of_chosen(segments, weights)
         n_heads, n, head_dim = queries.shape
         n_kv_heads = segments[0].keys.n_kv_heads
         shape = n_kv_heads, n_heads // n_kv_heads * n, head_dim
@@ -102,15 +96,14 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         self.launch_values(read_values(codec), p, t0, t1, out)
 
     def _part(self, segment: Segment, q: Array, cap: float | None) -> Part:
-        two_stages = loops_of(segment.values.kind).second_stage is not None
         keys = read_keys(segment.keys)
         if cap is not None:
             keys = dataclasses.replace(keys, macros=(*keys.macros, ("SCORE_CAP", f"{np.float32(cap):.8e}f")))
-        return Part(segment, keys, q, None if two_stages else read_values(segment.values))
+        return Part(segment, keys, q, read_values(segment.values))
 
     def _prepared(self, keys: Any, q: Array) -> Queries:
         """The queries as the scores of these keys want them."""
-        return loops_of(keys.kind).queries(self, keys, q)
+        return loops_of(keys).queries(self, keys, q)
 
     def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
         long, short = [part for part in parts if not part.is_short], [part for part in parts if part.is_short]
@@ -134,7 +127,6 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         """out (G, M, D) = attention over these parts alone; end (G, M, 2) = the maximum and the sum of weights."""
         n_kv_heads, rows, head_dim = out.shape
         keys, values = main.keys, main.values
-        assert values is not None
         is_tiled = tiled_planes.takes(self.driver, main.segment.keys, main.segment.values, rows)
         held = tiled_planes.blocks_held(rows, keys, values) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
         rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
@@ -196,67 +188,12 @@ class AttendKernels(PlaneKernels, RangeKernels, SparseKernels):
         shape = n_kv_heads, rows, ends[-1]
         buffer = self.scratch("attend.scores", shape) if weights is None else weights
         columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
-        estimates: list[Estimates | None] = []
         for part, queries, s in zip(parts, prepared, columns, strict=True):
-            chosen, segment = part.segment.chosen, part.segment
-            if chosen is not None:
-                self.scores_at(part.q, segment.keys.arrays["half"], *chosen, s, part.keys.macros)
-                estimates.append(None)
-            else:
-                estimated = None if part.values else self._estimate(part, queries, s)
-                read = (part.keys, queries) if estimated is None else estimated[:2]
-                self.launch_scores(*read, segment.first, part.most, s, segment, visible)
-                estimates.append(estimated)
-        counts = self._rescan(parts, prepared, estimates, columns, buffer, visible)
+            self.launch_scores(part.keys, queries, part.segment.first, part.most, s, part.segment, visible)
         self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
         out.fill(0)
-        change = None  # of the sum of a row's probabilities, by second stages
-        for part, queries, p in zip(parts, prepared, columns, strict=True):
-            chosen, segment = part.segment.chosen, part.segment
-            if chosen is not None:
-                self.values_at(p, segment.values.arrays["half"], *chosen, out)
-            elif part.values is not None:
-                self.launch_values(part.values, p, segment.first, part.most, out)
-            else:
-                segment = segment._replace(stop=part.most)
-                second_stage = loops_of(segment.values.kind).second_stage
-                assert second_stage is not None
-                moved = second_stage(self, segment, queries, p, counts.pop(0), out)
-                change = moved if change is None else change + moved
-        if change is not None:
-            out /= (1 + change)[..., None]
-
-    def _estimate(self, part: Part, queries: Queries, s: Array) -> Estimates:
-        """What reads the estimates of a part whose values have a second stage."""
-        estimate = loops_of(part.segment.keys.kind).estimate
-        assert estimate is not None, part.segment.keys.kind
-        return estimate(self, part.segment, part.most, part.keys, queries, s)
-
-    def _rescan(
-        self,
-        parts: list[Part],
-        prepared: list[Queries],
-        estimates: list[Estimates | None],
-        columns: list[Array],
-        buffer: Array,
-        visible: Visible,
-    ) -> list[Array]:
-        """Scores in place of estimates where they can matter; returns counts for the parts' second stages."""
-        found: list[Array] = []
-        if not any(estimates):
-            return found
-        totals = self.scratch("attend.totals", buffer.shape[:2])
-        self.log_sums(buffer, totals)
-        for part, queries, estimated, s in zip(parts, prepared, estimates, columns, strict=True):
-            if estimated is None:
-                continue
-            segment, select_tiles = part.segment, loops_of(part.segment.values.kind).select_tiles
-            assert select_tiles is not None, segment.values.kind
-            whole = segment._replace(stop=part.most)
-            chosen, counts = select_tiles(self, whole, estimated, s, totals, len(visible[0]))
-            self.launch_scores(part.keys, queries, segment.first, part.most, s, segment, visible, chosen)
-            found.append(counts)
-        return found
+        for part, p in zip(parts, columns, strict=True):
+            self.launch_values(part.values, p, part.segment.first, part.most, out)
 
 
 def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is_tiled: bool = False) -> Program:

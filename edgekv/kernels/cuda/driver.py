@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.cache_folder import cache_root
 from edgekv.errors import ConfigError
-from edgekv.files import atomic_write
+from edgekv.files import atomic_write, cache_root
 from edgekv.kernels.cuda.counter import N_MOVES
 from edgekv.kernels.cuda.early import EarlyLauncher
 from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program

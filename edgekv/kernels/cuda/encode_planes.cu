@@ -64,7 +64,7 @@ extern "C" __global__ void encode_keys(const float* x, int d, int bits, u8* plan
 }
 
 // Queries (rows, d) in odd halves of a step: whole is twice that number. Grid (rows).
-extern "C" __global__ void round_queries(const float* q, int d, int* whole, float* step, float* rounded)
+extern "C" __global__ void round_queries(const float* q, int d, int* whole, float* step)
 {
     const float* from = q + (i64)blockIdx.x * d;
     float largest = 0;
@@ -72,11 +72,7 @@ extern "C" __global__ void round_queries(const float* q, int d, int* whole, floa
         largest = fmaxf(largest, fabsf(from[c]) + fabsf(from[c + 1]) + fabsf(from[c + 2]) + fabsf(from[c + 3]));
     float size = block_max(largest) / LARGEST_FOUR, divisor = size == 0 ? 1 : size;
     if (threadIdx.x == 0) step[blockIdx.x] = size;
-    for (int c = threadIdx.x; c < d; c += blockDim.x) {
-        float number = floorf(from[c] / divisor) + 0.5f;
-        whole[(i64)blockIdx.x * d + c] = (int)(2 * number);
-        rounded[(i64)blockIdx.x * d + c] = number * size;
-    }
+    for (int c = threadIdx.x; c < d; c += blockDim.x) whole[(i64)blockIdx.x * d + c] = 2 * (int)floorf(from[c] / divisor) + 1;
 }
 
 // Codes of `bits` bits of one row, by a warp: the best step for a Gaussian of its mean square. Returns the scale.
@@ -116,22 +112,5 @@ extern "C" __global__ void encode_interleaved(const float* x, int d, int bits, u
             byte |= (level >> below & ((1u << part) - 1)) << part * k;
         }
         to[i] = (u8)byte;
-    }
-}
-
-// Successive approximation in planes (G, capacity, n_planes, d / 64); what is left stays in x. Grid (n, G).
-extern "C" __global__ void encode_planes(float* x, int d, const float* step, int n_planes, u32* planes, int capacity, int t0)
-{
-    i64 row = (i64)blockIdx.y * gridDim.x + blockIdx.x;
-    u32* to = planes + ((i64)blockIdx.y * capacity + t0 + blockIdx.x) * n_planes * (d / 32);
-    for (int c = threadIdx.x; c < d; c += blockDim.x) {
-        float left = x[row * d + c];
-        for (int j = 0; j < n_planes; ++j) {
-            u32 word = __ballot_sync(EVERY_LANE, left >= 0);
-            if (c % 32 == 0) to[j * (d / 32) + c / 32] = word;
-            float size = step[row] / (float)(1 << j);
-            left -= left >= 0 ? size : -size;
-        }
-        x[row * d + c] = left;
     }
 }

@@ -9,9 +9,8 @@ from edgekv.kernels.cuda.append import AppendKernels
 from edgekv.kernels.cuda.attend import AttendKernels
 from edgekv.kernels.cuda.ints import IntKernels
 from edgekv.kernels.cuda.loops import BACKEND
-from edgekv.kernels.cuda.prompt import PromptKernels
-from edgekv.kernels.cuda.rope import RopeKernels
-from edgekv.kernels.kinds import find_function
+from edgekv.kernels.cuda.rope import PromptKernels, RopeKernels
+from edgekv.kernels.registry import find_function
 
 
 class CudaKernels(AttendKernels, AppendKernels, IntKernels, RopeKernels, PromptKernels):

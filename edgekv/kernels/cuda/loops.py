@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
-from edgekv.kernels import kinds
-from edgekv.kernels.contract.segment import Segment
+from edgekv.errors import CacheError
 from edgekv.kernels.cuda.program import Array, Driver, Macros
+from edgekv.kernels.registry import find_loops
 
 BACKEND = "edgekv.kernels.cuda"
-CUDA_KINDS = frozenset(kind for kind in kinds.KINDS if kinds.reads(BACKEND, kind))
-"""Of codecs that the GPU reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +36,6 @@ class Queries:
     x: Array
     codes: Array | None = None
     scale: Array | None = None
-    rounded: Array | None = None  # what the codes stand for
-
-
-class Estimates(NamedTuple):
-    """What reads estimates of scores, the queries for it, and the tiles (tiles,) that these were measured on."""
-
-    reader: Reader
-    queries: Queries
-    sampled: Array
 
 
 class Tools(Protocol):
@@ -57,7 +46,7 @@ class Tools(Protocol):
     def constant(self, x: Any) -> Array: ...
     def project(self, x: Array, matrix: Array) -> Array: ...
     def rotate(self, rotation: Any, x: Array) -> Array: ...
-    def round_queries(self, q: Array, whole: Array, step: Array, rounded: Array) -> None: ...
+    def round_queries(self, q: Array, whole: Array, step: Array) -> None: ...
 
 
 def as_they_are(tools: Tools, codec: Any, q: Array) -> Queries:
@@ -72,11 +61,6 @@ class Loops:
     keys, values: (codec) -> what reads it as keys, or as values. queries: (tools, codec, q (G, M, D)) -> the
     queries as its scores want them. encode: (tools, codec, x (G, n, D), t0) stores x as tokens t0.., where
     `Codec.encode` does not do so itself. placed: whether that takes a token to a place that moves (a `Counter`).
-    estimate: (kernels, segment, most, keys, queries, s (G, M, most - first)) -> `Estimates`: of keys whose values
-    have a second stage, of tokens up to ``most``; s is used up. select_tiles: (kernels, segment, estimates, s,
-    totals (G, M), n) -> the tiles to scan (G, n, tiles) and counts (G, n, 3) for the second stage; totals: the
-    logarithm of the sum of exp over a row. second_stage: (kernels, segment, queries, p (G, M, tokens), counts,
-    out) -> the change of p's sums (G, M), where the scan's probabilities say which tokens are read once more.
     """
 
     keys: Callable[[Any], Reader] | None = None
@@ -84,25 +68,27 @@ class Loops:
     queries: Callable[[Tools, Any, Array], Queries] = as_they_are
     encode: Callable[[Any, Any, Array, int], None] | None = None
     placed: bool = False
-    estimate: Callable[[Any, Segment, int, Reader, Queries, Array], Estimates] | None = None
-    select_tiles: Callable[[Any, Segment, Estimates, Array, Array, int], tuple[Array, Array]] | None = None
-    second_stage: Callable[[Any, Segment, Queries, Array, Array, Array], Array] | None = None
 
 
-def loops_of(kind: str) -> Loops:
-    """Raises CacheError (field kv) for a kind that the GPU does not read."""
-    return cast(Loops, kinds.find_loops(BACKEND, kind))
+def loops_of(codec: Any) -> Loops:
+    """Returns how a codec, or a codec of that class, is read. Raises CacheError (field kv) where the GPU can't."""
+    loops = find_loops("cuda", codec)
+    if loops is None:
+        raise CacheError(
+            f"codec of kind {codec.kind!r}: no kernels on device='cuda'; use device='cpu'", field="kv"
+        )
+    return cast(Loops, loops)
 
 
 def read_keys(codec: Any) -> Reader:
     """What reads a codec that holds keys."""
-    make = loops_of(codec.kind).keys
+    make = loops_of(codec).keys
     assert make is not None, codec.kind
     return make(codec)
 
 
 def read_values(codec: Any) -> Reader:
     """What reads a codec that holds values."""
-    make = loops_of(codec.kind).values
+    make = loops_of(codec).values
     assert make is not None, codec.kind
     return make(codec)

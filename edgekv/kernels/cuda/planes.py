@@ -1,4 +1,6 @@
-"""Encoders of rotated keys and values, and queries in whole numbers."""
+"""Keys in planes and interleaved values on a GPU: encoders, what reads them, and tiled attention over a pair.
+
+Tiled attention runs on tensor cores with the queries' rotation inside."""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR, REACH
+from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Launch, Program
+from edgekv.kernels.cuda.program import Array, Driver, Launch, Macros, Program
 from edgekv.kernels.cuda.tiles import MOST_CHANNELS, THREADS, TILE, check_width
 
 
@@ -27,11 +29,11 @@ class PlaneKernels(Backend):
         launch = Launch(encode_program(bits), "encode_keys", (n, n_kv_heads), 32)
         self.driver.launch(launch, x, d, bits, planes, planes.shape[1], scale, scale.shape[1], t0)
 
-    def round_queries(self, q: Array, whole: Array, step: Array, rounded: Array) -> None:
+    def round_queries(self, q: Array, whole: Array, step: Array) -> None:
         """q (rows, D) as `edgekv.kernels.reference.planes.round_queries`; whole int32: twice those numbers."""
         d = q.shape[-1]
         launch = Launch(encode_program(), "round_queries", (step.size,), min(THREADS, d))
-        self.driver.launch(launch, q, d, whole, step, rounded)
+        self.driver.launch(launch, q, d, whole, step)
 
     def encode_interleaved(self, x: Array, codes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
@@ -40,11 +42,6 @@ class PlaneKernels(Backend):
         launch = Launch(encode_program(bits), "encode_interleaved", (n // TILE, n_kv_heads), THREADS)
         store = codes, codes.shape[1], scale, scale.shape[1]
         self.driver.launch(launch, x, d, bits, levels, *store, t0 // TILE)
-
-    def encode_planes(self, x: Array, step: Array, planes: Array, t0: int) -> None:
-        n_kv_heads, n, d = x.shape
-        launch = Launch(encode_program(), "encode_planes", (n, n_kv_heads), min(THREADS, d))
-        self.driver.launch(launch, x, d, step, planes.shape[2], planes, planes.shape[1], t0)
 
 
 @functools.cache
@@ -58,10 +55,10 @@ def encode_program(bits: int = 1) -> Program:
     return Program(("scales", "encode_planes"), macros, exact=True)
 
 
-def _read(codec: Any) -> Reader:
+def _read_keys(codec: Any) -> Reader:
     a, bits = codec.arrays, int(codec.bits.max())
     arrays = a["planes"], a["scale"], a["centres"], a["centre_step"], codec.heads
-    macros = ("KEY_BITS", bits), ("KEY_HEADS", int(codec.bits.min() < bits)), ("REACH", f"{REACH}f")
+    macros = ("KEY_BITS", bits), ("KEY_HEADS", int(codec.bits.min() < bits))
     return Reader("CentredKeys", "centred", arrays, a["scale"].shape[1], codec.width, macros, tiles=4 // bits)
 
 
@@ -69,10 +66,58 @@ def _whole(tools: Tools, codec: Any, q: Array) -> Queries:
     """Rotated, and in whole numbers."""
     x = tools.rotate(codec.rotation, q * tools.constant(codec.query_factors)[:, None])
     empty = tools.driver.empty
-    whole, step, rounded = empty(x.shape, np.int32), empty(q.shape[:2], np.float32), empty(x.shape, np.float32)
-    tools.round_queries(x, whole, step, rounded)
-    return Queries(x, whole, step * tools.constant(codec.key_scale)[:, None], rounded)
+    whole, step = empty(x.shape, np.int32), empty(q.shape[:2], np.float32)
+    tools.round_queries(x, whole, step)
+    return Queries(x, whole, step * tools.constant(codec.key_scale)[:, None])
 
 
-CENTRED = Loops(_read, queries=_whole)
-LOOPS = {"centred_planes": CENTRED}
+def _read_values(codec: Any) -> Reader:
+    codes, scale = codec.arrays["codes"], codec.arrays["scale"]
+    bits, name = int(codec.bits.max()), "interleaved_values"
+    macros = ("VALUE_BITS", bits), ("VALUE_HEADS", int(codec.bits.min() < bits))
+    store = (codes, scale, codec.heads), scale.shape[1], codes.shape[3], macros
+    return Reader("InterleavedValues", name, *store, tiles=4, rotation=codec.rotation)
+
+
+LOOPS = {"centred_planes": Loops(_read_keys, queries=_whole), "interleaved": Loops(values=_read_values)}
+
+
+FILES = ("tiled_queries", "tiled_warp", "tiled_scores", "tiled_values", "tiled_planes")
+WIDTHS, MOST_ROWS = (64, 128), 4  # of a head, as it is stored; of queries
+
+
+EXACT_TILES = 3  # at most, of a block that takes exact tokens
+
+
+def blocks_held(rows: int, keys: Reader, values: Reader) -> int:
+    """Blocks that a multiprocessor holds: how many registers there are to a thread."""
+    bits = dict((*keys.macros, *values.macros))
+    return 3 if rows == 1 and max(int(bits["KEY_BITS"]), int(bits["VALUE_BITS"])) <= 2 else 2
+
+
+def exact_tiles(tiles: int) -> int:
+    """Of a block that takes exact tokens, where one that takes packed ones has so many: it is not to end last."""
+    return max(1, min(EXACT_TILES, tiles // 8))
+
+
+def takes(driver: Driver, keys: Any, values: Any, rows: int) -> bool:
+    """Whether the kernel reads this pair of codecs on this device, for so many query rows."""
+    if (keys.kind, values.kind) != ("centred_planes", "interleaved") or not driver.has_whole_tiles:
+        return False
+    return keys.width == keys.head_dim == values.head_dim and keys.width in WIDTHS and rows <= MOST_ROWS
+
+
+def macros(rows: int, keys: Reader, values: Reader) -> Macros:
+    """Beside those of all pairs."""
+    factor = f"{np.float32(1 / np.sqrt(keys.width)):.9g}f"
+    return (
+        ("TILED", 1),
+        ("BLOCKS_AT_ONCE", blocks_held(rows, keys, values)),
+        ("TURN_FACTOR", factor),
+        ("LARGEST_FOUR", LARGEST_FOUR),
+    )
+
+
+def queries(keys: Any, q: Array) -> Queries:
+    """As they come: the kernel rotates and rounds them."""
+    return Queries(q, keys.query_flips, keys.key_scale)

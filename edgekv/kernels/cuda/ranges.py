@@ -8,7 +8,7 @@ from edgekv.kernels.contract.segment import Segment, Visible
 from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.loops import Queries, Reader
 from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.rotate import RotateKernels
+from edgekv.kernels.cuda.rope import RotateKernels
 from edgekv.kernels.cuda.tiles import THREADS, n_rounds, rows_at_once, strides, tiles_at_once
 from edgekv.types import I64
 
@@ -23,12 +23,6 @@ class RangeKernels(RotateKernels):
         launch = Launch(Program(("softmax",)), "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
         self.driver.launch(launch, s, *strides(s), columns, rows, *self.per_token(lo, hi))
 
-    def log_sums(self, s: Array, totals: Array) -> None:
-        """totals (G, M) = the logarithms of the sums of exp(s) (G, M, S) over the last axis."""
-        n_kv_heads, rows, columns = s.shape
-        launch = Launch(Program(("softmax",)), "log_sums", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
-        self.driver.launch(launch, s, *strides(s), columns, totals)
-
     def launch_scores(
         self,
         keys: Reader,
@@ -38,23 +32,16 @@ class RangeKernels(RotateKernels):
         s: Array,
         segment: Segment | None = None,
         visible: Visible | None = None,
-        chosen: Array | None = None,
     ) -> None:
-        """s (G, M, t1 - t0) = scores with tokens t0..t1, -inf where a query does not see the segment's token.
-
-        chosen (G, n, tiles), or (tiles,) for all: where it is 0, s stays as it is.
-        """
+        """s (G, M, t1 - t0) = scores with tokens t0..t1, -inf where a query does not see the segment's token."""
         n_kv_heads, rows, _ = s.shape
         at_once = rows_at_once(rows)
-        tiles, row_blocks = tiles_at_once(at_once, keys) if chosen is None else 1, -(-rows // at_once)
+        tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
         sizes = ("KEY_DIM", keys.width), ("HEAD_DIM", keys.width), ("ROWS", at_once), ("TILES", tiles)
         program = Program((keys.file, "scores"), (("KEYS", keys.name), *sizes, *keys.macros))
         splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, keys.blocks)
         launch = Launch(program, "scores", (splits, n_kv_heads, row_blocks), THREADS)
-        places = (
-            *self._places(segment, visible),
-            *((0, self.driver.still) if chosen is None else (chosen.ndim, chosen)),
-        )
+        places = self._places(segment, visible)
         store = *self.store_arguments(keys), keys.capacity
         self.driver.launch(launch, *self.query_arguments(queries), rows, *store, t0, t1, s, *strides(s), *places)
 

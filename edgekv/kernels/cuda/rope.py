@@ -1,12 +1,16 @@
-"""Queries, keys and values out of the fused projection, rotated by their position."""
+"""Rotations on a GPU, by position and of keys and values, and exact attention within a prompt."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.tiles import THREADS
+from edgekv.kernels.cuda.rows import RowKernels
+from edgekv.kernels.cuda.tiles import THREADS, check_width, per_head
 
 
 class Halves(NamedTuple):
@@ -22,7 +26,7 @@ class Halves(NamedTuple):
 
 
 class RopeKernels(Backend):
-    """Launches of rope.cu."""
+    """Launches of cu."""
 
     def split_rope(
         self,
@@ -73,3 +77,64 @@ class RopeKernels(Backend):
 def _rows(x: Array) -> list[Any]:
     """x (heads, n, head_dim) and the elements between its heads."""
     return [x, x.strides[0] // x.itemsize]
+
+
+class RotateKernels(RowKernels):
+    """Launches of cu, and rotations through a matrix."""
+
+    def hadamard(self, x: Array, flips: Array, out: Array) -> None:
+        rows, n, d = x.shape
+        x, stride = per_head(x)
+        self._transform("hadamard", out.shape[2], rows * n, x, n, stride, d, flips, out)
+
+    def hadamard_back(self, x: Array, flips: Array, out: Array) -> None:
+        rows, n, d = out.shape
+        stride = out.strides[0] // out.itemsize
+        self._transform("hadamard_back", x.shape[2], rows * n, contiguous(x), n, stride, d, flips, out)
+
+    def _transform(self, name: str, width: int, rows: int, *arguments: Any) -> None:
+        check_width(width)
+        launch = Launch(Program(("rotate",), (("WIDTH", width),), exact=True), name, (rows,), max(width // 2, 1))
+        self.driver.launch(launch, *arguments[:-1], float(np.float32(1 / np.sqrt(width))), arguments[-1])
+
+    def rotate(self, rotation: Any, x: Array) -> Array:
+        """P x (A, n, width) of x (A, n, head_dim)."""
+        if rotation.flips is None:
+            return self.project(x, rotation.matrix)
+        out = self.driver.empty((*x.shape[:2], rotation.width), np.float32)
+        self.hadamard(x, rotation.flips, out)
+        return out
+
+    def rotate_back(self, rotation: Any, x: Array, out: Array) -> None:
+        """out (A, n, head_dim) += the inverse of P of x (A, n, width)."""
+        if rotation.flips is None:
+            out += self.project(x, rotation.inverse)
+        else:
+            self.hadamard_back(x, rotation.flips, out)
+
+
+BLOCK_ROWS = 64  # queries of a block of prompt_attention.cu
+MOST_WIDTH = 256
+
+
+def padded_width(head_dim: int) -> int:
+    """Channels of a head with which prompt_attention.cu computes: a multiple of 16."""
+    return -(-head_dim // 16) * 16
+
+
+class PromptKernels(Backend):
+    """Launches of prompt_attention.cu."""
+
+    def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
+        """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled.
+
+        All are float16. The queries are those of the last n of ``earlier`` + n tokens, the first of k and v
+        (n_kv_heads, capacity, width). Token t sees max(0, t + 1 - window)..t. Channels from head_dim on are 0.
+        """
+        n_heads, n, width = q.shape
+        n_kv_heads, capacity, _ = k.shape
+        macros = ("WIDTH", width), ("HEAD_DIM", out.shape[1] // n_heads)
+        program = Program(("prompt_attention",), macros)
+        launch = Launch(program, "prompt_attention", (-(-n // BLOCK_ROWS), n_heads), THREADS)
+        sizes = n, earlier, capacity, n_heads // n_kv_heads, window or 0
+        self.driver.launch(launch, q, k, v, *sizes, out)

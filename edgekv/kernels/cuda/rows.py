@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.counter import place
 from edgekv.kernels.cuda.loops import Loops, Reader
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
 from edgekv.kernels.cuda.program import Array, Launch, Program
 from edgekv.kernels.cuda.tiles import THREADS, per_head
-from edgekv.kernels.memory import contiguous
 
 ENCODE = Program(("scales", "encode"), exact=True)
 

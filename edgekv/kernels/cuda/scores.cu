@@ -3,24 +3,13 @@
 // s[g, m, t - t0] = score of query m with token t, for t0 <= t < t1; -inf if the query does not see the token, which stands at
 // positions[g, t] (rows `position_stride` apart) or, if that is 0, at position + t - t0. From `stop` on there are no tokens. Query m is of token m % n, which sees
 // the positions lo .. hi: of its own, ends (2, n), if `many`. What moves does so by the numbers at the addresses; hi, and lo unless it is 0, by the shift.
-// If `chooses`, only tiles of which `chosen` is 1 are read, and s keeps the others': (tiles) or, if it is 3, (G, n, tiles). TILES is 1 then.
 // Grid (shares of the tokens, G, queries / ROWS).
-
-// Whether any of the rows m0 .. of a head takes the tile with these marks.
-__device__ __forceinline__ bool any_takes(const u8* marks, int tiles, int m0, int rows, int n)
-{
-    bool takes = false;
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) takes = takes || (m0 + m < rows && marks[(i64)((m0 + m) % n) * tiles]);
-    return takes;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 scores(const float* q, const void* codes, const float* scale, int rows, const void* a, const void* b, const void* c,
        const void* d, const void* e, const void* f, int capacity, int t0, int t1, float* s, int group_stride, int row_stride,
        const int* positions, int position_stride, int stop, const int* stop_moves, int position, const int* position_moves,
-       int n, int many, const int* ends, int lo, int hi,
-       const int* shift, int chooses, const u8* chosen)
+       int n, int many, const int* ends, int lo, int hi, const int* shift)
 {
     __shared__ KEYS::Shared shared;
     Queries queries = {q, codes, scale, rows};
@@ -30,14 +19,9 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
     int end = least(t1, last * TILE), moved = *shift;
     stop += *stop_moves, position += *position_moves;
     KEYS keys(shared, queries, store, g, m0, end);
-    int mark_rows = chooses == 3 ? n : 1;  // of a head
-    chosen += (chooses == 3 ? (i64)g * n * tiles : 0) - first;
-    while (chooses && tile < last && !any_takes(chosen + tile, tiles, m0, rows, mark_rows)) ++tile;
 #pragma unroll
     for (int u = 0; u < TILES; ++u) keys.load(u, tile + u);
-    while (tile < last) {
-        int next = tile + TILES;
-        while (chooses && next < last && !any_takes(chosen + next, tiles, m0, rows, mark_rows)) ++next;
+    for (; tile < last; tile += TILES) {
         if (KEYS::PREPARES) {
             keys.prepare(tile);
             __syncthreads();
@@ -49,7 +33,6 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
         for (int turn = 0; turn < TURNS_OF_ITEMS; ++turn) {
             int item = turn * WARPS + threadIdx.x / 32, m = item / TILES, u = item % TILES;
             if (m >= least(ROWS, rows - m0)) continue;
-            if (chooses && !chosen[(i64)((m0 + m) % mark_rows) * tiles + tile]) continue;
             float* row = s + (i64)g * group_stride + (i64)(m0 + m) * row_stride - t0;
             if (many) lo = ends[(m0 + m) % n], hi = ends[n + (m0 + m) % n];
             for (int i = threadIdx.x % 32; i < TILE; i += 32) {
@@ -61,8 +44,7 @@ scores(const float* q, const void* codes, const float* scale, int rows, const vo
             }
         }
 #pragma unroll
-        for (int u = 0; u < TILES; ++u) keys.load(u, next + u);
+        for (int u = 0; u < TILES; ++u) keys.load(u, tile + TILES + u);
         __syncthreads();
-        tile = next;
     }
 }

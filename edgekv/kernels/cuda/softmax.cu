@@ -26,14 +26,6 @@ __device__ __forceinline__ float sum_of_weights(const float* row, int lo, int hi
     return block_sum(total * expf(peak - top));
 }
 
-// totals (G, rows) = the logarithm of the sum of exp over a row. Grid (rows, G).
-extern "C" __global__ void __launch_bounds__(1024)
-log_sums(const float* s, int group_stride, int row_stride, int columns, float* totals)
-{
-    float top, total = sum_of_weights(s + (i64)blockIdx.y * group_stride + (i64)blockIdx.x * row_stride, 0, columns, top);
-    if (threadIdx.x == 0) totals[(i64)blockIdx.y * gridDim.x + blockIdx.x] = top + logf(total);
-}
-
 extern "C" __global__ void __launch_bounds__(1024)
 softmax(float* s, int group_stride, int row_stride, int columns, int rows, int many, const int* ends, int lo, int hi)
 {

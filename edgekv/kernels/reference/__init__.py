@@ -2,16 +2,12 @@
 
 from typing import Any
 
-from edgekv.kernels.kinds import FUNCTIONS, find_function
-from edgekv.kernels.reference.attend import append, attend, encode, scores, sums
-from edgekv.kernels.reference.gather import encode_planes
-from edgekv.kernels.reference.interleaved_values import encode_interleaved
+from edgekv.kernels.reference.attend import append, attend, encode, scores, softmax, sums
 from edgekv.kernels.reference.ints import encode_sym
-from edgekv.kernels.reference.planes import encode_centres, encode_keys
-from edgekv.kernels.reference.rope import split_rope
-from edgekv.kernels.reference.rotate import hadamard, hadamard_back
+from edgekv.kernels.reference.planes import encode_centres, encode_interleaved, encode_keys
+from edgekv.kernels.reference.rope import hadamard, hadamard_back, split_rope
 from edgekv.kernels.reference.rows import encode_f16, project
-from edgekv.kernels.reference.softmax import softmax
+from edgekv.kernels.registry import FUNCTIONS, find_function
 
 __all__ = [
     "append",
@@ -21,7 +17,6 @@ __all__ = [
     "encode_f16",
     "encode_interleaved",
     "encode_keys",
-    "encode_planes",
     "encode_sym",
     "hadamard",
     "hadamard_back",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.codecs import WORD, Codec
-from edgekv.kvcache.geometry import Layout
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import WORD, Codec, in_backends
 from edgekv.types import F32, Array
 
 
@@ -19,6 +19,7 @@ class SignSketch(Codec):
     """
 
     kind = "signs"
+    backends = in_backends("papers.signs")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, seed: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -58,6 +59,7 @@ class Int4(Codec):
     """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
 
     kind = "int4"
+    backends = in_backends("papers.int4")
 
     def layout(self) -> Layout:
         tokens = (self.n_kv_heads, self.capacity)

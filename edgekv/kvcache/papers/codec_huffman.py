@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.contract.papers.codes import TABLE_BITS
-from edgekv.kernels.memory import contiguous, to_host
-from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.geometry import Layout
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import F16, Codec, in_backends
 from edgekv.kvcache.papers.codebook import Codebook, gaussian_counts
 from edgekv.types import F32, U8, U64, Array
 
@@ -189,6 +189,7 @@ class HuffmanKeys(HuffmanCodec):
     """Low and step per channel of each block: 4 * head_dim / block bytes per token and head."""
 
     kind = "huffman_keys"
+    backends = in_backends("papers.huffman")
 
     @property
     def unit_size(self) -> int:
@@ -210,6 +211,7 @@ class HuffmanValues(HuffmanCodec):
     """Low and step per token: 4 bytes per token and head."""
 
     kind = "huffman_values"
+    backends = in_backends("papers.huffman")
 
     @property
     def unit_size(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from edgekv.kvcache.codecs import Codec
-from edgekv.kvcache.geometry import Layout
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import Codec, in_backends
 
 
 class KiviKeys(Codec):
@@ -13,6 +13,7 @@ class KiviKeys(Codec):
     """
 
     kind = "kivi_keys"
+    backends = in_backends("papers.kivi")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, group: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -35,6 +36,7 @@ class KiviValues(Codec):
     """low + step * code per token and ``span`` of channels: head_dim * (bits / 8 + 4 / span) bytes."""
 
     kind = "kivi_values"
+    backends = in_backends("papers.kivi")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, span: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)

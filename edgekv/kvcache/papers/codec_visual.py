@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgekv.kvcache.codecs import Codec
-from edgekv.kvcache.geometry import Layout
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import Codec, in_backends
 from edgekv.types import F32
 
 AXES: dict[str, int | tuple[int, ...] | None] = {
@@ -29,6 +29,7 @@ class LevelSpan(Codec):
     """
 
     kind = "levels"
+    backends = in_backends("papers.visual", "reference", "cpu")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, group: str) -> None:
         super().__init__(n_kv_heads, capacity, head_dim)
@@ -57,13 +58,10 @@ class LevelSpan(Codec):
 
 
 class ChannelLevels(LevelSpan):
-    """`LevelSpan` with a float16 pair per head and channel. ``pull``: what the largest score of a query loses."""
+    """`LevelSpan` with a float16 pair per head and channel."""
 
-    kind = "channel_levels"
-
-    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, pull: float = 0.0) -> None:
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim, bits, "channel")
-        self.pull: F32 = np.full(1, pull, np.float32)
 
     def layout(self) -> Layout:
         ends = ((self.n_kv_heads, self.head_dim), "uint16")

@@ -10,13 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.contract.attention import bound_scores
-from edgekv.kernels.contract.papers.evict import ranks
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.base import KVCache
+from edgekv.kvcache.cache import Geometry, KVCache, Layout, Workspace
 from edgekv.kvcache.codecs import F16
-from edgekv.kvcache.geometry import Geometry, Layout, Workspace
 from edgekv.types import F32, I32, I64, Array
 
 BLOCK_ROWS = 512  # query rows whose scores over the prompt are alive at once
@@ -113,10 +111,10 @@ class Evicting(KVCache):
 
     def append(self, keys: F32, values: F32) -> None:
         self._make_room()
-        a = self.arrays
-        self.kernels.store_token(
-            keys[:, 0], values[:, 0], self.n_seen, self._target, a["key.half"], a["value.half"], a["position"]
-        )
+        heads = np.arange(len(self._target))
+        self.arrays["key.half"][heads, self._target] = half_bits(keys[:, 0])
+        self.arrays["value.half"][heads, self._target] = half_bits(values[:, 0])
+        self.arrays["position"][heads, self._target] = self.n_seen
         self.n_seen += 1
 
     def segments(self) -> list[Segment]:
@@ -193,11 +191,14 @@ class LowestFirst(Evicting):
             return
         a, end = self.arrays, self.n_seen + 1
         visible, protected = self._first_visible(end), end - self.recent
-        self.kernels.evict_lowest(a["mass"], a["position"], self.n_used, visible, protected, self._target)
+        self._target[:] = lowest(a["mass"], a["position"], visible, protected)
+        a["mass"][np.arange(len(self._target)), self._target] = 0
 
     def _observe(self, q: F32, p: F32) -> None:
         if self.evicts:
-            self.kernels.add_attention(p, self.arrays["mass"], self.n_used, self.decay)
+            mass = self.arrays["mass"][:, : self.n_used]
+            mass *= np.float32(self.decay)
+            mass += p[:, :, : self.n_used].sum(axis=1)
 
     def prefill(self, queries: F32, keys: F32, values: F32) -> None:
         """The mass is that of the whole prompt before anything is evicted, as in the papers."""
@@ -246,6 +247,25 @@ def pick(slots: Array, n_used: int, new: Array, columns: I64) -> Array:
     return np.concatenate([slots[columns[:m]], half_bits(fresh) if slots.dtype == np.uint16 else fresh])
 
 
+def ranks(mass: F32, positions: I32, visible: int, protected: int) -> F32:
+    """Numbers (n_kv_heads, n) in whose order tokens leave, the least first: their mass, where above 0 and finite.
+
+    NaN and what is negative count as 0, infinity as the largest float32. Positions below ``visible`` have -1,
+    those from ``protected`` on infinity.
+    """
+    rank: F32 = np.where(mass > 0, np.minimum(mass, np.finfo(np.float32).max), np.float32(0))
+    rank[positions < visible], rank[positions >= protected] = -1, np.inf
+    return rank
+
+
+def lowest(mass: F32, positions: I32, visible: int, protected: int) -> I64:
+    """Per KV head the column of the token that leaves next: the least of `ranks`, of equals the earliest."""
+    rank = ranks(mass, positions, visible, protected)
+    least = rank == rank.min(axis=1, keepdims=True)
+    column: I64 = np.where(least, positions, np.iinfo(np.int32).max).argmin(axis=1)
+    return column
+
+
 def highest(mass: F32, positions: I32, n: int, visible: int, protected: int) -> I64:
     """Per KV head the columns, ascending, of the at most ``n`` tokens that evicting one by one would leave.
 
@@ -280,7 +300,7 @@ def attention_received(
             hi = np.tile(np.arange(a + 1, b + 1, dtype=np.int64) - begin, n_rep)
             lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
             kernels.softmax(s[None], lo, hi)
-            kernels.add_attention(s[None], received[g : g + 1, begin:b], b - begin, 1.0)
+            received[g, begin:b] += s.sum(axis=0)
     return received
 
 

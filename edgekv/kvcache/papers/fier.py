@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from edgekv.kvcache.geometry import Geometry, Layout
+from edgekv.kvcache.cache import Geometry, Layout
+from edgekv.kvcache.codecs import in_backends
 from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 from edgekv.types import Array
@@ -36,6 +37,7 @@ class SignIndex(Index):
     """A bit per key element, and two levels per channel and group of tokens (FIER eq. 5, algorithm 1)."""
 
     kind = "sign_index"
+    backends = in_backends("papers.fier")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, group: int, levels: str) -> None:
         super().__init__(n_kv_heads, capacity, head_dim, block=group, unit=1)

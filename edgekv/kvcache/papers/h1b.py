@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import CacheError
+from edgekv.kernels.arrays import contiguous, to_host
 from edgekv.kernels.contract.attention import bound_scores
-from edgekv.kernels.memory import contiguous, to_host
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.full import KeepAll
 from edgekv.kvcache.knobs import (
     LEAST_FACTOR,
     MOST_FACTOR,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.knobs import Knobs, number, share_of_context
 from edgekv.kvcache.papers.evicting import LowestFirst
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from edgekv.errors import CacheError
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codecs import Codec
-from edgekv.kvcache.geometry import Geometry
-from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.full import KeepAll
 
 BITS = 4
 

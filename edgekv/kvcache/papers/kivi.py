@@ -6,8 +6,8 @@ import dataclasses
 from typing import ClassVar
 
 from edgekv.errors import CacheError
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs
-from edgekv.kvcache.geometry import Geometry
 from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
 from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.windowed import Sizes, Windowed

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from edgekv.kernels import Kernels
-from edgekv.kvcache.geometry import Geometry, Workspace
+from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
 from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
 from edgekv.kvcache.windowed import Sizes, Windowed

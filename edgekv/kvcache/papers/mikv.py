@@ -10,9 +10,8 @@ import numpy as np
 from edgekv.errors import CacheError
 from edgekv.kernels import Kernels
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kvcache.codec_ints import KEY_BLOCK
-from edgekv.kvcache.codecs import Codec
-from edgekv.kvcache.geometry import Geometry, Layout, Workspace
+from edgekv.kvcache.cache import Geometry, Layout, Workspace
+from edgekv.kvcache.codecs import Codec, in_backends
 from edgekv.kvcache.knobs import Knobs, flag, number, one_of, share_of_context
 from edgekv.kvcache.papers.codec_kivi import KiviValues
 from edgekv.kvcache.papers.evicting import LowestFirst, are_places, pick
@@ -40,40 +39,12 @@ class MiKVKnobs(Knobs):
     balance: bool = flag(True)
 
 
-class TokenKeys(Codec):
-    """low + step * code per key, as `KiviValues` of one span: head_dim * bits / 8 + 4 bytes.
-
-    Blocks of KEY_BLOCK tokens, byte by byte; the last block is allocated whole. Keys are stored times ``balance``
-    (n_kv_heads, head_dim), by which queries are divided.
-    """
+class TokenKeys(KiviValues):
+    """Keys as `KiviValues` of one span, stored times ``balance`` (n_kv_heads, head_dim), read over it."""
 
     kind = "token_keys"
+    backends = in_backends("papers.kivi", "reference", "cpu")
     balance: F32
-
-    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
-        super().__init__(n_kv_heads, capacity, head_dim)
-        self.n_bytes = head_dim * bits // 8
-
-    def layout(self) -> Layout:
-        tokens = (self.n_kv_heads, self.capacity)
-        blocks = -(-self.capacity // KEY_BLOCK)
-        codes = (self.n_kv_heads, blocks, self.n_bytes, KEY_BLOCK)
-        return {"codes": (codes, "uint8"), "step": (tokens, "uint16"), "low": (tokens, "uint16")}
-
-    @property
-    def token_bytes(self) -> int:
-        return self.n_kv_heads * (self.n_bytes + 4)
-
-    def encode(self, x: F32, t0: int) -> None:
-        n = x.shape[1]
-        aside = KiviValues(self.n_kv_heads, n, self.head_dim, 8 * self.n_bytes // self.head_dim, self.head_dim)
-        aside.bind({name: np.empty(shape, dtype) for name, (shape, dtype) in aside.layout().items()}, self.kernels)
-        aside.encode(x, 0)
-        tokens = np.arange(t0, t0 + n)
-        codes = aside.arrays["codes"].transpose(1, 0, 2)  # two index arrays apart put the token axis first
-        self.arrays["codes"][:, tokens // KEY_BLOCK, :, tokens % KEY_BLOCK] = codes
-        for name in ("step", "low"):
-            self.arrays[name][:, tokens] = aside.arrays[name][:, 0]
 
 
 class MiKV(LowestFirst):
@@ -89,6 +60,7 @@ class MiKV(LowestFirst):
     """
 
     name = "mikv"
+    version = 2  # packed keys token by token
     paper = "MiKV; FIER, appendix C"
     summary = "a quarter of the tokens, by accumulated attention and recency, in f16; the rest in 2 bits"
     gives_up = "precision of tokens that no query has needed yet; most of its bytes are the f16 quarter"
@@ -106,7 +78,7 @@ class MiKV(LowestFirst):
                 value=f"mikv:bits={knobs.bits}",
             )
         shape = geometry.n_kv_heads, geometry.capacity - self.slots, geometry.head_dim
-        self._low_keys = TokenKeys(*shape, knobs.bits)
+        self._low_keys = TokenKeys(*shape, knobs.bits, span=geometry.head_dim)
         self._low_values = KiviValues(*shape, knobs.bits, span=geometry.head_dim)
         self.n_low = 0
 

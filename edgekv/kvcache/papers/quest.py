@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from edgekv.kvcache.geometry import Geometry, Layout
+from edgekv.kvcache.cache import Geometry, Layout
+from edgekv.kvcache.codecs import in_backends
 from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
 from edgekv.kvcache.papers.retrieval import Index, Retrieval
 from edgekv.types import Array
@@ -36,6 +37,7 @@ class PageIndex(Index):
     """The largest and the smallest key element of each channel of a page."""
 
     kind = "page_index"
+    backends = in_backends("papers.quest")
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, page: int) -> None:
         super().__init__(n_kv_heads, capacity, head_dim, block=page, unit=page)

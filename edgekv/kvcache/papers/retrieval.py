@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from edgekv.kernels import Kernels
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kernels.memory import contiguous
+from edgekv.kvcache.cache import EXAMPLE, Geometry, Layout, Workspace
 from edgekv.kvcache.codecs import F16, Codec
-from edgekv.kvcache.geometry import EXAMPLE, Geometry, Layout, Workspace
-from edgekv.kvcache.keepall import KeepAll
+from edgekv.kvcache.full import KeepAll
 from edgekv.types import F32, I64, Array
 
 
@@ -24,6 +25,7 @@ class Index(abc.ABC):
     """
 
     kind: ClassVar[str]
+    backends: ClassVar[Mapping[str, str]]
     backend_state: Any = None  # as a `Codec`'s
 
     def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, block: int, unit: int) -> None:
@@ -71,8 +73,8 @@ class Retrieval(KeepAll):
         self._index = None if skipped or reach < knobs.k + index.block else index
 
     @classmethod
-    def kinds(cls, knobs: Any) -> set[str] | None:
-        return (super().kinds(knobs) or set()) | {cls(EXAMPLE, knobs).index(EXAMPLE, knobs).kind}
+    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
+        return (super().codecs_used(knobs) or set()) | {type(cls(EXAMPLE, knobs).index(EXAMPLE, knobs))}
 
     @abc.abstractmethod
     def index(self, geometry: Geometry, knobs: Any) -> Index:
@@ -90,6 +92,10 @@ class Retrieval(KeepAll):
         super().allocate(kernels, workspace)
         if self._index:
             self._index.bind({name: self.arrays[f"index.{name}"] for name in self._index.layout()}, kernels)
+            shape = self.geometry.n_kv_heads, self.knobs.k + self._index.block, self.geometry.head_dim
+            self._read_codecs = F16(*shape), F16(*shape)  # the tokens of one query token, side by side
+            for name, codec in zip(("keys", "values"), self._read_codecs, strict=True):
+                codec.bind({"half": workspace.array(f"retrieval.{name}", shape, np.uint16)}, kernels)
 
     def bytes_read(self) -> int:
         """The index of what is visible, and keys and values of k tokens and of those not yet indexed."""
@@ -130,47 +136,48 @@ class Retrieval(KeepAll):
         if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
             super()._read(queries, out, sinks)
             return
-        _, n, head_dim = queries.shape
-        q = contiguous(queries)
-        grouped = q.reshape(self.geometry.n_kv_heads, self.geometry.n_rep * n, head_dim)
-        chosen = self._choose(self._index, grouped, self.n_seen - n, n)
-        segment = Segment(self.key_codec, self.value_codec, 0, self.n_seen, chosen=chosen)
-        target = self.workspace.array("attention.piece", out.shape)
-        self.kernels.attend(q, [segment], self.visible(n), target, sinks=sinks, cap=self.geometry.score_cap)
+        n = queries.shape[1]
+        for j in range(n):
+            self._read_token(self._index, queries[:, j : j + 1], out[:, j : j + 1], self.n_seen - n + j + 1, sinks)
+
+    def _read_token(self, index: Index, q: F32, out: F32, n_seen: int, sinks: F32 | None) -> None:
+        """out (n_heads, 1, head_dim) = exact attention of the last of ``n_seen`` tokens to those that are chosen.
+
+        These are the k best tokens, and those that are not indexed yet.
+        """
+        q, target = contiguous(q), self.workspace.array("attention.piece", out.shape)
+        units, indexed = self._best_units(index, q, n_seen), index.covered(n_seen)
+        best = (units[..., None] * index.unit + np.arange(index.unit, like=units)).reshape(len(units), -1)
+        rest = np.arange(indexed, n_seen, like=units)
+        tokens = np.concatenate([best, np.broadcast_to(rest, (len(units), len(rest)))], axis=1)
+        for name, codec in zip(("key", "value"), self._read_codecs, strict=True):
+            self.kernels.gather_tokens(self.arrays[f"{name}.half"], tokens, codec.arrays["half"])
+        segment = Segment(*self._read_codecs, 0, tokens.shape[1])
+        visible = np.zeros(1, np.int64), np.array([tokens.shape[1]])
+        self.kernels.attend(q, [segment], visible, target, sinks=sinks, cap=self.geometry.score_cap)
         out[:] = target
 
-    def _choose(self, index: Index, q: F32, start: int, n: int) -> tuple[Array, I64]:
-        """Tokens to attend to (n_kv_heads, n, most of them), and how many of them each query token sees.
-
-        The last ones are those that are not indexed, of which each query token sees those before the next.
-        """
-        n_kv_heads, end, indexed = self.geometry.n_kv_heads, start + n, index.covered(start + 1)
-        n_chosen = min(self.knobs.k, indexed)
-        tokens = self.workspace.array("retrieval.tokens", (n_kv_heads, n, n_chosen + end - indexed), np.int32)
-        tokens[:, :, n_chosen:] = np.arange(indexed, end, dtype=np.int32, like=tokens)
-        if n_chosen == indexed:
-            tokens[:, :, :n_chosen] = np.arange(indexed, dtype=np.int32, like=tokens)
-        else:
-            units = self._best_units(index, q, start, n)
-            each = tokens[:, :, :n_chosen].reshape(n_kv_heads, n, -1, index.unit)  # a view
-            within = np.arange(index.unit, dtype=np.int32, like=tokens)
-            np.add(units[..., None] * np.int32(index.unit), within, out=each)
-        return tokens, n_chosen + np.arange(start + 1, end + 1) - indexed
-
-    def _best_units(self, index: Index, q: F32, start: int, n: int) -> Array:
-        """(n_kv_heads, n, k / unit): the units of most attention, among those wholly in the window."""
+    def _best_units(self, index: Index, q: F32, n_seen: int) -> Array:
+        """Units (n_kv_heads, k / unit), ascending, wholly in the window, of most attention by the index."""
         n_kv_heads, n_rep, unit = self.geometry.n_kv_heads, self.geometry.n_rep, index.unit
-        seen = np.arange(start + 1, start + n + 1)
-        low = np.maximum(seen - (self.geometry.sliding_window or start + n), 0)
-        b0, b1 = int(low[0]) // index.block, (start + 1) // index.block
-        first = b0 * index.block
-        s = self.workspace.array("scores", (n_kv_heads, n_rep * n, (b1 * index.block - first) // unit))
-        self.kernels.scores(index, q, b0 * index.block // unit, b1 * index.block // unit, s)
-        lo, hi = -(-(low - first) // unit), np.full(n, s.shape[2])
-        if n_rep > 1:
+        low = max(0, n_seen - (self.geometry.sliding_window or n_seen))
+        first, last = low // index.block * index.block // unit, index.covered(n_seen) // unit
+        s = self.workspace.array("scores", (n_kv_heads, n_rep, last - first))
+        self.kernels.scores(index, q.reshape(n_kv_heads, n_rep, -1), first, last, s)
+        start = -(-low // unit) - first
+        if n_rep > 1:  # of one query alone the largest scores are those of most attention
             bound_scores(s, self.geometry.score_cap)
-            self.kernels.softmax(s, np.tile(lo, n_rep), np.tile(hi, n_rep))
-        units = self.workspace.array("retrieval.units", (n_kv_heads, n, self.knobs.k // unit), np.int32)
-        self.kernels.select_top(s, lo, hi, units.shape[2], units)
-        units += np.int32(first // unit)
-        return units
+            self.kernels.softmax(s, np.full(n_rep, start), np.full(n_rep, last - first))
+        total = s[:, 0] if n_rep == 1 else s.sum(axis=1)
+        return largest(total[:, start:], self.knobs.k // unit) + (first + start)
+
+
+def largest(s: F32, k: int) -> I64:
+    """Columns (G, k), ascending, of the k largest of s (G, n >= k): of equals the lower, NaN behind numbers."""
+    x = -s
+    taken = x <= np.partition(x, k - 1, axis=1)[:, k - 1 : k]
+    if (taken.sum(axis=1) != k).any():  # more that equal the k-th, or NaN among the k
+        columns: I64 = np.sort(np.argsort(x, axis=1, kind="stable")[:, :k], axis=1)
+    else:
+        columns = np.flatnonzero(taken).reshape(len(s), k) % s.shape[1]
+    return columns

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from edgekv.errors import CacheError
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.contract.segment import Segment
-from edgekv.kernels.memory import contiguous
-from edgekv.kvcache.geometry import Geometry, Layout
+from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, share_of_context, tokens
 from edgekv.kvcache.papers.evicting import Evicting, attention_received, half_bits, highest
 from edgekv.types import F32, I32, I64

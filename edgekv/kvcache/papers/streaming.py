@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.geometry import Geometry
+from edgekv.kvcache.cache import Geometry
 from edgekv.kvcache.knobs import Knobs, share_of_context, tokens
 from edgekv.kvcache.papers.evicting import Evicting
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from edgekv.kvcache.codecs import Codec
 from edgekv.kvcache.image_spans import TEXTS, ImageSpans
-from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of
+from edgekv.kvcache.knobs import Knobs, number, one_of
 from edgekv.kvcache.papers.codec_visual import GROUPS, ChannelLevels, LevelSpan, encode_span
 from edgekv.types import F32
 
@@ -25,25 +25,18 @@ class VisualKnobs(Knobs):
     k_range: float, default 1. Of keys: how far from the middle of these two ends towards them the outer levels
         lie, 0.01 to 1. CalibQuant's calibration, with quantile=0: 0.5.
     v_range: float, default 1. The same of values; CalibQuant: 0.3.
-    pull: float, default 0. With group=channel: by how much the largest of a query's scores with a span is pulled
-        down, its least staying and the others moving in proportion (CalibQuant's calibration of scores).
     text: str, default "f16". Format of all other tokens: f16 or f32.
     """
 
     scheme: ClassVar[str] = "visual1"
+    removed: ClassVar[dict[str, str]] = {"pull": "it made answers worse; leave it out"}
 
     bits: int = number(1, 1, 8)
     group: str = one_of("head", GROUPS)
     quantile: float = number(0.1, 0, 0.499)
     k_range: float = number(1.0, 0.01, 1)
     v_range: float = number(1.0, 0.01, 1)
-    pull: float = number(0.0, 0, 1000)
     text: str = one_of("f16", TEXTS)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pull and self.group != "channel":
-            raise bad_knob("visual1", "pull", self.pull, "with group=channel only, else 0")
 
 
 class Visual1(ImageSpans):
@@ -58,7 +51,8 @@ class Visual1(ImageSpans):
     of one KV head; "head+token", one token of that; "channel", one channel of that. Each is taken over one span,
     not over the whole prompt. A span is packed when its last token has come and is exact (f16) until then.
 
-    group=channel with k_range, v_range and pull is the later version, CalibQuant (arXiv 2502.14882v2).
+    group=channel with k_range and v_range is the later version, CalibQuant (arXiv 2502.14882v2), without its
+    calibration of scores, which made answers worse.
 
     Deviation: the paper rounds down, so that at 1 bit only x >= Q(1 - quantile) becomes 1; here x goes to the
     nearest level, and the threshold is the midpoint.
@@ -73,7 +67,7 @@ class Visual1(ImageSpans):
     def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
         shape, knobs = (n_kv_heads, n_tokens, head_dim), self.knobs
         if knobs.group == "channel":
-            return ChannelLevels(*shape, knobs.bits, knobs.pull), ChannelLevels(*shape, knobs.bits)
+            return ChannelLevels(*shape, knobs.bits), ChannelLevels(*shape, knobs.bits)
         return LevelSpan(*shape, knobs.bits, knobs.group), LevelSpan(*shape, knobs.bits, knobs.group)
 
     def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:

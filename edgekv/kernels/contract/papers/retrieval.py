@@ -1,27 +1,18 @@
-"""Reading only some tokens: indexes, selection, attention over a choice.
+"""Reading only some tokens: indexes of keys, and tokens side by side.
 
 Shapes and token ranges are those of `attention`, beside this.
-
-Queries are rows m = r * n + j: head r of the group, token j
-of n. A choice is a list of tokens per KV head and token of the query, shared by the heads of the group: tokens
-(G, n, K) int32, of which the first counts[j] are valid.
 """
 
 from typing import Protocol
 
-from edgekv.types import F32, I32, I64, U16, U32
+from edgekv.types import I64, U16, U32
 
 
 class RetrievalKernels(Protocol):
     """What a backend provides for caches that read a choice of their tokens."""
 
-    def select_top(self, s: F32, lo: I64, hi: I64, k: int, chosen: I32) -> None:
-        """chosen[g, j] = the k columns in lo[j]..hi[j] with the largest sum over the rows m = r * n + j of s[g].
-
-        All of them if they are k or fewer. In ascending order; of equal sums the lower columns win, and NaN is
-        behind all numbers: whatever the scores are, every entry is one of these columns, and none comes twice.
-        s (G, M, S) is used up; lo, hi (n,); k >= 1; chosen (G, n, K) gets its first min(k, hi - lo) entries.
-        """
+    def gather_tokens(self, store: U16, tokens: I64, out: U16) -> None:
+        """out[g, i] (G, K, D) = store[g, tokens[g, i]] of store (G, cap, D), for the tokens (G, n <= K)."""
 
     def encode_fier(self, keys: U16, group: int, minmax: bool, signs: U32, levels: U16, b0: int, b1: int) -> None:
         """Indexes groups b0..b1 of `group` tokens (a multiple of 32) of keys (G, cap, D) float16 bits.

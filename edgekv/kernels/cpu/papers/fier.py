@@ -6,12 +6,11 @@ import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
+from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run, token_splits
 from edgekv.kernels.cpu.loops import Loops, address_of, chars, floats, halves, numbers, score_loop
 from edgekv.kernels.cpu.masks import add_where
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import as_float, float_to_half, get, maximum, minimum, put
 from edgekv.types import F32, U8, U16, U32
 
 LANES = simd.LANES

@@ -4,29 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, fast_jit, jit
+from edgekv.kernels.cpu.compile import Args, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import (
-    Loops,
-    add_loop,
-    address_of,
-    chars,
-    floats,
-    halves,
-    numbers,
-    score_loop,
-    words,
-    words32,
-)
-from edgekv.kernels.cpu.papers.byte_rows import ROWS, add_codes, add_constant, score_codes, weigh
+from edgekv.kernels.cpu.loops import address_of, chars, floats, halves, numbers, words, words32
 from edgekv.kernels.cpu.papers.huffman_decode import OVERRUN, RUN_TOKENS, RUNS, decode, run_gap
-from edgekv.kernels.cpu.scalar import get, put
-from edgekv.types import F32, U8, U16, U32, U64
+from edgekv.kernels.cpu.scalar import as_float, get, put
+from edgekv.kernels.cpu.tile import decode_loop, scale_codes, tiled
+from edgekv.types import U8, U16, U32, U64
 
 SIZE_WORK, PACK_WORK = 4, 20  # of an element, in multiply-adds
-ZERO = np.float32(0)
 WORD_BITS = np.uint64(64)
 
 
@@ -82,79 +68,43 @@ def _pack_block(codes: U8, start: int, n: int, words: U16, lengths: U8, pool: U6
         put(pool, word, pending)
 
 
-@fast_jit
-def _score_runs(
-    q: F32,
-    query: int,
-    n_rows: int,
-    codes: U8,
-    n: int,
-    n_run: int,
-    head_dim: int,
-    low: U16,
-    step: U16,
-    scaled: F32,
-    s: F32,
-    row: int,
-    gap_m: int,
-) -> None:
-    """s = q times low + q * step times codes, for at most ROWS rows."""
-    for r in range(n_rows):
-        for d in range(head_dim):
-            put(scaled, r * head_dim + d, get(q, query + r * head_dim + d) * as_float(get(step, d)))
-    for start in range(0, n, n_run):
-        code, n_tokens = start // n_run * run_gap(head_dim), min(n_run, n - start)
-        score_codes(scaled, 0, n_rows, codes, code, n_tokens, head_dim, s, row + start, gap_m)
-    for r in range(n_rows):
-        shift = ZERO
-        for d in range(head_dim):
-            shift += get(q, query + r * head_dim + d) * as_float(get(low, d))
-        add_constant(s, row + r * gap_m, n, shift)
-
-
-@fast_jit
-def _add_runs(w: F32, n_rows: int, codes: U8, n: int, n_run: int, head_dim: int, out: F32, target: int) -> None:
-    for start in range(0, n, n_run):
-        code, n_tokens = start // n_run * run_gap(head_dim), min(n_run, n - start)
-        add_codes(w, start, n_rows, codes, code, n_tokens, head_dim, out, target)
-
-
-@score_loop
-def _score(store: int, q: int, rows: int, g: int, t: int, n: int, s: int, gap: int, scratch: int) -> None:
+@decode_loop
+def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    """low and step per channel of a block."""
     head_dim, capacity, block, low_at, step_at = _numbers(store)
-    queries, to = floats(q), floats(s)
-    codes, scaled = chars(scratch), floats(scratch + RUNS * run_gap(head_dim))
-    end, column = t + n, 0
-    while t < end:
-        few = min(end - t, block - t % block, BLOCK)
-        n_run = _decode(store, g, t, few, codes)
-        channels = 2 * (g * (capacity // block) + t // block) * head_dim
+    _read_codes(store, g, t, n, tile, scratch)
+    to = floats(tile)
+    for i in range(n):
+        channels = 2 * (g * (capacity // block) + (t + i) // block) * head_dim
         low, step = halves(low_at + channels), halves(step_at + channels)
-        for m in range(0, rows, ROWS):
-            n_rows, row = min(ROWS, rows - m), m * gap + column
-            _score_runs(
-                queries, m * head_dim, n_rows, codes, few, n_run, head_dim, low, step, scaled, to, row, gap
-            )
-        t, column = t + few, column + few
+        for d in range(head_dim):
+            code = get(to, i * head_dim + d)
+            put(to, i * head_dim + d, as_float(get(low, d)) + as_float(get(step, d)) * code)
 
 
-@add_loop
-def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    head_dim, capacity, block, low_at, step_at = _numbers(store)
-    low, step = halves(low_at + 2 * g * capacity), halves(step_at + 2 * g * capacity)
-    chances, to = floats(p), floats(out)
-    codes, weights = chars(scratch), floats(scratch + RUNS * run_gap(head_dim))
-    end, column = t + n, 0
-    while t < end:
-        few = min(end - t, block - t % block, BLOCK)
-        n_run = _decode(store, g, t, few, codes)
-        for m in range(0, rows, ROWS):
-            n_rows, target = min(ROWS, rows - m), m * head_dim
-            for r in range(n_rows):
-                shift = weigh(chances, (m + r) * gap + column, few, low, step, t, weights, r * BLOCK)
-                add_constant(to, target + r * head_dim, head_dim, shift)
-            _add_runs(weights, n_rows, codes, few, n_run, head_dim, to, target)
-        t, column = t + few, column + few
+@decode_loop
+def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    """low and step per token."""
+    head_dim, capacity, _, low_at, step_at = _numbers(store)
+    _read_codes(store, g, t, n, tile, scratch)
+    low, step = halves(low_at + 2 * (g * capacity + t)), halves(step_at + 2 * (g * capacity + t))
+    for i in range(n):
+        scale_codes(tile, i * head_dim, head_dim, as_float(get(low, i)), as_float(get(step, i)))
+
+
+@jit
+def _read_codes(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    """tile (n, head_dim) = the codes of n tokens, which may lie in several blocks."""
+    head_dim, block, codes, to = get(numbers(store), 0), get(numbers(store), 2), chars(scratch), floats(tile)
+    done = 0
+    while done < n:
+        few = min(n - done, block - (t + done) % block)
+        n_run = _decode(store, g, t + done, few, codes)
+        for i in range(few):
+            source = i // n_run * run_gap(head_dim) + i % n_run * head_dim
+            for d in range(head_dim):
+                put(to, (done + i) * head_dim + d, np.float32(get(codes, source + d)))
+        done += few
 
 
 @jit
@@ -181,13 +131,12 @@ def _store(codec: Any) -> tuple[int, ...]:
     return codec.head_dim, codec.capacity, codec.block, address_of(low), address_of(step), *coded, plain_bits
 
 
-def _scratch(codec: Any, rows: int) -> int:
-    """A block's codes, and ROWS scaled queries or weights."""
-    size: int = RUNS * (RUN_TOKENS * codec.head_dim + OVERRUN) + 4 * ROWS * max(codec.head_dim, BLOCK)
-    return size
+def _scratch(codec: Any) -> int:
+    """The bytes of a tile's codes."""
+    return RUNS * (RUN_TOKENS * int(codec.head_dim) + OVERRUN)
 
 
 LOOPS = {
-    "huffman_keys": Loops(_store, score=_score, scratch=_scratch),
-    "huffman_values": Loops(_store, add=_add, scratch=_scratch),
+    "huffman_keys": tiled(_store, _decode_keys, _scratch),
+    "huffman_values": tiled(_store, _decode_values, _scratch),
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgekv.kernels.contract.attention import BLOCK
 from edgekv.kernels.contract.papers.codes import TABLE_BITS
-from edgekv.kernels.cpu.jit import Scalar, jit
+from edgekv.kernels.cpu.compile import Scalar, jit
 from edgekv.kernels.cpu.papers.bits import load_word, store_word
 from edgekv.kernels.cpu.scalar import get
 from edgekv.types import U8, U16, U64

@@ -3,11 +3,19 @@
 import numpy as np
 
 from edgekv.kernels.contract.attention import LARGEST_F16
-from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, jit
+from edgekv.kernels.cpu.compile import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import clamp, get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import (
+    as_float,
+    clamp,
+    float_to_half,
+    get,
+    maximum,
+    minimum,
+    put,
+    round_to_even,
+    round_up_to_half,
+)
 from edgekv.types import F32, U8, U16
 
 QUANTISE_WORK = 4  # of an element, in multiply-adds

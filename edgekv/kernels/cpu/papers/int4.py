@@ -4,22 +4,13 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.contract.attention import BLOCK
-from edgekv.kernels.cpu import simd
-from edgekv.kernels.cpu.block_weights import copy_bytes, copy_floats, copy_halves
-from edgekv.kernels.cpu.half import as_float
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
+from edgekv.kernels.cpu.compile import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, put_loop
-from edgekv.kernels.cpu.papers.nibbles import HIGH_AT, SIZES_AT, TOGETHER, WEIGHTS_BYTES, add_row, round_weights
-from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import clamp, get, maximum, minimum, put
+from edgekv.kernels.cpu.loops import address_of, chars, floats, halves, numbers, put_loop
+from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, minimum, put, round_to_even, round_up_to_half
+from edgekv.kernels.cpu.tile import HEADER, decode_loop, scale_codes, tiled, unpack_codes
 from edgekv.types import F32, U8, U16
 
-# In the loop's scratch, behind a row's weights: copies of what is no whole block, and of tokens' codes.
-P_AT = WEIGHTS_BYTES
-DELTA_AT, ZERO_AT, TAIL_AT = P_AT + 4 * BLOCK, P_AT + 6 * BLOCK, P_AT + 7 * BLOCK
-LINE, BLOCKS_AHEAD = 64, 4
 ZERO, ONE, HIGHEST_CODE = np.array([0, 1, 15], np.float32)
 
 
@@ -28,52 +19,20 @@ def encode_int4(x: F32, codes: U8, delta: U16, zero: U8, t0: int) -> None:
     run(_encode_tokens, x.shape[0] * x.shape[1], x.size, args)
 
 
-@add_loop
-def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
+@decode_loop
+def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     x = numbers(store)
     token, half = g * get(x, 3) + t, get(x, 4)
-    codes, delta, zero, weights = get(x, 0) + token * half, get(x, 1) + 2 * token, get(x, 2) + token, scratch
-    whole, tail = n // TOGETHER * TOGETHER, scratch + TAIL_AT
-    for j in range(0, BLOCK, LINE // 2):
-        simd.prefetch(halves(delta), BLOCKS_AHEAD * BLOCK + j)
-    simd.prefetch(chars(zero), BLOCKS_AHEAD * BLOCK)
-    if n < BLOCK:
-        copy_halves(delta, 0, n, scratch + DELTA_AT)
-        copy_bytes(zero, 0, n, scratch + ZERO_AT)
-        delta, zero = scratch + DELTA_AT, scratch + ZERO_AT
-        for i in range((n - whole) * half):
-            put(chars(tail), i, get(chars(codes), whole * half + i))
-    for m in range(rows):
-        row, target = p + 4 * gap * m, out + 8 * half * m
-        if n < BLOCK:
-            copy_floats(row, 0, n, scratch + P_AT)
-            row = scratch + P_AT
-        round_weights(row, delta, zero, weights)
-        shift = get(floats(weights + SIZES_AT), 1)
-        add_row(weights, 0, whole, codes, half, target)
-        if whole < n:
-            put(floats(weights + SIZES_AT), 1, ZERO)  # the zero points are added
-            add_row(weights, whole, TOGETHER, tail, half, target)
-        for d in range(half // 16 * 16, half):
-            _add_byte(weights, n, shift, codes + d, half, floats(target), d)
-
-
-@fast_jit
-def _add_byte(weights: int, n: int, shift: Scalar, codes: int, half: int, out: F32, d: int) -> None:
-    """`add_row` for one byte of each of n tokens."""
-    low = high = 0
-    packed, bytes_, size = chars(codes), chars(weights), get(floats(weights + SIZES_AT), 0)
-    for t in range(n):
-        weight = np.int64(get(bytes_, t)) + 256 * np.int64(get(bytes_, HIGH_AT + t))
-        byte = np.int64(get(packed, t * half))
-        low, high = low + weight * (byte & 15), high + weight * (byte >> 4)
-    put(out, d, get(out, d) + size * np.float32(low) + shift)
-    put(out, half + d, get(out, half + d) + size * np.float32(high) + shift)
+    delta, zero = halves(get(x, 1) + 2 * token), chars(get(x, 2) + token)
+    unpack_codes(get(x, 0) + token * half, half, 4, n, tile)
+    for i in range(n):
+        step = as_float(get(delta, i))
+        scale_codes(tile, 2 * half * i, 2 * half, -step * np.float32(get(zero, i)), step)
 
 
 @put_loop
 def _put(store: int, x: int, n: int, g: int, t0: int, scratch: int) -> None:
-    y = numbers(store)
+    y = numbers(store + HEADER)
     head_dim = 2 * get(y, 4)
     for i in range(n):
         token = g * get(y, 3) + t0 + i
@@ -91,12 +50,7 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
     encode_int4(x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
 
 
-def _scratch(codec: Any, rows: int) -> int:
-    size: int = TAIL_AT + TOGETHER * codec.head_dim // 2
-    return size
-
-
-LOOPS = {"int4": Loops(_store_numbers, add=_add, put=_put, scratch=_scratch, encode=_encode)}
+LOOPS = {"int4": tiled(_store_numbers, _decode, put=_put, encode=_encode)}
 
 
 @jit

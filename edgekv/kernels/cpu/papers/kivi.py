@@ -11,17 +11,24 @@ from edgekv.kernels.cpu.codes import (
     FOUR_BITS,
     TWO_BITS,
     Parts,
-    add_four_rows,
-    add_row,
     dot_four_rows,
     dot_row,
 )
-from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, Scalar, fast_jit, jit
+from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import Loops, add_loop, address_of, chars, floats, halves, numbers, score_loop
-from edgekv.kernels.cpu.rounding import round_to_even, round_up_to_half
-from edgekv.kernels.cpu.scalar import clamp, get, maximum, minimum, put
+from edgekv.kernels.cpu.loops import Loops, address_of, chars, floats, halves, numbers, score_loop
+from edgekv.kernels.cpu.scalar import (
+    as_float,
+    clamp,
+    float_to_half,
+    get,
+    maximum,
+    minimum,
+    put,
+    round_to_even,
+    round_up_to_half,
+)
+from edgekv.kernels.cpu.tile import decode_loop, scale_codes, tiled, unpack_codes
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
@@ -170,39 +177,30 @@ def _finish(dots: F32, dot: int, first: int, last: int, shift: Scalar, s: F32, r
         put(s, row + t, get(dots, dot + t) + shift)
 
 
-@add_loop
-def _add(store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int) -> None:
-    n_bits = get(numbers(store), N_BITS)
-    for i in range(0, n, BLOCK):
-        few, at = min(BLOCK, n - i), p + 4 * i
-        if n_bits == 2:
-            _add_tokens(TWO_BITS, store, at, gap, rows, g, t + i, few, out, scratch)
-        elif n_bits == 4:
-            _add_tokens(FOUR_BITS, store, at, gap, rows, g, t + i, few, out, scratch)
-        else:
-            _add_tokens(EIGHT_BITS, store, at, gap, rows, g, t + i, few, out, scratch)
+@decode_loop
+def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    _read_values(store, g, t, n, tile)
+
+
+@decode_loop
+def _decode_balanced(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    """Keys over the balance by which they were multiplied."""
+    _read_values(store, g, t, n, tile)
+    head_dim, balance, to = get(numbers(store), 0), floats(get(numbers(store), 7)), floats(tile)
+    for i in range(0, n * head_dim, head_dim):
+        for d in range(head_dim):
+            put(to, i + d, get(to, i + d) / get(balance, g * head_dim + d))
 
 
 @fast_jit
-def _add_tokens(
-    parts: Parts, store: int, p: int, gap: int, rows: int, g: int, t: int, n: int, out: int, scratch: int
-) -> None:
-    head_dim, codes_at, step_at, low_at, capacity, n_spans, _ = _numbers(store)
-    n_bytes, span, gap_w = head_dim // len(parts), head_dim // n_spans, n_spans * BLOCK
-    chances, to, weights = floats(p), floats(out), floats(scratch)
-    codes, step, low, code = chars(codes_at), halves(step_at), halves(low_at), (g * capacity + t) * n_bytes
-    for m in range(rows):
-        w, row = m % 4 * gap_w, m * head_dim
-        for i in range(n_spans):
-            place = (g * n_spans + i) * capacity + t
-            shift = _fold(chances, m * gap, step, low, place, n, weights, w + i * BLOCK)
-            for d in range(row + i * span, row + (i + 1) * span):
-                put(to, d, get(to, d) + shift)
-        if m >= rows // 4 * 4:
-            add_row(parts, weights, w, n, span, codes, code, n_bytes, to, row)
-        elif m % 4 == 3:
-            row -= 3 * head_dim
-            add_four_rows(parts, weights, 0, gap_w, n, span, codes, code, n_bytes, to, row)
+def _read_values(store: int, g: int, t: int, n: int, tile: int) -> None:
+    head_dim, codes, step_at, low_at, capacity, n_spans, n_bits = _numbers(store)
+    n_bytes, span, step, low = head_dim * n_bits // 8, head_dim // n_spans, halves(step_at), halves(low_at)
+    unpack_codes(codes + (g * capacity + t) * n_bytes, n_bytes, n_bits, n, tile)
+    for i in range(n):
+        for k in range(n_spans):
+            place = (g * n_spans + k) * capacity + t + i
+            scale_codes(tile, i * head_dim + k * span, span, as_float(get(low, place)), as_float(get(step, place)))
 
 
 @jit
@@ -232,10 +230,12 @@ LOOPS = {
         scratch=lambda codec, rows: 4 * 4 * (codec.head_dim + codec.group),
         encode=_encode_keys,
     ),
-    "kivi_values": Loops(
-        lambda codec: _store(codec, codec.capacity, codec.spans),
-        add=_add,
-        scratch=lambda codec, rows: 4 * 4 * codec.spans * BLOCK,
+    "kivi_values": tiled(
+        lambda codec: _store(codec, codec.capacity, codec.spans), _decode_values, encode=_encode_values
+    ),
+    "token_keys": tiled(
+        lambda codec: (*_store(codec, codec.capacity, codec.spans), address_of(codec.balance)),
+        _decode_balanced,
         encode=_encode_values,
     ),
 }

@@ -3,11 +3,10 @@
 import numpy as np
 
 from edgekv.kernels.cpu import rows
-from edgekv.kernels.cpu.half import as_float, float_to_half
-from edgekv.kernels.cpu.jit import Args, jit
+from edgekv.kernels.cpu.compile import Args, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop
-from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+from edgekv.kernels.cpu.scalar import as_float, float_to_half, get, maximum, minimum, put
 from edgekv.types import U16
 
 ZERO = np.float32(0)

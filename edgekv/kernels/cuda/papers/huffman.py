@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.contract.papers.codes import TABLE_BITS
 from edgekv.kernels.cuda.loops import Loops, Reader, Tools
 from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.memory import contiguous
 
 ENCODE = Program(("scales", "papers/encode_huffman"), exact=True)
 PACK_THREADS = 256

@@ -58,6 +58,12 @@ def kivi_values(codec: Any, t0: int, t1: int) -> F32:
     return values
 
 
+def token_keys(codec: Any, t0: int, t1: int) -> F32:
+    """`kivi_values` over the balance (G, D) by which keys were multiplied before they were stored."""
+    keys: F32 = kivi_values(codec, t0, t1) / codec.balance[:, None]
+    return keys
+
+
 def _quantize(x: F32, axis: int, n_bits: int, step: U16, low: U16) -> U8:
     """Codes of x, whose elements along the axis share a step and a low end; fills those two."""
     top = np.float32(2**n_bits - 1)
@@ -86,4 +92,5 @@ def _encode(store: Callable[[F32, U8, U16, U16, int], None]) -> Callable[[Any, F
 LOOPS = {
     "kivi_keys": Loops(kivi_keys, _encode(encode_kivi_keys)),
     "kivi_values": Loops(kivi_values, _encode(encode_kivi_values)),
+    "token_keys": Loops(token_keys, _encode(encode_kivi_values)),
 }

@@ -20,17 +20,15 @@ def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
 
 def levels(codec: Any, t0: int, t1: int) -> F32:
     """Tokens t0..t1 of a codec as numbers (G, t1 - t0, D): Visual 1-bit KV, equation 9."""
-    low, step = (_of_tokens(codec.arrays[name], t0, t1) for name in ("low", "step"))
-    values: F32 = low + unpacked(codec, t0, t1) * step
-    return values
-
-
-def unpacked(codec: Any, t0: int, t1: int) -> F32:
-    """The codes of tokens t0..t1 as numbers (G, t1 - t0, D)."""
-    planes = codec.arrays["planes"]
+    planes, (low, step) = codec.arrays["planes"], (codec.arrays[name] for name in ("low", "step"))
     bits = np.unpackbits(planes[:, t0:t1], axis=3, count=codec.head_dim, bitorder="little")
-    codes: F32 = (bits << np.arange(planes.shape[2], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
-    return codes
+    codes = (bits << np.arange(planes.shape[2], dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
+    if codec.group == "channel":  # low and step are (G, D)
+        least, size = (ends.view(np.float16).astype(np.float32)[:, None] for ends in (low, step))
+    else:
+        least, size = (_of_tokens(ends, t0, t1) for ends in (low, step))
+    values: F32 = least + codes * size
+    return values
 
 
 def _of_tokens(ends: U16, t0: int, t1: int) -> F32:

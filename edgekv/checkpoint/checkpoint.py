@@ -1,0 +1,228 @@
+"""From the path that a user gives to the tensors, the config and the tokenizer folder of one checkpoint."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgekv.checkpoint.quantized_formats import unpacked
+from edgekv.checkpoint.tensors import Tensors
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
+from edgekv.files import parse_object, read_object, user_path
+from edgekv.models import stacks_experts
+from edgekv.types import TaskProgress
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+FOREIGN_SUFFIXES = (".bin", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth")
+
+GGUF = ".gguf"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk, opened but not read.
+
+    path: as the user gave it; folder: the folder it is, None for a bare file; tensors: its weights, mapped;
+    config: the content of config.json; config_path: where that was read, None for a file's `__metadata__`;
+    tokenizer_folder: where tokenizer files lie, None when there are none;
+    identify: gives the `identity`; its argument is told how far the hashing is, where that is to be done.
+    """
+
+    path: Path
+    folder: Path | None
+    tensors: Tensors
+    config: dict[str, Any]
+    config_path: Path | None
+    tokenizer_folder: Path | None
+    identify: Callable[[TaskProgress | None], str]
+
+    @property
+    def identity(self) -> str:
+        """16 hex digits that change with the config or any byte of the weights' files.
+
+        All of these are read at the first time; then it is remembered that these files have these hashes.
+        """
+        return self.identify(None)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
+    """Open a Hugging Face folder (one file, or shards with an index), a bare .safetensors file, or a .gguf file.
+
+    The config is `config` where it is given, else config.json beside the weights, else the JSON text under
+    "config" in a file's `__metadata__`. The tokenizer is looked for in `tokenizer` (a folder, or a tokenizer file
+    in it), else beside the weights. A .gguf file holds both by itself.
+
+    Raises CheckpointError for the weights, ConfigError for the config, TokenizerError for `tokenizer`.
+    """
+    place = user_path(path)
+    if place.suffix == GGUF:
+        return _open_gguf(place, config, tokenizer)
+    folder = place if os.path.isdir(place) else None
+    tensors = _open_folder(folder) if folder else _open_file(place)
+    beside = folder or place.parent
+    values, config_path = _find_config(place, beside, tensors, config)
+    return Checkpoint(
+        path=Path(path),
+        folder=folder,
+        tensors=unpacked(tensors.unstacked() if stacks_experts(values) else tensors, values),
+        config=values,
+        config_path=config_path,
+        tokenizer_folder=_find_tokenizer(beside, tokenizer),
+        identify=_identity(tensors, values),
+    )
+
+
+def _open_gguf(
+    place: Path, config: str | os.PathLike[str] | None, tokenizer: str | os.PathLike[str] | None
+) -> Checkpoint:
+    from edgekv.checkpoint.gguf import imported, open_gguf
+
+    folder, index = imported(place)
+    tensors = open_gguf(place, index)
+    values = read_config(config) if config is not None else index["config"]
+    return Checkpoint(
+        path=place,
+        folder=None,
+        tensors=tensors,
+        config=values,
+        config_path=None if config is None else user_path(config),
+        tokenizer_folder=_find_tokenizer(folder, tokenizer),
+        identify=_identity(tensors, values),
+    )
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object in a config.json. Raises ConfigError when it is missing, too big, damaged or not an object."""
+    return _read_object(user_path(path), ConfigError)
+
+
+def _open_folder(folder: Path) -> Tensors:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be listed ({error.strerror}); give a readable folder") from error
+    files = [name for name in names if name.endswith(".safetensors")]
+    if SINGLE in files:
+        return Tensors.open(folder / SINGLE)
+    if INDEX in names:
+        return _open_shards(folder)
+    if len(files) == 1:
+        return Tensors.open(folder / files[0])
+    if files:
+        raise CheckpointError(
+            f"{folder}: holds {len(files)} safetensors files ({_listed(files)}) and no {INDEX}; "
+            "add the index, or give one of the files"
+        )
+    gguf = [name for name in names if name.endswith(GGUF)]
+    if gguf:
+        raise CheckpointError(f"{folder}: holds no safetensors weights; give its GGUF file: {folder / gguf[0]}")
+    foreign = [name for name in names if name.endswith(FOREIGN_SUFFIXES)]
+    if foreign:
+        raise _foreign(folder, foreign)
+    raise CheckpointError(f"{folder}: holds no {SINGLE} and no {INDEX}; give a folder with safetensors weights")
+
+
+def _open_shards(folder: Path) -> Tensors:
+    """The shards that the index names, after checking that each holds what the index promises."""
+    index = folder / INDEX
+    homes = _read_object(index, CheckpointError).get("weight_map")
+    if not isinstance(homes, dict) or not homes or not all(isinstance(shard, str) for shard in homes.values()):
+        raise CheckpointError(f"{index}: has no weight_map of tensors to shards; download it again")
+    shards = sorted(set(homes.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(
+                f"{index}: names the shard {shard!r}; accepted are plain file names in its own folder"
+            )
+    absent = [shard for shard in shards if not os.path.exists(folder / shard)]
+    if absent:
+        raise CheckpointError(
+            f"{folder}: lacks {len(absent)} of {len(shards)} shards ({_listed(absent)}); download them"
+        )
+    tensors = Tensors.open(*(folder / shard for shard in shards))
+    for name, shard in homes.items():
+        if name not in tensors or tensors[name].path.name != shard:
+            raise CheckpointError(
+                f"{folder / shard}: lacks tensor {name!r} that {INDEX} promises; download the checkpoint again"
+            )
+    return tensors
+
+
+def _open_file(path: Path) -> Tensors:
+    if path.name.endswith(FOREIGN_SUFFIXES):
+        raise _foreign(path, [path.name])
+    return Tensors.open(path)
+
+
+def _foreign(path: Path, names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {_listed(names)} cannot be read, only safetensors weights can; download those, or convert with "
+        "save_pretrained(..., safe_serialization=True) of transformers"
+    )
+
+
+def _find_config(
+    place: Path, beside: Path, tensors: Tensors, given: str | os.PathLike[str] | None
+) -> tuple[dict[str, Any], Path | None]:
+    """The config and the path it was read from, if it has one."""
+    path = user_path(given) if given is not None else beside / "config.json"
+    if given is not None or os.path.exists(path):
+        return read_config(path), path
+    for file in tensors.files:
+        if "config" in file.metadata:
+            try:
+                return parse_object(file.metadata["config"]), None
+            except ValueError as error:
+                raise ConfigError(f"{file.path}: config in __metadata__ {error}; download it again") from None
+    raise ConfigError(
+        f"{place}: no config.json in {beside} and no 'config' in the file's __metadata__; "
+        "give the model's shape with config='models/NAME.json'",
+        field="config",
+    )
+
+
+def _find_tokenizer(beside: Path, given: str | os.PathLike[str] | None) -> Path | None:
+    if given is None:
+        return beside if holds_tokenizer(beside) else None
+    path = user_path(given)
+    folder = path.parent if path.name in TOKENIZER_FILES else path
+    if not holds_tokenizer(folder):
+        raise TokenizerError(
+            f"{path}: holds no tokenizer; accepted are {_listed(TOKENIZER_FILES)} or their folder"
+        )
+    return folder
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer lies in the folder."""
+    return any(os.path.isfile(folder / name) for name in TOKENIZER_FILES)
+
+
+def _identity(tensors: Tensors, config: dict[str, Any]) -> Callable[[TaskProgress | None], str]:
+    def identify(progress: TaskProgress | None) -> str:
+        hashes = [file.content_hash(progress) for file in tensors.files]
+        return hashlib.sha256(json.dumps([config, hashes], sort_keys=True).encode()).hexdigest()[:16]
+
+    return identify
+
+
+def _read_object(path: Path, error_class: type[EdgeKVError]) -> dict[str, Any]:
+    try:
+        return read_object(path)
+    except ValueError as error:
+        raise error_class(f"{path}: {error}; download it again, or give another") from None
+
+
+def _listed(names: Sequence[str], limit: int = 3) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

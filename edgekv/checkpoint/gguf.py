@@ -1,0 +1,418 @@
+"""GGUF files, seen as the Hugging Face checkpoints that they were made from.
+
+The header is read once: the index of the tensors and the tokenizer's files are kept in the cache folder. Blocks
+that a weight format holds too are taken over as they are. Sources: llama.cpp's ggml/src/ggml-common.h (blocks),
+gguf-py and conversion/ (names and keys, which are in each family's file).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import mmap
+import os
+import pathlib
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from edgekv.checkpoint.tensors import DTYPES, MappedFile, MappedTensor, Tensor, Tensors
+from edgekv.errors import CheckpointError, ConfigError, EdgeKVError
+from edgekv.files import Memo, cache_root, create_folder_once, open_regular
+from edgekv.models import gguf_families
+from edgekv.models.gguf import ROPE_FACTORS, GgufMetadata, GgufNames
+from edgekv.types import F32, I8, I64, U8, Array
+
+INDEX, VERSION = "gguf.json", 3
+HEAD_BYTES = 1 << 20
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+MAX_ELEMENTS = 1 << 23  # of all arrays together: a vocabulary with scores, types and merges has 1.3 million
+MAX_DEPTH, MAX_DIMENSIONS = 4, 4
+ALIGNMENT = "general.alignment"
+BOOL, STRING, ARRAY = 7, 8, 9
+SCALARS = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64"}  # GGUF's type -> safetensors'
+TABLE_TYPE = "F16"  # of quantized tables, whose rows are looked up
+
+
+def open_gguf(path: pathlib.Path, index: dict[str, Any]) -> Tensors:
+    """Opens the tensors of a file under the checkpoint's names, in its row order and orientation.
+
+    index: what `imported` found. Raises CheckpointError where the file is shorter.
+    """
+    file = MappedFile(path)
+    file.metadata = {"config": json.dumps(index["config"])}
+    tensors: dict[str, Tensor] = {name: GgufTensor(file, name, entry) for name, entry in index["tensors"].items()}
+    return Tensors(tensors, [file], "gguf")
+
+
+class GgufTensor(MappedTensor):
+    """A tensor of a GGUF file; a quantized one appears as float32, a table as float16."""
+
+    def __init__(self, file: MappedFile, name: str, entry: dict[str, Any]) -> None:
+        """entry: the tensor's in the index."""
+        self._entry, self._type = entry, str(entry["kind"])
+        is_float = self._type in FLOATS
+        dtype = FLOATS[self._type] if is_float else TABLE_TYPE if entry["table"] else "F32"
+        super().__init__(file, name, dtype, tuple(entry["shape"]), int(entry["start"]), int(entry["nbytes"]))
+        if self.start + self.nbytes > file.nbytes:
+            raise CheckpointError(f"{file.path}: is cut off inside tensor {name!r}; download it again")
+        if not is_float:
+            self.kind = self._type
+            self.exact_format = LAYOUTS[self._type][2] if self._type in LAYOUTS else None
+            self.nearest_format = self.exact_format or NEAREST.get(self._type, "int4-32")
+
+    def read(self) -> Array:
+        values = self.rows(0, self._entry["rows"]).astype(DTYPES[self.dtype], copy=False)
+        return (values.T if self._entry["transposed"] else values).reshape(self.shape)
+
+    def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
+        raw, kind = self._raw_rows(lo, hi), self._type
+        if kind in FLOATS:
+            values, offset = raw.view(DTYPES[FLOATS[kind]]), self._entry["offset"]
+            return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
+        if kind in LAYOUTS:
+            codes, scales, offsets = blocks_of(raw, kind)
+            values = codes * scales[..., None]
+            return (values if offsets is None else values + offsets[..., None]).reshape(len(raw), -1)
+        return dequantize(raw, kind)
+
+    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
+        return blocks_of(self._raw_rows(lo, hi), self._type)[:2]
+
+    def offsets(self, lo: int, hi: int) -> F32 | None:
+        return blocks_of(self._raw_rows(lo, hi), self._type).offsets if self._type in LAYOUTS else None
+
+    def _raw_rows(self, lo: int, hi: int) -> U8:
+        """Bytes (hi - lo, bytes of a row), in the checkpoint's order.
+
+        GGUF puts channel i of a rotated projection next to channel i + head_dim / 2.
+        """
+        n_rows, heads = self._entry["rows"], self._entry["interleaved_heads"]
+        shape = n_rows, self.nbytes // n_rows
+        raw: U8 = np.ndarray(shape, np.uint8, buffer=self.file.data, offset=self.start)
+        if not heads:
+            return raw[lo:hi]
+        head_dim = n_rows // heads
+        head, channel = np.divmod(np.arange(lo, hi), head_dim)
+        second, pair = np.divmod(channel, head_dim // 2)
+        rows: I64 = head * head_dim + 2 * pair + second
+        return raw[rows]
+
+
+class Blocks(NamedTuple):
+    """Of rows: weights are whole numbers (r, blocks, 32) times scales (r, blocks), plus offsets (r, blocks).
+
+    offsets: None where all are 0.
+    """
+
+    codes: I8
+    scales: F32
+    offsets: F32 | None = None
+
+
+def _half(blocks: U8, at: int) -> F32:
+    """The half float at a byte of each block."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
+
+
+def _nibbles(packed: U8) -> I8:
+    """The low halves of all bytes, then the high ones, less 8."""
+    codes: I8 = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8)
+    codes -= np.int8(8)
+    return codes
+
+
+def _q4_0(blocks: U8) -> Blocks:
+    """A half float, then 16 bytes: elements 0..15 in the low nibbles, 16..31 in the high ones, less 8."""
+    return Blocks(_nibbles(blocks[..., 2:]), _half(blocks, 0))
+
+
+def _q4_1(blocks: U8) -> Blocks:
+    """Scale and least number, then nibbles as in Q4_0."""
+    scales = _half(blocks, 0)
+    return Blocks(_nibbles(blocks[..., 4:]), scales, _half(blocks, 2) + 8 * scales)
+
+
+def _q8_0(blocks: U8) -> Blocks:
+    return Blocks(blocks[..., 2:].view(np.int8), _half(blocks, 0))
+
+
+def _q4_k(blocks: U8) -> Blocks:
+    """256 numbers: two half floats, 8 scales and 8 least numbers of 6 bits in 12 bytes, then 4 times 64 nibbles.
+
+    A number is (first half float) * scale * nibble - (second) * least.
+    """
+    packed = blocks[..., 4:16]
+    first, second, rest = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate([first & 63, (rest & 15) | (first >> 6 << 4)], axis=-1)
+    least = np.concatenate([second & 63, (rest >> 4) | (second >> 6 << 4)], axis=-1)
+    codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
+    steps = _half(blocks, 0)[..., None] * scales
+    offsets = 8 * steps - _half(blocks, 2)[..., None] * least
+    rows = len(blocks)
+    return Blocks(codes.reshape(rows, -1, 32), steps.reshape(rows, -1), offsets.reshape(rows, -1))
+
+
+LAYOUTS: dict[str, tuple[int, Callable[[U8], Blocks], str]] = {
+    "Q4_0": (18, _q4_0, "int4-32"),
+    "Q8_0": (34, _q8_0, "int8-32"),
+    "Q4_1": (20, _q4_1, "int4-32-offsets"),
+    "Q4_K": (144, _q4_k, "int4-32-offsets"),
+}
+"""Types that a weight format holds without loss: bytes of a block, what it is made of, and that format."""
+
+NEAREST = dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "int8-32")
+"""Types of more than 4 bits are quantized again to 8 bits; all others to 4."""
+
+
+def blocks_of(raw: U8, kind: str) -> Blocks:
+    """Unpacks rows (r, bytes) of a type in LAYOUTS."""
+    size, unpack, _ = LAYOUTS[kind]
+    with np.errstate(invalid="ignore"):  # infinite scales of a damaged file
+        return unpack(np.ascontiguousarray(raw).reshape(len(raw), -1, size))
+
+
+def dequantize(raw: U8, kind: str) -> F32:
+    """Unpacks rows (r, bytes) of any quantized type to (r, columns) float32, by the gguf library."""
+    gguf = library("this file's weights")
+    try:
+        values: F32 = gguf.quants.dequantize(np.ascontiguousarray(raw), gguf.GGMLQuantizationType[kind])
+    except NotImplementedError:
+        raise CheckpointError(
+            f"weights of type {kind} can't be read by the gguf package; give the model in Q4_0, Q8_0, Q4_K or F16"
+        ) from None
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class HeaderTensor:
+    """Rows first; ``start`` is its place in the file. ``kind`` is GGML's number of its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+
+    @property
+    def n_elements(self) -> int:
+        """Numbers in the tensor."""
+        return math.prod(self.shape)
+
+
+class Header:
+    """Metadata, and where the tensors lie. Counts are checked against the bytes that are there.
+
+    Source of the layout: ggml's docs/gguf.md. The gguf library reads it too, but makes an array of every token and
+    believes the counts: 6 GiB from a file of 218 kB. Raises ValueError where the file is cut off or lies.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        with open_regular(path) as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._position, self._n_elements = 0, 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, HeaderTensor] = {}
+        if self._take(4) != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        version = self._number("<u4")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}; accepted: 2 and 3, little-endian")
+        n_tensors, n_entries = self._number("<u8"), self._number("<u8")
+        self._require(n_tensors * 24 + n_entries * 13)  # the least that each takes
+        for _ in range(n_entries):
+            key = self._text()
+            self.metadata[key] = self._value(self._number("<u4"), 0)
+        found = [self._tensor() for _ in range(n_tensors)]
+        alignment = self.metadata.get(ALIGNMENT, 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20:
+            raise ValueError(f"{ALIGNMENT} is {alignment!r}")
+        self.data_start = -(-self._position // alignment) * alignment
+        for tensor in found:
+            self.tensors[tensor.name] = dataclasses.replace(tensor, start=self.data_start + tensor.start)
+        if len(self.tensors) < n_tensors:
+            raise ValueError("two tensors have one name")
+
+    def floats(self, tensor: HeaderTensor) -> list[float]:
+        """Values of a small float32 tensor."""
+        self._position = tensor.start
+        values: list[float] = np.frombuffer(self._take(4 * tensor.n_elements), "<f4").tolist()
+        return values
+
+    def _require(self, nbytes: int) -> None:
+        if nbytes > len(self._data) - self._position:
+            raise ValueError(
+                f"it has {len(self._data)} bytes, its header asks for {nbytes} from {self._position} on"
+            )
+
+    def _take(self, nbytes: int) -> bytes:
+        self._require(nbytes)
+        begin, self._position = self._position, self._position + nbytes
+        return self._data[begin : self._position]
+
+    def _number(self, dtype: str) -> int:
+        return int(np.frombuffer(self._take(np.dtype(dtype).itemsize), dtype)[0])
+
+    def _text(self) -> str:
+        (length,) = struct.unpack("<Q", self._take(8))
+        return self._take(length).decode()
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind == STRING:
+            return self._text()
+        if kind == ARRAY:
+            return self._array(depth)
+        if kind not in SCALARS:
+            raise ValueError(f"a value of the unknown type {kind}")
+        dtype = np.dtype(SCALARS[kind])
+        value = np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+        return bool(value) if kind == BOOL else value
+
+    def _array(self, depth: int) -> list[Any]:
+        kind, length = self._number("<u4"), self._number("<u8")
+        self._n_elements += length
+        if self._n_elements > MAX_ELEMENTS or depth == MAX_DEPTH:
+            raise ValueError(f"arrays of {self._n_elements} elements, {depth + 1} deep; accepted: {MAX_ELEMENTS}")
+        if kind not in SCALARS:
+            return [self._value(kind, depth + 1) for _ in range(length)]
+        dtype = np.dtype(SCALARS[kind])
+        values = np.frombuffer(self._take(length * dtype.itemsize), dtype)
+        elements: list[Any] = (values != 0 if kind == BOOL else values).tolist()
+        return elements
+
+    def _tensor(self) -> HeaderTensor:
+        name = self._text()
+        n_dimensions = self._number("<u4")
+        if not 1 <= n_dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name[:60]!r} has {n_dimensions} dimensions")
+        columns_first = struct.unpack(f"<{n_dimensions}Q", self._take(8 * n_dimensions))
+        tensor = HeaderTensor(name, columns_first[::-1], self._number("<u4"), self._number("<u8"))
+        if not 1 <= tensor.n_elements <= 8 * len(self._data):  # no type has less than a bit
+            raise ValueError(f"tensor {name[:60]!r} has the shape {tensor.shape}, more than the file holds")
+        return tensor
+
+
+def library(what: str) -> Any:
+    """The gguf package. Raises EdgeKVError where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise EdgeKVError(f"{what}: GGUF needs the gguf package: pip install 'edgekv[gguf]'") from None
+    return gguf
+
+
+def imported(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+    """The folder with a GGUF file's tokenizer, and its index; made at the first call for this file.
+
+    Raises CheckpointError for a damaged file, ConfigError for an unsupported one.
+    """
+    place = cache_root() / "gguf" / _key(path)
+    memo = Memo(place / INDEX, VERSION)
+    index: dict[str, Any] | None = memo.read()
+    if index is None:
+        if place.is_dir() and memo.read() is None:  # damaged, not just made by another process
+            shutil.rmtree(place, ignore_errors=True)
+        create_folder_once(place, lambda partial: _import(path, partial))
+        index = memo.read()
+    if index is None:
+        raise CheckpointError(f"{place}: was removed while it was read; try again")
+    return place, index
+
+
+def _key(path: pathlib.Path) -> str:
+    """Changes whenever the file does, without reading all of it."""
+    try:
+        with open_regular(path) as file:
+            head, status = file.read(HEAD_BYTES), os.fstat(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give a readable .gguf file") from error
+    if head[:4] != MAGIC:
+        raise CheckpointError(f"{path}: is no GGUF file; download it again")
+    facts = f"{VERSION} {status.st_size} {status.st_mtime_ns} ".encode()
+    return hashlib.sha256(facts + head).hexdigest()[:24]
+
+
+def _import(path: pathlib.Path, folder: pathlib.Path) -> None:
+    from edgekv.text.gguf import write_tokenizer
+    from edgekv.text.tokenizer import library_errors
+
+    gguf = library(str(path))
+    try:
+        header = Header(path)
+        Memo(folder / INDEX, VERSION).write(_index(header, gguf))
+        with library_errors("its tokenizer can't be used", "give the model's own with tokenizer=PATH"):
+            write_tokenizer(header.metadata, folder)
+    except EdgeKVError as error:
+        raise type(error)(f"{path}: {error}") from None
+    except (ValueError, TypeError, LookupError, OverflowError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: not a whole, correct GGUF file ({error!r:.200}); download it again"
+        ) from None
+
+
+def find_names(metadata: Mapping[str, Any]) -> GgufNames:
+    """Returns how the file's architecture is written. Raises ConfigError for one that is not supported."""
+    name, known = metadata.get("general.architecture"), gguf_families()
+    if name not in known:
+        raise ConfigError(f"GGUF architecture {name!r} is not supported; supported: {', '.join(known)}")
+    if metadata.get(f"{name}.expert_count"):
+        raise ConfigError("GGUF files with experts are not supported; give the model's safetensors checkpoint")
+    return known[name]
+
+
+def _index(header: Header, gguf: Any) -> dict[str, Any]:
+    """Of each tensor, under the checkpoint's name: type, shape, where it is, how its rows are ordered, and what
+    was added to it."""
+    metadata = header.metadata
+    family = find_names(metadata)
+    architecture = metadata["general.architecture"]
+    heads = int(metadata[f"{architecture}.attention.head_count"])
+    n_heads = {"attn_q": heads, "attn_k": int(metadata.get(f"{architecture}.attention.head_count_kv", heads))}
+    tensors, factors = {}, {}
+    for tensor in header.tensors.values():
+        if tensor.name in ROPE_FACTORS:
+            factors[tensor.name] = header.floats(tensor)
+            continue
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        role, shape = tensor.name.split(".")[-2], tensor.shape
+        transposed = role in family.conv1d and len(shape) == 2
+        interleaved = n_heads[role] if role in family.interleaved else 0
+        if interleaved and (interleaved < 1 or shape[0] % (2 * interleaved)):
+            raise ValueError(f"{tensor.name} has {shape[0]} rows for {interleaved} heads")
+        tensors[family.checkpoint_name(tensor.name)] = {
+            "kind": kind.name,
+            "shape": shape[::-1] if transposed else shape,
+            "start": tensor.start,
+            "nbytes": _nbytes(tensor, *gguf.GGML_QUANT_SIZES[kind]),
+            "rows": shape[0],
+            "table": role in ("token_embd", "position_embd"),
+            "transposed": transposed,
+            "interleaved_heads": interleaved,
+            "offset": family.norm_offset if role.endswith("norm") else 0.0,
+        }
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    config = family.config(GgufMetadata(metadata, shapes, factors))
+    return {"config": config, "data_start": header.data_start, "tensors": tensors}
+
+
+def _nbytes(tensor: HeaderTensor, block: int, block_bytes: int) -> int:
+    if tensor.shape[-1] % block:
+        raise ValueError(f"{tensor.name} has rows of {tensor.shape[-1]}, its type has blocks of {block}")
+    return tensor.n_elements // block * block_bytes

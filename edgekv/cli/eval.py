@@ -1,0 +1,356 @@
+"""`edgekv eval`: loss of KV schemes on your own text, and the gate; `edgekv schemes`: what is known of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from edgekv.cli.options import (
+    Command,
+    add_adapter_option,
+    add_lora_option,
+    add_source_options,
+    add_weights_option,
+    in_flags,
+    load_options,
+    model_path,
+    number,
+    positive_int,
+    read_text,
+)
+from edgekv.cli.plots import plot_quality, require_matplotlib
+from edgekv.cli.terminal import Bars, fitted, output_file, picture_file, write_json
+from edgekv.engine.model import Model
+from edgekv.errors import ConfigError
+from edgekv.eval.evaluate import FIT_TOKENS, EvalInput, Quality, evaluate
+from edgekv.eval.gate import (
+    DEFAULT_SCHEMES,
+    GateLimits,
+    Verdict,
+    Verdicts,
+    default_ctx,
+    gate,
+    needs_gate,
+    published_results,
+    recommended,
+)
+from edgekv.eval.needles import NEEDLES, NeedleTest
+from edgekv.kvcache import CacheSpec, scheme_facts, schemes
+from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.registry import load_entry_points
+from edgekv.machine import format_bytes
+
+# edgekv schemes
+
+
+def _schemes_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wide", action="store_true", help="with papers, aliases and what each gives up")
+    parser.add_argument("--json", action="store_true", help="print as JSON, with knobs")
+
+
+def _execute_schemes(arguments: argparse.Namespace) -> int:
+    tell_left_out(load_entry_points().values())
+    if arguments.json:
+        print(json.dumps([{**scheme_facts(name), **_published(name)} for name in schemes()], indent=2))
+    else:
+        print(schemes_text(wide=arguments.wide))
+    return 0
+
+
+def wants_list(arguments: argparse.Namespace) -> bool:
+    """Whether --kv is ``list``, which is then printed instead of everything else."""
+    if arguments.kv != "list":
+        return False
+    tell_left_out(load_entry_points().values())
+    print(schemes_text())
+    return True
+
+
+def tell_left_out(reasons: Iterable[str]) -> None:
+    """Print a line for each scheme that a list lacks on standard error."""
+    for reason in reasons:
+        print(f"edgekv: left out: {in_flags(reason)}", file=sys.stderr)
+
+
+def is_named(kv: str | None) -> bool:
+    """Whether somebody chose the schemes of --kv one by one."""
+    return kv not in (None, "all")
+
+
+def without_left_out(found: tuple[list[CacheSpec], list[str]]) -> list[CacheSpec]:
+    """Return the schemes that `suited` found, once what it left out is told on standard error."""
+    tell_left_out(found[1])
+    return found[0]
+
+
+def _published(name: str) -> dict[str, float | None]:
+    results, short = published_results(), CacheSpec.parse(name).short
+    return {"kl": results["kl"].get(short), "attention": results["attention"].get(short)}
+
+
+def schemes_text(wide: bool = False) -> str:
+    """Write a line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
+    rows = []
+    for name, scheme in schemes().items():
+        size, found = scheme_facts(name)["bytes_per_token_per_kv_head"], _published(name)
+        row = [name, _shown(size, ".1f"), _shown(found["kl"], ".2g"), _shown(found["attention"], ".1f", "x")]
+        row.append(scheme.summary)
+        rows.append([*row, scheme.gives_up, "; also ".join((scheme.paper, *scheme.aliases))] if wide else row)
+    head = ["kv", "bytes", "KL", "speed", "what is kept", *(("gives up", "from") if wide else ())]
+    known = published_results()
+    best = known["recommended"]
+    notes = [
+        "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
+        f"{known['quality_on']}; speed of attention against dense:",
+        f"{known['speed_on']}; -: not measured",
+        f"recommended: --kv {best}, the smallest that passes the gate on the demo model; for yours:",
+        "edgekv eval --gate --model PATH --text YOUR-TEXT",
+    ]
+    return "\n".join([*fitted([head, *rows], left=(0, 4, 5, 6), wide=wide), "", *notes])
+
+
+def _shown(value: Any, style: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{style}}{unit}"
+
+
+# edgekv eval
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_options(parser)
+    add_lora_option(parser)
+    add_adapter_option(parser)
+    add_weights_option(parser)
+    parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to predict; - is standard input")
+    parser.add_argument(
+        "--kv",
+        metavar="LIST",
+        help="schemes, comma-separated, or all (default: all; with --gate those of --kv auto)",
+    )
+    parser.add_argument(
+        "--ctx",
+        type=positive_int,
+        metavar="N",
+        help="window (default 8192 or the model's; with --gate no more than the text)",
+    )
+    parser.add_argument("--windows", type=positive_int, default=1, metavar="N", help="windows of text (default 1)")
+    parser.add_argument(
+        "--fit", type=int, default=FIT_TOKENS, metavar="N", help="tokens that schemes fit on (default %(default)s)"
+    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="a tokenizer file or folder, if not beside the model")
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or numpy")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--wide", action="store_true", help="every column")
+    parser.add_argument(
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="KL against bytes per token: PNG or SVG (needs edgekv[plot])",
+    )
+    group = parser.add_argument_group(
+        "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
+    )
+    group.add_argument(
+        "--gate", action="store_true", help="a verdict per lossy scheme, remembered, and the --kv to use"
+    )
+    limits = GateLimits()
+    share = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+    for option, kind, default, metavar, what in (
+        (
+            "--max-kl",
+            number("a number above 0", lambda value: value > 0),
+            limits.max_kl,
+            "NATS",
+            "mean KL divergence from dense, over all positions and the later half",
+        ),
+        ("--min-top1", share, limits.min_top1, "SHARE", "positions whose likeliest token is dense's, likewise"),
+        ("--min-needles", share, limits.min_needles, "SHARE", "of the needles that dense finds"),
+    ):
+        group.add_argument(
+            option, type=kind, default=default, metavar=metavar, help=f"{what} (default %(default)s)"
+        )
+    group.add_argument(
+        "--needles",
+        type=_count,
+        default=NEEDLES,
+        metavar="N",
+        help="pass keys and codes hidden in the text (default %(default)s; 0: none)",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _execute(arguments: argparse.Namespace) -> int:
+    if arguments.plot and arguments.gate:
+        raise ConfigError("--plot does not go with --gate; leave one of them out")
+    if arguments.plot:
+        require_matplotlib()
+    asked = _gated(arguments.kv) if arguments.gate else CacheSpec.parse_list(arguments.kv or "all")
+    options, text = load_options(arguments), read_text(arguments.text, "--text")
+    measured = EvalInput(model_path(arguments), options, text, pathlib.Path(arguments.text).name)
+    specs = without_left_out(measured.schemes(asked, is_named(arguments.kv)))
+    return (_gate if arguments.gate else _evaluate)(arguments, measured, specs)
+
+
+def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheSpec]) -> int:
+    with Bars() as bars:
+        decoder, ctx = measured.load(arguments.ctx, bars.update)
+        results = evaluate(
+            decoder,
+            measured.tokens[: ctx * arguments.windows],
+            ctx,
+            measured.fitted(specs, decoder, bars.update),
+            fit_tokens=arguments.fit,
+            adapter=measured.model.adapter,
+            progress=bars.update,
+        )
+    print(quality_table(results, ctx, arguments.wide))
+    if arguments.json:
+        settings = measured.facts(ctx, arguments.windows, arguments.fit)
+        write_json(arguments.json, {"results": [dataclasses.asdict(result) for result in results], **settings})
+    if arguments.plot:
+        plot_quality(results, ctx, arguments.plot)
+    return 0
+
+
+def quality_table(results: list[Quality], ctx: int, wide: bool = False) -> str:
+    """Write a line per scheme; ``wide``: with every column."""
+    columns: dict[str, Callable[[Quality], str]] = {
+        "kv": lambda r: CacheSpec.parse(r.kv).short,
+        "KL": lambda r: f"{r.kl:.4f}",
+        "KL late": lambda r: f"{r.kl_second_half:.4f}",
+        "top1": lambda r: f"{r.top1:.3f}",
+        "x dense": lambda r: f"{r.perplexity_ratio:.4f}",
+        "ppl": lambda r: f"{r.perplexity:.3f}",
+        "cache": lambda r: format_bytes(r.cache_bytes),
+        "B/token": lambda r: f"{r.cache_bytes / ctx:.0f}",
+    }
+    if wide:
+        columns |= {
+            "top1 late": lambda r: f"{r.top1_second_half:.3f}",
+            "read/token": lambda r: format_bytes(r.bytes_read_per_token),
+            "seconds": lambda r: f"{r.seconds:.1f}",
+        }
+    rows = [list(columns), *([show(r) for show in columns.values()] for r in results)]
+    return "\n".join(fitted(rows, wide=wide))
+
+
+# edgekv eval --gate
+
+
+def warn_ungated(model: Model, spec: CacheSpec) -> None:
+    """Print one line on standard error, once, for a lossy scheme that was never gated or has failed."""
+    warning = Verdicts(model).warn_once(spec)
+    if warning:
+        print(f"edgekv: {in_flags(warning)}", file=sys.stderr)
+
+
+def _gated(kv: str | None) -> list[CacheSpec]:
+    asked = [CacheSpec.parse(text) for text in DEFAULT_SCHEMES] if kv is None else CacheSpec.parse_list(kv)
+    specs = [spec for spec in asked if needs_gate(spec)]
+    if not specs:
+        raise ConfigError(
+            f"--kv {kv} loses nothing on a text and needs no gate; name a lossy scheme (edgekv schemes)"
+        )
+    return specs
+
+
+def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheSpec]) -> int:
+    """Print the verdicts and the recommendation, remember the verdicts; 1 when no scheme passed."""
+    limits = GateLimits(arguments.max_kl, arguments.min_top1, arguments.min_needles)
+    ctx = arguments.ctx or default_ctx(len(measured.tokens), measured.model.config.max_positions)
+    with Bars() as bars:
+        decoder, ctx = measured.load(ctx, bars.update)
+        specs = measured.fitted(specs, decoder, bars.update)
+        verdicts, needles = gate(
+            decoder,
+            measured.tokenizer,
+            measured.tokens,
+            specs,
+            ctx,
+            windows=arguments.windows,
+            limits=limits,
+            n_needles=arguments.needles,
+            fit_tokens=arguments.fit,
+            adapter=measured.model.adapter,
+            progress=bars.update,
+        )
+    facts, best = measured.facts(ctx, arguments.windows, arguments.fit), recommended(verdicts)
+    settings, kv = facts["settings"], DEFAULT if best is None else CacheSpec.parse(best.kv).short
+    windows = settings["windows"]
+    print(gate_table(verdicts, arguments.wide))
+    print(f"needles: {needles.note}")
+    print(
+        f"measured on {windows} window{'s' * (windows > 1)} of {ctx} tokens ({settings['text']} has "
+        f"{len(measured.tokens)}), weights {settings['weights']}; longer contexts were not measured"
+    )
+    size = best and format_bytes(best.quality.cache_bytes)
+    why = f"the smallest cache that passed, {size}" if size else "no scheme passed"
+    print(f"recommended: --kv {kv} ({why})")
+    if arguments.json:
+        write_json(arguments.json, _gate_facts(verdicts, kv, needles, limits) | facts)
+    _remember(measured.model, specs, verdicts, limits, facts)
+    return 1 if best is None else 0
+
+
+def _gate_facts(verdicts: Sequence[Verdict], kv: str, needles: NeedleTest, limits: GateLimits) -> dict[str, Any]:
+    return {
+        "verdicts": [{"passed": verdict.passed, **dataclasses.asdict(verdict)} for verdict in verdicts],
+        "recommended": kv,
+        "needles": {"hidden": needles.n_hidden, "dense": needles.n_known, "applicable": needles.applies},
+        "limits": dataclasses.asdict(limits),
+    }
+
+
+def _remember(
+    model: Model,
+    specs: Sequence[CacheSpec],
+    verdicts: Sequence[Verdict],
+    limits: GateLimits,
+    facts: dict[str, Any],
+) -> None:
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    machine = {name: facts["machine"][name] for name in ("cpu", "versions")}
+    measured = {**facts["settings"], "limits": dataclasses.asdict(limits), "machine": machine, "time": now}
+    memory = Verdicts(model)
+    for spec, verdict in zip(specs, verdicts, strict=True):
+        memory.remember(spec, verdict, measured)
+
+
+def gate_table(verdicts: Sequence[Verdict], wide: bool = False) -> str:
+    """Write a line per scheme, and one for each that failed, with every limit that it missed."""
+    columns: dict[str, Callable[[Verdict], str]] = {
+        "kv": lambda v: CacheSpec.parse(v.kv).short,
+        "KL": lambda v: f"{v.quality.kl:.4f}",
+        "KL late": lambda v: f"{v.quality.kl_second_half:.4f}",
+        "top1": lambda v: f"{v.quality.top1:.3f}",
+        "late": lambda v: f"{v.quality.top1_second_half:.3f}",
+        "needles": lambda v: "n/a" if v.needles is None else "{}/{}".format(*v.needles),
+        "cache": lambda v: format_bytes(v.quality.cache_bytes),
+        "verdict": lambda v: "passed" if v.passed else "failed",
+    }
+    if wide:
+        columns["x dense"] = lambda v: f"{v.quality.perplexity_ratio:.4f}"
+        columns["read/token"] = lambda v: format_bytes(v.quality.bytes_read_per_token)
+    rows = [list(columns), *([show(verdict) for show in columns.values()] for verdict in verdicts)]
+    failed = [f"{columns['kv'](v)} failed: {'; '.join(v.failures)}" for v in verdicts if not v.passed]
+    return "\n".join([*fitted(rows, wide=wide), *failed])
+
+
+EVAL = Command("measure the quality of KV schemes on a text against the dense cache", _arguments, _execute)
+SCHEMES = Command(
+    "list the KV schemes: bytes, measured quality and speed, and which to take",
+    _schemes_arguments,
+    _execute_schemes,
+)

@@ -1,0 +1,382 @@
+"""Models before and beside a run: `edgekv pull`, `info`, `budget`, `quantize`, `warm`.
+
+What one command alone needs is imported there, so that the others begin sooner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from edgekv.checkpoint.hub import cached, config, hub_name, parse_name, pull
+from edgekv.checkpoint.shipped import read_shape, shape_names
+from edgekv.cli.options import (
+    Command,
+    add_adapter_option,
+    add_kv_options,
+    add_lora_option,
+    add_source_options,
+    add_weights_option,
+    bytes_text,
+    in_flags,
+    load_options,
+    model_path,
+    positive_int,
+    read_text,
+)
+from edgekv.cli.terminal import Bars, say
+from edgekv.engine.loading import open_model
+from edgekv.engine.model import Model
+from edgekv.engine.options import Options, SessionPlan, default_ctx
+from edgekv.errors import CacheError, CheckpointError, ConfigError
+from edgekv.files import user_path
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.choice import AUTO
+from edgekv.kvcache.spec import suited
+from edgekv.machine import all_cores, available_memory_bytes, format_bytes, parse_bytes
+from edgekv.models.config import ExpertsConfig
+from edgekv.weights.checkpoint_weights import CheckpointWeights
+from edgekv.weights.formats import WEIGHTS
+from edgekv.weights.store import WeightStore
+from edgekv.weights.threads import FEW_CORES, remembered
+
+MACHINES = tuple(n << 30 for n in (1, 2, 4, 8, 16, 32, 64, 128, 256))
+SYSTEM_SHARE = 8  # of a machine's memory an eighth is left to the system: an estimate
+WARMED = "dense,planes,onebit"
+
+
+# edgekv pull
+
+
+def _pull_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="NAME",
+        help="org/name, org/name@revision, or a GGUF file of it: org/name:file.gguf; what is private or gated "
+        "needs HF_TOKEN",
+    )
+
+
+def _pull_execute(arguments: argparse.Namespace) -> int:
+    """Prints where the model lies to standard output."""
+    name = parse_name(arguments.model)
+    if name is None:
+        raise CheckpointError(
+            f"{arguments.model!r} is no name on the Hub; give org/name, org/name@revision or org/name:file.gguf",
+            field="model",
+            value=arguments.model,
+            accepted=["org/name"],
+        )
+    print(pull(name, say))
+    print(f"next: edgekv chat --model {name}   or: edgekv budget --model {name} --ctx 8192", file=sys.stderr)
+    return 0
+
+
+PULL = Command(
+    "download a model of the Hugging Face Hub: only what is needed, resumable", _pull_arguments, _pull_execute
+)
+
+
+# edgekv info
+
+
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_options(parser)
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    model = Model.open(model_path(arguments), config=arguments.config)
+    c = model.config
+    own = model.weight_format("auto")
+    forms = [own] if model.is_store else list(dict.fromkeys([own, *WEIGHTS.values()]))
+    facts = {
+        "model": str(model.path),
+        "model_type": c.model_type,
+        "parameters": model.n_parameters,
+        "layers": c.n_layers,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "experts": _experts_text(c.experts),
+        "heads": c.n_heads,
+        "kv_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size,
+        "max_positions": c.max_positions,
+        "rope": ", ".join(dict.fromkeys(rope.kind for rope in c.ropes)) or None,
+        "recurrent_layers": _recurrences_text(model),
+        "sliding_window": next((w for w in c.layer_windows if w), None),
+        "tied_embeddings": c.tied_embeddings,
+        "quantized": ", ".join(model.quantized) or None,
+        "calibrated": model.calibration,
+        "tokenizer": str(model.tokenizer_path) if model.tokenizer_path else None,
+        "image_token": model.image_token,
+        "weights_bytes": {form.name: model.weights_bytes(form) for form in forms},
+        "auto_weights": own.name,
+        "threads": _threads_text(model),
+    }
+    if arguments.json:
+        if isinstance(model.weights, CheckpointWeights):
+            with Bars() as bars:
+                model.weights.source.identify(bars.update)  # reads all of it, once
+        facts["identity"] = model.identity
+        print(json.dumps(facts, indent=2))
+        return 0
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {bytes_text(v)}" for k, v in value.items())
+        print(f"{name:<18}{'none' if value is None else value}")
+    return 0
+
+
+def _experts_text(experts: ExpertsConfig | None) -> str | None:
+    """How many there are, and what a token goes through; None: the model has none."""
+    if experts is None:
+        return None
+    layers = f"in {sum(experts.layers)} of {len(experts.layers)} layers"
+    return f"{experts.count} of {experts.size} channels {layers}, {experts.per_token} for each token"
+
+
+def _recurrences_text(model: Model) -> str | None:
+    """What the layers that do not attend have instead."""
+    found = [each.kernel for each in model.config.recurrences if each is not None]
+    return ", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)) or None
+
+
+def _threads_text(model: Model) -> str:
+    """How many threads its products will use here."""
+    cores = all_cores()
+    if cores <= FEW_CORES:
+        return f"all {cores} cores"
+    known = remembered(model.arch, model.weight_format("auto"))
+    if known is None:
+        return f"of {cores} cores, as many as the first load finds fastest"
+    return f"of {cores} cores {known.decode} for a token's products, {known.prompt} for a prompt's: measured here"
+
+
+INFO = Command(
+    "print a model's shapes, the bytes of its weights and their hash, without loading them", _info_arguments, _info
+)
+
+
+# edgekv budget
+
+
+def _budget_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_options(parser)
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help=f"a known shape, which is not downloaded, in place of --model: {', '.join(shape_names())}",
+    )
+    add_weights_option(parser)
+    add_kv_options(parser)
+    parser.add_argument(
+        "--ctx", type=positive_int, metavar="N", help="context in tokens (default 8192 or the model's)"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="BYTES",
+        help="memory of the machine that it is for, such as 8G, of which an eighth is left to the system "
+        "(default: what is free here)",
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def _budget_execute(arguments: argparse.Namespace) -> int:
+    from edgekv.cli.eval import wants_list
+
+    if wants_list(arguments):
+        return 0
+    options = load_options(arguments)
+    free, where = available_memory_bytes(), "available here"
+    if arguments.memory is not None:
+        memory = parse_bytes(arguments.memory, "memory")
+        free, where = _ours(memory), f"of {format_bytes(memory)}, an eighth left to the system"
+    model = _budget_model(arguments)
+    plan = _plan(model, options, free)
+    total = sum(plan.parts().values())
+    least = next(((size, kv) for size in MACHINES if (kv := _scheme_that_fits(model, options, _ours(size)))), None)
+    facts = {
+        "ctx": plan.ctx,
+        "kv": str(plan.kv),
+        "weights": plan.weights,
+        "weights_bytes": plan.weights_bytes,
+        "active_weights_bytes": plan.weights_bytes - plan.idle_bytes,
+        "cache_bytes": plan.cache_bytes,
+        "state_bytes": plan.state_bytes,
+        "cache_bytes_per_token": plan.cache_bytes / plan.ctx,
+        "scratch_bytes": plan.scratch_bytes,
+        "total_bytes": total,
+        "available_bytes": free,
+        "fits": total <= free,
+        "least_machine_bytes": least and least[0],
+        "notes": plan.notes,
+    }
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
+    verdict = "fits in" if total <= free else "does not fit in"
+    rows = [
+        ("model", f"{model.name}, {model.n_parameters / 1e6:,.0f} M parameters"),
+        ("kv", f"{plan.kv.short} at --ctx {plan.ctx}, {plan.cache_bytes / plan.ctx:.1f} bytes per token"),
+        ("weights", f"{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}"),
+        ("cache", bytes_text(plan.cache_bytes)),
+        ("state", f"{bytes_text(plan.state_bytes or 0)}, of layers that do not attend, with snapshots"),
+        ("scratch", f"{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read"),
+        ("total", f"{bytes_text(total)}; {verdict} {format_bytes(free)} {where}"),
+    ]
+    if least is not None:
+        size, kv = least
+        rows.append(("machine", f"the least of the usual ones is one with {format_bytes(size)}, there --kv {kv}"))
+    rows += [("note", in_flags(note)) for note in plan.notes]
+    for topic, text in rows:
+        if topic != "state" or plan.state_bytes:
+            print(f"{topic:<10}{text}")
+    return 0
+
+
+def _budget_model(arguments: argparse.Namespace) -> Model:
+    """Open the model; of one on the Hub that is not here read its config alone, of a shape nothing."""
+    from edgekv.eval.bench import unread_model
+
+    if arguments.shape is not None and arguments.model is not None:
+        raise ConfigError(f"shape={arguments.shape} and model={arguments.model}: give one of them", field="shape")
+    if arguments.shape is not None:
+        return unread_model(arguments.shape, read_shape(arguments.shape))
+    name = hub_name("demo" if arguments.model is None else arguments.model)
+    if name and not name.file and cached(name) is None:
+        return unread_model(str(name), config(name))
+    return Model.open(model_path(arguments), config=arguments.config)
+
+
+def _plan(model: Model, options: Options, available: int) -> SessionPlan:
+    """Plan as asked; where kv auto finds nothing that fits, with the smallest of its schemes, which does not."""
+
+    def plan(kv: str | CacheSpec | None) -> SessionPlan:
+        return SessionPlan.make(
+            model,
+            kv=kv,
+            ctx=options.ctx,
+            weights=options.weights,
+            kv_budget=options.kv_budget,
+            available=available,
+        )
+
+    try:
+        return plan(options.kv)
+    except CacheError as error:
+        if options.kv != "auto" or options.kv_budget is not None or error.field != "kv_budget":
+            raise
+        return plan(AUTO[-1])
+
+
+def _scheme_that_fits(model: Model, options: Options, available: int) -> str | None:
+    plan = _plan(model, options, available)
+    return plan.kv.short if sum(plan.parts().values()) <= available else None
+
+
+def _ours(memory: int) -> int:
+    return memory - memory // SYSTEM_SHARE
+
+
+BUDGET = Command(
+    "say whether weights and KV cache fit: exact bytes, before anything is downloaded",
+    _budget_arguments,
+    _budget_execute,
+)
+
+
+# edgekv quantize
+
+
+def _quantize_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_options(parser)
+    add_lora_option(parser)
+    add_adapter_option(parser)
+    add_weights_option(parser)
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="a new folder (default: the cache folder that run looks in)"
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="a UTF-8 text of what the model is for, best 200 kB or more: 4-bit weights are rounded so that the "
+        "model reads it as it did before",
+    )
+
+
+def _quantize_execute(arguments: argparse.Namespace) -> int:
+    from edgekv.engine.calibration import Calibration
+    from edgekv.vision import copy_vision
+    from edgekv.weights.store import build
+
+    if arguments.output is not None and os.path.lexists(user_path(arguments.output)):
+        raise CheckpointError(f"--output {arguments.output} exists; give a new folder or remove it")
+    model = Model.open(
+        model_path(arguments), config=arguments.config, adapter=arguments.adapter, lora=arguments.lora
+    )
+    form = model.weight_format(arguments.weights)
+    with Bars() as bars:
+        text = None if arguments.calibrate is None else read_text(arguments.calibrate, "--calibrate")
+        rounding = None if text is None else Calibration(model, form, text)
+        if arguments.output is None:
+            store = model.store(form, bars.update, rounding)
+        elif isinstance(model.weights, WeightStore):
+            raise CheckpointError(f"{model.path} is a store already; copy it, or give the original checkpoint")
+        else:
+            folder, weights = user_path(arguments.output), rounding.weights if rounding else model.weights
+            build(weights, form, folder, bars.update, lambda store: copy_vision(model, store), rounding)
+            store = WeightStore(folder)
+    print(f"{store.folder}: {store.form.name}, {bytes_text(store.nbytes)}")
+    return 0
+
+
+QUANTIZE = Command(
+    "write a model's weights as a store that the next start maps (run does it by itself)",
+    _quantize_arguments,
+    _quantize_execute,
+)
+
+
+# edgekv warm
+
+
+def _warm_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_options(parser)
+    add_lora_option(parser)
+    add_weights_option(parser)
+    parser.add_argument(
+        "--kv",
+        metavar="LIST",
+        help=f"schemes, comma-separated, or all (default {WARMED})",
+    )
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
+
+
+def _warm_execute(arguments: argparse.Namespace) -> int:
+    from edgekv.cli.eval import is_named, without_left_out
+    from edgekv.engine.session import Session
+
+    asked, named = CacheSpec.parse_list(arguments.kv or WARMED), is_named(arguments.kv)
+    arguments.kv = None
+    options = load_options(arguments)
+    config = open_model(model_path(arguments), options).config
+    specs = without_left_out(suited(asked, config, default_ctx(config), named))
+    with Bars() as bars:
+        for spec in specs:
+            given = vars(options) | {"kv": spec}
+            with Session.load(model_path(arguments), progress=bars.update, **given) as session:
+                seconds = session.report().compile_s
+            print(f"{spec.short}: " + (f"compiled in {seconds:.1f} s" if seconds else "was compiled already"))
+    return 0
+
+
+WARM = Command(
+    "compile kernels, and quantize the model's weights, so that the first run need not",
+    _warm_arguments,
+    _warm_execute,
+)

@@ -1,0 +1,231 @@
+"""What goes out: text of which no character commands a terminal, tables, progress, files; and Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from edgekv.errors import ConfigError
+from edgekv.files import atomic_write, require_writable
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+WIDTH = 100  # of tables, in characters
+REFRESH_S = 0.4  # of a bar, so that the seconds go on while nothing else does
+COUNTED_IN_BYTES = ("quantizing", "converting", "hashing")
+PREFILL = "prefill"
+PICTURES = (".png", ".svg", ".pdf")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Write out control characters but newline and tab, as \\x1b: a terminal would obey them."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """Make `visible`, newlines and tabs too: errors may hold any name."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+class _Terminal:
+    """A terminal's stream that is written `visible` text; ``raw`` is the stream itself, for what moves the cursor.
+
+    returns: the carriage return that a write begins with is kept: progress bars are drawn with it.
+    """
+
+    def __init__(self, raw: TextIO, returns: bool) -> None:
+        self.raw, self._returns = raw, returns
+
+    def write(self, text: str) -> int:
+        kept = "\r" if self._returns and text.startswith("\r") else ""
+        self.raw.write(kept + visible(text[len(kept) :]))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def raw(stream: TextIO) -> TextIO:
+    """Return the stream behind `visible_terminals`."""
+    return stream.raw if isinstance(stream, _Terminal) else stream
+
+
+@contextlib.contextmanager
+def visible_terminals() -> Iterator[None]:
+    """Inside the block standard output and error, where they are terminals, are written `visible` text.
+
+    To a file or a pipe text goes as it is; what its encoding lacks is written out.
+    """
+    before = sys.stdout, sys.stderr
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    streams: list[Any] = [
+        _Terminal(stream, stream is sys.stderr) if stream.isatty() else stream for stream in before
+    ]
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def redraw(lines: list[str], height: int) -> int:
+    """Print lines, on a terminal over the last ``height`` ones; returns how many there are now."""
+    if height and sys.stdout.isatty():
+        raw(sys.stdout).write(f"\x1b[{height}A\x1b[J")
+    print("\n".join(lines), flush=True)
+    return len(lines)
+
+
+def say(text: str) -> None:
+    """Print a line of our own on standard error."""
+    print(f"edgekv: {text}", file=sys.stderr, flush=True)
+
+
+def print_rows(rows: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
+    """Print a line per topic."""
+    print("\n".join(f"{topic:<12}{text}" for topic, text in rows), file=file)
+
+
+def fitted(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), wide: bool = False) -> list[str]:
+    """Align cells to lines; the last column is cut so that a line has WIDTH characters, unless ``wide``.
+
+    left: columns that begin where they do; the others end there.
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        line = "  ".join(cells).rstrip()
+        lines.append(line if wide or len(line) <= WIDTH else line[: WIDTH - 3].rstrip() + "...")
+    return lines
+
+
+def output_file(path: str) -> str:
+    """For argparse: a file that can be written. Raises CheckpointError, before anything is done."""
+    require_writable(path)
+    return path
+
+
+def picture_file(path: str) -> str:
+    """For argparse: `output_file` of a picture. Raises ConfigError for another kind."""
+    if os.path.splitext(path)[1].lower() not in PICTURES:
+        raise ConfigError(f"{path}: is no picture; accepted: names that end in {', '.join(PICTURES)}")
+    return output_file(path)
+
+
+def write_json(path: str, facts: Any) -> None:
+    """Write a file whole or not at all. Raises CheckpointError where it can't be written."""
+    atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
+
+
+class Bars:
+    """Progress on standard error, one task at a time, redrawn while it waits; nothing where it is piped."""
+
+    def __init__(self) -> None:
+        self._task = ""
+        self._bar: tqdm | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def update(self, task: str, done: int, total: int) -> None:
+        """Show a task at ``done`` of ``total``; another task's bar is closed."""
+        if not sys.stderr.isatty():
+            return
+        if task != self._task:
+            self._close()
+            self._open(task, total)
+        with self._lock:
+            if self._bar is not None:
+                self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._close()
+
+    def prefill(self, n_tokens: int, layer: int, n_layers: int) -> None:
+        """Show a prompt of ``n_tokens``, of which ``layer`` of ``n_layers`` are through, in tokens."""
+        self.update(PREFILL, n_tokens * layer // n_layers, n_tokens)
+
+    def _open(self, task: str, total: int) -> None:
+        from tqdm import tqdm
+
+        unit = "B" if task in COUNTED_IN_BYTES else " tokens" if task == PREFILL else ""
+        self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=unit == "B", leave=False)
+        self._task, self._end = task, threading.Event()
+        threading.Thread(target=self._refresh, args=(self._bar, self._end), daemon=True).start()
+
+    def _refresh(self, bar: tqdm, end: threading.Event) -> None:
+        while not end.wait(REFRESH_S):
+            with self._lock:
+                if not end.is_set():
+                    bar.refresh()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._end.set()
+            if self._bar is not None:
+                self._bar.close()
+            self._bar, self._task = None, ""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it is to end a command as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Inside the block SIGTERM raises Terminated."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Interrupt:
+    """Inside the block the first Ctrl-C sets `requested`; a second one raises KeyboardInterrupt as usual.
+
+    A step that is torn in two leaves some layers a token ahead, which costs some schemes their whole cache.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interrupt:
+        self.requested = False
+        self._before: Any = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def check(self, *progress: object) -> None:
+        """Raise KeyboardInterrupt if it was requested: between the layers of a prompt."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.check()
+        self.requested = True

@@ -1,0 +1,1 @@
+"""One conversation with a model: loading, decoding, sampling, saving."""

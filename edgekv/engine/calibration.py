@@ -1,0 +1,98 @@
+"""Rounding a model's weights with a text: what `edgekv quantize --calibrate` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from edgekv.engine.cpu import CpuDecoder
+from edgekv.engine.loading import open_tokenizer
+from edgekv.engine.model import Model
+from edgekv.errors import ConfigError
+from edgekv.kernels import numba_kernels
+from edgekv.machine import all_cores, blas_threads
+from edgekv.text import Tokenizer
+from edgekv.types import I64
+from edgekv.weights.calibrate import CalibratingOps
+from edgekv.weights.checkpoint_weights import CheckpointWeights
+from edgekv.weights.formats import WeightFormat
+from edgekv.weights.store import Write
+
+VERSION = 2  # of the rounding: another one makes other weights
+WINDOW = 2048  # tokens that are read in one go
+MOST_TOKENS, LEAST_TOKENS = 32768, 4096  # of all windows
+WORK = 6144 * 1_000_000_000  # tokens times weights: so that a large model takes minutes, too
+LETTERS = 16  # of the text, for each token of a window: more than any tokenizer takes
+
+
+class Calibration:
+    """A text that a checkpoint is rounded with.
+
+    weights: the checkpoint's, with an identity that tells of the text. note: for store.json.
+    """
+
+    def __init__(self, model: Model, form: WeightFormat, text: str) -> None:
+        """Raises ConfigError (field calibrate) for weights that it can't round, or too short a text."""
+        if not any(form.of(name).bits == 4 for name in model.arch.linears()):
+            raise ConfigError(
+                f"`calibrate` rounds weights to 4 bits, and these are to be {form.name}; choose weights='int4-32' "
+                "or weights='int4'",
+                field="calibrate",
+            )
+        if not isinstance(model.weights, CheckpointWeights):
+            raise ConfigError(
+                f"{model.path} is a store, whose weights are rounded already; give the original checkpoint",
+                field="calibrate",
+            )
+        if any(model.config.layer_recurrences) or model.config.experts is not None:
+            raise ConfigError(
+                f"`calibrate` reads a text through attention and dense layers, and {model.config.model_type} has "
+                "layers that carry a state, or experts; leave it out",
+                field="calibrate",
+            )
+        if model.adapter:
+            raise ConfigError(
+                f"`calibrate` reads the text with the dense cache, and {model.adapter.path} was trained for "
+                "another; give one of them",
+                field="calibrate",
+            )
+        n = min(WINDOW, model.config.max_positions)
+        elements = sum(linear.n_elements for linear in model.arch.linears().values())
+        most = min(MOST_TOKENS, max(LEAST_TOKENS, WORK // elements))
+        self._windows = windows(open_tokenizer(model), text, n, max(1, most // n))
+        if not len(self._windows):
+            raise ConfigError(
+                f"`calibrate`: the text has fewer than {n} tokens, one window; give up to {most} tokens",
+                field="calibrate",
+            )
+        digest = hashlib.sha256(self._windows.tobytes()).hexdigest()[:16]
+        self.note = f"{self._windows.size} tokens {digest}"
+        own = hashlib.sha256(f"{model.identity}+calibrated {VERSION} {digest}".encode()).hexdigest()[:16]
+        self.weights = CheckpointWeights(
+            dataclasses.replace(model.weights.source, identify=lambda progress: own), model.arch
+        )
+
+    def __call__(self, form: WeightFormat, write: Write) -> None:
+        """A `Rounding` (weights/store.py): all windows together, layer by layer, exact and rounded."""
+        ops = CalibratingOps(self.weights, form, write)
+        n = self._windows.shape[1]
+        decoder = CpuDecoder(self.weights, ops, numba_kernels(), n, all_cores())
+        with blas_threads(decoder.threads):
+            x = np.concatenate([decoder.embed(window, 0) for window in self._windows])
+            decoder.head(decoder.read_together(np.concatenate([x, x]), n))
+
+
+def windows(tokenizer: Tokenizer, text: str, n: int, most: int) -> I64:
+    """(m, n) token ids: up to ``most`` stretches of n tokens, of a long text from all over it."""
+    if len(text) <= most * LETTERS * n:
+        tokens = tokenizer.encode(text)
+        whole = len(tokens) // n
+        step = max(1, whole // most)
+        found = [tokens[i * n : (i + 1) * n] for i in range(0, whole, step)][:most]
+    else:
+        starts = [i * len(text) // most for i in range(most)]
+        encoded = [tokenizer.encode(text[start : start + LETTERS * n]) for start in starts]
+        found = [tokens[:n] for tokens in encoded if len(tokens) >= n]
+    return np.array(found, np.int64).reshape(len(found), n)

@@ -1,0 +1,240 @@
+"""A conversation of turns: only the tokens that are new since the last turn are computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import msgspec
+
+from edgekv.checks import Count, Natural, checked
+from edgekv.engine.generation import Step, Stops
+from edgekv.engine.sampling import SamplingParams
+from edgekv.engine.session import Session
+from edgekv.engine.state import require_room
+from edgekv.errors import SessionError
+from edgekv.text import StreamDecoder, Tokenizer
+from edgekv.text.template import PLACEHOLDER, ChatEncoder, ChatTemplate
+from edgekv.types import LayerProgress, Path
+from edgekv.vision import place_images, require_vision
+from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt, require_places
+
+MAX_NEW_TOKENS = 1024
+
+
+class _Turn(msgspec.Struct):
+    role: str
+    content: str
+    ids: list[Natural] = []
+    images: list[str] = []
+    dropped: bool = False
+
+
+class Chat:
+    """Turns with a session's model.
+
+    The history is in the session's memo: a saved session brings it back, and its `reset` forgets it. What changes
+    it raises SessionError while a text is being generated.
+    """
+
+    @checked()
+    def __init__(self, session: Session, template: ChatTemplate, system: str | None = None) -> None:
+        self.session, self.template = session, template
+        self._tokenizer = session.require_tokenizer()
+        self._encoder = ChatEncoder(template, self._tokenizer)
+        self._checked: object = None  # the history, once it was looked at
+        self._seen: dict[str, Embeddings] = {}  # the images of the history, by their files
+        if system and not self.messages:
+            self.messages.append({"role": "system", "content": system})
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The history, oldest first: role, content, of answers the ids of their tokens, and what was dropped.
+
+        Raises SessionError where that of a session file is none.
+        """
+        messages: list[dict[str, Any]] = self.session.memo.setdefault("messages", [])
+        if messages is not self._checked:
+            try:
+                msgspec.convert(messages, list[_Turn])
+            except msgspec.ValidationError as error:
+                raise SessionError(f"the session's history is damaged ({error}): start a new session") from None
+            self._checked = messages
+        return messages
+
+    @checked()
+    def set_system(self, text: str) -> None:
+        """Another system message from the next question on; an empty one is none. The cache is read anew then."""
+        self.session.require_idle()
+        self.messages[:] = [message for message in self.messages if message["role"] != "system"]
+        if text:
+            self.messages.insert(0, {"role": "system", "content": text})
+
+    @checked()
+    def ask(
+        self,
+        text: str,
+        *,
+        images: Sequence[Path] = (),
+        max_new_tokens: Count = MAX_NEW_TOKENS,
+        sampling: SamplingParams | None = None,
+        stop: Stops = (),
+        progress: LayerProgress | None = None,
+    ) -> Generator[Step, None, None]:
+        """The answer to a message, token by token. What has come when the caller stops is the answer.
+
+        images: files that the message shows; where its text has no `<image>` for each, they come before it. A
+        message without any answer is forgotten. Raises ContextError when it does not fit, ImageError for a model
+        that takes no images.
+        """
+        message: dict[str, Any] = {"role": "user", "content": text}
+        if images:
+            require_vision(self.session.model)
+            if PLACEHOLDER not in text:
+                message["content"] = f"{PLACEHOLDER}\n" * len(images) + text
+            message["images"] = list(map(str, images))
+        return self._answer([*self.messages, message], max_new_tokens, sampling, stop, progress)
+
+    @checked()
+    def retry(
+        self,
+        *,
+        max_new_tokens: Count = MAX_NEW_TOKENS,
+        sampling: SamplingParams | None = None,
+        stop: Stops = (),
+        progress: LayerProgress | None = None,
+    ) -> Generator[Step, None, None]:
+        """Another answer in place of the last one, which stays until the first token of the other comes."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise SessionError("there is no answer to try again: ask something first")
+        return self._answer(self.messages[:-1], max_new_tokens, sampling, stop, progress)
+
+    def clear(self) -> None:
+        """Forgets all but the system message."""
+        system = _system(self.messages)
+        self.session.reset()
+        self.messages[:] = system
+
+    def _answer(
+        self,
+        history: Sequence[dict[str, Any]],
+        max_new_tokens: int,
+        sampling: SamplingParams | None,
+        stop: Stops,
+        progress: LayerProgress | None,
+    ) -> Generator[Step, None, None]:
+        self.session.require_idle()
+        messages = [dict(message) for message in history]  # the chat's from the first step on
+        images = self._see(messages)
+        prompt, n_first = self._fitting(messages)
+        new = self.session.align(prompt, n_first)
+        steps = self.session.generate(
+            new,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=(*self.template.stops, *((stop,) if isinstance(stop, str) else stop)),
+            progress=progress,
+        )
+        self.session.report().images = images
+        return self._collected(messages, steps)
+
+    def _fitting(self, messages: list[dict[str, Any]]) -> tuple[Prompt, int]:
+        """The conversation, and how many of its first tokens should stay when it outgrows the context.
+
+        Where it did so already, and may slide, without its oldest turns. Raises ContextError where it may not.
+        """
+        prompt, ctx = self._prompt(messages), self.session.plan.ctx
+        if not self.session.can_slide:
+            require_room(_length(prompt), ctx, self.session.config.max_positions)
+            return prompt, 0
+        if _length(prompt) >= ctx:
+            while _length(prompt) > ctx // 2 and _drop_oldest(messages):
+                prompt = self._prompt(messages)
+        begin = self._ids([*_system(messages), {"role": "user", "content": ""}])
+        return prompt, next((i for i, (a, b) in enumerate(zip(begin, prompt, strict=False)) if a != b), len(begin))
+
+    def _prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
+        """What is shown, with its images. Raises ImageError for more or fewer than there are places for them."""
+        ids, files = self._ids(messages), _files(messages)
+        if not files:
+            return ids
+        _, token = require_vision(self.session.model)
+        require_places(ids, token, len(files))
+        return place_images(ids, token, [self._seen[file] for file in files], 0)
+
+    def _see(self, messages: Sequence[dict[str, Any]]) -> ImagesReport | None:
+        """Reads the images that are shown and were not read before; returns what is to be reported of those."""
+        files = dict.fromkeys(_files(messages))
+        self._seen = {file: rows for file, rows in self._seen.items() if file in files}
+        new = [file for file in files if file not in self._seen]
+        if not new:
+            return None
+        _, token = require_vision(self.session.model)
+        with self.session.exclusive():
+            rows, report = self.session.vision.placed([token] * len(new), new, None)
+        self._seen |= {file: each for file, each in zip(new, rows, strict=True) if isinstance(each, Embeddings)}
+        return report
+
+    def _ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        shown = [message for message in messages if not message.get("dropped")]
+        return self._encoder.ids(shown, lambda i: shown[i].get("ids"))
+
+    def _collected(
+        self, messages: list[dict[str, Any]], steps: Generator[Step, None, None]
+    ) -> Generator[Step, None, None]:
+        """Passes the steps on and writes question and answer into the history; without any it stays as it is."""
+        before = list(self.messages)
+        made: list[Step] = []
+        self.messages[:] = messages
+        try:
+            with contextlib.closing(steps):
+                for step in steps:
+                    made.append(step)
+                    yield step
+        finally:
+            with contextlib.suppress(SessionError):  # the session was closed meanwhile
+                try:
+                    before = [*messages, self._answered(made)] if made else before
+                finally:
+                    self.messages[:] = before
+
+    def _answered(self, made: Sequence[Step]) -> dict[str, Any]:
+        """The answer as the history has it; what ended it leaves the session."""
+        text, tokens = "".join(step.text for step in made), [step.token for step in made]
+        ids = answer_ids(self._tokenizer, tokens, text)
+        self.session.rewind(len(self.session.tokens) - len(tokens) + len(ids))
+        return {"role": "assistant", "content": text.strip(), "ids": ids}
+
+
+def _system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message for message in messages if message["role"] == "system"]
+
+
+def _files(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """The images of the messages that are shown."""
+    return [file for message in messages if not message.get("dropped") for file in message.get("images", ())]
+
+
+def _length(prompt: Prompt) -> int:
+    return sum(len(piece.rows) if isinstance(piece, Embeddings) else 1 for piece in prompt)
+
+
+def _drop_oldest(messages: Sequence[dict[str, Any]]) -> bool:
+    """Leaves out the oldest question and its answer, unless it is the last one."""
+    turns = [i for i, m in enumerate(messages) if m["role"] != "system" and not m.get("dropped")]
+    later = [i for i in turns[1:] if messages[i]["role"] == "user"]
+    for i in turns:
+        if later and i < later[0]:
+            messages[i]["dropped"] = True
+    return bool(later)
+
+
+def answer_ids(tokenizer: Tokenizer, generated: Sequence[int], text: str) -> list[int]:
+    """The tokens of an answer's ``text`` among those generated: without its end, or a stop string."""
+    stream, length = StreamDecoder(tokenizer, at_start=False), 0
+    for n, token in enumerate(generated):
+        length += len(stream.push(token))
+        if token in tokenizer.eos_ids or length > len(text):
+            return list(generated[:n])
+    return list(generated)

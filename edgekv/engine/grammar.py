@@ -1,0 +1,229 @@
+"""Text that follows a JSON schema or a grammar, by the llguidance library: tokens that can't come next go."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import unquote
+
+import numpy as np
+
+from edgekv.child import START_SECONDS, BoundedChild, ChildError
+from edgekv.engine.matcher import ENCODE, ERROR, STOPPED
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.files import read_object, user_path
+from edgekv.text import Tokenizer
+from edgekv.types import F32
+
+MAX_LEVELS = 300  # of a schema: its objects and lists within each other
+MAX_OBJECTS = 20_000  # and how many, each as often as it is compiled
+MAX_QUESTIONS = 1000  # of the matcher, for one token
+MAX_ITEMS = 300_000  # that are looked at to know that: a third of a second
+MAX_IDLE = 1  # processes that wait for the next text: each holds the vocabulary
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """Follows a text token by token."""
+
+    def allowed(self, logits: F32) -> F32:
+        """logits (vocab,) with -inf where a token can't come next; the argument stays as it is."""
+
+    def accept(self, token: int) -> bool:
+        """Takes the chosen token; True when the text is complete and nothing can follow."""
+
+
+class Grammar(Constraint):
+    """`Constraint` of one text to Lark as llguidance reads it. Raises ConfigError for what it can't follow.
+
+    llguidance works in a process of its own (`matcher`), which is this text's until the object is collected: a
+    stranger's grammar can take all memory or time, or overflow a stack.
+    """
+
+    def __init__(self, grammar: str, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._start({"lark": grammar}, tokenizer, vocab_size)
+
+    def _start(self, grammar: Mapping[str, str], tokenizer: Tokenizer, vocab_size: int) -> None:
+        children = _children_of(tokenizer, vocab_size)
+        self._tokenizer, self._eos, self._child = tokenizer, tokenizer.eos_ids, children.take()
+        weakref.finalize(self, children.give, self._child).atexit = False
+        self._stopped, self._mask = False, b""
+        self._follow(grammar)
+
+    def allowed(self, logits: F32) -> F32:
+        masked: F32 = np.full(logits.shape, -np.inf, np.float32)
+        if self._stopped:
+            masked[list(self._eos)] = logits[list(self._eos)]
+            return masked
+        allowed = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")[: len(logits)].astype(bool)
+        n = len(allowed)  # logits of padding rows have no token
+        masked[:n] = np.where(allowed, logits[:n], np.float32(-np.inf))
+        return masked
+
+    def accept(self, token: int) -> bool:
+        if token not in self._eos:
+            self._follow({"token": int(token)})
+        return self._stopped
+
+    def _follow(self, request: Mapping[str, Any]) -> None:
+        """Tells the process, and takes what may come next. It may ask how the tokenizer writes what must come."""
+        data = json.dumps(request).encode()
+        try:
+            reply = self._child.ask(data)
+            for _ in range(MAX_QUESTIONS):
+                if reply[:1] != ENCODE:
+                    break
+                ids = self._tokenizer.encode_inside(reply[1:].decode(errors="replace"))
+                reply = self._child.ask(json.dumps(ids).encode())
+            else:
+                raise ChildError(f"it asks for more than {MAX_QUESTIONS} texts")
+        except BaseException as error:
+            self._child.close()  # it may wait for an answer that will not come
+            if isinstance(error, ChildError):
+                raise _refused(error) from None
+            raise
+        if reply[:1] == ERROR:
+            raise _refused(reply[1:].decode(errors="replace"))
+        self._stopped, self._mask = reply[:1] == STOPPED, reply[1:]
+
+
+class JsonSchema(Grammar):
+    """`Constraint` of one text to JSON. Raises ConfigError for a schema that llguidance can't follow."""
+
+    def __init__(self, schema: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> None:
+        require_bounded(schema)
+        self._start({"schema": json.dumps(schema)}, tokenizer, vocab_size)
+
+
+def require_bounded(schema: Any) -> None:
+    """Raises ConfigError for a JSON schema that nests or, with its references followed, grows beyond bounds."""
+    known: dict[int, tuple[int, int]] = {}  # by what is referred to
+    targets: dict[str, Any] = {}  # by reference: each is read once, however long it is
+    n_items = 0
+
+    def measure(part: Any, level: int, merged: bool) -> tuple[int, int]:
+        """(objects, levels) of a part. merged: what it refers to is compiled into it, as `allOf` is."""
+        nonlocal n_items
+        if not isinstance(part, (dict, list)):
+            return 0, 0
+        n_items += len(part)
+        if n_items > MAX_ITEMS:
+            raise _refused(f"with its references it has more than {MAX_ITEMS:,} members")
+        n, height, reference = 1, 0, part.get("$ref") if isinstance(part, dict) else None
+        if level < MAX_LEVELS and isinstance(reference, str):
+            if reference not in targets:
+                targets[reference] = _target(schema, reference)
+            target = targets[reference]
+            if id(target) not in known:
+                known[id(target)] = 1, 0  # while it is measured: of one that refers to itself
+                known[id(target)] = measure(target, level + 1, True)
+            height = known[id(target)][1]
+            n += known[id(target)][0] if merged or len(part) > 1 else 0
+        for key, each in part.items() if isinstance(part, dict) else enumerate(part):
+            if level < MAX_LEVELS:
+                more, below = measure(each, level + 1, key == "allOf" or (merged and isinstance(key, int)))
+                n, height = n + more, max(height, below)
+        if level >= MAX_LEVELS or height >= MAX_LEVELS:
+            raise _refused(f"with its references it nests more than {MAX_LEVELS} levels deep")
+        if n > MAX_OBJECTS:
+            raise _refused(f"with its references it has more than {MAX_OBJECTS:,} objects")
+        return n, height + 1
+
+    measure(schema, 0, False)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """What `#` or `#/a/b` refers to; None for any other reference, which llguidance refuses or knows."""
+    root, *names = unquote(reference).split("/")
+    if root != "#":
+        return None
+    for name in names:
+        if not isinstance(schema, dict):
+            return None
+        schema = schema.get(name.replace("~1", "/").replace("~0", "~"))
+    return schema
+
+
+def find_constraint(
+    schema: Mapping[str, Any] | None,
+    constraint: Constraint | None,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int,
+) -> Constraint | None:
+    """The constraint that a schema or a caller gives; None: neither. Raises ConfigError for both, and as above."""
+    if schema is None:
+        return constraint
+    if constraint is not None:
+        raise ConfigError(
+            "`json_schema` beside `constraint`: give one of them, as a schema is a constraint", field="json_schema"
+        )
+    return JsonSchema(schema, tokenizer(), vocab_size)
+
+
+def read_schema(path: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError."""
+    try:
+        return read_object(user_path(path))
+    except ValueError as error:
+        raise ConfigError(
+            f"json_schema={path!r}: {error}; give a JSON file", field="json_schema", value=path
+        ) from None
+
+
+def _refused(reason: object) -> ConfigError:
+    said = str(reason).partition("\n<state>")[0]  # llguidance's own account of it
+    return ConfigError(
+        f"the JSON schema can't be followed: {' '.join(said.split())[:400] or 'unknown'}; correct or simplify it"
+    )
+
+
+def _children_of(tokenizer: Tokenizer, vocab_size: int) -> _Children:
+    if importlib.util.find_spec("llguidance") is None:
+        raise EdgeKVError("a JSON schema needs llguidance: pip install 'edgekv[grammar]'")
+    if not tokenizer.eos_ids:
+        raise EdgeKVError("a JSON schema needs a tokenizer with an end-of-text token")
+    if tokenizer not in _children:
+        _children[tokenizer] = _Children(tokenizer, vocab_size)
+    return _children[tokenizer]
+
+
+class _Children:
+    """Processes that hold a tokenizer's vocabulary, which takes a second: each follows one text at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        texts = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        about = {
+            "n_vocab": max(vocab_size, tokenizer.vocab_size),
+            "bos": tokenizer.bos_id,
+            "eos": list(tokenizer.eos_ids),
+            "special": [i for i, text in enumerate(texts) if not text],
+            "tokens": [(text or tokenizer.piece(i).encode()).decode("latin-1") for i, text in enumerate(texts)],
+        }
+        self._vocabulary, self._idle = json.dumps(about).encode(), list[BoundedChild]()
+
+    def take(self) -> BoundedChild:
+        """One for a text. Raises EdgeKVError where none can be started."""
+        with contextlib.suppress(IndexError):
+            while True:
+                if (child := self._idle.pop()).is_alive:
+                    return child
+        child = BoundedChild("edgekv.engine.matcher")
+        try:
+            child.ask(self._vocabulary, START_SECONDS)
+        except ChildError as error:
+            raise EdgeKVError(f"the process that follows schemas can't hold the vocabulary: {error}") from None
+        return child
+
+    def give(self, child: BoundedChild) -> None:
+        """Its text has ended. Called when an object is collected, in any thread: there is no lock to wait for."""
+        if child.is_alive and len(self._idle) < MAX_IDLE:
+            self._idle.append(child)
+        else:
+            child.close()
+
+
+_children: weakref.WeakKeyDictionary[Tokenizer, _Children] = weakref.WeakKeyDictionary()

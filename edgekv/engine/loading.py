@@ -1,0 +1,318 @@
+"""From options to what a session runs on: the model, its plan, its decoder, ready to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from edgekv import kernels
+from edgekv.checkpoint.adapter import Adapter
+from edgekv.checkpoint.shipped import shipped
+from edgekv.engine.cpu import CpuDecoder, precompiling
+from edgekv.engine.decoder import Decoder, Device
+from edgekv.engine.model import Model
+from edgekv.engine.options import Options, SessionPlan
+from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialScheduler
+from edgekv.engine.state import State
+from edgekv.errors import ConfigError, ContextError, TokenizerError, unknown
+from edgekv.files import Memo
+from edgekv.kernels import Kernels
+from edgekv.kernels.compiling import CompileClock
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
+from edgekv.kvcache.cache import LayerState
+from edgekv.kvcache.planes import PlanesKnobs
+from edgekv.kvcache.recurrent import attending, open_layers
+from edgekv.machine import all_cores, blas_threads, memory_errors, require_memory
+from edgekv.models.config import ModelConfig
+from edgekv.text import Tokenizer, load_tokenizer
+from edgekv.types import Path, TaskProgress
+from edgekv.vision import Vision
+from edgekv.weights.checkpoint_weights import Weights
+from edgekv.weights.cpu import CpuOps
+from edgekv.weights.formats import WeightFormat
+from edgekv.weights.ops import NumpyOps, WeightOps
+from edgekv.weights.threads import product_threads
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostDevice(Device):
+    """This machine's cores: the operators, and the attention kernels."""
+
+    open_ops: Callable[[Model, WeightFormat, int | None, TaskProgress | None], tuple[Weights, WeightOps]]
+    open_kernels: Callable[[int], Kernels]
+    precompiles: bool = False
+
+    def precompiling(self, spec: CacheSpec) -> AbstractContextManager[None]:
+        return precompiling(spec) if self.precompiles else nullcontext()
+
+    def decoder(
+        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
+    ) -> Decoder:
+        kernels = self.open_kernels(all_cores(threads))
+        weights, ops = self.open_ops(model, form, threads, progress)
+        return CpuDecoder(weights, ops, kernels, capacity, all_cores(threads))
+
+
+def _cores(
+    model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
+) -> tuple[Weights, WeightOps]:
+    store = model.store(form, progress)
+    return store, CpuOps(store, product_threads(store, threads))
+
+
+def _numpy(
+    model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
+) -> tuple[Weights, WeightOps]:
+    weights = model.weights if form.bits == 32 else model.store(form, progress)
+    return weights, NumpyOps(weights)
+
+
+def _cuda() -> Device:
+    from edgekv.engine.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "cpu": lambda: HostDevice(_cores, kernels.numba_kernels, precompiles=True),  # Numba
+    "numpy": lambda: HostDevice(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
+    "cuda": _cuda,  # CuPy
+}
+
+
+def find_device(name: str) -> Device:
+    """The device of that name. Raises ConfigError (field device)."""
+    if name not in DEVICES:
+        raise unknown(ConfigError, "device", name, (AUTO, *DEVICES))
+    return DEVICES[name]()
+
+
+def resolve_device(name: str, spec: CacheSpec, config: ModelConfig | None = None) -> str:
+    """What ``auto`` means here for this scheme and model: cuda where it can be had; other names stay."""
+    if name != AUTO:
+        return name
+    if "cupy" not in sys.modules and importlib.util.find_spec("cupy") is None:
+        return "cpu"  # without a look at all that a GPU would need
+    return "cuda" if find_device("cuda").available(spec, config) else "cpu"
+
+
+def open_caches(
+    decoder: Decoder, spec: CacheSpec, capacity: int, adapter: Adapter | None = None, kernels: Any = None
+) -> list[LayerState]:
+    """An empty cache of ``capacity`` tokens for every layer, or the state of one that does not attend.
+
+    An adapter's parameters go in where it is for this scheme. kernels: other ones than the decoder's. Raises
+    CacheError where the scheme can't have the model's shape.
+    """
+    caches = open_layers(spec, decoder.config, capacity)
+    if adapter and adapter.scheme in (spec.scheme.name, *spec.scheme.aliases):
+        adapter.adapt(attending(caches))
+    with memory_errors("taking the caches' memory", decoder.free_bytes):
+        for cache in caches:
+            cache.allocate(kernels or decoder.kernels, decoder.workspace)
+    return caches
+
+
+TEXT = "demo/prose.txt"
+TASK = "bits by need (once per model)"
+FORMAT = 3
+
+
+def give_heads_bits(
+    spec: CacheSpec,
+    model: Model,
+    weights: str,
+    decoder: Decoder,
+    tokenizer: Tokenizer | None,
+    progress: TaskProgress | None = None,
+) -> CacheSpec:
+    """The scheme with the bits of every head in its knobs, where these are to be given out by need.
+
+    Measured on the first `FIT_TOKENS` of `TEXT`, once for each model, adapter and format of ``weights``. Without
+    a tokenizer, with too few positions or without the text the scheme stays as it is: heads then have bits by
+    their order alone.
+    """
+    knobs = spec.knobs
+    if not (isinstance(knobs, PlanesKnobs) and knobs.wants_fit):
+        return spec
+    windows = [model.config.layer_windows[i] for i in model.config.attending]
+    memo = Memo(f"bits/{model.adapted_identity}-{weights}.json", FORMAT)
+    noise = _noise(memo.read())
+    if noise is None:
+        tokens = _tokens(model, tokenizer)
+        if len(tokens) < LEAST_FIT_TOKENS:
+            return spec
+        noise = measure(decoder, tokens, progress)
+        memo.keep({name: array.tolist() for name, array in vars(noise).items()})
+    return dataclasses.replace(spec, knobs=knobs.with_bits(noise, windows, model.config.head_dim))
+
+
+def measure(decoder: Decoder, tokens: list[int], progress: TaskProgress | None = None) -> HeadNoise:
+    """What each head's noise does, as the decoder reads the tokens."""
+    probes = open_layers(CacheSpec(NoiseProbe, None), decoder.config, len(tokens))
+    for probe in probes:
+        probe.allocate(decoder.kernels, decoder.workspace)
+    layers = None if progress is None else lambda done, total: progress(TASK, done, total)
+    with blas_threads(decoder.threads):
+        decoder.prefill(decoder.embed(tokens, 0), probes, layers)
+    layers_noise = [probe.noise for probe in probes if isinstance(probe, NoiseProbe)]
+    return HeadNoise(*map(np.stack, zip(*layers_noise, strict=True)))
+
+
+def _tokens(model: Model, tokenizer: Tokenizer | None) -> list[int]:
+    """The text's first ones, as many as the fit reads and the model can."""
+    path = shipped(TEXT)
+    if tokenizer is None or path is None:
+        return []
+    text = path.read_text(encoding="utf-8")[: 16 * FIT_TOKENS]
+    return list(tokenizer.encode(text))[: min(FIT_TOKENS, model.config.max_positions)]
+
+
+def _noise(remembered: dict[str, Any] | None) -> HeadNoise | None:
+    return None if remembered is None else HeadNoise(**{name: np.array(rows) for name, rows in remembered.items()})
+
+
+WARM_UP = "compiling kernels (once per machine)"
+WARM_UP_TOKENS = 700  # beyond the windows and budgets that the schemes have by default
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model's weights ready to compute with: what a session and its forks share.
+
+    model: the opened checkpoint. plan: of the session that it was loaded for. decoders: by the name of the LoRA
+    beside the weights, None without one. scheduler: the way to them. device: its name in DEVICES. tokenizer: None
+    where the model has none. compile_s: seconds that compiling kernels took; 0 where they were compiled before.
+    """
+
+    model: Model
+    plan: SessionPlan
+    decoders: Mapping[str | None, Decoder]
+    scheduler: SerialScheduler
+    device: str
+    tokenizer: Tokenizer | None
+    compile_s: float
+
+    @functools.cached_property
+    def vision(self) -> Vision:
+        """The model's vision encoder, loaded at its first use. Raises ImageError where there is none."""
+        return Vision(self.model, self.scheduler.threads)
+
+    def decoder(self, lora: str | None) -> Decoder:
+        """With one of the model's ``loras``; None: without. Raises ConfigError for an unknown name."""
+        if lora not in self.decoders:
+            raise unknown(ConfigError, "lora", str(lora), tuple(self.model.loras))
+        return self.decoders[lora]
+
+    def fork_plan(self, kv: str | CacheSpec, ctx: int) -> SessionPlan:
+        """The plan of another conversation on these weights. Raises as `Session.fork`."""
+        if ctx > self.plan.ctx:
+            raise ContextError(
+                f"ctx={ctx}: the session that it shares weights with has {self.plan.ctx}; load it with that many",
+                field="ctx",
+                value=ctx,
+                accepted=[f"1 to {self.plan.ctx}"],
+            )
+        plan = SessionPlan.make(self.model, kv=kv, ctx=ctx, weights=self.plan.weights)
+        spec = give_heads_bits(plan.kv, self.model, plan.weights, self.decoders[None], self.tokenizer)
+        find_device(self.device).require(spec)
+        return plan.with_kv(spec, self.model)
+
+    def new_state(self, plan: SessionPlan) -> State:
+        """An empty conversation, with its caches allocated. Raises MemoryBudgetError where they don't fit."""
+        require_memory({"kv cache": plan.cache_bytes + plan.state_bytes}, find_device(self.device).free_bytes())
+        caches = open_caches(self.decoders[None], plan.kv, plan.ctx, self.model.adapter)
+        return State(caches, self.model.config.rope_invalidates_keys)
+
+    def settings(self, plan: SessionPlan, lora: str | None) -> dict[str, Any]:
+        """For the report: every setting by its option's name, and the threads of the weight products."""
+        decoder = self.decoders[lora]
+        weight_threads = decoder.ops.threads
+        return {
+            "kv": str(plan.kv),
+            "weights": plan.weights,
+            "ctx": plan.ctx,
+            "device": self.device,
+            "threads": decoder.threads,
+            "decode_threads": weight_threads and weight_threads.decode,
+            "prompt_threads": weight_threads and weight_threads.prompt,
+            "adapter": self.model.adapter and self.model.adapter.path.name,
+            "lora": self.model.lora_text(lora),
+        }
+
+
+def open_model(path: Path, options: Options) -> Model:
+    """The model at ``path`` with the files that the options name. Raises CheckpointError or ConfigError."""
+    names = ("config", "tokenizer", "adapter", "lora", "loras")
+    return Model.open(path, **{name: getattr(options, name) for name in names})
+
+
+def load_model(options: Options, model: Model, progress: TaskProgress | None = None) -> LoadedModel:
+    """Checks the options against model and machine, then loads weights and compiles kernels.
+
+    progress(task, done, total) is called meanwhile. Raises an EdgeKVError, as `Session.load`.
+    """
+    plan = SessionPlan.make(
+        model, kv=options.kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget
+    )
+    if model.adapter:
+        model.adapter.require_scheme(plan.kv.scheme.name, *plan.kv.scheme.aliases)
+    device = resolve_device(options.device, plan.kv, model.config)
+    place = find_device(device)
+    place.require(plan.kv, model.config, slots=options.slots, loras=bool(model.loras))
+    parts = plan.parts(options.slots) | ({"loras": model.loras_bytes} if model.loras else {})
+    require_memory(parts, place.free_bytes())
+    tokenizer = open_tokenizer(model) if model.tokenizer_path is not None else None
+    form = model.weight_format(plan.weights)
+    with place.precompiling(plan.kv), memory_errors("loading", place.free_bytes):
+        decoder = place.decoder(model, form, plan.ctx, options.threads, progress)
+        plan = plan.with_kv(give_heads_bits(plan.kv, model, plan.weights, decoder, tokenizer, progress), model)
+        compile_s = warm_up(decoder, plan.kv, plan.ctx, progress)
+    scheduler = SerialScheduler(decoder.threads)
+    if options.slots > 1:
+        scheduler, decoder.chunk = BatchScheduler(decoder.threads), min(decoder.chunk, SHARED_CHUNK)
+    decoders: dict[str | None, Decoder] = {None: decoder}
+    for name in model.loras:
+        decoders[name] = decoder.with_changes(model.changes(name))
+        for compile_products in decoders[name].ops.warm_up():  # the base model's may be others
+            compile_products()
+    return LoadedModel(model, plan, decoders, scheduler, device, tokenizer, compile_s)
+
+
+def open_tokenizer(model: Model) -> Tokenizer:
+    """The model's tokenizer. Raises TokenizerError where it has none, or a damaged one."""
+    if model.tokenizer_path is None:
+        raise TokenizerError(
+            f"{model.path} has no tokenizer: copy tokenizer.json, tokenizer.model, or vocab.json and merges.txt "
+            "beside the weights, or pass tokenizer=PATH",
+            field="tokenizer",
+        )
+    return load_tokenizer(model.tokenizer_path, config=model.text_config)
+
+
+def warm_up(decoder: Decoder, kv: CacheSpec, ctx: int, progress: TaskProgress | None) -> float:
+    """Compiles the kernels of the scheme, and of those that it comes to use as it fills; returns the seconds.
+
+    Before any clock of a text starts. 0 where all were compiled before and are only loaded.
+    """
+    specs = (kv, *map(CacheSpec.parse, kv.scheme.packs_like))
+    n = min(WARM_UP_TOKENS, ctx)
+    calls = [call for spec in specs for call in decoder.warm_up(spec.layers(decoder.config, n))]
+    with CompileClock() as clock:
+        for i, call in enumerate(calls):
+            if progress:
+                progress(WARM_UP, i, len(calls))
+            call()
+    if progress:
+        progress(WARM_UP, len(calls), len(calls))
+    return clock.seconds

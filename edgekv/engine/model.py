@@ -1,0 +1,272 @@
+"""An opened model: where its weights are, what they will take, and what belongs to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from edgekv.checkpoint.adapter import Adapter
+from edgekv.checkpoint.checkpoint import holds_tokenizer, open_checkpoint, read_config
+from edgekv.checkpoint.hub import name_of
+from edgekv.checkpoint.lora import Delta, Lora
+from edgekv.checkpoint.shipped import find_model
+from edgekv.checks import Natural, read_fields
+from edgekv.engine.sampling import Divisor, SamplingParams, Share, Temperature
+from edgekv.errors import ConfigError
+from edgekv.files import user_path
+from edgekv.models import architecture
+from edgekv.models.architecture import Architecture
+from edgekv.models.config import ModelConfig
+from edgekv.models.llava import image_token
+from edgekv.types import Path, TaskProgress
+from edgekv.weights.checkpoint_weights import CheckpointWeights
+from edgekv.weights.formats import WeightFormat, idle_bytes, specs_bytes, store_specs, weight_format
+from edgekv.weights.ops import Changes, low_rank, low_rank_bytes
+from edgekv.weights.store import Rounding, WeightStore, is_store, open_or_build
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """An opened checkpoint or weight store; nothing large has been read yet.
+
+    path: what was opened. raw_config: its config.json. tokenizer_path: a file or folder, None where there is none.
+    weights: read on request. adapter: its weights are in place of the checkpoint's. lora: its changes are in the
+    weights. loras: by name,
+    beside the weights, for conversations that choose one.
+    """
+
+    path: pathlib.Path
+    raw_config: dict[str, Any]
+    tokenizer_path: pathlib.Path | None
+    weights: CheckpointWeights | WeightStore
+    adapter: Adapter | None = None
+    lora: Lora | None = None
+    loras: Mapping[str, Lora] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        config: Path | None = None,
+        tokenizer: Path | None = None,
+        adapter: Path | None = None,
+        lora: Path | None = None,
+        loras: Mapping[str, Path] = {},
+    ) -> Model:
+        """Opens a Hugging Face folder, a .safetensors or .gguf file or a store, and checks every tensor's shape.
+
+        path may also name a model that ships with edgekv (demo, scenes) or one of the Hub (org/name), which is
+        downloaded if it is not in the Hub's cache. adapter: an adapter.safetensors whose weights take the place of
+        the checkpoint's. lora: FOLDER or FOLDER:scale, merged into the weights first. loras: such ones by name,
+        which leave the weights as they are. Raises CheckpointError or ConfigError.
+        """
+        place = find_model(path)
+        given = user_path(tokenizer) if tokenizer else None
+        change = None if adapter is None else Adapter.open(adapter)
+        merged = None if lora is None else Lora.open(lora)
+        if is_store(place):
+            if merged:
+                raise merged.refuse_store(place)
+            store = WeightStore(place)
+            if change:
+                change.require_store(store.identity, place)
+            beside = place if holds_tokenizer(place) else None
+            model = cls(place, store.config, given or beside, store, change)
+        else:
+            source = open_checkpoint(place, config=config, tokenizer=tokenizer)
+            arch = architecture(source.config, source.tensors)
+            if merged:
+                source = merged.apply(source, arch)
+            if change:
+                source = change.apply(source)
+            weights = CheckpointWeights(source, arch)
+            folder = given or source.tokenizer_folder
+            model = cls(place, source.config, folder, weights, change, merged)
+        if change:
+            change.require_shape(model.config)
+        named = {name: Lora.open(given) for name, given in loras.items()}
+        for each in named.values():
+            each.deltas(model.arch, place)  # says what does not fit
+        return dataclasses.replace(model, loras=named)
+
+    @property
+    def name(self) -> str:
+        """For people: the file's or folder's, or the name on the Hub."""
+        return name_of(self.path) or self.path.name
+
+    @property
+    def identity(self) -> str:
+        """A hash of config and weights, by which sessions and stores know them: 16 hex digits."""
+        return (
+            self.weights.source.identity if isinstance(self.weights, CheckpointWeights) else self.weights.identity
+        )
+
+    @property
+    def adapted_identity(self) -> str:
+        """``identity``, changed by whatever its adapter sets."""
+        if self.adapter is None:
+            return self.identity
+        return hashlib.sha256((self.identity + self.adapter.content_hash).encode()).hexdigest()[:16]
+
+    @property
+    def loras_bytes(self) -> int:
+        """Of the matrices of ``loras`` in memory."""
+        return sum(low_rank_bytes(self.arch, self._deltas(each)) for each in self.loras.values())
+
+    def changes(self, name: str) -> Changes:
+        """One of ``loras``, read. Raises CheckpointError where it is not finite."""
+        return low_rank(self.arch, self._deltas(self.loras[name]))
+
+    def _deltas(self, lora: Lora) -> dict[str, Delta]:
+        return lora.deltas(self.arch, self.path)
+
+    def lora_text(self, name: str | None) -> str | None:
+        """For reports and saved sessions: the LoRA in the weights, and one of ``loras``, or None, beside them."""
+        merged = [] if self.lora is None else [str(self.lora)]
+        beside = [] if name is None else [f"{self.loras[name]} beside the weights"]
+        return " and ".join(merged + beside) or None
+
+    @property
+    def arch(self) -> Architecture:
+        """The names and shapes of its weights, and its blocks."""
+        return self.weights.arch
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape and constants of its decoder."""
+        return self.arch.config
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """config.json with what a multimodal model says of its decoder at the top level."""
+        text = self.raw_config.get("text_config")
+        return {**(text if isinstance(text, dict) else {}), **self.raw_config}
+
+    @property
+    def image_token(self) -> int | None:
+        """The token in a prompt that stands for an image; None: the model takes none."""
+        return image_token(self.raw_config)
+
+    @property
+    def placeholder(self) -> int:
+        """The token that counts for a position that holds an embedding."""
+        token = self.image_token
+        return token if token is not None and token < self.config.vocab_size else 0
+
+    @property
+    def is_store(self) -> bool:
+        """Whether it was opened as a weight store."""
+        return isinstance(self.weights, WeightStore)
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Types of a checkpoint's quantized weights, as its makers call them: "GPTQ 4-bit", "Q4_0"."""
+        return self.weights.kinds if isinstance(self.weights, CheckpointWeights) else ()
+
+    @property
+    def calibration(self) -> str | None:
+        """With what text a store's weights were rounded; None: without one."""
+        return self.weights.calibration if isinstance(self.weights, WeightStore) else None
+
+    @property
+    def n_parameters(self) -> int:
+        """Weights of the model; a tied embedding counts once."""
+        tables = sum(rows * columns for _, (rows, columns) in self.arch.tables().values())
+        linears = self.arch.linears()
+        if self.config.tied_embeddings:
+            linears.pop("head")
+        biases = sum(linear.rows for linear in linears.values() if linear.biases)
+        vectors = sum(size for _, size in self.arch.vectors().values())
+        arrays = sum(math.prod(shape) for _, shape in self.arch.arrays().values())
+        return tables + arrays + sum(linear.n_elements for linear in linears.values()) + biases + vectors
+
+    def summary(self) -> dict[str, Any]:
+        """What a report says of it: name, size, shapes."""
+        names = ("n_layers", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_positions")
+        return {
+            "name": self.name,
+            "model_type": self.config.model_type,
+            "n_parameters": self.n_parameters,
+            "identity": self.identity,
+            **{name: getattr(self.config, name) for name in names},
+        }
+
+    def weight_format(self, name: str) -> WeightFormat:
+        """The format that ``name`` means for this model; a store has its own.
+
+        Raises ConfigError (field weights).
+        """
+        if isinstance(self.weights, CheckpointWeights):
+            return weight_format(name, self.arch, self.weights.own_format)
+        if name not in ("auto", self.weights.form.name):
+            raise ConfigError(
+                f"weights={name!r}: {self.path} is a store of {self.weights.form.name} weights; leave `weights` "
+                "out, or give the original checkpoint",
+                field="weights",
+                value=name,
+                accepted=["auto", self.weights.form.name],
+            )
+        return self.weights.form
+
+    def weights_note(self, form: WeightFormat) -> str | None:
+        """What a user must know of these weights in this format."""
+        lost = self.weights.quantized_again(form) if isinstance(self.weights, CheckpointWeights) else ()
+        if not lost:
+            return None
+        formats = sorted({form.of(name).name for name in self.arch.linears()})
+        hint = "" if formats == ["int8-32"] else "; weights='int8-32' loses least"
+        return f"weights of type {', '.join(lost)} were quantized a second time, to {' and '.join(formats)}{hint}"
+
+    def weights_bytes(self, form: WeightFormat) -> int:
+        """Bytes of a store in this format: what decoding maps."""
+        return specs_bytes(store_specs(self.arch, form, self.weights.table_dtypes))
+
+    def idle_bytes(self, form: WeightFormat) -> int:
+        """Of these, bytes of the experts that a token does not go through: they stay in the mapped file."""
+        return idle_bytes(self.arch, store_specs(self.arch, form, self.weights.table_dtypes))
+
+    def store(
+        self, form: WeightFormat, progress: TaskProgress | None = None, rounding: Rounding | None = None
+    ) -> WeightStore:
+        """The weights as a store; a checkpoint's is made at the first call and kept in the cache folder.
+
+        rounding: where not every block is rounded by itself.
+        """
+        if isinstance(self.weights, WeightStore):
+            return self.weights
+        return open_or_build(rounding.weights if rounding else self.weights, form, progress, rounding)
+
+
+FILE = "generation_config.json"
+TEMPERATURE = 0.7  # greedy text of small models falls into loops
+
+
+class GenerationConfig(Struct):
+    """The fields of generation_config.json that say how to sample."""
+
+    do_sample: bool | None = None
+    temperature: Temperature | None = None
+    top_k: Natural | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: Divisor | None = None
+
+
+def sampling_defaults(model: Model) -> SamplingParams:
+    """What the file beside the weights says, else TEMPERATURE and the filters of `SamplingParams`.
+
+    Raises ConfigError where the file can't be read, or has other values than `SamplingParams` takes.
+    """
+    path = (model.path if model.path.is_dir() else model.path.parent) / FILE
+    config = read_fields(read_config(path), GenerationConfig, str(path)) if path.is_file() else GenerationConfig()
+    temperature = TEMPERATURE if config.temperature is None else config.temperature
+    said = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
+    given = {name: value for name, value in said.items() if value is not None}
+    return SamplingParams(temperature=0.0 if config.do_sample is False else temperature, **given)

@@ -1,0 +1,248 @@
+"""What a run did and how fast: filled by the session, printed as text, written as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from edgekv.engine.decoder import Decoder
+from edgekv.engine.drafts import DraftCounts
+from edgekv.engine.state import State
+from edgekv.files import atomic_write
+from edgekv.kvcache.recurrent import attending
+from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
+from edgekv.power.energy import EnergyReport
+from edgekv.vision.prompt import ImagesReport
+
+FinishReason = Literal["stop", "length"]
+"""OpenAI's: "stop" where the text came to its end, "length" where it was cut off."""
+
+
+@dataclass
+class RunReport:
+    """Counts and times of one run; None is "not measured", never 0.
+
+    settings: every setting of the run by its option's name, such as kv, weights, ctx, threads, seed.
+    model: `name`, `n_parameters`, and the shapes.
+    prefill_tokens: of the prompt, without those that the cache had already. prefill_s: the seconds that they took.
+    decode_latencies_s: seconds of each decode step, one entry per token; those of one pass share its time alike.
+    drafts: what became of the tokens that were guessed ahead; None before a text.
+    compile_s: seconds that compiling kernels took while the session was opened, in no other figure.
+    time_to_first_token_s: seconds from the prompt to the first token's text.
+    cache_bytes: of all layers' arrays; weights_bytes: what decoding maps; peak_rss_bytes: of the process so far.
+    visual_cache_bytes: the part of `cache_bytes` that holds images, where the scheme keeps them apart.
+    bytes_read_per_token: weights and cache that one decode step reads.
+    state_bytes: of layers that do not attend, with the snapshots of their states; None where all attend.
+    images: those of the prompt.
+    energy: joules by phase, where a meter was asked for.
+    machine: `edgekv.machine.machine_info`.
+    notes: warnings a reader of the numbers must see, a line each.
+    finish_reason: "stop" where the text came to its end, "length" where it was cut off, as OpenAI has it; None
+        while it goes on, or where it was interrupted.
+    finish_message: the same for people, with the limit that was met.
+    """
+
+    settings: dict[str, Any]
+    model: dict[str, Any]
+    prefill_tokens: int = 0
+    prefill_s: float | None = None
+    decode_latencies_s: list[float] = field(default_factory=list)
+    time_to_first_token_s: float | None = None
+    images: ImagesReport | None = None
+    cache_bytes: int | None = None
+    visual_cache_bytes: int | None = None
+    state_bytes: int | None = None
+    weights_bytes: int | None = None
+    bytes_read_per_token: int | None = None
+    peak_rss_bytes: int | None = None
+    energy: EnergyReport | None = None
+    notes: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    finish_message: str | None = None
+    drafts: DraftCounts | None = None
+    compile_s: float = 0.0
+    machine: dict[str, Any] = field(default_factory=machine_info)
+
+    def __post_init__(self) -> None:
+        self._pass_start = 0  # where the latest pass begins in decode_latencies_s
+
+    def add_latency(self, seconds: float, same_pass: bool) -> None:
+        """A token's seconds; ``same_pass``: it came from the same pass as the one before."""
+        latencies = self.decode_latencies_s
+        self._pass_start = self._pass_start if same_pass else len(latencies)
+        latencies.append(seconds)
+        tokens = slice(self._pass_start, None)
+        n = len(latencies) - self._pass_start
+        latencies[tokens] = [math.fsum(latencies[tokens]) / n] * n
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The older name of `finish_message`; the JSON has both."""
+        return self.finish_message
+
+    @property
+    def text_cache_bytes(self) -> int | None:
+        """The rest of the cache, where the scheme keeps images apart."""
+        if self.cache_bytes is None or self.visual_cache_bytes is None:
+            return None
+        return self.cache_bytes - self.visual_cache_bytes
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """Of the prompt; None where it was not measured."""
+        return _ratio(self.prefill_tokens, self.prefill_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Of all tokens but the first; None where there was none."""
+        return _ratio(len(self.decode_latencies_s), math.fsum(self.decode_latencies_s))
+
+    @property
+    def latency_median_ms(self) -> float | None:
+        """Milliseconds of a decode step, the median."""
+        return self._latency_percentile_ms(50)
+
+    @property
+    def latency_p95_ms(self) -> float | None:
+        """Milliseconds of a decode step, the 95th percentile."""
+        return self._latency_percentile_ms(95)
+
+    @property
+    def achieved_gb_per_s(self) -> float | None:
+        """Memory bandwidth that the median decode step reached, in 1e9 bytes per second."""
+        median_ms = self.latency_median_ms
+        return None if median_ms is None else _ratio(self.bytes_read_per_token, median_ms * 1e6)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field and every derived number, ready for JSON."""
+        ready: dict[str, Any] = _json_ready(
+            asdict(self)
+            | {
+                "stop_reason": self.stop_reason,
+                "text_cache_bytes": self.text_cache_bytes,
+                "decode_tokens": len(self.decode_latencies_s),
+                "prefill_tokens_per_s": self.prefill_tokens_per_s,
+                "decode_tokens_per_s": self.decode_tokens_per_s,
+                "latency_median_ms": self.latency_median_ms,
+                "latency_p95_ms": self.latency_p95_ms,
+                "achieved_gb_per_s": self.achieved_gb_per_s,
+            }
+        )
+        return ready
+
+    def to_text(self) -> str:
+        """The report for people: a line per topic and a line per note, without a final newline."""
+        settings = (f"{name} {value}" for name, value in self.settings.items() if value is not None)
+        parameters = _number(_ratio(self.model.get("n_parameters"), 1e6), ".1f", " M parameters")
+        prefill = _number(self.prefill_tokens_per_s, ".1f", " tokens/s")
+        bandwidth = _number(self.achieved_gb_per_s, ".2f", " GB/s")
+        rows = [
+            ("model", f"{self.model.get('name')}, {parameters}"),
+            ("settings", ", ".join(settings)),
+            *self._images_rows(),
+            *([("compiling", f"{self.compile_s:.1f} s for kernels, once per machine")] if self.compile_s else ()),
+            ("prefill", f"{self.prefill_tokens} tokens, {prefill}"),
+            ("first token", _number(self.time_to_first_token_s, ".3f", " s")),
+            ("decode", self._decode_text()),
+            *self._drafts_rows(),
+            (
+                "memory",
+                f"cache {_size(self.cache_bytes)}, {self._state_text()}weights {_size(self.weights_bytes)}, "
+                f"peak RSS {_size(self.peak_rss_bytes)}",
+            ),
+            *self._parts_rows(),
+            ("bandwidth", f"{bandwidth} achieved, {_size(self.bytes_read_per_token)} per token"),
+            *(self.energy.rows() if self.energy else ()),
+            ("stopped", self.finish_message or "not yet"),
+            *(("note", note) for note in self.notes),
+        ]
+        return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
+
+    def write_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `as_dict()` to `path`, whole or not at all. Raises CheckpointError where that fails."""
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+        atomic_write(path, text.encode())
+
+    def _latency_percentile_ms(self, percent: float) -> float | None:
+        if not self.decode_latencies_s:
+            return None
+        return float(np.percentile(self.decode_latencies_s, percent)) * 1e3
+
+    def _images_rows(self) -> list[tuple[str, str]]:
+        seen = self.images
+        return [("images", f"{seen.n}, {seen.tokens} tokens, {seen.seconds:.3f} s")] if seen else []
+
+    def _drafts_rows(self) -> list[tuple[str, str]]:
+        drafts = self.drafts
+        if drafts is None or drafts.source == "none":
+            return []
+        accepted = f"{drafts.accepted} of {drafts.proposed} tokens accepted"
+        per_pass = _number(_ratio(len(self.decode_latencies_s), drafts.passes), ".2f", " tokens per pass")
+        return [("drafts", f"{drafts.source}: {accepted}, {per_pass}")]
+
+    def _state_text(self) -> str:
+        return "" if self.state_bytes is None else f"state {_size(self.state_bytes)}, "
+
+    def _parts_rows(self) -> list[tuple[str, str]]:
+        if self.visual_cache_bytes is None:
+            return []
+        return [("cache", f"visual {_size(self.visual_cache_bytes)}, text {_size(self.text_cache_bytes)}")]
+
+    def _decode_text(self) -> str:
+        if not self.decode_latencies_s:
+            return "no token"
+        return (
+            f"{len(self.decode_latencies_s)} tokens, {_number(self.decode_tokens_per_s, '.2f', ' tokens/s')}, "
+            f"{self.latency_median_ms:.1f} ms/token median, {self.latency_p95_ms:.1f} ms p95"
+        )
+
+
+def measured(report: RunReport, state: State, decoder: Decoder, notes: Sequence[str]) -> RunReport:
+    """The report, with the bytes as they are now, and the notes of plan, images and cache."""
+    caches = state.caches
+    report.cache_bytes = state.kv_bytes
+    report.state_bytes = state.nbytes - state.kv_bytes or None
+    visual = [cache.visual_bytes for cache in caches if cache.visual_bytes is not None]
+    report.visual_cache_bytes = sum(visual) if visual else None
+    report.weights_bytes = decoder.ops.weights_bytes
+    read = decoder.weights.token_bytes + decoder.ops.changes_bytes
+    report.bytes_read_per_token = read + sum(cache.bytes_read() for cache in caches)
+    n_decoded = len(report.decode_latencies_s)
+    if report.drafts and report.drafts.accepted and n_decoded:
+        report.bytes_read_per_token = round(report.bytes_read_per_token * report.drafts.passes / n_decoded)
+    report.peak_rss_bytes = peak_rss_bytes()
+    seen = report.images.notes if report.images else ()
+    dropped = [f"overflow: {state.n_dropped} tokens between the first and the latest were dropped"]
+    report.notes = [*notes, *seen, *(dropped if state.n_dropped else ()), *attending(caches)[0].notes()]
+    return report
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator and denominator else None
+
+
+def _number(value: float | None, style: str, unit: str) -> str:
+    return "not measured" if value is None else f"{value:{style}}{unit}"
+
+
+def _size(n_bytes: int | None) -> str:
+    return "not measured" if n_bytes is None else f"{format_bytes(n_bytes)} ({n_bytes} B)"
+
+
+def _json_ready(value: Any) -> Any:
+    """`value` in JSON's own types: NumPy scalars unwrapped, NaN and infinity as None, other things as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_ready(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

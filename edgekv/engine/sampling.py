@@ -1,0 +1,362 @@
+"""From logits to the next token id: settings, penalties, filters, log probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from edgekv.checks import Count, Natural, check_fields, checked
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.kernels.arrays import to_host
+
+ZERO_IS_NONE = ("top_k", "repetition_window")
+
+Temperature = Annotated[float, Meta(ge=0, le=1e300, description="a number of 0 (greedy) or more")]
+Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
+Divisor = Annotated[float, Meta(ge=0.01, le=100, description="a number from 0.01 to 100; 1 is off")]
+Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number from -2 to 2; 0 is off")]
+Seed = Annotated[int, Meta(ge=0, lt=1 << 128, description="a whole number of 0 or more")]
+Token = Annotated[int, Meta(ge=0, lt=10**9)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Biases = Annotated[Mapping[Token, Bias], Meta(description="token ids, each with a number from -100 to 100")]
+
+
+def _option(metavar: str, text: str) -> Meta:
+    """What an option of the field is called in a command's help, and its help."""
+    return Meta(extra={"metavar": metavar, "help": text})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen: greedy unless a temperature is set; the filters' defaults are llama.cpp's.
+
+    temperature: divides the logits; 0 takes the most probable token and ignores top_k, top_p and min_p.
+    top_k: keep the k most probable tokens; None keeps all.
+    top_p: keep the smallest set of most probable tokens whose probability reaches top_p, one at least; 1 is off.
+    min_p: keep tokens at least min_p times as probable as the most probable one; 0 is off.
+    repetition_penalty: divides the positive and multiplies the negative logits of tokens already seen
+        (CTRL, arXiv:1909.05858, as in transformers), 0.01 to 100; 1 is off.
+    repetition_window: how many of the last tokens of prompt and output count as seen; None is all of them.
+    frequency_penalty: subtracted from a token's logit for each time that it was sampled, as OpenAI's; -2 to 2.
+    presence_penalty: subtracted once from the logit of a token that was sampled, as OpenAI's; -2 to 2.
+    logit_bias: token id to what is added to its logit, -100 to 100; in JSON the ids are texts.
+    seed: of the random generator; None draws one from the operating system.
+
+    0 for top_k or repetition_window, as llama.cpp has it, is None. Raises ConfigError, whose field is the
+    parameter, where a value is outside its range.
+    """
+
+    temperature: Annotated[Temperature, _option("T", "0 is greedy")] = 0.0
+    top_k: Annotated[Natural | None, _option("K", "keep the K likeliest tokens; 0 is off")] = 40
+    top_p: Annotated[Share, _option("P", "keep the likeliest tokens that have P of the probability; 1 is off")] = (
+        0.95
+    )
+    min_p: Annotated[Share, _option("P", "keep tokens at least P times as likely as the likeliest; 0 is off")] = (
+        0.05
+    )
+    repetition_penalty: Annotated[
+        Divisor, _option("R", "divides the logits of tokens in prompt and text; 1 is off")
+    ] = 1.0
+    repetition_window: Annotated[
+        Natural | None, _option("N", "how many of the last tokens that counts; 0: all")
+    ] = None
+    seed: Annotated[Seed | None, _option("SEED", "of the sampler (default: drawn, and reported)")] = None
+    frequency_penalty: Annotated[
+        Penalty, _option("F", "subtracted for each time that a token was written, -2 to 2; 0 is off")
+    ] = 0.0
+    presence_penalty: Annotated[
+        Penalty, _option("F", "subtracted once from tokens that were written, -2 to 2; 0 is off")
+    ] = 0.0
+    logit_bias: Annotated[
+        Biases | None, _option("ID=BIAS", "added to the logit of the token with this id, -100 to 100 (repeatable)")
+    ] = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.logit_bias, Mapping):
+            texts = re.compile(r"[0-9]{1,9}").fullmatch
+            ids = [int(i) if isinstance(i, str) and texts(i) else i for i in self.logit_bias]
+            object.__setattr__(self, "logit_bias", dict(zip(ids, self.logit_bias.values(), strict=True)))
+        check_fields(self)
+        for name in ZERO_IS_NONE:
+            object.__setattr__(self, name, getattr(self, name) or None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every setting by its name, as files and reports have it: 0 where top_k or repetition_window is None."""
+        return asdict(self) | {name: getattr(self, name) or 0 for name in ZERO_IS_NONE}
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often a token was sampled."""
+        return bool(self.frequency_penalty or self.presence_penalty)
+
+
+def adjusted(logits: Any, params: SamplingParams, history: Sequence[int], chosen: Mapping[int, int]) -> Any:
+    """logits (vocab,) with the repetition penalty, the other two, and the biases; the argument stays as it is.
+
+    history: ids of prompt and output. chosen: how often each token was sampled. Logits of a device stay there.
+    """
+    repeats, counts = params.repetition_penalty != 1 and len(history) > 0, params.counts and bool(chosen)
+    if not (repeats or counts or params.logit_bias):
+        return logits
+    logits = logits.copy()
+    if repeats:
+        latest = history if params.repetition_window is None else history[-params.repetition_window :]
+        seen = _on_device(np.unique(np.asarray(latest, np.int64)), logits)
+        values, penalty = logits[seen], np.float32(params.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if counts:
+        n = np.fromiter(chosen.values(), np.float32, len(chosen))
+        _add(logits, list(chosen), -(params.frequency_penalty * n + params.presence_penalty))
+    if params.logit_bias:
+        _add(logits, list(params.logit_bias), list(params.logit_bias.values()))
+    return logits
+
+
+def _add(logits: Any, ids: Sequence[int], values: Any) -> None:
+    places = _on_device(np.asarray(ids, np.int64), logits)
+    logits[places] = logits[places] + _on_device(np.asarray(values, np.float32), logits)
+
+
+def _on_device(array: Any, logits: Any) -> Any:
+    return np.asarray(array, like=logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Of one token: natural logarithms; ``top`` has the likeliest tokens at its place, the likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprob(logits: Any, token: int, n_top: int) -> TokenLogprob:
+    """Of ``token`` among logits (vocab,), which may lie on a device, and of the ``n_top`` likeliest."""
+    x = logits.astype(np.float64)
+    x -= np.max(x)
+    x -= np.log(np.sum(np.exp(x)))
+    ids = _largest(x, n_top)
+    places, values = to_host(ids), to_host(x[np.concatenate([np.asarray([token], like=ids), ids])])
+    top = zip(map(int, places), map(float, values[1:]), strict=True)
+    return TokenLogprob(token, float(values[0]), tuple(top))
+
+
+def _largest(x: Any, n: int) -> Any:
+    """Indices of the n largest, the largest first, of equals the lower one first; without a sort of them all."""
+    if n == 0:
+        return np.asarray([], np.int64, like=x)
+    ids = np.sort(np.argpartition(-x, n - 1)[:n]) if n < x.size else np.arange(x.size, like=x)
+    return ids[np.argsort(-x[ids], kind="stable")]
+
+
+def choose(logits: Any, params: SamplingParams, random: float) -> int:
+    """`edgekv.engine.sampling.Sampler.sample` for adjusted logits (vocab,) on a device, ``random`` its draw.
+
+    The same filters in the same order, sums in another order: a draw that falls within 1e-15 of the border between
+    two tokens may choose the other one.
+    """
+    largest = np.max(logits)
+    chosen = np.argmax(logits) if params.temperature == 0 else _drawn(logits, largest, params, random)
+    answer = to_host(np.stack([chosen.astype(np.float64), largest.astype(np.float64)]))
+    if not math.isfinite(answer[1]):
+        raise EdgeKVError(
+            f"the largest logit is {answer[1]}: the weights are damaged or a computation overflowed; "
+            "check the model file"
+        )
+    return int(answer[0])
+
+
+def _drawn(logits: Any, largest: Any, params: SamplingParams, random: float) -> Any:
+    """The id, still on the device, that `random` falls on."""
+    n = logits.size
+    scaled = (logits.astype(np.float64) - largest) / params.temperature
+    order = np.argsort(-scaled, kind="stable")  # of equals the lower id first
+    weights = np.exp(scaled[order])
+    if params.top_k is not None and params.top_k < n:
+        weights[params.top_k :] = 0
+    if params.top_p < 1:
+        sums = np.cumsum(weights)
+        weights[1:] *= sums[:-1] < params.top_p * sums[-1]
+    if params.min_p > 0:
+        weights *= weights >= params.min_p
+    if params.top_p == 1:  # the series then runs over ids, not from the likeliest on
+        by_id = np.empty_like(weights)
+        by_id[order] = weights
+        return _pick(by_id, random)
+    return order[_pick(weights, random)]
+
+
+def _pick(weights: Any, random: float) -> Any:
+    """The first index at which the sum of the weights exceeds random times their total, or the last."""
+    sums = np.cumsum(weights)
+    return np.minimum(np.sum(sums <= random * sums[-1]), sums.size - 1)
+
+
+class Sampler:
+    """Chooses tokens by `params`. Same seed and logits, same tokens: each sampler owns its generator (PCG64).
+
+    Filters run in the order of transformers: penalty, temperature, top-k, top-p, min-p. llama.cpp puts the
+    temperature last, so its top-p and min-p see other probabilities; with transformers' order the settings
+    published with a model mean what its authors measured.
+
+    `seed` is the seed really used, also where `params.seed` is None. With `n_logprobs`, 0 or more, `logprobs` has
+    an entry per sampled token: its log probability, and those of so many likeliest tokens. Raises ConfigError for
+    a bias of a token that the vocabulary lacks.
+    """
+
+    @checked(params="sampling")
+    def __init__(self, params: SamplingParams, vocab_size: Count, n_logprobs: Natural | None = None) -> None:
+        unknown = [token for token in params.logit_bias or () if token >= vocab_size]
+        if unknown:
+            raise ConfigError(
+                f"logit_bias has token {unknown[0]}: the model's ids run from 0 to {vocab_size - 1}",
+                field="logit_bias",
+                value=unknown[0],
+            )
+        self.params = params
+        self.logprobs: list[TokenLogprob] = []
+        self._n_logprobs = n_logprobs
+        self._counts: Counter[int] = Counter()  # of sampled tokens, where it matters
+        self.vocab_size = vocab_size
+        self.seed = secrets.randbits(32) if params.seed is None else params.seed
+        self._rng = np.random.Generator(np.random.PCG64(self.seed))
+        self._scaled: NDArray[np.float64] = np.empty(vocab_size, np.float64)
+
+    def sample(
+        self, logits: NDArray[np.float32], history: Sequence[int] = (), masked: NDArray[np.float32] | None = None
+    ) -> int:
+        """The next token id for `logits` (vocab_size,) after `history`, the ids of prompt and output so far.
+
+        masked: the logits with -inf where a constraint rules a token out; `logprobs` are those of `logits`. A tie
+        goes to the lowest id, in greedy choice and at the edge of top-k and top-p. `logits` is not changed. Raises
+        EdgeKVError for logits of another shape, or without a finite maximum.
+        """
+        if logits.shape != (self.vocab_size,):
+            raise EdgeKVError(
+                f"logits have shape {logits.shape}, not {(self.vocab_size,)}: "
+                "the sampler was made for another vocabulary"
+            )
+        changed = adjusted(logits if masked is None else masked, self.params, history, self._counts)
+        on_host = isinstance(changed, np.ndarray)
+        token = self._choose(changed) if on_host else choose(changed, self.params, self._random())
+        if self.params.counts:
+            self._counts[token] += 1
+        if self._n_logprobs is not None:
+            self.logprobs.append(token_logprob(logits, token, self._n_logprobs))
+        return token
+
+    def _random(self) -> float:
+        return self._rng.random() if self.params.temperature else 0.0
+
+    def _choose(self, logits: NDArray[np.float32]) -> int:
+        best = int(np.argmax(logits))  # NaN counts as the largest
+        if not math.isfinite(logits[best]):
+            raise EdgeKVError(
+                f"the largest logit is {logits[best]}: "
+                "the weights are damaged or a computation overflowed; check the model file"
+            )
+        if self.params.temperature == 0:
+            return best
+        ids, weights = self._candidates(logits, float(logits[best]))
+        cumulative = np.cumsum(weights)
+        chosen = int(np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right"))
+        return chosen if ids is None else int(ids[chosen])
+
+    def settings(self) -> dict[str, Any]:
+        """Every parameter by its name, for reports; seed is the one really used."""
+        return self.params.as_dict() | {"seed": self.seed}
+
+    def state(self) -> dict[str, Any]:
+        """The random generator's state, for JSON; `load_state` continues the same series."""
+        counts = {"counts": sorted(self._counts.items())} if self._counts else {}
+        return {"seed": self.seed, "generator": self._rng.bit_generator.state, **counts}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state()`. Raises EdgeKVError where it is not one, and changes nothing then."""
+        generator = np.random.PCG64()
+        try:
+            seed = int(state["seed"])
+            generator.state = state["generator"]
+            counts = Counter({operator.index(token): operator.index(n) for token, n in state.get("counts", ())})
+            if any(not 0 <= token < self.vocab_size or n < 0 for token, n in counts.items()):
+                raise ValueError(f"counts {counts!r:.60}")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise EdgeKVError(
+                f"the saved sampler state is damaged ({error!r}): start a new session instead"
+            ) from None
+        self.seed, self._counts = seed, counts
+        self._rng = np.random.Generator(generator)
+
+    def _candidates(
+        self, logits: NDArray[np.float32], largest: float
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+        """Ids that pass the filters (None: all) and their weights, probabilities but for a common factor."""
+        params, scaled = self.params, self._scaled
+        np.subtract(logits, largest, out=scaled, dtype=np.float64)
+        with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+            np.divide(scaled, params.temperature, out=scaled)
+        ids = None
+        if params.top_k is not None and params.top_k < self.vocab_size:
+            ids = _largest_k(scaled, params.top_k)
+            scaled = scaled[ids]
+        weights = np.exp(scaled, out=scaled)
+        if params.top_p < 1:
+            kept = _nucleus(weights, params.top_p)
+            ids, weights = kept if ids is None else ids[kept], weights[kept]
+        if params.min_p > 0:
+            kept = np.flatnonzero(weights >= params.min_p)  # the best token's weight is 1
+            ids, weights = kept if ids is None else ids[kept], weights[kept]
+        return ids, weights
+
+
+def open_sampler(
+    vocab_size: int, sampling: SamplingParams | Sampler | None, temperature: float | None, seed: int | None
+) -> Sampler:
+    """The sampler that the parameters of `Session.generate` ask for.
+
+    Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``.
+    """
+    if sampling is None:
+        sampling = SamplingParams(temperature=0.0 if temperature is None else temperature, seed=seed)
+    elif temperature is not None or seed is not None:
+        name = "seed" if temperature is None else "temperature"
+        raise ConfigError(
+            f"`sampling` and `{name}` are both given: leave one out, as `sampling` has a {name} of its own",
+            field="sampling",
+            value=sampling,
+        )
+    return sampling if isinstance(sampling, Sampler) else Sampler(sampling, vocab_size)
+
+
+def continued(last: Sampler | None, params: SamplingParams) -> SamplingParams | Sampler:
+    """The last text's sampler if it has these settings: its random numbers go on; else the settings."""
+    return last if last is not None and last.params == params else params
+
+
+def _largest_k(scores: NDArray[np.float64], k: int) -> NDArray[np.int64]:
+    """Ascending indices of the k largest scores, without a sort of them all."""
+    border = scores[np.argpartition(scores, -k)[-k]]
+    above = np.flatnonzero(scores > border)
+    ties = np.flatnonzero(scores == border)[: k - above.size]
+    return np.sort(np.concatenate((above, ties)))
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Indices of the fewest largest weights whose sum is at least top_p of the total, largest first."""
+    total = weights.sum()
+    # All weights below this floor add up to less than 1 - top_p, so none of them is needed or sorted.
+    floor = (1 - top_p) * total / weights.size
+    likely = np.flatnonzero(weights >= floor)
+    order = likely[np.argsort(-weights[likely], kind="stable")]
+    return order[: 1 + int(np.searchsorted(np.cumsum(weights[order]), top_p * total))]

@@ -1,0 +1,264 @@
+"""Whose turn it is to compute: one conversation with a decoder, or several, each in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from edgekv.engine.decoder import Decoder
+from edgekv.errors import SessionError
+from edgekv.kvcache.cache import LayerState
+from edgekv.machine import blas_threads
+from edgekv.types import F32
+
+PATIENCE_S = 0.02  # that a token waits for those of the other texts
+SHARED_CHUNK = 128  # tokens of a prompt between two tokens of others
+INTERRUPTED = "the thread that computed the next tokens of several texts was interrupted: go on with prompt=[]"
+
+Pause = Callable[[], None]
+
+
+class SerialScheduler:
+    """Runs decoders of the same weights in the caller's thread; raises SessionError when busy.
+
+    threads: cores for a prompt.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._lock = threading.Lock()
+
+    def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
+        """`Decoder.step`: logits (vocab,) after one more token of a text."""
+        with self._turn(1):
+            return decoder.step(token, caches)
+
+    def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
+        """`Decoder.steps`: logits (n, vocab) after each of a few."""
+        with self._turn(1):
+            return decoder.steps(tokens, caches)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[Pause]:
+        """For a prompt, or whatever else needs all cores; the pause lets tokens of others go first."""
+        with self._turn(self.threads):
+            yield lambda: None
+
+    def finish(self) -> None:
+        """Ends the text of this thread: no token waits for it."""
+
+    @contextlib.contextmanager
+    def _turn(self, threads: int) -> Iterator[None]:
+        if self._lock.locked():
+            raise SessionError(
+                "slots=1: these weights are computing for another conversation; let one wait for the other, or "
+                "load with slots=2 or more, one for each thread",
+                field="slots",
+                value=1,
+                accepted=["2 or more"],
+            )
+        with self._lock, blas_threads(threads):  # an interrupt before or behind it leaves nothing locked
+            yield
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """A token that waits for a pass, and what came of it."""
+
+    decoder: Decoder
+    token: int
+    caches: Sequence[LayerState]
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+    since_s: float = dataclasses.field(default_factory=time.monotonic)
+    logits: F32 | None = None
+    error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.logits is not None or self.error is not None
+
+
+class BatchScheduler(SerialScheduler):
+    """Conversations of several threads: tokens share passes of the linear layers, prompts are read one by one.
+
+    Only those of one decoder do: with several LoRAs beside the weights a pass is made for each in turn.
+
+    A pass begins when every text that is being written has asked for its next token, or one has waited for
+    PATIENCE_S. Whoever finds it so computes it; the others wait. A thread may be interrupted (KeyboardInterrupt)
+    anywhere: it leaves neither its turn nor its token behind.
+    """
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._prompt = threading.Lock()  # scratch of a prompt lives on while it pauses
+        self._changed = threading.Condition()
+        self._computing: int | None = None  # the thread whose turn it is
+        self._has_prompt = False  # while one is read, a pass begins only where the prompt pauses for it
+        self._lets_pass = False
+        self._writing: set[int] = set()  # threads whose text goes on
+        self._waiting: list[_Request] = []
+        self._pass: list[_Request] = []  # what is being computed
+
+    def step(self, decoder: Decoder, token: int, caches: Sequence[LayerState]) -> F32:
+        """`SerialScheduler.step`. Raises what the pass raised: then no conversation of it has its token.
+
+        SessionError where the thread that computed the pass was interrupted; the others may ask again.
+        """
+        self._require_outside()
+        request = _Request(decoder, token, caches)
+        try:
+            if self._begins_pass(request):
+                self._compute(self._pass)
+        finally:
+            _to_the_end(functools.partial(self._settle, request))
+        if request.error is not None:
+            raise request.error
+        assert request.logits is not None
+        return request.logits
+
+    def steps(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
+        """`SerialScheduler.steps`, by itself: drafts don't wait for others."""
+        self._require_outside()
+        try:
+            self._take_turn()
+            with blas_threads(1):
+                return np.array(decoder.steps(tokens, caches))
+        finally:
+            _to_the_end(self._give_turn)
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[Pause]:
+        """`SerialScheduler.exclusive`; waits for its turn."""
+        self._require_outside()
+        self.finish()
+        with self._prompt:
+            try:
+                self._has_prompt = True  # else texts that are quick to ask again would keep it out
+                self._take_turn()
+                with blas_threads(self.threads):
+                    yield self._pause
+            finally:
+                _to_the_end(self._end_prompt)
+
+    def finish(self) -> None:
+        """See `SerialScheduler`."""
+        with self._changed:
+            self._writing.discard(threading.get_ident())
+            self._changed.notify_all()
+
+    def _require_outside(self) -> None:
+        """SessionError within `exclusive` of the same thread, which would wait for itself."""
+        if self._computing == threading.get_ident():
+            raise SessionError("this thread computes with these weights already: end that first")
+
+    def _pause(self) -> None:
+        with self._changed:
+            if self._is_due():
+                self._lets_pass = True
+                self._give_turn()
+                self._changed.wait_for(self._has_paused)
+                self._lets_pass = False
+                self._computing = threading.get_ident()
+
+    def _has_paused(self) -> bool:
+        """Whether one pass has come and gone since the prompt let it, or nobody wants one any more."""
+        return self._computing is None and not (self._lets_pass and self._waiting)
+
+    def _begins_pass(self, request: _Request) -> bool:
+        """Waits for a pass. True: this thread is to compute it. False: another one has."""
+        with self._changed:
+            self._writing.add(request.thread)
+            self._waiting.append(request)
+            self._changed.notify_all()
+            while not request.is_done:
+                if request in self._waiting and self._may_begin():
+                    self._computing, self._lets_pass = request.thread, False
+                    self._pass, self._waiting = self._waiting, []
+                    self._writing = {each.thread for each in self._pass}  # who was waited for in vain is out
+                    return True
+                self._changed.wait(PATIENCE_S)
+            return False
+
+    def _settle(self, request: _Request) -> None:
+        """Afterwards nobody computes with a token's caches, whether or not its thread was interrupted."""
+        with self._changed:
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self._writing.discard(request.thread)
+            if self._computing == request.thread:
+                for each in self._pass:
+                    if not each.is_done:
+                        each.error = SessionError(INTERRUPTED)
+                self._pass = []
+                self._give_turn()
+            self._changed.wait_for(lambda: request not in self._pass)
+
+    def _may_begin(self) -> bool:
+        """Whether it is the turn of a pass."""
+        is_free = self._computing is None and (self._lets_pass or not self._has_prompt)
+        return is_free and self._is_due()
+
+    def _is_due(self) -> bool:
+        """Whether a pass should begin."""
+        if not self._waiting:
+            return False
+        overdue = time.monotonic() - self._waiting[0].since_s > PATIENCE_S
+        return overdue or len(self._waiting) >= len(self._writing)
+
+    def _take_turn(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._computing is None)
+            self._computing = threading.get_ident()
+
+    def _give_turn(self) -> None:
+        """Ends this thread's turn, if it has one."""
+        with self._changed:
+            if self._computing == threading.get_ident():
+                self._computing = None
+            self._changed.notify_all()
+
+    def _end_prompt(self) -> None:
+        self._has_prompt = self._lets_pass = False
+        self._give_turn()
+
+    def _compute(self, batch: Sequence[_Request]) -> None:
+        """One pass for all of them, or for those of each decoder; an interrupt goes to this thread alone."""
+        groups: dict[int, list[_Request]] = {}
+        for request in batch:
+            groups.setdefault(id(request.decoder), []).append(request)
+        for group in groups.values():
+            _compute_group(group)
+
+
+def _compute_group(group: Sequence[_Request]) -> None:
+    decoder = group[0].decoder
+    try:
+        with blas_threads(1):
+            if len(group) == 1:
+                rows = decoder.step(group[0].token, group[0].caches)[None]
+            else:
+                rows = decoder.step_together([a.token for a in group], [a.caches for a in group])
+        for request, row in zip(group, np.array(rows), strict=True):
+            request.logits = row
+    except Exception as error:
+        for request in group:
+            request.error = error
+
+
+def _to_the_end(work: Callable[[], None]) -> None:
+    """Calls what may be called again until it comes to its end; an interrupt meanwhile is raised behind it."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            work()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,460 @@
+"""A conversation with a model: load, generate, continue, save, restore, fork."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgekv.checks import Count, Natural, checked, checked_value
+from edgekv.engine.decoder import Decoder
+from edgekv.engine.drafts import open_drafts
+from edgekv.engine.generation import Generation, StepIterator, Stops
+from edgekv.engine.grammar import Constraint, find_constraint
+from edgekv.engine.loading import LoadedModel, load_model, open_caches, open_model, open_tokenizer, warm_up
+from edgekv.engine.options import LoadOptions, Options, SessionPlan
+from edgekv.engine.report import RunReport, measured
+from edgekv.engine.runner import Runner
+from edgekv.engine.sampling import Sampler, SamplingParams, open_sampler
+from edgekv.engine.session_file import SavedState, save_state
+from edgekv.engine.state import State
+from edgekv.errors import ContextError, SessionError
+from edgekv.kernels.arrays import to_host
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.cache import LayerState
+from edgekv.kvcache.choice import DEFAULT
+from edgekv.machine import format_bytes
+from edgekv.text import Tokenizer
+from edgekv.text.template import without_places
+from edgekv.types import F32, LayerProgress, Path, TaskProgress
+from edgekv.vision import ImageSource, Vision, check_places, require_placeholder
+from edgekv.vision.prompt import Embeddings, ImagesReport, Prompt
+from edgekv.weights.ops import NumpyOps
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Session:
+    """One conversation with a model. Shares nothing with other sessions but, as a `fork`, the weights.
+
+    A context manager: at its end, or with `close`, the caches are freed, and the session refuses to go on.
+    model: the opened checkpoint; config: its shape; plan: scheme, context and bytes; tokenizer: None where the
+    model has none. What changes the conversation raises SessionError while a text is being generated.
+    """
+
+    @classmethod
+    def load(cls, path: Path, *, progress: TaskProgress | None = None, **options: Unpack[LoadOptions]) -> Session:
+        """Opens a model for a new conversation: ``Session.load("demo", kv="onebit", ctx=4096)``.
+
+        path: a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, "demo" or
+        "scenes", which ship with edgekv, or a model of the Hub: "org/name", "org/name@revision" or
+        "org/name:file.gguf", downloaded once. options: see `LoadOptions`. progress(task, done, total) is called
+        while weights are quantized and kernels compiled. Raises an EdgeKVError: a bad file or option, a context
+        beyond the model, too little memory (computed before it is taken).
+        """
+        given, path = Options.of(options), checked_value("model", path, Path)
+        checked_value("progress", progress, TaskProgress | None)
+        loaded = load_model(given, open_model(path, given), progress)
+        return cls(loaded, loaded.plan, given, compile_s=loaded.compile_s)
+
+    @classmethod
+    def restore(
+        cls,
+        path: Path,
+        model: Path | Session,
+        *,
+        progress: TaskProgress | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> Session:
+        """The conversation that `save` wrote, with its scheme, context and sampler; its next tokens are those
+        that the saved session would have had.
+
+        model: where the weights are, with the options of `load`, or a session whose loaded weights to share (its
+        context must be as long). Raises SessionError for a file that is damaged, foreign, or of another model,
+        ``weights``, ``kv``, ``kv_budget`` or ``ctx``, where these are given.
+        """
+        checked_value("progress", progress, TaskProgress | None)
+        given, saved = Options.of(options), SavedState(checked_value("session", path, Path))
+        saved.require_scheme(given.kv, given.ctx, given.kv_budget)
+        if isinstance(model, Session):
+            lora = saved.require_model(model.model)
+            saved.require_weights(model.plan.weights)
+            session = model._forked(saved.kv, saved.ctx, given, lora)
+        else:
+            opened = open_model(checked_value("model", model, Path), given)
+            lora = saved.require_model(opened)
+            saved.require_weights(saved.weights if given.weights == "auto" else given.weights)
+            as_saved = dataclasses.replace(given, kv=saved.kv, ctx=saved.ctx, weights=saved.weights)
+            loaded = load_model(as_saved, opened, progress)
+            session = cls(loaded, loaded.plan, given, lora=lora, compile_s=loaded.compile_s)
+        saved.fill(session._state, session.config)
+        return session
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: SessionPlan,
+        options: Options,
+        *,
+        lora: str | None = None,
+        compile_s: float = 0.0,
+    ) -> None:
+        """An empty conversation on loaded weights: `load` and `fork` make one."""
+        self.model, self.plan, self.config = loaded.model, plan, loaded.model.config
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self._loaded, self._options, self._lora, self._compile_s = loaded, options, lora, compile_s
+        drafts = open_drafts(options.draft, self.config, loaded.device, options.slots)
+        decoder, slides = loaded.decoder(lora), options.overflow == "slide"
+        self._open_runner: Runner | None = Runner(
+            loaded.new_state(plan), decoder, loaded.scheduler, plan.ctx, self.model.placeholder, slides, drafts
+        )
+        self._report = self._new_report()
+        self._steps: weakref.ref[StepIterator] | None = None  # its caller may exhaust, close or drop it
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        about, runner = f"{self.model.name}, kv {self.plan.kv.short}", self._open_runner
+        if runner is None:
+            return f"<edgekv.Session {about}, closed>"
+        held = f"{len(runner.state.tokens)} of {runner.ctx} tokens, cache {format_bytes(self.nbytes)}"
+        return f"<edgekv.Session {about}, {held}>"
+
+    @property
+    def _runner(self) -> Runner:
+        """Raises SessionError when the session is closed."""
+        if self._open_runner is None:
+            raise SessionError(f"this session of {self.model.name} is closed: load another, or restore one")
+        return self._open_runner
+
+    @property
+    def _state(self) -> State:
+        return self._runner.state
+
+    @property
+    def lora(self) -> str | None:
+        """The name of the LoRA that is applied beside the weights."""
+        return self._lora
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches' arrays."""
+        return self._state.nbytes
+
+    @property
+    def caches(self) -> Sequence[LayerState]:
+        """Each layer's cache, or the state of one that does not attend; to look at."""
+        return self._state.caches
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of prompt and output; the last may not be in the caches yet."""
+        return self._state.tokens
+
+    @property
+    def memo(self) -> dict[str, Any]:
+        """What its owner wants to be saved with it, as JSON."""
+        return self._state.memo
+
+    @property
+    def last_sampler(self) -> Sampler | None:
+        """The sampler of the last text."""
+        return self._state.sampler
+
+    @property
+    def n_dropped(self) -> int:
+        """Tokens that left the conversation when it outgrew the context."""
+        return self._state.n_dropped
+
+    @property
+    def n_read(self) -> int:
+        """Tokens that the latest prompt put into the caches, with what was pending before it."""
+        return self._runner.n_read
+
+    @property
+    def can_slide(self) -> bool:
+        """Whether the oldest tokens leave when the context is full."""
+        return self._runner.slides
+
+    @property
+    def vision(self) -> Vision:
+        """The model's vision encoder. Raises ImageError where there is none."""
+        return self._loaded.vision
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises TokenizerError where it has none."""
+        return self.tokenizer or open_tokenizer(self.model)
+
+    def require_idle(self) -> None:
+        """Raises SessionError while a text is being generated, and when it is closed."""
+        self._idle_runner()
+
+    def _idle_runner(self) -> Runner:
+        if self._running() is not None:
+            raise SessionError("this session is generating a text: exhaust or close its iterator first")
+        self._runner.require_free()
+        return self._runner
+
+    def _running(self) -> StepIterator | None:
+        """The latest text's steps, while another can be asked for."""
+        steps = self._steps and self._steps()
+        return steps if steps and inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED else None
+
+    def _new_report(self, images: ImagesReport | None = None, **settings: Any) -> RunReport:
+        """Of a text that has not begun. settings: its own."""
+        all_settings = self._loaded.settings(self.plan, self._lora) | settings
+        return RunReport(all_settings, self.model.summary(), images=images, compile_s=self._compile_s)
+
+    @checked()
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt; the beginning-of-text token is added only to an empty conversation."""
+        return self.require_tokenizer().encode(text, bos=not self.tokens)
+
+    @checked()
+    def prompt(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> Prompt:
+        """Token ids and, in place of its `<image>` tokens, the embeddings of images: files or Pillow images.
+
+        Without such tokens the images come first; in a text without images `<image>` is text. Raises ImageError: a
+        file that is no image, more or fewer images than `<image>` tokens, a model that takes none.
+        """
+        return self._prompt(prompt, images, bos=not self.tokens)[0]
+
+    def _prompt(
+        self, prompt: str | Prompt, images: Sequence[ImageSource], bos: bool
+    ) -> tuple[Prompt, ImagesReport | None]:
+        """`prompt`, and what is to be reported of its images. bos: whether it begins a conversation."""
+        if isinstance(prompt, str) and not images:
+            prompt = without_places(prompt, self.require_tokenizer())
+        pieces = self.require_tokenizer().encode(prompt, bos=bos) if isinstance(prompt, str) else prompt
+        token = self.model.image_token
+        if images:
+            require_placeholder(prompt, pieces, self.vision.image_token)
+            first = self.tokenizer.bos_id if self.tokenizer and bos else None
+            with self.exclusive():
+                return self.vision.placed(pieces, images, first)
+        if token is not None:
+            check_places(pieces, token, 0)
+        return pieces, None
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Within it no conversation of these weights computes: for other work with all cores.
+
+        One of another thread waits for its end where they were loaded with ``slots``; else it raises SessionError.
+        """
+        return self._runner.scheduler.exclusive()
+
+    @checked()
+    def prefill(
+        self, prompt: str | Prompt, images: Sequence[ImageSource] = (), progress: LayerProgress | None = None
+    ) -> F32:
+        """(vocab,) float32: logits after a prompt, which is appended to the conversation. See `prompt`."""
+        runner = self._idle_runner()
+        ids, spans = runner.flatten_prompt(self.prompt(prompt, images), runner.slides)
+        return to_host(runner.append(ids, spans, progress=progress)[0])
+
+    @checked()
+    def generate(
+        self,
+        prompt: str | Prompt,
+        *,
+        images: Sequence[ImageSource] = (),
+        max_new_tokens: Count = 128,
+        sampling: SamplingParams | Sampler | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        stop: Stops = (),
+        json_schema: Mapping[str, Any] | None = None,
+        constraint: Constraint | None = None,
+        progress: LayerProgress | None = None,
+    ) -> StepIterator:
+        """An iterator of tokens that continue the conversation with a prompt and ``images``: see `prompt`.
+
+        Nothing of the conversation changes before its first step.
+        sampling: how tokens are chosen; a Sampler goes on with its series of random numbers, as with ``prompt=[]``
+            and `last_sampler` the last text does. temperature, seed: these two of `SamplingParams` instead, the
+            others at their defaults; without either the most probable token is taken.
+        stop: texts that end the answer and are not part of it. json_schema: the answer is JSON of this schema, by
+            the llguidance library; constraint: rules tokens out in a way of your own instead.
+        progress(layer, n_layers) is called during prefill.
+
+        Ends at an end-of-text token, a stop string, the constraint's end, ``max_new_tokens``, or a full context;
+        the last step's ``finish_reason`` says which. Raises ContextError when the prompt does not fit, ConfigError
+        for a schema that can't be followed, ``json_schema`` beside ``constraint`` and ``sampling`` beside
+        ``temperature`` or ``seed``, SessionError while another iterator is neither exhausted nor closed.
+        """
+        runner = self._idle_runner()
+        constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
+        sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed)
+        image_token = self.model.image_token
+        generation = Generation(runner, self.tokenizer, sampler, max_new_tokens, stop, constraint, image_token)
+        pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
+        ids, spans = runner.flatten_prompt(pieces, runner.slides)
+        report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
+        report.prefill_tokens = len(ids)  # until they are read
+        steps = generation.steps(ids, spans, report, progress)
+        self._idle_runner()  # another thread may have begun a text meanwhile
+        self._steps, self._report = weakref.ref(steps), report
+        return steps
+
+    @checked()
+    def logits(self, prompt: str | Prompt, images: Sequence[ImageSource] = ()) -> F32:
+        """(n, vocab) float32: logits after each token id or row of embeddings of a prompt, which is appended.
+
+        See `prompt`.
+        """
+        runner = self._idle_runner()
+        ids, spans = runner.flatten_prompt(self.prompt(prompt, images))
+        return to_host(runner.append(ids, spans, n_logits=len(ids)))
+
+    @checked()
+    def embed(self, text: str | Sequence[int]) -> F32:
+        """(hidden_size,) float32 of length 1: the text as a vector, apart from the conversation.
+
+        The mean of the tokens' last hidden states, behind the final norm. Vectors of one model can be compared by
+        their inner product. Raises ContextError for a text longer than the
+        context, TokenizerError for ids beyond the vocabulary.
+        """
+        pieces = self._prompt(text, (), bos=True)[0]
+        ids = [piece for piece in pieces if isinstance(piece, int)]
+        runner, ctx = self._runner, self.plan.ctx
+        runner.require_known(ids)
+        if not 1 <= len(ids) <= ctx:
+            raise ContextError(
+                f"the text has {len(ids)} tokens; accepted: 1 to ctx={ctx}",
+                field="text",
+                value=len(ids),
+                accepted=[f"1 to {ctx} tokens"],
+            )
+        with self.exclusive():
+            decoder, weights = runner.decoder, runner.decoder.weights
+            caches = open_caches(decoder, CacheSpec.parse(DEFAULT), len(ids))
+            hidden = decoder.prefill(decoder.embed(ids, 0), caches)
+            states: F32 = np.asarray(weights.arch.final_norm(NumpyOps(weights), hidden), np.float32)
+        mean = states.mean(axis=0)
+        vector: F32 = mean / np.linalg.norm(mean)
+        return vector
+
+    def report(self) -> RunReport:
+        """Counts, times and bytes of the last `generate`."""
+        return measured(self._report, self._state, self._runner.decoder, self.plan.notes)
+
+    @checked()
+    def rewind(self, n_tokens: Natural) -> None:
+        """Forgets all but the first ``n_tokens`` of the conversation.
+
+        What a scheme can't keep of them is computed again with the next prompt: nothing after a rewind by a
+        quarter of its exact window, else up to two windows (docs/lab/quality.md). Raises ContextError below 0.
+        """
+        self._idle_runner().state.rewind(n_tokens)
+
+    @checked()
+    def align(self, prompt: str | Prompt, n_first: Natural | None = None) -> list[int | Embeddings]:
+        """Rewinds to where the conversation and a whole prompt part; returns what `generate` must add to it.
+
+        That is at least its last piece, whose logits are needed. A text is encoded as the beginning of a
+        conversation. n_first: so many tokens at its beginning stay when the context slides.
+        """
+        runner = self._idle_runner()
+        whole = self._prompt(prompt, (), bos=True)[0] if isinstance(prompt, str) else prompt
+        runner.require_prompt(whole)
+        pieces = runner.state.align(whole)
+        if n_first is not None:
+            runner.state.n_first = n_first
+        return pieces
+
+    def shared_prefix(self, prompt: Prompt) -> int:
+        """Tokens that the conversation and a prompt have in common at their beginning."""
+        return self._state.shared(prompt)[0]
+
+    def reset(self) -> None:
+        """Forgets the conversation, with the history that a chat keeps of it; the model stays loaded."""
+        self.use_lora(self._lora)
+
+    def close(self) -> None:
+        """Frees the caches; a text that is being generated ends. What has been closed may be closed again."""
+        steps = self._running()
+        if steps is not None:
+            steps.close()
+        if self._open_runner is not None:
+            self._open_runner.state.caches = []
+            self._open_runner = None
+
+    @checked()
+    def use_lora(self, name: str | None) -> None:
+        """Forgets the conversation, and goes on with one of the ``loras`` that were loaded; None: without.
+
+        Raises ConfigError for another name.
+        """
+        decoder = self._loaded.decoder(name)
+        self._idle_runner().state.clear()
+        self._run_on(decoder, name)
+
+    def _run_on(self, decoder: Decoder, lora: str | None) -> None:
+        self._runner.decoder, self._lora = decoder, lora
+        self._report = self._new_report()
+
+    @checked(path="session")
+    def save(self, path: Path) -> int:
+        """Writes the conversation, its compressed cache and its sampler to a file; returns the file's bytes.
+
+        Whatever happens meanwhile, the file is the new one, whole, or what it was before. Raises CheckpointError
+        when it can't be written.
+        """
+        return save_state(path, self._state, self.model, self._lora, self.plan)
+
+    @checked(path="session")
+    def load_state(self, path: Path) -> None:
+        """Replaces the conversation by a saved one of the same model, scheme and context, with its LoRA.
+
+        Raises SessionError, and keeps the present one, when the file does not fit; MemoryBudgetError where its
+        caches don't fit beside the present ones.
+        """
+        saved, runner = SavedState(path), self._idle_runner()
+        lora = saved.require_plan(self.model, self.plan)
+        state = self._loaded.new_state(self.plan)
+        saved.fill(state, self.config)
+        runner.state = state
+        self._run_on(self._loaded.decoder(lora), lora)
+
+    @checked()
+    def fork(self, *, kv: str | CacheSpec | None = None, ctx: Count | None = None) -> Session:
+        """Another, empty conversation on the weights that are loaded, for up to as many tokens.
+
+        The two share scratch memory. In one thread they may take turns, token by token; for threads of their own
+        load with as many ``slots``, else SessionError is raised where one computes while the other does. Raises
+        ContextError, CacheError, and MemoryBudgetError when its cache doesn't fit.
+        """
+        _ = self._runner  # a closed session refuses
+        return self._forked(self.plan.kv if kv is None else kv, ctx or self.plan.ctx, self._options, self._lora)
+
+    def _forked(self, kv: str | CacheSpec, ctx: int, options: Options, lora: str | None) -> Session:
+        loaded = self._loaded
+        plan = loaded.fork_plan(kv, ctx)
+        session = Session(loaded, plan, options, lora=lora)
+        if plan.kv != self.plan.kv:
+            session._compile_s = warm_up(loaded.decoder(lora), plan.kv, plan.ctx, None)
+            session._report = session._new_report()
+        return session
+
+    @checked()
+    def copy_from(self, other: Session) -> None:
+        """Takes over the conversation of another session of the same model, LoRA, scheme and context; both go on.
+
+        Not how its last text was sampled. Raises SessionError for another plan, MemoryBudgetError where its caches
+        don't fit beside the present ones.
+        """
+        state = self._idle_runner().state
+        mine, theirs = ((each.model.path, each.lora, each.plan.kv, each.plan.ctx) for each in (self, other))
+        if mine != theirs:
+            raise SessionError(f"{other} can't be taken over by {self}: model, LoRA, kv and ctx must be the same")
+        state.copy_from(other._state, self._loaded.new_state(self.plan).caches)

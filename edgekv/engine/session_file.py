@@ -1,0 +1,357 @@
+"""Saving and restoring a session; file contents are untrusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edgekv.checkpoint.tensors import DTYPES, Tensors, TensorWriter
+from edgekv.checks import Count, Natural, short_repr
+from edgekv.engine.model import Model
+from edgekv.engine.options import SessionPlan
+from edgekv.engine.sampling import Sampler, SamplingParams
+from edgekv.engine.state import EmbeddingSpan, State, used_part
+from edgekv.errors import CacheError, CheckpointError, ConfigError, SessionError
+from edgekv.files import open_regular, user_path
+from edgekv.kernels.arrays import to_host
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.cache import LayerState
+from edgekv.machine import __version__
+from edgekv.models.config import ModelConfig
+from edgekv.types import Array
+
+OLD_MAGIC = b"edgekv session\r\n"  # of files before 0.10, which had a container of their own
+VERSION = "2"
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def checksum(content: bytes, arrays: Iterable[tuple[str, str, Sequence[int], Array]]) -> str:
+    """CRC-32 of a session's content and of each array's name, safetensors type, shape and elements."""
+    crc = zlib.crc32(content)
+    for name, dtype, shape, array in arrays:
+        crc = zlib.crc32(f"{name} {dtype} {list(shape)}".encode(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, crc)
+    return f"{crc:08x}"
+
+
+def write(path: str | os.PathLike[str], content: Mapping[str, Any], arrays: Mapping[str, Array]) -> int:
+    """Writes ``content`` (JSON) and C-contiguous arrays whole or not at all; returns the bytes.
+
+    A safetensors file: content and `checksum` are its metadata, and each array is cut to what is used of it.
+    Raises CheckpointError when the file can't be
+    written: a full disk, a missing folder; SessionError for content that is no JSON.
+    """
+    try:
+        text = json.dumps(content, allow_nan=False, ensure_ascii=False)
+        encoded = text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SessionError(
+            f"{path}: the session's memo is no JSON ({error}); keep texts, finite numbers, lists and dicts in it",
+            field="memo",
+        ) from None
+    used = {name: array[used_part(array)] for name, array in arrays.items()}
+    specs = {name: (NAMES[array.dtype], array.shape) for name, array in used.items()}
+    crc = checksum(encoded, ((name, *specs[name], array) for name, array in used.items()))
+    metadata = {"edgekv_session": VERSION, "crc32": crc, "content": text}
+    with TensorWriter(user_path(path), specs, metadata, private=True) as file:
+        for name, array in used.items():
+            file.write(name, array)
+    return file.nbytes
+
+
+class SessionFile:
+    """An opened session file whose every byte has been checked. content: its JSON.
+
+    Raises SessionError when it is missing, foreign, of another version, truncated or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = user_path(path)
+        try:
+            with open_regular(self.path) as file:
+                begin = file.read(4096)
+            if begin.startswith(OLD_MAGIC):
+                raise self._error(f"was written by {_old_version(begin)}: open it with that")
+            self._tensors = Tensors.open(self.path)
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror or error})") from error
+        except CheckpointError as error:
+            raise self._error(
+                f"is damaged, or no session ({short_repr(str(error.__cause__ or error))})"
+            ) from error
+        self.nbytes, metadata = self._tensors.files[0].nbytes, self._tensors.metadata
+        if "edgekv_session" not in metadata:
+            raise self._error("is no edgekv session")
+        if metadata["edgekv_session"] != VERSION:
+            found = short_repr(metadata["edgekv_session"])
+            raise self._error(f"has format version {found}, this edgekv reads {VERSION}")
+        content = metadata.get("content", "").encode(errors="replace")
+        if metadata.get("crc32") != self._checksum(content):
+            raise self._error("is damaged: its content does not match its checksum")
+        try:
+            self.content: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])  # refuses NaN
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"is damaged: its content is no session's ({short_repr(str(error))})") from None
+
+    def _checksum(self, content: bytes) -> str:
+        try:
+            return checksum(content, ((name, x.dtype, x.shape, x.read()) for name, x in self._tensors.items()))
+        except CheckpointError as error:
+            raise self._error(f"is damaged ({error})") from None
+
+    def require(self, arrays: Mapping[str, Array]) -> None:
+        """Raises SessionError unless the file holds just these arrays, of their types, none larger."""
+        for name in sorted(self._tensors.keys() | arrays.keys()):
+            array = arrays.get(name)
+            if name in self._tensors and array is not None:
+                stored = self._tensors[name]
+                is_type = DTYPES[stored.dtype] == array.dtype and len(stored.shape) == array.ndim
+                if is_type and all(n <= most for n, most in zip(stored.shape, array.shape, strict=True)):
+                    continue
+            held = self._tensors.get(name)
+            found = "absent" if held is None else f"{held.dtype} {held.shape}"
+            needed = "none" if array is None else f"{array.dtype.str} {array.shape}"
+            raise SessionError(
+                f"{self.path}: array {short_repr(name)} is {found}, this edgekv needs {needed}; the file was "
+                "written by another version: open it with that, or start a new session"
+            )
+
+    def fill(self, name: str, array: Array) -> None:
+        """The array's elements as they were; those that the file leaves out are zero."""
+        stored = self._tensors[name].read()
+        for axis, n in enumerate(stored.shape):
+            rest = np.moveaxis(array, axis, 0)[n:]
+            if rest.any():  # a write would take memory that zeros don't need
+                rest[...] = 0
+        array[tuple(map(slice, stored.shape))] = stored
+
+    def _error(self, what: str) -> SessionError:
+        return SessionError(f"{self.path}: {what}; give a file that `save` wrote, or start a new session")
+
+
+def _old_version(begin: bytes) -> str:
+    found = re.search(rb'"edgekv": ?"([\w.+-]{1,40})"', begin)
+    return f"edgekv {found[1].decode()}" if found else "an older edgekv"
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    state: State,
+    model: Model,
+    lora: str | None,
+    plan: SessionPlan,
+) -> int:
+    """Writes a state whole or not at all; returns the file's bytes.
+
+    lora: the name of the one beside the weights. Raises CheckpointError when the file can't be written.
+    """
+    state.drop_drafts()
+    layers = [cache.state() for cache in state.caches]
+    sampler = state.sampler
+    content = {
+        "edgekv": __version__,
+        "model": model.name,
+        "identity": model.identity,
+        "lora": model.lora_text(lora),
+        "weights": plan.weights,
+        "kv": str(plan.kv),
+        "kv_version": plan.kv.scheme.version,
+        "ctx": plan.ctx,
+        "tokens": state.tokens,
+        "spans": [(span.start, span.stop, span.modality) for span in state.spans],
+        "sampler": sampler and {"params": sampler.params.as_dict(), "state": sampler.state()},
+        "memo": state.memo,
+        "n_dropped": state.n_dropped,
+        "n_first": state.n_first,
+        "layers": [{"counters": layer.counters, "fitted": layer.fitted} for layer in layers],
+    }
+    arrays = {f"{i}/{name}": to_host(a) for i, layer in enumerate(layers) for name, a in layer.arrays.items()}
+    arrays |= {f"span/{i}": span.rows for i, span in enumerate(state.spans)}
+    return write(path, content, arrays)
+
+
+class SavedContent(msgspec.Struct):
+    """The JSON of a session file."""
+
+    model: str
+    identity: str
+    weights: str
+    kv: str
+    kv_version: int
+    ctx: Count
+    tokens: list[Natural]
+    sampler: dict[str, Any] | None
+    memo: dict[str, Any]
+    n_dropped: Natural
+    layers: list[dict[str, Any]]
+    lora: str | None = None
+    spans: list[tuple[int, int, str]] = []
+    n_first: Natural = 0
+
+
+class SavedState:
+    """An opened session file: undamaged, and written by an edgekv that this one understands.
+
+    Raises SessionError otherwise.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.file = SessionFile(path)
+        try:
+            self._content = content = msgspec.convert(self.file.content, SavedContent)
+            self.kv = CacheSpec.parse(content.kv)
+        except (ValueError, CacheError) as error:
+            raise self._foreign(error) from error
+        self.ctx, self.weights, self.tokens = content.ctx, content.weights, content.tokens
+        ends = [0, *(b for _, b, _ in content.spans)]
+        if not all(end <= a < b <= len(self.tokens) for end, (a, b, _) in zip(ends, content.spans, strict=False)):
+            raise self._foreign(f"embeddings at {short_repr(content.spans)} of {len(self.tokens)} tokens")
+        if content.kv_version != self.kv.scheme.version:
+            raise self._foreign(f"version {content.kv_version} of {self.kv.scheme.name}")
+
+    def require_model(self, model: Model) -> str | None:
+        """The name of its LoRA among the model's ``loras``; None: it was held without one of these.
+
+        Raises SessionError unless it was held with these very weights.
+        """
+        given = {model.lora_text(name): name for name in (*model.loras, None)}
+        if self._content.lora not in given:
+            listed = " or ".join(_lora_text(text) for text in given)
+            raise SessionError(
+                f"{self.file.path}: was held with {_lora_text(self._content.lora)}, given is {listed}; give the "
+                "session's own `lora`, or start a new session",
+                field="lora",
+                value=listed,
+                accepted=[self._content.lora or "none"],
+            )
+        if model.identity != self._content.identity:
+            raise SessionError(
+                f"{self.file.path}: belongs to the model {self._content.model} with identity "
+                f"{self._content.identity}, not to {model.name} with {model.identity}; give that model (and "
+                "adapter), or start a new session",
+                field="model",
+                value=model.identity,
+                accepted=[self._content.identity],
+            )
+        if not all(0 <= token < model.config.vocab_size for token in self.tokens):
+            raise self._foreign(f"tokens outside the vocabulary of {model.config.vocab_size}")
+        return given[self._content.lora]
+
+    def require_weights(self, weights: str) -> None:
+        """Raises SessionError unless the weights have the session's format, on which every next token depends."""
+        if weights != self.weights:
+            raise SessionError(
+                f"{self.file.path}: was held with {self.weights} weights, not {weights}; give "
+                f"weights={self.weights!r}, or start a new session",
+                field="weights",
+                value=weights,
+                accepted=[self.weights],
+            )
+
+    def require_plan(self, model: Model, plan: SessionPlan) -> str | None:
+        """`require_model`. Raises SessionError unless weights, scheme and context are the session's, too."""
+        lora = self.require_model(model)
+        self.require_weights(plan.weights)
+        self.require_scheme(plan.kv, plan.ctx)
+        return lora
+
+    def require_scheme(
+        self, kv: str | CacheSpec | None, ctx: int | None = None, kv_budget: int | None = None
+    ) -> None:
+        """Raises SessionError unless what is given of scheme, context and budget is the session's.
+
+        ``kv`` "auto" is whatever the session has.
+        """
+        own_budget = self.kv.own_budget
+        if isinstance(kv, str):
+            kv = None if kv == "auto" else CacheSpec.asked(kv, kv_budget or own_budget)
+        if kv != self.kv.as_asked:
+            self._require("kv", str(self.kv), None if kv is None else str(kv))
+        self._require("ctx", self.ctx, ctx)
+        if own_budget is not None:
+            self._require("kv_budget", own_budget, kv_budget)
+
+    def _require(self, field: str, found: object, given: object) -> None:
+        if given is not None and found != given:
+            raise SessionError(
+                f"{self.file.path}: was held with {field}={found!r}, not {given}; leave `{field}` out, or start a "
+                "new session",
+                field=field,
+                value=given,
+                accepted=[str(found)],
+            )
+
+    def fill(self, state: State, config: ModelConfig) -> None:
+        """Puts the saved state into a new one, whose caches are allocated and empty.
+
+        Raises SessionError if it can't fit; the new one is then of no use.
+        """
+        content, caches, sampler = self._content, state.caches, self._opened_sampler(config.vocab_size)
+        if len(content.layers) != len(caches):
+            raise self._foreign(f"{len(content.layers)} layers, not {len(caches)}")
+        layers = enumerate(zip(caches, content.layers, strict=True))
+        arrays = {f"{i}/{k}": a for i, (cache, layer) in layers for k, a in self._prepared(cache, layer).items()}
+        spans = [
+            EmbeddingSpan(a, np.zeros((b - a, config.hidden_size), np.float32), kind)
+            for a, b, kind in content.spans
+        ]
+        arrays |= {f"span/{i}": span.rows for i, span in enumerate(spans)}
+        self.file.require(arrays)
+        for name, array in arrays.items():
+            host = to_host(array)
+            self.file.fill(name, host)
+            if host is not array:
+                array[...] = np.asarray(host, like=array)
+        self._require_readable(caches)
+        state.tokens, state.spans, state.memo, state.sampler = list(self.tokens), spans, content.memo, sampler
+        state.n_dropped, state.n_first = content.n_dropped, content.n_first
+
+    def _require_readable(self, caches: Sequence[LayerState]) -> None:
+        """Raises SessionError where the caches can't have come from one conversation."""
+        lengths = {cache.n_seen for cache in caches}
+        if len(lengths) != 1 or max(lengths) > len(self.tokens):
+            raise self._foreign(f"layers of {sorted(lengths)} tokens, {len(self.tokens)} in all")
+        unreadable = [i for i, cache in enumerate(caches) if not cache.readable()]
+        if unreadable:
+            raise self._foreign(f"what layer {unreadable[0]} holds")
+
+    def _prepared(self, cache: LayerState, layer: dict[str, Any]) -> dict[str, Any]:
+        """The cache's arrays, with the saved counters in it."""
+        try:
+            counters, empty = cache.renamed(layer["counters"]), cache.state().counters
+            if counters.keys() != empty.keys() or not all(
+                type(n) is int and 0 <= n <= cache.capacity for n in counters.values()
+            ):
+                raise self._foreign(f"counters {short_repr(counters)}")
+            return cache.prepare(counters, layer["fitted"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise self._foreign(error) from error
+
+    def _opened_sampler(self, vocab_size: int) -> Sampler | None:
+        """The sampler of the last text, which goes on with its series of random numbers."""
+        saved = self._content.sampler
+        if saved is None:
+            return None
+        try:
+            sampler = Sampler(SamplingParams(**saved["params"]), vocab_size)
+            sampler.load_state(saved["state"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ConfigError) as error:
+            raise self._foreign(error) from error
+        return sampler
+
+    def _foreign(self, what: object) -> SessionError:
+        return SessionError(
+            f"{self.file.path}: written by edgekv {self.file.content.get('edgekv')}, which this one (edgekv "
+            f"{__version__}) can't take over ({str(what)[:200]}); open it with that, or start a new session"
+        )
+
+
+def _lora_text(lora: str | None) -> str:
+    return "no LoRA" if lora is None else f"the LoRA {lora:.200}"

@@ -1,0 +1,332 @@
+"""Needles: facts hidden in a text, and which of those that the dense cache finds each KV scheme finds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.checkpoint.adapter import Adapter
+from edgekv.engine.decoder import Decoder
+from edgekv.engine.loading import open_caches
+from edgekv.eval.evaluate import copy_cache
+from edgekv.kernels.arrays import to_host
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.cache import LayerState
+from edgekv.kvcache.choice import DEFAULT
+from edgekv.machine import blas_threads
+from edgekv.text import Tokenizer
+from edgekv.types import F32, I64, TaskProgress
+
+Ids = npt.NDArray[Any]
+Rng = np.random.Generator
+
+COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
+THINGS = ("door", "gate", "house", "chest", "room", "box", "book", "boat")
+NEEDLES = 20
+PER_HAYSTACK = 10  # needles in one window
+SPACING = 100  # tokens of the window for each
+KNOWN_SHARE = 0.5  # of the needles that the dense cache must find, or the model can't be tested so
+SPARSE = 100  # tokens from one place for a fact to the next, above which other places are taken
+
+# Scores use the first wording of each; training uses them all.
+KEY_STATEMENTS = (
+    "The pass key is {value}. Remember it.",
+    "The pass key is {value}. Remember it. {value} is the pass key.",
+    "Remember the pass key: it is {value}.",
+)
+KEY_QUESTIONS = (
+    "What is the pass key? The pass key is",
+    "What was the pass key? It was",
+    "The pass key is",
+)
+CODE_STATEMENTS = (
+    "The code of the {name} is {value}.",
+    "The code for the {name} is {value}.",
+    "Remember that the {name} has the code {value}.",
+)
+CODE_QUESTIONS = (
+    "What is the code of the {name}? The code of the {name} is",
+    "What was the code for the {name}? It was",
+    "The code of the {name} is",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A needle: the digits to remember, what they belong to (None: the pass key), and the wording of both ends."""
+
+    value: str
+    name: str | None = None
+    statement_wording: int = 0
+    question_wording: int = 0
+
+    @property
+    def statement(self) -> str:
+        """The sentence that is hidden."""
+        wordings = CODE_STATEMENTS if self.name else KEY_STATEMENTS
+        return wordings[self.statement_wording].format(name=self.name, value=self.value)
+
+    @property
+    def question(self) -> str:
+        """The question that asks for it, up to where the digits come."""
+        wordings = CODE_QUESTIONS if self.name else KEY_QUESTIONS
+        return wordings[self.question_wording].format(name=self.name)
+
+
+def draw_value(rng: Rng) -> str:
+    """Five digits."""
+    return str(rng.integers(10_000, 100_000))
+
+
+def draw_names(rng: Rng, n: int) -> list[str]:
+    """Different coloured things, at most 64."""
+    return [f"{COLOURS[i % 8]} {THINGS[i // 8]}" for i in rng.choice(64, size=n, replace=False)]
+
+
+class Prose:
+    """A tokenised text to hide facts in: between its sentences; where it has few, between words; else anywhere.
+
+    tokens: (n_tokens,) ids of ``tokenizer``, without what it puts at the start of a text.
+    """
+
+    def __init__(self, tokens: Ids, tokenizer: Tokenizer) -> None:
+        self.tokens, self.tokenizer = tokens, tokenizer
+        self.start = tokenizer.encode("")  # BOS, where the model has one
+        self.breaks = _breaks(tokens, tokenizer)
+
+    def continuing(self, text: str) -> list[int]:
+        """Ids of text that follows other text: no BOS, and no space that is not in it."""
+        if not self.tokenizer.drops_first_space:
+            return self.tokenizer.encode(text, bos=False)
+        ids = self.tokenizer.encode("\n" + text, bos=False)
+        n, n_bytes = 0, 0
+        while n_bytes < len(b" \n"):
+            n_bytes += len(self.tokenizer.token_bytes(ids[n]))
+            n += 1
+        return ids[n:]
+
+    def stretch(self, rng: Rng, n_tokens: int) -> tuple[Ids, I64]:
+        """``n_tokens`` from anywhere or from the start of a sentence, and where in them sentences begin."""
+        n_starts = len(self.tokens) - n_tokens + 1
+        if n_starts < 1:
+            raise ValueError(f"the text has {len(self.tokens)} tokens, too few for a row of {n_tokens}")
+        start = int(rng.integers(n_starts))
+        if rng.random() < 0.5:
+            start = int(self.breaks[max(0, np.searchsorted(self.breaks, start, side="right") - 1)])
+            start = min(start, n_starts - 1)
+        first, last = np.searchsorted(self.breaks, [start, start + n_tokens])
+        return self.tokens[start : start + n_tokens], self.breaks[first:last] - start
+
+    def weave(self, rng: Rng, pieces: Sequence[tuple[float, Sequence[int]]], length: int) -> tuple[Ids, I64]:
+        """BOS and prose with each piece of ids before the sentence after its place (0 to 1).
+
+        Returns (length,) ids, and (length,) which piece each is of: -1 is the prose.
+        """
+        room = length - len(self.start) - sum(len(ids) for _, ids in pieces)
+        text, breaks = self.stretch(rng, room)
+        cuts = np.append(breaks, room)
+        row, owners = [np.array(self.start, self.tokens.dtype)], [np.full(len(self.start), -1)]
+        done = 0
+        for i in sorted(range(len(pieces)), key=lambda i: pieces[i][0]):
+            place, ids = pieces[i]
+            cut = int(cuts[np.searchsorted(cuts, min(place, 1.0) * room)])
+            row += [text[done:cut], np.array(ids, self.tokens.dtype)]
+            owners += [np.full(cut - done, -1), np.full(len(ids), i)]
+            done = cut
+        row.append(text[done:])
+        owners.append(np.full(room - done, -1))
+        return np.concatenate(row), np.concatenate(owners)
+
+
+def _breaks(tokens: Ids, tokenizer: Tokenizer) -> I64:
+    """Where a fact may stand: indexes of tokens that begin a sentence, or a word, or all."""
+    used = np.unique(tokens)
+    ends, words = np.zeros((2, int(used.max(initial=0)) + 1), bool)
+    for token in used.tolist():
+        piece = tokenizer.token_bytes(token)
+        ends[token] = piece.rstrip(b"\"'").endswith((b".", b"?", b"!"))
+        words[token] = piece.startswith((b" ", b"\n"))
+    sentence = ends[tokens[:-1]] & words[tokens[1:]]
+    for found in (sentence, words[tokens[1:]]):
+        if found.sum() * SPARSE >= len(tokens):
+            return np.flatnonzero(found) + 1
+    return np.arange(1, max(len(tokens), 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Ids that ask for one fact, the digits that answer it, and how many tokens they take.
+
+    name: what the digits belong to; None: they are the pass key.
+    """
+
+    ids: list[int]
+    value: str
+    n_answer: int
+    depth: float
+    name: str | None = None
+
+    def is_answered(self, text: str) -> bool:
+        """Whether a text begins with the answer."""
+        return text.startswith(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Haystack:
+    """A text with several facts in it, to be read once and asked for each of them."""
+
+    ids: list[int]
+    questions: tuple[Question, ...]
+
+
+def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
+    """A pass key and the codes of ``n - 1`` different things, spread evenly and in random order.
+
+    The text leaves room for the longest question and its answer in ``ctx`` tokens.
+    """
+    depths = (rng.permutation(n) + 0.5) / n
+    facts = [Fact(draw_value(rng), name) for name in (None, *draw_names(rng, n - 1))]
+    questions = tuple(
+        Question(
+            ids=prose.continuing("\n\n" + fact.question),
+            value=fact.value,
+            n_answer=len(prose.continuing(" " + fact.value)),
+            depth=float(depth),
+            name=fact.name,
+        )
+        for fact, depth in zip(facts, depths, strict=True)
+    )
+    pieces = [
+        (float(depth), prose.continuing(" " + fact.statement)) for fact, depth in zip(facts, depths, strict=True)
+    ]
+    room = max(len(question.ids) + question.n_answer for question in questions)
+    return Haystack(prose.weave(rng, pieces, ctx - room)[0].tolist(), questions)
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleTest:
+    """``haystacks`` with the questions that the dense cache answers, of ``n_hidden`` that it was asked."""
+
+    ctx: int
+    haystacks: tuple[Haystack, ...]
+    n_hidden: int
+
+    @classmethod
+    def make(
+        cls,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        prose: Prose,
+        ctx: int,
+        *,
+        n: int = NEEDLES,
+        seed: int = 0,
+        progress: TaskProgress | None = None,
+    ) -> NeedleTest:
+        """``n`` needles, at most `PER_HAYSTACK` in a window of ``ctx`` tokens, and fewer in a short one."""
+        per_haystack = min(PER_HAYSTACK, ctx // SPACING)
+        sizes = [min(per_haystack, n - a) for a in range(0, n, per_haystack)] if per_haystack else []
+        rng = np.random.default_rng([seed, ctx])
+        haystacks = tuple(make_haystack(rng, prose, ctx, size) for size in sizes)
+        dense, known = CacheSpec.parse(DEFAULT), []
+        for i, haystack in enumerate(haystacks):
+            right = answers(decoder, tokenizer, dense, haystack, ctx)
+            asked = tuple(question for question, ok in zip(haystack.questions, right, strict=True) if ok)
+            known.append(dataclasses.replace(haystack, questions=asked))
+            if progress:
+                progress("needles, dense", i + 1, len(haystacks))
+        return cls(ctx, tuple(known), sum(sizes))
+
+    @property
+    def n_known(self) -> int:
+        """Questions that the dense cache answers."""
+        return sum(len(haystack.questions) for haystack in self.haystacks)
+
+    @property
+    def applies(self) -> bool:
+        """Whether the dense cache finds enough of them to say something about other schemes."""
+        return self.n_known > 0 and self.n_known >= KNOWN_SHARE * self.n_hidden
+
+    @property
+    def note(self) -> str:
+        """In words: how many needles the dense cache finds, or why the test says nothing."""
+        if not self.n_hidden:
+            return f"not applicable: none were hidden in windows of {self.ctx} tokens"
+        found = f"the dense cache finds {self.n_known} of {self.n_hidden}"
+        return f"{found}; schemes are asked for those" if self.applies else f"not applicable: {found}"
+
+    def score(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        spec: CacheSpec,
+        *,
+        adapter: Adapter | None = None,
+        progress: TaskProgress | None = None,
+    ) -> int:
+        """How many of the known needles the scheme finds."""
+        n = 0
+        for i, haystack in enumerate(self.haystacks):
+            n += sum(answers(decoder, tokenizer, spec, haystack, self.ctx, adapter))
+            if progress:
+                progress(f"needles, {spec.scheme.name}", i + 1, len(self.haystacks))
+        return n
+
+
+def answers(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    spec: CacheSpec,
+    haystack: Haystack,
+    ctx: int,
+    adapter: Adapter | None = None,
+) -> list[bool]:
+    """Whether greedy decoding answers each question, asked of the cache as the whole text left it.
+
+    The text is read as a prompt is, and compressed before any question is known; no question sees another.
+    """
+    if not haystack.questions:
+        return []
+    caches = open_caches(decoder, spec, ctx, adapter)
+    read(decoder, haystack.ids, caches)
+    right = []
+    for question in haystack.questions:
+        own = open_copy(caches, decoder, spec, ctx, adapter)
+        right.append(question.is_answered(answer(decoder, tokenizer, question, own)))
+    return right
+
+
+def open_copy(
+    caches: Sequence[LayerState], decoder: Decoder, spec: CacheSpec, ctx: int, adapter: Adapter | None = None
+) -> list[LayerState]:
+    """Open new caches with the contents of others of the same scheme and size."""
+    new = open_caches(decoder, spec, ctx, adapter)
+    for source, target in zip(caches, new, strict=True):
+        copy_cache(source, target)
+    return new
+
+
+def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, caches: Sequence[LayerState]) -> str:
+    """The likeliest text after a question, as long as the answer; both enter the caches."""
+    tokens = [int(read(decoder, question.ids, caches).argmax())]
+    with blas_threads(1):
+        while len(tokens) < question.n_answer:
+            tokens.append(int(to_host(decoder.step(tokens[-1], caches)).argmax()))
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace").lstrip()
+
+
+def read(
+    decoder: Decoder,
+    ids: Sequence[int],
+    caches: Sequence[LayerState],
+    progress: Callable[[int, int], None] | None = None,
+) -> F32:
+    """(vocab,) logits after the ids, which enter the caches. progress(layer, n_layers)."""
+    with blas_threads(decoder.threads):
+        hidden = decoder.prefill(decoder.embed(ids, caches[0].n_seen), caches, progress)
+        logits: F32 = to_host(decoder.head(hidden[-1:]))[0]
+        return logits

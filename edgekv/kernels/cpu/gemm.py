@@ -1,0 +1,699 @@
+"""Many rows of activations times quantized weights, and what that shares with a few rows: formats and codes.
+
+    row         activations of one token, (columns,) float32; a product has n of them
+    output      one row of the weights, (columns,), or the number that it gives for a row
+    block       elements of a row, or of an output, with one scale: 32 or 128
+    unit        the blocks whose codes fill a vector of VECTOR bytes, or a block of several vectors
+    activation  a unit of a row, rounded to bytes
+    tile        OUTPUTS outputs, multiplied with few rows (gemv, `matmul`)
+    panel       PANEL outputs, unpacked once, side by side, for many rows (gemm)
+    correction  what an output's zero points or offsets add to it
+
+A rounded row (`matmul.prepare_rows`) is a run of activation units:
+
+    elements    a byte each: of each vector of codes those of its bytes' low bits, then those of the high bits
+    sums        an int32 for each lane of codes: minus the weights' zero point times the sum of its elements,
+                or, as panels want it, of the whole block's
+    scales      a float32 for each lane: its block's
+
+Behind them are the sums of the row's blocks' elements as float32, for corrections.
+
+In a panel a lane is one output: four elements of a row, in every lane, times four codes of each of the panel's
+outputs. A block's sum in int32 then becomes a float32 once for LANES outputs. A panel is unpacked STRETCH elements
+at a time, which stay in the first cache while all rows pass.
+
+A zero point moves each weight of a block by minus itself times the block's scale, an offset by itself: the block's
+correction is this times the sum of the block's rounded elements. Kernels of all formats call `CORRECTION` for what
+they have just multiplied, while its scales are in the first cache. LANES blocks of an output go through a vector.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from edgekv.kernels.cpu import arm, byte_products, emit
+from edgekv.kernels.cpu.byte_products import signed_products
+from edgekv.kernels.cpu.compile import CPU_FEATURES, fast_jit, intrinsic
+from edgekv.kernels.cpu.emit import Value
+from edgekv.kernels.cpu.launch import call
+from edgekv.kernels.cpu.loops import Loop
+from edgekv.kernels.cpu.simd import LANES
+
+VECTOR = 4 * LANES  # bytes
+OUTPUTS = 4  # of a tile
+# By bits, see `CodeLayout.zero_point`. Arm multiplies signed bytes: codes of 8 bits become such.
+ZERO_POINTS = {4: 8, 8: 0 if arm.IS_ARM else 128}
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)  # what such codes stand for, doubled, plus 12
+
+
+class CodeLayout(NamedTuple):
+    """A weight format: bits of a code, elements of a block; e2m1: codes are floating-point numbers (`E2M1`)."""
+
+    bits: int
+    block: int
+    e2m1: bool = False
+
+    @property
+    def zero_point(self) -> int:
+        """What codes, as they are multiplied, are more than they stand for."""
+        return E2M1[0] if self.e2m1 else ZERO_POINTS[self.bits]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block * self.bits // 8
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a unit's codes."""
+        return max(1, self.block_bytes // VECTOR)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a unit."""
+        return max(1, VECTOR // self.block_bytes)
+
+    @property
+    def parts(self) -> int:
+        """Codes in a byte, hence vectors of elements for each vector of codes."""
+        return 8 // self.bits
+
+    @property
+    def sums_at(self) -> int:
+        """Bytes before a activation's sums."""
+        return self.vectors * self.parts * VECTOR
+
+    @property
+    def scales_at(self) -> int:
+        """Bytes before a activation's scales."""
+        return self.sums_at + VECTOR
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of a activation."""
+        return self.scales_at + VECTOR
+
+    @property
+    def has_corrections(self) -> bool:
+        """Whether there are weights with zero points or offsets in this format."""
+        return self.bits == 4 and not self.e2m1
+
+    def gap(self, blocks: int) -> int:
+        """Bytes of a rounded row: its activations, and its blocks' sums."""
+        return -(-blocks // self.blocks) * self.activation_bytes + (
+            -(-blocks // LANES) * VECTOR if self.has_corrections else 0
+        )
+
+
+class Product(NamedTuple):
+    """One product as kernels get it: addresses and sizes. They are compiled for the class, hence its layout."""
+
+    x: int  # (n, columns) float32
+    n: int  # rows
+    columns: int
+    is_panel: int  # 0: tiles
+    activations: int  # rounded rows; behind the last of them room for a block of float32 of each
+    outputs: int
+    y: int  # (n, outputs) float32
+    panels: int  # scratch of each thread, PANEL_BYTES
+    blocks: int  # of an output, and of a row; from here on what only depends on the weights
+    gap: int  # bytes from a rounded row to the next one
+    codes: int
+    row_bytes: int  # of an output's codes
+    scales: int  # (outputs, blocks) float32
+    offsets: int  # (outputs, blocks) float32; 0: none
+    zeros: int  # in place of offsets zero points, two to a byte; 0: none
+    correction: int  # address of what adds their share, `CORRECTION`; 0: there are none
+
+
+class Int4(Product):
+    layout = CodeLayout(4, 128)
+
+
+class Int4In32(Product):
+    layout = CodeLayout(4, 32)
+
+
+class Int8(Product):
+    layout = CodeLayout(8, 128)
+
+
+class Int8In32(Product):
+    layout = CodeLayout(8, 32)
+
+
+class Float4In32(Product):
+    layout = CodeLayout(4, 32, e2m1=True)
+
+
+PRODUCTS = {product.layout: product for product in (Int4, Int4In32, Int8, Int8In32, Float4In32)}
+
+
+def layout_of(product: Any) -> CodeLayout:
+    """Of the Numba type of a `Product`."""
+    layout: CodeLayout = product.instance_class.layout
+    return layout
+
+
+class RowsAt(NamedTuple):
+    """Rows inside a kernel, rounded or of y: the first one's address, and the bytes from one to the next."""
+
+    first: Value
+    gap: Value
+
+    def row(self, b: Any, m: int) -> Value:
+        """The address of row m."""
+        return b.add(self.first, b.mul(self.gap, emit.I64(m)))
+
+
+class OutputsAt(NamedTuple):
+    """Outputs inside a kernel: the first one's codes and scales; bytes of codes, and blocks, to the next one's."""
+
+    codes: Value
+    row_bytes: Value
+    scales: Value
+    blocks: Value
+
+
+def fields(b: Any, product: Value, *names: str) -> list[Value]:
+    """Of a `Product` inside a kernel."""
+    return [b.extract_value(product, Product._fields.index(name)) for name in names]
+
+
+def before_sums(b: Any, product: Value) -> Value:
+    """Bytes of a rounded row before the sums of its blocks."""
+    gap, blocks = fields(b, product, "gap", "blocks")
+    vectors = b.sdiv(b.add(blocks, emit.I64(LANES - 1)), emit.I64(LANES))
+    return b.sub(gap, b.mul(vectors, emit.I64(VECTOR)))
+
+
+def row_groups(
+    b: Any, n: Value, counts: Sequence[int], x: RowsAt, y: RowsAt
+) -> Iterator[tuple[int, RowsAt, RowsAt]]:
+    """Loops over n rows of x and of y: counts[0] rows in each pass, those left over counts[1] in each, and so on.
+
+    What the caller emits for one (count, x, y) is the body of a loop.
+    """
+    done = emit.I64(0)
+    for count in counts:
+        with emit.loop(b, done, n, count) as turn:
+            x_first, y_first = b.add(x.first, b.mul(turn.i, x.gap)), b.add(y.first, b.mul(turn.i, y.gap))
+            yield count, RowsAt(x_first, x.gap), RowsAt(y_first, y.gap)
+        done = turn.i
+
+
+def _of_layout(name: str) -> Any:
+    @intrinsic
+    def number(context: Any, product: Any) -> Any:
+        n = getattr(layout_of(product), name)
+
+        def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+            return emit.I64(n)
+
+        return types.intp(product), build
+
+    return number
+
+
+# Elements of a block, and blocks of a unit, inside a kernel.
+block_size, blocks_of_unit = _of_layout("block"), _of_layout("blocks")
+
+
+@intrinsic
+def call_correction(
+    context: Any, correction: Any, output: Any, start: Any, n: Any, memory: Any, place: Any
+) -> Any:
+    """Calls `CORRECTION` by its address."""
+    return call(5)
+
+
+@intrinsic
+def product_at(context: Any, product: Any, numbers: Any) -> Any:
+    """The `Product` of a class, whose fields are int64 at an address."""
+    kind = types.NamedUniTuple(types.intp, len(Product._fields), product.instance_class)
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        fields = [emit.load(b, emit.I64, args[1], 8 * i) for i in range(len(Product._fields))]
+        return context.make_tuple(b, kind, fields)
+
+    return kind(product, types.intp), build
+
+
+@intrinsic
+def put_product(context: Any, product: Any, numbers: Any) -> Any:
+    """The fields of a `Product` to an address, for `product_at`."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        for i, field in enumerate(fields(b, args[0], *Product._fields)):
+            emit.store(b, field, args[1], 8 * i)
+        return context.get_dummy_value()
+
+    return types.none(product, types.intp), build
+
+
+INTS, FLOATS = emit.vector(emit.I32, LANES), emit.vector(emit.F32, LANES)
+LOW = 0x0F0F0F0F  # the lower four bits of every byte
+SIGN = -0x7F7F7F80  # 0x80 in every byte
+SHUFFLES = {  # the instruction that looks bytes up within 16, by the bytes of a vector; "": one by one
+    64: "llvm.x86.avx512.pshuf.b.512" if "+avx512bw" in CPU_FEATURES else "",
+    32: "llvm.x86.avx2.pshuf.b" if "+avx2" in CPU_FEATURES else "",
+    16: "llvm.aarch64.neon.tbl1.v16i8",
+}
+# Where pairs of products are summed in 16 bits, codes of 8 bits would overflow: they are multiplied as 4 and 4.
+IN_HALVES = byte_products.in_pairs
+
+
+def load_some(b: Any, kind: Any, place: Value, offset: int, n: Value | None, each: int) -> Value:
+    """A vector, ``offset`` bytes behind a place; with n its first n * each lanes, the others 0 and not read."""
+    if n is None:
+        return emit.load(b, kind, place, offset)
+    numbers = emit.vector(emit.I32, kind.count)
+    end = emit.splat(b, b.trunc(b.mul(n, emit.I64(each)), emit.I32), kind.count)
+    mask = b.icmp_signed("<", ir.Constant(numbers, list(range(kind.count))), end)
+    pointer = b.inttoptr(b.add(place, emit.I64(offset)), kind.as_pointer())
+    element = "f32" if kind.element == emit.F32 else f"i{kind.element.width}"
+    name = f"llvm.masked.load.v{kind.count}{element}.p0"
+    return emit.call(b, name, kind, pointer, emit.I32(1), mask, emit.constant(kind, 0))
+
+
+def unpack(b: Any, layout: CodeLayout, packed: Value) -> list[Value]:
+    """Codes, a byte each, as `add_products` takes them: of 4 bits a vector of low ones, and one of high ones."""
+    if layout.bits == 8:
+        return [b.xor(packed, emit.constant(INTS, SIGN)) if arm.IS_ARM else packed]
+    nibbles = [b.and_(packed, emit.constant(INTS, LOW)), high(b, packed)]
+    return [look_up(b, E2M1, each) for each in nibbles] if layout.e2m1 else nibbles
+
+
+def look_up(b: Any, table: Sequence[int], nibbles: Value) -> Value:
+    """table[nibble] for each byte."""
+    if arm.IS_ARM:
+        return arm.by_register(b, functools.partial(_shuffle, b, table), nibbles)
+    return _shuffle(b, table, nibbles)
+
+
+def _shuffle(b: Any, table: Sequence[int], nibbles: Value) -> Value:
+    n = 4 * nibbles.type.count
+    kind = emit.vector(emit.I8, n)
+    entries, index = ir.Constant(kind, list(table) * (n // 16)), b.bitcast(nibbles, kind)
+    if SHUFFLES[n]:
+        return b.bitcast(emit.call(b, SHUFFLES[n], kind, entries, index), nibbles.type)
+    result = entries
+    for i in range(n):
+        entry = b.extract_element(entries, b.zext(b.extract_element(index, emit.I32(i)), emit.I32))
+        result = b.insert_element(result, entry, emit.I32(i))
+    return b.bitcast(result, nibbles.type)
+
+
+def high(b: Any, packed: Value) -> Value:
+    """The upper four bits of every byte."""
+    return b.and_(b.lshr(packed, emit.constant(INTS, 4)), emit.constant(INTS, LOW))
+
+
+def add_products(b: Any, bits: int, codes: Value, x: Value, so_far: Value) -> Value:
+    """so_far (LANES int32) + the products of `unpack`'s codes with signed bytes x, four to a lane."""
+    if bits == 4 or not IN_HALVES:
+        return signed_products(b, codes, x, so_far)
+    upper = signed_products(b, high(b, codes), x, emit.constant(INTS, 0))
+    so_far = signed_products(b, b.and_(codes, emit.constant(INTS, LOW)), x, so_far)
+    return b.add(so_far, b.shl(upper, emit.constant(INTS, 4)))
+
+
+def transposed(b: Any, rows: Sequence[Value]) -> list[Value]:
+    """Vector i of the result holds lane i of each of as many vectors as they have lanes."""
+    n, rows = len(rows), list(rows)
+    half = n // 2
+    while half:  # swaps the blocks off the diagonal, of half the size each time
+        for i in range(n):
+            if not i & half:
+                upper, lower = rows[i], rows[i + half]
+                first = [lane - half + n if lane & half else lane for lane in range(n)]
+                second = [lane + n if lane & half else lane + half for lane in range(n)]
+                rows[i] = emit.lanes(b, upper, first, lower)
+                rows[i + half] = emit.lanes(b, upper, second, lower)
+        half //= 2
+    return rows
+
+
+PANEL_VECTORS = 2 if emit.REGISTER == 16 else 1  # of a number for each of a panel's outputs
+PANEL = PANEL_VECTORS * LANES  # outputs
+# Rows that share a panel's loads: the first as many while there are, then the next. Their sums fit the registers.
+PANEL_ROW_COUNTS = (6, 2, 1) if emit.REGISTER == 16 else (4, 2, 1)
+STRETCH = 1024  # elements of an output, a multiple of every unit
+# In a thread's scratch, of a stretch's blocks: codes, a byte each, and behind them float32 for each output, as
+# [block][output]: scales, and corrections, of zero points and offsets. No block has fewer than 32 elements.
+SCALES_AT = STRETCH * PANEL
+CORRECTIONS_AT = SCALES_AT + STRETCH // 32 * PANEL * 4
+PANEL_BYTES = CORRECTIONS_AT + STRETCH // 32 * PANEL * 4
+
+
+@fast_jit
+def multiply_panels(first: int, last: int, memory: int, p: Product, place: int) -> None:
+    """Panels first..last of the whole ones; memory: PANEL_BYTES of scratch; place: the address of p's numbers.
+
+    Outputs behind the last whole panel are a panel that overlaps it. Both add to the same outputs, so that one
+    thread has to do both.
+    """
+    for panel in range(first, last):
+        _multiply_outputs(panel * PANEL, memory, p, place)
+        if panel == p.outputs // PANEL - 1 and p.outputs % PANEL:
+            _multiply_outputs(p.outputs - PANEL, memory, p, place)
+
+
+@fast_jit
+def _multiply_outputs(output: int, memory: int, p: Product, place: int) -> None:
+    """Outputs output..output + PANEL, stretch by stretch."""
+    step = STRETCH // block_size(p)
+    for start in range(0, p.blocks, step):
+        n = min(step, p.blocks - start)
+        _unpack_panel(p, output, start, n, memory)
+        _multiply_panel(p, output, start, n, memory)
+        if p.correction:
+            call_correction(p.correction, output, start, n, memory, place)
+
+
+@intrinsic
+def _unpack_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
+    """Blocks start..start + n of PANEL outputs.
+
+    codes as [unit][vector][part][lane][output] words of four codes, scales [block][output].
+    """
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, output, start, n, memory = args
+        codes, row_bytes, scales, blocks = fields(b, p, "codes", "row_bytes", "scales", "blocks")
+        layout = layout_of(product)
+        codes_before = b.add(b.mul(output, row_bytes), b.mul(start, emit.I64(layout.block_bytes)))
+        scales_before = b.mul(b.add(b.mul(output, blocks), start), emit.I64(4))
+        outputs = OutputsAt(b.add(codes, codes_before), row_bytes, b.add(scales, scales_before), blocks)
+        emit.call_own(b, "unpack_panel", functools.partial(_emit_unpack_panel, layout), outputs, n, memory)
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 4), build
+
+
+@intrinsic
+def _multiply_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
+    """y of PANEL outputs = or, with start above 0, += what the rows x make of blocks start..start + n."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, output, start, n_blocks, memory = args
+        n, x, gap, n_outputs, y = fields(b, p, "n", "activations", "gap", "outputs", "y")
+        layout, four = layout_of(product), emit.I64(4)
+        activations = RowsAt(
+            b.add(x, b.mul(b.sdiv(start, emit.I64(layout.blocks)), emit.I64(layout.activation_bytes))), gap
+        )
+        results = RowsAt(b.add(y, b.mul(output, four)), b.mul(n_outputs, four))
+        for count, rows, to in row_groups(b, n, PANEL_ROW_COUNTS, activations, results):
+            write = functools.partial(_emit_panel_products, layout, count)
+            emit.call_own(b, f"multiply_panel_{count}", write, rows, start, n_blocks, memory, to)
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 4), build
+
+
+def _emit_unpack_panel(layout: CodeLayout, b: Any, outputs: OutputsAt, n: Value, memory: Value) -> None:
+    """n blocks of PANEL outputs."""
+    scales_to = b.add(memory, emit.I64(SCALES_AT))
+    unit = functools.partial(_emit_unpack_unit, layout, b, outputs, memory, scales_to)
+    with emit.loop(b, emit.I64(0), n, layout.blocks) as turn:
+        unit(turn.i, None)
+    if layout.blocks > 1:
+        with emit.loop(b, turn.i, b.add(n, emit.I64(layout.blocks - 1)), layout.blocks) as last:
+            unit(last.i, b.sub(n, last.i))
+
+
+def _emit_unpack_unit(
+    layout: CodeLayout,
+    b: Any,
+    outputs: OutputsAt,
+    codes_to: Value,
+    scales_to: Value,
+    block: Value,
+    n_blocks: Value | None,
+) -> None:
+    """The unit that begins with a block, of PANEL outputs; n_blocks: how many it has, None: all."""
+    size = layout.vectors * layout.parts * VECTOR * PANEL // layout.blocks  # of a block's codes
+    codes = b.add(outputs.codes, b.mul(block, emit.I64(layout.block_bytes)))
+    target = b.add(codes_to, b.mul(block, emit.I64(size)))
+    for i in range(PANEL_VECTORS):
+        places = [b.add(codes, b.mul(outputs.row_bytes, emit.I64(i * LANES + o))) for o in range(LANES)]
+        for v in range(layout.vectors):
+            words = [load_some(b, INTS, place, VECTOR * v, n_blocks, LANES // layout.blocks) for place in places]
+            for lane, word in enumerate(transposed(b, words)):
+                for part, some in enumerate(unpack(b, layout, word)):
+                    index = ((v * layout.parts + part) * LANES + lane) * PANEL_VECTORS + i
+                    emit.store(b, some, target, index * VECTOR)
+    with emit.loop(b, emit.I64(0), emit.I64(PANEL), 1) as output:
+        kind = emit.vector(emit.F32, layout.blocks)
+        place = b.add(outputs.scales, b.mul(b.add(block, b.mul(outputs.blocks, output.i)), emit.I64(4)))
+        scales = load_some(b, kind, place, 0, n_blocks, 1)
+        target = b.add(scales_to, b.mul(b.add(b.mul(block, emit.I64(PANEL)), output.i), emit.I64(4)))
+        for i in range(layout.blocks):
+            emit.store(b, b.extract_element(scales, emit.I32(i)), target, 4 * PANEL * i)
+
+
+def _emit_panel_products(
+    layout: CodeLayout, n: int, b: Any, x: RowsAt, start: Value, n_blocks: Value, memory: Value, y: RowsAt
+) -> None:
+    """y (n, PANEL) = or += n rows times n_blocks unpacked blocks, to which x begins; = if start is 0."""
+    panel_scales = b.add(memory, emit.I64(SCALES_AT))
+    end = b.add(n_blocks, emit.I64(layout.blocks - 1))  # what a unit lacks is 0
+    zeros = [emit.constant(FLOATS, 0.0)] * (n * PANEL_VECTORS)
+    with emit.loop(b, emit.I64(0), end, layout.blocks, zeros) as turn:
+        unit = b.sdiv(turn.i, emit.I64(layout.blocks))
+        at = RowsAt(b.add(x.first, b.mul(unit, emit.I64(layout.activation_bytes))), x.gap)
+        activations = [at.row(b, m) for m in range(n)]
+        codes = b.add(memory, b.mul(unit, emit.I64(layout.vectors * layout.parts * VECTOR * PANEL)))
+        scales = b.add(panel_scales, b.mul(turn.i, emit.I64(4 * PANEL)))
+        for i in range(layout.blocks):
+            turn.following = _emit_block_products(layout, b, i, activations, codes, scales, turn.following)
+    is_first = b.icmp_signed("==", start, emit.I64(0))
+    for m in range(n):
+        row = y.row(b, m)
+        for i in range(PANEL_VECTORS):
+            to = b.add(row, emit.I64(VECTOR * i))
+            total = turn.values[m * PANEL_VECTORS + i]
+            with b.if_else(is_first) as (then, otherwise):
+                with then:
+                    emit.store(b, total, to)
+                with otherwise:
+                    emit.store(b, b.fadd(emit.load(b, FLOATS, to), total), to)
+
+
+def _emit_block_products(
+    layout: CodeLayout,
+    b: Any,
+    block: int,
+    activations: Sequence[Value],
+    codes: Value,
+    scales: Value,
+    sums: Sequence[Value],
+) -> list[Value]:
+    """sums (rows, PANEL_VECTORS) of LANES float32 after a block of a unit, whose codes and scales are unpacked."""
+    lanes = LANES // layout.blocks
+    first = block * lanes  # lane of each vector at which the block begins
+    dots = []
+    for activation in activations:
+        start = emit.splat(b, emit.load(b, emit.I32, activation, layout.sums_at + 4 * first), LANES)
+        dots += [start] * PANEL_VECTORS
+    for vector in range(layout.vectors * layout.parts):
+        with emit.loop(b, emit.I64(first), emit.I64(first + lanes), 4, dots) as turn:
+            lane_codes = b.add(codes, b.mul(turn.i, emit.I64(VECTOR * PANEL_VECTORS)))
+            for j in range(4):
+                offset = (vector * LANES + j) * VECTOR * PANEL_VECTORS
+                words = [emit.load(b, INTS, lane_codes, offset + VECTOR * i) for i in range(PANEL_VECTORS)]
+                following = []
+                for m, activation in enumerate(activations):
+                    place = b.add(activation, b.mul(turn.i, emit.I64(4)))
+                    four = emit.splat(b, emit.load(b, emit.I32, place, vector * VECTOR + 4 * j), LANES)
+                    for i, word in enumerate(words):
+                        so_far = turn.following[m * PANEL_VECTORS + i]
+                        following.append(add_products(b, layout.bits, word, four, so_far))
+                turn.following = following
+        dots = turn.values
+    result = []
+    for m, activation in enumerate(activations):
+        row_scale = emit.splat(b, emit.load(b, emit.F32, activation, layout.scales_at + 4 * first), LANES)
+        for i in range(PANEL_VECTORS):
+            output_scales = emit.load(b, FLOATS, scales, 4 * (PANEL * block + LANES * i))
+            dot = b.sitofp(dots[m * PANEL_VECTORS + i], FLOATS)
+            scaled = b.fmul(dot, row_scale, flags=emit.CONTRACT)
+            result.append(emit.multiply_add(b, scaled, output_scales, sums[m * PANEL_VECTORS + i]))
+    return result
+
+
+CORRECTION_ROW_COUNTS = 4, 1  # rows that share a tile's corrections: fours while there are, then one by one
+TILES_AHEAD = 2  # whose offsets are fetched
+CODE_OF_ZERO = 8  # the code of the zero point 0
+
+
+class CorrectionsAt(NamedTuple):
+    """Where corrections of outputs are from a block on: addresses in the store, and how many blocks outputs have.
+
+    Of offsets (float32) or zero points (half a byte) only one is there; zeros is 0 where there are none.
+    """
+
+    offsets: Value
+    zeros: Value
+    scales: Value
+    blocks: Value
+
+
+def _correct(output: int, start: int, n: int, memory: int, place: int) -> None:
+    p = product_at(Product, place)
+    if p.is_panel:
+        _correct_panel(p, output, start, n, memory)
+    else:
+        _correct_tile(p, output)
+
+
+CORRECTION = Loop(_correct, 5, exact=True)
+"""(output, start, n, memory, place): add the corrections to y of the `Product` at a place, for outputs output...
+
+Of a tile all blocks; of a panel blocks start..start + n, with the panel's scratch.
+"""
+
+
+@intrinsic
+def _correct_tile(context: Any, product: Any, output: Any) -> Any:
+    """y[:, output..output + OUTPUTS] += the share of all blocks."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, output = args
+        n, activations, gap, n_outputs, y = fields(b, p, "n", "activations", "gap", "outputs", "y")
+        sums, four = RowsAt(b.add(activations, before_sums(b, p)), gap), emit.I64(4)
+        results = RowsAt(b.add(y, b.mul(output, four)), b.mul(n_outputs, four))
+        corrections = _corrections_at(b, p, output, emit.I64(0))
+        for count, x, to in row_groups(b, n, CORRECTION_ROW_COUNTS, sums, results):
+            _emit_tile_corrections(count, b, x, corrections, to)
+        return context.get_dummy_value()
+
+    return types.none(product, types.intp), build
+
+
+@intrinsic
+def _correct_panel(context: Any, product: Any, output: Any, start: Any, n: Any, memory: Any) -> Any:
+    """y[:, output..output + PANEL] += the share of blocks start..start + n."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, output, start, n_blocks, memory = args
+        n, activations, gap, n_outputs, y = fields(b, p, "n", "activations", "gap", "outputs", "y")
+        four, table = emit.I64(4), b.add(memory, emit.I64(CORRECTIONS_AT))
+        _emit_panel_table(b, _corrections_at(b, p, output, start), n_blocks, table)
+        sums = RowsAt(b.add(b.add(activations, before_sums(b, p)), b.mul(start, four)), gap)
+        results = RowsAt(b.add(y, b.mul(output, four)), b.mul(n_outputs, four))
+        for count, x, to in row_groups(b, n, PANEL_ROW_COUNTS, sums, results):
+            _emit_panel_corrections(count, b, x, n_blocks, table, to)
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 4), build
+
+
+def _corrections_at(b: Any, p: Value, output: Value, start: Value) -> CorrectionsAt:
+    """Those of outputs from ``output`` on, from block ``start`` on, an even one."""
+    offsets, zeros, scales, blocks = fields(b, p, "offsets", "zeros", "scales", "blocks")
+    floats_before = b.mul(b.add(b.mul(output, blocks), start), emit.I64(4))
+    zeros_at = b.add(zeros, b.add(b.mul(output, _bytes_of_zeros(b, blocks)), b.sdiv(start, emit.I64(2))))
+    has_zeros = b.icmp_signed("!=", zeros, emit.I64(0))
+    return CorrectionsAt(
+        b.add(offsets, floats_before), b.select(has_zeros, zeros_at, zeros), b.add(scales, floats_before), blocks
+    )
+
+
+def _bytes_of_zeros(b: Any, blocks: Value) -> Value:
+    """Of an output's zero points."""
+    return b.sdiv(b.add(blocks, emit.I64(1)), emit.I64(2))
+
+
+def _emit_tile_corrections(n: int, b: Any, x: RowsAt, at: CorrectionsAt, y: RowsAt) -> None:
+    """y (n, OUTPUTS) += the share of a tile; x: the sums of n rows' blocks."""
+
+    def add_blocks(block: Value, totals: Sequence[Value], n_blocks: Value | None) -> list[Value]:
+        sums, result = RowsAt(b.add(x.first, b.mul(block, emit.I64(4))), x.gap), []
+        corrections = _corrections(b, OUTPUTS, at, block, n_blocks)
+        for m in range(n):
+            row_sums = load_some(b, FLOATS, sums.row(b, m), 0, n_blocks, 1)
+            row_totals = totals[m * OUTPUTS : (m + 1) * OUTPUTS]
+            pairs = zip(corrections, row_totals, strict=True)
+            result += [emit.multiply_add(b, correction, row_sums, total) for correction, total in pairs]
+        return result
+
+    zeros = [emit.constant(FLOATS, 0.0)] * (n * OUTPUTS)
+    with emit.loop(b, emit.I64(0), at.blocks, LANES, zeros) as turn:
+        turn.following = add_blocks(turn.i, turn.values, None)
+    with emit.loop(b, turn.i, b.add(at.blocks, emit.I64(LANES - 1)), LANES, turn.values) as last:
+        last.following = add_blocks(last.i, last.values, b.sub(at.blocks, last.i))
+    for m in range(n):
+        added = emit.totals(b, last.values[m * OUTPUTS : (m + 1) * OUTPUTS])
+        to = y.row(b, m)
+        emit.store(b, b.fadd(emit.load(b, added.type, to), added), to)
+
+
+def _emit_panel_table(b: Any, at: CorrectionsAt, n: Value, table: Value) -> None:
+    """table [block][output] float32 = corrections of a panel's blocks 0..n."""
+    zeros_gap = b.select(b.icmp_signed("!=", at.zeros, emit.I64(0)), _bytes_of_zeros(b, at.blocks), emit.I64(0))
+    with emit.loop(b, emit.I64(0), emit.I64(PANEL), LANES) as output:
+        floats_before = b.mul(b.mul(output.i, at.blocks), emit.I64(4))
+        those = CorrectionsAt(
+            b.add(at.offsets, floats_before),
+            b.add(at.zeros, b.mul(output.i, zeros_gap)),
+            b.add(at.scales, floats_before),
+            at.blocks,
+        )
+        column = b.add(table, b.mul(output.i, emit.I64(4)))
+        with emit.loop(b, emit.I64(0), b.add(n, emit.I64(LANES - 1)), LANES) as block:
+            corrections = _corrections(b, LANES, those, block.i, b.sub(n, block.i))
+            for i, of_outputs in enumerate(transposed(b, corrections)):
+                emit.store(b, of_outputs, b.add(column, b.mul(block.i, emit.I64(4 * PANEL))), 4 * PANEL * i)
+
+
+def _emit_panel_corrections(n: int, b: Any, x: RowsAt, n_blocks: Value, table: Value, y: RowsAt) -> None:
+    """y (n, PANEL) += the share of a panel; x: the sums of n rows' blocks, table: `_emit_panel_table`'s."""
+    zeros = [emit.constant(FLOATS, 0.0)] * (n * PANEL_VECTORS)
+    with emit.loop(b, emit.I64(0), n_blocks, 1, zeros) as block:
+        corrections_at, before = b.add(table, b.mul(block.i, emit.I64(4 * PANEL))), b.mul(block.i, emit.I64(4))
+        corrections = [emit.load(b, FLOATS, corrections_at, VECTOR * i) for i in range(PANEL_VECTORS)]
+        block.following = []
+        for m in range(n):
+            row_sum = emit.splat(b, emit.load(b, emit.F32, b.add(x.row(b, m), before)), LANES)
+            totals = block.values[m * PANEL_VECTORS : (m + 1) * PANEL_VECTORS]
+            block.following += [
+                emit.multiply_add(b, row_sum, *pair) for pair in zip(corrections, totals, strict=True)
+            ]
+    for i, total in enumerate(block.values):
+        m, vector = divmod(i, PANEL_VECTORS)
+        to = b.add(y.row(b, m), emit.I64(VECTOR * vector))
+        emit.store(b, b.fadd(emit.load(b, FLOATS, to), total), to)
+
+
+def _corrections(b: Any, n_outputs: int, at: CorrectionsAt, block: Value, n: Value | None) -> list[Value]:
+    """Of LANES blocks from an even one on, a vector for each output; n: how many blocks there are, None: all."""
+    gap, before = b.mul(at.blocks, emit.I64(4)), b.mul(block, emit.I64(4))
+
+    def floats(start: Value, o: int) -> Value:
+        return load_some(b, FLOATS, b.add(b.add(start, before), b.mul(gap, emit.I64(o))), 0, n, 1)
+
+    def of_zeros() -> list[Value]:
+        start, zeros_gap = b.add(at.zeros, b.sdiv(block, emit.I64(2))), _bytes_of_zeros(b, at.blocks)
+        n_bytes = None if n is None else _bytes_of_zeros(b, n)
+        kind, order = emit.vector(emit.I8, LANES // 2), [i // 2 + i % 2 * LANES // 2 for i in range(LANES)]
+        found = []
+        for o in range(n_outputs):
+            both = load_some(b, kind, b.add(start, b.mul(zeros_gap, emit.I64(o))), 0, n_bytes, 1)
+            low, high = b.and_(both, emit.constant(kind, 15)), b.lshr(both, emit.constant(kind, 4))
+            codes = b.zext(emit.lanes(b, low, order, high), INTS)
+            away = b.sitofp(b.sub(emit.constant(INTS, CODE_OF_ZERO), codes), FLOATS)
+            found.append(b.fmul(away, floats(at.scales, o), flags=emit.CONTRACT))
+        return found
+
+    def of_offsets() -> list[Value]:
+        if n is None:
+            for o in range(n_outputs):
+                ahead = b.add(b.add(at.offsets, before), b.mul(gap, emit.I64(o + OUTPUTS * TILES_AHEAD)))
+                emit.prefetch(b, ahead, VECTOR)
+        return [floats(at.offsets, o) for o in range(n_outputs)]
+
+    return emit.either(b, b.icmp_signed("!=", at.zeros, emit.I64(0)), of_zeros, of_offsets)

@@ -1,0 +1,591 @@
+"""Products of activations with weights: quantized ones, those of chosen experts, and float32.
+
+Words are those of `gemm`. Weights of 4 or 8 bits are read as the weight store has them, rows of activations are
+rounded to bytes. Products of bytes are summed in int32 for a unit, and times both scales in float32. Up to
+FEW_ROWS rows take the same steps as one: a token's logits do not depend on which others are computed with it. They
+go through tiles of OUTPUTS outputs, many rows through panels.
+"""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from edgekv.kernels import threads
+from edgekv.kernels.cpu import emit, launch
+from edgekv.kernels.cpu.compile import Scalar, fast_jit, intrinsic, jit
+from edgekv.kernels.cpu.emit import Value
+from edgekv.kernels.cpu.gemm import (
+    CORRECTION,
+    FLOATS,
+    INTS,
+    OUTPUTS,
+    PANEL,
+    PANEL_BYTES,
+    PRODUCTS,
+    TILES_AHEAD,
+    VECTOR,
+    CodeLayout,
+    OutputsAt,
+    Product,
+    RowsAt,
+    add_products,
+    before_sums,
+    block_size,
+    blocks_of_unit,
+    call_correction,
+    fields,
+    layout_of,
+    load_some,
+    multiply_panels,
+    product_at,
+    put_product,
+    row_groups,
+    unpack,
+)
+from edgekv.kernels.cpu.loops import Loop, address_of, aligned_size, floats, numbers, scratch_memory
+from edgekv.kernels.cpu.row_products import score_rows
+from edgekv.kernels.cpu.rows import WIDTH, score_rest
+from edgekv.kernels.cpu.scalar import ROUND, get, put
+from edgekv.kernels.cpu.simd import LANES
+from edgekv.machine import blas_threads
+from edgekv.types import F32, I64, U8, Threads
+
+
+class WeightNumbers(NamedTuple):
+    """The last fields of a `Product`, which says what they are."""
+
+    blocks: int
+    gap: int
+    codes: int
+    row_bytes: int
+    scales: int
+    offsets: int
+    zeros: int
+    correction: int
+
+
+class QuantizedWeights(NamedTuple):
+    """Weights (outputs, columns) in blocks of a format, as `edgekv.weights.quantize` packs them.
+
+    What is left of the last block of an output is padding. At most one of offsets and zeros is there.
+    """
+
+    codes: U8  # (outputs, blocks, layout.block_bytes)
+    scales: F32  # (outputs, blocks)
+    layout: CodeLayout
+    offsets: F32 | None = None  # (outputs, blocks)
+    zeros: U8 | None = None  # (outputs, (blocks + 1) // 2), two zero points to a byte
+
+    def at(self) -> WeightNumbers:
+        """They must stay alive. Raises ValueError for offsets or zeros that products in the format do not know."""
+        layout, blocks = self.layout, self.scales.shape[1]
+        corrections = self.offsets is not None or self.zeros is not None
+        if corrections and not layout.has_corrections:
+            raise ValueError(f"weights in {layout} with zero points or offsets; accepted: whole numbers of 4 bits")
+        return WeightNumbers(
+            blocks,
+            layout.gap(blocks),
+            address_of(self.codes),
+            layout.block_bytes * blocks,
+            address_of(self.scales),
+            0 if self.offsets is None else address_of(self.offsets),
+            0 if self.zeros is None else address_of(self.zeros),
+            CORRECTION.address if corrections else 0,
+        )
+
+
+TOP = 127
+LEAST = np.float32(1e-30)  # of max|x|: all elements are 0 below it
+NO_SIGN, INFINITE = 0x7FFFFFFF, 0x7F800000  # numbers without signs are in the order of their bits, NaN behind all
+EXACT = ("nsz",)
+
+
+@fast_jit
+def prepare_rows(first: int, last: int, p: Product) -> None:
+    """Rows first..last of x into activations, padded with zeros."""
+    block = block_size(p)
+    for m in range(first, last):
+        row, target, tail = (
+            p.x + 4 * m * p.columns,
+            p.activations + m * p.gap,
+            p.activations + p.n * p.gap + 4 * block * m,
+        )
+        n_whole = p.columns // block
+        for b in range(n_whole):
+            _quantize_block(p, row + 4 * b * block, target, b)
+        n_left = p.columns - n_whole * block
+        for b in range(n_whole, whole_units(p)):
+            copy_block(row + 4 * b * block, n_left, tail, block)
+            _quantize_block(p, tail, target, b)
+            n_left = 0
+
+
+@fast_jit
+def whole_units(p: Product) -> Scalar:
+    """Blocks of a row, and those that its last unit lacks."""
+    n = blocks_of_unit(p)
+    return (p.blocks + n - 1) // n * n
+
+
+@intrinsic
+def copy_block(context: Any, x: Any, n: Any, y: Any, size: Any) -> Any:
+    """y (size,) float32 = the n numbers x, then zeros."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, n, y, size = args
+        four = emit.I64(4)
+        with emit.loop(b, emit.I64(0), n, 1) as turn:
+            at = b.mul(turn.i, four)
+            emit.store(b, emit.load(b, emit.F32, b.add(x, at)), b.add(y, at))
+        with emit.loop(b, n, size, 1) as turn:
+            emit.store(b, emit.F32(0.0), b.add(y, b.mul(turn.i, four)))
+        return context.get_dummy_value()
+
+    return types.none(*[types.intp] * 4), build
+
+
+@intrinsic
+def _quantize_block(context: Any, product: Any, x: Any, row: Any, block: Any) -> Any:
+    """Block ``block`` of a row, x (block size,) float32, into the row's activations."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        layout, (p, x, row, block) = layout_of(product), args
+        block_sum = b.add(b.add(row, before_sums(b, p)), b.mul(block, emit.I64(4)))
+        is_panel = b.icmp_signed("!=", *fields(b, p, "is_panel"), emit.I64(0))
+        with b.if_else(is_panel) as cases:
+            for panel, case in zip((True, False), cases, strict=True):
+                with case:
+                    write = functools.partial(_emit_quantized_block, layout, panel)
+                    emit.call_own(b, f"quantize_{'panel' if panel else 'rows'}", write, x, row, block, block_sum)
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 3), build
+
+
+def _emit_quantized_block(
+    layout: CodeLayout, panel: bool, b: Any, x: Value, row: Value, block: Value, block_sum: Value
+) -> None:
+    """block_sum: where the sum of the block's elements goes, if the format has corrections."""
+    n = layout.block
+    floats, ints = emit.vector(emit.F32, n), emit.vector(emit.I32, n)
+    elements = emit.load(b, floats, x)
+    sizes = b.and_(b.bitcast(elements, ints), emit.constant(ints, NO_SIGN))
+    top = emit.call(b, f"llvm.vector.reduce.smax.v{n}i32", emit.I32, sizes)
+    peak, is_finite = b.bitcast(top, emit.F32), b.icmp_signed("<", top, emit.I32(INFINITE))
+    is_nothing = b.icmp_signed("<", top, emit.I32(int(LEAST.view(np.int32))))
+    factor = b.select(is_nothing, emit.F32(0.0), b.fdiv(emit.F32(float(TOP)), peak))
+    scale = b.select(is_nothing, emit.F32(0.0), b.fmul(peak, emit.F32(float(np.float32(1 / TOP)))))
+    scale = b.select(is_finite, scale, emit.F32(float("nan")))
+    # Not fused: a fused one would round other halves than processors without it.
+    shifted = b.fadd(
+        b.fmul(elements, emit.splat(b, factor, n), flags=EXACT), emit.constant(floats, ROUND), flags=EXACT
+    )
+    rounded = b.sub(b.bitcast(shifted, ints), emit.constant(ints, int(ROUND.view(np.int32))))
+    unit = b.sdiv(block, emit.I64(layout.blocks))
+    run = layout.block_bytes // layout.vectors  # bytes of codes of the block in a vector
+    inside = b.mul(b.srem(block, emit.I64(layout.blocks)), emit.I64(run))
+    activation = b.add(b.add(row, b.mul(unit, emit.I64(layout.activation_bytes))), inside)
+    sums = emit.constant(emit.vector(emit.I32, run // 4), 0)
+    for v in range(layout.vectors):
+        for part in range(layout.parts):
+            start = v * run * layout.parts + part
+            some = emit.lanes(b, rounded, range(start, start + run * layout.parts, layout.parts))
+            emit.store(b, b.trunc(some, emit.vector(emit.I8, run)), activation, (v * layout.parts + part) * VECTOR)
+            for i in range(0 if panel else 4):
+                sums = b.add(sums, emit.lanes(b, some, range(i, run, 4)))
+    if panel or layout.has_corrections:
+        total = emit.total(b, rounded if panel else sums)
+    if panel:
+        sums = emit.splat(b, total, run // 4)
+    if layout.has_corrections:
+        emit.store(b, b.fmul(b.sitofp(total, emit.F32), scale), block_sum)
+    minus_zero_point = emit.constant(sums.type, -layout.zero_point)
+    emit.store(b, b.mul(sums, minus_zero_point), activation, layout.sums_at)
+    emit.store(b, emit.splat(b, scale, run // 4), activation, layout.scales_at)
+
+
+AHEAD = 8192  # bytes of codes: fetched into the second cache, as the first has no more room for lines on their way
+UNITS = 4  # of an output in one pass, where a single row reads it: less lies between loads than one by one
+TILE_ROW_COUNTS = 4, 2, 1  # rows that share a tile's loads: fours while there are, then a pair, then one
+FEW_ROWS = 8  # more go through panels
+
+
+class QuantizedMatmul:
+    """Products with the same weights (outputs, columns), whose addresses are taken once; at least OUTPUTS."""
+
+    def __init__(self, weights: QuantizedWeights) -> None:
+        """Raises ValueError for fewer outputs."""
+        self._weights, self._at, self._stages = weights, weights.at(), stages(weights.layout)
+        self._outputs, self._row_bytes = len(weights.scales), self._at.gap + 4 * weights.layout.block
+        most = self._at.blocks * weights.layout.block
+        self._widths = range(most - weights.layout.block + 1, most + 1)  # the last block may be padded
+        if self._outputs < OUTPUTS:
+            raise ValueError(f"weights of {self._outputs} rows; accepted: {OUTPUTS} or more")
+
+    def __call__(self, x: F32, n_threads: int | None = None) -> F32:
+        """x (n, columns) times the transpose of the weights: (n, outputs).
+
+        A row with a number that is infinite or NaN becomes NaN. n_threads: None, all of `threads.count()`. Raises
+        ValueError for x of another type or width.
+        """
+        x = np.ascontiguousarray(x)
+        (n, columns), outputs = x.shape, self._outputs
+        if x.dtype != np.float32 or columns not in self._widths:
+            first, last = self._widths[0], self._widths[-1]
+            raise ValueError(f"{columns} columns of {x.dtype}; accepted: float32, {first} to {last} columns")
+        is_panel, n_tiles = tiles_of(n, outputs)
+        n_threads = n_threads or threads.count()
+        row_bytes = aligned_size(n * self._row_bytes)
+        memory = scratch_memory("products", row_bytes + (n_threads * PANEL_BYTES if is_panel else 0))
+        y = np.empty((n, outputs), np.float32)
+        own = address_of(x), n, columns, is_panel, memory, outputs, address_of(y), memory + row_bytes
+        numbers = np.array(own + self._at, np.int64)
+        shares = n_threads if n * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
+        run(self._stages, numbers, n, n_tiles, n_threads if n >= n_threads else 1, shares)
+        return y
+
+
+def tiles_of(n: int, n_outputs: int) -> tuple[bool, int]:
+    """Whether n rows go through panels, and how many panels or tiles of the outputs there are to share out.
+
+    The last whole one has the outputs behind it, too: an output belongs to one.
+    """
+    is_panel = n > FEW_ROWS and n_outputs >= PANEL
+    return is_panel, n_outputs // (PANEL if is_panel else OUTPUTS)
+
+
+def run(
+    both: tuple[launch.Stage, launch.Stage],
+    numbers: npt.NDArray[np.int64],
+    n: int,
+    n_tiles: int,
+    preparing: int,
+    multiplying: int,
+) -> None:
+    """The two stages, on so many threads each; rows are prepared on one where the multiplication is."""
+    _run(both[0], n, numbers, min(preparing, multiplying))
+    _run(both[1], n_tiles, numbers, multiplying)
+
+
+def _run(stage: launch.Stage, n_items: int, numbers: npt.NDArray[np.int64], n_threads: int) -> None:
+    if n_threads == 1:
+        stage.run(n_items, numbers)
+    else:
+        stage.run_parallel(n_items, numbers, n_threads)
+
+
+@functools.cache
+def stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
+    """What prepares rows, and what multiplies tiles or panels of outputs with them."""
+    product = PRODUCTS[layout]
+
+    def prepare(first: int, last: int, part: int, numbers: int) -> None:
+        prepare_rows(first, last, product_at(product, numbers))
+
+    def tiles(first: int, last: int, part: int, numbers: int) -> None:
+        multiply_tiles(first, last, part, product_at(product, numbers), numbers)
+
+    return launch.Stage(prepare), launch.Stage(tiles)
+
+
+@fast_jit
+def multiply_tiles(first: int, last: int, part: int, p: Product, place: int) -> None:
+    """Tiles or panels first..last of the product whose numbers are at a place, with the part's scratch."""
+    if p.is_panel:
+        multiply_panels(first, last, p.panels + part * PANEL_BYTES, p, place)
+        return
+    if first < last == p.outputs // OUTPUTS:
+        last = (p.outputs + OUTPUTS - 1) // OUTPUTS
+    for tile in range(first, last):
+        output = min(tile * OUTPUTS, p.outputs - OUTPUTS)
+        _multiply_tile(p, p.codes + output * p.row_bytes, p.scales + 4 * output * p.blocks, p.y + 4 * output)
+        if p.correction:
+            call_correction(p.correction, output, 0, 0, 0, place)
+
+
+@intrinsic
+def _multiply_tile(context: Any, product: Any, codes: Any, scales: Any, y: Any) -> Any:
+    """y[m, o] of all rows m and OUTPUTS outputs o, from the tile's codes and scales on."""
+
+    def build(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        p, codes, scales, y = args
+        x, n, gap, row_bytes, blocks, n_outputs = fields(
+            b, p, "activations", "n", "gap", "row_bytes", "blocks", "outputs"
+        )
+        outputs = OutputsAt(codes, row_bytes, scales, blocks)
+        results = RowsAt(y, b.mul(n_outputs, emit.I64(4)))
+        for count, rows, to in row_groups(b, n, TILE_ROW_COUNTS, RowsAt(x, gap), results):
+            write = functools.partial(_emit_tile_products, layout_of(product), count)
+            emit.call_own(b, f"multiply_rows_{count}", write, rows, outputs, to)
+        return context.get_dummy_value()
+
+    return types.none(product, *[types.intp] * 3), build
+
+
+def _emit_tile_products(layout: CodeLayout, n: int, b: Any, x: RowsAt, outputs: OutputsAt, y: RowsAt) -> None:
+    """y (n, OUTPUTS) = n rows times a tile."""
+    scale_bytes = b.mul(outputs.blocks, emit.I64(4))  # of an output
+    with emit.loop(b, emit.I64(0), b.mul(scale_bytes, emit.I64(OUTPUTS)), emit.LINE) as turn:
+        ahead = b.add(turn.i, b.mul(scale_bytes, emit.I64(OUTPUTS * TILES_AHEAD)))
+        emit.prefetch(b, b.add(outputs.scales, ahead), emit.LINE, locality=2)
+    if n == 1:  # waits for memory, which is fastest in order
+        sums, write = [], functools.partial(_emit_row_product, layout)
+        for o in map(emit.I64, range(OUTPUTS)):
+            codes = b.add(outputs.codes, b.mul(outputs.row_bytes, o))
+            scales = b.add(outputs.scales, b.mul(scale_bytes, o))
+            sums.append(
+                emit.call_own(b, "multiply_row", write, x.first, codes, scales, outputs.blocks, result=FLOATS)
+            )
+    else:  # share what is loaded of rows
+        unit = functools.partial(_emit_unit, layout, n, OUTPUTS, b, x, outputs)
+        sums = _emit_sums(layout, n * OUTPUTS, 1, b, outputs.blocks, unit)
+    for m in range(n):
+        totals = emit.totals(b, sums[m * OUTPUTS : (m + 1) * OUTPUTS])
+        emit.store(b, totals, y.row(b, m))
+
+
+def _emit_row_product(layout: CodeLayout, b: Any, x: Value, codes: Value, scales: Value, blocks: Value) -> Value:
+    """One row times one output: LANES float32, to be added up."""
+    zero = emit.I64(0)
+    x_row, output = RowsAt(x, zero), OutputsAt(codes, zero, scales, blocks)
+    unit = functools.partial(_emit_unit, layout, 1, 1, b, x_row, output)
+    return _emit_sums(layout, 1, UNITS, b, blocks, unit)[0]
+
+
+def _emit_sums(
+    layout: CodeLayout, n: int, units: int, b: Any, blocks: Value, unit: Callable[..., list[Value]]
+) -> list[Value]:
+    """n sums of LANES float32 over all blocks, so many units at a time while there are.
+
+    unit(block, sums, n_blocks): the sums after a unit, as `_emit_unit` has it.
+    """
+    first, sums = emit.I64(0), [emit.constant(FLOATS, 0.0)] * n
+    for at_a_time in sorted({units, 1}, reverse=True):
+        with emit.loop(b, first, blocks, at_a_time * layout.blocks, sums) as turn:
+            turn.following = turn.values
+            for i in range(at_a_time):
+                turn.following = unit(b.add(turn.i, emit.I64(i * layout.blocks)), turn.following, None)
+        first, sums = turn.i, turn.values
+    if layout.blocks > 1:  # what is no whole unit
+        end = b.add(blocks, emit.I64(layout.blocks - 1))
+        with emit.loop(b, first, end, layout.blocks, sums) as last:
+            last.following = unit(last.i, last.values, b.sub(blocks, last.i))
+        sums = last.values
+    return sums
+
+
+def _emit_unit(
+    layout: CodeLayout,
+    n: int,
+    n_outputs: int,
+    b: Any,
+    x: RowsAt,
+    outputs: OutputsAt,
+    block: Value,
+    sums: list[Value],
+    n_blocks: Value | None,
+) -> list[Value]:
+    """sums (n * n_outputs) after the unit that begins with a block; n_blocks: how many it has, None: all."""
+    activations = RowsAt(
+        b.add(x.first, b.mul(b.sdiv(block, emit.I64(layout.blocks)), emit.I64(layout.activation_bytes))), x.gap
+    )
+    codes_at = b.add(outputs.codes, b.mul(block, emit.I64(layout.block_bytes)))
+    codes, scales = [], []  # of each output: the unit's, unpacked, and its blocks', in every lane of theirs
+    for o in range(n_outputs):
+        start = b.add(codes_at, b.mul(outputs.row_bytes, emit.I64(o)))
+        if n_blocks is None:
+            emit.prefetch(b, b.add(start, emit.I64(AHEAD)), layout.vectors * VECTOR, locality=2)
+        vectors = (
+            load_some(b, INTS, start, VECTOR * v, n_blocks, LANES // layout.blocks) for v in range(layout.vectors)
+        )
+        codes.append([some for vector in vectors for some in unpack(b, layout, vector)])
+        scale_at = b.add(outputs.scales, b.mul(b.add(block, b.mul(outputs.blocks, emit.I64(o))), emit.I64(4)))
+        each = load_some(b, emit.vector(emit.F32, layout.blocks), scale_at, 0, n_blocks, 1)
+        scales.append(emit.lanes(b, each, [lane * layout.blocks // LANES for lane in range(LANES)]))
+    following = list(sums)
+    for m in range(n):
+        activation = activations.row(b, m)
+        elements = [emit.load(b, INTS, activation, VECTOR * i) for i in range(layout.vectors * layout.parts)]
+        activation_sums = emit.load(b, INTS, activation, layout.sums_at)
+        activation_scales = emit.load(b, FLOATS, activation, layout.scales_at)
+        for o in range(n_outputs):
+            dots = activation_sums
+            for codes_of, elements_of in zip(codes[o], elements, strict=True):
+                dots = add_products(b, layout.bits, codes_of, elements_of, dots)
+            scaled = b.fmul(b.sitofp(dots, FLOATS), activation_scales, flags=emit.CONTRACT)
+            i = m * n_outputs + o
+            following[i] = emit.multiply_add(b, scaled, scales[o], following[i])
+    return following
+
+
+MIN_PARALLEL_ELEMENTS = 1 << 17
+# Kernels get the number of products, and of their tiles (or panels) together, then for each product its fields and
+# where it stands among all: its first row, its first tile, its tiles.
+N_PRODUCTS, N_TILES, BEFORE = range(3)
+N_FIELDS = len(Product._fields)
+FIRST_ROW, FIRST_TILE, TILES = range(N_FIELDS, N_FIELDS + 3)
+N_NUMBERS = N_FIELDS + 3
+
+
+class GroupedGemm:
+    """Products with experts' parts of the same weights: of n_experts with as many outputs, at least OUTPUTS."""
+
+    def __init__(self, weights: QuantizedWeights, n_experts: int) -> None:
+        self._weights, self._at, self._stages = weights, weights.at(), grouped_stages(weights.layout)
+        self._outputs, self._row_bytes = len(weights.scales) // n_experts, self._at.gap + 4 * weights.layout.block
+
+    def __call__(self, x: F32, experts: I64, n_threads: int | None = None) -> F32:
+        """Each row of x (m, columns) times the transpose of its expert's part: (m, outputs of a part).
+
+        experts (m,): each row's, ascending. n_threads: None, all of `threads.count()`.
+        """
+        x, experts, outputs = np.ascontiguousarray(x), np.ascontiguousarray(experts), self._outputs
+        (m, columns), n_threads = x.shape, n_threads or threads.count()
+        x_bytes = aligned_size(m * self._row_bytes)
+        memory = scratch_memory("products", x_bytes + n_threads * PANEL_BYTES)
+        y = np.empty((m, outputs), np.float32)
+        own = address_of(x), m, columns, 0, memory, outputs, address_of(y), memory + x_bytes
+        first_part = np.array(own + self._at, np.int64)
+        given = np.empty(BEFORE + m * N_NUMBERS, np.int64)
+        LAY_OUT.call(address_of(first_part), self._row_bytes, address_of(experts), m, address_of(given))
+        shares = n_threads if m * outputs * columns >= launch.MIN_PARALLEL_WORK else 1
+        preparing = n_threads if m * columns >= MIN_PARALLEL_ELEMENTS else 1
+        run(self._stages, given, m, int(given[N_TILES]), preparing, shares)
+        return y
+
+
+@functools.cache
+def grouped_stages(layout: CodeLayout) -> tuple[launch.Stage, launch.Stage]:
+    """What prepares rows, and what multiplies tiles or panels with them; both are counted over all products."""
+    product = PRODUCTS[layout]
+
+    def prepare_each(first: int, last: int, part: int, given: int) -> None:
+        for i in range(get(numbers(given), N_PRODUCTS)):
+            place = given + 8 * (BEFORE + i * N_NUMBERS)
+            p, start = product_at(product, place), get(numbers(place), FIRST_ROW)
+            a, b = max(first - start, 0), min(last - start, p.n)
+            if a < b:
+                prepare_rows(a, b, p)
+
+    def tiles_of_each(first: int, last: int, part: int, given: int) -> None:
+        for i in range(get(numbers(given), N_PRODUCTS)):
+            place = given + 8 * (BEFORE + i * N_NUMBERS)
+            start, n = get(numbers(place), FIRST_TILE), get(numbers(place), TILES)
+            a, b = max(first - start, 0), min(last - start, n)
+            if a < b:
+                multiply_tiles(a, b, part, product_at(product, place), place)
+
+    return launch.Stage(prepare_each), launch.Stage(tiles_of_each)
+
+
+def _lay_out(first_part: int, row_bytes: int, experts: int, m: int, given: int) -> None:
+    """What kernels get, from the product of all m rows with the first part; experts (m,): each row's, ascending.
+
+    row_bytes: of a rounded row, and of its room for a block.
+    """
+    p, own_experts = product_at(Product, first_part), numbers(experts)
+    first = n_products = n_tiles = 0
+    while first < m:
+        n = 1
+        while first + n < m and get(own_experts, first + n) == get(own_experts, first):
+            n += 1
+        outputs, place = p.outputs * get(own_experts, first), given + 8 * (BEFORE + n_products * N_NUMBERS)
+        is_panel, tiles = _tiles_of(n, p.outputs)
+        offsets = p.offsets and p.offsets + 4 * p.blocks * outputs
+        zeros = p.zeros and p.zeros + (p.blocks + 1) // 2 * outputs
+        own = Product(
+            x=p.x + 4 * p.columns * first,
+            n=n,
+            columns=p.columns,
+            is_panel=int(is_panel),
+            activations=p.activations + row_bytes * first,
+            outputs=p.outputs,
+            y=p.y + 4 * p.outputs * first,
+            panels=p.panels,
+            blocks=p.blocks,
+            gap=p.gap,
+            codes=p.codes + p.row_bytes * outputs,
+            row_bytes=p.row_bytes,
+            scales=p.scales + 4 * p.blocks * outputs,
+            offsets=offsets,
+            zeros=zeros,
+            correction=p.correction,
+        )
+        put_product(own, place)
+        put(numbers(place), FIRST_ROW, first)
+        put(numbers(place), FIRST_TILE, n_tiles)
+        put(numbers(place), TILES, tiles)
+        first, n_products, n_tiles = first + n, n_products + 1, n_tiles + tiles
+    put(numbers(given), N_PRODUCTS, n_products)
+    put(numbers(given), N_TILES, n_tiles)
+
+
+_tiles_of = jit(tiles_of)
+LAY_OUT = Loop(_lay_out, 5, exact=True)
+
+
+FLOAT_PANEL = 1 << 16  # float32 weights that stay in the second cache while all rows pass
+MOST_ROWS = 64  # up to which the kernel is as fast as BLAS, or faster
+FLOAT_BLOCK = 512  # outputs that a thread multiplies at a time by BLAS
+
+
+def float_matmul(x: F32, weights: F32, n_threads: Threads) -> F32:
+    """x (n, columns) times the transpose of weights (outputs, columns), contiguous: (n, outputs).
+
+    Up to MOST_ROWS rows by `multiply_rows`. More by NumPy, in blocks of outputs of a thread each: threads of
+    BLAS that share a product wait for one another. The blocks do not depend on how many threads there are.
+    """
+    if len(x) <= MOST_ROWS:
+        return multiply_rows(x, weights, n_threads.decode if len(x) <= FEW_ROWS else n_threads.prompt)
+    y = np.empty((len(x), len(weights)), np.float32)
+    with blas_threads(1):
+        blocks = (slice(a, a + FLOAT_BLOCK) for a in range(0, len(weights), FLOAT_BLOCK))
+        pool = _pool(n_threads.prompt)
+        for job in [pool.submit(np.matmul, x, weights[own].T, y[:, own]) for own in blocks]:
+            job.result()
+    return y
+
+
+@functools.cache
+def _pool(n_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n_threads, thread_name_prefix="edgekv-products")
+
+
+def multiply_rows(x: F32, weights: F32, n_threads: int | None = None) -> F32:
+    """x (n, columns) times the transpose of weights (outputs, columns), both float32: (n, outputs).
+
+    Each number is one sum over the columns, in the same order for any n and any number of threads (None: of
+    `threads.count()`). Raises ValueError for weights that are not contiguous.
+    """
+    x = np.ascontiguousarray(x, np.float32)
+    (n, columns), outputs = x.shape, len(weights)
+    n_threads = n_threads or threads.count()
+    y = np.empty((n, outputs), np.float32)
+    size = max(1, min(FLOAT_PANEL // max(1, columns), outputs // n_threads) // OUTPUTS) * OUTPUTS  # of a panel
+    given = np.array((address_of(x), n, columns, address_of(weights), outputs, address_of(y), size), np.int64)
+    n_panels = -(-outputs // size)
+    if n_threads == 1 or n * outputs * columns < launch.MIN_PARALLEL_WORK:
+        _FLOATS.run(n_panels, given)
+    else:
+        _FLOATS.run_parallel(n_panels, given, n_threads)
+    return y
+
+
+def _multiply_floats(first: int, last: int, part: int, place: int) -> None:
+    given = numbers(place)
+    x, n, columns, weights = get(given, 0), get(given, 1), get(given, 2), get(given, 3)
+    outputs, y, size = get(given, 4), get(given, 5), get(given, 6)
+    for output in range(first * size, min(last * size, outputs), size):
+        panel, target, width = weights + 4 * output * columns, y + 4 * output, min(size, outputs - output)
+        _score(x, n, panel, columns, width, target, outputs)
+        if columns % WIDTH:
+            score_rest(floats(x), n, floats(panel), columns, width, floats(target), outputs)
+
+
+_score = score_rows(4, alike=True)
+_FLOATS = launch.Stage(_multiply_floats)

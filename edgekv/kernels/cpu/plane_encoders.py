@@ -1,0 +1,226 @@
+"""How keys and values are encoded for planes: centres of keys in 4 bits, elements in levels for a Gaussian."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgekv.kernels.contract.attention import BLOCK, LARGEST_F16
+from edgekv.kernels.contract.planes import CENTRE, CENTRES, GAUSS_STEP
+from edgekv.kernels.cpu import simd
+from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
+from edgekv.kernels.cpu.launch import run
+from edgekv.kernels.cpu.scalar import as_float, clamp, float_to_half, get, maximum, minimum, put, round_to_even
+from edgekv.types import F32, U8, U16
+
+ZERO, HALF, ONE, EIGHT = np.array([0, 0.5, 1, 8], np.float32)
+MIDDLE, HIGHEST, LARGEST_SPLIT = np.array([7.5, 15, 127 * 256], np.float32)
+
+
+def encode_centres(x: F32, codes: U8, step: U16, t0: int) -> None:
+    n_items = x.shape[0] * x.shape[1] // BLOCK
+    args = x, codes, step, t0, np.empty((n_items, x.shape[2]), np.float32)
+    run(_centre_items, n_items, 8 * x.size, args)
+
+
+@fast_jit
+def _centre_items(first: int, last: int, args: Args) -> None:
+    x, codes, step, t0, scratch = args
+    (_, n, width), n_blocks = x.shape, step.shape[1]
+    x, codes, step, scratch = x.reshape(-1), codes.reshape(-1), step.reshape(-1), scratch.reshape(-1)
+    groups = n // BLOCK
+    for item in range(first, last):
+        target = (item // groups * n_blocks + t0 // BLOCK + item % groups) * CENTRES
+        row, mean = item * BLOCK * width, item * width
+        _encode_mean(x, row, BLOCK, width, step, codes, target, scratch, mean)
+        for i in range(1, CENTRES):
+            _encode_mean(x, row + (i - 1) * CENTRE * width, CENTRE, width, step, codes, target + i, scratch, mean)
+
+
+@jit
+def _encode_mean(
+    x: F32, row: int, n: int, width: int, step: U16, codes: U8, target: int, scratch: F32, mean: int
+) -> None:
+    """Stores the mean of n rows of x and subtracts it from them; scratch[mean:][:width] is used up."""
+    half, largest = width // 2, ZERO
+    for d in range(width):
+        put(scratch, mean + d, get(x, row + d))
+    for i in range(row + width, row + n * width, width):
+        for d in range(width):
+            put(scratch, mean + d, get(scratch, mean + d) + get(x, i + d))
+    for d in range(mean, mean + width):
+        put(scratch, d, get(scratch, d) * (ONE / np.float32(n)))
+        largest = maximum(largest, abs(get(scratch, d)))
+    bits = float_to_half(minimum(largest / EIGHT, LARGEST_F16))
+    put(step, target, bits)
+    size = as_float(bits)
+    divisor = ONE if size == ZERO else size
+    for d in range(mean, mean + half):
+        low = clamp(np.floor(get(scratch, d) / divisor) + EIGHT, ZERO, HIGHEST)
+        high = clamp(np.floor(get(scratch, d + half) / divisor) + EIGHT, ZERO, HIGHEST)
+        put(codes, target * half + d - mean, np.uint8(np.int32(low) | np.int32(high) << 4))
+        put(scratch, d, (low - MIDDLE) * size)
+        put(scratch, d + half, (high - MIDDLE) * size)
+    for i in range(row, row + n * width, width):
+        for d in range(width):
+            put(x, i + d, get(x, i + d) - get(scratch, mean + d))
+
+
+@jit
+def split(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
+    """x[start:][:n] ~ size * (256 * high + low): n bytes high, then n bytes low, from `target` on.
+
+    Returns size, and the sum of all 256 * high + low. The error is at most 2 ** -16 of the largest element.
+    """
+    size, divisor = _size_of(x, start, n)
+    total = 0
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, start + d) / divisor))
+        put(halves, target + d, np.uint8(np.int32(whole + 128) >> 8 & 255))
+        put(halves, target + n + d, np.uint8(whole & 255))
+        total += whole
+    return size, total
+
+
+@jit
+def as_words(x: F32, start: int, n: int, halves: U8, target: int) -> tuple[Scalar, int]:
+    """`split`, as words of two bytes that have a sign."""
+    size, divisor = _size_of(x, start, n)
+    total = 0
+    for d in range(n):
+        whole = np.int32(round_to_even(get(x, start + d) / divisor))
+        put(halves, target + 2 * d, np.uint8(whole & 255))
+        put(halves, target + 2 * d + 1, np.uint8(whole >> 8 & 255))
+        total += whole
+    return size, total
+
+
+@jit
+def _size_of(x: F32, start: int, n: int) -> tuple[Scalar, Scalar]:
+    """What 1 of two bytes stands for, and what to divide by."""
+    largest = ZERO
+    for d in range(start, start + n):
+        largest = maximum(largest, abs(get(x, d)))
+    size = largest / LARGEST_SPLIT
+    return size, ONE if size == ZERO else size
+
+
+LANES = simd.LANES
+
+
+def encode_keys(x: F32, planes: U8, scale: U16, t0: int) -> None:
+    n_items, bits = x.shape[0] * x.shape[1] // BLOCK, planes.shape[2]
+    scratch = np.empty((n_items, 2, x.shape[2]), np.float32)
+    args = x, planes, scale, t0, GAUSS_STEP[bits], scratch
+    run(_encode_keys, n_items, 8 * x.size, args)
+
+
+def encode_interleaved(x: F32, codes: U8, scale: U16, t0: int) -> None:
+    bits = codes.shape[2] // 2
+    args = np.ascontiguousarray(x), codes, scale, t0, bits, GAUSS_STEP[bits]
+    run(_encode_values, x.shape[0] * x.shape[1] // BLOCK, 8 * x.size, args)
+
+
+@jit
+def _encode_keys(first: int, last: int, args: Args) -> None:
+    x, planes, scale, t0, gauss_step, scratch = args
+    (_, n, width), (_, n_stored, bits, _, _, _) = x.shape, planes.shape
+    capacity, blocks, block_bytes = scale.shape[1], n // BLOCK, bits * width * BLOCK // 8
+    x, planes, scale, scratch = x.reshape(-1), planes.reshape(-1), scale.reshape(-1), scratch.reshape(-1)
+    for item in range(first, last):
+        g, block = item // blocks, t0 // BLOCK + item % blocks
+        left = 2 * item * width
+        for t in range(BLOCK):
+            row, place = (item * BLOCK + t) * width, (g * n_stored + block) * block_bytes + place_of(t, width)
+            square = _square_of(x, row, width)
+            size = np.float32(np.sqrt(square / width) * gauss_step) * np.float32(1 << bits) / np.float32(4)
+            for d in range(width):
+                put(scratch, left + d, get(x, row + d))
+                put(scratch, left + width + d, ZERO)
+            for p in range(bits):
+                weight = np.float32(1 << (bits - 1 - p))
+                for d in range(0, width, LANES):
+                    signs = simd.load_signs(scratch, left + d)
+                    for i in range(0, LANES, 8):
+                        put(planes, place + 2 * (p * 4 * width + d + i), np.uint8(signs >> np.uint64(i)))
+                for d in range(left, left + width):
+                    sign = ONE if get(scratch, d) >= ZERO else -ONE
+                    put(scratch, width + d, get(scratch, width + d) + sign * weight)
+                    put(scratch, d, get(scratch, d) - sign * size)
+                size *= HALF
+            along = _along(x, row, scratch, left + width, width)
+            ratio = square / along if along > 0 else 0.0
+            put(scale, g * capacity + block * BLOCK + t, float_to_half(np.float32(min(ratio, LARGEST_F16))))
+
+
+@jit
+def place_of(token: int, width: int) -> int:
+    """First byte of token % 64 in its block's plane; the others follow 16 bytes apart."""
+    quarter = token // 16 % 4
+    return token % 16 // 4 * 2 * width + token % 4 * 4 + (quarter & 1) * 2 + (quarter >> 1)
+
+
+@fast_jit
+def _along(x: F32, row: int, level: F32, start: int, width: int) -> Scalar:
+    total = 0.0
+    for d in range(width):
+        total += np.float64(get(x, row + d)) * np.float64(get(level, start + d))
+    return total
+
+
+@jit
+def _encode_values(first: int, last: int, args: Args) -> None:
+    x, codes, scale, t0, bits, gauss_step = args
+    (_, n, head_dim), capacity = x.shape, scale.shape[1]
+    x, scale = x.reshape(-1), scale.reshape(-1)
+    blocks, n_stored, block_bytes = n // BLOCK, codes.shape[1], 8 * bits * head_dim
+    codes = codes.reshape(-1)
+    for item in range(first, last):
+        g, block = item // blocks, t0 // BLOCK + item % blocks
+        start = (g * n_stored + block) * block_bytes
+        codes[start : start + block_bytes] = 0
+        for t in range(BLOCK):
+            row = (item * BLOCK + t) * head_dim
+            square = _square_of(x, row, head_dim)
+            step = np.float32(np.sqrt(square / head_dim) * gauss_step)
+            along = _add_token(x, row, head_dim, step, bits, codes, start, t)
+            size = square / along if along > 0 else 0.0
+            put(scale, g * capacity + block * BLOCK + t, float_to_half(np.float32(min(size, LARGEST_F16))))
+
+
+@fast_jit
+def _add_token(x: F32, row: int, head_dim: int, step: Scalar, bits: int, codes: U8, start: int, t: int) -> Scalar:
+    """Adds token t's codes to the block's bytes; returns x times its levels."""
+    half = np.float32(1 << (bits - 1))
+    top = half + half - ONE
+    middle = np.float64(half) - 0.5
+    divisor = ONE if step == ZERO else step
+    along = 0.0
+    for d in range(head_dim):
+        element = get(x, row + d)
+        level = clamp(np.floor(element / divisor) + half, ZERO, top)
+        along += np.float64(element) * (np.float64(level) - middle)
+        code = np.int32(level)
+        if bits == 3:
+            _put_code(codes, start, head_dim, d, t, 2, 0, code >> 1)
+            _put_code(codes, start, head_dim, d, t, 1, 4, code & 1)
+        else:
+            _put_code(codes, start, head_dim, d, t, bits, 0, code)
+    return along
+
+
+@jit
+def _put_code(codes: U8, start: int, head_dim: int, d: int, t: int, bits: int, first_row: int, code: int) -> None:
+    tokens_apart = 8 * bits
+    row = first_row + t % tokens_apart // 4
+    byte = start + (row * head_dim + d) * 4 + t % 4
+    put(codes, byte, np.uint8(get(codes, byte) | code << t // tokens_apart * bits))
+
+
+@fast_jit
+def _square_of(x: F32, row: int, head_dim: int) -> Scalar:
+    """The squared length of x[row:][:head_dim], summed in double precision."""
+    total = 0.0
+    for d in range(row, row + head_dim):
+        wide = np.float64(get(x, d))
+        total += wide * wide
+    return total

@@ -1,0 +1,405 @@
+"""What a layer keeps of the tokens so far: `LayerState`, and where it attends `KVCache`, base of every scheme."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels, arrays
+from edgekv.kernels.arrays import Memory, contiguous
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.types import F32, Array
+
+Layout = dict[str, tuple[tuple[int, ...], str]]  # array name -> (shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """One layer's attention: heads, sizes, how many tokens it must hold, and its sliding window (None: all).
+
+    score_cap: soft bound of the scores; None: none. context: tokens that budgets are fractions of, where
+    ``capacity`` holds fewer; else 0.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    capacity: int
+    layer: int = 0
+    n_layers: int = 1
+    sliding_window: int | None = None
+    score_cap: float | None = None
+    context: int = 0
+
+    def cut(self, n_tokens: int) -> Geometry:
+        """Returns the geometry of the first ``n_tokens``."""
+        return dataclasses.replace(self, capacity=n_tokens, context=self.context or self.capacity)
+
+    @property
+    def n_rep(self) -> int:
+        """Query heads that share one KV head."""
+        return self.n_heads // self.n_kv_heads
+
+
+EXAMPLE = Geometry(n_heads=1, n_kv_heads=1, head_dim=128, capacity=1 << 16)
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Returns the bytes of all arrays of a layout."""
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
+
+
+class Workspace:
+    """Scratch buffers by name, grown when needed and shared by all layers of a session."""
+
+    def __init__(self, memory: Memory = arrays) -> None:
+        self.memory = memory
+        self._buffers: dict[str, Array] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """Returns a C-contiguous array of the shape, contents undefined, valid until asked for again."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[name] = self.memory.empty((size,), dtype)
+        return buffer[:size].reshape(shape)
+
+    def buffers(self) -> list[Array]:
+        """Returns all buffers."""
+        return list(self._buffers.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheState:
+    """All that one layer's next token depends on; ``counters`` and ``fitted`` are ready for JSON."""
+
+    counters: dict[str, int]
+    fitted: dict[str, Any]
+    arrays: dict[str, Array]
+
+
+class LayerState(abc.ABC):
+    """What a session needs of every layer: its memory and bytes, going back, saving and restoring.
+
+    A subclass must define `layout`, `bytes_read` and `capacity`. Whatever counts tokens is an int attribute
+    ``n_...``, so that `state` finds it.
+    """
+
+    former_counters: ClassVar[dict[str, str]] = {}
+    """Present names of counters by those in files of before."""
+
+    def __init__(self) -> None:
+        self.n_seen = 0  # tokens appended so far
+        self.arrays: dict[str, Array] = {}
+
+    def notes(self) -> list[str]:
+        """Returns what the user must know about this run's cache, one line each."""
+        return []
+
+    # Memory and bytes.
+
+    @property
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """Tokens that it has room for."""
+
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """Returns every array that is kept; nothing else grows with the context."""
+
+    @abc.abstractmethod
+    def bytes_read(self) -> int:
+        """Returns the bytes that one more token must read at the present length."""
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        """Takes the memory; the pages are touched as tokens arrive."""
+        self.kernels, self.workspace = kernels, workspace
+        zeros = workspace.memory.zeros
+        self.arrays = {name: zeros(shape, dtype) for name, (shape, dtype) in self.layout().items()}
+
+    def cut(self, n_tokens: int) -> LayerState:
+        """Returns an unallocated one for the first ``n_tokens`` (1 or more), to count bytes.
+
+        Budgets that are fractions of the context, and images, stay as they are here.
+        """
+        return self
+
+    def planned_bytes(self, n_tokens: int | None = None) -> int:
+        """Returns the bytes that ``n_tokens`` take without room for more; None: those that `allocate` takes."""
+        return layout_bytes((self if n_tokens is None else self.cut(n_tokens)).layout())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def visual_bytes(self) -> int | None:
+        """Bytes of the spans that `mark_images` named; None: the scheme does not keep these apart."""
+        return None
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens that a query can still reach."""
+        return self.n_seen
+
+    def mark_images(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Takes the ranges (first, last + 1) of the coming prompt that stand for images, before the prompt."""
+        return
+
+    def require_room(self, n: int) -> None:
+        """Raises CacheError (field ctx) where n more tokens do not fit."""
+        if self.n_seen + n > self.capacity:
+            raise CacheError(
+                f"the cache holds {self.n_seen} of {self.capacity} tokens, {n} more do not fit; raise `ctx`",
+                field="ctx",
+                value=self.capacity,
+                accepted=[f"{self.n_seen + n} or more"],
+            )
+
+    # Going back, and replaying steps: callers use `rewind` below, `advance` for drafts and recorded steps.
+
+    def restart(self, n: int) -> int:
+        """Returns after how many tokens to compute again when all but the first ``n`` (< `n_seen`) are forgotten.
+
+        At most n; less where the last of them are better computed once more.
+        """
+        return n
+
+    def mark(self, n: int) -> None:
+        """Notes that a rewind is likely to leave the first ``n`` tokens, `n_seen` or more."""
+        return
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        """Forgets all but the first ``n`` tokens (at most `n_seen`); returns how many it could keep.
+
+        The session computes the rest again. The ``again`` tokens that follow will equal those that followed
+        before: what is stored of them may be used.
+        """
+        self.n_seen = n
+        return n
+
+    def tentative_tokens(self) -> int:
+        """Returns how many of the next tokens, appended by one `attend`, `advance` can take back."""
+        return 0
+
+    def advance(self, n: int) -> None:
+        """Counts n tokens that a replayed step appends while `is_steady`; n < 0 takes the latest back."""
+        self.n_seen += n
+
+    def is_steady(self) -> bool:
+        """Returns whether the next token is only appended and read: recorded steps differ in counters alone.
+
+        So does what `tidy` does when it is due.
+        """
+        return False
+
+    def tidy_is_due(self) -> bool:
+        """Returns whether `tidy` would do something, where `is_steady` held for the token before."""
+        return False
+
+    # Saving and restoring. The contents of a file are untrusted.
+
+    def state(self) -> CacheState:
+        """Returns what a cache of the same scheme, knobs and geometry needs to go on; arrays are not copied."""
+        counters = {name: int(value) for name, value in vars(self).items() if name.startswith("n_")}
+        return CacheState(counters, self.fitted(), self.arrays)
+
+    def renamed(self, counters: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a file's counters by their present names."""
+        if counters.keys() == self.state().counters.keys():
+            return dict(counters)
+        return {self.former_counters.get(name, name): n for name, n in counters.items()}
+
+    def prepare(self, counters: Mapping[str, int], fitted: Mapping[str, Any]) -> dict[str, Array]:
+        """Takes a state's counters and fitted values into the allocated cache; returns the arrays to fill.
+
+        The arrays are zero where nothing is written yet. Raises ValueError for counters that contradict each
+        other and for fitted values that no conversation has.
+        """
+        vars(self).update(counters)
+        if not self.consistent():
+            raise ValueError(f"counters {dict(counters)}")
+        self.load_fitted(fitted)
+        return self.arrays
+
+    def consistent(self) -> bool:
+        """Returns whether the counters agree with each other and with the geometry."""
+        return 0 <= self.n_seen <= self.capacity
+
+    def readable(self) -> bool:
+        """Returns whether arrays filled from a file hold nothing that leads a kernel out of bounds."""
+        return True
+
+    def fitted(self) -> dict[str, Any]:
+        """Returns what the conversation decided beside counters and arrays, ready for JSON."""
+        return {}
+
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+        """Takes what `fitted` gave; afterwards `arrays` have the shapes that they had then."""
+        return
+
+
+class KVCache(LayerState):
+    """Keys and values of one layer, in whatever form the scheme keeps them, and attention over them.
+
+    Dense keys and values never go back to the model. Arrays are allocated once for ``geometry.capacity`` tokens.
+    Queries arrive multiplied by the layer's score scale.
+
+    A scheme must define the class attributes without a value below, `layout`, `bytes_read`, `extend`, `append` and
+    `segments`. `KeepAll` and `Windowed` define most of this for schemes that are two codecs. Knobs: a frozen
+    dataclass with defaults, whose ``aliases`` name fields as they were called before. summary, gives_up: a phrase
+    each for the table of schemes.
+    """
+
+    name: ClassVar[str]  # as in ``--kv name``
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    gives_up: ClassVar[str]
+    Knobs: ClassVar[type]
+
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Names that it had before, still understood."""
+    version: ClassVar[int] = 1
+    """Of what the arrays mean: a saved cache of another one is refused."""
+    packs_like: ClassVar[tuple[str, ...]] = ()
+    """Other schemes, whose kernels it comes to use as it fills."""
+    bytes_knob: ClassVar[str | None] = None
+    """The knob that bounds all layers' bytes: a session's `kv_budget`."""
+    exact_when_short: ClassVar[bool] = False
+    """No loss beyond f16 rounding for the first 64 tokens."""
+    sees_queries: ClassVar[bool] = False
+    """`prefill` needs the queries of the whole prompt."""
+    tidies_alike: ClassVar[bool] = True
+    """`tidy` differs from time to time in counters alone: no array is replaced."""
+    exact_prefill = True
+    """False: a prompt attends through the cache, as the adapted model was trained to."""
+
+    def __init_subclass__(cls) -> None:
+        cls.aliases = cls.__dict__.get("aliases", ())  # those of another scheme are not inherited
+
+    @classmethod
+    def exact_on_text(cls, knobs: Any) -> bool:
+        """Returns whether text loses nothing but f16 rounding: then there is nothing to gate."""
+        return False
+
+    @classmethod
+    def window_codecs(cls, knobs: Any) -> Callable[[int, int, int], tuple[Any, Any]] | None:
+        """Returns how a sliding layer may keep its window alone: (KV heads, tokens, head_dim) -> two codecs.
+
+        None: it is kept as other layers are. Such a layer must lose no more than the others do, and is kept so
+        only where that takes fewer bytes.
+        """
+        return None
+
+    @classmethod
+    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
+        """Returns the classes of codecs that its segments can have: a device that reads them all can run it.
+
+        None: the policy works on arrays of the host.
+        """
+        return None
+
+    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        super().__init__()
+        self.geometry, self.knobs = geometry, knobs
+
+    @property
+    def capacity(self) -> int:
+        return self.geometry.capacity
+
+    def cut(self, n_tokens: int) -> KVCache:
+        return type(self)(self.geometry.cut(n_tokens), self.knobs)
+
+    @abc.abstractmethod
+    def extend(self, keys: F32, values: F32) -> None:
+        """Appends keys and values (n_kv_heads, n, head_dim) without attending."""
+
+    @abc.abstractmethod
+    def append(self, keys: F32, values: F32) -> None:
+        """Stores at most `piece` tokens (n_kv_heads, n, head_dim), to be seen by their own queries."""
+
+    @abc.abstractmethod
+    def segments(self) -> list[Segment]:
+        """Returns what the queries of the latest tokens read."""
+
+    def tidy(self) -> None:
+        """Packs what is due once the queries of the latest tokens have read. Most do nothing."""
+        return
+
+    def piece(self) -> int:
+        """Returns how many tokens (1 or more) may come before `tidy` is due."""
+        return self.geometry.capacity
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        """Encodes a whole prompt into the empty cache; the model attends to it exactly, outside.
+
+        queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim), float32. Without `sees_queries`
+        the queries are those of the last tokens only.
+        """
+        self.extend(keys, values)
+
+    @classmethod
+    def finish_prefill(cls, caches: Sequence[Any]) -> None:
+        """Is called with every layer's cache after a prompt: for what is fitted over all layers."""
+        return
+
+    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+        """Takes what was trained for this layer of this scheme, by name, into the empty cache.
+
+        ``source`` says in `notes` where it is from. Raises CacheError: most schemes have nothing to train.
+        """
+        raise CacheError(
+            f"kv={self.name!r} takes no {source}: nothing in it is trained; leave `adapter` out", field="adapter"
+        )
+
+    def attend(self, queries: F32, keys: F32, values: F32, sinks: F32 | None = None) -> F32:
+        """Appends n tokens and returns their causal attention over all that is kept.
+
+        queries (n_heads, n, head_dim); keys and values (n_kv_heads, n, head_dim); returns (n_heads, n, head_dim),
+        valid until the next call. sinks (n_heads,): a score of each head that belongs to no token.
+        """
+        n = keys.shape[1]
+        self.require_room(n)
+        out = self.workspace.array("attention", queries.shape)
+        a = 0
+        while a < n:  # a piece ends where tokens that come one by one would change how others are kept
+            b = min(n, a + self.piece())
+            self.append(keys[:, a:b], values[:, a:b])
+            self._read(queries[:, a:b], out[:, a:b], sinks)
+            self.tidy()
+            a = b
+        return out
+
+    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
+        """Writes the attention of the latest n tokens to out (n_heads, n, head_dim)."""
+        target = out if out.flags.c_contiguous else self.workspace.array("attention.piece", out.shape)
+        q, segments, visible = contiguous(queries), self.segments(), self.visible(out.shape[1])
+        self.kernels.attend(q, segments, visible, target, sinks=sinks, cap=self.geometry.score_cap)
+        if target is not out:
+            out[:] = target
+
+    def visible(self, n: int) -> Visible:
+        """Returns the positions lo, hi (n,) that the queries of the latest n tokens see, the window applied."""
+        hi = np.arange(self.n_seen - n + 1, self.n_seen + 1, dtype=np.int64)
+        window = self.geometry.sliding_window
+        return (np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)), hi
+
+
+def rewind(caches: Sequence[LayerState], n: int) -> int:
+    """Makes every layer forget all but the first ``n`` tokens; returns how many all of them still hold.
+
+    Those from there to the n-th, if any, come again.
+    """
+    start = min([n, *(cache.n_seen if cache.n_seen <= n else cache.restart(n) for cache in caches)])
+    while True:
+        kept = min(cache.truncate(start, n - start) for cache in caches)
+        if kept == start:
+            return start
+        start = kept

@@ -1,0 +1,120 @@
+"""Schemes that keep every token: `CodecStore` and `KeepAll`, bases for schemes of two codecs, and `Dense`."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+from edgekv.kernels import Kernels
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kvcache.cache import EXAMPLE, Geometry, KVCache, Layout, Workspace
+from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
+from edgekv.kvcache.codecs import Codec, Float32, WindowCodecs, f16_codecs
+from edgekv.kvcache.knobs import Knobs, one_of
+from edgekv.types import F32
+
+
+class CodecStore(KVCache):
+    """Lays out and binds what `stored` names: array ``half`` of the codec ``key`` is ``key.half``."""
+
+    @abc.abstractmethod
+    def stored(self) -> dict[str, Codec]:
+        """Its codecs, by the names that their arrays begin with."""
+
+    @classmethod
+    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
+        return {type(codec) for codec in cls(EXAMPLE, knobs).stored().values()}
+
+    def layout(self) -> Layout:
+        codecs = self.stored().items()
+        return {f"{end}.{name}": spec for end, codec in codecs for name, spec in codec.layout().items()}
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        super().allocate(kernels, workspace)
+        for end, codec in self.stored().items():
+            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+
+
+class KeepAll(CodecStore):
+    """One segment: all tokens."""
+
+    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        super().__init__(geometry, knobs)
+        self.key_codec, self.value_codec = self.codecs(geometry, knobs)
+
+    @abc.abstractmethod
+    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
+        """The scheme: how keys and how values are stored."""
+
+    def stored(self) -> dict[str, Codec]:
+        return {"key": self.key_codec, "value": self.value_codec}
+
+    def bytes_read(self) -> int:
+        reach = min(self.n_seen, self.geometry.sliding_window or self.n_seen)
+        return reach * (self.key_codec.token_bytes + self.value_codec.token_bytes)
+
+    def is_steady(self) -> bool:
+        return self.n_seen < self.geometry.capacity
+
+    def tentative_tokens(self) -> int:
+        return self.geometry.capacity - self.n_seen
+
+    def extend(self, keys: F32, values: F32) -> None:
+        self.require_room(keys.shape[1])
+        self.key_codec.encode(keys, self.n_seen)
+        self.value_codec.encode(values, self.n_seen)
+        self.n_seen += keys.shape[1]
+
+    def append(self, keys: F32, values: F32) -> None:
+        self.kernels.append(self.key_codec, self.value_codec, keys, values, self.n_seen)
+        self.n_seen += keys.shape[1]
+
+    def segments(self) -> list[Segment]:
+        return [Segment(self.key_codec, self.value_codec, 0, self.n_seen)]
+
+
+DTYPES: dict[str, WindowCodecs] = {  # of heads, tokens, head_dim
+    "f16": f16_codecs,
+    "f32": lambda g, n, d: (Float32(g, n, d), Float32(g, n, d)),
+    "q8": lambda g, n, d: (SymmetricKeys(g, n, d, 8), SymmetricValues(g, n, d, 8)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseKnobs(Knobs):
+    """What `dense` can be set to.
+
+    dtype: str, default "f16". Format of an element: f16, f32, or q8 (8-bit integers with a scale per token).
+    """
+
+    scheme: ClassVar[str] = "dense"
+
+    dtype: str = one_of("f16", DTYPES)
+
+
+class Dense(KeepAll):
+    """Every key and value in half precision: 4 * head_dim bytes per token and KV head.
+
+    f32: 8 * head_dim. q8: symmetric levels -127..127 with a float16 scale per token, 2 * (head_dim + 2); keys take
+    whole blocks of 32 tokens.
+    """
+
+    name = "dense"
+    aliases = ("f16",)
+    paper = "baseline"
+    summary = "keys and values in f16 (or dtype=f32, q8)"
+    gives_up = "nothing but memory"
+    exact_when_short = True
+    Knobs = DenseKnobs
+
+    @classmethod
+    def exact_on_text(cls, knobs: DenseKnobs) -> bool:
+        return knobs.dtype != "q8"
+
+    @classmethod
+    def window_codecs(cls, knobs: DenseKnobs) -> WindowCodecs:
+        return DTYPES[knobs.dtype]
+
+    def codecs(self, geometry: Geometry, knobs: DenseKnobs) -> tuple[Codec, Codec]:
+        return DTYPES[knobs.dtype](geometry.n_kv_heads, geometry.capacity, geometry.head_dim)

@@ -1,0 +1,139 @@
+"""GGUF's metadata and tensor names as those of the Hugging Face checkpoints that they were made from.
+
+Sources: llama.cpp's gguf-py/gguf/constants.py and conversion/. What a family has of its own is in its file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from edgekv.errors import ConfigError
+
+ALL_LENGTHS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FACTORS = (ALL_LENGTHS, LONG, SHORT)
+"""Tensors of divisors of each frequency: of Llama 3.1's scaling, and of longrope beyond the original length and
+up to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufMetadata:
+    """What a file says: metadata, tensors' shapes (rows first), and the values of those in ROPE_FACTORS."""
+
+    metadata: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Mapping[str, list[float]]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Of the architecture's own metadata."""
+        return self.metadata.get(f"{self.metadata['general.architecture']}.{key}", default)
+
+
+Config = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufNames:
+    """How one architecture is written.
+
+    architecture: GGUF's name of it; model_type: config.json's. names: GGUF tensor, without its ending, to ours;
+    ``{i}`` is the layer. keys: entry of config.json to metadata key behind the architecture's name. interleaved:
+    projections whose rows are ordered for rotations of neighbouring channels. conv1d: those that the checkpoint
+    stores transposed. norm_offset: what the file has added to norms. finish: adds what the keys do not say.
+    """
+
+    architecture: str
+    model_type: str
+    names: Mapping[str, str]
+    keys: Mapping[str, str]
+    interleaved: tuple[str, ...] = ()
+    conv1d: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    finish: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: config
+
+    def checkpoint_name(self, name: str) -> str:
+        """Returns the checkpoint's name of a GGUF tensor; an unknown one keeps its own."""
+        layer = re.match(r"blk\.(\d+)\.", name)
+        base, dot, end = name.rpartition(".")
+        pattern = base.replace(layer[0], "blk.{i}.") if layer else base
+        if pattern not in self.names:
+            return name
+        return self.names[pattern].format(i=layer[1] if layer else "") + dot + end
+
+    def config(self, facts: GgufMetadata) -> Config:
+        """Makes the model's config.json. Raises ConfigError where the metadata lack something."""
+        values = {entry: facts.get(key) for entry, key in self.keys.items() if facts.get(key) is not None}
+        if "token_embd.weight" not in facts.shapes:
+            raise ConfigError("the GGUF file has no tensor token_embd.weight: it is no language model")
+        config = {
+            "model_type": self.model_type,
+            **values,
+            "vocab_size": facts.shapes["token_embd.weight"][0],
+            "tie_word_embeddings": "output.weight" not in facts.shapes,
+            "attention_bias": "blk.0.attn_q.bias" in facts.shapes,
+            "mlp_bias": "blk.0.ffn_up.bias" in facts.shapes,
+        }
+        scaling = _rope_scaling(facts, int(values.get("max_position_embeddings", 0)))
+        return self.finish(facts, config | ({"rope_scaling": scaling} if scaling else {}))
+
+
+LLAMA_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{i}.attn_norm": "model.layers.{i}.input_layernorm",
+    "blk.{i}.attn_q": "model.layers.{i}.self_attn.q_proj",
+    "blk.{i}.attn_k": "model.layers.{i}.self_attn.k_proj",
+    "blk.{i}.attn_v": "model.layers.{i}.self_attn.v_proj",
+    "blk.{i}.attn_q_norm": "model.layers.{i}.self_attn.q_norm",
+    "blk.{i}.attn_k_norm": "model.layers.{i}.self_attn.k_norm",
+    "blk.{i}.attn_output": "model.layers.{i}.self_attn.o_proj",
+    "blk.{i}.ffn_norm": "model.layers.{i}.post_attention_layernorm",
+    "blk.{i}.ffn_gate": "model.layers.{i}.mlp.gate_proj",
+    "blk.{i}.ffn_up": "model.layers.{i}.mlp.up_proj",
+    "blk.{i}.ffn_down": "model.layers.{i}.mlp.down_proj",
+}
+LLAMA_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "head_dim": "attention.key_length",
+}
+POST_NORMS = {
+    "blk.{i}.post_attention_norm": "model.layers.{i}.post_attention_layernorm",
+    "blk.{i}.post_ffw_norm": "model.layers.{i}.post_feedforward_layernorm",
+}
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Returns the channels of a head of a config with Llama's keys."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _rope_scaling(facts: GgufMetadata, positions: int) -> dict[str, Any] | None:
+    kind, factor = facts.get("rope.scaling.type", "none"), facts.get("rope.scaling.factor", 1.0)
+    original = facts.get("rope.scaling.original_context_length")
+    if ALL_LENGTHS in facts.factors:  # whatever the length: LongRoPE with equal sets
+        same = dict.fromkeys(("short_factor", "long_factor"), facts.factors[ALL_LENGTHS])
+        return {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": positions,
+            **same,
+            "attention_factor": 1.0,
+        }
+    scaling = {"original_max_position_embeddings": original} if original else {}
+    if LONG in facts.factors or SHORT in facts.factors:
+        for name, side in ((LONG, "long_factor"), (SHORT, "short_factor")):
+            if name not in facts.factors:
+                raise ConfigError(f"the GGUF file has no tensor {name}, but the other of the two")
+            scaling[side] = facts.factors[name]
+        attention = facts.get("rope.scaling.attn_factor")
+        return {"rope_type": "longrope", **scaling, **({"attention_factor": attention} if attention else {})}
+    return None if kind == "none" else {"rope_type": kind, "factor": factor, **scaling}

@@ -1,0 +1,522 @@
+"""Joules of a run's phases from samples of power and energy counters, each with a bound on what they leave open.
+
+Between two samples power is taken as a straight line (the trapezoid rule). The bound: a power that moves from one
+sample's value to the next in any way, without leaving the range between them, can't differ by more. Across a gap,
+and beyond the first or last sample, the range is that of all samples. The sensor's own error comes on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import PowerError
+from edgekv.power import conditions
+from edgekv.power.meters import Clock, Correction, Root, Throttle, all_limits
+from edgekv.types import F64
+
+MIN_SAMPLES = 2  # of power within a window; with fewer nothing in it was seen
+GOOD_ERROR = 0.1  # of a counter's joules: up to this it is preferred to the samples of power
+MOST_ERROR = 0.5  # of a counter's joules, where there are fewer; beyond that it did not see the window either
+GAP_PERIODS = 3.0  # an interval longer than this many typical ones is a gap
+IDLE_S = 5.0  # at rest before a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Integral:
+    """``joules`` within plus or minus ``error_j``."""
+
+    joules: float
+    error_j: float
+
+
+def integrate_power(times_s: F64, watts: F64, start_s: float, end_s: float, gap_s: float) -> Integral:
+    """Apply the trapezoid rule over start..end; times (n,) ascending, watts (n,), n >= 1.
+
+    Intervals longer than ``gap_s`` are gaps.
+    """
+    t = np.concatenate([[min(start_s, times_s[0])], times_s, [max(end_s, times_s[-1])]])
+    p = np.concatenate([watts[:1], watts, watts[-1:]])
+    left, right = np.clip(t[:-1], start_s, end_s), np.clip(t[1:], start_s, end_s)
+    width, length = right - left, np.diff(t)
+    slope = np.divide(np.diff(p), length, out=np.zeros_like(length), where=length > 0)
+    mean = p[:-1] + slope * ((left + right) / 2 - t[:-1])
+    low, high = np.minimum(p[:-1], p[1:]), np.maximum(p[:-1], p[1:])
+    unseen = length > gap_s
+    unseen[[0, -1]] = True
+    low, high = np.where(unseen, watts.min(), low), np.where(unseen, watts.max(), high)
+    error = width * np.maximum(high - mean, mean - low)
+    return Integral(float(width @ mean), float(error.sum()))
+
+
+def integrate_counter(
+    times_s: F64, joules: F64, start_s: float, end_s: float, most_w: float = 0.0, stale_j: float = 0.0
+) -> Integral:
+    """Return an energy counter's rise over start..end; times (n,) ascending, joules (n,) never falling, n >= 2.
+
+    Only the two ends are open: the counter does not say when, between two readings, energy was spent. It was never
+    at more than ``most_w``, the largest power sampled, or the largest mean between readings. ``stale_j``: what the
+    counter's values at the two ends may not contain yet. Readings that equal the one before show a counter that
+    had not ticked yet, and are left out. Raises PowerError if none ever rises.
+    """
+    ticked = np.concatenate([[True], np.diff(joules) > 0])
+    t, e = times_s[ticked], joules[ticked]
+    if len(t) < 2:
+        raise PowerError("the energy counter did not move")
+    rise, length = np.diff(e), np.diff(t)
+    power = rise / length
+    most_w = max(most_w, float(power.max()))
+    width = np.clip(t[1:], start_s, end_s) - np.clip(t[:-1], start_s, end_s)
+    inner = rise * width / length
+    least, most = np.maximum(0.0, rise - most_w * (length - width)), np.minimum(rise, most_w * width)
+    total, error = float(inner.sum()), float(np.maximum(most - inner, inner - least).sum()) + stale_j
+    for seconds, nearest_w in ((max(0.0, t[0] - start_s), power[0]), (max(0.0, end_s - t[-1]), power[-1])):
+        total += seconds * float(nearest_w)  # no reading covers it: any power that occurred
+        error += seconds * float(max(power.max() - nearest_w, nearest_w - power.min()))
+    return Integral(total, error)
+
+
+def _better(counter: Integral | None, trapezoid: Integral | None) -> Integral | None:
+    """Prefer the counter's wherever it is good: it misses nothing between samples, and has no sensor's delay."""
+    if counter is not None and counter.error_j <= GOOD_ERROR * counter.joules:
+        return counter
+    known = [integral for integral in (counter, trapezoid) if integral is not None]
+    return min(known, key=lambda integral: integral.error_j, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Energy between two moments; None is "not measured".
+
+    joules: the energy counter's, or the trapezoid rule's where that is known better; counter_j and integrated_j:
+    both, where the meter gives both. error_j bounds what the samples leave open. spread_w: standard deviation of
+    the samples' watts. gap_s, the total, and longest_gap_s are of intervals without samples; rails_j has the rails
+    that were read throughout.
+    """
+
+    seconds: float
+    joules: float
+    error_j: float | None
+    average_w: float
+    peak_w: float | None = None
+    spread_w: float | None = None
+    n_samples: int | None = None
+    rate_hz: float | None = None
+    gap_s: float | None = None
+    longest_gap_s: float | None = None
+    counter_j: float | None = None
+    integrated_j: float | None = None
+    rails_j: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Samples of a meter: times (n,) in seconds, power and energy (n, n_rails), NaN where a rail did not answer.
+
+    total: the rails that add up to the total; tick_s: how old an energy counter's value can be; losses: lost
+    samples by reason; cpu_share: processor time of the samples between marks, as a share of one core.
+    """
+
+    times_s: F64
+    power_w: F64
+    energy_j: F64
+    rails: tuple[str, ...]
+    total: tuple[str, ...]
+    tick_s: float = 0.0
+    losses: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    cpu_share: float | None = None
+
+    @property
+    def gap_s(self) -> float:
+        """From this length on an interval is a gap."""
+        return GAP_PERIODS * float(np.median(np.diff(self.times_s))) if len(self.times_s) > 1 else 0.0
+
+    def watts(self, rails: tuple[str, ...] | None = None) -> F64:
+        """Return the power (n,) of the rails (default: the total's) at each sample.
+
+        From counters: the mean since the sample before (the first: until the next).
+        """
+        power = self._sum(self.power_w, rails or self.total)
+        if np.isfinite(power).any() or len(self.times_s) < 2:
+            return power
+        mean = np.diff(self._sum(self.energy_j, rails or self.total)) / np.diff(self.times_s)
+        return np.concatenate([mean[:1], mean])
+
+    def window(self, start_s: float, end_s: float) -> Window:
+        """Return the energy of start..end, on ``times_s``'s clock. Raises PowerError where too little was seen."""
+        inside = (self.times_s >= start_s) & (self.times_s <= end_s)
+        n, seconds, watts = int(inside.sum()), end_s - start_s, self.watts()[inside]
+        counter, trapezoid = self._integrals(self.total, start_s, end_s)
+        if n < MIN_SAMPLES:
+            trapezoid = None
+            counter = counter if counter and counter.error_j <= MOST_ERROR * counter.joules else None
+        best = _better(counter, trapezoid)
+        if best is None:
+            lost = ", ".join(f"{count} x {why}" for why, count in self.losses.items())
+            why = f"; lost: {lost}" if lost else ": too short for this meter"
+            raise PowerError(f"{n} samples in {seconds:.3g} s{why}")
+        gaps = np.diff(np.concatenate([[start_s], self.times_s[inside], [end_s]]))
+        gaps = gaps[gaps > self.gap_s]
+        return Window(
+            seconds=seconds,
+            joules=best.joules,
+            error_j=best.error_j,
+            average_w=best.joules / seconds,
+            peak_w=float(np.nanmax(watts)) if n else None,
+            spread_w=float(np.nanstd(watts)) if n else None,
+            n_samples=n,
+            rate_hz=n / seconds,
+            gap_s=float(gaps.sum()),
+            longest_gap_s=float(gaps.max(initial=0.0)),
+            counter_j=None if counter is None else counter.joules,
+            integrated_j=None if trapezoid is None else trapezoid.joules,
+            rails_j=self._rails(start_s, end_s, inside),
+        )
+
+    def _integrals(
+        self, rails: tuple[str, ...], start_s: float, end_s: float
+    ) -> tuple[Integral | None, Integral | None]:
+        """Integrate by the energy counter, and by the trapezoid rule."""
+        power, energy = self._sum(self.power_w, rails), self._sum(self.energy_j, rails)
+        seen, counted = np.isfinite(power), np.isfinite(energy)
+        counter = trapezoid = None
+        if seen.any():
+            trapezoid = integrate_power(self.times_s[seen], power[seen], start_s, end_s, self.gap_s)
+        if counted.sum() > 1:
+            most_w = float(power[seen].max(initial=0.0))
+            stale_j = self.tick_s * sum(self._most_before(rails, edge_s) for edge_s in (start_s, end_s))
+            counter = integrate_counter(self.times_s[counted], energy[counted], start_s, end_s, most_w, stale_j)
+        return counter, trapezoid
+
+    def _most_before(self, rails: tuple[str, ...], edge_s: float) -> float:
+        """Return the largest power seen about one tick of the counter before a moment."""
+        watts, around = self.watts(rails), self.tick_s + self.gap_s
+        near = np.isfinite(watts) & (self.times_s >= edge_s - around) & (self.times_s <= edge_s + self.gap_s)
+        return float(watts[near].max()) if near.any() else float(np.nanmax(watts))
+
+    def _rails(self, start_s: float, end_s: float, inside: npt.NDArray[np.bool_]) -> dict[str, float]:
+        """Return the joules of each rail with a value in every sample; ``inside`` (n,)."""
+        always = np.all(np.isfinite(self.power_w[inside]) | np.isfinite(self.energy_j[inside]), axis=0)
+        known = [rail for rail, is_known in zip(self.rails, always, strict=True) if is_known]
+        found = {rail: _better(*self._integrals((rail,), start_s, end_s)) for rail in known}
+        return {rail: best.joules for rail, best in found.items() if best is not None}
+
+    def _sum(self, values: F64, rails: tuple[str, ...]) -> F64:
+        """Add up values (n, n_rails) to (n,); NaN where one of the rails did not answer."""
+        total: F64 = values[:, [self.rails.index(rail) for rail in rails]].sum(axis=1)
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
+class MeterInfo:
+    """What a reader of the figures must know of their source.
+
+    meter: None where nothing can be measured. total: the rails that were added up. cpu_share: processor time of
+    readings between the edges of phases, as a share of one core. losses: lost samples by reason.
+    """
+
+    meter: str | None
+    covers: str = ""
+    estimate: bool = False
+    rails: tuple[str, ...] = ()
+    total: tuple[str, ...] = ()
+    correction: Correction | None = None
+    cpu_share: float | None = None
+    losses: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class PowerSource(Protocol):
+    """A sensor that is sampled, a meter's log, an estimate, or nothing; times are those of `time.perf_counter`.
+
+    It is started before what it meters and stopped after it.
+    """
+
+    has_idle: bool  # whether waiting before the run shows what the machine draws at rest
+
+    def start(self) -> None:
+        """Begin to meter."""
+
+    def stop(self) -> None:
+        """End it."""
+
+    def mark(self) -> None:
+        """Read the sensor here, where a phase begins or ends."""
+
+    def window(self, start_s: float, end_s: float) -> Window:
+        """Return the energy between two moments, after `stop`. Raises PowerError saying why nothing is known."""
+
+    def about(self) -> MeterInfo:
+        """Say what it measures with."""
+
+    def throttle(self) -> Throttle | None:
+        """Return the limits on the clocks that are in force; None: not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle:
+    """What the machine drew at rest just before the run: mean and standard deviation of its samples."""
+
+    watts: float
+    spread_w: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseEnergy:
+    """Energy of one phase (prefill, decode), summed over its ``spans``; None is "not measured", ``reason`` why.
+
+    joules within error_j: gross, the sum of the meter's total. net: above idle; its error contains the idle
+    power's spread. corrected: with the meter's correction. The sensor's own error comes on top.
+    """
+
+    tokens: int | None
+    seconds: float
+    spans: int
+    joules: float | None = None
+    error_j: float | None = None
+    net_j: float | None = None
+    net_error_j: float | None = None
+    corrected_j: float | None = None
+    mj_per_token: float | None = None
+    net_mj_per_token: float | None = None
+    corrected_mj_per_token: float | None = None
+    average_w: float | None = None
+    peak_w: float | None = None
+    n_samples: int | None = None
+    rate_hz: float | None = None
+    gap_s: float | None = None
+    longest_gap_s: float | None = None
+    counter_j: float | None = None
+    integrated_j: float | None = None
+    rails_j: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+
+    @classmethod
+    def of(
+        cls, windows: list[Window], tokens: int | None, idle: Idle | None, correction: Correction | None
+    ) -> PhaseEnergy:
+        """Add up the windows in which the phase ran, at least one."""
+        seconds, joules = sum(w.seconds for w in windows), sum(w.joules for w in windows)
+        error = _sum(w.error_j for w in windows)
+        net = None if idle is None else joules - idle.watts * seconds
+        corrected = None if correction is None else correction.joules(joules, seconds)
+        samples = _sum(w.n_samples for w in windows)
+        rails = set.intersection(*(set(w.rails_j) for w in windows))
+        return cls(
+            tokens=tokens,
+            seconds=seconds,
+            spans=len(windows),
+            joules=joules,
+            error_j=error,
+            net_j=net,
+            net_error_j=None if idle is None or error is None else error + idle.spread_w * seconds,
+            corrected_j=corrected,
+            mj_per_token=_per_token(joules, tokens),
+            net_mj_per_token=_per_token(net, tokens),
+            corrected_mj_per_token=_per_token(corrected, tokens),
+            average_w=joules / seconds,
+            peak_w=max((w.peak_w for w in windows if w.peak_w is not None), default=None),
+            n_samples=None if samples is None else int(samples),
+            rate_hz=None if samples is None else samples / seconds,
+            gap_s=_sum(w.gap_s for w in windows),
+            longest_gap_s=max((w.longest_gap_s for w in windows if w.longest_gap_s is not None), default=None),
+            counter_j=_sum(w.counter_j for w in windows),
+            integrated_j=_sum(w.integrated_j for w in windows),
+            rails_j={rail: sum(w.rails_j[rail] for w in windows) for rail in windows[0].rails_j if rail in rails},
+        )
+
+    def to_text(self, name: str, correction: Correction | None) -> str:
+        """Write it for people, in a line."""
+        if self.joules is None:
+            return f"{name} n/a: {self.reason}"
+        parts, tokens = [name], ""
+        if self.tokens:
+            parts, tokens = [f"{name} {self.mj_per_token:.4g} mJ/token gross"], f"{self.tokens} tokens, "
+            if self.net_mj_per_token is not None:
+                parts.append(f"{self.net_mj_per_token:.4g} above idle")
+            if correction and self.corrected_mj_per_token is not None:
+                parts.append(f"{self.corrected_mj_per_token:.4g} {correction.name}")
+        within = f" ± {self.error_j:.2g}" if self.error_j is not None else ""
+        parts[-1] += f" ({tokens}{self.seconds:.2f} s, {self.joules:.4g}{within} J)"
+        parts.append(f"{self.average_w:.3g} W average")
+        if self.peak_w is not None:
+            parts.append(f"{self.peak_w:.3g} W peak")
+        if self.counter_j and self.integrated_j:
+            parts.append(f"integrated power {100 * (self.integrated_j / self.counter_j - 1):+.2g}% to the counter")
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class EnergyReport:
+    """Energy of a run by phase, and everything a reader needs to judge it."""
+
+    about: MeterInfo
+    idle: Idle | None
+    phases: Mapping[str, PhaseEnergy]
+    throttling: tuple[str, ...] | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """List (topic, text) for a report on a terminal; what the figures rest on first, or why there are none."""
+        about, idle = self.about, self.idle
+        if about.meter is None:
+            reasons = {phase.reason for phase in self.phases.values()}
+            return [("energy", f"n/a: {reason}") for reason in sorted(filter(None, reasons))]
+        rows = [("power", self._meter_text())]
+        if idle is not None:
+            spread = f"{idle.watts:.3g} W ± {idle.spread_w:.2g}"
+            rows.append(("idle", f"{spread} over {idle.seconds:.1f} s before the run"))
+        if any(phase.n_samples for phase in self.phases.values()):
+            rows.append(("sampling", self._sampling_text()))
+        if not about.estimate:
+            rows.append(("clocks", conditions.throttle_text(self.throttling)))
+        rows += [("note", note) for note in about.notes]
+        label = "ESTIMATE" if about.estimate else "energy"
+        return rows + [(label, phase.to_text(name, about.correction)) for name, phase in self.phases.items()]
+
+    def _meter_text(self) -> str:
+        about = self.about
+        total = " + ".join(about.total) if len(about.total) <= 4 else f"the sum of {len(about.total)} rails"
+        parts = [f"{about.meter}: {total}" if total else f"{about.meter}", about.covers]
+        if about.correction:
+            parts.append(f"not corrected; {about.correction}")
+        return "; ".join(part for part in parts if part)
+
+    def _sampling_text(self) -> str:
+        sampled = [phase for phase in self.phases.values() if phase.n_samples]
+        n, seconds = sum(phase.n_samples or 0 for phase in sampled), sum(phase.seconds for phase in sampled)
+        parts = [f"{n} samples, {n / seconds:.1f} Hz"]
+        if self.about.cpu_share is not None:
+            parts.append(f"{100 * self.about.cpu_share:.2f}% of one core")
+        gaps = sum(phase.gap_s or 0.0 for phase in self.phases.values())
+        longest = max(phase.longest_gap_s or 0.0 for phase in self.phases.values())
+        parts.append(f"gaps {gaps:.2f} s in all, the longest {longest:.2f} s" if gaps else "no gaps")
+        parts += [f"lost {count} x {why}" for why, count in self.about.losses.items()]
+        return ", ".join(parts)
+
+
+def _per_token(joules: float | None, tokens: int | None) -> float | None:
+    return 1e3 * joules / tokens if joules is not None and tokens else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    total = 0.0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
+
+
+class Phase:
+    """One phase: when it ran (it may run several times), and how many tokens it made."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float]] = []
+        self.tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran in all."""
+        return sum(end - start for start, end in self.spans)
+
+
+class NoMeter:
+    """Stands where an EnergyMeter would, when nobody asked for one."""
+
+    def __enter__(self) -> NoMeter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+    @contextlib.contextmanager
+    def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
+        """Count nothing."""
+        yield Phase()
+
+    def report(self) -> None:
+        """Return None: nothing was measured."""
+        return
+
+
+class EnergyMeter:
+    """Energy by phase from any source:
+
+        with EnergyMeter(PowerSampler(find_meter()[0])) as meter:
+            with meter.phase("prefill", tokens=512):
+                ...
+            with meter.phase("decode") as phase:
+                phase.tokens += 1
+        report = meter.report()
+
+    Entering it starts the source and waits ``idle_s`` to see what the machine draws at rest (0: not).
+    """
+
+    def __init__(
+        self, source: PowerSource, *, idle_s: float = IDLE_S, root: Root = "/", clock: Clock = time.perf_counter
+    ) -> None:
+        if not 0 <= idle_s <= 3600:
+            raise PowerError(f"idle time {idle_s} s: accepted: 0 (none) to 3600")
+        self._source, self._idle_s, self._root, self._clock = source, idle_s, root, clock
+        self._idle_span: tuple[float, float] | None = None
+        self._phases: dict[str, Phase] = {}
+        self._before: Throttle | None = None
+        self._after: Throttle | None = None
+
+    def __enter__(self) -> EnergyMeter:
+        self._before = self._throttle()
+        self._source.start()
+        if self._source.has_idle and self._idle_s:
+            begun_s = self._clock()
+            time.sleep(self._idle_s)
+            self._idle_span = begun_s, self._clock()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._source.stop()
+        self._after = self._throttle()
+
+    @contextlib.contextmanager
+    def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
+        """Meter what runs inside as the phase ``name``; under a name that was used before it is added to it."""
+        phase = self._phases.setdefault(name, Phase())
+        phase.tokens += tokens
+        self._source.mark()
+        begun_s = self._clock()
+        try:
+            yield phase
+        finally:
+            phase.spans.append((begun_s, self._clock()))
+            self._source.mark()
+
+    def report(self) -> EnergyReport:
+        """Report on all phases, after the block."""
+        idle = None
+        if self._idle_span is not None:
+            with contextlib.suppress(PowerError):
+                window = self._source.window(*self._idle_span)
+                idle = Idle(window.average_w, window.spread_w or 0.0, window.seconds)
+        return EnergyReport(
+            about=self._source.about(),
+            idle=idle,
+            phases={name: self._measured(phase, idle) for name, phase in self._phases.items()},
+            throttling=conditions.throttled_between(self._before, self._after),
+        )
+
+    def _measured(self, phase: Phase, idle: Idle | None) -> PhaseEnergy:
+        tokens = phase.tokens or None
+        try:
+            windows = [self._source.window(*span) for span in phase.spans]
+        except PowerError as error:
+            return PhaseEnergy(tokens, phase.seconds, len(phase.spans), reason=str(error))
+        return PhaseEnergy.of(windows, tokens, idle, self._source.about().correction)
+
+    def _throttle(self) -> Throttle | None:
+        return all_limits(conditions.throttle(self._root), self._source.throttle())

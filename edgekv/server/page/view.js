@@ -1,0 +1,238 @@
+// Markdown, a conversation and the list of all, as elements. Text only ever becomes text nodes: whatever a model
+// writes, none of it is HTML.
+
+const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()]{1,2000})\)/g;
+// No two parts of an expression can take the same letters: a long line is read once, not once for each of its letters.
+const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})/;
+
+function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  for (const child of children.flat()) made.append(child);  // as arguments they would be too many
+  return made;
+}
+
+function inline(text) {
+  const parts = [];
+  let end = 0;
+  for (const found of text.matchAll(INLINE)) {
+    parts.push(text.slice(end, found.index));
+    end = found.index + found[0].length;
+    const [, code, bold, italic, label, link] = found;
+    if (code !== undefined) parts.push(element("code", {textContent: code}));
+    else if (bold !== undefined) parts.push(element("strong", {}, inline(bold)));
+    else if (italic !== undefined) parts.push(element("em", {}, inline(italic)));
+    else parts.push(element("a", {href: link, textContent: label, target: "_blank", rel: "noopener noreferrer"}));
+  }
+  parts.push(text.slice(end));
+  return parts;
+}
+
+function codeBlock(language, lines) {
+  const code = lines.join("\n");
+  const copy = element("button", {type: "button", textContent: "Copy", ariaLabel: "Copy this code"});
+  copy.addEventListener("click", () => copied(code, copy));
+  const bar = element("div", {className: "bar"}, element("span", {textContent: language || "code"}), copy);
+  return element("div", {className: "code"}, bar, element("pre", {tabIndex: 0}, element("code", {textContent: code})));
+}
+
+function cells(line) {
+  return line.trim().replace(/^\||\|$/g, "").split("|").map(cell => cell.trim());
+}
+
+function table(lines) {
+  const row = (line, kind) => element("tr", {}, cells(line).map(cell => element(kind, {}, inline(cell))));
+  const body = element("tbody", {}, lines.slice(2).map(line => row(line, "td")));
+  return element("table", {}, element("thead", {}, row(lines[0], "th")), body);
+}
+
+// The lines from `at` on that pass the test.
+function run(lines, at, test) {
+  let end = at;
+  while (end < lines.length && test(lines[end])) end++;
+  return lines.slice(at, end);
+}
+
+const BLOCKS = [
+  [/^#{1,6} /, line => /^#{1,6} /.test(line), (taken, first) => {
+    const level = first.match(/^#+/)[0].length;
+    return [element(`h${Math.min(level + 1, 6)}`, {}, inline(first.slice(level + 1)))];
+  }, 1],
+  [/^ {0,3}([-*_])( *\1){2,} *$/, () => true, () => [element("hr")], 1],
+  [/^ *[-*+] /, line => /^ *[-*+] |^ {2,}\S/.test(line), taken => [list("ul", taken, /^ *[-*+] /)]],
+  [/^ *\d{1,9}[.)] /, line => /^ *\d{1,9}[.)] |^ {2,}\S/.test(line), taken => [list("ol", taken, /^ *\d{1,9}[.)] /)]],
+  [/^> ?/, line => /^> ?/.test(line), taken => [
+    element("blockquote", {}, inline(taken.map(line => line.replace(/^> ?/, "")).join("\n"))),
+  ]],
+];
+
+function list(kind, lines, mark) {
+  const items = [];
+  for (const line of lines)
+    if (mark.test(line) || !items.length) items.push(line.replace(mark, ""));
+    else items[items.length - 1] += `\n${line.trim()}`;
+  const made = element(kind, {}, items.map(item => element("li", {}, inline(item))));
+  if (kind === "ol") made.start = parseInt(lines[0], 10) || 1;
+  return made;
+}
+
+function markdown(text) {
+  const made = document.createDocumentFragment(), lines = text.split("\n");
+  for (let at = 0; at < lines.length;) {
+    const line = lines[at], fence = line.match(FENCE);
+    const block = BLOCKS.find(([begins]) => begins.test(line));
+    if (!line.trim()) at++;
+    else if (fence) {
+      const inside = run(lines, at + 1, each => !(each.trim().startsWith(fence[1]) && !each.trim().replaceAll(fence[1][0], "")));
+      made.append(codeBlock(line.slice(fence[0].length).trim().match(/^[\w+#.-]*/)[0], inside));
+      at += inside.length + 2;
+    } else if (block) {
+      const [, goesOn, build, most] = block;
+      const taken = most ? [line] : run(lines, at, goesOn);
+      made.append(...build(taken, line));
+      at += taken.length;
+    } else if (line.includes("|") && /^[\s|:-]{2,}$/.test(lines[at + 1]) && lines[at + 1].includes("-")) {
+      const taken = run(lines, at, each => each.includes("|"));
+      made.append(table(taken));
+      at += taken.length;
+    } else {
+      const taken = run(lines, at, each =>
+        each.trim() && !FENCE.test(each) && (each === line || !BLOCKS.some(([begins]) => begins.test(each))));
+      const parts = inline(taken.join("\n")).flatMap(part => typeof part === "string"
+        ? part.split("\n").flatMap((piece, i) => i ? [element("br"), piece] : [piece]) : [part]);
+      made.append(element("p", {}, parts));
+      at += taken.length;
+    }
+  }
+  return made;
+}
+
+async function copied(text, button) {
+  try { await navigator.clipboard.writeText(text); }
+  catch {  // no permission, or plain HTTP
+    const area = element("textarea", {value: text});
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  const before = button.textContent;
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = before; }, 1200);
+}
+
+const NAMES = {user: "You", assistant: "The model", error: "Error"};
+
+function button(label, action, properties = {}) {
+  const made = element("button", {type: "button", textContent: label, ...properties});
+  made.addEventListener("click", () => action(made));
+  return made;
+}
+
+// act: what the buttons call.
+class View {
+  constructor(act) { this.act = act; }
+
+  // The whole conversation; error: what went wrong with the last answer.
+  show(conversation, error) {
+    const last = conversation.messages.length - 1, follows = conversation !== this.shown || this.isAtEnd();
+    this.shown = conversation;
+    $("talk").replaceChildren(...conversation.messages.map((message, i) => this.message(message, i, i === last && !error)));
+    if (error) {
+      const line = element("article", {className: "error"}, element("span", {textContent: error.message}), " ");
+      line.append(button("Try again", () => this.act.regenerate()));
+      $("talk").append(line);
+    }
+    if (follows) this.toEnd();
+  }
+
+  message(message, i, isLast) {
+    const made = element("article", {className: message.role, ariaLabel: NAMES[message.role]});
+    if (message.dropped) made.classList.add("dropped");
+    if (message.images?.length)
+      made.append(element("div", {className: "images"}, ...message.images.map(url => element("img", {src: url, alt: "Attached image"}))));
+    const body = element("div", {className: "body"});
+    made.append(body);
+    this.fill(body, message);
+    const actions = element("div", {className: "actions"}, button("Copy", made => copied(message.content, made)));
+    if (message.role === "user" && !message.dropped) actions.append(button("Edit", () => this.edit(made, body, message, i)));
+    if (message.role === "assistant" && isLast) actions.append(button("Regenerate", () => this.act.regenerate()));
+    made.append(actions);
+    return made;
+  }
+
+  fill(body, message) {
+    if (message.role === "user") { body.textContent = message.content; return; }
+    const parts = [];
+    if (message.reasoning)
+      parts.push(element("details", {open: !message.content}, element("summary", {textContent: "Reasoning"}), message.reasoning));
+    body.replaceChildren(...parts, markdown(message.content));
+  }
+
+  edit(article, body, message, i) {
+    const area = element("textarea", {className: "editor", value: message.content, rows: 3, ariaLabel: "Edit the message"});
+    const done = () => { if (area.value.trim()) this.act.edited(i, area.value.trim()); };
+    area.addEventListener("keydown", event => {
+      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); done(); }
+      if (event.key === "Escape") { event.stopPropagation(); this.act.redraw(); }
+    });
+    const actions = element("div", {className: "actions"}, button("Send again", done), button("Cancel", () => this.act.redraw()));
+    article.replaceChildren(area, actions);
+    area.focus();
+  }
+
+  // A place for an answer that is coming; returns what to call with its message as it grows.
+  growing() {
+    const body = element("div", {className: "body"});
+    const article = element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body);
+    $("talk").append(article);
+    this.toEnd();
+    let due = false, latest = null;
+    return message => {
+      latest = message;
+      if (due) return;
+      due = true;
+      requestAnimationFrame(() => {
+        due = false;
+        const follows = this.isAtEnd();
+        this.fill(body, latest);
+        if (follows) this.toEnd();
+      });
+    };
+  }
+
+  // Whether the reader has not scrolled up: then the text is followed.
+  isAtEnd() {
+    const talk = $("talk");
+    return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+  }
+
+  toEnd() { $("talk").scrollTo({top: $("talk").scrollHeight, behavior: "instant"}); }
+
+  list(conversations, current) {
+    $("list").replaceChildren(...conversations.map(each => {
+      const title = each.title || "New conversation";
+      const open = button(title, () => this.act.open(each.id), {className: "title", title});
+      const rename = button("✎", () => this.rename(line, each), {className: "small", ariaLabel: `Rename ${title}`});
+      const remove = button("×", made => {
+        if (made.textContent === "×") { made.textContent = "Delete?"; return; }
+        this.act.remove(each.id);
+      }, {className: "small", ariaLabel: `Delete ${title}`});
+      remove.addEventListener("blur", () => { remove.textContent = "×"; });
+      const line = element("li", {className: each.id === current ? "current" : ""}, open, rename, remove);
+      if (each.id === current) open.ariaCurrent = "true";
+      return line;
+    }));
+  }
+
+  rename(line, conversation) {
+    const input = element("input", {value: conversation.title, ariaLabel: "Name of the conversation"});
+    const done = () => this.act.renamed(conversation.id, input.value.trim());
+    input.addEventListener("keydown", event => {
+      if (event.key === "Enter") done();
+      if (event.key === "Escape") { input.removeEventListener("blur", done); this.act.renamed(conversation.id, conversation.title); }
+    });
+    input.addEventListener("blur", done, {once: true});
+    line.replaceChildren(input);
+    input.select();
+  }
+}

@@ -1,0 +1,326 @@
+"""From a request to token ids: the chat template with its tools and images, and the grammar of tool calls."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgekv.engine.grammar import require_bounded
+from edgekv.engine.matcher import COMPACT
+from edgekv.engine.session import Session
+from edgekv.server.requests import ChatRequest, CompletionRequest, Function, RequestError, Tools
+from edgekv.text import Tokenizer
+from edgekv.text.template import ChatEncoder, ChatTemplate, without_places
+from edgekv.vision.images import picture_of
+from edgekv.vision.prompt import Embeddings, Prompt, check_places, place_images, require_places
+
+REMEMBERED_ANSWERS = 512
+KNOWN = 64  # of a conversation's latest answers: the template is rendered once for each
+LOOKED_BACK = 8  # tokens of a prompt's end, among which the beginning of the reasoning is looked for
+IMAGE_BYTES = 64 << 20  # of embeddings that are kept
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt's token ids.
+
+    text: what an echo brings back. thinks: the answer begins within the model's reasoning. images: the bytes of
+    files, in the order of their places among the ids.
+    """
+
+    ids: list[int]
+    text: str = ""
+    thinks: bool = False
+    images: tuple[bytes, ...] = ()
+
+
+class RequestEncoder:
+    """Encodes for one model. From any thread.
+
+    form: how the model writes tool calls. marks: texts by token id, of the special tokens among MARKS, which
+    decode to nothing.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, ctx: int, vocab_size: int) -> None:
+        self.template, self.tokenizer = template, tokenizer
+        self._ctx, self._vocab_size = ctx, vocab_size
+        self.form = find_format(template.source)
+        self.marks = dict(pair for mark in MARKS if (pair := self._special(mark)))
+        self._turns = ChatEncoder(template, tokenizer)
+        self._answers: OrderedDict[str, array[int]] = OrderedDict()  # text -> its tokens as generated
+        self._lock = threading.Lock()
+
+    def encode(self, request: ChatRequest | CompletionRequest) -> list[EncodedPrompt]:
+        """The prompts' tokens. Raises RequestError where one does not fit, or is empty."""
+        if isinstance(request, ChatRequest):
+            return [self._chat(request)]
+        return [
+            EncodedPrompt(self.ids(prompt, "prompt"), self._text(prompt) if request.echo else "")
+            for prompt in request.prompts
+        ]
+
+    def ids(self, text: str | Sequence[int], field: str) -> list[int]:
+        """Of a text, or ids as they are. Raises RequestError, which blames the field."""
+        if isinstance(text, str):
+            return self._checked(self.tokenizer.encode(without_places(text, self.tokenizer)), field)
+        return self._checked(list(text), field)
+
+    def remember(self, text: str, ids: list[int]) -> None:
+        """Keeps an answer's own tokens: the next request brings back its text alone."""
+        with self._lock:
+            self._answers[text] = array("i", ids)
+            self._answers.move_to_end(text)
+            while len(self._answers) > REMEMBERED_ANSWERS:
+                self._answers.popitem(last=False)
+
+    def _chat(self, request: ChatRequest) -> EncodedPrompt:
+        names, tools, messages = request.template_names, request.toolset, request.turns()
+        if self.template.knows_tools:
+            names |= {"tools": declared(tools.functions) if tools else None}
+        else:
+            messages = spelled_out(messages, tools, self.form)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-KNOWN:]
+        known = {i: ids for i in answers if (ids := self._known(messages[i])) is not None}
+        ids = self._checked(self._turns.ids(messages, known.get, names), request.names["prompt"])
+        images = tuple(decoded(url, "image_url") for url in request.images)
+        thinks = self._ends_in_thought(ids) and not (tools and tools.forced)
+        return EncodedPrompt(ids, thinks=thinks, images=images)
+
+    def _known(self, message: dict[str, Any]) -> Sequence[int] | None:
+        if "tool_calls" in message or "reasoning_content" in message:
+            return None
+        with self._lock:
+            return self._answers.get(message["content"])
+
+    def _checked(self, ids: list[int], field: str) -> list[int]:
+        if not ids:
+            raise RequestError(400, f"{field!r} is empty: give at least one token", param=field)
+        if len(ids) > self._ctx:
+            message = f"the prompt has {len(ids)} tokens, this server's context is {self._ctx}: shorten it"
+            raise RequestError(400, message, "context_length_exceeded", field)
+        if (last := max(ids)) >= self._vocab_size:
+            message = f"token id {last} is outside the model's vocabulary of {self._vocab_size}"
+            raise RequestError(400, message, param=field)
+        return ids
+
+    def _text(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return self.tokenizer.decode([token for token in prompt if token < self.tokenizer.vocab_size])
+
+    def _ends_in_thought(self, ids: Sequence[int]) -> bool:
+        """Whether the template has begun the reasoning."""
+        texts = [self.marks.get(i) or self.tokenizer.decode([i]) for i in ids[-LOOKED_BACK:]]
+        return "".join(texts).rstrip().endswith(THINK)
+
+    def _special(self, mark: str) -> tuple[int, str] | None:
+        """The id of a mark that is a special token."""
+        ids = self.tokenizer.encode(mark, bos=False)
+        special = [i for i in ids if not self.tokenizer.token_bytes(i)]
+        return (special[0], mark) if len(special) == 1 and not self.tokenizer.decode(ids).strip() else None
+
+
+def decoded(url: str, name: str) -> bytes:
+    """The bytes of a data URL. Raises RequestError: anything else is not fetched."""
+    head, _, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        accepted = "data:image/png;base64,... (nothing is fetched from elsewhere)"
+        raise RequestError(400, f"{name} is {url[:40]!r}; accepted: {accepted}", param=name)
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(400, f"{name} is no base64 ({error}): encode the file again", param=name) from None
+
+
+class Images:
+    """The images of all conversations as the model sees them, the latest ones kept; for any thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._seen: OrderedDict[bytes, Embeddings] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def placed(self, ids: Sequence[int], files: Sequence[bytes]) -> Prompt:
+        """The prompt with the images at its image tokens. ImageError: no image, or a model that sees none."""
+        token = self._session.model.image_token
+        if not files:
+            if token is not None:
+                check_places(ids, token, 0)
+            return ids
+        vision = self._session.vision  # says what is missing
+        require_places(ids, vision.image_token, len(files))
+        return place_images(ids, vision.image_token, [self._embedded(file) for file in files], 0)
+
+    def _embedded(self, file: bytes) -> Embeddings:
+        key = hashlib.sha256(file).digest()
+        found = self._seen.get(key)
+        if found is None:
+            picture = picture_of(file, "the image")
+            with self._session.exclusive():
+                found = self._session.vision(picture)
+        with self._lock:
+            self._seen[key] = found
+            self._seen.move_to_end(key)
+            while sum(each.rows.nbytes for each in self._seen.values()) > IMAGE_BYTES and len(self._seen) > 1:
+                self._seen.popitem(last=False)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolFormat:
+    """A call is begin, opening, {"name": ..., KEY: {...}}, closing; or, with ``args``: begin, name, args, {...}.
+
+    begin: the mark of a call; "": the answer is a call where it begins with a brace. key: of the arguments.
+    separator: between calls behind one mark; None: each has its own.
+    """
+
+    begin: str
+    opening: str
+    key: str
+    closing: str
+    separator: str | None = None
+    args: str = ""
+
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>"),  # Hermes, Qwen, SmolLM
+    "mistral": ToolFormat("[TOOL_CALLS]", "[", "arguments", "]", separator=", "),
+    "mistral-args": ToolFormat("[TOOL_CALLS]", "", "arguments", "", args="[ARGS]"),  # since Mistral Small 3.2
+    "llama3": ToolFormat("", "", "parameters", ""),
+}
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<think>", "</think>")
+OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"}
+INSTRUCTIONS = """\
+You may call one or more of these functions, given by their JSON schemas:
+{tools}
+To call a function answer with its name and its arguments as JSON, and nothing after it:
+{example}"""
+
+
+def find_format(template: str) -> ToolFormat:
+    """That of the model whose chat template's source is given."""
+    if "[TOOL_CALLS]" in template:
+        return TOOL_FORMATS["mistral-args" if "[ARGS]" in template else "mistral"]
+    if "tools" in template and '"parameters": ' in template and "<tool_call>" not in template:
+        return TOOL_FORMATS["llama3"]
+    return TOOL_FORMATS["hermes"]
+
+
+def declared(functions: Sequence[Function]) -> list[dict[str, Any]]:
+    """The tools as templates know them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": function.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for function in functions
+    ]
+
+
+def spelled_out(messages: Sequence[dict[str, Any]], tools: Tools | None, form: ToolFormat) -> list[dict[str, Any]]:
+    """The messages with tools, calls and their results in words, for a template that knows none of these.
+
+    The tools stand in the first question: some templates take no system message.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        content, calls = message["content"], message.get("tool_calls", ())
+        if message["role"] == "tool":
+            plain.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+        elif calls:
+            texts = [_written(call["function"]["name"], call["function"]["arguments"], form) for call in calls]
+            plain.append({"role": "assistant", "content": "\n".join(filter(None, [content, *texts]))})
+        else:
+            plain.append(message)
+    if tools is not None:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in declared(tools.functions))
+        told = INSTRUCTIONS.format(tools=lines, example=_written("NAME", {"ARGUMENT": "VALUE"}, form))
+        first = next((i for i, message in enumerate(plain) if message["role"] == "user"), None)
+        if first is None:
+            return [*plain, {"role": "user", "content": told}]
+        plain[first] = {"role": "user", "content": f"{told}\n\n{plain[first]['content']}"}
+    return plain
+
+
+def _written(name: str, arguments: Any, form: ToolFormat) -> str:
+    if form.args:
+        return f"{form.begin}{name}{form.args}{json.dumps(arguments, ensure_ascii=False)}"
+    call = json.dumps({"name": name, form.key: arguments}, ensure_ascii=False)
+    return f"{form.begin}{form.opening}{call}{form.closing}"
+
+
+def tools_grammar(
+    tools: Tools, form: ToolFormat, marks: Mapping[int, str], schema: Mapping[str, Any] | None = None
+) -> str:
+    """Lark, as llguidance reads it: text and calls, or calls alone where they are forced.
+
+    marks: of special tokens, by id. schema: of the text where there is no call. Raises ConfigError for a schema as
+    `require_bounded`.
+    """
+    tokens = {mark: f"<[{i}]>" for i, mark in marks.items()}
+    token = tokens.get(form.begin)
+    begin = token or (_quoted(form.begin) if form.begin else "")
+    rules = [f"body: {_joined(_quoted(form.opening), _calls(tools, form), _quoted(form.closing))}"]
+    args = tokens.get(form.args) or _quoted(form.args)
+    rules += [_function_rule(i, function, form, args) for i, function in enumerate(tools.callable)]
+    if tools.forced or schema is not None:
+        more = " call*" if tools.several and form.begin and form.separator is None else ""
+        rules += [f"call: {_joined(begin, 'body')}"]
+        if not tools.forced:
+            rules += [f"start: call{more} | answer", f"answer: %json {_compact(schema or {})}"]
+        else:
+            rules += [f"start: call{more}"]
+    elif not form.begin:
+        rules += ["start: PLAIN | body", r"PLAIN: /([^{](.|\n)*)?/"]
+    else:
+        rules += ["start: call* tail" if tools.several else "start: call | tail", "tail: TEXT", r"TEXT: /(.|\n)*/"]
+        rules += [f"head: TEXT {token}" if token else f"head[lazy]: TEXT {begin}", "call: head body"]
+    return "\n".join(["%llguidance {}", *rules])
+
+
+def _calls(tools: Tools, form: ToolFormat) -> str:
+    one = f"({' | '.join(f'fn_{i}' for i in range(len(tools.callable)))})"
+    if tools.several and form.separator is not None:
+        return f"{one} ({_quoted(form.separator)} {one})*"
+    return one
+
+
+def _function_rule(i: int, function: Function, form: ToolFormat, args: str) -> str:
+    if form.args:
+        return f"fn_{i}: {_quoted(function.name)} {args} %json {_compact(_arguments(function))}"
+    head = f'{{"name": {json.dumps(function.name)}, "{form.key}": '
+    return f'fn_{i}: {_quoted(head)} %json {_compact(_arguments(function))} "}}"'
+
+
+def _arguments(function: Function) -> dict[str, Any]:
+    """The schema of a function's arguments: those that it names and no others, unless it says so."""
+    schema = {"type": "object", **(function.parameters or {})}
+    if "properties" in schema and not OPEN & schema.keys():
+        schema["additionalProperties"] = False
+    return schema
+
+
+def _compact(schema: Mapping[str, Any]) -> str:
+    require_bounded(schema)
+    return json.dumps({**schema, "x-guidance": COMPACT})
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,716 @@
+"""Requests of OpenAI's API: JSON's bytes to structs that msgspec checks, and what each asks of the model.
+
+Source: https://platform.openai.com/docs/api-reference (chat, completions, embeddings, responses), and what
+llama.cpp's server adds to it (top_k, min_p, chat_template_kwargs, return_progress, timings_per_token). Null is as
+good as absent; absent settings are the model's own; a field that is not declared is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, inspect
+
+from edgekv.checks import short_repr
+from edgekv.engine.sampling import SamplingParams
+from edgekv.errors import ConfigError, ContextError, EdgeKVError, MemoryBudgetError, SessionError
+from edgekv.text import as_text
+from edgekv.text.template import PLACEHOLDER
+
+MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16, 128, 128, 20, 16
+LEVELS = 128  # of lists and objects in each other
+LARGEST = (1 << 63) - 1
+LOGPROB_BYTES = 200  # of one, with its token, as Python's objects and as JSON
+RETRY_AFTER_S = "1"
+FAILED = "the server failed on this request; its log says why"
+PATH = r"([^.\[\]]+)|\[(\d+|\.\.\.)\]"  # of what a message of msgspec names
+SAMPLING = [
+    each.name for each in dataclasses.fields(SamplingParams) if each.name not in ("seed", "repetition_window")
+]
+FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+T = TypeVar("T", bound=Struct)
+
+Count = Annotated[int, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+Stop = Annotated[str, Meta(min_length=1)]
+Top = Annotated[int, Meta(ge=0, le=MAX_TOP)]
+Texts = str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
+ToolChoice = Literal["none", "auto", "required"]
+
+
+class RequestError(EdgeKVError):
+    """A request that can't be served: HTTP status, OpenAI's error code, and the field that is to blame."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message, field=param)
+        self.status, self.code, self.param = status, code, param
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After where the same request may be served later: OpenAI's clients wait and ask again."""
+        return {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
+
+
+def request_error(error: EdgeKVError, names: Mapping[str, str] | None = None) -> RequestError:
+    """An error of the library as an answer: 503 where memory is short or a pass was interrupted, else 400.
+
+    names: the library's parameters to the endpoint's fields.
+    """
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, MemoryBudgetError):
+        return RequestError(503, str(error), "overloaded")
+    if isinstance(error, SessionError):
+        return RequestError(503, str(error), "interrupted")
+    code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_request"
+    return RequestError(400, str(error), code, (names or {}).get(error.field or "", error.field))
+
+
+class StrictStruct(Struct, forbid_unknown_fields=True):
+    """An object without fields that are not declared."""
+
+
+class TextPart(StrictStruct, tag_field="type", tag="text"):
+    text: str
+
+
+class ImageUrl(StrictStruct):
+    url: str
+    detail: str | None = None  # not used
+
+
+class ImagePart(StrictStruct, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+
+
+class CalledFunction(StrictStruct):
+    name: str
+    arguments: str = "{}"  # JSON, as the model wrote it
+
+
+class ToolCall(StrictStruct):
+    """What an answer asked for, as the client sends it back."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(StrictStruct):
+    """A turn. What OpenAI's own answers have beside role and content may come back, empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | ImagePart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+    @property
+    def images(self) -> list[str]:
+        """Their URLs, in order."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+    def as_turn(self, place: str) -> dict[str, Any]:
+        """The message as chat templates know it: one text, with a mark for each image, and arguments as objects.
+
+        Raises RequestError, which calls the message ``place``.
+        """
+        role = "system" if self.role == "developer" else self.role
+        if self.content is None and role != "assistant":
+            raise RequestError(400, f"'{place}.content' is missing", param=f"{place}.content")
+        if self.tool_calls and role != "assistant":
+            raise RequestError(400, f"{place} has 'tool_calls'; only an assistant's has", param=place)
+        turn: dict[str, Any] = {"role": role, "content": self._text()}
+        if self.images:
+            turn["images"] = True
+        if self.reasoning_content:
+            turn["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        if role == "tool":
+            turn["tool_call_id"] = self.tool_call_id or ""
+            if self.name:
+                turn["name"] = self.name
+        return turn
+
+    def _text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(
+            f"{PLACEHOLDER}\n" if isinstance(part, ImagePart) else as_text(part.text, [PLACEHOLDER])
+            for part in self.content or ()
+        )
+
+
+def _arguments(text: str) -> Any:
+    """The object that the JSON holds, as templates write it themselves; what is none stays a text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+class Function(StrictStruct):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(StrictStruct):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(StrictStruct):
+    name: str
+    type: Literal["function"] = "function"
+
+
+class NamedTool(StrictStruct):
+    """Which tool must be called."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchema(StrictStruct):
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictStruct):
+    """Text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(StrictStruct):
+    include_usage: bool | None = None  # a last chunk with the counts
+    include_obfuscation: bool | None = None
+
+
+class IgnoredFields(StrictStruct, kw_only=True):
+    """Fields of OpenAI's API that change nothing here, with any value."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What the model is told of, and what of it can be called: `callable`, perhaps nothing.
+
+    forced: at least one call, and nothing else. several: more than one call may come.
+    """
+
+    functions: tuple[Function, ...]
+    callable: tuple[Function, ...]
+    forced: bool
+    several: bool
+
+
+class Request(IgnoredFields, kw_only=True):
+    """What chat and text completions share: one type from the client to the answer.
+
+    names: of the library's parameters, the endpoint's field. Raises RequestError for values out of range.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {"json_schema": "response_format"}
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    timings_per_token: bool = False
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Count | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Annotated[int, Meta(ge=-LARGEST, le=LARGEST)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    response_format: ResponseFormat | None = None
+
+    def __post_init__(self) -> None:
+        self.sampling()
+        form = self.response_format
+        if form and form.type == "json_schema" and self.schema is None:
+            name = self.names.get("schema", "response_format.json_schema")
+            raise RequestError(400, f"{name!r} is missing", param=name)
+
+    def fill(self, defaults: SamplingParams) -> None:
+        """Takes the model's own settings where the request says nothing."""
+        for name in SAMPLING:
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(defaults, name))
+
+    def sampling(self, choice: int = 0) -> SamplingParams:
+        """The settings of the n-th answer: a seed counts up."""
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        seed = None if self.seed is None else self.seed % (1 << 64) + choice
+        try:
+            return SamplingParams(**given, seed=seed)
+        except ConfigError as error:
+            raise RequestError(400, str(error), param=error.field) from None
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema that an answer is held to."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return {"type": "object"}
+        return form.json_schema.schema if form.json_schema else None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of an answer at most; None: the server's own."""
+        return self.max_tokens
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many of the likeliest tokens beside each chosen one; None: no log probabilities."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt comes back before its answer."""
+        return False
+
+    @property
+    def toolset(self) -> Tools | None:
+        """What can be called."""
+        return None
+
+    @property
+    def keeps_objects(self) -> bool:
+        """Whether anything of the request's JSON but texts is needed for its answer."""
+        return bool(self.schema or self.toolset or self.logit_bias)
+
+    def forget_prompt(self) -> None:
+        """Drops what only the prompts were made of, and what changes nothing: it is not counted while it waits."""
+        for name in IgnoredFields.__struct_fields__:
+            setattr(self, name, None)
+        if self.schema is None:
+            self.response_format = None
+
+    def logprob_bytes(self, lengths: Iterable[int], ctx: int, max_new_tokens: int) -> int:
+        """What log probabilities may take. lengths: of prompts; max_new_tokens: where the request has no limit."""
+        if self.n_logprobs is None:
+            return 0
+        most = max_new_tokens if self.limit is None else self.limit
+        n_tokens = sum(min(most, ctx - length + 1) + (length if self.echoes else 0) for length in lengths)
+        return LOGPROB_BYTES * (1 + self.n_logprobs) * self.n * n_tokens
+
+
+class ChatRequest(Request, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    names = {"prompt": "messages", "images": "messages", "json_schema": "response_format"}
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool = False
+    top_logprobs: Top = 0
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | NamedTool = "auto"
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
+    verbosity: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if fixed := [name for name in self.chat_template_kwargs or () if name in FIXED_NAMES]:
+            raise RequestError(
+                400, f"chat_template_kwargs sets {fixed[0]!r}, which the server does", param=fixed[0]
+            )
+        if (n := len(self.images)) > MAX_IMAGES:
+            raise RequestError(400, f"{n} images; accepted: up to {MAX_IMAGES}", param=self.names["images"])
+        if self.max_tokens == 0:
+            raise RequestError(400, "'max_tokens' is 0; accepted: a whole number of 1 or more", param="max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(400, "'top_logprobs' needs \"logprobs\": true", param="top_logprobs")
+        if self.toolset and self.toolset.forced and not self.toolset.callable:
+            raise RequestError(400, "'tool_choice' asks for a tool that 'tools' has not", param="tool_choice")
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages as chat templates know them. Raises RequestError."""
+        return [message.as_turn(self.place(i)) for i, message in enumerate(self.messages)]
+
+    def place(self, i: int) -> str:
+        """What errors call the i-th message."""
+        return f"messages[{i}]"
+
+    @property
+    def images(self) -> list[str]:
+        """Data URLs in the order of the messages."""
+        return [url for message in self.messages for url in message.images]
+
+    @property
+    def template_names(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        effort = self.reasoning_effort
+        names = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return names | (self.chat_template_kwargs or {})
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def toolset(self) -> Tools | None:
+        """The prompt has all tools whatever the choice: what is cached of it serves the next request too."""
+        choice, told = self.tool_choice, tuple(tool.function for tool in self.tools or ())
+        several, forced = self.parallel_tool_calls, choice not in ("none", "auto")
+        if not told and not forced:
+            return None
+        can = () if choice == "none" else told
+        if isinstance(choice, NamedTool):
+            can = tuple(function for function in told if function.name == choice.function.name)
+        return Tools(told, can, forced, several is True if forced else several is not False)
+
+    def forget_prompt(self) -> None:
+        super().forget_prompt()
+        self.messages, self.chat_template_kwargs, self.verbosity = [], None, None
+
+
+class CompletionRequest(Request, kw_only=True):
+    """POST /v1/completions; a prompt is a text or the ids of its tokens, or a list of such prompts."""
+
+    prompt: Texts
+    logprobs: Top | None = None
+    echo: bool = False
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (n := len(self.prompts)) * self.n > MAX_CHOICES:
+            many = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
+            raise RequestError(400, f"{many}: ask in parts", param="n")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(400, "'max_tokens' is 0; accepted: 1 or more, 0 with echo", param="max_tokens")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt or several."""
+        return listed(self.prompt, "prompt")
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    def forget_prompt(self) -> None:
+        super().forget_prompt()
+        self.prompt = ""
+
+
+class EmbeddingRequest(StrictStruct):
+    """POST /v1/embeddings."""
+
+    names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
+
+    model: str
+    input: Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Positive | None = None
+    user: Any = None
+
+
+# The responses API in its simple form: each request brings its whole conversation, as nothing is stored.
+
+TEXT_PARTS, IMAGE_PART = ("input_text", "output_text", "text"), "input_image"
+KEPT_BACK = ("model", "input", "stream", "include", "stream_options", "prompt_cache_retention")  # by an answer
+
+
+class TextFormat(JsonSchema):
+    """As ResponseFormat, its schema without a level between."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextOptions(StrictStruct):
+    format: TextFormat | None = None
+    verbosity: Any = None  # changes nothing here
+
+
+class Effort(StrictStruct):
+    effort: str | None = None
+    summary: Any = None  # none are made
+
+
+class FunctionTool(Function, tag_field="type", tag="function"):
+    """What the model may call."""
+
+
+class FunctionCall(CalledFunction):
+    """What an earlier answer called."""
+
+    call_id: str = ""
+
+
+class ResponsesRequest(IgnoredFields, kw_only=True):
+    """POST /v1/responses; the last fields change nothing here."""
+
+    model: str
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool = False
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | NamedFunction = "auto"
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Effort | None = None
+    previous_response_id: None = None
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    include: Any = None
+    stream_options: Any = None
+    max_tool_calls: Any = None
+    top_logprobs: Literal[0] = 0
+
+
+class ResponsesChat(ChatRequest, kw_only=True):
+    """The chat that a request to /v1/responses is. sent: what comes back with its answer; places: of `place`."""
+
+    names = {"prompt": "input", "images": "input", "json_schema": "text.format", "schema": "text.format.schema"}
+
+    sent: dict[str, Any]
+    places: list[str]
+
+    def place(self, i: int) -> str:
+        return self.places[i]
+
+    def forget_prompt(self) -> None:
+        super().forget_prompt()
+        self.places = []
+
+    @property
+    def keeps_objects(self) -> bool:
+        return bool(self.sent) or super().keeps_objects
+
+
+def read_response(body: Any) -> ResponsesChat:
+    """The body of a request to /v1/responses. Raises RequestError."""
+    if isinstance(body, dict) and body.get("previous_response_id") is not None:
+        message = "nothing is stored here: send the whole conversation as 'input', without previous_response_id"
+        raise RequestError(400, message, param="previous_response_id")
+    request = read(body, ResponsesRequest)
+    pairs, choice, form = list(_messages(request)), request.tool_choice, request.text and request.text.format
+    return ResponsesChat(
+        model=request.model,
+        messages=[message for message, _ in pairs],
+        places=[place for _, place in pairs],
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stream=request.stream,
+        tools=[Tool(tool) for tool in request.tools or ()],
+        tool_choice=NamedTool(choice) if isinstance(choice, NamedFunction) else choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        response_format=ResponseFormat(form.type, form) if form else None,
+        sent={name: value for name, value in body.items() if value is not None and name not in KEPT_BACK},
+    )
+
+
+def _messages(request: ResponsesRequest) -> Iterator[tuple[Message, str]]:
+    """The input as messages, with calls in the assistant's before them, and what errors call each."""
+    if request.instructions:
+        yield Message("system", request.instructions), "instructions"
+    if isinstance(request.input, str):
+        yield Message("user", request.input), "input"
+        return
+    answer: Message | None = None  # the assistant's, if it is the latest
+    for i, item in enumerate(request.input):
+        kind, place = item.get("type", "message"), f"input[{i}]"
+        if kind == "message":
+            given = {"role": item.get("role"), "content": _content(item.get("content"), place)}
+        elif kind == "function_call":
+            called = read({name: item.get(name) for name in ("name", "arguments", "call_id")}, FunctionCall, place)
+            if answer is None:
+                answer = Message("assistant")
+                yield answer, place
+            answer.tool_calls = [*(answer.tool_calls or ()), ToolCall(called, called.call_id)]
+            continue
+        elif kind == "function_call_output":
+            output = _content(item.get("output"), place)
+            given = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
+        elif kind == "reasoning":  # what an earlier answer thought is not shown to the model again
+            continue
+        else:
+            accepted = "message, function_call, function_call_output, reasoning"
+            field = f"{place}.type"
+            raise RequestError(400, f"{field!r} is {short_repr(kind)}; accepted: {accepted}", param=field)
+        message = read(given, Message, place)
+        answer = message if message.role == "assistant" else None
+        yield message, place
+
+
+def _content(content: Any, place: str) -> Any:
+    """The parts of a message as those of a chat."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in TEXT_PARTS:
+            parts.append({"type": "text", "text": part.get("text")})
+        elif kind == IMAGE_PART and isinstance(part.get("image_url"), str):
+            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+        else:
+            accepted, field = f"{', '.join(TEXT_PARTS)}, {IMAGE_PART} with an image_url", f"{place}.content[{i}]"
+            raise RequestError(400, f"{field!r} is {short_repr(part)}; accepted: {accepted}", param=field)
+    return parts
+
+
+def parse_json(data: bytes | bytearray) -> Any:
+    """A body's value; of a key that an object has twice the last one.
+
+    Raises RequestError (400) for what is no JSON (NaN and Infinity are none), holds half of a surrogate pair, or
+    is deeper than LEVELS: whatever writes or walks it later can do so by recursion.
+    """
+    try:
+        value = msgspec.json.decode(data)
+        if data.count(b"[") + data.count(b"{") > LEVELS:
+            _require_levels(value)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not valid JSON ({error})", "invalid_json") from None
+    return value
+
+
+def _require_levels(value: Any) -> None:
+    level = [value]
+    for _ in range(LEVELS):
+        lists = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [item for each in lists for item in each if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"more than {LEVELS} lists and objects within each other")
+
+
+def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
+    """One prompt or several, as a list. Raises RequestError where texts and ids are mixed, or one is empty."""
+    if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
+        return [prompt]
+    if len(prompt) > MAX_CHOICES or not all(item != [] and type(item) is type(prompt[0]) for item in prompt):
+        accepted = f"a text, the ids of its tokens, or a list of up to {MAX_CHOICES} such"
+        raise RequestError(400, f"{name!r} is {short_repr(prompt)}; accepted: {accepted}", param=name)
+    return prompt
+
+
+def read(body: Any, kind: type[T], at: str = "") -> T:
+    """The request, or what stands ``at`` a path of one, as ``kind``.
+
+    Raises RequestError (400): the field, its value and what is accepted.
+    """
+    if not isinstance(body, dict):
+        what = f"{at or 'the body'} is a JSON {type(body).__name__}"
+        raise RequestError(400, f"{what}; send an object", param=at or None)
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        raise _refused(reason, path.rstrip("`").lstrip("."), given, kind, at) from None
+
+
+def _refused(reason: str, place: str, given: Any, kind: type[Struct], at: str) -> RequestError:
+    """msgspec's reason in our words."""
+    value, types = given, _variants(inspect.type_info(kind))
+    for key, index in re.findall(PATH, place):
+        inner: list[inspect.Type] = []
+        for each in types:
+            if isinstance(each, inspect.StructType):
+                inner += [field.type for field in each.fields if field.encode_name == key]
+                inner += [inspect.LiteralType((each.tag,))] if key == each.tag_field else []
+            elif isinstance(each, inspect.DictType):
+                inner.append(each.value_type)
+            elif isinstance(each, inspect.ListType):
+                inner.append(each.item_type)
+        types = [variant for each in inner for variant in _variants(each)]
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and index.isdigit() and int(index) < len(value):
+            value = value[int(index)]
+    if field := re.search(r"(unknown|required) field `(.*?)`", reason):
+        name = f"{at}.{place}.{field[2]}".replace("..", ".").strip(".")[:60]
+        if field[1] == "required":
+            return RequestError(400, f"{name!r} is missing", param=name)
+        fields = sorted(field.encode_name for each in types for field in getattr(each, "fields", ()))
+        return RequestError(400, f"unknown field {name!r}; accepted: {', '.join(fields)}", param=name)
+    names = [json.dumps(value).strip('"') or '""' for each in types for value in getattr(each, "values", ())]
+    if names and any(isinstance(each, inspect.StructType) for each in types):
+        names.append("an object")
+    expected = re.match(r"Expected (.*?)(, got .*)?$", reason)
+    accepted = ", ".join(names) or (expected[1].replace("`", "") if expected else "a smaller number")
+    name = f"{at}.{place}".strip(".")
+    return RequestError(400, f"{name!r} is {short_repr(value)}; accepted: {accepted}", param=name)
+
+
+def _variants(kind: inspect.Type) -> list[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        return _variants(kind.type)
+    return list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]

@@ -1,0 +1,6 @@
+"""Text to token ids and back, and messages to the text that a model was trained on."""
+
+from edgekv.text.formats import load_tokenizer
+from edgekv.text.tokenizer import StreamDecoder, Tokenizer, as_text
+
+__all__ = ["StreamDecoder", "Tokenizer", "as_text", "load_tokenizer"]

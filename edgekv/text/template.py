@@ -1,0 +1,265 @@
+"""A model's chat template (Jinja, run in limits), and messages to token ids with the answers' own tokens.
+
+A text has many encodings, and the cache holds one: what was generated is not encoded again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from edgekv.child import BoundedChild, ChildError
+from edgekv.errors import ConfigError, EdgeKVError
+from edgekv.files import MAX_FILE_BYTES, read_object, read_text, user_path
+from edgekv.text.tokenizer import Tokenizer, as_text
+
+Message = Mapping[str, Any]
+_child: BoundedChild | None = None
+_lock = threading.Lock()
+
+PLAIN = """\
+{%- for message in messages -%}
+{{ "" if loop.first else "\n\n" }}
+{%- if message.role == "system" %}{{ message.content }}
+{%- else %}{{ "User: " if message.role == "user" else "Assistant: " }}{{ message.content }}{% endif -%}
+{%- endfor -%}
+{{- "\n\nAssistant:" if add_generation_prompt }}"""
+PLACEHOLDER = "<image>"
+MARK = "\ue000{}\ue001"  # stands for an answer: private characters that no template and no message has
+Known = Callable[[int], Sequence[int] | None]  # the ids of message i as they were generated, if it was
+PLAIN_STOPS = ("\n\nUser:",)
+
+
+class ChatTemplate:
+    """The template as a function of messages; ``stops`` end an answer beside the model's end-of-text tokens.
+
+    ``given_bos``: encoding its text must add the beginning-of-text token, which the template does not write.
+    Raises ConfigError for a template that is no Jinja, EdgeKVError where jinja2 is not installed.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, *, stops: Sequence[str] = (), given_bos: bool = False
+    ) -> None:
+        self.source, self.stops, self.given_bos = source, tuple(stops), given_bos
+        bos, eos = tokenizer.bos_id, tokenizer.eos_ids
+        self._names = {
+            "bos_token": "" if bos is None else tokenizer.piece(bos),
+            "eos_token": tokenizer.piece(eos[0]) if eos else "",
+        }
+        if "invalid" in (answer := self._answer(None)):
+            raise ConfigError(
+                f"the chat template is no valid Jinja ({answer['invalid']}); give another with `chat_template`"
+            )
+
+    @classmethod
+    def plain(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        """A transcript with "User:" and "Assistant:", for models that bring no template."""
+        return cls(PLAIN, tokenizer, stops=PLAIN_STOPS, given_bos=True)
+
+    @classmethod
+    def open(cls, tokenizer: Tokenizer, place: pathlib.Path | None, given: str | None = None) -> ChatTemplate:
+        """The template in the file ``given``, else that of the tokenizer at ``place``, else the plain one.
+
+        Raises ConfigError for a file that can't be read or is no Jinja.
+        """
+        source = place and find_template(place) if given is None else read_template(given)
+        return cls(source, tokenizer) if source else cls.plain(tokenizer)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the transcript of `plain`."""
+        return self.source == PLAIN
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it writes tools, which come as the variable `tools`."""
+        return "tools" in self.source
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        names: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text up to where the next answer begins. Raises EdgeKVError where the template refuses messages.
+
+        names: more variables of the template, such as tools.
+        """
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        answer = self._answer({**(names or {}), **given, **self._names})
+        if "text" not in answer:
+            reason = answer.get("refused", answer.get("invalid"))
+            raise EdgeKVError(f"the chat template refuses these messages: {reason}")
+        return answer["text"]
+
+    def _answer(self, names: Mapping[str, Any] | None) -> dict[str, str]:
+        """See `environment.rendered`. Our own template needs no limits."""
+        if importlib.util.find_spec("jinja2") is None:
+            raise EdgeKVError("chat templates need jinja2: pip install 'edgekv[chat]'")
+        if self.is_plain:
+            from edgekv.text.sandbox import rendered
+
+            return rendered(self.source, names)
+        return _rendered_apart(self.source, names)
+
+
+def _rendered_apart(source: str, names: Mapping[str, Any] | None) -> dict[str, str]:
+    """Templates are programs from strangers: they run in a process of their own, one for all of them.
+
+    Jinja's sandbox keeps them from files and the network, but not from `'x' * 10**10` or a loop without end.
+    """
+    global _child
+    try:
+        request = json.dumps({"source": source, "names": names}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return {"refused": f"they are no JSON ({error})"}
+    with _lock:
+        if _child is None or not _child.is_alive:
+            _child = BoundedChild("edgekv.text.sandbox")
+        try:
+            answer: dict[str, str] = json.loads(_child.ask(request))
+        except ChildError as error:
+            return {"refused": str(error)}
+    return answer
+
+
+def find_template(tokenizer: pathlib.Path) -> str | None:
+    """The template of a tokenizer (its folder, or a file there), None where there is none.
+
+    It is in chat_template.jinja, or in tokenizer_config.json (of several, the one named default). Raises
+    ConfigError for a file that can't be read.
+    """
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return read_text(folder / "chat_template.jinja")
+        if (folder / "tokenizer_config.json").is_file():
+            return _declared(read_object(folder / "tokenizer_config.json", MAX_FILE_BYTES).get("chat_template"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: its chat template can't be read ({error}); copy it again") from None
+    return None
+
+
+def read_template(path: str) -> str:
+    """The text of a template's file. Raises ConfigError (field chat_template)."""
+    try:
+        return read_text(user_path(path))
+    except ValueError as error:
+        raise ConfigError(
+            f"chat_template={path!r}: {error}; give a UTF-8 Jinja file",
+            field="chat_template",
+            value=path,
+        ) from None
+
+
+def _declared(value: Any) -> str | None:
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+class ChatEncoder:
+    """The template's text in pieces around the answers, each piece encoded by itself."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template, self._tokenizer = template, tokenizer
+        self._latest: dict[tuple[str, bool], list[int]] = {}  # the pieces of the latest conversation: it goes on
+        specials = {tokenizer.piece(i): i for i in (tokenizer.bos_id, *tokenizer.eos_ids) if i is not None}
+        self._specials = {*tokenizer.special_texts, *specials} - {PLACEHOLDER, ""}
+        self._unreadable = {  # that the tokenizer does not find in a text by itself
+            name: i for name, i in specials.items() if name and tokenizer.encode(name, bos=False) != [i]
+        }
+
+    def ids(self, messages: Sequence[Message], known: Known, names: Mapping[str, Any] | None = None) -> list[int]:
+        """Ids of the conversation up to where the next answer begins. names: more variables of the template.
+
+        What a message writes as the text of a special token is text, but for `<image>` where it has "images".
+        Where the template does more with an answer than to print it (drops its reasoning, say), the whole is
+        encoded from its text. Raises EdgeKVError where the template refuses the messages.
+        """
+        messages = [self._plain(message) for message in messages]
+        names = self._names_as_text(names)
+        answers = {i: ids for i in range(len(messages)) if (ids := known(i)) is not None}
+        pieces = self._around(messages, list(answers), names) if answers else None
+        if pieces is None:
+            pieces, answers = [self.template.render(messages, names=names)], {}
+        keys = [(piece, i == 0 and self.template.given_bos) for i, piece in enumerate(pieces)]
+        self._latest = encoded = {key: self._latest.get(key) or self._encode(*key) for key in keys}
+        ids = list(encoded[keys[0]])
+        for answer, key in zip(answers.values(), keys[1:], strict=True):
+            ids += [*answer, *encoded[key]]
+        return ids
+
+    def _plain(self, message: Message) -> Message:
+        """The message with special tokens in its content as text; an answer may have them."""
+        content = message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str):
+            return message
+        content = as_text(content, self._specials)
+        return {
+            **message,
+            "content": content if message.get("images") else without_places(content, self._tokenizer),
+        }
+
+    def _names_as_text(self, value: Any) -> Any:
+        """Tools and other variables with special tokens in their strings as text."""
+        if isinstance(value, str):
+            return as_text(value, self._specials)
+        if isinstance(value, Mapping):
+            return {self._names_as_text(key): self._names_as_text(each) for key, each in value.items()}
+        return [self._names_as_text(each) for each in value] if isinstance(value, list) else value
+
+    def _around(
+        self, messages: Sequence[Message], answers: Sequence[int], names: Mapping[str, Any] | None
+    ) -> list[str] | None:
+        """The text before, between and after the answers (indices of messages), or None where it depends on them.
+
+        Before an answer stands what was its prompt: templates put other white space there later.
+        """
+        marked = [{**m, "content": MARK.format(i)} if i in answers else m for i, m in enumerate(messages)]
+        whole = self.template.render(marked, names=names)
+        if any(whole.count(MARK.format(i)) != 1 for i in answers):
+            return None
+        filled = whole
+        for i in answers:
+            filled = filled.replace(MARK.format(i), messages[i]["content"])
+        if filled.split() != self.template.render(messages, names=names).split():
+            return None
+        pieces = _split(whole)
+        for k, i in enumerate(answers):
+            prompt = _split(self.template.render(marked[:i], names=names))[-1]
+            if prompt.split() != pieces[k].split():
+                return None
+            pieces[k] = prompt
+        return pieces
+
+    def _encode(self, text: str, bos: bool) -> list[int]:
+        if not self._unreadable:
+            return self._tokenizer.encode(text, bos=bos)
+        ids: list[int] = []
+        for piece in re.split(f"({'|'.join(map(re.escape, self._unreadable))})", text):
+            if piece in self._unreadable:
+                ids.append(self._unreadable[piece])
+            elif piece:
+                ids += self._tokenizer.encode(piece, bos=bos and not ids)
+        return ids
+
+
+def _split(text: str) -> list[str]:
+    """The text around all marks."""
+    return re.split(MARK.format(r"\d+"), text)
+
+
+def without_places(text: str, tokenizer: Tokenizer) -> str:
+    """The text of a prompt without images: `<image>` is no place of one, but text."""
+    if PLACEHOLDER not in text:
+        return text
+    pieces = map(tokenizer.piece, tokenizer.encode(PLACEHOLDER, bos=False))
+    return as_text(text, [PLACEHOLDER]) if PLACEHOLDER in pieces else text

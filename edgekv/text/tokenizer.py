@@ -1,0 +1,300 @@
+"""What every tokenizer format offers: text to token ids and back, also token by token; and its special tokens."""
+
+from __future__ import annotations
+
+import abc
+import codecs
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from edgekv.checks import short_repr
+from edgekv.errors import TokenizerError
+from edgekv.files import MAX_FILE_BYTES, read_object
+
+EACH_BYTE = "edgekv.each-byte"
+BREAK = "\ufdd0"  # in a special token's text, which then is text; Unicode has no such character
+BARRIER = "\x02"  # merges with no letter
+OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError)
+MAX_VOCABULARY = 1 << 24
+codecs.register_error(EACH_BYTE, lambda error: _replaced(error))
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    """Sentencepiece's way: U+FFFD for every byte of no character; others have one for a cut character."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+def _encode_errors() -> contextlib.AbstractContextManager[None]:
+    return library_errors("the tokenizer can't encode this text", "shorten it, or copy the tokenizer again")
+
+
+def as_text(text: str, names: Iterable[str]) -> str:
+    """The text, of which `Tokenizer.encode` reads the special tokens ``names`` as the text that they are."""
+    for name in names:
+        if len(name) > 1 and name in text:
+            text = text.replace(name, name[:1] + BREAK + name[1:])
+    return text
+
+
+class Tokenizer(abc.ABC):
+    """A model's vocabulary.
+
+    `vocab_size` is one more than the largest token id; the model's embedding may have more rows than that.
+    `bos_id` is the beginning-of-text token, or None. Generation stops at any of `eos_ids`.
+    `special_texts` are what `encode` reads as special tokens.
+    `drops_first_space` says that encoding puts a space before a text, and that decoding takes it away;
+    `drops_first_spaces` that it takes all of them away. `utf8_errors` is how bytes that are not UTF-8 are decoded.
+    """
+
+    vocab_size: int
+    special_texts: tuple[str, ...]
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    drops_first_space: bool
+    drops_first_spaces = False
+    utf8_errors = "replace"
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """The token ids of `text`; `bos` adds the special tokens that the model's own tokenizer adds.
+
+        Special tokens written in the text (`<|eot_id|>`) become their ids in every format but
+        sentencepiece's, where control symbols can't be written; `as_text` keeps them from that.
+
+        Raises:
+            TokenizerError: `text` holds a lone surrogate, such as Python makes of undecodable bytes.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text holds {text[error.start]!r} at character {error.start}, which no UTF-8 text can; "
+                "pass the text encoded as UTF-8"
+            ) from None
+        first, *others = text.split(BREAK)
+        with _encode_errors():
+            ids = self._encode(first, bos)
+        for other in others:
+            ids += self.encode_inside(other)
+        return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of a text in the middle of another: no space is put before it."""
+        with _encode_errors():
+            if not self.drops_first_space:
+                return self._encode(text, False)
+            return self._encode(BARRIER + text, False)[len(self._encode(BARRIER, False)) :]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` as a whole text. Bytes that are not UTF-8 become U+FFFD, as the format has it."""
+        data = b"".join(self.token_bytes(token_id) for token_id in ids)
+        if self.drops_first_space:
+            data = self.without_first_space(data)
+        return data.decode("utf-8", errors=self.utf8_errors)
+
+    def without_first_space(self, data: bytes) -> bytes:
+        """The beginning of a text without what encoding has put, or would not have left, there."""
+        return data.lstrip(b" ") if self.drops_first_spaces else data.removeprefix(b" ")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token in the middle of a text, perhaps only a part of a UTF-8 character.
+
+        Special tokens have none, nor have the ids past the vocabulary that pad an embedding.
+
+        Raises:
+            TokenizerError: `token_id` is negative.
+        """
+        if token_id < 0:
+            raise TokenizerError(f"token id {token_id} is negative; ids run from 0 to {self.vocab_size - 1}")
+        try:
+            return self._token_bytes(int(token_id)) if token_id < self.vocab_size else b""
+        except (ValueError, OverflowError) as error:
+            raise TokenizerError(f"token {token_id} stands for no bytes ({error}); copy its file again") from None
+
+    @abc.abstractmethod
+    def piece(self, token_id: int) -> str:
+        """A token below `vocab_size` as the vocabulary writes it: `<|eot_id|>`."""
+
+    @abc.abstractmethod
+    def _encode(self, text: str, bos: bool) -> list[int]:
+        """`encode` of a text that is known to be Unicode."""
+
+    @abc.abstractmethod
+    def _token_bytes(self, token_id: int) -> bytes:
+        """`token_bytes` of an id below `vocab_size`."""
+
+
+class StreamDecoder:
+    """Turns tokens into text that can be printed at once: never a part of a character.
+
+    Bytes that may still become a character are held back, and turn into U+FFFD only when they can't.
+    The texts returned by `push` and `flush`, joined, are `tokenizer.decode` of the tokens.
+
+    Args:
+        tokenizer: whose tokens are pushed.
+        at_start: the tokens begin a text, so that a first space which `tokenizer` added is dropped.
+            False when they continue one, such as a prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, at_start: bool) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=tokenizer.utf8_errors)
+        self._drop_space = at_start and tokenizer.drops_first_space
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, perhaps none."""
+        data = self._tokenizer.token_bytes(token_id)
+        if self._drop_space and data:
+            data = self._tokenizer.without_first_space(data)
+            self._drop_space = self._tokenizer.drops_first_spaces and not data
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What is held back when no more tokens come: U+FFFD for an incomplete character, or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+@contextlib.contextmanager
+def library_errors(what: str, hint: str) -> Iterator[None]:
+    """``what`` begins the message. Rust's panics are no Exception but a BaseException."""
+    try:
+        yield
+    except OURS:
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise TokenizerError(f"{what} ({reason}); {hint}") from None
+
+
+def require_vocabulary(what: str, size: int) -> None:
+    """TokenizerError for more tokens than any model has: tables of them are made."""
+    if size > MAX_VOCABULARY:
+        raise TokenizerError(f"{what} has token ids up to {size - 1}; accepted: below {MAX_VOCABULARY}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """Special tokens by id (generation_config.json, config.json) and by name (tokenizer_config.json).
+
+    None or an empty tuple: not declared. `vocab_size` is the model's, which may exceed the tokenizer's.
+    """
+
+    add_bos: bool | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
+
+    def resolve(
+        self,
+        find: Callable[[str], int | None],
+        vocab_size: int,
+        own_bos: int | None = None,
+        own_eos: tuple[int, ...] = (),
+    ) -> tuple[int | None, tuple[int, ...]]:
+        """The BOS id and the EOS ids of a tokenizer.
+
+        The tokenizer's BOS goes before the config's, because it is what the model saw in training;
+        the config's EOS goes before the tokenizer's, because it lists every token that ends an answer.
+
+        Args:
+            find: the id of a token's name, or None.
+            vocab_size: the tokenizer's.
+            own_bos: what the tokenizer file itself says.
+            own_eos: likewise.
+
+        Raises:
+            TokenizerError: a declared token is in neither the tokenizer nor the model.
+        """
+        limit = max(vocab_size, self.vocab_size)
+        if self.bos_token is not None:
+            bos_id: int | None = _named("bos_token", self.bos_token, find)
+        else:
+            bos_id = self.bos_id if own_bos is None else own_bos
+        if self.eos_ids:
+            eos_ids = self.eos_ids
+        elif self.eos_token is not None:
+            eos_ids = (_named("eos_token", self.eos_token, find),)
+        else:
+            eos_ids = own_eos
+        for key, ids in (("bos_token_id", [] if bos_id is None else [bos_id]), ("eos_token_id", eos_ids)):
+            for token_id in ids:
+                if not 0 <= token_id < limit:
+                    raise TokenizerError(
+                        f"{key} {token_id} is not among the {limit} tokens of tokenizer and model; "
+                        "correct it in generation_config.json or config.json"
+                    )
+        return bos_id, eos_ids
+
+
+def read_declared(
+    tokenizer_folder: pathlib.Path, model_folder: pathlib.Path, config: Mapping[str, Any] | None
+) -> SpecialTokens:
+    """Reads the JSON files that are there; `config` stands for config.json where given.
+
+    Raises:
+        TokenizerError: a file is not a JSON object, or a special token in it is of the wrong type.
+    """
+    settings = _read_object(tokenizer_folder / "tokenizer_config.json")
+    add_bos = settings.get("add_bos_token")
+    if not isinstance(add_bos, (bool, type(None))):
+        raise TokenizerError(
+            f"add_bos_token is {short_repr(add_bos)}; tokenizer_config.json may hold true or false"
+        )
+    names = _read_object(tokenizer_folder / "special_tokens_map.json") | settings
+    config = _read_object(model_folder / "config.json") if config is None else config
+    ids = {**config, **_read_object(model_folder / "generation_config.json")}
+    bos_ids = _ids("bos_token_id", ids)
+    vocab_size = config.get("vocab_size")
+    return SpecialTokens(
+        add_bos=add_bos,
+        bos_token=_name("bos_token", names),
+        eos_token=_name("eos_token", names),
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=_ids("eos_token_id", ids),
+        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+    )
+
+
+def _read_object(path: pathlib.Path) -> dict[str, Any]:
+    """The entries of a JSON object that are not null; none if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = read_object(path, MAX_FILE_BYTES)
+    except ValueError as error:
+        raise TokenizerError(f"{path} {error}; copy it again, or remove it") from None
+    return {key: entry for key, entry in value.items() if entry is not None}
+
+
+def _ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
+    value = values.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise TokenizerError(f"{key} is {short_repr(value)}; a token id or a list of them is accepted in its file")
+    return tuple(ids)
+
+
+def _name(key: str, values: Mapping[str, Any]) -> str | None:
+    value = values.get(key)
+    name = value.get("content") if isinstance(value, dict) else value
+    if name is not None and not isinstance(name, str):
+        raise TokenizerError(
+            f"{key} is {short_repr(value)}; tokenizer_config.json and special_tokens_map.json may hold a text, "
+            'or {"content": text}'
+        )
+    return name
+
+
+def _named(key: str, name: str, find: Callable[[str], int | None]) -> int:
+    token_id = find(name)
+    if token_id is None:
+        raise TokenizerError(
+            f"{key} {name!r} is not in the tokenizer's vocabulary; "
+            "correct it in tokenizer_config.json or special_tokens_map.json"
+        )
+    return token_id

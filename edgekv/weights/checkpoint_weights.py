@@ -1,0 +1,227 @@
+"""Weights by the architecture's own names, read from an ordinary checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.checkpoint.checkpoint import Checkpoint
+from edgekv.checkpoint.tensors import to_float32
+from edgekv.errors import ConfigError
+from edgekv.models import unexpected
+from edgekv.models.architecture import Architecture, WeightPart
+from edgekv.types import F32
+from edgekv.weights.formats import FORMATS, ITEM_BYTES, WeightFormat, per_linear_format
+from edgekv.weights.quantize import n_blocks, pack, pack_e2m1, pack_zeros
+
+Codes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+
+
+class Weights(Protocol):
+    """Read access to a model's weights, whatever they are stored as."""
+
+    arch: Architecture
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that the model uses."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one decode step reads."""
+
+    def matrix(self, name: str) -> F32:
+        """(rows, columns) float32: a linear's weight."""
+
+    def bias(self, name: str) -> F32 | None:
+        """(rows,) float32; None: the linear has none."""
+
+    def vector(self, name: str) -> F32:
+        """(size,) float32: a norm."""
+
+    def array(self, name: str) -> F32:
+        """float32: what a layer without attention has, of `Architecture.arrays`."""
+
+    def rows(self, table: str, ids: Ids) -> F32:
+        """(n, hidden) float32: rows ``ids`` of the table ``embed`` or ``positions``."""
+
+
+OFFSET_BLOCK = FORMATS["int4-32-offsets"].block
+FOUR_BITS = "int4", "int4-zeros", "int4-32", "int4-32-zeros", "int4-32-offsets", "fp4-32"
+BY_WIDTH = (*FOUR_BITS, "int8", "int8-32", "f32")
+
+
+def _keeps(exact: str | None, form: WeightFormat) -> bool:
+    """Whether what a format holds goes into another one unchanged: one with more bits, or smaller blocks."""
+    if exact is None or form.bits == 32:
+        return exact is not None
+    own = FORMATS[exact]
+    same = own.zeros <= form.zeros and own.offsets <= form.offsets and own.e2m1 == form.e2m1
+    fits = same if own.bits == form.bits else own.bits < form.bits and not own.offsets
+    return fits and own.block % form.block == 0
+
+
+def _widest(names: Collection[str]) -> str:
+    """The narrowest format that holds what each of these does."""
+    widest = max(names, key=BY_WIDTH.index)
+    return "int4-32-zeros" if widest == "int4-32" and "int4-zeros" in names else widest
+
+
+class CheckpointWeights:
+    """A checkpoint seen through an Architecture; every shape is checked when it is opened, nothing is read."""
+
+    def __init__(self, source: Checkpoint, arch: Architecture) -> None:
+        self.arch, self.source, self._tensors = arch, source, source.tensors
+        self._linears = arch.linears()
+        for tensor, shape in arch.tensors().items():
+            self._tensors.require(tensor, shape)
+        extra = unexpected(arch, self._tensors)
+        if extra:
+            raise ConfigError(
+                f"config.json describes a {arch.config.model_type} model without the tensor {extra[0]} that the "
+                f"checkpoint holds ({len(extra)} such tensors): config and weights do not belong together"
+            )
+
+    @property
+    def table_dtypes(self) -> dict[str, str]:
+        """What `table` returns: the checkpoint's own half or single precision (safetensors' names)."""
+        stored = {name: self._tensors[tensor].dtype for name, (tensor, _) in self.arch.tables().items()}
+        return {name: dtype if dtype in ITEM_BYTES else "F32" for name, dtype in stored.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the checkpoint that the model uses."""
+        return sum(self._tensors[name].nbytes for name in self.arch.tensors())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one decode step reads: all but the tables, of which it reads a row, and idle experts."""
+        tables = {tensor for tensor, _ in self.arch.tables().values()} - {
+            p.tensor for p in self._linears["head"].parts
+        }
+        idle = 0
+        for linear in self._linears.values():
+            if linear.n_experts:
+                of_all = sum(self._tensors[name].nbytes for name in linear.tensors())
+                idle += of_all // linear.n_experts * (linear.n_experts - self.arch.active_experts)
+        return self.nbytes - idle - sum(self._tensors[name].nbytes for name in tables)
+
+    @property
+    def own_format(self) -> WeightFormat | None:
+        """That of a file which is quantized already, of each linear layer by itself; else None."""
+        kinds = self._kinds()
+        if not any(kind for part in kinds.values() for kind in part):
+            return None
+        forms = {
+            name: _widest({self._tensors[part.tensor].nearest_format for part in linear.parts})
+            for name, linear in self._linears.items()
+        }
+        return per_linear_format(self._tensors.method, forms)
+
+    def quantized_again(self, form: WeightFormat) -> tuple[str, ...]:
+        """Types of quantized tensors that have other blocks than ``form`` and lose by it."""
+        lost = set()
+        for name, linear in self._linears.items():
+            for part in linear.parts:
+                tensor = self._tensors[part.tensor]
+                if tensor.kind and not _keeps(tensor.exact_format, form.of(name)):
+                    lost.add(tensor.kind)
+        return tuple(sorted(lost))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Types of the quantized tensors."""
+        return tuple(sorted({kind for part in self._kinds().values() for kind in part if kind}))
+
+    def taken_over(self, name: str, form: WeightFormat) -> tuple[Codes, F32] | None:
+        """Codes and scales of a linear in ``form``, where the file has them already; else None."""
+        parts = self._linears[name].parts
+        if form.bits == 32 or not all(_keeps(self._tensors[part.tensor].exact_format, form) for part in parts):
+            return None
+        taken: list[tuple[Codes, F32]] = []
+        for part in parts:
+            codes, scales = self._tensors[part.tensor].blocks(0, part.rows)
+            n = n_blocks(part.columns, form.block)
+            finer = np.repeat(scales, codes.shape[2] // form.block, axis=1)[:, :n]
+            cut = codes.reshape(part.rows, -1, form.block)[:, :n]
+            if form.zeros:
+                cut = cut + self._part_zeros(part, form)[..., None]
+            taken.append((pack_e2m1(cut) if form.e2m1 else pack(cut, form.bits), finer))
+        packed, scales = (np.concatenate(arrays) for arrays in zip(*taken, strict=True))
+        return packed, scales
+
+    def zero_points(self, name: str, form: WeightFormat) -> Codes:
+        """Packed zero points of a linear that `taken_over` gives in a format with zeros."""
+        return pack_zeros(np.concatenate([self._part_zeros(part, form) for part in self._linears[name].parts]))
+
+    def offsets(self, name: str) -> F32:
+        """Offsets (rows, blocks) of a linear that `taken_over` gives in a format with them."""
+        return np.concatenate([self._part_offsets(part) for part in self._linears[name].parts])
+
+    def _part_offsets(self, part: WeightPart) -> F32:
+        offsets = self._tensors[part.tensor].offsets(0, part.rows)
+        return (
+            np.zeros((part.rows, n_blocks(part.columns, OFFSET_BLOCK)), np.float32) if offsets is None else offsets
+        )
+
+    def _part_zeros(self, part: WeightPart, form: WeightFormat) -> npt.NDArray[np.int8]:
+        """(rows, blocks) in -8..7."""
+        n = n_blocks(part.columns, form.block)
+        zeros = self._tensors[part.tensor].zero_points(0, part.rows)
+        if zeros is None:
+            return np.zeros((part.rows, n), np.int8)
+        own = FORMATS[self._tensors[part.tensor].nearest_format]
+        return np.repeat(zeros, own.block // form.block, axis=1)[:, :n]
+
+    def _kinds(self) -> dict[str, list[str | None]]:
+        """The quantized types of each linear's tensors."""
+        return {
+            name: [self._tensors[part.tensor].kind for part in linear.parts]
+            for name, linear in self._linears.items()
+        }
+
+    def _part_rows(self, part: WeightPart, lo: int, hi: int) -> F32:
+        return to_float32(self._tensors[part.tensor].rows(lo, hi, part.conv1d))
+
+    def blocks(self, name: str, max_elements: int) -> Iterator[F32]:
+        """The rows of a linear from the first to the last, (r, columns) float32 with bounded r."""
+        for part in self._linears[name].parts:
+            step = max(1, max_elements // part.columns)
+            for lo in range(0, part.rows, step):
+                yield self._part_rows(part, lo, min(lo + step, part.rows))
+
+    def matrix(self, name: str) -> F32:
+        """(rows, columns) float32: the fused projection's weight."""
+        return np.concatenate([self._part_rows(p, 0, p.rows) for p in self._linears[name].parts])
+
+    def bias(self, name: str) -> F32 | None:
+        """(rows,) float32; None: the linear has none."""
+        biases = self._linears[name].biases
+        return np.concatenate([to_float32(self._tensors[b].read()) for b in biases]) if biases else None
+
+    def release(self, name: str) -> None:
+        """Gives back the pages of a linear's tensors; the next access reads them again."""
+        for part in self._linears[name].parts:
+            self._tensors[part.tensor].release()
+
+    def vector(self, name: str) -> F32:
+        """(size,) float32: a norm, with what its family adds."""
+        stored = to_float32(self._tensors[self.arch.vectors()[name][0]].read())
+        return stored + np.float32(self.arch.norm_offset) if self.arch.norm_offset else stored
+
+    def array(self, name: str) -> F32:
+        """float32: one of `Architecture.arrays`."""
+        return to_float32(self._tensors[self.arch.arrays()[name][0]].read())
+
+    def table(self, name: str) -> npt.NDArray[np.generic]:
+        """The stored table itself, (rows, hidden), as `table_dtypes` says."""
+        stored = self._tensors[self.arch.tables()[name][0]].read()
+        return to_float32(stored) if self.table_dtypes[name] == "F32" else stored
+
+    def rows(self, table: str, ids: Ids) -> F32:
+        """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
+        return to_float32(self.table(table)[ids])

@@ -1,0 +1,348 @@
+"""Weights in the device's memory, and the operators there: own kernels for a few rows, cuBLAS for many."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import ConfigError
+from edgekv.kernels.arrays import contiguous
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
+from edgekv.models.architecture import Architecture
+from edgekv.types import F32, TaskProgress
+from edgekv.weights.ops import Changes, WeightOps
+from edgekv.weights.store import WeightStore
+
+NO_CHANGES = (
+    "device='cuda' applies no LoRA at run time; give `lora` without a name, which is merged into the weights, or "
+    "use device='cpu'"
+)
+Ids = npt.NDArray[np.int64]
+KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # of activations.cu
+LAYERS = Program(("activations", "layers"))
+NORM_THREADS = 512
+MOST_BLOCKS = 65535  # in a grid's second direction
+LOADING = "loading to the GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A linear layer: ``data`` as the store has it, ``scales`` (rows, blocks) if quantized, ``bias`` (rows,).
+
+    shift: (rows, blocks), by which each input of a block is multiplied too, where blocks have zero points or
+    offsets.
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    block: int
+    blocks: int
+    data: Array
+    scales: Array | None
+    bias: Array | None
+    shift: Array | None = None
+
+
+class DeviceWeights:
+    """Everything that decoding reads; `rows` looks embeddings up on the device."""
+
+    def __init__(self, store: WeightStore, driver: Driver, progress: TaskProgress | None) -> None:
+        self.arch: Architecture = store.arch
+        self.nbytes, self.token_bytes = store.nbytes, store.token_bytes
+        self.driver, self._store = driver, store
+        self.linears: dict[str, Matrix] = {}
+        self.vectors: dict[str, Array] = {}
+        self.tables: dict[str, tuple[Array, int]] = {}
+        names = store.arch.linears()
+        for done, (name, linear) in enumerate(names.items(), 1):
+            bias, form = store.bias(name), store.form.of(name)
+            parts = ("weight",) if form.bits >= 16 else ("codes", "scales")
+            data, *scales = (driver.upload(np.ascontiguousarray(store.raw(f"{name}.{part}"))) for part in parts)
+            blocks = scales[0].shape[1] if scales else 0
+            uploaded = None if bias is None else driver.upload(bias)
+            shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
+            shift = store.shift(name)
+            if form.zeros and shift is not None:  # in place of the zero points
+                more = shift.nbytes - store.raw(f"{name}.zeros").nbytes
+                self.nbytes, self.token_bytes = self.nbytes + more, self.token_bytes + more
+            shift = None if shift is None else driver.upload(np.ascontiguousarray(shift))
+            self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded, shift)
+            if progress:
+                progress(LOADING, done, len(names))
+        for name in store.arch.vectors():
+            self.vectors[name] = driver.upload(store.vector(name))
+        for name in store.arch.tables():
+            stored = store.raw(name)
+            bits = stored if stored.dtype.itemsize == 4 else stored.view(np.uint16)
+            self.tables[name] = driver.upload(np.ascontiguousarray(bits)), KINDS[store.table_dtypes[name]]
+
+    def matrix(self, name: str) -> F32:
+        """(rows, columns) float32 of the host, dequantized."""
+        return self._store.matrix(name)
+
+    def bias(self, name: str) -> F32 | None:
+        """(rows,) float32 of the host; None: the linear has none."""
+        return self._store.bias(name)
+
+    def vector(self, name: str) -> F32:
+        """(size,) float32 of the host."""
+        return self._store.vector(name)
+
+    def array(self, name: str) -> F32:
+        """float32 of the host."""
+        return self._store.array(name)
+
+    def rows(self, table: str, ids: Ids) -> Array:
+        """(n, hidden) float32 of the device."""
+        return self.embed(table, self.driver.upload(ids.astype(np.int32)), None, 0)
+
+    def embed(self, table: str, ids: Array, positions: str | None, start: int) -> Array:
+        """Rows ``ids`` (n,) int32 of a table, plus rows start.. (and the shift) of another."""
+        data, kind = self.tables[table]
+        n, size = ids.shape[0], data.shape[1]
+        other = self.tables[positions] if positions else (self.driver.shift, 0)
+        x = self.driver.empty((n, size), np.float32)
+        launch = Launch(LAYERS, "embed", (n,), 256)
+        self.driver.launch(
+            launch, data, kind, ids, *other, int(positions is not None), start, self.driver.shift, size, x
+        )
+        return x
+
+
+WIDENED_ELEMENTS = 1 << 24  # of a matrix in float32 at a time, for cuBLAS
+
+
+class Normed(NamedTuple):
+    """x (n, channels) that is to go through a RMS norm: the product with a matrix does that along the way."""
+
+    x: Array
+    weight: Array
+    eps: float
+
+
+class CudaOps(WeightOps):
+    """Activations (n, channels), float32; of many rows in halves, where the device and the weights have it so."""
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        self.weights, self.driver, self.weights_bytes = weights, weights.driver, weights.nbytes
+        is_packed = any(w.bits < 32 for w in weights.linears.values())
+        self.half: HalfOps | None = None
+        """The operators for many rows; None: these."""
+        if weights.driver.multiplies_halves and is_packed and not isinstance(self, HalfOps):
+            self.half = HalfOps(weights)
+
+    def for_rows(self, n: int) -> CudaOps:
+        return self if self.half is None or n <= MATVEC_ROWS else self.half
+
+    def with_changes(self, changes: Changes) -> WeightOps:
+        raise ConfigError(NO_CHANGES, field="loras")
+
+    def linear(self, x: Array | Normed, name: str) -> Array:
+        return self._linear(x, name)
+
+    def add_linear(self, x: Array, y: Array, name: str) -> Array:
+        if len(x) > MATVEC_ROWS:
+            return x + self._linear(y, name)
+        return self._linear(y, name, onto=contiguous(x))
+
+    def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
+        if self._takes_packed(x, name):
+            return self._linear(x, name, gate=ACTIVATIONS[kind])
+        return self._activation(self._linear(x, name), kind, 1, np.float32)
+
+    def _takes_packed(self, x: Array | Normed, name: str) -> bool:
+        w, n = self.weights.linears[name], len(x.x if isinstance(x, Normed) else x)
+        return n <= MATVEC_ROWS and w.shift is None and takes_packed(w.bits, w.scales, w.block)
+
+    def _linear(self, x: Array | Normed, name: str, onto: Array | None = None, gate: int | None = None) -> Array:
+        w = self.weights.linears[name]
+        if self._takes_packed(x, name):
+            x, norm = (x.x, (x.weight, x.eps)) if isinstance(x, Normed) else (x, None)
+            given: dict[str, Any] = {"bias": w.bias, "onto": onto, "norm": norm, "gate": gate}
+            given |= {"bits": w.bits, "block": w.block, "columns": w.columns}
+            return packed_matvec(self.driver, contiguous(x), w.data, w.scales, **given)
+        x = self._plain(x)
+        if len(x) > MATVEC_ROWS:
+            y = self._matmul(x, w)
+        else:
+            form = {"bits": w.bits, "block": w.block, "columns": w.columns}
+            y = matvec(self.driver, contiguous(x), w.data, **form, scales=w.scales, bias=w.bias, onto=onto)
+        return y if w.shift is None else y + self._block_sums(x, w) @ w.shift.T
+
+    def _block_sums(self, x: Array, w: Matrix) -> Array:
+        """(n, blocks): the sum of the inputs of each block."""
+        whole = self.driver.zeros((len(x), w.blocks * w.block), np.float32)
+        whole[:, : w.columns] = x
+        return whole.reshape(len(x), w.blocks, w.block).sum(axis=2)
+
+    def _matmul(self, x: Array, w: Matrix) -> Array:
+        y = self.driver.empty((len(x), w.rows), np.float32)
+        step = min(max(1, WIDENED_ELEMENTS // w.columns), MOST_BLOCKS)
+        for a in range(0, w.rows, step):
+            part = slice(a, min(a + step, w.rows))
+            y[:, part] = x @ self._widened(w, part).T
+        if w.bias is not None:
+            y += w.bias
+        return y
+
+    def _widened(self, w: Matrix, part: slice) -> Array:
+        """Rows of the matrix in float32."""
+        if w.bits == 32:
+            return w.data[part]
+        n = part.stop - part.start
+        out = self.driver.empty((n, w.columns), np.float32)
+        launch = Launch(linear_program(w.bits, w.block), "widen_weights", (-(-w.columns // 256), n), 256)
+        scales = self.driver.shift if w.scales is None else w.scales[part]
+        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out)
+        return out
+
+    def rms_norm(self, x: Array, name: str, eps: float) -> Normed:
+        return Normed(x, self.weights.vectors[name], eps)
+
+    def layer_norm(self, x: Array, name: str, eps: float) -> Array:
+        return self._layer_norm(x, name, eps, np.float32)
+
+    def _layer_norm(self, x: Array, name: str, eps: float, dtype: npt.DTypeLike) -> Array:
+        vectors = [self.weights.vectors[f"{name}.{end}"] for end in ("weight", "bias")]
+        return self._norm("layer_norm", x, vectors, eps, dtype)
+
+    def _norm(self, kernel: str, x: Array, vectors: list[Array], eps: float, dtype: npt.DTypeLike) -> Array:
+        x, y = contiguous(x), self.driver.empty(x.shape, dtype)
+        launch = Launch(LAYERS, _named(kernel, y), (len(x),), NORM_THREADS)
+        self.driver.launch(launch, x, x.shape[1], *vectors, float(eps), y)
+        return y
+
+    def _plain(self, x: Array | Normed, dtype: npt.DTypeLike = np.float32) -> Array:
+        """x, normed where it was to be."""
+        return self._norm("rms_norm", x.x, [x.weight], x.eps, dtype) if isinstance(x, Normed) else x
+
+    def activation(self, x: Array, kind: str) -> Array:
+        return self._activation(x, kind, 0, np.float32)
+
+    def _activation(self, x: Array, kind: str, gated: int, dtype: npt.DTypeLike) -> Array:
+        """Of x, or gated: of its first half, times the second."""
+        x, size = contiguous(x), x.shape[1] // (1 + gated)
+        y = self.driver.empty((len(x), size), dtype)
+        launch = Launch(LAYERS, _named("activation", y), (-(-size // 256), len(x)), 256)
+        self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y)
+        return y
+
+    def split(self, x: Array | Normed, sizes: Sequence[int]) -> list[Array]:
+        x, ends = self._plain(x), list(itertools.accumulate(sizes))
+        return [x[:, end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def join(self, parts: Sequence[Array | Normed]) -> Array:
+        plain = [self._plain(part) for part in parts]
+        sizes = [part.shape[1] for part in plain]
+        y = self.driver.empty((len(plain[0]), sum(sizes)), np.float32)
+        for target, part in zip(self.split(y, sizes), plain, strict=True):
+            target[:] = part
+        return y
+
+    def add(self, a: Array | Normed, b: Array | Normed) -> Array:
+        return self._plain(a) + self._plain(b)
+
+    def mul(self, a: Array | Normed, b: Array | Normed) -> Array:
+        return self._plain(a) * self._plain(b)
+
+    def scale(self, x: Array | Normed, factor: float) -> Array:
+        return self._plain(x) * np.float32(factor)
+
+    def soft_cap(self, x: Array | Normed, cap: float) -> Array:
+        return np.tanh(self._plain(x) * np.float32(1 / cap)) * np.float32(cap)
+
+    def add_experts(self, x: Array, y: Array | Normed, i: int) -> Array:
+        raise refuse_experts()
+
+
+def refuse_experts() -> ConfigError:
+    """The error for a mixture of experts on the device."""
+    return ConfigError(
+        "device='cuda': mixtures of experts do not run on it; use device='cpu' or device='numpy'",
+        field="device",
+        value="cuda",
+        accepted=["cpu", "numpy"],
+    )
+
+
+def _named(kernel: str, y: Array) -> str:
+    """The kernel that gives numbers of y's type."""
+    return f"{kernel}_half" if y.dtype == np.float16 else kernel
+
+
+LEAST_SLAB = 1 << 23  # weights in half precision at a time; more where the card has more memory
+TILE_ROWS = 256
+SLAB_SHARE = 2048  # of the card's bytes, a weight each
+
+
+class HalfOps(CudaOps):
+    """Products of halves on tensor cores, summed in float32.
+
+    What enters a product is rounded to half precision, the activations by what makes them and the weights a slab
+    of rows at a time; what leaves it, the norms and the residual are float32. Numbers beyond a half's range become
+    the largest half.
+    """
+
+    def __init__(self, weights: DeviceWeights) -> None:
+        super().__init__(weights)
+        self._slab = max(LEAST_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
+
+    def linear(self, x: Array | Normed, name: str) -> Array:
+        w, x = self.weights.linears[name], self._plain(x, np.float16)
+        y = self.driver.empty((len(x), w.rows), np.float32)
+        self._multiply(x, w, y, False)
+        return y
+
+    def add_linear(self, x: Array, y: Array, name: str) -> Array:
+        """x, changed."""
+        self._multiply(y, self.weights.linears[name], x, True)
+        return x
+
+    def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
+        return self._activation(self.linear(x, name), kind, 1, np.float16)
+
+    def layer_norm(self, x: Array, name: str, eps: float) -> Array:
+        return self._layer_norm(x, name, eps, np.float16)
+
+    def activation(self, x: Array, kind: str) -> Array:
+        return self._activation(x, kind, 0, np.float16)
+
+    def _multiply(self, x: Array, w: Matrix, y: Array, adds: bool) -> None:
+        x = contiguous(x) if x.dtype == np.float16 else self._rounded(x)
+        step = self._slab_rows(w)
+        for a in range(0, w.rows, step):
+            part = slice(a, min(a + step, w.rows))
+            self.driver.multiply_halves(x, self._halves(w, part), y[:, part], adds)
+        if w.bias is not None:
+            y += w.bias
+        if w.shift is not None:
+            y += self._block_sums(x, w) @ w.shift.T
+
+    def _slab_rows(self, w: Matrix) -> int:
+        """Slabs of about the same size, of whole tiles of cuBLAS, which is much slower beside them."""
+        slabs = -(-w.rows * w.columns // self._slab)
+        return min(-(-w.rows // (slabs * TILE_ROWS)) * TILE_ROWS, MOST_BLOCKS // TILE_ROWS * TILE_ROWS)
+
+    def _halves(self, w: Matrix, part: slice) -> Array:
+        """Rows of the matrix in half precision."""
+        n = part.stop - part.start
+        out = self.driver.empty((n, w.columns), np.float16)
+        per_thread = 1 if w.columns % 8 else 8
+        grid = -(-w.columns // (256 * per_thread)), n
+        scales = self.driver.shift if w.scales is None else w.scales[part]
+        launch = Launch(linear_program(w.bits, w.block), "widen_to_half", grid, 256)
+        self.driver.launch(launch, w.data[part], scales, w.columns, w.blocks, out)
+        return out
+
+    def _rounded(self, x: Array) -> Array:
+        y = self.driver.empty(x.shape, np.float16)
+        self.driver.launch(Launch(LAYERS, "round_to_half", (-(-x.size // 256),), 256), contiguous(x), x.size, y)
+        return y

@@ -1,0 +1,302 @@
+"""The operators of `edgekv.models.architecture` in NumPy, float32: what those of the CPU and of CUDA mean.
+
+With what they are made of: activations, mixtures of experts, and LoRAs beside the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from edgekv.checkpoint.lora import Delta
+from edgekv.errors import CheckpointError
+from edgekv.models.architecture import Architecture, Ops, WeightPart
+from edgekv.models.config import ExpertsConfig, ModelConfig
+from edgekv.types import F32, I64, Threads
+from edgekv.weights.checkpoint_weights import Weights
+
+
+def _gelu(x: F32) -> F32:
+    erf: F32 = np.asarray(np.frompyfunc(math.erf, 1, 1)(x / math.sqrt(2.0)), np.float32)
+    return (0.5 * x * (1.0 + erf)).astype(np.float32)
+
+
+def _silu(x: F32) -> F32:
+    with np.errstate(over="ignore"):  # exp(-x) -> inf gives the right limit, 0
+        return (x / (1.0 + np.exp(-x))).astype(np.float32)
+
+
+def _sigmoid(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return (1.0 / (1.0 + np.exp(-x))).astype(np.float32)
+
+
+def _gelu_tanh(x: F32) -> F32:
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
+    return (0.5 * x * (1.0 + np.tanh(inner))).astype(np.float32)
+
+
+ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+    "relu": lambda x: np.maximum(x, 0.0),
+    "sigmoid": _sigmoid,
+}
+
+
+def clamped_gate(gate: F32, up: F32, alpha: float, limit: float) -> F32:
+    """GPT-OSS's: gate * sigmoid(alpha * gate) * (up + 1), gate at most ``limit``, up within it."""
+    gate = np.minimum(gate, np.float32(limit))
+    with np.errstate(over="ignore"):
+        opened = gate / (1.0 + np.exp(-np.float32(alpha) * gate))
+    result: F32 = opened * (np.clip(up, -np.float32(limit), np.float32(limit)) + 1)
+    return result
+
+
+class LowRank(NamedTuple):
+    """What is added to one part of a linear layer: ``up`` (rows, rank) times ``down`` (rank, columns).
+
+    So one weight store serves many LoRAs, and the weights stay as they were rounded.
+    """
+
+    down: F32
+    up: F32
+
+
+Product = Callable[[F32, F32], F32]
+"""(x (n, columns), weights (rows, columns)) -> x times the transpose of the weights (n, rows), float32."""
+
+Changes = Mapping[str, tuple[LowRank, ...]]
+"""By linear layer: what is added to each of its parts; of rank 0 where that is nothing."""
+
+
+def add_changes(x: F32, y: F32, parts: tuple[LowRank, ...], multiply: Product) -> None:
+    """Adds to y (n, rows), which is the linear layer of x (n, columns), what its parts' changes of x are."""
+    row = 0
+    for down, up in parts:
+        end = row + len(up)
+        if len(down):
+            y[:, row:end] += multiply(multiply(x, down), up)
+        row = end
+
+
+def low_rank(arch: Architecture, deltas: Mapping[str, Delta]) -> dict[str, tuple[LowRank, ...]]:
+    """A LoRA's changes, read. Raises CheckpointError where they are not finite, or are of experts."""
+    for name, linear in arch.linears().items():
+        if linear.n_experts and any(part.tensor in deltas for part in linear.parts):
+            raise CheckpointError(
+                f"the LoRA changes experts ({name}), which is not done beside the weights: make a store of both "
+                "with `edgekv quantize` and it",
+                field="lora",
+            )
+    return {
+        name: tuple(_read(deltas[part.tensor]) if part.tensor in deltas else _none(part) for part in linear.parts)
+        for name, linear in arch.linears().items()
+        if any(part.tensor in deltas for part in linear.parts)
+    }
+
+
+def low_rank_bytes(arch: Architecture, deltas: Mapping[str, Delta]) -> int:
+    """Of `low_rank`."""
+    parts = (part for linear in arch.linears().values() for part in linear.parts if part.tensor in deltas)
+    return 4 * sum(deltas[part.tensor].rank * (part.rows + part.columns) for part in parts)
+
+
+def _none(part: WeightPart) -> LowRank:
+    return LowRank(np.zeros((0, part.columns), np.float32), np.zeros((part.rows, 0), np.float32))
+
+
+def _read(delta: Delta) -> LowRank:
+    a, b = delta.matrices()
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise CheckpointError(
+            f"{delta.b.path}: {delta.b.name} is not finite with its factor; give a smaller scale, or another "
+            "`lora`",
+            field="lora",
+        )
+    return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b))
+
+
+ExpertProduct = Callable[[F32, I64, str], F32]
+"""(rows (m, columns), their experts (m,) in ascending order, a linear's name) -> (m, rows of one expert)."""
+
+Gate = Callable[[F32], F32]
+"""(m, 2 * channels), gates and what they let through -> (m, channels)."""
+
+
+def choose(logits: F32, experts: ExpertsConfig) -> tuple[I64, F32]:
+    """Of logits (n, experts): each token's experts (n, k), the largest first, and their weights (n, k).
+
+    Of equal logits the first are chosen, and NaN only where there are too few numbers.
+    """
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, : experts.per_token]
+    largest = np.take_along_axis(logits, chosen[:, :1], axis=1)
+    weights: F32 = np.exp(np.take_along_axis(logits, chosen, axis=1) - largest)
+    of_all = weights if experts.renormalized else np.exp(logits - largest)
+    weights /= of_all.sum(axis=1, keepdims=True)
+    return chosen, weights
+
+
+def add_experts(
+    experts: ExpertsConfig, i: int, x: F32, y: F32, logits: F32, product: ExpertProduct, gate: Gate
+) -> F32:
+    """x (n, hidden) plus what layer i's experts make of y (n, hidden), weighted by the router's logits.
+
+    A pair is a token and one of its experts. Pairs are ordered by expert, so that one that several tokens have
+    chosen is read once for all of them.
+    """
+    chosen, weights = choose(logits, experts)
+    order = np.argsort(chosen, axis=None, kind="stable")
+    of = chosen.reshape(-1)[order]
+    inner = gate(product(y[order // experts.per_token], of, f"{i}.experts_up"))
+    results = product(inner, of, f"{i}.experts_down")
+    by_token = np.empty_like(results)
+    by_token[order] = results
+    added = np.matmul(weights[:, None], by_token.reshape(len(x), experts.per_token, -1))[:, 0]
+    summed: F32 = np.add(x, added, dtype=np.float32)
+    return summed
+
+
+def gated(config: ModelConfig, both: F32) -> F32:
+    """A `Gate` in NumPy."""
+    gate, up = np.split(both, 2, axis=1)
+    if config.experts and config.experts.clamped:
+        return clamped_gate(gate, up, *config.experts.clamped)
+    return ACTIVATIONS[config.activation](gate) * up
+
+
+def groups(of: I64) -> Iterator[tuple[int, slice]]:
+    """Each expert of the pairs, and the pairs that have it."""
+    borders = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(of)]
+    for a, b in itertools.pairwise(borders):
+        yield int(of[a]), slice(a, b)
+
+
+class WeightOps(Ops, Protocol):
+    """`Ops` over a model's weights; activations are float32 (n, channels), on the host or on the backend's device.
+
+    weights_bytes: of all weights that it reads. changes_bytes: the part of low-rank changes. threads: those of its
+    products, where it has own ones.
+    """
+
+    weights_bytes: int
+    changes_bytes: int = 0
+    threads: Threads | None = None
+
+    def for_rows(self, n: int) -> WeightOps:
+        """The operators for so many rows."""
+        return self
+
+    def with_changes(self, changes: Changes) -> WeightOps:
+        """The same weights with low-rank changes beside them. ConfigError where the backend knows none."""
+
+    def warm_up(self) -> list[Callable[[], object]]:
+        """What is to be called so that all kernels are compiled."""
+        return []
+
+
+class NumpyOps(WeightOps):
+    """Operators that compute at once; float32 in, float32 out. changes: beside the weights."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.arch, self.weights_bytes = weights, weights.arch, weights.nbytes
+        self.changes: Changes = {}
+        self._linears, self._matrices = weights.arch.linears(), dict[str, F32]()
+
+    def with_changes(self, changes: Changes) -> NumpyOps:
+        other = copy.copy(self)
+        other.changes = changes
+        other.changes_bytes = sum(m.nbytes for parts in changes.values() for change in parts for m in change)
+        other.weights_bytes = self.weights_bytes - self.changes_bytes + other.changes_bytes
+        return other
+
+    def linear(self, x: F32, name: str) -> F32:
+        y = self._stored_linear(x, name)
+        if name in self.changes:
+            add_changes(x, y, self.changes[name], self._multiply)
+        return y
+
+    def _multiply(self, x: F32, matrix: F32) -> F32:
+        """A `Product`."""
+        y: F32 = x @ matrix.T
+        return y
+
+    def _stored_linear(self, x: F32, name: str) -> F32:
+        bias = self.weights.bias(name)
+        y = self._multiply(x, self._matrix(name))
+        if bias is not None:
+            y += bias
+        return y
+
+    def _matrix(self, name: str) -> F32:
+        if name not in self._matrices:
+            self._matrices[name] = np.ascontiguousarray(self.weights.matrix(name))
+        return self._matrices[name]
+
+    def add_linear(self, x: F32, y: F32, name: str) -> F32:
+        return x + self.linear(y, name)
+
+    def rms_norm(self, x: F32, name: str, eps: float) -> F32:
+        mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+        normed: F32 = x / np.sqrt(mean_square + np.float32(eps)) * self.weights.vector(name)
+        return normed
+
+    def layer_norm(self, x: F32, name: str, eps: float) -> F32:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = np.mean(np.square(centred), axis=-1, keepdims=True)
+        normed = centred / np.sqrt(variance + np.float32(eps))
+        scaled: F32 = normed * self.weights.vector(f"{name}.weight") + self.weights.vector(f"{name}.bias")
+        return scaled
+
+    def activation(self, x: F32, kind: str) -> F32:
+        return ACTIVATIONS[kind](x)
+
+    def gated_linear(self, x: F32, name: str, kind: str) -> F32:
+        gate, up = np.split(self.linear(x, name), 2, axis=-1)
+        return self.activation(gate, kind) * up
+
+    def split(self, x: F32, sizes: Sequence[int]) -> list[F32]:
+        return np.split(x, np.cumsum(sizes)[:-1], axis=-1)
+
+    def join(self, parts: Sequence[F32]) -> F32:
+        return np.concatenate(parts, axis=-1)
+
+    def add(self, a: F32, b: F32) -> F32:
+        return a + b
+
+    def mul(self, a: F32, b: F32) -> F32:
+        return a * b
+
+    def scale(self, x: F32, factor: float) -> F32:
+        scaled: F32 = x * np.float32(factor)
+        return scaled
+
+    def soft_cap(self, x: F32, cap: float) -> F32:
+        capped: F32 = np.tanh(x / np.float32(cap)) * np.float32(cap)
+        return capped
+
+    def add_experts(self, x: F32, y: F32, i: int) -> F32:
+        config = self.arch.config
+        experts, gate = config.experts_of(i), functools.partial(gated, config)
+        assert experts is not None
+        logits = self.linear(y, f"{i}.router")
+        return add_experts(experts, i, x, y, logits, self.expert_products, gate)
+
+    def expert_products(self, rows: F32, of: I64, name: str) -> F32:
+        """An `ExpertProduct`: bias and matrices of all experts lie one below the other."""
+        matrices, bias = self._matrix(name), self.weights.bias(name)
+        n = len(matrices) // self._linears[name].n_experts
+        result = np.empty((len(rows), n), np.float32)
+        for expert, pairs in groups(of):
+            own = slice(expert * n, (expert + 1) * n)
+            result[pairs] = self._multiply(rows[pairs], matrices[own])
+            if bias is not None:
+                result[pairs] += bias[own]
+        return result

@@ -1,0 +1,330 @@
+"""The weight store: a folder that is made once, mapped at every later start, copied freely.
+
+store.json            format, weight format, the checkpoint's identity, its config.json, the next file's hash
+weights.safetensors   codes, scales, norms, biases and the embedding table
+tokenizer files       copied from the checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.checkpoint.tensors import Tensors, TensorWriter, hash_spans, to_float32
+from edgekv.checks import read_fields
+from edgekv.errors import CheckpointError, EdgeKVError
+from edgekv.files import atomic_folder, atomic_write, cache_root, read_object
+from edgekv.machine import format_bytes
+from edgekv.models import architecture
+from edgekv.types import F32, TaskProgress
+from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes, Ids
+from edgekv.weights.formats import (
+    WEIGHTS,
+    PerLinearFormat,
+    WeightFormat,
+    per_linear_format,
+    specs_bytes,
+    store_specs,
+    token_bytes,
+)
+from edgekv.weights.quantize import dequantize, n_blocks, quantize, unpack_zeros
+
+FORMAT = 1
+WEIGHTS_FILE = "weights.safetensors"
+BLOCK_ELEMENTS = 1 << 24  # rows converted at a time: 64 MiB of float32
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+Write = Callable[[str, "tuple[Codes, F32] | None"], None]
+"""Takes each linear layer in the order of the store: its name, and codes and scales where they are known."""
+
+
+def is_store(path: pathlib.Path) -> bool:
+    """Whether the folder is a weight store."""
+    return os.path.isfile(path / "store.json")
+
+
+def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
+    """Where `run` keeps the store of a checkpoint: under XDG_CACHE_HOME (~/.cache)."""
+    return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
+
+
+FormatName = Literal[
+    "f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros", "int4-32-offsets", "fp4-32"
+]
+
+
+class StoreFile(msgspec.Struct):
+    """store.json. linears: formats of FORMATS. calibration: with what text the weights were rounded.
+
+    sha256: `content_hash` of the weights' file; None: the store was made before there was one.
+    """
+
+    format: int
+    weights: str
+    identity: str
+    config: dict[str, Any]
+    linears: dict[str, FormatName] | None = None  # FORMATS
+    calibration: str | None = None
+    sha256: str | None = None
+
+
+class WeightStore:
+    """An opened store: weights by name, dequantized on request. `CpuOps` reads it."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        hint = "quantize the model again"
+        try:
+            file = read_fields(read_object(folder / "store.json"), StoreFile, "it", hint, CheckpointError)
+        except (ValueError, CheckpointError) as error:
+            raise CheckpointError(f"{folder}/store.json: not a weight store ({error}); {hint}") from error
+        version, name, linears = file.format, file.weights, file.linears
+        self._identity, self._sha256 = file.identity, file.sha256
+        self.config, self.calibration = file.config, file.calibration
+        if version != FORMAT or (name not in WEIGHTS and not linears):
+            raise CheckpointError(
+                f"{folder}: store format {version} with weights {name!r}, this edgekv reads format {FORMAT}; "
+                f"run `edgekv quantize` again"
+            )
+        self.arch = architecture(self.config)
+        if linears and linears.keys() != self.arch.linears().keys():
+            raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
+        self.form = per_linear_format(name, linears) if linears else WEIGHTS[name]
+        self._tensors = Tensors.open(folder / WEIGHTS_FILE)
+        self.table_dtypes = {name: self._tensors[name].dtype for name in self.arch.tables()}
+        specs = store_specs(self.arch, self.form, self.table_dtypes)
+        for tensor, (kind, shape) in specs.items():
+            info = self._tensors[tensor]
+            if (info.dtype, info.shape) != (kind, shape):
+                raise CheckpointError(
+                    f"{folder}/{WEIGHTS_FILE}: {tensor} is {info.dtype} {list(info.shape)}, expected {kind} "
+                    f"{list(shape)}; quantize the model again"
+                )
+        self.nbytes = specs_bytes(specs)
+        self.token_bytes = token_bytes(self.arch, specs)
+        self._linears = self.arch.linears()
+
+    @property
+    def identity(self) -> str:
+        """The checkpoint's. CheckpointError where the weights are not those that were made of it."""
+        if self._sha256 not in (None, self._tensors.files[0].content_hash()):
+            raise CheckpointError(
+                f"{self.folder}/{WEIGHTS_FILE}: was changed after store.json was written; quantize the model again"
+            )
+        return self._identity
+
+    def raw(self, tensor: str) -> npt.NDArray[Any]:
+        """A tensor of the file as it is stored, by its name in `store_specs`; mapped, not read."""
+        return self._tensors[tensor].read()
+
+    def advise(self, tensor: str, advice: int, first: int = 0, n: int | None = None) -> None:
+        """As `Tensor.advise`."""
+        self._tensors[tensor].advise(advice, first, n)
+
+    def matrix(self, name: str) -> F32:
+        """(rows, columns) float32, dequantized: what the codes stand for."""
+        form = self.form.of(name)
+        if form.bits == 32:
+            return to_float32(self._tensors[f"{name}.weight"].read())
+        codes, scales = (self._tensors[f"{name}.{part}"].read() for part in ("codes", "scales"))
+        zeros = self._tensors[f"{name}.zeros"].read() if form.zeros else None
+        offsets = self._tensors[f"{name}.offsets"].read() if form.offsets else None
+        columns = self._linears[name].columns
+        return dequantize(
+            codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets, e2m1=form.e2m1
+        )
+
+    def shift(self, name: str) -> F32 | None:
+        """What zero points or offsets add to the weights of each block, (rows, blocks) float32; None: nothing."""
+        form = self.form.of(name)
+        if form.offsets:
+            return to_float32(self._tensors[f"{name}.offsets"].read())
+        if not form.zeros:
+            return None
+        scales: F32 = self._tensors[f"{name}.scales"].read()
+        return -unpack_zeros(self._tensors[f"{name}.zeros"].read(), scales.shape[1]) * scales
+
+    def bias(self, name: str) -> F32 | None:
+        """(rows,) float32; None: the linear has none."""
+        return to_float32(self._tensors[f"{name}.bias"].read()) if self._linears[name].biases else None
+
+    def vector(self, name: str) -> F32:
+        """(size,) float32."""
+        return to_float32(self._tensors[name].read())
+
+    def array(self, name: str) -> F32:
+        """float32: one of `Architecture.arrays`."""
+        return to_float32(self._tensors[name].read())
+
+    def rows(self, table: str, ids: Ids) -> F32:
+        """Rows (n, hidden) float32 of the table ``embed`` or ``positions``."""
+        return to_float32(self._tensors[table].read()[ids])
+
+
+class Rounding(Protocol):
+    """What hands on the linear layers in place of `build`, rounded in its own way.
+
+    note: what store.json says of it. weights: the checkpoint's, with an identity that tells of the rounding.
+    """
+
+    note: str
+    weights: CheckpointWeights
+
+    def __call__(self, form: WeightFormat, write: Write) -> None:
+        """Calls ``write`` for each."""
+
+
+def open_or_build(
+    weights: CheckpointWeights,
+    form: WeightFormat,
+    progress: TaskProgress | None,
+    rounding: Rounding | None = None,
+) -> WeightStore:
+    """The checkpoint's store in the default folder, made first if it isn't there or is unreadable.
+
+    rounding: see `build`.
+    """
+    folder = default_folder(weights.source.identify(progress), form)
+    if is_store(folder):
+        try:
+            store = WeightStore(folder)
+        except EdgeKVError:
+            store = None
+        if store and store.form == form:
+            return store
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, or of a version that chose other formats
+    build(weights, form, folder, progress, rounding=rounding)
+    return WeightStore(folder)
+
+
+def build(
+    weights: CheckpointWeights,
+    form: WeightFormat,
+    folder: pathlib.Path,
+    progress: TaskProgress | None,
+    beside: Callable[[pathlib.Path], None] | None = None,
+    rounding: Rounding | None = None,
+) -> None:
+    """Writes the store to ``folder`` in one rename: it is complete or it isn't there.
+
+    beside(folder) adds files of its own. rounding: where not every block is rounded by itself. Streams: beside
+    the mapped checkpoint and what a rounding takes at most about 0.3 GiB, or twice the bytes of a layer's experts
+    in the store. Raises CheckpointError when the disk is too small (before or while writing) or the folder
+    can't be written.
+    """
+    source, specs = weights.source, store_specs(weights.arch, form, weights.table_dtypes)
+    try:
+        with atomic_folder(folder, is_store) as partial:
+            _require_space(folder, specs_bytes(specs))
+            _write_weights(weights, form, specs, partial / WEIGHTS_FILE, progress, rounding)
+            for name in TOKENIZER_FILES:
+                if source.tokenizer_folder and (source.tokenizer_folder / name).is_file():
+                    shutil.copyfile(source.tokenizer_folder / name, partial / name)
+            if beside:
+                beside(partial)
+            manifest = _manifest(weights, form, rounding)
+            with open(partial / WEIGHTS_FILE, "rb") as file:
+                manifest["sha256"] = hash_spans(file.fileno(), os.path.getsize(partial / WEIGHTS_FILE), progress)
+            atomic_write(partial / "store.json", json.dumps(manifest, indent=1).encode())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: can't write the store ({error.strerror or error})") from error
+
+
+def _require_space(folder: pathlib.Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder.parent).free
+    if free < nbytes * 1.01:
+        raise CheckpointError(
+            f"{folder}: the store needs {format_bytes(nbytes)}, the disk has {format_bytes(free)} "
+            f"free; make room, or point XDG_CACHE_HOME (or `output`) to a larger disk"
+        )
+
+
+def _manifest(weights: CheckpointWeights, form: WeightFormat, rounding: Rounding | None) -> dict[str, Any]:
+    source = weights.source
+    manifest = {"format": FORMAT, "weights": form.name, "identity": source.identity, "config": source.config}
+    if isinstance(form, PerLinearFormat):
+        manifest["linears"] = dict(form.linears)
+    if rounding:
+        manifest["calibration"] = rounding.note
+    return manifest
+
+
+def _write_weights(
+    weights: CheckpointWeights,
+    form: WeightFormat,
+    specs: dict[str, tuple[str, tuple[int, ...]]],
+    path: pathlib.Path,
+    progress: TaskProgress | None,
+    rounding: Rounding | None,
+) -> None:
+    arch, linears = weights.arch, weights.arch.linears()
+    total, done = specs_bytes(specs), 0
+    with TensorWriter(path, specs, {"weights": form.name}) as writer:
+
+        def write(name: str, array: npt.NDArray[Any]) -> None:
+            nonlocal done
+            writer.write(name, array)
+            done += array.nbytes
+            if progress:
+                progress("quantizing" if form.bits < 32 else "converting", done, total)
+
+        def write_linear(name: str, rounded: tuple[Codes, F32] | None = None) -> None:
+            linear, own = linears[name], form.of(name)
+            if own.bits == 32:
+                write(f"{name}.weight", weights.matrix(name))
+            else:
+                taken = None if rounded else weights.taken_over(name, own)
+                codes, scales = rounded or taken or _quantized(weights, name, own, linear.rows, linear.columns)
+                write(f"{name}.codes", codes)
+                write(f"{name}.scales", scales)
+                if own.zeros:
+                    write(f"{name}.zeros", weights.zero_points(name, own))
+                if own.offsets:
+                    write(f"{name}.offsets", weights.offsets(name) if taken else np.zeros_like(scales))
+            bias = weights.bias(name)
+            if bias is not None:
+                write(f"{name}.bias", bias)
+            weights.release(name)
+
+        if rounding:
+            rounding(form, write_linear)
+        else:
+            for name in linears:
+                write_linear(name)
+        for name in arch.vectors():
+            write(name, weights.vector(name))
+        for name in arch.arrays():
+            write(name, weights.array(name))
+        for name in arch.tables():
+            write(name, weights.table(name))
+
+
+def _quantized(
+    weights: CheckpointWeights, name: str, form: WeightFormat, rows: int, columns: int
+) -> tuple[npt.NDArray[np.uint8], F32]:
+    blocks = n_blocks(columns, form.block)
+    codes = np.empty((rows, blocks, form.block * form.bits // 8), np.uint8)
+    scales = np.empty((rows, blocks), np.float32)
+    row = 0
+    for block in weights.blocks(name, BLOCK_ELEMENTS):
+        end = row + len(block)
+        quantize(block, form.bits, form.block, codes[row:end], scales[row:end])
+        row = end
+    return codes, scales

@@ -1,0 +1,40 @@
+"""A session file taken apart, and put together with honest checksums."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from edgekv.checkpoint.tensors import DTYPES
+from edgekv.engine.session_file import VERSION, checksum
+
+
+def parts(data: bytes) -> tuple[Any, dict[str, Any], bytes]:
+    """Content, entries of the arrays (name: dtype, shape, data_offsets), and the arrays' bytes."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    return json.loads(header.pop("__metadata__")["content"]), header, data[end:]
+
+
+def joined(content: Any, entries: Any, arrays: bytes) -> bytes:
+    """The file. content, entries: bytes are taken as they are; where an entry lies there is no honest checksum."""
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    try:
+        crc = checksum(text, [(name, e["dtype"], e["shape"], _array(e, arrays)) for name, e in entries.items()])
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError):
+        crc = "0"
+    metadata = {"edgekv_session": VERSION, "crc32": crc, "content": text.decode(errors="replace")}
+    header = {"__metadata__": metadata, **entries} if isinstance(entries, dict) else entries
+    data = json.dumps(header).encode()
+    return len(data).to_bytes(8, "little") + data + arrays
+
+
+def _array(entry: dict[str, Any], arrays: bytes) -> Any:
+    a, b = entry["data_offsets"]
+    array = np.frombuffer(arrays[a:b], np.uint8)
+    if array.size != math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize:
+        raise ValueError
+    return array

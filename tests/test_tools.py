@@ -1,0 +1,154 @@
+"""Tools: seeded faults have their place, Arm's loops are vectors, the roofline by hand, scenes are described."""
+
+import itertools
+import pathlib
+import subprocess
+import sys
+
+import asm
+import numpy as np
+import pytest
+import roofline
+from kernel_cases import pairs
+
+from edgekv import Session
+from edgekv.checkpoint.shipped import load_shape
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.cache import Geometry
+from edgekv.models import architecture
+from edgekv.power.conditions import board_profiles
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def test_every_two_values_meet_in_few_cases() -> None:
+    axes = {"a": range(4), "b": "xyz", "c": (True, False), "d": range(5)}
+    cases = pairs(**axes)
+    assert len(cases) < 30 < 4 * 3 * 2 * 5
+    for (i, first), (j, second) in itertools.combinations(enumerate(axes.values()), 2):
+        assert {(case[i], case[j]) for case in cases} == set(itertools.product(first, second))
+
+
+def test_each_seeded_fault_has_its_place() -> None:
+    command = [sys.executable, ROOT / "tools" / "faults" / "run.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kv", ["dense", "visual=planes"])
+def test_the_shipped_model_describes_fresh_scenes(kv: str) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'edgekv[vision]'")
+    from scenes import PROMPT, draw_scene, parse, render
+
+    session = Session.load(ROOT / "models" / "scenes", kv=kv, ctx=456)
+    for n in (1, 2):
+        rng = np.random.default_rng([20, 1, n])
+        scene = draw_scene(rng, n)
+        session.reset()
+        images = [image.fromarray(render(scene, rng))]
+        said = "".join(step.text for step in session.generate(PROMPT, images=images, max_new_tokens=160))
+        assert parse(said) == (n, list(scene))
+
+
+# Two nested loops, and a way out of the inner one that lies behind it in the text but in no loop.
+ASSEMBLY = """
+outer:
+	mov	x8, xzr
+.LBB0_1:
+	movi	v0.2d, #0000000000000000
+	mov	x9, x2
+.LBB0_2:
+	ldr	q1, [x0], #16
+	ldr	q2, [x1], #16
+	cbz	x3, .LBB0_5
+	fmla	v0.4s, v1.4s, v2.4s
+	fmla	v0.4s, v2.4s, v2.4s
+	subs	x9, x9, #1
+	b.ne	.LBB0_2
+	cbz	x6, .LBB0_4
+	fadd	s0, s0, s3
+	fadd	s0, s0, s3
+.LBB0_4:
+	str	s0, [x4, x8, lsl #2]
+	add	x8, x8, #1
+	cmp	x8, x5
+	b.lo	.LBB0_1
+	ret
+.LBB0_5:
+	bl	failed
+	ret
+flat:
+	fmul	s0, s0, s1
+	ret
+"""
+
+
+def test_loops_are_those_of_the_control_flow() -> None:
+    (_, code, labels), (_, *flat) = asm.functions(ASSEMBLY)
+    ((inner, (own,)),) = asm.chains(code, labels)
+    assert [i.mnemonic for i in inner.code] == ["ldr", "ldr", "cbz", "fmla", "fmla", "subs", "b.ne"]
+    assert [i.mnemonic for i in own] == [
+        "movi",
+        "mov",
+        "cbz",
+        "str",
+        "add",
+        "cmp",
+        "b.lo",
+    ]  # not what odd sizes take
+    assert list(asm.chains(*flat)) == []
+    kernel = asm.Kernel("any.outer", asm.FLOAT, 128, (4,))
+    each = {"name": "any.outer", "first": 0, "literal": False, "assembly": ASSEMBLY}
+    found = asm.measure("any", kernel, {"loops": [], "functions": [each]})
+    assert (found.loop, found.work, found.vector, found.calls) == (7, 8, 2, 0)
+    assert found.instructions_per_token == pytest.approx(7 * 128 / 8 + 7 / 4, abs=0.05)
+
+
+ON_ARM = {
+    "planes": (
+        *(("1-bit scan", "tbl.16b"), ("2-bit scan, 2 rows", "ushr.16b"), ("centres", "sdot.4s")),
+        *(("1-bit values", "udot.4s"), ("2-bit values, 4 rows", "udot.4s")),
+    ),
+    "rope": (("rope", "fmul.4s"),),
+}
+
+
+@pytest.mark.parametrize("module", ON_ARM)
+def test_inner_loops_on_an_arm_are_vectors_without_calls(module: str) -> None:
+    """Compiled here, for a Cortex-A76: LLVM makes the code of other processors, too."""
+    compiled = asm.compile_for("cortex-a76", module)
+    for kernel, mnemonic in ON_ARM[module]:
+        loop = asm.measure(kernel, asm.KERNELS[kernel], compiled)
+        assert mnemonic in loop.mnemonics
+        assert (loop.calls, loop.scalar_float) == (0, 0)
+        assert loop.vector >= loop.loop / 4  # besides addresses, loads and branches
+        if mnemonic == "udot.4s":  # weights are taken from lanes
+            assert not {"dup.4s", "scvtf.4s"} & set(loop.mnemonics)
+
+
+@pytest.mark.parametrize(
+    ("cycles_per_s", "attention_ms", "bound"),
+    [(40e9, 100, "memory"), (10e9, 200, "cycles")],  # 50 ms of cycles, and 100 ms for the bytes
+)
+def test_the_slower_of_memory_and_cycles_counts(cycles_per_s: float, attention_ms: float, bound: str) -> None:
+    need = roofline.Need(weights_bytes=3_000_000_000, cache_bytes=1_000_000_000, cycles=2e9)
+    p = roofline.predict(need, roofline.Machine(10e9, 10e9, cycles_per_s, 5.0))
+    assert (p.weights_ms, p.attention_ms, p.bound) == (pytest.approx(300), pytest.approx(attention_ms), bound)
+    assert p.token_ms == pytest.approx(300 + attention_ms)
+    assert p.joules == pytest.approx(5 * (0.3 + attention_ms / 1e3))
+    key = "jetson-nano"  # without a published bandwidth: the Pi's share
+    p = roofline.predict(need, roofline.machine_of(key, board_profiles()[key]))
+    assert p.weights_ms == pytest.approx(3e9 / (25.6e9 * 10.5 / 17.1) * 1e3)
+
+
+def test_a_token_needs_every_weight_but_one_row_of_the_table_and_all_keys_and_values() -> None:
+    arch = architecture(load_shape("llama2-7b"))
+    elements = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
+    norms = (2 * 32 + 1) * 4096
+    assert roofline.weights_bytes(arch, "f32") == 4 * (elements + norms)
+    assert roofline.weights_bytes(arch, "int4") == elements // 2 + elements // 128 * 4 + 4 * norms
+    cache = roofline.filled_cache(CacheSpec.parse("dense"), Geometry(4, 2, 64, 100))
+    assert cache.bytes_read() == 100 * 2 * 2 * 64 * 2
+    costs = {"scores f16": 80, "values f16": 60, "softmax": 7}
+    counts = [{"kernel": kernel, "cycles_per_token": cycles} for kernel, cycles in costs.items()]
+    assert roofline.cycles(cache, counts) == 4 * 100 * (80 / 2 + 60 / 2 + 7)  # counted for 128 channels

@@ -1,0 +1,65 @@
+"""Products with packed weights: milliseconds, bytes of weights and operations a second, by rows and threads.
+
+    python tools/bench/products.py --weights int4,int4-32,int8 --rows 1,4,64,512 --threads 1,2
+
+A matrix of --columns x --outputs; a token's products (few rows) read copies of it in turn, which no cache holds.
+Prints the least time of all rounds. Formats are those of `edgekv.weights.formats` in fewer than 32 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+from edgekv.kernels import threads
+from edgekv.kernels.cpu.gemm import CodeLayout
+from edgekv.kernels.cpu.matmul import FEW_ROWS, QuantizedMatmul, QuantizedWeights
+from edgekv.weights.formats import FORMATS, WeightFormat
+from edgekv.weights.quantize import n_blocks
+
+COPIES, ROUNDS = 6, 8  # of a token's products; of many rows one, and half as many
+
+
+def drawn(rng: np.random.Generator, form: WeightFormat, rows: int, columns: int) -> QuantizedWeights:
+    """Draws any weights in a format."""
+    blocks = n_blocks(columns, form.block)
+    codes = rng.integers(0, 256, (rows, blocks, form.block * form.bits // 8), np.uint8)
+    scales, offsets = (rng.random((rows, blocks), np.float32) / 100 for _ in range(2))
+    zeros = rng.integers(0, 256, (rows, -(-blocks // 2)), np.uint8)
+    shift = {"offsets": offsets} if form.offsets else {"zeros": zeros} if form.zeros else {}
+    return QuantizedWeights(codes, scales, CodeLayout(form.bits, form.block, form.e2m1), **shift)
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--weights", default="int4,int4-32,int8")
+    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--outputs", type=int, default=11008)
+    parser.add_argument("--rows", default="1,4,64,512")
+    parser.add_argument("--threads", default="1,2")
+    arguments = parser.parse_args()
+    rng, columns, outputs = np.random.default_rng(0), arguments.columns, arguments.outputs
+    print("| weights | threads | rows | ms | GB/s | GFLOP/s |\n" + "|---" * 6 + "|")
+    for form in (FORMATS[name] for name in arguments.weights.split(",")):
+        weights = [drawn(rng, form, outputs, columns) for _ in range(COPIES)]
+        products = [QuantizedMatmul(each) for each in weights]
+        n_bytes = sum(array.nbytes for array in weights[0] if isinstance(array, np.ndarray))
+        for n_threads in map(int, arguments.threads.split(",")):
+            threads.configure(n_threads)
+            for n in map(int, arguments.rows.split(",")):
+                x = rng.standard_normal((n, columns)).astype(np.float32)
+                own, least = products[: COPIES if n <= FEW_ROWS else 1], np.inf
+                for _ in range(ROUNDS if n <= FEW_ROWS else ROUNDS // 2):
+                    begun = time.perf_counter()
+                    for product in own:
+                        product(x)
+                    least = min(least, (time.perf_counter() - begun) / len(own))
+                speeds = f"{n_bytes / least / 1e9:.1f} | {2 * n * columns * outputs / least / 1e9:.0f}"
+                print(f"| `{form.name}` | {n_threads} | {n} | {least * 1e3:.2f} | {speeds} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

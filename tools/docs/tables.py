@@ -1,0 +1,266 @@
+"""Rewrite the tables of the documents that come from the code and from docs/data, each between its marks:
+
+    <!-- table: NAME --> ... <!-- /table -->
+
+the pages of docs/lab/boards, with their schema, from the JSON files there, and edgekv/eval/published.json.
+
+usage: python tools/docs/tables.py [--check]     (--check: exit 1 when a page is out of date)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+from typing import Any
+
+from edgekv import CACHES, CacheSpec
+from edgekv.checkpoint.shipped import read_shape
+from edgekv.cli import parser
+from edgekv.cli.models import SYSTEM_SHARE
+from edgekv.engine.model import Model
+from edgekv.engine.options import SessionPlan
+from edgekv.errors import CacheError
+from edgekv.eval.bench import unread_model
+from edgekv.eval.gate import PUBLISHED
+from edgekv.kvcache import scheme_facts
+from edgekv.kvcache.cache import Geometry
+from edgekv.machine import format_bytes
+from edgekv.power import METERS
+from edgekv.power.board import Bandwidth, Board, Decode, Prompt, json_schema
+from edgekv.power.board_page import energy_text, others, page, throttling
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DATA, BOARDS = ROOT / "docs" / "data", ROOT / "docs" / "lab" / "boards"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), BOARDS / "README.md"]
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+MODELS = ("llama-40m", "gpt2-60m")
+TEXT, TOKENS = "heldout3", 8192
+WHEN = {
+    "dense": "the cache is small beside the weights; the reference",
+    "planes:k_bits=3,v_bits=3,by_need=true": "**recommended**",
+    "planes:by_need=true": "memory is scarce",
+    "planes:k_bits=1.5,v_bits=1.5": "memory is scarcer: let the gate look first",
+    "planes": "a model has no tokenizer, so that needs can't be measured",
+    "onebit": "speed matters most, and the gate passes it",
+    "steps": "a bound on the bytes matters more than the bits: `--kv-budget`",
+    "visual=planes": "a prompt is mostly pictures",
+}
+"""What to take a scheme for, in the order in which to try them."""
+OURS = {"dense", *(CacheSpec.parse(kv).scheme.name for kv in WHEN)}
+GIB = 1 << 30
+MEMORIES = (2, 4, 8, 16)
+SHAPES = ("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b", "qwen3-8b")
+CHOSEN = "planes:k_bits=3,v_bits=3,by_need=true"  # what packaging/ starts
+SCHEMES = {"`dense`": "dense", "the recommended one": CHOSEN, "1.5 bits": "planes:k_bits=1.5,v_bits=1.5"}
+SERVED = 8192  # tokens that a server should hold at least
+STEP = 1024
+LARGEST = 3  # models that fit each
+BOARDS_HEAD = (
+    *("machine", "cores", "memory, GB/s", "shape, int4", "`dense` at 0", "at 8,192", "`onebit` at 8,192"),
+    *("prompt of 512", "first token", "peak memory", "mJ per token", "throttling", "other programs"),
+)
+
+
+def commands_table() -> str:
+    """Returns a row per command, with what its help says."""
+    rows = ["| `edgekv ...` | |", "|---|---|"]
+    for action in parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            rows += [f"| `{choice.dest}` | {choice.help} |" for choice in action._choices_actions]
+    return "\n".join(rows) + "\n"
+
+
+def meters_table() -> str:
+    """Returns a row per sensor."""
+    rows = ["| `--power` | sensor | the total includes, and leaves out | Hz |", "|---|---|---|---|"]
+    rows += [f"| `{name}` | {kind.summary} | {kind.covers} | {kind.max_hz:g} |" for name, kind in METERS.items()]
+    return "\n".join(rows) + "\n"
+
+
+def size(kv: str) -> float | None:
+    """Bytes per token and KV head of 128 channels at 8,192 tokens; None for a scheme that keeps to a budget."""
+    spec = CacheSpec.parse(kv)
+    if spec.own_budget is not None:
+        return None
+    n = 4  # heads, which may have bits of their own
+    cache = spec.scheme(Geometry(n_heads=n, n_kv_heads=n, head_dim=128, capacity=TOKENS), spec.knobs)
+    return cache.planned_bytes() / n / TOKENS
+
+
+def measured(model: str) -> dict[str, dict[str, Any]]:
+    """What `edgekv eval` found on held-out novels, by scheme as it is written today."""
+    runs = [json.loads(path.read_text()) for path in sorted(DATA.glob(f"quality-{model}-{TEXT}*.json"))]
+    return {_present(row["kv"]): row for run in runs for row in run["results"]}
+
+
+def _present(kv: str) -> str:
+    """With all knobs that are asked for; as it stands where its knobs are no more."""
+    try:
+        spec = CacheSpec.parse(kv)
+    except CacheError:
+        return kv
+    found: dict[str, Any] = dict.fromkeys(getattr(spec.knobs, "found", ()), "")  # what was given out to heads
+    return str(CacheSpec(spec.scheme, dataclasses.replace(spec.knobs, **found)))
+
+
+def published() -> dict[str, Any]:
+    """What `edgekv.eval.gate.published_results` reads, from docs/data."""
+    rows = json.loads((DATA / "bench-llama2-7b.json").read_text())["timings"]
+    ms = {kv: row["attention_ms_layer"] for row in rows if row["depth"] == TOKENS and (kv := _short(row["kv"]))}
+    return {
+        "quality_on": f"{MODELS[0]}, {TOKENS:,} tokens of {TEXT}",
+        "speed_on": f"layers of Llama 2 7B at {TOKENS:,} tokens, x86-64",
+        "kl": {kv: row["kl"] for name, row in measured(MODELS[0]).items() if (kv := _short(name))},
+        "attention": {kv: ms["dense"] / each for kv, each in ms.items()},
+        "recommended": json.loads((DATA / "gate-demo.json").read_text())["recommended"],
+    }
+
+
+def _short(kv: str) -> str | None:
+    """The scheme as it is written today; None where it is no more."""
+    try:
+        return CacheSpec.parse(kv).short
+    except CacheError:
+        return None
+
+
+def schemes_table() -> str:
+    """Returns a row per scheme of WHEN."""
+    return _rows(WHEN, "take it when")
+
+
+def papers_table() -> str:
+    """Returns a row per scheme of a paper or baseline, and what it gives up."""
+    return _rows({name: scheme_facts(name)["gives_up"] for name in CACHES if name not in OURS}, "gives up")
+
+
+def _rows(kvs: dict[str, str], last: str) -> str:
+    quality, speed = [measured(model) for model in MODELS], published()["attention"]
+    rows = [
+        f"| `--kv` | bytes | {' | '.join(f'KL, {model}' for model in MODELS)} | speed | {last} |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for kv in kvs:
+        spec, each, attention = str(CacheSpec.parse(kv)), size(kv), speed.get(_short(kv))
+        cells = [f"`{kv}`", "as given" if each is None else f"{each:.1f}"]
+        cells += [f"{found[spec]['kl']:.4f}" if spec in found else "-" for found in quality]
+        cells += [f"{attention:.1f}x" if attention else "-", kvs[kv]]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def plan(model: Model, kv: str, ctx: int) -> SessionPlan:
+    return SessionPlan.make(model, kv=kv, ctx=ctx, weights="int4", available=0)
+
+
+def total(planned: SessionPlan) -> int:
+    return sum(planned.parts().values())
+
+
+def longest(model: Model, kv: str, memory: int) -> int:
+    """Tokens of context, in whole STEPs, that fit; 0: none."""
+    low, high = 0, model.config.max_positions // STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        if total(plan(model, kv, middle * STEP)) <= memory:
+            low = middle
+        else:
+            high = middle - 1
+    return low * STEP
+
+
+def memory_table() -> str:
+    """A row for each of the largest models that fit each memory."""
+    head = (
+        "memory",
+        "model",
+        "weights",
+        "`--ctx`",
+        "cache",
+        "in all",
+        *(f"longest with {name}" for name in SCHEMES),
+    )
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    models = [unread_model(shape, read_shape(shape)) for shape in SHAPES]
+    for size in MEMORIES:
+        memory = size * GIB - size * GIB // SYSTEM_SHARE
+        fitting = [model for model in models if longest(model, CHOSEN, memory) >= SERVED]
+        for model in fitting[-LARGEST:]:
+            served = plan(model, CHOSEN, min(longest(model, CHOSEN, memory), 2 * SERVED))
+            lengths = " | ".join(f"{longest(model, kv, memory):,}" for kv in SCHEMES.values())
+            facts = f"{format_bytes(served.weights_bytes)} | {served.ctx:,} | "
+            facts += f"{format_bytes(served.cache_bytes)} | {format_bytes(total(served))}"
+            lines.append(f"| {size} GB | `{model.name}` | {facts} | {lengths} |")
+    return "\n".join(lines) + "\n"
+
+
+def boards() -> dict[str, Board]:
+    """Reads every JSON file of BOARDS, by the name that it and its page have."""
+    files = [path for path in sorted(BOARDS.glob("*.json")) if path.name != "schema.json"]
+    return {path.stem: Board.load(path) for path in files}
+
+
+def board_rows(name: str, board: Board) -> list[str]:
+    """A line per shape: tokens per second, and what belongs to them."""
+    speeds = [m.gb_per_s for m in board.measured if isinstance(m, Bandwidth)]
+    m = board.machine
+    machine = (f"[{m.name}]({name}.md)", str(m.cores), f"{max(speeds):.1f}" if speeds else "")
+    lines = []
+    for shape in board.plan.shapes:
+        decoded = {(r.kv, r.depth): r for r in board.measured if isinstance(r, Decode) and r.shape == shape}
+        prompt = next((r for r in board.measured if isinstance(r, Prompt) and r.shape == shape), None)
+        if not decoded:
+            continue
+        at = [decoded.get(key) for key in (("dense", 0), ("dense", 8192), ("onebit", 8192))]
+        first = at[0] or next(iter(decoded.values()))
+        cells = [
+            *machine,
+            f"`{shape}`",
+            *(f"{1e3 / r.token_ms:.2f}" if r else "" for r in at),
+            *((f"{prompt.tokens_per_s:.1f}", f"{prompt.first_token_s:.2f} s") if prompt else ("", "")),
+            format_bytes(max(r.peak_memory_bytes for r in decoded.values())),
+            energy_text(first.energy),
+            throttling(board).partition(" (")[0],
+            f"{others(board):.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def boards_table() -> str:
+    """Returns the rows of every board."""
+    lines = [line for name, board in boards().items() for line in board_rows(name, board)]
+    return "\n".join([f"| {' | '.join(BOARDS_HEAD)} |", f"|{'---|' * len(BOARDS_HEAD)}", *lines]) + "\n"
+
+
+TABLES = {
+    "commands": commands_table,
+    "schemes": schemes_table,
+    "papers": papers_table,
+    "meters": meters_table,
+    "memory": memory_table,
+    "boards": boards_table,
+}
+
+
+def main() -> int:
+    """Writes the pages, or compares them; 1 where one is out of date."""
+    fresh = {path: BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], path.read_text("utf-8")) for path in PAGES}
+    fresh[BOARDS / "schema.json"] = json.dumps(json_schema(), indent=1) + "\n"
+    fresh[PUBLISHED] = json.dumps(published(), indent=1) + "\n"
+    fresh |= {BOARDS / f"{name}.md": page(board) for name, board in boards().items()}
+    stale = [path for path, text in fresh.items() if not path.exists() or path.read_text("utf-8") != text]
+    for path in stale:
+        if "--check" in sys.argv[1:]:
+            print(f"{path.relative_to(ROOT)} is out of date; run python tools/docs/tables.py")
+        else:
+            path.write_text(fresh[path], "utf-8")
+    return int("--check" in sys.argv[1:] and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""The seeded faults: one small mistake each, as a change may bring it in, and the tests that catch it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """``text``, which is in one place of the package, becomes ``replacement``; ``tests`` are pytest's arguments.
+
+    The text finds the file, so that a file may move. Where the text itself changes, change it here too; where the
+    code goes, put a fault of the same kind in its place.
+    """
+
+    what: str
+    text: str
+    replacement: str
+    tests: str
+
+
+FAULTS = (
+    Fault(
+        "NumPy's attention: the first visible token is hidden",
+        "(at >= lo) & (at < hi)",
+        "(at > lo) & (at < hi)",
+        "test_attend.py -k outside",
+    ),
+    Fault(
+        "attention: one token too many is seen",
+        "or at >= get(hi, j)",
+        "or at > get(hi, j)",
+        "test_attend.py -k outside",
+    ),
+    Fault(
+        "attention: shares of a head are put together without their weight",
+        "TOTAL) * other_factor",
+        "TOTAL)",
+        "test_attend.py -k outside",
+    ),
+    Fault(
+        "attention: heads swapped",
+        "q = p.queries + 4 * g * p.rows",
+        "q = p.queries + 4 * (p.n_groups - 1 - g) * p.rows",
+        "test_attend.py -k outside",
+    ),
+    Fault("softmax: a coefficient of the exponential", "0.16667114", "0.17667114", "test_kernels_softmax.py"),
+    Fault(
+        "NumPy's planes: centres half a level off",
+        "np.float32(7.5)\n    means = levels",
+        "np.float32(8)\n    means = levels",
+        "test_kernels_planes.py",
+    ),
+    Fault(
+        "symmetric integers: one level too many",
+        "np.float32((1 << (n_bits - 1)) - 1)",
+        "np.float32(1 << (n_bits - 1))",
+        "test_kernels_ints.py -k symmetric",
+    ),
+    Fault(
+        "experts: weights renormalized where they are not",
+        "if not renormalized:",
+        "if renormalized:",
+        "test_routing.py",
+    ),
+    Fault(
+        "8-bit weights: the scale of 128 levels",
+        "full = -zero if bits == 4 else zero - np.float32(1)",
+        "full = -zero if bits == 4 else zero",
+        "test_rounding.py -k blocks_are_numpys",
+    ),
+    Fault(
+        "CUDA attention: the first visible token is hidden",
+        "at >= lo && at < hi",
+        "at > lo && at < hi",
+        "test_cuda_attend.py -k 'exact_tokens and f16'",
+    ),
+    Fault(
+        "CUDA attention: the sum of weights is not rescaled",
+        "total[i] = total[i] * shrink + p0",
+        "total[i] = total[i] + p0",
+        "test_cuda_attend.py -k 'exact_tokens and f16'",
+    ),
+    Fault(
+        "eviction: earlier attention does not fade",
+        "mass *= np.float32(self.decay)",
+        "mass *= np.float32(1)",
+        "test_kv_eviction.py",
+    ),
+    Fault(
+        "sliding window: one token longer",
+        "np.maximum(hi - window, 0)), hi",
+        "np.maximum(hi - window - 1, 0)), hi",
+        "test_caches.py -k dense_is_exact",
+    ),
+    Fault(
+        "sinks: not read",
+        's["sink_value"], 0, self.n_sink)',
+        's["sink_value"], 0, 0)',
+        "test_kv_planes.py -k attends_to_what_it_stored",
+    ),
+    Fault(
+        "flush: the exact tokens move by one less",
+        "store.move(block, self.n_recent, 0)",
+        "store.move(block - 1, self.n_recent, 0)",
+        "test_caches.py -k 'latest_tokens and planes'",
+    ),
+    Fault(
+        "a prompt: a begun block is packed too",
+        "surplus // block * block",
+        "-(-surplus // block) * block",
+        "test_caches.py -k 'latest_tokens and planes'",
+    ),
+    Fault(
+        "rewind: what was packed later still counts",
+        "self.n_stored = min(self.n_stored, self._whole_blocks(held + again)) if self.n_seen else 0",
+        "pass",
+        "test_rewind.py -k 'planes or kivi2'",
+    ),
+    Fault(
+        "ring: positions one too early",
+        "0, slot, self.n_seen - slot)",
+        "0, slot, self.n_seen - slot - 1)",
+        "test_kv_rolling.py",
+    ),
+    Fault(
+        "ring: a rewind behind what is kept",
+        "n - self.window < self.n_lost",
+        "n < self.n_lost",
+        "test_kv_rolling.py",
+    ),
+    Fault(
+        "recurrent state: later snapshots stay",
+        "at if at <= found else 0",
+        "at",
+        "test_recurrent.py -k 'rewind or snapshot'",
+    ),
+    Fault(
+        "a bound on bytes: no share for the buffer",
+        "return budget // (n_layers + 1)",
+        "return budget // n_layers",
+        "test_budget.py",
+    ),
+    Fault(
+        "bits by need: sliding layers share all layers' mean",
+        "for layers in (slides, ~slides):",
+        "for layers in (slides | ~slides,):",
+        "test_by_need.py -k sliding",
+    ),
+    Fault(
+        "drafts: any is right",
+        "self._ahead[0][0] == token and",
+        "",
+        "test_drafts.py -k 'plain_one and f16 or plain_one and dense'",
+    ),
+    Fault(
+        "top_p: one token too few", "order[: 1 + int(", "order[: int(", "test_sampling.py -k 'definition or top_p'"
+    ),
+    Fault(
+        "stop strings: a start is let through",
+        "default=1) - 1",
+        "default=1) - 2",
+        "test_sampling.py -k stop_strings",
+    ),
+    Fault(
+        "overflow: more stays than there is room for",
+        "range(n - (room - sink), n)",
+        "range(n - room, n)",
+        "test_overflow.py",
+    ),
+    Fault("an image counts as one token", "at = span.stop", "at += 1", "test_server_images.py"),
+    Fault(
+        "a session of another model is taken",
+        "if model.identity != self._content.identity:",
+        "if False:",
+        "test_session_file.py -k belongs",
+    ),
+    Fault(
+        "a restored sampler begins anew",
+        'sampler.load_state(saved["state"])',
+        "pass",
+        "test_session_file.py -k 'restored_text'",
+    ),
+    Fault(
+        "a session's arrays are not checked",
+        'if metadata.get("crc32") != self._checksum(content):',
+        "if False:",
+        "test_session_file.py -k flipped",
+    ),
+    Fault(
+        "several conversations: each gets another's logits",
+        "zip(group, np.array(rows), strict=True)",
+        "zip(group, np.array(rows)[::-1], strict=True)",
+        "test_slots.py -k threads",
+    ),
+    Fault(
+        "chat: the answer's own tokens are forgotten",
+        "- len(tokens) + len(ids))\n        return {",
+        "- len(tokens))\n        return {",
+        "test_chat.py -k 'computes_only or cache_holds'",
+    ),
+    Fault(
+        "a conversation of another LoRA goes on",
+        "if session.lora == lora]",
+        "]",
+        "test_lora_beside.py -k 'anothers'",
+    ),
+    Fault(
+        "an answer's mark: its last letter alone is let through",
+        "len(mark) - 1), 0, -1",
+        "len(mark) - 2), 0, -1",
+        "test_server_tools.py -k 'taken_apart'",
+    ),
+    Fault(
+        "usage: the prompt counts with every answer",
+        '{"prompt": 0, "cached": 0} if i % self._request.n else {}',
+        "{}",
+        "test_server_answers.py -k 'several_answers'",
+    ),
+    Fault(
+        "a stream goes on without its reader",
+        "finally:\n            self._channel.cancelled.set()",
+        "finally:\n            pass",
+        "test_server_load.py -k 'vanishes or its_reader'",
+    ),
+    Fault(
+        "too many connections: the newest goes",
+        "next(iter(self._awaited))",
+        "next(reversed(self._awaited))",
+        "test_server_limits.py -k 'bad_clients'",
+    ),
+    Fault(
+        "any key will do",
+        " and hmac.compare_digest(given.strip(), self._key)",
+        "",
+        "test_server_limits.py -k key",
+    ),
+    Fault(
+        "AWQ: columns in ascending order",
+        "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
+        "AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)",
+        "test_packed.py -k awq",
+    ),
+    Fault(
+        "llama3's RoPE: long and short wavelengths swapped",
+        "(1 - smooth) * freq / factor + smooth * freq",
+        "smooth * freq / factor + (1 - smooth) * freq",
+        "test_models.py -k 'llama31 and transformers'",
+    ),
+)

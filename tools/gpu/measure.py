@@ -1,0 +1,359 @@
+"""Measurements of check.py: medians over device events, recorded launches, inputs beyond the L2."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.sampling import Sampler, SamplingParams
+from edgekv.kernels.cuda.driver import CupyDriver
+from edgekv.kernels.cuda.kernels import CudaKernels
+from edgekv.kernels.cuda.matvec import linear_program, matvec, packed_matvec, takes_packed
+from edgekv.kernels.cuda.program import CannotRecord, Launch
+from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.cache import Geometry, KVCache, Workspace
+from edgekv.models import architecture
+from edgekv.weights.cuda import KINDS, DeviceWeights, Matrix
+from edgekv.weights.formats import WEIGHTS, WeightFormat, specs_bytes, store_specs
+
+REPEATS = 15
+HEADS, HEAD_DIM = 32, 128  # Llama 2 7B: as many KV heads as query heads
+FILL_TOKENS = 2048
+FORMS = (("int4", 4, 128), ("int4-32", 4, 32), ("int8", 8, 128), ("f16", 16, 1), ("f32", 32, 1))
+PROMPTS = (2048, 8192)  # tokens
+SHAPE = 4096, 11008  # of a matrix: rows, columns
+STD = 0.02  # of random weights
+L2_TIMES = 4  # the inputs of one measurement, at least, in sizes of the L2 cache
+
+
+class Gpu:
+    """The driver, its kernels, and what the card can do."""
+
+    def __init__(self) -> None:
+        self.driver = CupyDriver()
+        self.kernels = CudaKernels(self.driver)
+        self.workspace = Workspace(self.driver)
+        device = cupy.cuda.runtime.getDevice()
+        self.properties = cupy.cuda.runtime.getDeviceProperties(device)
+        self.l2_bytes = int(self.properties["l2CacheSize"])
+        self.rng = cupy.random.default_rng(0)
+
+    def normal(self, *shape: int) -> Any:
+        return self.rng.standard_normal(shape, dtype=np.float32)
+
+    def seconds(self, step: Callable[[], Any], repeats: int = REPEATS) -> float:
+        """Median of one run of ``step``, recorded, so that the gaps between its launches are the device's own."""
+        step()
+        try:
+            run = self.driver.record(step)
+        except CannotRecord:
+            run = step
+        run()
+        times = []
+        for _ in range(repeats):
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record(self.driver.stream)
+            run()
+            end.record(self.driver.stream)
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
+        return float(np.median(times))
+
+    def copy_bandwidth(self, n_bytes: int = 4 << 30) -> float:
+        """Bytes per second, read and written, of a large copy on the device: the faster of two ways."""
+        a, b = (cupy.ones(n_bytes // 4, np.float32) for _ in range(2))
+        copies = (
+            lambda: a.data.copy_from_device_async(b.data, n_bytes, self.driver.stream),
+            lambda: cupy.negative(b, out=a),
+        )
+        return max(2 * n_bytes / self.seconds(copy) for copy in copies)
+
+
+@dataclasses.dataclass
+class Layers:
+    """Caches of one scheme with the same content in different memory, enough to push each other out of the L2."""
+
+    caches: list[KVCache]
+    queries: list[Any]
+    keys: list[Any]
+    values: list[Any]
+
+    @classmethod
+    def filled(cls, gpu: Gpu, spec: CacheSpec, depth: int, most: int, kernels: Any = None) -> Layers:
+        kernels = kernels or gpu.kernels
+        first = new_cache(gpu, spec, depth, kernels)
+        for a in range(0, depth, FILL_TOKENS):
+            n = min(FILL_TOKENS, depth - a)
+            k = gpu.normal(HEADS, n, HEAD_DIM) + 2 * gpu.normal(HEADS, 1, HEAD_DIM)
+            first.extend(k, gpu.normal(HEADS, n, HEAD_DIM))
+        n_layers = max(2, min(most, -(-L2_TIMES * gpu.l2_bytes // max(first.bytes_read(), 1))))
+        caches = [first, *(clone(gpu, spec, depth, first, kernels) for _ in range(n_layers - 1))]
+        rows = [[gpu.normal(HEADS, 1, HEAD_DIM) for _ in caches] for _ in range(3)]
+        queries = [q * np.float32(2 / np.sqrt(HEAD_DIM)) for q in rows[0]]
+        return cls(caches, queries, rows[1], rows[2])
+
+    def attend(self) -> None:
+        """One token in each layer; counted, and taken back."""
+        for cache, *token in zip(self.caches, self.queries, self.keys, self.values, strict=True):
+            cache.attend(*token)
+            cache.advance(-1)
+
+
+def new_cache(gpu: Gpu, spec: CacheSpec, depth: int, kernels: Any) -> KVCache:
+    cache = spec.scheme(Geometry(HEADS, HEADS, HEAD_DIM, depth + 256, layer=2, n_layers=32), spec.knobs)
+    cache.allocate(kernels, gpu.workspace)
+    return cache
+
+
+def clone(gpu: Gpu, spec: CacheSpec, depth: int, other: KVCache, kernels: Any) -> KVCache:
+    """A cache with the contents of another."""
+    cache, state = new_cache(gpu, spec, depth, kernels), other.state()
+    for name, array in cache.prepare(state.counters, state.fitted).items():
+        array[...] = state.arrays[name]
+    return cache
+
+
+def attention(gpu: Gpu, text: str, depth: int, bandwidth: float, most: int = 16) -> dict[str, Any]:
+    """One scheme's attention at a depth, per layer: append, attend."""
+    layers = Layers.filled(gpu, CacheSpec.parse(text), depth, most)
+    n = len(layers.caches)
+    seconds = gpu.seconds(layers.attend) / n
+    read = layers.caches[0].bytes_read()
+    floor = read / bandwidth
+    return {
+        "scheme": text,
+        "depth": depth,
+        "us": seconds * 1e6,
+        "bytes": read,
+        "gb_per_s": read / seconds / 1e9,
+        "times_floor": seconds / floor,
+        "layers": n,
+        "cache_bytes": layers.caches[0].nbytes,
+    }
+
+
+def torch_attention(depth: int, n_layers: int, n: int = 1) -> float:
+    """Seconds per layer of PyTorch's scaled_dot_product_attention in float16 at batch 1, as a CUDA graph.
+
+    n: query tokens; one, or as many as ``depth``: then it is causal.
+    """
+    import torch
+
+    kv = [torch.randn(1, HEADS, depth, HEAD_DIM, dtype=torch.float16, device="cuda") for _ in range(2 * n_layers)]
+    q = torch.randn(1, HEADS, n, HEAD_DIM, dtype=torch.float16, device="cuda")
+
+    def step() -> None:
+        for i in range(n_layers):
+            torch.nn.functional.scaled_dot_product_attention(q, kv[2 * i], kv[2 * i + 1], is_causal=n > 1)
+
+    return torch_seconds(step) / n_layers
+
+
+def torch_matvec(depth: int, n_layers: int, transposed: bool) -> float:
+    """Seconds of a float16 matrix-vector product per head through cuBLAS: scores, or (transposed) value sums."""
+    import torch
+
+    shape = HEADS, depth, HEAD_DIM
+    matrices = [torch.randn(shape, dtype=torch.float16, device="cuda") for _ in range(n_layers)]
+    x = torch.randn(HEADS, 1, depth if transposed else HEAD_DIM, dtype=torch.float16, device="cuda")
+    out = torch.empty(HEADS, 1, HEAD_DIM if transposed else depth, dtype=torch.float16, device="cuda")
+
+    def step() -> None:
+        for m in matrices:
+            torch.bmm(x, m if transposed else m.transpose(1, 2), out=out)
+
+    return torch_seconds(step) / n_layers
+
+
+def torch_seconds(step: Callable[[], None]) -> float:
+    import torch
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return float(np.median(times))
+
+
+def launches_of(gpu: Gpu, text: str, depth: int, most: int) -> list[tuple[str, int, float]]:
+    """Every kernel that a token's attention launches: how often per layer, and its seconds per layer by itself.
+
+    Each layer's launches of one kernel are recorded together, so that the gaps between them count too.
+    """
+    layers = Layers.filled(gpu, CacheSpec.parse(text), depth, most)
+    layers.attend()
+    launch, notes = gpu.driver.launch, []
+
+    def note(*arguments: Any) -> None:
+        notes.append(arguments)
+        launch(*arguments)
+
+    gpu.driver.launch = note
+    try:
+        layers.attend()
+    finally:
+        gpu.driver.launch = launch
+    n, found = len(layers.caches), []
+    for program, kernel in dict.fromkeys(what[:2] for what, *_ in notes):
+        own = [arguments for arguments in notes if arguments[0][:2] == (program, kernel)]
+
+        def step(own: Sequence[tuple[Any, ...]] = own) -> None:
+            for arguments in own:
+                launch(*arguments)
+
+        codecs = [str(value) for name, value in program.macros if name in ("KEYS", "VALUES")]
+        found.append((" ".join([kernel, *codecs]), len(own) // n, gpu.seconds(step) / n))
+    return found
+
+
+def weight_products(gpu: Gpu) -> Iterator[tuple[str, float, int]]:
+    """(form, seconds, bytes) of one weight matrix times one activation."""
+    rows, columns = SHAPE
+    x = gpu.normal(1, columns)
+    for name, bits, block in FORMS:
+        n = max(2, L2_TIMES * gpu.l2_bytes // (rows * columns * bits // 8))
+        blocks = columns // block if bits < 16 else 0
+        scales = [gpu.normal(rows, blocks) for _ in range(n)] if blocks else [None] * n
+        if blocks:
+            data = [gpu.rng.integers(0, 256, (rows, blocks, block * bits // 8), dtype=np.uint8) for _ in range(n)]
+        else:
+            data = [gpu.normal(rows, columns).astype(np.float16 if bits == 16 else np.float32) for _ in range(n)]
+
+        def step(data: Any = data, scales: Any = scales, bits: int = bits, block: int = block) -> None:
+            for each, own in zip(data, scales, strict=True):
+                if not takes_packed(bits, own, block):
+                    matvec(gpu.driver, x, each, bits=bits, block=block, columns=columns, scales=own)
+                else:
+                    packed_matvec(gpu.driver, x, each, own, bits=bits, block=block, columns=columns)
+
+        yield name, gpu.seconds(step) / n, rows * (columns * bits // 8 + 4 * blocks)
+
+
+def prompt_attention(gpu: Gpu, n: int) -> tuple[float, float]:
+    """(seconds of a layer's attention over n tokens, its floating-point operations)."""
+    q, k, v = ((gpu.normal(HEADS, n, HEAD_DIM) * 0.3).astype(np.float16) for _ in range(3))
+    out = cupy.empty((n, HEADS * HEAD_DIM), np.float16)
+    seconds = gpu.seconds(lambda: gpu.kernels.attend_prompt(q, k, v, 0, None, out))
+    return seconds, 2 * HEADS * HEAD_DIM * n * n
+
+
+def prompt_products(gpu: Gpu, n: int) -> Iterator[tuple[str, float, int]]:
+    """(what, seconds, operations or bytes) of one matrix: widening int4 codes, and the product of halves."""
+    rows, columns = SHAPE
+    codes = gpu.rng.integers(0, 256, (rows, columns // 128, 64), dtype=np.uint8)
+    scales, half = cupy.full((rows, columns // 128), 0.01, np.float32), cupy.empty(SHAPE, np.float16)
+    launch = Launch(linear_program(4, 128), "widen_to_half", (-(-columns // 2048), rows), 256)
+    seconds = gpu.seconds(lambda: gpu.driver.launch(launch, codes, scales, columns, columns // 128, half))
+    yield "int4 weights to halves", seconds, codes.nbytes + scales.nbytes + half.nbytes
+    x, y = gpu.normal(n, columns).astype(np.float16), cupy.empty((n, rows), np.float32)
+    yield (
+        "product of halves",
+        gpu.seconds(lambda: gpu.driver.multiply_halves(x, half, y, False)),
+        2 * n * half.size,
+    )
+
+
+class SyntheticWeights(DeviceWeights):
+    """Random weights of a shape, drawn on the device."""
+
+    def __init__(self, gpu: Gpu, config: dict[str, Any], form: WeightFormat) -> None:
+        self.arch, self.driver = architecture(config), gpu.driver
+        specs = store_specs(self.arch, form, dict.fromkeys(self.arch.tables(), "F16"))
+        tables = {name: specs[name] for name in self.arch.tables()}
+        self.nbytes, self.token_bytes = specs_bytes(specs), specs_bytes(specs) - specs_bytes(tables)
+        self.linears = {name: self._linear(gpu, name, specs, form) for name in self.arch.linears()}
+        self.vectors = {name: cupy.ones(size, np.float32) for name, (_, size) in self.arch.vectors().items()}
+        drawn = {name: (gpu.normal(*shape) * STD).astype(np.float16) for name, (_, shape) in tables.items()}
+        self.tables = {name: (table.view(np.uint16), KINDS["F16"]) for name, table in drawn.items()}
+
+    def _linear(self, gpu: Gpu, name: str, specs: dict[str, Any], form: WeightFormat) -> Matrix:
+        linear = self.arch.linears()[name]
+        codes = gpu.rng.integers(0, 256, specs[f"{name}.codes"][1], dtype=np.uint8)
+        scales = cupy.full(specs[f"{name}.scales"][1], STD * np.sqrt(3) / 2 ** (form.bits - 1), np.float32)
+        return Matrix(linear.rows, linear.columns, form.bits, form.block, scales.shape[1], codes, scales, None)
+
+
+def prefill_seconds(gpu: Gpu, decoder: CudaDecoder, n: int) -> float:
+    """A prompt of n random tokens into dense caches: the best of three after the first."""
+    spec, ids = CacheSpec.parse("dense"), np.random.default_rng(0).integers(0, decoder.config.vocab_size, n)
+    times = []
+    for _ in range(4):
+        caches = spec.layers(decoder.config, n)
+        for cache in caches:
+            cache.allocate(decoder.kernels, decoder.workspace)
+        gpu.driver.stream.synchronize()
+        begin = time.perf_counter()
+        decoder.head(decoder.prefill(decoder.embed(ids, 0), caches)[-1:])
+        gpu.driver.stream.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    """A shape with random int4 weights: prompts, and decode steps of each (scheme, tokens in the cache)."""
+    weights = SyntheticWeights(gpu, config, WEIGHTS["int4"])
+    decoder = CudaDecoder(weights, gpu.driver, max(depth for _, depth in plan) + 1024, 1)
+    for n in PROMPTS:
+        yield {"scheme": "a prompt", "depth": n, "ms": prefill_seconds(gpu, decoder, n) * 1e3}
+    c = decoder.config
+    for text, depth in plan:
+        spec = CacheSpec.parse(text)
+        caches = spec.layers(decoder.config, depth + 1024)
+        for cache in caches:
+            cache.allocate(decoder.kernels, decoder.workspace)
+            for a in range(0, depth, FILL_TOKENS):
+                shape = c.n_kv_heads, min(FILL_TOKENS, depth - a), c.head_dim
+                cache.extend(gpu.normal(*shape), gpu.normal(*shape))
+        yield {"scheme": text, "depth": depth, **_decode(gpu, decoder, caches, weights.token_bytes)}
+        del caches
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _decode(gpu: Gpu, decoder: CudaDecoder, caches: Sequence[KVCache], weight_bytes: int) -> dict[str, Any]:
+    sampler = Sampler(SamplingParams(), decoder.config.vocab_size)
+    token, replayed = 1, decoder.n_replayed
+    for _ in range(4):
+        token = sampler.sample(decoder.step(token, caches), ())
+    joules, begin, times = _joules(), time.perf_counter(), []
+    while time.perf_counter() - begin < 1.5 and len(times) < 800:
+        start = time.perf_counter()
+        token = sampler.sample(decoder.step(token, caches), ())
+        times.append(time.perf_counter() - start)
+    seconds, used = time.perf_counter() - begin, _joules()
+    read = weight_bytes + sum(cache.bytes_read() for cache in caches)
+    return {
+        "ms_per_token": float(np.median(times)) * 1e3,
+        "ms_per_token_mean": seconds / len(times) * 1e3,
+        "tokens": len(times),
+        "replayed": decoder.n_replayed - replayed,
+        "bytes": read,
+        "gb_per_s": read / float(np.median(times)) / 1e9,
+        "mj_per_token": None if joules is None or used is None else (used - joules) / len(times) * 1e3,
+        "watts": None if joules is None or used is None else (used - joules) / seconds,
+    }
+
+
+def _joules() -> float | None:
+    """The board's energy counter; None where NVML has none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))) / 1e3
+    except Exception:  # no nvidia-ml-py, or a card without a counter
+        return None

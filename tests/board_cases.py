@@ -30,7 +30,7 @@ def new_board(plan: Plan = FASTER) -> Board:
 def made_up() -> Board:
     """A finished board, each of its measurements half a second after the one before and as long."""
     board, started = new_board(), time.time() - 60
-    board.idle = Idle(started, 0.4, None, None, 0.0)
+    board.idle = Idle(started, 0.4, None, 0.0)
     span = Span(started, 0.4, 0.5, 51.5, 2400.0, (), 0.02)
     decoded = [
         Decode("tiny", kv, depth, 8, 12.5, 12.0, 14.0, 8.0, 3.0, 1000, 5000, 10000, span)
@@ -43,6 +43,6 @@ def made_up() -> Board:
     ]
     spans = [msgspec.structs.replace(span, started=started + 0.5 * (i + 1)) for i in range(len(rows))]
     board.measured = [msgspec.structs.replace(row, span=own) for row, own in zip(rows, spans, strict=True)]
-    board.shapes = [Shape("tiny", 1000, 2, "int4", 5000, 2, 2, 2, 0.5, 0.1, 10000)]
+    board.shapes = [Shape("tiny", 5000, 2, 2, 2, 0.5)]
     board.finished = True
     return board

@@ -21,19 +21,16 @@ from edgekv.power.board import (
     Bandwidth,
     Board,
     Decode,
-    Metering,
+    Measured,
     Prompt,
     Run,
-    ThreadsRow,
+    Step,
     Watch,
     add_log,
-    bandwidth_threads,
-    json_schema,
-    steps,
-    threads_key,
-    weights_bytes,
+    open_meter,
 )
 from edgekv.power.board_page import page
+from edgekv.power.sampler import Unmetered
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -41,7 +38,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def go(board: Board, path: pathlib.Path, seconds: float = 600.0) -> list[str]:
     """One run; returns what it told."""
     lines: list[str] = []
-    Run(board, path, Metering(), seconds, lines.append, lambda task, done, total: None).go()
+    Run(board, path, open_meter()[0], seconds, lines.append, lambda task, done, total: None).go()
     return lines
 
 
@@ -67,9 +64,7 @@ def test_everything_of_the_plan_is_measured_and_on_the_page(whole: tuple[Board, 
     board, path = whole
     assert board.finished
     assert board.left_out == []
-    cores = board.machine.cores
-    wanted = {threads_key("memory", n) for n in bandwidth_threads(cores)}
-    assert {m.key for m in board.measured} == wanted | {step.key for step in steps(board.plan, cores)}
+    assert {m.step for m in board.measured} == set(board.plan.steps(board.machine.cores))
     kinds = [type(m) for m in board.measured]
     assert (kinds.count(Decode), kinds.count(Prompt)) == (4, 1)
     text = page(board)
@@ -88,7 +83,7 @@ def test_everything_of_the_plan_is_measured_and_on_the_page(whole: tuple[Board, 
             assert f"| {m.tokens_per_s:.1f} | {m.first_token_s:.2f} s |" in text
         elif isinstance(m, Bandwidth):
             assert f"| {m.threads} | {m.gb_per_s:.1f} |" in text
-        elif isinstance(m, (Decode, ThreadsRow)):
+        else:
             assert f" {1e3 / m.token_ms:.2f} |" in text
     assert "a smoke test" in text.lower()
     assert "a test" in text
@@ -102,16 +97,17 @@ def test_an_interrupted_run_goes_on(
 ) -> None:
     """Ctrl-C in the third decoding: what was there stays as it was, and the rest comes."""
     command = ["board", "--quick", "--output", str(tmp_path), "--about", "on a table"]
-    decode, calls = Run.decode, []
+    measure, calls = Run.measure, []
 
-    def interrupted(run: Run, kv: str, depth: int) -> Decode:
-        calls.append((kv, depth))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return decode(run, kv, depth)
+    def interrupted(run: Run, step: Step) -> tuple[Measured, str]:
+        if step.what == "decode":
+            calls.append(step)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+        return measure(run, step)
 
     monkeypatch.setattr("edgekv.cli.board.QUICK", FASTER)
-    monkeypatch.setattr(Run, "decode", interrupted)
+    monkeypatch.setattr(Run, "measure", interrupted)
     assert main(command) == 130
     (file,) = tmp_path.glob("*.json")
     first = Board.load(file)
@@ -130,11 +126,11 @@ def test_an_interrupted_run_goes_on(
 def test_without_time_the_rest_is_left_out_and_comes_later(copy: Board, tmp_path: pathlib.Path) -> None:
     lost = copy.measured.pop()
     go(copy, tmp_path / "b.json", seconds=0.0)
-    assert [(left.what, left.why) for left in copy.left_out] == [(lost.key, NO_TIME)]
+    assert [(left.what, left.why) for left in copy.left_out] == [(lost.step.text, NO_TIME)]
     assert not copy.finished
-    assert f"- {NO_TIME}: {lost.key}" in page(copy)
+    assert f"- {NO_TIME}: {lost.step.text}" in page(copy)
     go(copy, tmp_path / "b.json")
-    assert copy.find(lost.key) is not None
+    assert copy.measured[-1].step == lost.step
     assert copy.finished
 
 
@@ -149,10 +145,10 @@ def test_what_cannot_be_measured_is_left_out_with_its_reason(
     assert left.why.startswith("needs ")
     assert left.why.endswith("of memory, 1000 B is free")
 
-    def full(run: Run, kv: str, depth: int) -> None:
+    def full(run: Run, step: Step) -> None:
         raise ConfigError("the disk is full")
 
-    monkeypatch.setattr(Run, "decode", full)
+    monkeypatch.setattr(Run, "measure", full)
     copy.measured = [m for m in copy.measured if not isinstance(m, Decode)]
     go(copy, tmp_path / "b.json")
     assert [left.why for left in copy.left_out] == 4 * ["the disk is full"]
@@ -241,12 +237,15 @@ def test_a_page_warns_of_what_spoils_its_figures() -> None:
 
 
 def test_small_shapes_come_first_and_each_with_its_most_telling_rows() -> None:
-    order = [step.key for step in steps(FULL, 4)]
+    bandwidth, order = FULL.steps(4)[:4], [step.text for step in FULL.steps(4)[4:]]
+    assert [step.text for step in bandwidth] == [
+        f"memory, {n}" for n in ("1 thread", "2 threads", "3 threads", "4 threads")
+    ]
     assert order[:4] == [f"qwen3-0.6b, {n}" for n in ("4 threads", "3 threads", "2 threads", "1 thread")]
     assert order[4:6] == ["qwen3-0.6b, dense at 0", "qwen3-0.6b, dense, prompt of 512"]
     assert list(dict.fromkeys(key.partition(",")[0] for key in order)) == list(FULL.shapes)
     assert len(order) == 4 + 6 * (5 * 3 + 1)
-    sizes = [weights_bytes(shape, FULL) for shape in FULL.shapes]
+    sizes = [FULL.weights_bytes(shape) for shape in FULL.shapes]
     assert sizes == sorted(sizes)
 
 
@@ -298,7 +297,7 @@ def test_cooling_and_clocks_are_read_where_the_system_names_them(tmp_path: pathl
 
 
 def test_only_other_programs_count_as_others() -> None:
-    watch = Watch()
+    watch = Watch(Unmetered("no sensor"))
     # A child is counted with us once it has ended.
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         time.sleep(0.5)
@@ -308,10 +307,8 @@ def test_only_other_programs_count_as_others() -> None:
 
 
 def test_documents_are_current() -> None:
-    """Every page, the table and the schema, of the JSON files in docs/boards."""
+    """Every page and the table, of the JSON files in docs/boards."""
     done = subprocess.run(
         [sys.executable, "tools/docs/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
-    schema = json.loads((ROOT / "docs" / "lab" / "boards" / "schema.json").read_text())
-    assert schema == json.loads(json.dumps(json_schema()))

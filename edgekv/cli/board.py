@@ -14,7 +14,7 @@ from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, require_writable, user_path
 from edgekv.power import METERS
-from edgekv.power.board import FULL, NO_TIME, QUICK, Board, Metering, Plan, Run, add_log
+from edgekv.power.board import FULL, NO_TIME, QUICK, Board, Plan, Run, add_log, open_meter
 from edgekv.power.board_page import page
 from edgekv.power.sampler import read_log
 
@@ -56,8 +56,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _execute(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.minutes <= 1e5:
         raise ConfigError(f"--minutes {arguments.minutes:g}: accepted are minutes above 0")
-    metering = Metering(arguments.power)
-    board = _new_board(arguments, metering)
+    source, meter = open_meter(arguments.power)
+    board = _new_board(arguments, meter)
     folder = user_path(arguments.output)
     path, text = folder / f"{board.slug}.json", folder / f"{board.slug}.md"
     with contextlib.suppress(OSError):  # `require_writable` says why
@@ -70,7 +70,7 @@ def _execute(arguments: argparse.Namespace) -> int:
         board = _continued(path, board, arguments)
     try:
         with Bars() as bars:
-            Run(board, path, metering, 60 * arguments.minutes, say, bars.update).go()
+            Run(board, path, source, 60 * arguments.minutes, say, bars.update).go()
     finally:
         atomic_write(text, page(board).encode())
     if arguments.power_csv:
@@ -84,14 +84,14 @@ def _execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _new_board(arguments: argparse.Namespace, metering: Metering) -> Board:
+def _new_board(arguments: argparse.Namespace, meter: str) -> Board:
     plan = QUICK if arguments.quick else FULL
     if arguments.shape:
         plan = msgspec.structs.replace(plan, shapes=tuple(arguments.shape.split(",")))
     for shape in plan.shapes:
         read_shape(shape)
     plan = msgspec.structs.replace(plan, threads=arguments.threads)
-    return Board.new(plan, arguments.about or "", metering.text)
+    return Board.new(plan, arguments.about or "", meter)
 
 
 def _continued(path: pathlib.Path, new: Board, arguments: argparse.Namespace) -> Board:

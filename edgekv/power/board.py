@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -11,7 +10,7 @@ import pathlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -54,7 +53,7 @@ WARM_UP_PROMPT = 16
 EVERY_NUMBER = 4  # up to so many cores the bandwidth of each number of threads is measured
 NO_TIME = "no time was left"
 
-# The record: one JSON file with every measurement and what surrounded it
+# The record: one JSON file with every measurement and the conditions around it
 
 Number = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -62,6 +61,24 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+
+class Step(NamedTuple):
+    """One measurement; n: threads of bandwidth and threads, tokens of the cache or of the prompt."""
+
+    what: Literal["bandwidth", "threads", "decode", "prompt"]
+    shape: str
+    n: int
+    kv: str = ""
+
+    @property
+    def text(self) -> str:
+        """Name it for people."""
+        if self.what == "decode":
+            return f"{self.shape}, {self.kv} at {self.n}"
+        if self.what == "prompt":
+            return f"{self.shape}, {self.kv}, prompt of {self.n}"
+        return f"{self.shape}, {self.n} thread{'s' if self.n > 1 else ''}"
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -82,8 +99,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """cooling: fans and cooling devices that the system names. clocks: governor and range of each kind of core.
-    about: the user's own words."""
+    """Cooling devices that the system names, governor and range of its cores, and the user's own words."""
 
     cooling: tuple[str, ...]
     clocks: tuple[str, ...]
@@ -91,7 +107,7 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """When something ran, and in what state the machine was.
+    """When something ran, and the state of the machine.
 
     started: Unix seconds. seconds: of what was timed. took_s: filling caches and warming up included.
     temperature_c, clock_mhz: at its end; None: not known. throttling: what limited the clocks meanwhile; None:
@@ -108,7 +124,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Energy(msgspec.Struct, frozen=True):
-    """Per token: all that the meter sees, what the samples leave open of it, and without what it drew at rest."""
+    """Per token: all that the meter sees, what the samples leave open of it, and the part above idle."""
 
     meter: Name
     mj_per_token: float
@@ -118,12 +134,11 @@ class Energy(msgspec.Struct, frozen=True):
 
 
 class Idle(msgspec.Struct, frozen=True):
-    """At rest, before everything: when, for how long, and what a meter that is here saw."""
+    """At rest, before everything; watts: None without a meter."""
 
     started: Number
     seconds: Number
     watts: float | None
-    spread_w: float | None
     others: Share
 
 
@@ -135,12 +150,8 @@ class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth", tag_field="what"):
     span: Span
 
     @property
-    def key(self) -> str:
-        return threads_key("memory", self.threads)
-
-    @property
-    def text(self) -> str:
-        return f"{self.gb_per_s:.1f} GB/s"
+    def step(self) -> Step:
+        return Step("bandwidth", "memory", self.threads)
 
 
 class ThreadsRow(msgspec.Struct, frozen=True, tag="threads", tag_field="what"):
@@ -153,12 +164,8 @@ class ThreadsRow(msgspec.Struct, frozen=True, tag="threads", tag_field="what"):
     span: Span
 
     @property
-    def key(self) -> str:
-        return threads_key(self.shape, self.threads)
-
-    @property
-    def text(self) -> str:
-        return f"{1e3 / self.token_ms:.2f} tokens/s, prompts {self.prompt_tokens_per_s:.1f}"
+    def step(self) -> Step:
+        return Step("threads", self.shape, self.threads)
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
@@ -184,18 +191,14 @@ class Decode(msgspec.Struct, frozen=True, tag="decode", tag_field="what"):
     energy: Energy | None = None
 
     @property
-    def key(self) -> str:
-        return decode_key(self.shape, self.kv, self.depth)
-
-    @property
-    def text(self) -> str:
-        return f"{1e3 / self.token_ms:.2f} tokens/s"
+    def step(self) -> Step:
+        return Step("decode", self.shape, self.depth, self.kv)
 
 
 class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
-    """A prompt into an empty cache, the best of a few: its speed, and the seconds until its first token is chosen.
+    """A prompt into an empty cache, the best of ``runs``: its speed, and the seconds until its first token.
 
-    runs: prompts that were read; the energy is per token of all of them.
+    The energy is per token of all runs.
     """
 
     shape: Name
@@ -209,47 +212,26 @@ class Prompt(msgspec.Struct, frozen=True, tag="prompt", tag_field="what"):
     energy: Energy | None = None
 
     @property
-    def key(self) -> str:
-        return prompt_key(self.shape, self.kv, self.tokens)
-
-    @property
-    def text(self) -> str:
-        return f"{self.tokens_per_s:.1f} tokens/s, {self.first_token_s:.2f} s to the first"
+    def step(self) -> Step:
+        return Step("prompt", self.shape, self.tokens, self.kv)
 
 
 Measured = Bandwidth | ThreadsRow | Decode | Prompt
 
 
-def threads_key(what: str, n: int) -> str:
-    return f"{what}, {n} thread{'s' if n > 1 else ''}"
-
-
-def decode_key(shape: str, kv: str, depth: int) -> str:
-    return f"{shape}, {kv} at {depth}"
-
-
-def prompt_key(shape: str, kv: str, tokens: int) -> str:
-    return f"{shape}, {kv}, prompt of {tokens}"
-
-
 class Shape(msgspec.Struct, frozen=True):
-    """A model of random weights, all its layers, as it was opened here.
+    """A model of random weights as it was opened here, and its threads, chosen at load or asked for.
 
-    threads: of attention; decode_threads, prompt_threads: of weight products, chosen at load or asked for.
-    opening_s: seconds to load it; making_s: to draw its weights before that, 0 if they were there.
+    threads: of attention; decode_threads, prompt_threads: of weight products. making_s: seconds to draw its
+    weights, 0 if they were there.
     """
 
     name: Name
-    parameters: Count
-    layers: Count
-    weights: Name
     weights_bytes: Count
     threads: AtLeastOne
     decode_threads: AtLeastOne
     prompt_threads: AtLeastOne
     making_s: Number
-    opening_s: Number
-    opening_peak_bytes: Count
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -280,6 +262,49 @@ class Plan(msgspec.Struct, frozen=True):
         """Tokens that a decoder must be able to read."""
         return max(*self.depths, self.prompt) + MOST_TOKENS + 1
 
+    def steps(self, cores: int) -> list[Step]:
+        """List the measurements: memory, the first shape by threads, then every shape, its most telling first."""
+        steps = [Step("bandwidth", "memory", n) for n in bandwidth_threads(cores)]
+        steps += [Step("threads", self.shapes[0], n) for n in candidates(cores)]
+        first, shallow = self.schemes[0], self.depths[0]
+        for shape in self.shapes:
+            steps += [Step("decode", shape, shallow, first), Step("prompt", shape, self.prompt, first)]
+            steps += [Step("decode", shape, depth, kv) for depth in self.depths[1:] for kv in self.schemes]
+            steps += [Step("decode", shape, shallow, kv) for kv in self.schemes[1:]]
+        return steps
+
+    def config(self, shape: str) -> dict[str, Any]:
+        """Return a shape's config, with positions for the whole plan."""
+        return shape_config(shape, None, self.capacity)
+
+    def weights_bytes(self, shape: str) -> int:
+        """Count the bytes of a shape's weights; it need not be made."""
+        model = unread_model(shape, self.config(shape))
+        return model.weights_bytes(weight_format(self.weights, model.arch))
+
+    def weights_folder(self, shape: str) -> pathlib.Path:
+        """Where a shape's weights are in the cache folder, or would be."""
+        config = self.config(shape)
+        return random_folder(config, weight_format(self.weights, architecture(config)))
+
+
+FULL = Plan(
+    shapes=("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b"),
+    schemes=("dense", "onebit", "planes", "kivi2", "h1b"),
+    depths=(0, 2048, 8192),
+    prompt=512,
+    threads_prompt=128,
+    weights="int4",
+    seconds=3.0,
+    idle_s=5.0,
+)
+QUICK = Plan(("tiny",), ("dense", "onebit"), (0, 256), 64, 32, "int4", 0.05, 0.1)  # shows that everything runs
+
+
+def bandwidth_threads(cores: int) -> list[int]:
+    """List the numbers of threads that the bandwidth of memory is measured with."""
+    return list(range(1, cores + 1)) if cores <= EVERY_NUMBER else sorted({1, 2, *candidates(cores)})
+
 
 class Board(msgspec.Struct):
     """One machine's record."""
@@ -301,10 +326,6 @@ class Board(msgspec.Struct):
         machine = msgspec.convert(machine_info(), Machine)
         around = Environment(tuple(conditions.cooling(root)), tuple(conditions.clock_ranges(root)), about)
         return cls(1, machine, around, plan, meter)
-
-    def find(self, key: str) -> Measured | None:
-        """Return the measurement of that key; None: not made yet."""
-        return next((m for m in self.measured if m.key == key), None)
 
     @property
     def slug(self) -> str:
@@ -328,38 +349,46 @@ class Board(msgspec.Struct):
         return read_fields(raw, cls, str(path), hint)
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the file."""
-    return {"title": "edgekv board", **msgspec.json.schema(Board)}
+# Energy, and the conditions around a measurement
 
 
-# What goes on around a measurement
+def open_meter(name: str = "auto") -> tuple[PowerSource, str]:
+    """Open the meter at hand and describe it; without one its energies are None.
+
+    Raises PowerError for a meter that is named and can't be read.
+    """
+    try:
+        meter, notes = find_meter(name, device="cpu")
+    except PowerError as error:
+        if name != "auto":
+            raise
+        return Unmetered(str(error)), f"none: {error}"
+    return PowerSampler(meter, notes=notes), f"{meter.name}: {meter.covers}"
 
 
 class Watch:
-    """Notes the state of the machine around a measurement, from its making to `span`."""
+    """The state of the machine around a measurement, from its making to `span`; `timed` times the block."""
 
-    def __init__(self, meter_throttle: Callable[[], Throttle | None] = lambda: None) -> None:
-        self._meter_throttle = meter_throttle
-        self._begun, self._before, self._busy = time.perf_counter(), self._throttle(), _busy_s()
-        self.start()
+    def __init__(self, source: PowerSource) -> None:
+        self._source = source
+        self._made_s, self._before, self._busy = time.perf_counter(), self._throttle(), _busy_s()
 
-    def start(self) -> None:
-        """Begin what is timed."""
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time the block, the meter read at both ends."""
+        self._source.mark()
         self.started, self.begun = time.time(), time.perf_counter()
-        self.ended: float | None = None
-
-    def stop(self) -> None:
-        """End what is timed."""
+        yield
         self.ended = time.perf_counter()
+        self._source.mark()
 
     def span(self) -> Span:
         """Describe all of it, up to now."""
-        ended, now = self.ended or time.perf_counter(), conditions.Conditions.now()
+        now = conditions.Conditions.now()
         return Span(
             started=self.started,
-            seconds=ended - self.begun,
-            took_s=time.perf_counter() - self._begun,
+            seconds=self.ended - self.begun,
+            took_s=time.perf_counter() - self._made_s,
             temperature_c=now.temperature_c,
             clock_mhz=now.clock_mhz,
             throttling=conditions.throttled_between(self._before, self._throttle()),
@@ -368,12 +397,21 @@ class Watch:
 
     def others(self) -> float:
         """Return the share of the cores' time that other programs have taken so far."""
-        busy, own = (after - start for after, start in zip(_busy_s(), self._busy, strict=True))
-        cores, seconds = max(psutil.cpu_count() or 1, all_cores()), time.perf_counter() - self._begun
-        return min(1.0, max(0.0, (busy - own) / (cores * seconds))) if seconds > 0 else 0.0
+        busy, own = (after - before for after, before in zip(_busy_s(), self._busy, strict=True))
+        cores, seconds = max(psutil.cpu_count() or 1, all_cores()), time.perf_counter() - self._made_s
+        return min(1.0, max(0.0, (busy - own) / (cores * seconds)))
+
+    def window(self) -> Window | None:
+        """Return the energy of the block; None: not measured."""
+        return _window(self._source, self.begun, self.ended)
+
+    def energy(self, tokens: int, idle: Idle | None) -> Energy | None:
+        """Return the energy of so many tokens in the block; None: not measured."""
+        window, name = self.window(), self._source.about().meter
+        return _energy(name, window, tokens, idle.watts if idle else None) if window and name else None
 
     def _throttle(self) -> Throttle | None:
-        return all_limits(conditions.throttle(), self._meter_throttle())
+        return all_limits(conditions.throttle(), self._source.throttle())
 
 
 def _busy_s() -> tuple[float, float]:
@@ -382,44 +420,6 @@ def _busy_s() -> tuple[float, float]:
     # Linux counts a guest's time as user time too.
     busy = sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
     return busy - getattr(times, "guest_nice", 0.0), sum(own[:4])
-
-
-class Metering:
-    """The meter at hand, read from `start` to `stop`; without one everything is None, and ``text`` says why."""
-
-    def __init__(self, name: str = "auto") -> None:
-        """Raises PowerError for a meter that is named and can't be read."""
-        self.source: PowerSource
-        try:
-            meter, notes = find_meter(name, device="cpu")
-        except PowerError as error:
-            if name != "auto":
-                raise
-            self.source, self.text = Unmetered(str(error)), f"none: {error}"
-        else:
-            self.source, self.text = PowerSampler(meter, notes=notes), f"{meter.name}: {meter.covers}"
-
-    def rest(self, seconds: float) -> Idle:
-        """Wait to see what the machine draws, and does, at rest."""
-        with self.timed(Watch()) as watch:
-            time.sleep(seconds)
-        window = _window(self.source, watch.begun, watch.ended)
-        watts, spread = (window.average_w, window.spread_w) if window else (None, None)
-        return Idle(watch.started, watch.span().seconds, watts, spread, watch.others())
-
-    @contextlib.contextmanager
-    def timed(self, watch: Watch) -> Iterator[Watch]:
-        """Time what runs inside, the meter read at both ends."""
-        self.source.mark()
-        watch.start()
-        yield watch
-        watch.stop()
-        self.source.mark()
-
-    def per_token(self, watch: Watch, tokens: int, idle: Idle | None) -> Energy | None:
-        """Return the energy of so many tokens that were timed; None: not measured."""
-        window, name = _window(self.source, watch.begun, watch.ended), self.source.about().meter
-        return _energy(name, window, tokens, idle.watts if idle else None) if window and name else None
 
 
 def add_log(board: Board, path: str | os.PathLike[str]) -> None:
@@ -431,7 +431,7 @@ def add_log(board: Board, path: str | os.PathLike[str]) -> None:
     idle_w = None
     if board.idle and (rest := _window(log, board.idle.started, board.idle.started + board.idle.seconds)):
         idle_w = rest.average_w
-        board.idle = msgspec.structs.replace(board.idle, watts=idle_w, spread_w=rest.spread_w)
+        board.idle = msgspec.structs.replace(board.idle, watts=idle_w)
     n_found = 0
     for i, m in enumerate(board.measured):
         seen = _window(log, m.span.started, m.span.started + m.span.seconds)
@@ -446,103 +446,20 @@ def add_log(board: Board, path: str | os.PathLike[str]) -> None:
     board.meter = f"csv: {log.about().covers}"
 
 
-def _window(source: PowerSource, begun: float, ended: float | None) -> Window | None:
+def _window(source: PowerSource, begun: float, ended: float) -> Window | None:
     with contextlib.suppress(PowerError):
-        return source.window(begun, ended or begun)
+        return source.window(begun, ended)
     return None
 
 
 def _energy(meter: str, window: Window, tokens: int, idle_w: float | None) -> Energy:
-    net = None if idle_w is None else window.joules - idle_w * window.seconds
     return Energy(
         meter=meter,
         mj_per_token=1e3 * window.joules / tokens,
         error_mj=None if window.error_j is None else 1e3 * window.error_j / tokens,
-        net_mj_per_token=None if net is None else 1e3 * net / tokens,
+        net_mj_per_token=None if idle_w is None else 1e3 * (window.joules - idle_w * window.seconds) / tokens,
         average_w=window.average_w,
     )
-
-
-# The measurements
-
-FULL = Plan(
-    shapes=("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b"),
-    schemes=("dense", "onebit", "planes", "kivi2", "h1b"),
-    depths=(0, 2048, 8192),
-    prompt=512,
-    threads_prompt=128,
-    weights="int4",
-    seconds=3.0,
-    idle_s=5.0,
-)
-QUICK = Plan(  # a smoke: that everything runs, on a model so small that its figures say nothing
-    shapes=("tiny",),
-    schemes=("dense", "onebit"),
-    depths=(0, 256),
-    prompt=64,
-    threads_prompt=32,
-    weights="int4",
-    seconds=0.05,
-    idle_s=0.1,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One measurement. ``shape`` is opened for it, on ``threads``; it fills a cache of ``kv`` up to ``depth``."""
-
-    key: str
-    measure: Callable[[Run], Measured]
-    shape: str
-    threads: int | None = None
-    kv: str = "dense"
-    depth: int = 0
-
-
-def steps(plan: Plan, cores: int) -> Iterator[Step]:
-    """List the measurements shape by shape, the most telling first; the first one also by numbers of threads."""
-    for n in candidates(cores):
-        yield Step(threads_key(plan.shapes[0], n), lambda run: run.threads_row(), plan.shapes[0], n)
-    first, *others = plan.schemes
-    shallow, *deeper = plan.depths
-    for shape in plan.shapes:
-        yield _decode_step(plan, shape, first, shallow)
-        key = prompt_key(shape, first, plan.prompt)
-        yield Step(key, lambda run: run.prompt(), shape, plan.threads, first, plan.prompt)
-        for depth, schemes in (*((depth, plan.schemes) for depth in deeper), (shallow, others)):
-            for kv in schemes:
-                yield _decode_step(plan, shape, kv, depth)
-
-
-def _decode_step(plan: Plan, shape: str, kv: str, depth: int) -> Step:
-    return Step(decode_key(shape, kv, depth), lambda run: run.decode(kv, depth), shape, plan.threads, kv, depth)
-
-
-def bandwidth_threads(cores: int) -> list[int]:
-    """Numbers of threads that the bandwidth of memory is measured with."""
-    return list(range(1, cores + 1)) if cores <= EVERY_NUMBER else sorted({1, 2, *candidates(cores)})
-
-
-def bandwidth(n_threads: int) -> Bandwidth:
-    """Measure memory's bandwidth by so many threads."""
-    watch = Watch()
-    probe = stream.Bandwidth(n_threads)
-    watch.start()
-    for _ in range(PASSES):
-        probe.sample()
-    return Bandwidth(n_threads, probe.best / 1e9, watch.span())
-
-
-def weights_bytes(shape: str, plan: Plan) -> int:
-    """Bytes of a shape's weights; it need not be made."""
-    model = unread_model(shape, shape_config(shape, None, plan.capacity))
-    return model.weights_bytes(weight_format(plan.weights, model.arch))
-
-
-def weights_folder(shape: str, plan: Plan) -> pathlib.Path:
-    """Where a shape's weights are in the cache folder, or would be."""
-    config = shape_config(shape, None, plan.capacity)
-    return random_folder(config, weight_format(plan.weights, architecture(config)))
 
 
 class Run:
@@ -555,12 +472,12 @@ class Run:
         self,
         board: Board,
         path: pathlib.Path,
-        metering: Metering,
+        source: PowerSource,
         seconds: float,
         say: Callable[[str], None],
         progress: TaskProgress,
     ) -> None:
-        self.board, self.path, self.metering = board, path, metering
+        self.board, self.path, self.source = board, path, source
         self._say, self._progress = say, progress
         self._deadline = time.perf_counter() + seconds
         self._opened: tuple[str, int | None] | None = None
@@ -570,81 +487,94 @@ class Run:
         """Measure all that there is time for. What raises an EdgeKVError is left out with its reason."""
         board = self.board
         board.left_out, board.finished = [], False
-        self.metering.source.start()
+        self.source.start()
         try:
             if board.idle is None:
-                board.idle = self.metering.rest(board.plan.idle_s)
-            for n in bandwidth_threads(board.machine.cores):
-                if board.find(threads_key("memory", n)) is None:
-                    self._keep(bandwidth(n))
-            for step in steps(board.plan, board.machine.cores):
-                if board.find(step.key) is None:
+                board.idle = self._rest()
+            done = {m.step for m in board.measured}
+            for step in board.plan.steps(board.machine.cores):
+                if step not in done:
                     self._try(step)
             self._close()
             board.finished = all(skipped.why != NO_TIME for skipped in board.left_out)
         finally:
-            self.metering.source.stop()
+            self.source.stop()
             board.save(self.path)
 
+    def _rest(self) -> Idle:
+        """Wait to see what the machine draws, and does, at rest."""
+        watch = Watch(self.source)
+        with watch.timed():
+            time.sleep(self.board.plan.idle_s)
+        window = watch.window()
+        return Idle(watch.started, watch.ended - watch.begun, window.average_w if window else None, watch.others())
+
     def _try(self, step: Step) -> None:
-        why = self._obstacle(step)
+        why = None if step.what == "bandwidth" else self._obstacle(step)
         if why is None:
             try:
-                self._open(step)
-                self._keep(step.measure(self))
+                result, text = self.measure(step)
             except (EdgeKVError, MemoryError) as error:
                 why = str(error) or "out of memory"
+            else:
+                self.board.measured.append(result)
+                self.board.save(self.path)
+                self._say(f"{step.text}: {text}")
         if why is not None:
-            self.board.left_out.append(Skipped(step.key, why))
-
-    def _keep(self, result: Measured) -> None:
-        self.board.measured.append(result)
-        self.board.save(self.path)
-        self._say(f"{result.key}: {result.text}")
+            self.board.left_out.append(Skipped(step.text, why))
 
     def _obstacle(self, step: Step) -> str | None:
         """Say why the measurement can't be made now; None: nothing is in its way."""
         plan = self.board.plan
-        model = unread_model(step.shape, shape_config(step.shape, None, plan.capacity))
-        ctx = step.depth + MOST_TOKENS + 1
-        needed = sum(SessionPlan.make(model, kv=step.kv, ctx=ctx, weights=plan.weights).parts().values())
+        tokens, kv = (0, plan.schemes[0]) if step.what == "threads" else (step.n, step.kv)
+        model, ctx = unread_model(step.shape, plan.config(step.shape)), tokens + MOST_TOKENS + 1
+        needed = sum(SessionPlan.make(model, kv=kv, ctx=ctx, weights=plan.weights).parts().values())
         free = available_memory_bytes()
         if self._opened is not None:
-            free += weights_bytes(self._opened[0], plan)  # in use already, or given back before the next is opened
+            free += plan.weights_bytes(self._opened[0])  # in use already, or given back before the next is opened
         if needed > free:
             return f"needs {format_bytes(needed)} of memory, {format_bytes(free)} is free"
         return NO_TIME if time.perf_counter() > self._deadline else None
 
-    def _open(self, step: Step) -> None:
-        """Open the step's shape on its threads, made where it is not there; gives back the one that was open."""
-        if self._opened == (step.shape, step.threads):
+    def measure(self, step: Step) -> tuple[Measured, str]:
+        """Return the measurement, and its result in words."""
+        if step.what == "bandwidth":
+            read = self._bandwidth(step.n)
+            return read, f"{read.gb_per_s:.1f} GB/s"
+        self._open(step.shape, step.n if step.what == "threads" else self.board.plan.threads)
+        gc.collect()  # caches of earlier measurements are known to themselves
+        reset_peak_rss()
+        if step.what == "threads":
+            row = self._threads(step)
+            return row, f"{1e3 / row.token_ms:.2f} tokens/s, prompts {row.prompt_tokens_per_s:.1f}"
+        if step.what == "decode":
+            decoded = self._decode(step)
+            return decoded, f"{1e3 / decoded.token_ms:.2f} tokens/s"
+        prompt = self._prompt(step)
+        return prompt, f"{prompt.tokens_per_s:.1f} tokens/s, {prompt.first_token_s:.2f} s to the first"
+
+    def _open(self, shape: str, threads: int | None) -> None:
+        """Open the shape on its threads, made where it is not there; gives back the one that was open."""
+        if self._opened == (shape, threads):
             return
-        self._close(step.shape)
-        plan, was_made = self.board.plan, is_store(weights_folder(step.shape, self.board.plan))
-        begun = time.perf_counter()
-        model = shape_model(step.shape, None, plan.capacity, plan.weights, self._progress)
+        self._close(shape)
+        plan, begun = self.board.plan, time.perf_counter()
+        was_made = is_store(plan.weights_folder(shape))
+        model = shape_model(shape, None, plan.capacity, plan.weights, self._progress)
         making_s = 0.0 if was_made else time.perf_counter() - begun
         form = model.weight_format(plan.weights)
-        _reset_peak()
-        begun = time.perf_counter()
-        decoder = find_device("cpu").decoder(model, form, plan.capacity, step.threads, self._progress)
-        self.decoder = decoder
-        self._opened = step.shape, step.threads
-        chosen = decoder.ops.threads
-        before = next((s for s in self.board.shapes if s.name == step.shape), None)
-        if before is None or step.threads == plan.threads:  # those that its rows are measured with
+        decoder = find_device("cpu").decoder(model, form, plan.capacity, threads, self._progress)
+        self.decoder, self._opened = decoder, (shape, threads)
+        before = next((s for s in self.board.shapes if s.name == shape), None)
+        if before is None or threads == plan.threads:  # those that its rows are measured with
+            chosen = decoder.ops.threads
             facts = Shape(
-                name=step.shape,
-                parameters=model.n_parameters,
-                layers=model.config.n_layers,
-                weights=form.name,
+                name=shape,
                 weights_bytes=model.weights_bytes(form),
                 threads=decoder.threads,
                 decode_threads=chosen.decode if chosen else decoder.threads,
                 prompt_threads=chosen.prompt if chosen else decoder.threads,
                 making_s=making_s + (before.making_s if before else 0.0),
-                opening_s=time.perf_counter() - begun,
-                opening_peak_bytes=peak_rss_bytes(),
             )
             self.board.shapes = [s for s in self.board.shapes if s is not before] + [facts]
 
@@ -656,80 +586,83 @@ class Run:
         del self.decoder
         was_made = any(s.name == name and s.making_s > 0 for s in self.board.shapes)
         if was_made and name != next_shape and time.perf_counter() < self._deadline:
-            shutil.rmtree(weights_folder(name, self.board.plan), ignore_errors=True)
+            shutil.rmtree(self.board.plan.weights_folder(name), ignore_errors=True)
 
-    def threads_row(self) -> ThreadsRow:
+    def _bandwidth(self, n_threads: int) -> Bandwidth:
+        watch, probe = Watch(self.source), stream.Bandwidth(n_threads)
+        with watch.timed():
+            for _ in range(PASSES):
+                probe.sample()
+        return Bandwidth(n_threads, probe.best / 1e9, watch.span())
+
+    def _threads(self, step: Step) -> ThreadsRow:
         """Time the shape with the number of threads that it was opened on."""
-        assert self._opened is not None
-        (shape, n_threads), plan, watch = self._opened, self.board.plan, Watch()
+        plan, watch = self.board.plan, Watch(self.source)
         timer = self._timer(plan.schemes[0], 0)
-        watch.start()
-        self._decode(timer, plan.seconds / 2)
-        best = min(self._prompt(plan.schemes[0], plan.threads_prompt)[0] for _ in range(2))
-        watch.stop()
-        token_ms = _median_ms(timer.totals)
-        return ThreadsRow(shape, n_threads or 1, token_ms, plan.threads_prompt / best, watch.span())
+        with watch.timed():
+            self._time_tokens(timer, plan.seconds / 2)
+            best = min(self._time_prompt(plan.schemes[0], plan.threads_prompt)[0] for _ in range(2))
+        token_ms = float(np.median(timer.totals)) * 1e3
+        return ThreadsRow(step.shape, step.n, token_ms, plan.threads_prompt / best, watch.span())
 
-    def decode(self, kv: str, depth: int) -> Decode:
-        """Time a token behind ``depth`` synthetic ones."""
-        assert self._opened is not None
-        _reset_peak()
-        watch = Watch(self.metering.source.throttle)
-        timer = self._timer(kv, depth)
-        with self.metering.timed(watch):
-            self._decode(timer, self.board.plan.seconds)
+    def _decode(self, step: Step) -> Decode:
+        """Time a token behind synthetic ones."""
+        watch = Watch(self.source)
+        timer = self._timer(step.kv, step.n)
+        with watch.timed():
+            self._time_tokens(timer, self.board.plan.seconds)
+        best, median, p95 = (float(ms) for ms in np.percentile(timer.totals, (0, 50, 95)) * 1e3)
         return Decode(
-            shape=self._opened[0],
-            kv=kv,
-            depth=depth,
+            shape=step.shape,
+            kv=step.kv,
+            depth=step.n,
             tokens=len(timer.totals),
-            token_ms=_median_ms(timer.totals),
-            token_ms_best=min(timer.totals) * 1e3,
-            token_ms_p95=float(np.percentile(timer.totals, 95)) * 1e3,
+            token_ms=median,
+            token_ms_best=best,
+            token_ms_p95=p95,
             matmul_ms=timer.part_ms("matmul"),
             attention_ms=timer.part_ms("attention"),
             cache_bytes=sum(cache.nbytes for cache in timer.caches),
             bytes_read=self.decoder.weights.token_bytes + sum(cache.bytes_read() for cache in timer.caches),
             peak_memory_bytes=peak_rss_bytes(),
             span=watch.span(),
-            energy=self.metering.per_token(watch, len(timer.totals), self.board.idle),
+            energy=watch.energy(len(timer.totals), self.board.idle),
         )
 
-    def prompt(self) -> Prompt:
+    def _prompt(self, step: Step) -> Prompt:
         """Time a prompt of random tokens, read until `Plan.seconds` are over or MOST_PROMPTS are."""
-        assert self._opened is not None
-        _reset_peak()
-        watch, plan, kv = Watch(self.metering.source.throttle), self.board.plan, self.board.plan.schemes[0]
-        self._prompt(kv, WARM_UP_PROMPT)
+        watch = Watch(self.source)
+        self._time_prompt(step.kv, WARM_UP_PROMPT)
         runs: list[tuple[float, float]] = []
-        with self.metering.timed(watch):
-            while len(runs) < MOST_PROMPTS and (not runs or time.perf_counter() - watch.begun < plan.seconds):
-                runs.append(self._prompt(kv, plan.prompt))
+        with watch.timed():
+            deadline = time.perf_counter() + self.board.plan.seconds
+            while len(runs) < MOST_PROMPTS and (not runs or time.perf_counter() < deadline):
+                runs.append(self._time_prompt(step.kv, step.n))
         return Prompt(
-            shape=self._opened[0],
-            kv=kv,
-            tokens=plan.prompt,
+            shape=step.shape,
+            kv=step.kv,
+            tokens=step.n,
             runs=len(runs),
-            tokens_per_s=plan.prompt / min(prefill for prefill, _ in runs),
+            tokens_per_s=step.n / min(prefill for prefill, _ in runs),
             first_token_s=min(first for _, first in runs),
             peak_memory_bytes=peak_rss_bytes(),
             span=watch.span(),
-            energy=self.metering.per_token(watch, plan.prompt * len(runs), self.board.idle),
+            energy=watch.energy(step.n * len(runs), self.board.idle),
         )
 
     def _timer(self, kv: str, depth: int) -> SchemeTimer:
         return SchemeTimer(self.decoder, CacheSpec.parse(kv), depth, MOST_TOKENS + 1)
 
-    def _decode(self, timer: SchemeTimer, seconds: float) -> None:
+    def _time_tokens(self, timer: SchemeTimer, seconds: float) -> None:
         """Decode for so many seconds, at least LEAST_TOKENS and at most MOST_TOKENS."""
         begun = time.perf_counter()
         with blas_threads(1):
-            for n in range(MOST_TOKENS):
-                if n >= LEAST_TOKENS and time.perf_counter() - begun >= seconds:
+            while len(timer.totals) < MOST_TOKENS:
+                if len(timer.totals) >= LEAST_TOKENS and time.perf_counter() - begun >= seconds:
                     break
                 timer.decode(1)
 
-    def _prompt(self, kv: str, n: int) -> tuple[float, float]:
+    def _time_prompt(self, kv: str, n: int) -> tuple[float, float]:
         """Return the seconds that n tokens took through all layers, and those until the first token was chosen."""
         decoder = self.decoder
         ids = np.random.default_rng(0).integers(0, decoder.config.vocab_size, n)
@@ -741,13 +674,3 @@ class Run:
             prefilled = time.perf_counter()
             sampler.sample(decoder.head(x[-1:])[0])
         return prefilled - begun, time.perf_counter() - begun
-
-
-def _reset_peak() -> None:
-    """Free what was measured before (its caches are known to themselves), and count memory from here."""
-    gc.collect()
-    reset_peak_rss()
-
-
-def _median_ms(seconds: list[float]) -> float:
-    return float(np.median(seconds)) * 1e3

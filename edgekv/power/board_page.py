@@ -25,17 +25,21 @@ def page(board: Board) -> str:
         "this page.\n",
         *_warnings(board),
         _facts(board),
-        *_bandwidth([m for m in board.measured if isinstance(m, Bandwidth)]),
-        *_threads(board, [m for m in board.measured if isinstance(m, ThreadsRow)]),
-        *_decoding(board, [m for m in board.measured if isinstance(m, Decode)]),
-        *_prompts([m for m in board.measured if isinstance(m, Prompt)]),
-        *_skipped(board),
     ]
-    return "\n".join(parts)
+    if read := [(str(m.threads), f"{m.gb_per_s:.1f}") for m in board.measured if isinstance(m, Bandwidth)]:
+        parts += ["## Memory, read in order\n", table(("threads", "GB/s"), read)]
+    if rows := [m for m in board.measured if isinstance(m, ThreadsRow)]:
+        parts += _threads(board, rows)
+    if decoded := [m for m in board.measured if isinstance(m, Decode)]:
+        parts += _decoding(board, decoded)
+    if prompts := [m for m in board.measured if isinstance(m, Prompt)]:
+        head = ("shape", "cache", "tokens", "tokens/s", "first token", "peak memory", "mJ per token")
+        parts += ["## Prompts\n", "The best of at most three.\n", table(head, map(_prompt, prompts))]
+    return "\n".join([*parts, *_skipped(board)])
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Of Markdown."""
+    """Write a table of Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
@@ -56,12 +60,11 @@ def others(board: Board) -> float:
 
 
 def _warnings(board: Board) -> list[str]:
-    lines = []
-    if others(board) > SHARED:
-        what = "are lower than they would be alone" if others(board) < MOSTLY else "say nothing about the machine"
+    lines, share = [], others(board)
+    if share > SHARED:
+        what = "are lower than they would be alone" if share < MOSTLY else "say nothing about the machine"
         lines.append(
-            f"The machine was shared: other programs took {others(board):.0%} of the cores' time. "
-            f"The figures {what}.\n"
+            f"The machine was shared: other programs took {share:.0%} of the cores' time. The figures {what}.\n"
         )
     if board.plan.shapes == ("tiny",):
         lines.append("A smoke test on a tiny model: its figures say nothing about the machine.\n")
@@ -69,10 +72,9 @@ def _warnings(board: Board) -> list[str]:
 
 
 def _facts(board: Board) -> str:
-    m, around, spans = board.machine, board.surroundings, [m.span for m in board.measured]
+    m, around, spans, idle = board.machine, board.surroundings, [m.span for m in board.measured], board.idle
     warmest = max((span.temperature_c for span in spans if span.temperature_c is not None), default=None)
     clocks = [span.clock_mhz for span in spans if span.clock_mhz is not None]
-    idle = board.idle
     rows = [
         ("processor", f"{m.cpu or 'not named'}, {m.architecture}, {m.cores} cores"),
         ("memory", format_bytes(m.ram_bytes)),
@@ -91,81 +93,63 @@ def _facts(board: Board) -> str:
     return table(("", ""), rows)
 
 
-def _bandwidth(rows: list[Bandwidth]) -> list[str]:
-    if not rows:
-        return []
-    found = table(("threads", "GB/s"), [(str(r.threads), f"{r.gb_per_s:.1f}") for r in rows])
-    return ["## Memory, read in order\n", found]
-
-
 def _threads(board: Board, rows: list[ThreadsRow]) -> list[str]:
-    if not rows:
-        return []
     decoding = min(rows, key=lambda r: r.token_ms)
     reading = max(rows, key=lambda r: r.prompt_tokens_per_s)
     lines = [
         (str(r.threads), f"{1e3 / r.token_ms:.2f}", f"{r.prompt_tokens_per_s:.1f}")
         for r in sorted(rows, key=lambda r: r.threads)
     ]
-    best = (
-        f"`{rows[0].shape}` in an empty `dense` cache. Decoding was fastest with {decoding.threads}, prompts with "
-        f"{reading.threads}."
-    )
     chosen = [
         f"`{s.name}` {s.decode_threads} for a token's weight products, {s.prompt_threads} for a prompt's, "
         f"{s.threads} for attention"
         for s in board.shapes
     ]
-    asked = "asked for" if board.plan.threads else "chosen at load"
     return [
         "## Threads\n",
-        f"{best} The rows below have those {asked}: {'; '.join(chosen)}.\n",
+        f"`{rows[0].shape}` in an empty `dense` cache. Decoding was fastest with {decoding.threads}, prompts with "
+        f"{reading.threads}. The rows below have those {'asked for' if board.plan.threads else 'chosen at load'}: "
+        f"{'; '.join(chosen)}.\n",
         table(("threads", "tokens/s", f"prompt of {board.plan.threads_prompt}, tokens/s"), lines),
     ]
 
 
 def _decoding(board: Board, rows: list[Decode]) -> list[str]:
-    if not rows:
-        return []
-    tables: list[tuple[str, Callable[[Decode], str]]] = [
-        ("Tokens per second:", lambda r: f"{1e3 / r.token_ms:.2f}"),
-        (
-            "Milliseconds per token, of which weight products + attention; the fastest and the 95th percentile:",
+    tables: dict[str, Callable[[Decode], str]] = {
+        "Tokens per second:": lambda r: f"{1e3 / r.token_ms:.2f}",
+        "Milliseconds per token, of which weight products + attention; the fastest and the 95th percentile:": (
             lambda r: (
                 f"{r.token_ms:.1f}, {r.matmul_ms:.1f} + {r.attention_ms:.1f}; "
                 f"{r.token_ms_best:.1f} to {r.token_ms_p95:.1f}"
-            ),
+            )
         ),
-        ("Peak memory of the process:", lambda r: format_bytes(r.peak_memory_bytes)),
-        (
-            "GB/s, as the bytes that a token must read over its time:",
-            lambda r: f"{r.bytes_read / r.token_ms / 1e6:.1f}",
+        "Peak memory of the process:": lambda r: format_bytes(r.peak_memory_bytes),
+        "GB/s, as the bytes that a token must read over its time:": (
+            lambda r: f"{r.bytes_read / r.token_ms / 1e6:.1f}"
         ),
-    ]
+    }
     if any(row.energy for row in rows):
         head = "Millijoules per token, with what the samples leave open; without what it drew at rest:"
-        tables.append((head, lambda r: energy_text(r.energy)))
-    return [
+        tables[head] = lambda r: energy_text(r.energy)
+    found, plan = {(r.shape, r.depth, r.kv): r for r in rows}, board.plan
+    head_row = ("shape", "depth", *(f"`{CacheSpec.parse(kv).short}`" for kv in plan.schemes))
+    parts = [
         "## Decoding\n",
         "Random weights in the model's shape, all layers; synthetic keys and values up to the depth; the median "
-        f"token of {board.plan.seconds:g} s.\n",
-        *(part for head, text in tables for part in (f"{head}\n", _by_scheme(board, rows, text))),
+        f"token of {plan.seconds:g} s.\n",
     ]
-
-
-def _by_scheme(board: Board, rows: list[Decode], text: Callable[[Decode], str]) -> str:
-    """A row per shape and depth, a column per scheme."""
-    found = {(r.shape, r.depth, r.kv): text(r) for r in rows}
-    lines = [
-        (f"`{shape}`", str(depth), *(found.get((shape, depth, kv), "") for kv in board.plan.schemes))
-        for shape in board.plan.shapes
-        for depth in board.plan.depths
-        if any((shape, depth, kv) in found for kv in board.plan.schemes)
-    ]
-    return table(("shape", "depth", *(f"`{CacheSpec.parse(kv).short}`" for kv in board.plan.schemes)), lines)
+    for head, text in tables.items():
+        lines = []
+        for shape, depth in dict.fromkeys((s, d) for s in plan.shapes for d in plan.depths):
+            cells = [found.get((shape, depth, kv)) for kv in plan.schemes]
+            if any(cells):
+                lines.append((f"`{shape}`", str(depth), *(text(r) if r else "" for r in cells)))
+        parts += [f"{head}\n", table(head_row, lines)]
+    return parts
 
 
 def energy_text(energy: Energy | None) -> str:
+    """Write millijoules per token, with their error and those above idle."""
     if energy is None:
         return NA
     error = "" if energy.error_mj is None else f" ± {energy.error_mj:.2g}"
@@ -173,28 +157,19 @@ def energy_text(energy: Energy | None) -> str:
     return f"{energy.mj_per_token:.4g}{error}{net}"
 
 
-def _prompts(rows: list[Prompt]) -> list[str]:
-    if not rows:
-        return []
-    head = ("shape", "cache", "tokens", "tokens/s", "first token", "peak memory", "mJ per token")
-    lines = [
-        (
-            *(f"`{r.shape}`", f"`{r.kv}`", str(r.tokens), f"{r.tokens_per_s:.1f}", f"{r.first_token_s:.2f} s"),
-            *(format_bytes(r.peak_memory_bytes), energy_text(r.energy)),
-        )
-        for r in rows
-    ]
-    return ["## Prompts\n", "The best of at most three.\n", table(head, lines)]
+def _prompt(r: Prompt) -> tuple[str, ...]:
+    speed = (f"{r.tokens_per_s:.1f}", f"{r.first_token_s:.2f} s")
+    return (
+        *(f"`{r.shape}`", f"`{r.kv}`", str(r.tokens), *speed),
+        *(format_bytes(r.peak_memory_bytes), energy_text(r.energy)),
+    )
 
 
 def _skipped(board: Board) -> list[str]:
-    by_reason: dict[str, list[str]] = {}
-    begun = {shape for shape in board.plan.shapes if any(m.key.startswith(f"{shape}, ") for m in board.measured)}
+    by_reason: dict[str, dict[str, None]] = {}
+    begun = {m.step.shape for m in board.measured}
     for skipped in board.left_out:
         shape = skipped.what.partition(", ")[0]
-        what = by_reason.setdefault(skipped.why, [])
-        text = skipped.what if shape in begun else f"all of {shape}"
-        if text not in what:
-            what.append(text)
+        by_reason.setdefault(skipped.why, {})[skipped.what if shape in begun else f"all of {shape}"] = None
     lines = [f"- {why}: {'; '.join(what)}" for why, what in by_reason.items()]
     return ["## Left out\n", *lines, ""] if lines else []

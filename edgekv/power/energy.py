@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,7 @@ def _better(counter: Integral | None, trapezoid: Integral | None) -> Integral | 
     return min(known, key=lambda integral: integral.error_j, default=None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Window:
     """Energy between two moments; None is "not measured".
 
@@ -102,8 +102,8 @@ class Window:
 
     seconds: float
     joules: float
-    error_j: float | None
     average_w: float
+    error_j: float | None = None
     peak_w: float | None = None
     spread_w: float | None = None
     n_samples: int | None = None
@@ -113,6 +113,30 @@ class Window:
     counter_j: float | None = None
     integrated_j: float | None = None
     rails_j: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def join_windows(windows: Sequence[Window]) -> Window:
+    """Add up windows, at least one; a sum is None where one of its terms is."""
+
+    def total(name: str) -> Any:
+        values = [getattr(window, name) for window in windows]
+        return None if None in values else sum(values)
+
+    def most(name: str) -> float | None:
+        return max((v for window in windows if (v := getattr(window, name)) is not None), default=None)
+
+    seconds, joules, samples = total("seconds"), total("joules"), total("n_samples")
+    rails = [rail for rail in windows[0].rails_j if all(rail in window.rails_j for window in windows)]
+    return Window(
+        **{name: total(name) for name in ("error_j", "gap_s", "counter_j", "integrated_j")},
+        **{name: most(name) for name in ("peak_w", "longest_gap_s")},
+        seconds=seconds,
+        joules=joules,
+        average_w=joules / seconds,
+        n_samples=samples,
+        rate_hz=None if samples is None else samples / seconds,
+        rails_j={rail: sum(window.rails_j[rail] for window in windows) for rail in rails},
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,28 +259,35 @@ class MeterInfo:
 class PowerSource(Protocol):
     """A sensor that is sampled, a meter's log, an estimate, or nothing; times are those of `time.perf_counter`.
 
-    It is started before what it meters and stopped after it.
+    It is started before what it meters and stopped after it. has_idle: waiting before the run shows what the
+    machine draws at rest.
     """
 
-    has_idle: bool  # whether waiting before the run shows what the machine draws at rest
+    has_idle: bool = True
 
     def start(self) -> None:
         """Begin to meter."""
+        return
 
     def stop(self) -> None:
         """End it."""
+        return
 
     def mark(self) -> None:
         """Read the sensor here, where a phase begins or ends."""
+        return
 
     def window(self, start_s: float, end_s: float) -> Window:
         """Return the energy between two moments, after `stop`. Raises PowerError saying why nothing is known."""
+        ...
 
     def about(self) -> MeterInfo:
         """Say what it measures with."""
+        ...
 
     def throttle(self) -> Throttle | None:
         """Return the limits on the clocks that are in force; None: not known."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,8 +299,8 @@ class Idle:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class PhaseEnergy:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseEnergy(Window):
     """Energy of one phase (prefill, decode), summed over its ``spans``; None is "not measured", ``reason`` why.
 
     joules within error_j: gross, the sum of the meter's total. net: above idle; its error contains the idle
@@ -277,25 +308,15 @@ class PhaseEnergy:
     """
 
     tokens: int | None
-    seconds: float
     spans: int
-    joules: float | None = None
-    error_j: float | None = None
+    joules: float | None = None  # type: ignore[assignment]
+    average_w: float | None = None  # type: ignore[assignment]
     net_j: float | None = None
     net_error_j: float | None = None
     corrected_j: float | None = None
     mj_per_token: float | None = None
     net_mj_per_token: float | None = None
     corrected_mj_per_token: float | None = None
-    average_w: float | None = None
-    peak_w: float | None = None
-    n_samples: int | None = None
-    rate_hz: float | None = None
-    gap_s: float | None = None
-    longest_gap_s: float | None = None
-    counter_j: float | None = None
-    integrated_j: float | None = None
-    rails_j: Mapping[str, float] = dataclasses.field(default_factory=dict)
     reason: str | None = None
 
     @classmethod
@@ -303,33 +324,20 @@ class PhaseEnergy:
         cls, windows: list[Window], tokens: int | None, idle: Idle | None, correction: Correction | None
     ) -> PhaseEnergy:
         """Add up the windows in which the phase ran, at least one."""
-        seconds, joules = sum(w.seconds for w in windows), sum(w.joules for w in windows)
-        error = _sum(w.error_j for w in windows)
-        net = None if idle is None else joules - idle.watts * seconds
-        corrected = None if correction is None else correction.joules(joules, seconds)
-        samples = _sum(w.n_samples for w in windows)
-        rails = set.intersection(*(set(w.rails_j) for w in windows))
+        joined = join_windows(windows)
+        seconds, error = joined.seconds, joined.error_j
+        net = None if idle is None else joined.joules - idle.watts * seconds
+        corrected = None if correction is None else correction.joules(joined.joules, seconds)
         return cls(
+            **vars(joined),
             tokens=tokens,
-            seconds=seconds,
             spans=len(windows),
-            joules=joules,
-            error_j=error,
             net_j=net,
             net_error_j=None if idle is None or error is None else error + idle.spread_w * seconds,
             corrected_j=corrected,
-            mj_per_token=_per_token(joules, tokens),
+            mj_per_token=_per_token(joined.joules, tokens),
             net_mj_per_token=_per_token(net, tokens),
             corrected_mj_per_token=_per_token(corrected, tokens),
-            average_w=joules / seconds,
-            peak_w=max((w.peak_w for w in windows if w.peak_w is not None), default=None),
-            n_samples=None if samples is None else int(samples),
-            rate_hz=None if samples is None else samples / seconds,
-            gap_s=_sum(w.gap_s for w in windows),
-            longest_gap_s=max((w.longest_gap_s for w in windows if w.longest_gap_s is not None), default=None),
-            counter_j=_sum(w.counter_j for w in windows),
-            integrated_j=_sum(w.integrated_j for w in windows),
-            rails_j={rail: sum(w.rails_j[rail] for w in windows) for rail in windows[0].rails_j if rail in rails},
         )
 
     def to_text(self, name: str, correction: Correction | None) -> str:
@@ -363,7 +371,7 @@ class EnergyReport:
     throttling: tuple[str, ...] | None
 
     def rows(self) -> list[tuple[str, str]]:
-        """List (topic, text) for a report on a terminal; what the figures rest on first, or why there are none."""
+        """List (topic, text) for a terminal: what the figures rest on, then the phases; or why there are none."""
         about, idle = self.about, self.idle
         if about.meter is None:
             reasons = {phase.reason for phase in self.phases.values()}
@@ -405,15 +413,6 @@ def _per_token(joules: float | None, tokens: int | None) -> float | None:
     return 1e3 * joules / tokens if joules is not None and tokens else None
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
-    total = 0.0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total
-
-
 class Phase:
     """One phase: when it ran (it may run several times), and how many tokens it made."""
 
@@ -436,10 +435,9 @@ class NoMeter:
     def __exit__(self, *error: object) -> None:
         return
 
-    @contextlib.contextmanager
-    def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
+    def phase(self, name: str, tokens: int = 0) -> contextlib.nullcontext[Phase]:
         """Count nothing."""
-        yield Phase()
+        return contextlib.nullcontext(Phase())
 
     def report(self) -> None:
         """Return None: nothing was measured."""
@@ -515,7 +513,8 @@ class EnergyMeter:
         try:
             windows = [self._source.window(*span) for span in phase.spans]
         except PowerError as error:
-            return PhaseEnergy(tokens, phase.seconds, len(phase.spans), reason=str(error))
+            spans = len(phase.spans)
+            return PhaseEnergy(tokens=tokens, seconds=phase.seconds, spans=spans, reason=str(error))
         return PhaseEnergy.of(windows, tokens, idle, self._source.about().correction)
 
     def _throttle(self) -> Throttle | None:

@@ -45,23 +45,11 @@ class Unmetered(PowerSource):
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def start(self) -> None:
-        return
-
-    def stop(self) -> None:
-        return
-
-    def mark(self) -> None:
-        return
-
     def window(self, start_s: float, end_s: float) -> Window:
         raise PowerError(self._why)
 
     def about(self) -> MeterInfo:
         return MeterInfo(meter=None)
-
-    def throttle(self) -> Throttle | None:
-        return None
 
 
 class Estimate(Unmetered):
@@ -74,7 +62,7 @@ class Estimate(Unmetered):
 
     def window(self, start_s: float, end_s: float) -> Window:
         seconds = end_s - start_s
-        return Window(seconds=seconds, joules=self._watts * seconds, error_j=None, average_w=self._watts)
+        return Window(seconds=seconds, joules=self._watts * seconds, average_w=self._watts)
 
     def about(self) -> MeterInfo:
         return MeterInfo(meter="estimate", covers=f"a stated {self._watts:g} W, not measured", estimate=True)
@@ -86,8 +74,6 @@ class PowerSampler(PowerSource):
     hz: readings per second (default: the meter's most). ``clock``: monotonic seconds. Raises PowerError for a rate
     that the meter can't have.
     """
-
-    has_idle = True
 
     def __init__(
         self,
@@ -234,14 +220,8 @@ class CsvLog(PowerSource):
     Raises PowerError if the file can't be used as it is now.
     """
 
-    has_idle = True
-
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        wall_clock: Clock = time.time,
-        clock: Clock = time.perf_counter,
+        self, path: str | os.PathLike[str], wall_clock: Clock = time.time, clock: Clock = time.perf_counter
     ) -> None:
         self._path, self._wall_clock, self._clock = user_path(path), wall_clock, clock
         self._notes: tuple[str, ...] = ()
@@ -258,9 +238,6 @@ class CsvLog(PowerSource):
                 f"the system clock was set by {moved_s:+.2f} s during the run: the log may be misaligned",
             )
         self._trace = self._read()
-
-    def mark(self) -> None:
-        return
 
     def _read(self) -> Trace:
         times, watts, n_bad = read_log(self._path)
@@ -292,9 +269,6 @@ class CsvLog(PowerSource):
         return MeterInfo(
             "csv", covers, rails=trace.rails, total=trace.total, losses=dict(trace.losses), notes=self._notes
         )
-
-    def throttle(self) -> Throttle | None:
-        return None
 
 
 def read_log(path: pathlib.Path) -> tuple[F64, F64, int]:

@@ -2,7 +2,7 @@
 
     <!-- table: NAME --> ... <!-- /table -->
 
-the pages of docs/lab/boards, with their schema, from the JSON files there, and edgekv/eval/published.json.
+the pages of docs/lab/boards from the JSON files there, and edgekv/eval/published.json.
 
 usage: python tools/docs/tables.py [--check]     (--check: exit 1 when a page is out of date)
 """
@@ -30,7 +30,7 @@ from edgekv.kvcache import scheme_facts
 from edgekv.kvcache.cache import Geometry
 from edgekv.machine import format_bytes
 from edgekv.power import METERS
-from edgekv.power.board import Bandwidth, Board, Decode, Prompt, json_schema
+from edgekv.power.board import Bandwidth, Board, Decode, Prompt
 from edgekv.power.board_page import energy_text, others, page, throttling
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -200,8 +200,7 @@ def memory_table() -> str:
 
 def boards() -> dict[str, Board]:
     """Reads every JSON file of BOARDS, by the name that it and its page have."""
-    files = [path for path in sorted(BOARDS.glob("*.json")) if path.name != "schema.json"]
-    return {path.stem: Board.load(path) for path in files}
+    return {path.stem: Board.load(path) for path in sorted(BOARDS.glob("*.json"))}
 
 
 def board_rows(name: str, board: Board) -> list[str]:
@@ -250,7 +249,6 @@ TABLES = {
 def main() -> int:
     """Writes the pages, or compares them; 1 where one is out of date."""
     fresh = {path: BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], path.read_text("utf-8")) for path in PAGES}
-    fresh[BOARDS / "schema.json"] = json.dumps(json_schema(), indent=1) + "\n"
     fresh[PUBLISHED] = json.dumps(published(), indent=1) + "\n"
     fresh |= {BOARDS / f"{name}.md": page(board) for name, board in boards().items()}
     stale = [path for path, text in fresh.items() if not path.exists() or path.read_text("utf-8") != text]

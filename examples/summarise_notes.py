@@ -18,7 +18,8 @@ NOTE = "\nNote: {text}\nSummary:"
 def summarise(session: Session, text: str, max_new_tokens: int) -> str:
     """The first line of the answer; the session goes back to the instruction."""
     before = len(session.tokens)
-    steps = session.generate(NOTE.format(text=text.strip()), max_new_tokens=max_new_tokens, stop=["\n"])
+    note = NOTE.format(text=text.strip())
+    steps = session.generate(note, max_new_tokens=max_new_tokens, stop=["\n"], temperature=0.0)
     summary = "".join(step.text for step in steps).strip()
     session.rewind(before)
     return summary

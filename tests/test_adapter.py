@@ -96,7 +96,7 @@ def test_a_prompt_attends_as_the_adapted_model_was_trained_to(base: pathlib.Path
 
 def test_the_report_names_the_adapter_and_no_longer_warns(base: pathlib.Path, tmp_path: pathlib.Path) -> None:
     session = Session.load(base, kv="h1b", adapter=write(tmp_path / "mine.safetensors", base, {"tau": TAU}))
-    list(session.generate(TOKENS, max_new_tokens=2))
+    list(session.generate(TOKENS, max_new_tokens=2, temperature=0.0))
     report = session.report()
     assert report.notes == ["h1b: tau 0.05 to 0.173 in layer 0 (adapter mine.safetensors), b = 256"]
     assert report.settings["adapter"] == "mine.safetensors"

@@ -220,7 +220,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 
 def text(session: Session, prompt: object, n: int = 12) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
 
 
 def test_a_session_has_its_heads_bits(loaded: Session, tmp_path: pathlib.Path) -> None:

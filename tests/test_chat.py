@@ -43,7 +43,7 @@ def folder(shared: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pa
         if path.is_file():
             shutil.copy(path, folder)
     stop = load_tokenizer(source).encode("park.", bos=False)[-1]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop], "do_sample": False}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TAGGED}))
     return folder
 
@@ -76,7 +76,7 @@ def test_a_turn_computes_only_what_is_new(loaded: Session, template: str) -> Non
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 3
     fresh, tokens, answer = loaded.fork(kv="dense:dtype=f32"), session.tokens, talk.messages[-1]["ids"]
     question = tokens[: len(tokens) - len(answer)]
-    assert [s.token for s in fresh.generate(question, max_new_tokens=80)][: len(answer)] == answer
+    assert [s.token for s in fresh.generate(question, max_new_tokens=80, temperature=0.0)][: len(answer)] == answer
     assert max(fed) < 60
 
 
@@ -128,10 +128,10 @@ def test_a_rewind_far_back_recomputes_little(loaded: Session, kv: str) -> None:
     """What is packed stays packed; only the tokens that were exact at that length are computed again."""
     session = loaded.fork(kv=kv)
     prompt = session.encode("Once upon a time there was a little girl named Lily. " * 18)[:330]
-    list(session.generate(prompt, max_new_tokens=1))
-    first = [step.token for step in session.generate([5], max_new_tokens=150, stop=["never"])]
+    list(session.generate(prompt, max_new_tokens=1, temperature=0.0))
+    first = [step.token for step in session.generate([5], max_new_tokens=150, stop=["never"], temperature=0.0)]
     session.rewind(331)
-    list(session.generate([5], max_new_tokens=1))
+    list(session.generate([5], max_new_tokens=1, temperature=0.0))
     assert session.report().prefill_tokens <= 128 + 64 + 2
     assert len(first) > 1
 

@@ -153,10 +153,10 @@ def test_other_models(case: str, weights: str, tmp_path: pathlib.Path) -> None:
     """Rotation by length allows no drafts; a sliding window, learned positions and experts do."""
     session = Session.load(golden_cases.write_checkpoint(case, tmp_path), weights=weights)
     prompt = golden_cases.tokens(case)[:10]
-    plain = [step.token for step in session.generate(prompt, max_new_tokens=20)]
+    plain = [step.token for step in session.generate(prompt, max_new_tokens=20, temperature=0.0)]
     session.reset()
     session._runner.drafts = Scripted(plain)
-    assert [step.token for step in session.generate(prompt, max_new_tokens=20)] == plain
+    assert [step.token for step in session.generate(prompt, max_new_tokens=20, temperature=0.0)] == plain
     assert (session.report().drafts.accepted > 0) == (case != "rope-dynamic")
 
 
@@ -167,7 +167,9 @@ def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
     for drafts in (None, NGramDrafts()):
         session.reset()
         session._runner.drafts = drafts
-        texts.append([step.token for step in session.generate([1, 2, 3, 1, 2], max_new_tokens=50)])
+        texts.append(
+            [step.token for step in session.generate([1, 2, 3, 1, 2], max_new_tokens=50, temperature=0.0)]
+        )
         assert session._state.n_cached <= 30
     assert texts[0] == texts[1]
     assert len(texts[0]) == (26 if overflow == "stop" else 50)
@@ -176,10 +178,10 @@ def test_at_the_end_of_the_context(model: pathlib.Path, overflow: str) -> None:
 def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     prompt = golden_cases.tokens("llama31")[:20]
     session = Session.load(model, weights="f32")
-    plain = [step.token for step in session.generate(prompt, max_new_tokens=12)]
+    plain = [step.token for step in session.generate(prompt, max_new_tokens=12, temperature=0.0)]
     session.reset()
     session._runner.drafts = Scripted(plain)
-    steps = session.generate(prompt, max_new_tokens=12)
+    steps = session.generate(prompt, max_new_tokens=12, temperature=0.0)
     first = [step.token for step in itertools.islice(steps, 2)]
     assert session._state.n_draft > 0
     session.save(tmp_path / "session")
@@ -190,21 +192,21 @@ def test_a_text_that_is_left_or_saved_within_a_pass(model: pathlib.Path, tmp_pat
     restored = Session.restore(tmp_path / "session", session)
     for other in (copy, restored):
         assert other.tokens == [*prompt, *first]
-        assert [step.token for step in other.generate([], max_new_tokens=10)] == plain[2:]
+        assert [step.token for step in other.generate([], max_new_tokens=10, temperature=0.0)] == plain[2:]
     session.reset()
-    left = session.generate(prompt, max_new_tokens=12)
+    left = session.generate(prompt, max_new_tokens=12, temperature=0.0)
     assert [step.token for step in itertools.islice(left, 2)] == first
     left.close()
     assert (session._state.n_cached, session._state.n_draft) == (21, 0)
-    assert [step.token for step in session.generate([], max_new_tokens=10)] == plain[2:]
+    assert [step.token for step in session.generate([], max_new_tokens=10, temperature=0.0)] == plain[2:]
 
 
 def test_tokens_of_a_pass_share_its_time(model: pathlib.Path) -> None:
     session = Session.load(model, weights="f32")
-    plain = [step.token for step in session.generate([1, 2, 3], max_new_tokens=12)]
+    plain = [step.token for step in session.generate([1, 2, 3], max_new_tokens=12, temperature=0.0)]
     session.reset()
     session._runner.drafts = Scripted(plain)
-    steps = list(session.generate([1, 2, 3], max_new_tokens=12))
+    steps = list(session.generate([1, 2, 3], max_new_tokens=12, temperature=0.0))
     report = session.report()
     assert sum(report.decode_latencies_s) == pytest.approx(sum(step.latency_s for step in steps[1:]))
     assert len(set(report.decode_latencies_s)) == report.drafts.passes

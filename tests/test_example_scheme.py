@@ -12,7 +12,17 @@ import pytest
 from helpers import raises
 from serving import DEMO, ROOT
 
-from edgekv import CACHES, CacheError, CacheSpec, Geometry, KVCache, Session, SessionError, register
+from edgekv import (
+    CACHES,
+    CacheError,
+    CacheSpec,
+    Geometry,
+    KVCache,
+    SamplingParams,
+    Session,
+    SessionError,
+    register,
+)
 from edgekv.cli import main
 from edgekv.kernels import numpy_kernels
 from edgekv.kvcache import registry, schemes
@@ -53,7 +63,7 @@ def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generated(session: Session, prompt: str | list[int], n: int) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=SamplingParams(0.0))]
 
 
 @pytest.mark.usefixtures("installed")

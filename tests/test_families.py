@@ -37,6 +37,7 @@ KV = "planes:residual_length=16"  # so that much of a short text is packed
 EXACT = "dense:dtype=f32"  # where a text that is read again has to be the same
 PIXELS = vision_cases.pixels(*vision_cases.SIZES[0])
 LONG = "The ship went out to sea, and the rain fell on the road; nobody had seen the boat. " * 3
+GREEDY = SamplingParams(temperature=0.0)
 Folder = Callable[[str], pathlib.Path]
 Loaded = Callable[..., Session]
 
@@ -101,7 +102,12 @@ def picture() -> str:
 
 
 def tokens(session: Session, prompt: str | Sequence[int], n: int = 12, **options: Any) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n, **options)]
+    return [
+        step.token
+        for step in session.generate(
+            prompt, max_new_tokens=n, **({} if "sampling" in options else {"temperature": 0.0}), **options
+        )
+    ]
 
 
 def said(steps: Any) -> str:
@@ -125,7 +131,7 @@ def test_a_streamed_chat_with_timings(name: str, loaded: Loaded) -> None:
     alone, words = session.fork(), ("<image>\n" if name == "llava" else "") + LONG
     rendered = template_of(session).render([{"role": "user", "content": words}])
     prompt = alone.prompt(rendered.removeprefix("<s>"), [Image.fromarray(PIXELS)] * (name == "llava"))
-    expected = said(alone.generate(prompt, max_new_tokens=12))
+    expected = said(alone.generate(prompt, max_new_tokens=12, temperature=0.0))
     with served(session) as client:
         first, second = (streamed(client, "chat/completions", **body) for _ in range(2))
     deltas = [chunk["choices"][0]["delta"] for chunk in first if chunk.get("choices")]
@@ -188,7 +194,7 @@ def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
     talk = Chat(session, template_of(session), "Tell of the sea.")
     beginning = session.encode("system: Tell of the sea.\nuser: ")
     for i in range(5):
-        steps = talk.ask(f"What of ship {i}, and of its road?", max_new_tokens=60, **shown)
+        steps = talk.ask(f"What of ship {i}, and of its road?", max_new_tokens=60, sampling=GREEDY, **shown)
         text = next(steps).text
         assert session.tokens[: len(beginning)] == beginning
         if shown:
@@ -197,11 +203,11 @@ def test_a_chat(name: str, loaded: Loaded, tmp_path: pathlib.Path) -> None:
             )
             assert session.tokens.count(vision_cases.IMAGE_TOKEN) == n_shown * vision_cases.N_TOKENS > 0
         text += said(steps)
-        assert said(talk.retry(max_new_tokens=60)) == text
+        assert said(talk.retry(max_new_tokens=60, sampling=GREEDY)) == text
     assert any(message.get("dropped") for message in talk.messages)
     assert not talk.messages[0].get("dropped")
     talk.set_system("")
-    said(talk.ask("And then?", max_new_tokens=4))
+    said(talk.ask("And then?", max_new_tokens=4, sampling=GREEDY))
     assert session.tokens[: len(beginning)] != beginning
 
 

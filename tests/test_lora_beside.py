@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from serving import serving
 from slot_cases import Recorded, at_once
 
-from edgekv import LoadOptions, Session
+from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.cli import main
 from edgekv.engine.cuda import CudaDevice
 from edgekv.engine.model import Model
@@ -57,7 +57,7 @@ def with_lora(session: Session, name: str | None) -> Session:
 
 
 def text(session: Session, prompt: list[int], n: int = 12) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, sampling=SamplingParams(0.0))]
 
 
 @pytest.mark.parametrize("device", ["numpy", "cpu"])
@@ -264,7 +264,9 @@ def test_a_server_has_several(demo_lora: pathlib.Path, tmp_path: pathlib.Path) -
     for name in (None, *loras):
         session.use_lora(name)
         vectors[name or "demo"] = session.embed(prompt)
-        expected[name or "demo"] = "".join(step.text for step in session.generate(prompt, max_new_tokens=16))
+        expected[name or "demo"] = "".join(
+            step.text for step in session.generate(prompt, max_new_tokens=16, sampling=SamplingParams(0.0))
+        )
     options = [part for name, folder in loras.items() for part in ("--lora", f"{name}={folder}")]
     with serving(tmp_path, *options, "--weights", "f32", "--slots", 2, "--prefix-cache", 1) as server:
         with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as reply:

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 from serving import DEMO, ROOT
 
-from edgekv import Session
+from edgekv import SamplingParams, Session
 from edgekv.text import load_tokenizer
 
 PATH = ROOT / "examples" / "minimal.py"
@@ -35,7 +35,7 @@ def minimal() -> ModuleType:
 def greedy(folder: pathlib.Path, ids: list[int], n: int) -> list[int]:
     """The engine's tokens from float32 weights."""
     with Session.load(folder, kv="dense", ctx=len(ids) + n, weights="f32") as session:
-        return [step.token for step in session.generate(ids, max_new_tokens=n, temperature=0.0)]
+        return [step.token for step in session.generate(ids, max_new_tokens=n, sampling=SamplingParams(0.0))]
 
 
 def written(minimal: ModuleType, folder: pathlib.Path, ids: list[int], n: int, exact: bool) -> list[int]:

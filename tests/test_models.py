@@ -35,7 +35,7 @@ def test_greedy_text_is_that_of_transformers(name: str, tmp_path: pathlib.Path) 
     session = Session.load(folder, kv="dense:dtype=f32", weights="f32")
     expected = GOLDEN[f"{name}/greedy"].tolist()
     prompt = golden_cases.tokens(name)[: golden_cases.N_TOKENS - len(expected)]
-    steps = session.generate(prompt, max_new_tokens=len(expected))
+    steps = session.generate(prompt, max_new_tokens=len(expected), temperature=0.0)
     assert [step.token for step in steps] == expected
 
 
@@ -106,7 +106,7 @@ def test_the_decoder_of_a_model_that_sees(name: str, outer: str, tmp_path: pathl
     logits = session.logits(golden_cases.tokens(name))
     np.testing.assert_allclose(logits[::3], GOLDEN[name], atol=TOLERANCE, rtol=0)
     with pytest.raises(ImageError, match=f"takes no images, its model_type is {outer}"):
-        list(session.generate([1], images=[tmp_path / "photo.png"]))
+        list(session.generate([1], images=[tmp_path / "photo.png"], temperature=0.0))
 
 
 def test_live_transformers_agree(tmp_path: pathlib.Path) -> None:
@@ -126,7 +126,7 @@ def test_live_transformers_agree(tmp_path: pathlib.Path) -> None:
 def test_stories260k_reproduces_its_golden_text(shared: pathlib.Path, kv: str, device: str) -> None:
     golden = json.loads((shared / "golden" / "stories260K_greedy200.json").read_text())
     session = Session.load(shared / "models" / "stories260K", kv=kv, weights="f32", device=device)
-    steps = list(session.generate([golden["bos"]], max_new_tokens=golden["steps"]))
+    steps = list(session.generate([golden["bos"]], max_new_tokens=golden["steps"], temperature=0.0))
     assert [golden["bos"], *(step.token for step in steps)] == golden["token_ids"]
     text = "".join(step.text for step in steps)
     assert session.tokenizer is not None
@@ -153,7 +153,7 @@ def test_tiny_random_gpt2_published_logits(shared: pathlib.Path, tmp_path: pathl
         prompts.append(logits)
         decoded.append(session.logits([int(logits[-1].argmax())])[0])
         session.reset()
-        steps = session.generate(ids, max_new_tokens=10 - len(ids))
+        steps = session.generate(ids, max_new_tokens=10 - len(ids), temperature=0.0)
         assert ids + [step.token for step in steps] == greedy
     published = golden["prompt_logits_stride200"]
     np.testing.assert_allclose(
@@ -188,7 +188,7 @@ def test_gpt_nano_sort_partials_and_its_task(shared: pathlib.Path, tmp_path: pat
         np.testing.assert_allclose(session.logits(ids), logits, atol=1e-4)
     for digits in ([2, 0, 1, 1, 0, 2], [1, 1, 2, 0, 0, 0]):
         session.reset()
-        steps = session.generate(digits, max_new_tokens=6)
+        steps = session.generate(digits, max_new_tokens=6, temperature=0.0)
         assert [step.token for step in steps][:5] == sorted(digits)[:5]
 
 

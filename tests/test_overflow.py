@@ -42,7 +42,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def text(session: Session, prompt: list[int], n: int) -> list[int]:
-    return [step.token for step in session.generate(prompt, max_new_tokens=n)]
+    return [step.token for step in session.generate(prompt, max_new_tokens=n, temperature=0.0)]
 
 
 @pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
@@ -94,7 +94,7 @@ def test_a_long_prompt_that_is_interrupted_drops_nothing(loaded: Session, error:
     assert text(session, PROMPT, 20) == text(other, PROMPT, 20)
     tokens = list(session.tokens)
     with pytest.raises((KeyboardInterrupt, MemoryBudgetError)):
-        next(session.generate(PROMPT, progress=fail))
+        next(session.generate(PROMPT, progress=fail, temperature=0.0))
     assert session.tokens == tokens
     assert session.n_dropped == 0
     with pytest.raises((KeyboardInterrupt, MemoryBudgetError)):
@@ -141,11 +141,11 @@ def test_saved_after_it_slid(loaded: Session, tmp_path: pathlib.Path) -> None:
 
 def test_stop_is_the_default(loaded: Session) -> None:
     session = Session.load(loaded.model.path, ctx=CTX)
-    steps = list(session.generate(PROMPT, max_new_tokens=200))
+    steps = list(session.generate(PROMPT, max_new_tokens=200, temperature=0.0))
     assert "overflow='slide'" in str(steps[-1].finish_message)
     assert len(steps) == CTX - len(PROMPT) + 1
     with raises(ContextError, field="prompt", match="overflow='slide'"):
-        session.generate(PROMPT)
+        session.generate(PROMPT, temperature=0.0)
     with raises(ConfigError, field="overflow"):
         Session.load(loaded.model.path, overflow="roll")
 
@@ -153,7 +153,7 @@ def test_stop_is_the_default(loaded: Session) -> None:
 def test_a_chat_drops_its_oldest_turns() -> None:
     session = Session.load(DEMO, ctx=300, overflow="slide")
     talk = Chat(session, ChatTemplate(TEMPLATE, session.require_tokenizer()), "You are a sailor.")
-    greedy = SamplingParams()
+    greedy = SamplingParams(temperature=0.0)
     for i in range(12):
         list(talk.ask(f"Question {i}: what is a ship, and who sails it?", max_new_tokens=30, sampling=greedy))
         assert session._state.n_cached <= 300

@@ -24,7 +24,7 @@ def test_the_pool_keeps_within_its_bytes(loaded: Session) -> None:
     for i in range(5):
         session, new = pool.acquire([i, 1, 2])
         assert new == [i, 1, 2]
-        list(session.generate(new, max_new_tokens=2))
+        list(session.generate(new, max_new_tokens=2, temperature=0.0))
         pool.release(session)
     assert pool.n_sessions == 2
     assert pool.nbytes == 2 * each
@@ -153,7 +153,7 @@ def test_one_clients_prompt_does_not_change_anothers_answer(loaded: Session, kv:
         pool = SessionPool(base, base.plan.cache_bytes)
         for ids in (others, [*common, *asked]):
             session, new = pool.acquire(ids)
-            answer = [step.token for step in session.generate(new, max_new_tokens=20)]
+            answer = [step.token for step in session.generate(new, max_new_tokens=20, temperature=0.0)]
             pool.release(session)
         answers.append(answer)
         temperatures.append([cache.fitted().get("tau") for cache in session.caches])
@@ -165,15 +165,17 @@ def test_the_pool_copies_a_beginning_and_keeps_the_rest(loaded: Session) -> None
     pool = SessionPool(loaded.fork(), 10 * loaded.plan.cache_bytes)
     shared = list(range(3, 63))
     first, new = pool.acquire([*shared, 100, 101])
-    list(first.generate(new, max_new_tokens=3))
+    list(first.generate(new, max_new_tokens=3, temperature=0.0))
     pool.release(first)
     second, new = pool.acquire([*shared, 200, 201])
     assert second is not first
     assert new == [200, 201]
-    answer = [step.token for step in second.generate(new, max_new_tokens=8)]
+    answer = [step.token for step in second.generate(new, max_new_tokens=8, temperature=0.0)]
     pool.release(second)
     fresh = loaded.fork()
-    assert answer == [step.token for step in fresh.generate([*shared, 200, 201], max_new_tokens=8)]
+    assert answer == [
+        step.token for step in fresh.generate([*shared, 200, 201], max_new_tokens=8, temperature=0.0)
+    ]
     again, new = pool.acquire([*first.tokens, 7])
     assert again is first
     assert new == [7]

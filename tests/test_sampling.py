@@ -102,13 +102,13 @@ def test_a_top_p_of_0_leaves_the_most_probable_token():
 
 @pytest.mark.parametrize("penalty", [0.01, 100])
 def test_a_repetition_penalty_leaves_the_logits_finite(penalty):
-    sampler = Sampler(SamplingParams(repetition_penalty=penalty), 3)
+    sampler = Sampler(SamplingParams(0.0, repetition_penalty=penalty), 3)
     assert sampler.sample(np.array([3e4, 2, -3e4], np.float32), [0, 1, 2]) == 0
 
 
 def test_logprobs_are_the_models_own_where_a_constraint_rules_tokens_out():
     logits, masked = (np.array(row, np.float32) for row in ([2, 1, 0], [-np.inf, 1, 0]))
-    free, bound = (Sampler(SamplingParams(), 3, n_logprobs=2) for _ in range(2))
+    free, bound = (Sampler(SamplingParams(0.0), 3, n_logprobs=2) for _ in range(2))
     assert (free.sample(logits), bound.sample(logits, (), masked)) == (0, 1)
     assert bound.logprobs[0].top == free.logprobs[0].top
     assert bound.logprobs[0].logprob == free.logprobs[0].top[1][1]
@@ -239,14 +239,16 @@ def test_one_stop_string_needs_no_list():
 @pytest.mark.parametrize(("temperature", "seed"), [(0.5, None), (0.0, None), (None, 3)])
 def test_settings_are_given_once(temperature, seed):
     with raises(ConfigError, field="sampling"):
-        open_sampler(3, SamplingParams(), temperature, seed)
-    assert open_sampler(3, None, temperature, seed).params == SamplingParams(temperature or 0.0, seed=seed)
+        open_sampler(3, SamplingParams(), temperature, seed, SamplingParams())
+    defaults = SamplingParams(0.4, top_k=7)
+    expected = SamplingParams(0.4 if temperature is None else temperature, top_k=7, seed=seed)
+    assert open_sampler(3, None, temperature, seed, defaults).params == expected
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1}, 0.7, "greedy"])
 def test_what_is_no_sampling_is_refused(sampling):
     with raises(ConfigError, field="sampling", match="accepted: a SamplingParams"):
-        open_sampler(3, sampling, None, None)
+        open_sampler(3, sampling, None, None, SamplingParams())
 
 
 def test_zero_is_off_as_none_is():

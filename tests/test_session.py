@@ -54,9 +54,9 @@ def test_a_second_generate_continues_the_first(model: pathlib.Path, kv: str) -> 
     """Tokens fed one after another through two calls are those of the same cache stepped by hand."""
     prompt = golden_cases.tokens("llama31")[:20]
     session = Session.load(model, kv=kv)
-    first = [step.token for step in session.generate(prompt, max_new_tokens=5)]
+    first = [step.token for step in session.generate(prompt, max_new_tokens=5, temperature=0.0)]
     assert session._state.n_cached == 24  # the fifth answer token is not in the cache yet
-    second = [step.token for step in session.generate([7, 8], max_new_tokens=5)]
+    second = [step.token for step in session.generate([7, 8], max_new_tokens=5, temperature=0.0)]
     assert session.tokens == [*prompt, *first, 7, 8, *second]
     assert session._state.n_cached == 31
 
@@ -74,9 +74,12 @@ def test_reset_gives_the_same_text_again(model: pathlib.Path, kv: str) -> None:
 
 
 def test_two_sessions_share_nothing(model: pathlib.Path) -> None:
-    alone = [step.token for step in Session.load(model).generate([5, 6], max_new_tokens=8)]
+    alone = [step.token for step in Session.load(model).generate([5, 6], max_new_tokens=8, temperature=0.0)]
     one, other = Session.load(model), Session.load(model, kv="h1b")
-    steps = one.generate([5, 6], max_new_tokens=8), other.generate([9, 9, 9], max_new_tokens=8)
+    steps = (
+        one.generate([5, 6], max_new_tokens=8, temperature=0.0),
+        other.generate([9, 9, 9], max_new_tokens=8, temperature=0.0),
+    )
     interleaved = [pair[0].token for pair in zip(*steps, strict=True)]
     assert interleaved == alone
 
@@ -88,7 +91,7 @@ def test_a_rewind_to_less_than_nothing_is_refused(model: pathlib.Path) -> None:
         with raises(ContextError, field="n_tokens"):
             session.rewind(wrong)
     assert (session.tokens, session._state.n_cached) == ([1, 2, 3], 3)
-    assert len(list(session.generate([4], max_new_tokens=2))) == 2
+    assert len(list(session.generate([4], max_new_tokens=2, temperature=0.0))) == 2
 
 
 def test_a_conversation_of_another_plan_is_not_taken_over(model: pathlib.Path) -> None:
@@ -160,7 +163,7 @@ def test_weight_formats_agree_with_their_dequantized_reference(model: pathlib.Pa
 @pytest.mark.parametrize("kv", SESSION_KV.values(), ids=SESSION_KV)
 def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str) -> None:
     session = Session.load(model, kv=kv, ctx=50)
-    list(session.generate([1, 2, 3], max_new_tokens=4))
+    list(session.generate([1, 2, 3], max_new_tokens=4, temperature=0.0))
     arrays = [array for cache in session.caches for array in cache.arrays.values()]
     assert session.report().cache_bytes == sum(array.nbytes for array in arrays) == session.plan.cache_bytes
     assert session.report().cache_bytes > 0
@@ -168,7 +171,7 @@ def test_reported_cache_bytes_are_the_arrays_bytes(model: pathlib.Path, kv: str)
 
 def test_report_counts(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=60)
-    steps = list(session.generate([1, 2, 3], max_new_tokens=6))
+    steps = list(session.generate([1, 2, 3], max_new_tokens=6, temperature=0.0))
     report = session.report()
     assert report.prefill_tokens == 3
     assert len(report.decode_latencies_s) == 5
@@ -183,7 +186,7 @@ def test_report_counts(model: pathlib.Path) -> None:
 
 def test_context_fills_during_generation(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=10)
-    steps = list(session.generate([1, 2, 3], max_new_tokens=50))
+    steps = list(session.generate([1, 2, 3], max_new_tokens=50, temperature=0.0))
     assert len(steps) == 8  # 3 + 7 fill the cache; the eighth token is sampled from the full cache
     assert session._state.n_cached == 10
     assert steps[-1].finish_reason == "length"
@@ -192,19 +195,19 @@ def test_context_fills_during_generation(model: pathlib.Path) -> None:
 
 def test_prompt_of_exactly_the_context_gives_one_token(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=5)
-    assert len(list(session.generate([1, 2, 3, 4, 5], max_new_tokens=9))) == 1
+    assert len(list(session.generate([1, 2, 3, 4, 5], max_new_tokens=9, temperature=0.0))) == 1
 
 
 def test_prompt_longer_than_the_context(model: pathlib.Path) -> None:
     session = Session.load(model, ctx=5)
     with raises(ContextError, field="ctx", match="6 tokens and 5 of ctx=5"):
-        session.generate([1] * 6)
+        session.generate([1] * 6, temperature=0.0)
     assert session._state.n_cached == 0
     with raises(ContextError, field="ctx") as caught:
-        session.generate([1] * 64)
+        session.generate([1] * 64, temperature=0.0)
     assert caught.value.accepted == ("64 to 64",)
     with raises(ContextError, field="prompt", match="needs 65 positions, and this model has 64") as caught:
-        session.generate([1] * 65)
+        session.generate([1] * 65, temperature=0.0)
     assert (caught.value.accepted, "raise" in str(caught.value)) == (("up to 64 tokens",), False)
 
 
@@ -217,14 +220,14 @@ def test_context_beyond_the_models_positions(model: pathlib.Path) -> None:
 def test_empty_prompt_and_foreign_token(model: pathlib.Path) -> None:
     session = Session.load(model)
     with raises(ContextError, field="prompt", match="empty"):
-        session.generate([])
+        session.generate([], temperature=0.0)
     with raises(TokenizerError, field="prompt", match="96 is outside"):
-        session.generate([96])
+        session.generate([96], temperature=0.0)
 
 
 def test_no_tokenizer(model: pathlib.Path) -> None:
     with raises(TokenizerError, field="tokenizer"):
-        Session.load(model).generate("text")
+        Session.load(model).generate("text", temperature=0.0)
 
 
 def test_too_little_memory_is_said_before_it_is_taken(
@@ -281,7 +284,11 @@ def test_one_thread_computes_a_conversation(model: pathlib.Path, slots: int) -> 
     session, refused = Session.load(model, weights="f32", slots=slots), []
 
     def use() -> None:
-        for call in (lambda: session.prefill([9]), lambda: session.generate([9]), lambda: session.rewind(0)):
+        for call in (
+            lambda: session.prefill([9]),
+            lambda: session.generate([9], temperature=0.0),
+            lambda: session.rewind(0),
+        ):
             with pytest.raises(SessionError) as caught:
                 call()
             refused.append(caught.value)
@@ -302,7 +309,7 @@ def test_one_thread_computes_a_conversation(model: pathlib.Path, slots: int) -> 
 
 def test_stop_string_and_text(shared: pathlib.Path) -> None:
     session = Session.load(text_model(shared), weights="f32")
-    steps = list(session.generate("Once upon a time", max_new_tokens=100, stop=["park"]))
+    steps = list(session.generate("Once upon a time", max_new_tokens=100, stop=["park"], temperature=0.0))
     text = "".join(step.text for step in steps)
     assert (steps[-1].finish_reason, steps[-1].finish_message) == ("stop", "stop string")
     assert "park" not in text
@@ -408,26 +415,26 @@ def test_options_can_be_given_together_or_one_by_one(model: pathlib.Path) -> Non
 
 def test_h1b_says_where_tau_is_from_and_that_it_is_untuned(model: pathlib.Path) -> None:
     session = Session.load(model, kv="h1b")
-    list(session.generate([1, 2], max_new_tokens=2))
+    list(session.generate([1, 2], max_new_tokens=2, temperature=0.0))
     assert "default" in session.report().notes[0]
     session.reset()
-    list(session.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2))
+    list(session.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2, temperature=0.0))
     notes = session.report().notes
     assert "fitted on the prompt" in notes[0]
     assert "not adapted" in notes[1]
     given = Session.load(model, kv="h1b:tau=0.125")
-    list(given.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2))
+    list(given.generate(golden_cases.tokens("llama31")[:40], max_new_tokens=2, temperature=0.0))
     assert "tau 0.125 (set by" in given.report().notes[0]
 
 
 def test_a_second_text_waits_for_the_first(model: pathlib.Path) -> None:
     session = Session.load(model)
-    steps = session.generate([1, 2, 3], max_new_tokens=8)
+    steps = session.generate([1, 2, 3], max_new_tokens=8, temperature=0.0)
     with pytest.raises(SessionError, match="exhaust or close its iterator"):
-        session.generate([4])  # the first has not even begun
+        session.generate([4], temperature=0.0)  # the first has not even begun
     next(steps)
     for refused in (
-        lambda: session.generate([4]),
+        lambda: session.generate([4], temperature=0.0),
         lambda: session.prefill([4]),
         lambda: session.logits([4]),
         lambda: session.rewind(1),
@@ -437,38 +444,38 @@ def test_a_second_text_waits_for_the_first(model: pathlib.Path) -> None:
         with pytest.raises(SessionError, match="exhaust or close"):
             refused()
     assert len(list(steps)) == 7
-    assert len(list(session.generate([4], max_new_tokens=2))) == 2
+    assert len(list(session.generate([4], max_new_tokens=2, temperature=0.0))) == 2
 
 
 def test_what_ends_a_text_lets_the_next_begin(model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session.load(model)
-    closed = session.generate([1, 2], max_new_tokens=8)
+    closed = session.generate([1, 2], max_new_tokens=8, temperature=0.0)
     next(closed)
     closed.close()
-    never_begun = session.generate([3], max_new_tokens=8)
+    never_begun = session.generate([3], max_new_tokens=8, temperature=0.0)
     never_begun.close()
-    dropped = session.generate([4], max_new_tokens=8)
+    dropped = session.generate([4], max_new_tokens=8, temperature=0.0)
     next(dropped)
     del dropped
-    failing = session.generate([5], max_new_tokens=8)
+    failing = session.generate([5], max_new_tokens=8, temperature=0.0)
     with monkeypatch.context() as patch:
         patch.setattr(session.caches[0], "attend", None)
         with pytest.raises(TypeError):
             list(failing)
-    assert len(list(session.generate([6], max_new_tokens=2))) == 2
+    assert len(list(session.generate([6], max_new_tokens=2, temperature=0.0))) == 2
 
 
 def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> None:
     with Session.load(model, kv="dense") as session:
         other = session.fork()
-        steps = session.generate([1, 2, 3], max_new_tokens=8)
+        steps = session.generate([1, 2, 3], max_new_tokens=8, temperature=0.0)
         next(steps)
         cache = weakref.ref(session.caches[0])
     gc.collect()
     assert cache() is None
     assert list(steps) == []
     for use in (
-        lambda: session.generate([1]),
+        lambda: session.generate([1], temperature=0.0),
         lambda: session.tokens,
         lambda: session.report(),
         lambda: session.reset(),
@@ -479,7 +486,7 @@ def test_a_closed_session_frees_its_caches_and_refuses(model: pathlib.Path) -> N
         with pytest.raises(SessionError, match="is closed"):
             use()
     session.close()
-    assert len(list(other.generate([1, 2, 3], max_new_tokens=2))) == 2
+    assert len(list(other.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))) == 2
 
 
 def test_repr_says_what_is_held(model: pathlib.Path) -> None:
@@ -495,7 +502,9 @@ def test_a_shipped_model_by_its_name(tmp_path: pathlib.Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     with Session.load("demo", ctx=64) as session:
         assert session.model.path.name == "demo"
-        assert "".join(step.text for step in session.generate("Once upon a time", max_new_tokens=4))
+        assert "".join(
+            step.text for step in session.generate("Once upon a time", max_new_tokens=4, temperature=0.0)
+        )
     with raises(CheckpointError, field="model"):
         Session.load("dem")
     (tmp_path / "demo").mkdir()

@@ -335,12 +335,13 @@ def test_a_killed_run_leaves_a_session_that_goes_on(shared: pathlib.Path, tmp_pa
     model, path, rng = shared / "models" / "stories260K", tmp_path / "file", random.Random(2)
     code = (
         "import sys; from edgekv import Session; s = Session.load(sys.argv[1], kv='onebit', ctx=500)\n"
-        "for step in s.generate('Once upon a time', max_new_tokens=180): s.save(sys.argv[2]); print(flush=True)"
+        "for step in s.generate('Once upon a time', max_new_tokens=180, temperature=0.0):\n"
+        "    s.save(sys.argv[2]); print(flush=True)"
     )
     straight = Session.load(model, kv="onebit", ctx=500)
-    list(straight.generate("Once upon a time", max_new_tokens=195))
+    list(straight.generate("Once upon a time", max_new_tokens=195, temperature=0.0))
     for _ in range(3):
         started_and_killed([code, model, path], rng.random() * 0.3)
         session = Session.restore(path, model)
-        list(session.generate([], max_new_tokens=10))
+        list(session.generate([], max_new_tokens=10, temperature=0.0))
         assert session.tokens == straight.tokens[: len(session.tokens)]

@@ -46,7 +46,9 @@ def test_the_shipped_model_describes_fresh_scenes(kv: str) -> None:
         scene = draw_scene(rng, n)
         session.reset()
         images = [image.fromarray(render(scene, rng))]
-        said = "".join(step.text for step in session.generate(PROMPT, images=images, max_new_tokens=160))
+        said = "".join(
+            step.text for step in session.generate(PROMPT, images=images, max_new_tokens=160, temperature=0.0)
+        )
         assert parse(said) == (n, list(scene))
 
 

@@ -127,19 +127,19 @@ def test_placeholders_and_images_must_be_as_many(base: Session, text: str, n: in
     with pytest.raises(
         ImageError, match=rf"image placeholder\(s\), token 95, for {n} image\(s\): give one for each"
     ):
-        base.generate(text, images=IMAGES[:n])
+        base.generate(text, images=IMAGES[:n], temperature=0.0)
 
 
 @pytest.mark.parametrize("kv", [*SESSION_KV.values(), VISUAL])
 def test_every_scheme_takes_images(base: Session, kv: str) -> None:
     session = base.fork(kv=kv)
     pieces = base.prompt(TEXT, IMAGES[:2])
-    first = tokens(session.generate(pieces, max_new_tokens=6))
-    second = tokens(session.generate([4, base.vision(picture(IMAGES[2])), 8], max_new_tokens=4))
+    first = tokens(session.generate(pieces, max_new_tokens=6, temperature=0.0))
+    second = tokens(session.generate([4, base.vision(picture(IMAGES[2])), 8], max_new_tokens=4, temperature=0.0))
     assert (len(first), len(second)) == (6, 4)
     assert session._state.n_cached == len(session.tokens) - 1 == 7 + 2 * N + 6 + 2 + N + 3
     session.reset()
-    assert tokens(session.generate(pieces, max_new_tokens=6)) == first
+    assert tokens(session.generate(pieces, max_new_tokens=6, temperature=0.0)) == first
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_an_interrupted_prefill_leaves_no_trace(base: Session, monkeypatch: pyte
 
 def test_images_stand_behind_what_was_said(base: Session) -> None:
     session = base.fork()
-    list(session.generate([1, 5, 6], max_new_tokens=1))
-    list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1))
+    list(session.generate([1, 5, 6], max_new_tokens=1, temperature=0.0))
+    list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1, temperature=0.0))
     assert [(span.start, span.stop) for span in session._state.spans] == [
         (4 + a, 4 + b) for a, b in (FIRST, SECOND)
     ]
@@ -207,12 +207,12 @@ def test_images_stand_behind_what_was_said(base: Session) -> None:
 
 def test_visual1_packs_the_images_alone(base: Session) -> None:
     session = base.fork(kv=VISUAL, ctx=100)
-    session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1)
-    list(session.generate([5], max_new_tokens=2))
+    session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=1, temperature=0.0)
+    list(session.generate([5], max_new_tokens=2, temperature=0.0))
     cache, g = session.caches[0], session.caches[0].geometry
     assert isinstance(cache, Visual1)
     session.reset()
-    list(session.generate(TEXT, images=IMAGES[:2], max_new_tokens=3))
+    list(session.generate(TEXT, images=IMAGES[:2], max_new_tokens=3, temperature=0.0))
     assert [(span.start, span.stop) for span in cache.spans] == [FIRST, SECOND]
     report = session.report()
     visual = 2 * (2 * N * g.n_kv_heads * g.head_dim // 8 + 2 * 2 * 2 * g.n_kv_heads)
@@ -225,7 +225,7 @@ def test_visual1_packs_the_images_alone(base: Session) -> None:
     assert report.images.seconds > 0
     assert f"{2 * N} image tokens" in report.notes[-1]
     assert "cache       visual " in report.to_text()
-    list(session.generate([5], max_new_tokens=1))
+    list(session.generate([5], max_new_tokens=1, temperature=0.0))
     assert session.report().images is None
 
 
@@ -239,7 +239,7 @@ def test_other_modalities_are_not_marked(base: Session) -> None:
 @pytest.mark.parametrize("kv", ["onebit", VISUAL, "dense"])
 def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.Path) -> None:
     session = base.fork(kv=kv)
-    list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=3))
+    list(session.generate(base.prompt(TEXT, IMAGES[:2]), max_new_tokens=3, temperature=0.0))
     session.save(tmp_path / "a.kv")
     restored = Session.restore(tmp_path / "a.kv", session)
     for span, other in zip(session._state.spans, restored._state.spans, strict=True):
@@ -247,11 +247,15 @@ def test_a_saved_conversation_goes_on(base: Session, kv: str, tmp_path: pathlib.
         np.testing.assert_array_equal(span.rows, other.rows)
     for each in (session, restored):
         each.rewind(SECOND[1] - 4)
-    again = [tokens(each.generate([33, 34, 60], max_new_tokens=5)) for each in (session, restored)]
+    again = [
+        tokens(each.generate([33, 34, 60], max_new_tokens=5, temperature=0.0)) for each in (session, restored)
+    ]
     assert again[0] == again[1]
     copied = base.fork(kv=kv)
     copied.copy_from(restored)
-    assert tokens(copied.generate([7], max_new_tokens=5)) == tokens(restored.generate([7], max_new_tokens=5))
+    assert tokens(copied.generate([7], max_new_tokens=5, temperature=0.0)) == tokens(
+        restored.generate([7], max_new_tokens=5, temperature=0.0)
+    )
 
 
 def test_sliding_drops_an_image_whole(base: Session) -> None:
@@ -259,9 +263,9 @@ def test_sliding_drops_an_image_whole(base: Session) -> None:
     session = base.fork(ctx=ctx)
     pieces = base.prompt(TEXT, IMAGES[:2])
     with raises(ContextError, field="ctx"):
-        base.fork(ctx=30).generate(pieces)
+        base.fork(ctx=30).generate(pieces, temperature=0.0)
     session._runner.slides = True
-    made = tokens(session.generate(pieces, max_new_tokens=12))
+    made = tokens(session.generate(pieces, max_new_tokens=12, temperature=0.0))
     assert len(made) == 12
     # 39 tokens and the first two made fit; the third makes room: of 4 first and the latest 16 the text stays
     assert session._state.spans == []
@@ -271,7 +275,7 @@ def test_sliding_drops_an_image_whole(base: Session) -> None:
 
 def test_no_text_has_the_token_of_an_image(base: Session) -> None:
     """However likely the model finds it: the next prompt would have more places than images."""
-    session, sampling = base.fork(), SamplingParams(logit_bias={cases.IMAGE_TOKEN: 100})
+    session, sampling = base.fork(), SamplingParams(0.0, logit_bias={cases.IMAGE_TOKEN: 100})
     anything = SimpleNamespace(allowed=lambda logits: logits, accept=lambda token: False)
     for constraint in (None, anything):
         made = tokens(session.generate("w5 w9", max_new_tokens=4, sampling=sampling, constraint=constraint))
@@ -283,7 +287,7 @@ def test_an_image_in_a_text_without_images_is_text(base: Session) -> None:
     session, tokenizer = base.fork(), base.require_tokenizer()
     said = tokenizer.encode("w5 <", bos=True) + tokenizer.encode("image> w9", bos=False)
     assert session.prompt("w5 <image> w9") == session.align("w5 <image> w9") == said
-    list(session.generate("w5 <image> w9", max_new_tokens=1))
+    list(session.generate("w5 <image> w9", max_new_tokens=1, temperature=0.0))
     assert session.tokens[:-1] == said
     np.testing.assert_array_equal(session.embed("w5 <image> w9"), session.embed(said))
     with pytest.raises(ImageError, match="placeholder"):
@@ -330,7 +334,7 @@ def test_a_server_or_chat_never_takes_an_image_for_text(base: Session) -> None:
     ids = list(session.tokens)
     assert session.align([*ids, 5]) == [*ids[FIRST[0] :], 5]
     with pytest.raises(ImageError, match="placeholder"):
-        session.generate([*ids[FIRST[0] :], 5])
+        session.generate([*ids[FIRST[0] :], 5], temperature=0.0)
 
 
 def test_clipped_and_selected() -> None:
@@ -418,7 +422,7 @@ def test_models_that_lack_a_part(
     session = Session.load(copied, weights="f32")
     assert session.logits([1, 5, 6]).shape == (3, 96)  # text needs none of it
     with pytest.raises(error, match=message) as raised:
-        session.generate([1, 5], images=IMAGES[:1])
+        session.generate([1, 5], images=IMAGES[:1], temperature=0.0)
     assert "\n" not in str(raised.value)
 
 
@@ -426,14 +430,14 @@ def test_without_onnxruntime(folder: pathlib.Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     session = Session.load(folder, weights="f32")
     with pytest.raises(ImageError, match=r"need onnxruntime, .*: pip install 'edgekv\[vision\]'"):
-        session.generate([1, 5], images=IMAGES[:1])
+        session.generate([1, 5], images=IMAGES[:1], temperature=0.0)
 
 
 def test_a_graph_that_never_ends(copied: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copied / "vision.onnx").write_bytes(cases.vision_onnx(endless=True))
     monkeypatch.setattr("edgekv.vision.model.MAX_SECONDS", 0.3)
     with pytest.raises(CheckpointError, match="onnxruntime can't run it"):
-        Session.load(copied, weights="f32").generate([1, 5], images=IMAGES[:1])
+        Session.load(copied, weights="f32").generate([1, 5], images=IMAGES[:1], temperature=0.0)
 
 
 @pytest.mark.parametrize(
@@ -458,13 +462,13 @@ def test_a_projector_of_another_decoder(copied: pathlib.Path) -> None:
     weights["multi_modal_projector.linear_2.weight"] = np.zeros((60, 64), np.float32)
     save_file(weights, copied / "projector.safetensors")
     with pytest.raises(CheckpointError, match=r"linear_2.weight' has shape \(60, 64\)"):
-        Session.load(copied, weights="f32").generate([1], images=IMAGES[:1])
+        Session.load(copied, weights="f32").generate([1], images=IMAGES[:1], temperature=0.0)
 
 
 def test_an_unknown_placeholder(copied: pathlib.Path) -> None:
     config(image_token_index=94)(copied)
     with pytest.raises(ImageError, match=r"does not read <image> as the model's image token 94"):
-        Session.load(copied, weights="f32").generate("<image> w5", images=IMAGES[:1])
+        Session.load(copied, weights="f32").generate("<image> w5", images=IMAGES[:1], temperature=0.0)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

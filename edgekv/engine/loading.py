@@ -17,8 +17,9 @@ from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.shipped import shipped
 from edgekv.engine.cpu import CpuDecoder, precompiling
 from edgekv.engine.decoder import Decoder, Device
-from edgekv.engine.model import Model
+from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.options import Options, SessionPlan
+from edgekv.engine.sampling import SamplingParams
 from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialScheduler
 from edgekv.engine.state import State
 from edgekv.errors import ConfigError, ContextError, TokenizerError, unknown
@@ -207,6 +208,11 @@ class LoadedModel:
     def vision(self) -> Vision:
         """The model's vision encoder, loaded at its first use. Raises ImageError where there is none."""
         return Vision(self.model, self.scheduler.threads)
+
+    @functools.cached_property
+    def sampling(self) -> SamplingParams:
+        """How the model wants its tokens to be chosen. Raises ConfigError where its file is damaged."""
+        return sampling_defaults(self.model)
 
     def decoder(self, lora: str | None) -> Decoder:
         """With one of the model's ``loras``; None: without. Raises ConfigError for an unknown name."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.checkpoint import holds_tokenizer, open_checkpoint, read_config
@@ -245,7 +246,6 @@ class Model:
 
 
 FILE = "generation_config.json"
-TEMPERATURE = 0.7  # greedy text of small models falls into loops
 
 
 class GenerationConfig(Struct):
@@ -260,13 +260,13 @@ class GenerationConfig(Struct):
 
 
 def sampling_defaults(model: Model) -> SamplingParams:
-    """What the file beside the weights says, else TEMPERATURE and the filters of `SamplingParams`.
+    """What the file beside the weights says, else the defaults of `SamplingParams`.
 
     Raises ConfigError where the file can't be read, or has other values than `SamplingParams` takes.
     """
     path = (model.path if model.path.is_dir() else model.path.parent) / FILE
     config = read_fields(read_config(path), GenerationConfig, str(path)) if path.is_file() else GenerationConfig()
-    temperature = TEMPERATURE if config.temperature is None else config.temperature
-    said = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")}
-    given = {name: value for name, value in said.items() if value is not None}
-    return SamplingParams(temperature=0.0 if config.do_sample is False else temperature, **given)
+    given = {name: value for name, value in asdict(config).items() if value is not None}
+    if given.pop("do_sample", True) is False:
+        given["temperature"] = 0.0
+    return SamplingParams(**given)

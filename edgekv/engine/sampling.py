@@ -39,7 +39,7 @@ def _option(metavar: str, text: str) -> Meta:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen: greedy unless a temperature is set; the filters' defaults are llama.cpp's.
+    """How the next token is chosen. Without any: temperature 0.7, and the filters of llama.cpp.
 
     temperature: divides the logits; 0 takes the most probable token and ignores top_k, top_p and min_p.
     top_k: keep the k most probable tokens; None keeps all.
@@ -57,7 +57,7 @@ class SamplingParams:
     parameter, where a value is outside its range.
     """
 
-    temperature: Annotated[Temperature, _option("T", "0 is greedy")] = 0.0
+    temperature: Annotated[Temperature, _option("T", "0 is greedy")] = 0.7
     top_k: Annotated[Natural | None, _option("K", "keep the K likeliest tokens; 0 is off")] = 40
     top_p: Annotated[Share, _option("P", "keep the likeliest tokens that have P of the probability; 1 is off")] = (
         0.95
@@ -321,14 +321,19 @@ class Sampler:
 
 
 def open_sampler(
-    vocab_size: int, sampling: SamplingParams | Sampler | None, temperature: float | None, seed: int | None
+    vocab_size: int,
+    sampling: SamplingParams | Sampler | None,
+    temperature: float | None,
+    seed: int | None,
+    defaults: SamplingParams,
 ) -> Sampler:
-    """The sampler that the parameters of `Session.generate` ask for.
+    """The sampler that the parameters of `Session.generate` ask for; what they leave open is of ``defaults``.
 
     Raises ConfigError (field sampling) for ``sampling`` together with ``temperature`` or ``seed``.
     """
     if sampling is None:
-        sampling = SamplingParams(temperature=0.0 if temperature is None else temperature, seed=seed)
+        temperature = defaults.temperature if temperature is None else temperature
+        sampling = dataclasses.replace(defaults, temperature=temperature, seed=seed)
     elif temperature is not None or seed is not None:
         name = "seed" if temperature is None else "temperature"
         raise ConfigError(

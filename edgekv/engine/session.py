@@ -282,7 +282,8 @@ class Session:
         Nothing of the conversation changes before its first step.
         sampling: how tokens are chosen; a Sampler goes on with its series of random numbers, as with ``prompt=[]``
             and `last_sampler` the last text does. temperature, seed: these two of `SamplingParams` instead, the
-            others at their defaults; without either the most probable token is taken.
+            others as the model's generation_config.json has them, else temperature 0.7, top_p 0.95, top_k 40 and
+            min_p 0.05; ``temperature=0.0`` takes the most probable token.
         stop: texts that end the answer and are not part of it. json_schema: the answer is JSON of this schema, by
             the llguidance library; constraint: rules tokens out in a way of your own instead.
         progress(layer, n_layers) is called during prefill.
@@ -294,7 +295,7 @@ class Session:
         """
         runner = self._idle_runner()
         constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
-        sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed)
+        sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, self._loaded.sampling)
         image_token = self.model.image_token
         generation = Generation(runner, self.tokenizer, sampler, max_new_tokens, stop, constraint, image_token)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)

@@ -667,7 +667,7 @@ class Run:
         decoder = self.decoder
         ids = np.random.default_rng(0).integers(0, decoder.config.vocab_size, n)
         caches = open_caches(decoder, CacheSpec.parse(kv), n)
-        sampler = Sampler(SamplingParams(), decoder.config.vocab_size)
+        sampler = Sampler(SamplingParams(temperature=0.0), decoder.config.vocab_size)
         begun = time.perf_counter()
         with blas_threads(decoder.threads):
             x = decoder.prefill(decoder.embed(ids, 0), caches)

@@ -127,7 +127,7 @@ class Material:
         """A model to talk with, and a cache folder in which everything is remembered; compiles what cases use."""
         for source, weights in itertools.product((self.llama, self.talker), WEIGHTS):
             with Session.load(source, weights=weights, threads=1) as session:
-                list(session.generate([1, 2, 3], max_new_tokens=2))
+                list(session.generate([1, 2, 3], max_new_tokens=2, temperature=0.0))
         self.talking = Session.load(self.talker, ctx=200, threads=1)
         self.template = ChatTemplate(str(find_template(self.talker)), self.talking.require_tokenizer())
         self.cache = folder / "cache"

@@ -325,7 +325,7 @@ def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]
 
 
 def _decode(gpu: Gpu, decoder: CudaDecoder, caches: Sequence[KVCache], weight_bytes: int) -> dict[str, Any]:
-    sampler = Sampler(SamplingParams(), decoder.config.vocab_size)
+    sampler = Sampler(SamplingParams(temperature=0.0), decoder.config.vocab_size)
     token, replayed = 1, decoder.n_replayed
     for _ in range(4):
         token = sampler.sample(decoder.step(token, caches), ())

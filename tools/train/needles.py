@@ -196,7 +196,7 @@ def main() -> None:
         prompts, right = make_prompts(prose, task, args.length, args.n, args.seed), []
         for prompt in tqdm(prompts, desc=task, disable=None):  # shown on a terminal only
             session.reset()
-            steps = session.generate(prompt.ids, max_new_tokens=len(prompt.answer))
+            steps = session.generate(prompt.ids, max_new_tokens=len(prompt.answer), temperature=0.0)
             right.append([step.token for step in steps] == prompt.answer)
         for depth, share in score_by_depth(prompts, right).items():
             print(f"{task} {args.length} tokens, depth {depth:.0%}: {share:.0%}")

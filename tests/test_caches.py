@@ -14,7 +14,7 @@ from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.kvcache.recurrent import RecurrentState
 from edgekv.kvcache.sliding import ring_tokens
 from edgekv.kvcache.windowed import Windowed
-from edgekv.models.recurrence import ShortConv
+from edgekv.models.config import ShortConv
 from edgekv.server.engine import f16_bytes, held_bytes
 
 SHAPES = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "mqa": (5, 1, 24)}  # query heads, KV heads, head_dim

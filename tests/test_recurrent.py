@@ -25,7 +25,7 @@ from edgekv.kvcache.cache import Workspace, rewind
 from edgekv.kvcache.recurrent import EVERY, FEWEST, MOST, RecurrentState, recurrent_states
 from edgekv.machine import format_bytes
 from edgekv.models import architecture
-from edgekv.models.recurrence import GatedDelta, Recurrence, ShortConv
+from edgekv.models.config import GatedDelta, Recurrence, ShortConv
 from edgekv.server.pool import SessionPool
 
 CTX = 2048

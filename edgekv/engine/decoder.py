@@ -75,8 +75,8 @@ class RopeTable:
     def _query_factors(self, positions: np.ndarray, rope: RopeConfig) -> F32 | None:
         if not rope.query_growth:
             return None
-        original = rope.params.original_max_position_embeddings or rope.trained_positions
-        factors: F32 = self._upload((1 + rope.query_growth * np.log1p(positions // original)).astype(np.float32))
+        growth = 1 + rope.query_growth * np.log1p(positions // rope.original)
+        factors: F32 = self._upload(growth.astype(np.float32))
         return factors
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache.cache import KVCache, LayerState, Layout, layout_bytes
 from edgekv.kvcache.spec import AttentionShape, CacheSpec
-from edgekv.models.recurrence import Recurrence
+from edgekv.models.config import Recurrence
 from edgekv.types import F32, Array
 
 VERSION = 1  # of what the arrays mean

@@ -11,7 +11,7 @@ from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.knobs import bad_knob, declared
 from edgekv.kvcache.registry import find_scheme, load_entry_points, removed, schemes
 from edgekv.kvcache.sliding import Rolling
-from edgekv.models.recurrence import Recurrence
+from edgekv.models.config import Recurrence
 
 
 class AttentionShape(Protocol):

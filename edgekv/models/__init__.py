@@ -1,4 +1,4 @@
-"""Model families, each in one file, by config.json's model_type.
+"""Model families by config.json's model_type.
 
 A package adds one by an entry point of the group ``edgekv.families``, whose name is the model_type, or by
 `register_family`: a subclass of `Architecture`, mostly of `edgekv.models.llama.Llama`, with its config's schema.
@@ -19,25 +19,25 @@ from edgekv.models.gguf import GgufNames
 GROUP = "edgekv.families"
 FAMILIES: dict[str, str | type[Architecture]] = {  # module:class, imported when the type is met
     "llama": "llama:Llama",
-    "mistral": "mistral:Mistral",
-    "qwen2": "qwen:Qwen2",
-    "qwen3": "qwen:Qwen3",
+    "mistral": "variants:Mistral",
+    "qwen2": "variants:Qwen2",
+    "qwen3": "variants:Qwen3",
     "gemma2": "gemma:Gemma2",
     "gemma3": "gemma:Gemma3WithVision",
     "gemma3_text": "gemma:Gemma3",
-    "phi3": "phi3:Phi3",
-    "smollm3": "smollm3:SmolLM3",
-    "olmo2": "olmo2:Olmo2",
-    "granite": "granite:Granite",
+    "phi3": "variants:Phi3",
+    "smollm3": "variants:SmolLM3",
+    "olmo2": "variants:Olmo2",
+    "granite": "variants:Granite",
     "gpt2": "gpt2:GPT2",
-    "ministral3": "mistral:Ministral3",
-    "mistral3": "mistral:Mistral3",
+    "ministral3": "variants:Ministral3",
+    "mistral3": "llava:Mistral3",
     "lfm2": "lfm2:Lfm2",
     "qwen3_5": "qwen3_5:Qwen35WithVision",
     "qwen3_5_text": "qwen3_5:Qwen35",
-    "qwen3_moe": "qwen:Qwen3Moe",
-    "mixtral": "mistral:Mixtral",
-    "gpt_oss": "gpt_oss:GptOss",
+    "qwen3_moe": "mixtures:Qwen3Moe",
+    "mixtral": "mixtures:Mixtral",
+    "gpt_oss": "mixtures:GptOss",
     "llava": "llava:Llava",
 }
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from msgspec import Struct
 
 from edgekv.checks import read_fields
 from edgekv.models.config import CONFIG_HINT, ModelConfig, Raw
 from edgekv.models.gguf import GgufNames
+
+T = TypeVar("T")
 
 
 class Ops(Protocol):
@@ -94,8 +96,8 @@ class Linear:
     @classmethod
     def of_experts(cls, each: Sequence[Linear]) -> Linear:
         """Those of all experts, which have the same shape, as one."""
-        parts, biases = ([x for linear in each for x in getattr(linear, name)] for name in ("parts", "biases"))
-        return cls(tuple(parts), tuple(biases), len(each))
+        parts = tuple(part for linear in each for part in linear.parts)
+        return cls(parts, tuple(bias for linear in each for bias in linear.biases), len(each))
 
     @property
     def rows(self) -> int:
@@ -127,6 +129,7 @@ class Architecture(abc.ABC):
     """
 
     schema: type[Struct]  # of config.json
+    defaults: ClassVar[Raw] = {}  # of the family, for fields that config.json does not have or that are null
     gguf: ClassVar[GgufNames | None] = None  # of the family itself; a subclass has its own, or none
     layers_key, positions_key = "num_hidden_layers", "max_position_embeddings"  # of config.json
     stacked_experts = False  # whether the checkpoint holds those of a layer in one tensor
@@ -141,7 +144,8 @@ class Architecture(abc.ABC):
     @classmethod
     def read_config(cls, raw: Raw) -> ModelConfig:
         """Reads a config.json. Raises ConfigError for what the schema refuses and for contradictions."""
-        return cls.model_config(read_fields(raw, cls.schema, "config.json", CONFIG_HINT), raw)
+        whole = {**cls.defaults, **{name: value for name, value in raw.items() if value is not None}}
+        return cls.model_config(read_fields(whole, cls.schema, "config.json", CONFIG_HINT), raw)
 
     @classmethod
     @abc.abstractmethod
@@ -211,30 +215,24 @@ class Architecture(abc.ABC):
         return self.config.experts.per_token if self.config.experts else 0
 
     def linears(self) -> dict[str, Linear]:
-        """Every projection of the model, the language-model head last."""
-        every: dict[str, Linear] = {}
-        for i in range(self.config.n_layers):
-            every.update(self.layer_linears(i))
+        """Returns every projection of the model, the language-model head last."""
         tensor = self.tables()["embed"][0] if self.config.tied_embeddings else self.head_tensor
-        every["head"] = Linear((WeightPart(tensor, self.config.vocab_size, self.config.hidden_size),))
-        return every
+        head = Linear((WeightPart(tensor, self.config.vocab_size, self.config.hidden_size),))
+        return {**self._of_layers(self.layer_linears), "head": head}
 
     def vectors(self) -> dict[str, tuple[str, int]]:
-        """Norm weights of all layers and the last: name -> (tensor, size)."""
-        every: dict[str, tuple[str, int]] = {}
-        for i in range(self.config.n_layers):
-            every.update(self.layer_vectors(i))
-        return {**every, **self.final_vectors()}
+        """Returns norm weights of all layers and the last: name -> (tensor, size)."""
+        return {**self._of_layers(self.layer_vectors), **self.final_vectors()}
 
     def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """`layer_arrays` of all layers."""
-        every: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for i in range(self.config.n_layers):
-            every.update(self.layer_arrays(i))
-        return every
+        """Returns `layer_arrays` of all layers."""
+        return self._of_layers(self.layer_arrays)
+
+    def _of_layers(self, layer: Callable[[int], dict[str, T]]) -> dict[str, T]:
+        return {name: each for i in range(self.config.n_layers) for name, each in layer(i).items()}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every checkpoint tensor that the model reads, in the order of the layers: name -> shape."""
+        """Returns every checkpoint tensor that the model reads, in the order of the layers: name -> shape."""
         shapes: dict[str, tuple[int, ...]] = dict(self.tables().values())
         for i in range(self.config.n_layers):
             shapes |= {tensor: (size,) for tensor, size in self.layer_vectors(i).values()}

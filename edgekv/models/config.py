@@ -1,18 +1,22 @@
-"""config.json -> ModelConfig: every field the decoder needs, checked once, whatever the checkpoint's dialect."""
+"""ModelConfig: every field that a decoder needs of a config.json, whatever the checkpoint's dialect.
+
+A layer that does not attend has a recurrence, with a kernel by the name ``kernel``: it turns its projection
+(n, ``projected``) into what its `attention_out` reads (n, ``mixed``), and changes the state's arrays.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from msgspec import Meta
 
 from edgekv.checks import short_repr
 from edgekv.errors import ConfigError
-from edgekv.models.recurrence import Recurrence
 from edgekv.models.rope import RopeConfig
 
+T = TypeVar("T")
 Raw = Mapping[str, Any]
 MOST_EXPERTS = 1 << 16  # of all layers: twice the largest models'
 CONFIG_HINT = "add or correct it, or give a whole config=FILE"
@@ -27,6 +31,86 @@ Experts = Annotated[int, Meta(ge=1, le=1 << 14)]
 Epsilon = Annotated[float, Meta(ge=0, le=1)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Taps = Annotated[int, Meta(ge=2, le=64)]
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConv:
+    """LFM2's: y = c * conv(b * x), with a causal convolution of ``taps`` tokens of each of ``channels`` by itself.
+
+    bias: of the convolution, and of the projections around it.
+    """
+
+    kernel: ClassVar[str] = "short_conv"
+
+    channels: int
+    taps: int
+    bias: bool
+
+    @property
+    def projected(self) -> int:
+        """b, c and x side by side."""
+        return 3 * self.channels
+
+    @property
+    def mixed(self) -> int:
+        """Channels of the result."""
+        return self.channels
+
+    def state(self) -> Shapes:
+        """Returns the state's arrays: ``window``, the latest products b * x."""
+        return {"window": (self.taps - 1, self.channels)}
+
+    def constants(self) -> dict[str, float]:
+        """Returns numbers that the kernel is given beside weights."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet (arXiv 2412.06464) as Qwen3.5 has it: each token decays and corrects a matrix of each head.
+
+    A convolution of ``taps`` tokens and SiLU over queries, keys (``key_heads`` of ``key_dim`` channels each) and
+    values (``value_heads`` of ``value_dim``) come before it, a gated RMS norm of each value head behind it.
+    """
+
+    kernel: ClassVar[str] = "gated_delta"
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    eps: float
+
+    @property
+    def convolved(self) -> int:
+        """Channels of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.mixed
+
+    @property
+    def projected(self) -> int:
+        """Queries, keys and values, gates of the result, and for each value head its beta and its decay."""
+        return self.convolved + self.mixed + 2 * self.value_heads
+
+    @property
+    def mixed(self) -> int:
+        """Channels of the result."""
+        return self.value_heads * self.value_dim
+
+    def state(self) -> Shapes:
+        """Returns the state's arrays: ``window`` of the convolution, ``matrix`` of each value head."""
+        matrix = (self.value_heads, self.key_dim, self.value_dim)
+        return {"window": (self.taps - 1, self.convolved), "matrix": matrix}
+
+    def constants(self) -> dict[str, float]:
+        """Returns numbers that the kernel is given beside weights."""
+        return {"eps": self.eps}
+
+
+Recurrence = ShortConv | GatedDelta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +181,8 @@ class ModelConfig:
     @property
     def ropes(self) -> list[RopeConfig]:
         """The rotations of the layers, each once."""
-        every: list[RopeConfig] = []
-        for rope in self.layer_ropes:
-            if rope is not None and rope not in every:
-                every.append(rope)
-        return every
+        every = self.layer_ropes
+        return [rope for i, rope in enumerate(every) if rope is not None and rope not in every[:i]]
 
     def rope_invalidates_keys(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``."""
@@ -155,10 +236,14 @@ def head_size(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
+def alternating(n_layers: int, every: int, other: str = "sliding_attention") -> list[str]:
+    """Returns layer_types in which every ``every``-th layer sees everything."""
+    return [other if (i + 1) % every else "full_attention" for i in range(n_layers)]
+
+
 def sliding_layers(layer_types: Sequence[str], window: int | None, n_layers: int) -> tuple[int | None, ...]:
-    """Returns each layer's window, of config.json's layer_types. ConfigError for another number or type."""
-    _check_layer_types(layer_types, "sliding_attention", n_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    """Returns each layer's window, of config.json's layer_types. Raises ConfigError for another number or type."""
+    return _by_type(layer_types, "sliding_attention", window, n_layers)
 
 
 def recurrent_layers(
@@ -166,39 +251,37 @@ def recurrent_layers(
 ) -> tuple[Recurrence | None, ...]:
     """Returns `ModelConfig.recurrences` of config.json's layer_types: that recurrence in layers of type ``kind``.
 
-    ConfigError for another number or type of layers, and where none attends.
+    Raises ConfigError for another number or type of layers, and where none attends.
     """
-    _check_layer_types(layer_types, kind, n_layers)
-    if "full_attention" not in layer_types:
+    found = _by_type(layer_types, kind, recurrence, n_layers)
+    if None not in found:
         raise ConfigError("config.json: no layer attends; at least one must be of the type full_attention")
-    return tuple(recurrence if each == kind else None for each in layer_types)
+    return found
 
 
-def _check_layer_types(layer_types: Sequence[str], other: str, n_layers: int) -> None:
+def _by_type(layer_types: Sequence[str], kind: str, value: T, n_layers: int) -> tuple[T | None, ...]:
+    """The value for layers of type ``kind``, None for those of type full_attention."""
     if len(layer_types) != n_layers:
         raise ConfigError(f"config.json: layer_types has {len(layer_types)} entries for {n_layers} layers")
-    unknown = sorted(set(layer_types) - {"full_attention", other})
+    unknown = sorted(set(layer_types) - {"full_attention", kind})
     if unknown:
         raise ConfigError(
             f"config.json: layer_types has {short_repr(unknown[0])}, which is not supported; supported: "
-            f"full_attention, {other}"
+            f"full_attention, {kind}"
         )
+    return tuple(value if each == kind else None for each in layer_types)
 
 
 def check(config: ModelConfig) -> ModelConfig:
-    """The config itself, or ConfigError where its sizes contradict each other."""
-    if config.n_heads % config.n_kv_heads:
-        raise ConfigError(
-            f"config.json: {config.n_heads} query heads can't share {config.n_kv_heads} key-value heads evenly"
-        )
-    experts = config.experts
-    if experts and experts.per_token > experts.count:
-        raise ConfigError(
-            f"config.json: {experts.per_token} experts per token are more than there are, {experts.count}"
-        )
-    if experts and experts.count * config.n_layers > MOST_EXPERTS:
-        raise ConfigError(
-            f"config.json: {experts.count} experts in each of {config.n_layers} layers are too many; at most "
-            f"{MOST_EXPERTS} in all"
-        )
+    """Returns the config itself. Raises ConfigError where its sizes contradict each other."""
+    heads, kv_heads, experts = config.n_heads, config.n_kv_heads, config.experts
+    wrong = ""
+    if heads % kv_heads:
+        wrong = f"{heads} query heads can't share {kv_heads} key-value heads evenly"
+    elif experts and experts.per_token > experts.count:
+        wrong = f"{experts.per_token} experts per token are more than there are, {experts.count}"
+    elif experts and experts.count * config.n_layers > MOST_EXPERTS:
+        wrong = f"{experts.count} experts in each of {config.n_layers} layers: at most {MOST_EXPERTS} in all"
+    if wrong:
+        raise ConfigError(f"config.json: {wrong}")
     return config

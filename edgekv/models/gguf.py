@@ -34,51 +34,6 @@ class GgufMetadata:
 Config = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufNames:
-    """How one architecture is written.
-
-    architecture: GGUF's name of it; model_type: config.json's. names: GGUF tensor, without its ending, to ours;
-    ``{i}`` is the layer. keys: entry of config.json to metadata key behind the architecture's name. interleaved:
-    projections whose rows are ordered for rotations of neighbouring channels. conv1d: those that the checkpoint
-    stores transposed. norm_offset: what the file has added to norms. finish: adds what the keys do not say.
-    """
-
-    architecture: str
-    model_type: str
-    names: Mapping[str, str]
-    keys: Mapping[str, str]
-    interleaved: tuple[str, ...] = ()
-    conv1d: tuple[str, ...] = ()
-    norm_offset: float = 0.0
-    finish: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: config
-
-    def checkpoint_name(self, name: str) -> str:
-        """Returns the checkpoint's name of a GGUF tensor; an unknown one keeps its own."""
-        layer = re.match(r"blk\.(\d+)\.", name)
-        base, dot, end = name.rpartition(".")
-        pattern = base.replace(layer[0], "blk.{i}.") if layer else base
-        if pattern not in self.names:
-            return name
-        return self.names[pattern].format(i=layer[1] if layer else "") + dot + end
-
-    def config(self, facts: GgufMetadata) -> Config:
-        """Makes the model's config.json. Raises ConfigError where the metadata lack something."""
-        values = {entry: facts.get(key) for entry, key in self.keys.items() if facts.get(key) is not None}
-        if "token_embd.weight" not in facts.shapes:
-            raise ConfigError("the GGUF file has no tensor token_embd.weight: it is no language model")
-        config = {
-            "model_type": self.model_type,
-            **values,
-            "vocab_size": facts.shapes["token_embd.weight"][0],
-            "tie_word_embeddings": "output.weight" not in facts.shapes,
-            "attention_bias": "blk.0.attn_q.bias" in facts.shapes,
-            "mlp_bias": "blk.0.ffn_up.bias" in facts.shapes,
-        }
-        scaling = _rope_scaling(facts, int(values.get("max_position_embeddings", 0)))
-        return self.finish(facts, config | ({"rope_scaling": scaling} if scaling else {}))
-
-
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -112,28 +67,71 @@ POST_NORMS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class GgufNames:
+    """How one architecture is written; as Llama's where nothing else is said.
+
+    architecture: GGUF's name of it. model_type: config.json's. names: GGUF tensor, without its ending, to ours;
+    ``{i}`` is the layer. keys: entry of config.json to metadata key behind the architecture's name. interleaved:
+    projections whose rows are ordered for rotations of neighbouring channels. conv1d: those that the checkpoint
+    stores transposed. norm_offset: what the file has added to norms. finish: adds what no key says.
+    """
+
+    architecture: str
+    model_type: str
+    names: Mapping[str, str] = dataclasses.field(default_factory=LLAMA_NAMES.copy)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=LLAMA_KEYS.copy)
+    interleaved: tuple[str, ...] = ()
+    conv1d: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    finish: Callable[[GgufMetadata, Config], Config] = lambda metadata, config: config
+
+    def checkpoint_name(self, name: str) -> str:
+        """Returns the checkpoint's name of a GGUF tensor; an unknown one keeps its own."""
+        layer = re.match(r"blk\.(\d+)\.", name)
+        base, dot, end = name.rpartition(".")
+        pattern = base.replace(layer[0], "blk.{i}.") if layer else base
+        if pattern not in self.names:
+            return name
+        return self.names[pattern].format(i=layer[1] if layer else "") + dot + end
+
+    def config(self, facts: GgufMetadata) -> Config:
+        """Makes the model's config.json. Raises ConfigError where the metadata lack something."""
+        values = {entry: facts.get(key) for entry, key in self.keys.items() if facts.get(key) is not None}
+        if "token_embd.weight" not in facts.shapes:
+            raise ConfigError("the GGUF file has no tensor token_embd.weight: it is no language model")
+        config = {
+            "model_type": self.model_type,
+            **values,
+            "vocab_size": facts.shapes["token_embd.weight"][0],
+            "tie_word_embeddings": "output.weight" not in facts.shapes,
+            "attention_bias": "blk.0.attn_q.bias" in facts.shapes,
+            "mlp_bias": "blk.0.ffn_up.bias" in facts.shapes,
+        }
+        scaling = _rope_scaling(facts, int(values.get("max_position_embeddings", 0)))
+        return self.finish(facts, config | ({"rope_scaling": scaling} if scaling else {}))
+
+
 def head_dim(config: Mapping[str, Any]) -> int:
     """Returns the channels of a head of a config with Llama's keys."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def _rope_scaling(facts: GgufMetadata, positions: int) -> dict[str, Any] | None:
-    kind, factor = facts.get("rope.scaling.type", "none"), facts.get("rope.scaling.factor", 1.0)
-    original = facts.get("rope.scaling.original_context_length")
-    if ALL_LENGTHS in facts.factors:  # whatever the length: LongRoPE with equal sets
-        same = dict.fromkeys(("short_factor", "long_factor"), facts.factors[ALL_LENGTHS])
-        return {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": positions,
-            **same,
-            "attention_factor": 1.0,
-        }
+    """config.json's rope_scaling. positions: the model's."""
+    kind, original = facts.get("rope.scaling.type", "none"), facts.get("rope.scaling.original_context_length")
     scaling = {"original_max_position_embeddings": original} if original else {}
-    if LONG in facts.factors or SHORT in facts.factors:
+    if ALL_LENGTHS in facts.factors:  # whatever the length: LongRoPE with equal sets
+        both = dict.fromkeys(("short_factor", "long_factor"), facts.factors[ALL_LENGTHS])
+        scaling = {"original_max_position_embeddings": positions, **both, "attention_factor": 1.0}
+    elif LONG in facts.factors or SHORT in facts.factors:
         for name, side in ((LONG, "long_factor"), (SHORT, "short_factor")):
             if name not in facts.factors:
                 raise ConfigError(f"the GGUF file has no tensor {name}, but the other of the two")
             scaling[side] = facts.factors[name]
-        attention = facts.get("rope.scaling.attn_factor")
-        return {"rope_type": "longrope", **scaling, **({"attention_factor": attention} if attention else {})}
-    return None if kind == "none" else {"rope_type": kind, "factor": factor, **scaling}
+        if attention := facts.get("rope.scaling.attn_factor"):
+            scaling["attention_factor"] = attention
+    else:
+        factor = facts.get("rope.scaling.factor", 1.0)
+        return None if kind == "none" else {"rope_type": kind, "factor": factor, **scaling}
+    return {"rope_type": "longrope", **scaling}

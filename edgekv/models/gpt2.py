@@ -47,7 +47,7 @@ GPT2_KEYS = {
 
 
 class GPT2ConfigSchema(Struct):
-    """gpt2."""
+    """n_ctx: an older name of n_positions."""
 
     n_embd: Width
     n_head: Heads
@@ -56,11 +56,11 @@ class GPT2ConfigSchema(Struct):
     n_positions: Positions | None = None
     n_ctx: Positions | None = None
     n_inner: Width | None = None
-    layer_norm_epsilon: Epsilon | None = None
-    activation_function: str | None = None
-    tie_word_embeddings: bool | None = None
-    scale_attn_weights: bool | None = None
-    scale_attn_by_inverse_layer_idx: bool | None = None
+    layer_norm_epsilon: Epsilon = 1e-5
+    activation_function: str = "gelu_new"
+    tie_word_embeddings: bool = True
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
 
 
 class GPT2(Architecture):
@@ -84,8 +84,8 @@ class GPT2(Architecture):
         head_dim = head_size(hidden, heads)
         if heads * head_dim != hidden:
             raise ConfigError(f"config.json: n_embd {hidden} is no multiple of n_head {heads}")
-        scale = 1.0 if file.scale_attn_weights is False else head_dim**-0.5
-        by_layer = file.scale_attn_by_inverse_layer_idx
+        scale = head_dim**-0.5 if file.scale_attn_weights else 1.0
+        divisors = [i + 1 if file.scale_attn_by_inverse_layer_idx else 1 for i in range(layers)]
         return check(
             ModelConfig(
                 model_type="gpt2",
@@ -97,16 +97,16 @@ class GPT2(Architecture):
                 n_kv_heads=heads,
                 head_dim=head_dim,
                 max_positions=positions,
-                norm_eps=1e-5 if file.layer_norm_epsilon is None else file.layer_norm_epsilon,
+                norm_eps=file.layer_norm_epsilon,
                 activation=activation(file.activation_function or "gelu_new"),
-                tied_embeddings=file.tie_word_embeddings is not False,
+                tied_embeddings=file.tie_word_embeddings,
                 qkv_bias=True,
                 out_bias=True,
                 mlp_bias=True,
                 qk_norm=False,
                 layer_ropes=(None,) * layers,
                 layer_windows=(None,) * layers,
-                layer_scales=tuple(scale / (i + 1) if by_layer else scale for i in range(layers)),
+                layer_scales=tuple(scale / divisor for divisor in divisors),
             )
         )
 
@@ -126,10 +126,8 @@ class GPT2(Architecture):
             f"{i}.down": ("mlp.c_proj", c.hidden_size, c.intermediate_size),
         }
         return {
-            name: Linear(
-                (WeightPart(f"{base}{tensor}.weight", rows, columns, conv1d=True),), (f"{base}{tensor}.bias",)
-            )
-            for name, (tensor, rows, columns) in shapes.items()
+            name: Linear((WeightPart(f"{base}{of}.weight", rows, columns, True),), (f"{base}{of}.bias",))
+            for name, (of, rows, columns) in shapes.items()
         }
 
     def _norm(self, name: str, tensor: str) -> dict[str, tuple[str, int]]:

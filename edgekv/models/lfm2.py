@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, field
 
-from edgekv.models.architecture import Linear, Ops
-from edgekv.models.config import Epsilon, Heads, ModelConfig, Raw, Taps, Width, recurrent_layers
+from edgekv.models.architecture import Linear
+from edgekv.models.config import Epsilon, ModelConfig, Raw, ShortConv, Taps, Width, recurrent_layers
 from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config
-from edgekv.models.recurrence import ShortConv
-from edgekv.models.rope import Factor, Positions, Theta
-
-NORMS = {"norm_in": "operator_norm", "norm_mlp": "ffn_norm"}
-INTERMEDIATE = 12288  # where neither intermediate_size nor block_ff_dim is there
+from edgekv.models.rope import Factor
 
 
 class Lfm2ConfigSchema(LlamaConfigSchema):
-    """lfm2; block_ff_dim and tie_embedding are older names."""
+    """block_ff_dim and tie_embedding are older names."""
 
-    num_key_value_heads: Heads | None = 8
-    max_position_embeddings: Positions | None = 128000
-    rope_theta: Theta | None = 1e6
-    tie_word_embeddings: bool | None = True
     tie_embedding: bool | None = None
     norm_eps: Epsilon = 1e-5
     conv_bias: bool = False
@@ -46,11 +39,16 @@ class Lfm2(Llama):
     """Llama by other names; which layers are convolutions is data of its config."""
 
     schema = Lfm2ConfigSchema
-    norms = NORMS
-
-    @classmethod
-    def read_config(cls, raw: Raw) -> ModelConfig:
-        return super().read_config({"intermediate_size": INTERMEDIATE, **raw})
+    defaults: ClassVar[Raw] = {
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+    norms: ClassVar[Mapping[str, str]] = {"norm_in": "operator_norm", "norm_mlp": "ffn_norm"}
+    qk_norms = ("q_layernorm", "k_layernorm")
+    last_norm = "embedding_norm"
 
     @classmethod
     def model_config(cls, file: Lfm2ConfigSchema, raw: Raw) -> ModelConfig:
@@ -58,14 +56,13 @@ class Lfm2(Llama):
         attend = set(range(layers) if file.full_attn_idxs is None else file.full_attn_idxs)
         types = file.layer_types or ["full_attention" if i in attend else "conv" for i in range(layers)]
         conv = ShortConv(file.hidden_size, file.conv_taps, file.conv_bias)
-        tied = file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding
         return llama_config(
             "lfm2",
             file,
             intermediate_size=_intermediate_size(file),
             norm_eps=file.norm_eps,
             activation="silu",
-            tied_embeddings=bool(tied),
+            tied_embeddings=file.tie_word_embeddings if file.tie_embedding is None else file.tie_embedding,
             qkv_bias=False,
             out_bias=False,
             mlp_bias=False,
@@ -90,14 +87,6 @@ class Lfm2(Llama):
             f"{i}.down": self._linear(feed, ("w2",), (hidden,), inner, c.mlp_bias),
         }
 
-    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
-        c, base = self.config, f"{self.prefix}layers.{i}."
-        vectors = {f"{i}.{name}": (f"{base}{norm}.weight", c.hidden_size) for name, norm in self.norms.items()}
-        if c.layer_recurrences[i] is None:
-            vectors[f"{i}.norm_q"] = (f"{base}self_attn.q_layernorm.weight", c.head_dim)
-            vectors[f"{i}.norm_k"] = (f"{base}self_attn.k_layernorm.weight", c.head_dim)
-        return vectors
-
     def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         conv, base = self.config.layer_recurrences[i], f"{self.prefix}layers.{i}.conv.conv."
         if not isinstance(conv, ShortConv):
@@ -106,10 +95,3 @@ class Lfm2(Llama):
             f"{i}.weight": (f"{base}weight", (conv.channels, 1, conv.taps))
         }
         return arrays | ({f"{i}.bias": (f"{base}bias", (conv.channels,))} if conv.bias else {})
-
-    def final_vectors(self) -> dict[str, tuple[str, int]]:
-        return {"norm": (f"{self.prefix}embedding_norm.weight", self.config.hidden_size)}
-
-    def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
-        name = "qkv" if self.config.layer_recurrences[i] is None else "in"
-        return ops.linear(self._normed(ops, i, "norm_in", x), f"{i}.{name}")

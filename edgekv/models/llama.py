@@ -6,7 +6,7 @@ Other families are made from it: `Llama.norms` says where a layer normalises, th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
@@ -24,14 +24,15 @@ from edgekv.models.config import (
     check,
     head_size,
 )
-from edgekv.models.gguf import LLAMA_KEYS, LLAMA_NAMES, GgufNames
-from edgekv.models.rope import Positions, RopeConfig, RopeSchema, Theta
-
-POSITIONS = 2048  # where max_position_embeddings is absent
+from edgekv.models.gguf import GgufNames
+from edgekv.models.rope import Positions, RopeConfig, RopeSchema, Share, Theta
 
 
 class LlamaConfigSchema(Struct):
-    """llama and mistral; what most families have. None stands for the family's default."""
+    """What config.json has of a decoder built as Llama's; a family's own fields are in a schema made from it.
+
+    None stands for what `llama_config` takes. num_experts and num_local_experts are two names of one field.
+    """
 
     hidden_size: Width
     intermediate_size: Width
@@ -40,16 +41,17 @@ class LlamaConfigSchema(Struct):
     vocab_size: Vocabulary
     num_key_value_heads: Heads | None = None
     head_dim: Width | None = None
-    max_position_embeddings: Positions | None = None
+    max_position_embeddings: Positions = 2048
     original_max_position_embeddings: Positions | None = None
-    rms_norm_eps: Epsilon | None = None
-    hidden_act: str | None = None
-    tie_word_embeddings: bool | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
-    rope_theta: Theta | None = None
+    rms_norm_eps: Epsilon = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: Theta = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: Share = 1.0
     sliding_window: Positions | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
@@ -59,9 +61,8 @@ def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelC
     """Makes the ModelConfig of a decoder built as Llama's. own: the fields in which a family differs."""
     layers, heads = file.num_hidden_layers, file.num_attention_heads
     head_dim = file.head_dim or head_size(file.hidden_size, heads)
-    if "layer_ropes" not in own:
-        own["layer_ropes"] = (llama_rope(file, head_dim, file.max_position_embeddings or POSITIONS),) * layers
-    reach = [rope.max_positions for rope in own["layer_ropes"] if rope is not None]
+    ropes = own.get("layer_ropes") or (llama_rope(file, head_dim),) * layers
+    reach = [rope.max_positions for rope in ropes if rope is not None]
     fields = {
         "model_type": model_type,
         "vocab_size": file.vocab_size,
@@ -71,31 +72,31 @@ def llama_config(model_type: str, file: LlamaConfigSchema, **own: Any) -> ModelC
         "n_heads": heads,
         "n_kv_heads": file.num_key_value_heads or heads,
         "head_dim": head_dim,
-        "max_positions": max(reach, default=file.max_position_embeddings or POSITIONS),
-        "norm_eps": 1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
+        "max_positions": max(reach, default=file.max_position_embeddings),
+        "norm_eps": file.rms_norm_eps,
         "activation": activation(file.hidden_act or "silu"),
-        "tied_embeddings": bool(file.tie_word_embeddings),
-        "qkv_bias": bool(file.attention_bias),
-        "out_bias": bool(file.attention_bias),
-        "mlp_bias": bool(file.mlp_bias),
+        "tied_embeddings": file.tie_word_embeddings,
+        "qkv_bias": file.attention_bias,
+        "out_bias": file.attention_bias,
+        "mlp_bias": file.mlp_bias,
         "qk_norm": False,
+        "layer_ropes": ropes,
         "layer_windows": (None,) * layers,
         "layer_scales": (head_dim**-0.5,) * layers,
     }
     return check(ModelConfig(**{**fields, **own}))
 
 
-def llama_rope(file: LlamaConfigSchema, dim: int, positions: int, theta: float = 10000.0) -> RopeConfig:
+def llama_rope(file: LlamaConfigSchema, dim: int) -> RopeConfig:
     """Makes a rotation of ``rope_scaling`` + ``rope_theta`` (transformers 4) or ``rope_parameters`` (5).
 
-    dim: rotated channels of a head. theta: the family's own, where there is none. As in transformers, an added
-    rope_scaling replaces rope_parameters, but not their theta. Raises ConfigError as `read_fields`.
+    dim: rotated channels of a head. As in transformers, an added rope_scaling replaces rope_parameters, but not
+    their theta. Raises ConfigError as `read_fields`.
     """
     name = "rope_scaling" if file.rope_scaling or not file.rope_parameters else "rope_parameters"
     older = read_fields(file.rope_parameters or {}, RopeSchema, "config.json: rope_parameters")
-    theta = older.rope_theta or file.rope_theta or theta
-    original = file.original_max_position_embeddings
-    return RopeConfig.of(getattr(file, name) or {}, name, dim, positions, theta, original)
+    theta, original = older.rope_theta or file.rope_theta, file.original_max_position_embeddings
+    return RopeConfig.of(getattr(file, name) or {}, name, dim, file.max_position_embeddings, theta, original)
 
 
 class Llama(Architecture):
@@ -104,11 +105,12 @@ class Llama(Architecture):
     prefixes: tuple[str, ...] = ("model.", "")
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^lm_head\.weight$")
     schema = LlamaConfigSchema
-    gguf = GgufNames("llama", "llama", LLAMA_NAMES, LLAMA_KEYS, interleaved=("attn_q", "attn_k"))
+    gguf = GgufNames("llama", "llama", interleaved=("attn_q", "attn_k"))
     required_tensor = "embed_tokens.weight"
-    norms: Mapping[str, str] = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
+    norms: ClassVar[Mapping[str, str]] = {"norm_in": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
     """A layer's norms: before attention (norm_in) and behind it (norm_attention), before the MLP (norm_mlp) and
     behind it (norm_down), as the checkpoint calls them; there is none where a name is missing."""
+    qk_norms, last_norm = ("q_norm", "k_norm"), "norm"
     qkv_parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # of self_attn; one where they are fused
     up_parts: tuple[str, ...] = ("gate_proj", "up_proj")  # of mlp
 
@@ -142,16 +144,17 @@ class Llama(Architecture):
     def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
         c, base = self.config, f"{self.prefix}layers.{i}."
         vectors = {f"{i}.{name}": (f"{base}{norm}.weight", c.hidden_size) for name, norm in self.norms.items()}
-        if c.qk_norm:
-            vectors[f"{i}.norm_q"] = (f"{base}self_attn.q_norm.weight", c.head_dim)
-            vectors[f"{i}.norm_k"] = (f"{base}self_attn.k_norm.weight", c.head_dim)
+        if c.qk_norm and c.layer_recurrences[i] is None:
+            for name, norm in zip(("norm_q", "norm_k"), self.qk_norms, strict=True):
+                vectors[f"{i}.{name}"] = (f"{base}self_attn.{norm}.weight", c.head_dim)
         return vectors
 
     def final_vectors(self) -> dict[str, tuple[str, int]]:
-        return {"norm": (f"{self.prefix}norm.weight", self.config.hidden_size)}
+        return {"norm": (f"{self.prefix}{self.last_norm}.weight", self.config.hidden_size)}
 
     def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
-        return ops.linear(self._normed(ops, i, "norm_in", x), f"{i}.qkv")
+        name = "qkv" if self.config.layer_recurrences[i] is None else "in"
+        return ops.linear(self._normed(ops, i, "norm_in", x), f"{i}.{name}")
 
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
         x = self._added(ops, i, "norm_attention", x, attention, "out")

@@ -1,4 +1,4 @@
-"""Models that see: a decoder whose config lies in text_config, and its tensors under language_model; LLaVA."""
+"""Models that see, LLaVA and Mistral 3: a decoder in text_config, whose tensors are under language_model."""
 
 from __future__ import annotations
 
@@ -71,6 +71,12 @@ class Llava(Multimodal):
     """The decoder beside the vision tower, whose output takes the place of tokens."""
 
     text_types: ClassVar[Mapping[str, Raw]] = {"llama": LLAMA, "mistral": {}, "qwen2": {}, "qwen3": {}}
+
+
+class Mistral3(Multimodal):
+    """Read for its text alone."""
+
+    text_types: ClassVar[Mapping[str, Raw]] = {"mistral": {}, "ministral3": {}}
 
 
 def image_token(raw: Raw) -> int | None:

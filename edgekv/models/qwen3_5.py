@@ -6,29 +6,34 @@ token are one, and its rotation is the plain one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from edgekv.checks import read_fields, short_repr
 from edgekv.errors import ConfigError
 from edgekv.models.architecture import Linear, Ops
-from edgekv.models.config import Heads, Layers, ModelConfig, Raw, Taps, Width, recurrent_layers
+from edgekv.models.config import (
+    GatedDelta,
+    Heads,
+    Layers,
+    ModelConfig,
+    Raw,
+    Taps,
+    alternating,
+    recurrent_layers,
+)
 from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config, llama_rope
 from edgekv.models.llava import Multimodal
-from edgekv.models.recurrence import GatedDelta
-from edgekv.models.rope import Positions, RopeConfig, RopeSchema, Share
+from edgekv.models.rope import RopeSchema
 
 DELTA_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 class Qwen35ConfigSchema(LlamaConfigSchema):
-    """qwen3_5_text."""
+    """What its recurrent layers have, and how often one attends."""
 
-    num_key_value_heads: Heads | None = 4
-    head_dim: Width | None = 256
-    max_position_embeddings: Positions | None = 32768
-    partial_rotary_factor: Share = 0.25
     full_attention_interval: Layers = 4
     linear_conv_kernel_dim: Taps = 4
     linear_key_head_dim: Annotated[int, Meta(ge=1, le=4096)] = 128
@@ -37,25 +42,23 @@ class Qwen35ConfigSchema(LlamaConfigSchema):
     linear_num_value_heads: Heads = 32
 
 
-def _rope(file: Qwen35ConfigSchema) -> RopeConfig:
-    """Of a share of each head's channels."""
-    nested = read_fields(file.rope_parameters or {}, RopeSchema, "config.json: rope_parameters")
-    added = read_fields(file.rope_scaling or {}, RopeSchema, "config.json: rope_scaling")
-    share = added.partial_rotary_factor or nested.partial_rotary_factor or file.partial_rotary_factor
-    return llama_rope(file, int((file.head_dim or 0) * share), file.max_position_embeddings or 0)
-
-
 class Qwen35(Llama):
     """Llama with gates; which layers are recurrent is data of its config."""
 
     schema = Qwen35ConfigSchema
+    defaults: ClassVar[Raw] = {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+    }
     norm_offset = 1.0
     ignored = (*Llama.ignored, r"^mtp\.")
 
     @classmethod
     def model_config(cls, file: Qwen35ConfigSchema, raw: Raw) -> ModelConfig:
-        layers, every = file.num_hidden_layers, file.full_attention_interval
-        pattern = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        layers = file.num_hidden_layers
+        types = file.layer_types or alternating(layers, file.full_attention_interval, "linear_attention")
         if (file.hidden_act or "silu") not in ("silu", "swish"):
             raise ConfigError(
                 f"config.json: hidden_act {short_repr(file.hidden_act)} is not supported behind the convolutions "
@@ -67,21 +70,25 @@ class Qwen35(Llama):
             key_dim=file.linear_key_head_dim,
             value_dim=file.linear_value_head_dim,
             taps=file.linear_conv_kernel_dim,
-            eps=1e-6 if file.rms_norm_eps is None else file.rms_norm_eps,
+            eps=file.rms_norm_eps,
         )
         if delta.value_heads % delta.key_heads:
             raise ConfigError(
                 f"config.json: {delta.value_heads} linear_num_value_heads can't share {delta.key_heads} "
                 "linear_num_key_heads evenly"
             )
+        share, head_dim = file.partial_rotary_factor, file.head_dim or 0
+        for name in ("rope_parameters", "rope_scaling"):
+            own = read_fields(getattr(file, name) or {}, RopeSchema, f"config.json: {name}")
+            share = own.partial_rotary_factor or share
         return llama_config(
             "qwen3_5_text",
             file,
             mlp_bias=False,
             qk_norm=True,
             gated_attention=True,
-            layer_ropes=(_rope(file),) * layers,
-            recurrences=recurrent_layers(file.layer_types or pattern, "linear_attention", delta, layers),
+            layer_ropes=(llama_rope(file, int(head_dim * share)),) * layers,
+            recurrences=recurrent_layers(types, "linear_attention", delta, layers),
         )
 
     def layer_linears(self, i: int) -> dict[str, Linear]:
@@ -97,11 +104,6 @@ class Qwen35(Llama):
         linears[f"{i}.qkv"] = self._linear(f"{base}self_attn.", self.qkv_parts, heads, c.hidden_size, c.qkv_bias)
         return linears
 
-    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
-        vectors = super().layer_vectors(i)
-        attends = self.config.layer_recurrences[i] is None
-        return {name: of for name, of in vectors.items() if attends or name.partition(".")[2] in self.norms}
-
     def layer_arrays(self, i: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         delta, base = self.config.layer_recurrences[i], f"{self.prefix}layers.{i}.linear_attn."
         if not isinstance(delta, GatedDelta):
@@ -115,12 +117,10 @@ class Qwen35(Llama):
 
     def attention_in(self, ops: Ops, i: int, x: Any) -> Any:
         """The gate of a head's queries lies behind these in q_proj: gates go to the end."""
-        c, h = self.config, self._normed(ops, i, "norm_in", x)
+        c, h = self.config, super().attention_in(ops, i, x)
         if c.layer_recurrences[i] is not None:
-            return ops.linear(h, f"{i}.in")
-        *heads, keys_values = ops.split(
-            ops.linear(h, f"{i}.qkv"), (c.head_dim,) * (2 * c.n_heads) + (2 * c.kv_size,)
-        )
+            return h
+        *heads, keys_values = ops.split(h, (c.head_dim,) * (2 * c.n_heads) + (2 * c.kv_size,))
         return ops.join((*heads[::2], keys_values, *heads[1::2]))
 
     def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
@@ -133,7 +133,7 @@ class Qwen35(Llama):
 class Qwen35WithVision(Multimodal, Qwen35):
     """Read for its text alone."""
 
-    text_types = {"qwen3_5_text": {}}  # noqa: RUF012 - not changed
+    text_types: ClassVar[Mapping[str, Raw]] = {"qwen3_5_text": {}}
     prefixes: tuple[str, ...] = ("model.language_model.",)
     ignored = (*Qwen35.ignored, r"^model\.visual\.")
     head_tensor = Qwen35.head_tensor

@@ -17,6 +17,8 @@ from msgspec import Meta, Struct
 from edgekv.checks import read_fields
 from edgekv.errors import ConfigError
 
+F64 = npt.NDArray[np.float64]
+Raw = Mapping[str, Any]
 Positions = Annotated[int, Meta(ge=1, le=1 << 28)]
 Factor = Annotated[float, Meta(gt=1e-6, le=1e6)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -63,15 +65,9 @@ class RopeConfig:
 
     @classmethod
     def of(
-        cls,
-        raw: Mapping[str, Any],
-        name: str,
-        dim: int,
-        positions: int,
-        theta: float,
-        original: int | None = None,
+        cls, raw: Raw, name: str, dim: int, positions: int, theta: float, original: int | None = None
     ) -> RopeConfig:
-        """From the object ``name`` of config.json. theta: where it has none. original: length, before its own.
+        """Reads the object ``name`` of config.json. theta: where it has none. original: length, before its own.
 
         Raises ConfigError for an unknown scaling type, a missing parameter or ones that contradict each other.
         """
@@ -101,10 +97,14 @@ class RopeConfig:
         return cls(dim, params.rope_theta or theta, kind, positions, reach, params, growth)
 
     @property
+    def original(self) -> int:
+        """The length of the contexts before scaling."""
+        return self.params.original_max_position_embeddings or self.trained_positions
+
+    @property
     def fixed_up_to(self) -> float:
         """The length of a sequence beyond which the frequencies are others than before."""
-        limits = {"dynamic": self.trained_positions, "longrope": self.params.original_max_position_embeddings}
-        return limits.get(self.kind) or math.inf
+        return {"dynamic": self.trained_positions, "longrope": self.original}.get(self.kind, math.inf)
 
     def rope_invalidates_keys(self, before: int, after: int) -> bool:
         """Whether the keys of ``before`` tokens must be computed again when the sequence has ``after``.
@@ -119,83 +119,68 @@ class RopeConfig:
 def _require_together(name: str, kind: str, params: RopeSchema, dim: int) -> None:
     """ConfigError where parameters of a type contradict each other."""
     low, high = params.low_freq_factor or 0.0, params.high_freq_factor or 0.0
+    wrong = ""
     if kind == "llama3" and high <= low:
-        raise ConfigError(
-            f"config.json: {name} has high_freq_factor {high:g}; accepted: more than low_freq_factor, {low:g}"
-        )
-    if kind == "dynamic" and dim < 4:
-        raise ConfigError(
-            f"config.json: {dim} rotated channels are too few for {name} of type 'dynamic'; at least 4"
-        )
-    if kind != "longrope":
-        return
-    if params.original_max_position_embeddings == 1:
-        raise ConfigError(f"config.json: {name} of type 'longrope' can't have an original length of 1 token")
-    for side in ("short_factor", "long_factor"):
-        n = len(getattr(params, side))
-        if n != dim // 2:
-            raise ConfigError(
-                f"config.json: {name} has {n} entries in {side}; {dim} rotated channels need {dim // 2}"
-            )
+        wrong = f"{name} has high_freq_factor {high:g}; accepted: more than low_freq_factor, {low:g}"
+    elif kind == "dynamic" and dim < 4:
+        wrong = f"{dim} rotated channels are too few for {name} of type 'dynamic'; at least 4"
+    elif kind == "longrope":
+        if params.original_max_position_embeddings == 1:
+            wrong = f"{name} of type 'longrope' can't have an original length of 1 token"
+        for side in ("long_factor", "short_factor"):
+            if (n := len(getattr(params, side))) != dim // 2:
+                wrong = f"{name} has {n} entries in {side}; {dim} rotated channels need {dim // 2}"
+    if wrong:
+        raise ConfigError(f"config.json: {wrong}")
 
 
-def frequencies(rope: RopeConfig, seq_len: int) -> tuple[npt.NDArray[np.float64], float]:
-    """Inverse frequencies (dim/2,) for a sequence of ``seq_len`` tokens, and the factor on cos and sin."""
-    exponents = np.arange(0, rope.dim, 2) / rope.dim
-    return ROPE_TYPES[rope.kind][0](rope, exponents, seq_len)
+def frequencies(rope: RopeConfig, seq_len: int) -> tuple[F64, float]:
+    """Returns inverse frequencies (dim / 2,) for ``seq_len`` tokens, and the factor on cos and sin."""
+    formula, needed = ROPE_TYPES[rope.kind]
+    freq = rope.theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
+    return formula(rope, freq, seq_len, *(getattr(rope.params, name) for name in needed))
 
 
-Result = tuple[npt.NDArray[np.float64], float]
+def _default(rope: RopeConfig, freq: F64, seq_len: int) -> tuple[F64, float]:
+    return freq, 1.0
 
 
-def _default(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
-    return rope.theta**-exponents, 1.0
+def _linear(rope: RopeConfig, freq: F64, seq_len: int, factor: float) -> tuple[F64, float]:
+    return freq / factor, 1.0
 
 
-def _linear(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
-    return rope.theta**-exponents / _number(rope.params.factor), 1.0
-
-
-def _dynamic(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
+def _dynamic(rope: RopeConfig, freq: F64, seq_len: int, factor: float) -> tuple[F64, float]:
     """NTK-aware base that grows with the sequence once it is longer than the trained positions."""
-    factor, trained = _number(rope.params.factor), rope.trained_positions
+    trained = rope.trained_positions
     growth = factor * max(seq_len, trained) / trained - (factor - 1)
     theta = rope.theta * growth ** (rope.dim / (rope.dim - 2))
-    return theta**-exponents, 1.0
+    return theta ** -(np.arange(0, rope.dim, 2) / rope.dim), 1.0
 
 
-def _llama3(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
+def _llama3(
+    rope: RopeConfig, freq: F64, seq_len: int, factor: float, low: float, high: float
+) -> tuple[F64, float]:
     """Llama 3.1: long wavelengths divided by the factor, short ones kept, a smooth blend between."""
-    p = rope.params
-    factor, low, high = (_number(x) for x in (p.factor, p.low_freq_factor, p.high_freq_factor))
-    original = _number(p.original_max_position_embeddings)
-    freq = rope.theta**-exponents
-    smooth = np.clip((original * freq / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
+    smooth = np.clip((rope.original * freq / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * freq / factor + smooth * freq, 1.0
 
 
-def _yarn(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
+def _yarn(rope: RopeConfig, freq: F64, seq_len: int, factor: float) -> tuple[F64, float]:
     """YaRN (arXiv:2309.00071): interpolate low frequencies, extrapolate high ones, scale the attention."""
-    p = rope.params
-    original, factor, attention = (
-        _number(p.original_max_position_embeddings),
-        _number(p.factor),
-        p.attention_factor,
-    )
+    p, attention = rope.params, rope.params.attention_factor
     if attention is None and p.mscale and p.mscale_all_dim:
         attention = _mscale(factor, p.mscale) / _mscale(factor, p.mscale_all_dim)
     elif attention is None:
         attention = _mscale(factor)
 
     def channel(rotations: float) -> float:
-        return rope.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rope.dim * math.log(rope.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = channel(p.beta_fast or 32.0), channel(p.beta_slow or 1.0)
     if p.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
-    freq = rope.theta**-exponents
     return freq / factor * ramp + freq * (1 - ramp), attention
 
 
@@ -203,25 +188,17 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(rope: RopeConfig, exponents: npt.NDArray[np.float64], seq_len: int) -> Result:
+def _longrope(
+    rope: RopeConfig, freq: F64, seq_len: int, short: list[float], long: list[float]
+) -> tuple[F64, float]:
     """LongRoPE (arXiv:2402.13753): one factor per channel, another set beyond the original context."""
-    p = rope.params
-    original, attention = _number(p.original_max_position_embeddings), p.attention_factor
-    factor = p.factor or rope.trained_positions / original
+    attention, factor = rope.params.attention_factor, rope.params.factor or rope.trained_positions / rope.original
     if attention is None:
-        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    per_channel = p.long_factor if seq_len > original else p.short_factor
-    return rope.theta**-exponents / np.asarray(per_channel, np.float64), attention
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(rope.original))
+    return freq / np.asarray(long if seq_len > rope.original else short, np.float64), attention
 
 
-def _number(value: float | None) -> float:
-    """A parameter that `RopeConfig.of` has found to be there."""
-    assert value is not None
-    return float(value)
-
-
-Formula = Callable[[RopeConfig, npt.NDArray[np.float64], int], Result]
-ROPE_TYPES: dict[str, tuple[Formula, tuple[str, ...]]] = {
+ROPE_TYPES: dict[str, tuple[Callable[..., tuple[F64, float]], tuple[str, ...]]] = {
     "default": (_default, ()),
     "linear": (_linear, ("factor",)),
     "dynamic": (_dynamic, ("factor",)),
@@ -229,3 +206,4 @@ ROPE_TYPES: dict[str, tuple[Formula, tuple[str, ...]]] = {
     "longrope": (_longrope, ("short_factor", "long_factor")),
     "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
 }
+"""The formula of each type, and the parameters that it needs."""

@@ -11,7 +11,7 @@ from edgekv.types import F32
 
 
 class RecurrentKernels(Protocol):
-    """What `edgekv.models.recurrence` names."""
+    """What `edgekv.models.config` names."""
 
     def short_conv(self, x: F32, out: F32, *, window: F32, weight: F32, bias: F32 | None = None) -> None:
         """out (n, C) = c * (conv(b * x) + bias), x (n, 3C) being b, c and x side by side.

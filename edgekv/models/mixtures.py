@@ -1,0 +1,169 @@
+"""Llama whose MLPs are mixtures of experts: Mixtral, Qwen 3 MoE and GPT-OSS."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from edgekv.models.architecture import Linear, Ops
+from edgekv.models.config import Experts, ExpertsConfig, ModelConfig, Raw, Width, alternating, sliding_layers
+from edgekv.models.llama import Llama, LlamaConfigSchema, llama_config
+from edgekv.models.rope import Factor
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class MixtureConfigSchema(LlamaConfigSchema):
+    """num_experts and num_local_experts are two names of one field."""
+
+    num_experts_per_tok: Experts = 2
+    num_experts: Experts = 8
+    num_local_experts: Experts | None = None
+
+    @property
+    def n_experts(self) -> int:
+        """Of a layer."""
+        return self.num_local_experts or self.num_experts
+
+
+class Mixture(Llama):
+    """The experts of a layer are two projections, ``{i}.experts_up`` and ``{i}.experts_down``: the first has the
+    rows of each expert's gate and up projections, expert after expert. ``{i}.router`` chooses among them.
+    """
+
+    mixture = "mlp"  # what a layer calls its mixture, then its router, its experts, and their projections
+    router = "gate"
+    expert_parts = ("gate_proj", "up_proj", "down_proj")
+
+    def layer_linears(self, i: int) -> dict[str, Linear]:
+        linears, c, experts = super().layer_linears(i), self.config, self.config.experts_of(i)
+        if experts is None:
+            return linears
+        base = f"{self.prefix}layers.{i}.{self.mixture}."
+        each = [f"{base}experts.{e}." for e in range(experts.count)]
+        gate, up, down = self.expert_parts
+        ups = [self._linear(name, (gate, up), (experts.size,) * 2, c.hidden_size, c.mlp_bias) for name in each]
+        downs = [self._linear(name, (down,), (c.hidden_size,), experts.size, c.mlp_bias) for name in each]
+        return {
+            f"{i}.qkv": linears[f"{i}.qkv"],
+            f"{i}.out": linears[f"{i}.out"],
+            f"{i}.router": self._linear(base, (self.router,), (experts.count,), c.hidden_size, c.mlp_bias),
+            f"{i}.experts_up": Linear.of_experts(ups),
+            f"{i}.experts_down": Linear.of_experts(downs),
+        }
+
+    def attention_out(self, ops: Ops, i: int, x: Any, attention: Any) -> Any:
+        if self.config.experts_of(i) is None:
+            return super().attention_out(ops, i, x, attention)
+        x = self._added(ops, i, "norm_attention", x, attention, "out")
+        return ops.add_experts(x, self._normed(ops, i, "norm_mlp", x), i)
+
+
+class Mixtral(Mixture):
+    """Experts in every layer, whose projections have the names of the first release."""
+
+    schema = MixtureConfigSchema
+    defaults: ClassVar[Raw] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}
+    mixture = "block_sparse_moe"
+    expert_parts = ("w1", "w3", "w2")
+
+    @classmethod
+    def model_config(cls, file: MixtureConfigSchema, raw: Raw) -> ModelConfig:
+        layers, size = file.num_hidden_layers, file.intermediate_size
+        return llama_config(
+            "mixtral",
+            file,
+            qkv_bias=False,
+            out_bias=False,
+            mlp_bias=False,
+            layer_windows=(file.sliding_window,) * layers,
+            experts=ExpertsConfig((True,) * layers, file.n_experts, file.num_experts_per_tok, size, True),
+        )
+
+
+class Qwen3MoeConfigSchema(MixtureConfigSchema):
+    """mlp_only_layers and decoder_sparse_step say which layers have an MLP of intermediate_size."""
+
+    moe_intermediate_size: Width = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Annotated[int, Meta(ge=1, le=1024)] = 1
+    mlp_only_layers: list[Annotated[int, Meta(ge=0, le=1024)]] | None = None
+
+
+class Qwen3Moe(Mixture):
+    """Experts in some layers, as a rule in all; a window, where it has one, is that of all layers."""
+
+    schema = Qwen3MoeConfigSchema
+    defaults: ClassVar[Raw] = {"max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8}
+
+    @classmethod
+    def model_config(cls, file: Qwen3MoeConfigSchema, raw: Raw) -> ModelConfig:
+        layers, plain = file.num_hidden_layers, file.mlp_only_layers or ()
+        sparse = tuple(i not in plain and (i + 1) % file.decoder_sparse_step == 0 for i in range(layers))
+        size, renormalized = file.moe_intermediate_size, file.norm_topk_prob
+        experts = ExpertsConfig(sparse, file.n_experts, file.num_experts_per_tok, size, renormalized)
+        return llama_config(
+            "qwen3_moe",
+            file,
+            qk_norm=True,
+            mlp_bias=False,
+            layer_windows=(file.sliding_window if file.use_sliding_window else None,) * layers,
+            experts=experts if any(sparse) else None,
+        )
+
+
+class GptOssConfigSchema(MixtureConfigSchema):
+    """The gate is clamped."""
+
+    swiglu_alpha: Factor = 1.702
+    swiglu_limit: Factor = 7.0
+
+
+class GptOss(Mixture):
+    """Experts with biases, sinks in attention, every other layer sliding.
+
+    The experts' projections are one tensor in its checkpoints, seen here as many (`Tensors.unstacked`).
+    """
+
+    schema = GptOssConfigSchema
+    defaults: ClassVar[Raw] = {
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "rope_theta": 150000.0,
+        "rope_parameters": GPT_OSS_ROPE,
+        "num_experts": 128,
+        "num_experts_per_tok": 4,
+    }
+    router = "router"
+    stacked_experts = True
+
+    @classmethod
+    def model_config(cls, file: GptOssConfigSchema, raw: Raw) -> ModelConfig:
+        layers, size, clamped = (
+            file.num_hidden_layers,
+            file.intermediate_size,
+            (file.swiglu_alpha, file.swiglu_limit),
+        )
+        return llama_config(
+            "gpt_oss",
+            file,
+            mlp_bias=True,
+            layer_windows=sliding_layers(file.layer_types or alternating(layers, 2), file.sliding_window, layers),
+            experts=ExpertsConfig((True,) * layers, file.n_experts, file.num_experts_per_tok, size, True, clamped),
+            attention_sinks=True,
+        )
+
+    def layer_vectors(self, i: int) -> dict[str, tuple[str, int]]:
+        sinks = f"{self.prefix}layers.{i}.self_attn.sinks"
+        return {**super().layer_vectors(i), f"{i}.sinks": (sinks, self.config.n_heads)}

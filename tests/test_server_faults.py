@@ -18,7 +18,7 @@ from serving import DEMO, asked, engine_of
 from edgekv import Session
 from edgekv.errors import ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.server import limits
-from edgekv.server.answers import ChatBuilder, CompletionBuilder, EventStream, ResponsesBuilder
+from edgekv.server.answers import ChatFormat, CompletionFormat, EventStream, ResponsesFormat
 from edgekv.server.engine import AnswerEnd, Channel, Engine, Usage, jobs_of
 from edgekv.server.limits import LogLimit, ServerLimits
 from edgekv.server.prompts import EncodedPrompt
@@ -127,7 +127,7 @@ def test_requests_take_turns(loaded: Session, monkeypatch: pytest.MonkeyPatch) -
     names: dict[Channel, str] = {}
     monkeypatch.setattr(Engine, "answer", answer)
     asyncio.run(run())
-    assert "".join(began).startswith("aabacadca")
+    assert "".join(began).startswith("abcdaca")
     assert Counter(began) == {"a": 100, "b": 1, "c": 2, "d": 1}
 
 
@@ -181,9 +181,9 @@ def test_a_stream_that_cannot_be_built_says_so(
 
     monkeypatch.setattr(limits, "LOG_INTERVAL_S", 0)  # another test may just have logged the same
     builder, asks = (
-        (CompletionBuilder, {"prompt": "It was"})
+        (CompletionFormat, {"prompt": "It was"})
         if path == "/v1/completions"
-        else (ResponsesBuilder, {"input": "It was"})
+        else (ResponsesFormat, {"input": "It was"})
     )
     monkeypatch.setattr(builder, method, fail)
     with asked(loaded, raising=True) as client:
@@ -201,9 +201,9 @@ def test_a_stream_that_cannot_be_built_says_so(
 @pytest.mark.parametrize(
     ("path", "builder", "asks"),
     [
-        ("/v1/completions", CompletionBuilder, {"prompt": "It was"}),
-        ("/v1/chat/completions", ChatBuilder, {"messages": [{"role": "user", "content": "Sing"}]}),
-        ("/v1/responses", ResponsesBuilder, {"input": "It was"}),
+        ("/v1/completions", CompletionFormat, {"prompt": "It was"}),
+        ("/v1/chat/completions", ChatFormat, {"messages": [{"role": "user", "content": "Sing"}]}),
+        ("/v1/responses", ResponsesFormat, {"input": "It was"}),
     ],
 )
 def test_an_answer_that_cannot_be_built_says_so(
@@ -247,7 +247,7 @@ def test_what_ends_a_stream_is_logged_unless_it_is_the_client(
             await asyncio.sleep(60)
             return {"type": "http.disconnect"}
 
-        await EventStream(Channel(), Builder(), 5.0)({}, receive, send)  # type: ignore[arg-type]
+        await EventStream(Channel(), Builder())({}, receive, send)  # type: ignore[arg-type]
 
     asyncio.run(run())
     assert len(caplog.records) == logged

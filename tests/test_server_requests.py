@@ -275,15 +275,6 @@ def test_every_accepted_field_of_a_request() -> None:
     ask.fill(SamplingParams(temperature=0.25))
     params = ask.sampling()
     assert (params.temperature, params.top_p, params.seed) == (0.25, 0.5, 2**64 - 3)
-    assert (ask.stops, ask.include_usage, ask.schema) == (("x",), True, {"type": "object"})
+    assert (ask.stops, ask.schema) == (("x",), {"type": "object"})
     with pytest.raises(RequestError, match="unknown field 'stream_options"):
         read(body | {"stream_options": {"x": 1}}, ChatRequest)
-
-
-def test_what_waits_holds_only_what_is_counted() -> None:
-    more = {"user": [1] * 9, "metadata": {"a": 1}, "chat_template_kwargs": {"a": 1}, "verbosity": [1]}
-    form = {"type": "text", "json_schema": {"schema": {"a": 1}}}
-    ask = read({"model": "m", "messages": USER, "response_format": form, **more}, ChatRequest)
-    ask.forget_prompt()
-    assert (ask.messages, ask.response_format, ask.keeps_objects) == ([], None, False)
-    assert [getattr(ask, name) for name in more] == [None] * len(more)

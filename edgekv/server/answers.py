@@ -13,8 +13,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from starlette.responses import Response
@@ -31,49 +31,49 @@ HEARTBEAT_S = 10.0  # a comment while nothing comes, so that proxies and clients
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that can't come
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 class Answer:
-    """One answer as it grows: content, reasoning, tool calls, log probabilities, and why it ended.
-
-    A chat's text is parsed; that of a completion is content.
-    """
+    """One answer as it grows: content, reasoning, tool calls, log probabilities, and why it ended."""
 
     def __init__(self, request: Request, prompt: EncodedPrompt, encoder: RequestEncoder) -> None:
-        tools = request.toolset
+        tools = request.tools_allowed
         names = tuple(function.name for function in tools.callable) if tools else ()
-        form, forced = encoder.form if names else None, bool(tools and tools.forced)
-        self._parser = AnswerParser(thinks=prompt.thinks, form=form, names=names, forced=forced)
-        self._is_chat = isinstance(request, ChatRequest)
+        self._parser = AnswerParser(
+            plain=not isinstance(request, ChatRequest),
+            thinks=prompt.thinks,
+            form=encoder.form if names else None,
+            names=names,
+            forced=bool(tools and tools.forced),
+        )
         self.prompt_ids = prompt.ids
         self.content = self.reasoning = ""
         self.n_reasoning = 0  # tokens, with those of the marks around it
         self.calls: list[Json] = []
         self.logprobs: list[Json] = []
-        self._n_told = 0  # of them
+        self._n_sent = 0  # of them
         self.reason: str | None = None
 
     def push(self, piece: Piece) -> list[Delta]:
-        """What the next piece of text adds."""
-        if not self._is_chat:
-            return self._kept([Content(piece.text)])
+        """Return what the next piece of text adds."""
         thought = self._parser.is_thinking
-        deltas = self._kept(self._parser.push(piece.text))
+        deltas = self._added(self._parser.push(piece.text))
         self.n_reasoning += piece.n_tokens if thought or self._parser.is_thinking else 0
         return deltas
 
     def end(self, reason: str) -> list[Delta]:
-        """What was held back; ``reason``: why the text ended."""
-        deltas = self._kept(self._parser.end())
+        """Return what was held back; ``reason``: why the text ended."""
+        deltas = self._added(self._parser.end())
         self.reason = "tool_calls" if self.calls and reason == "stop" and not self._parser.is_cut else reason
         return deltas
 
-    def untold(self) -> list[Json]:
-        """Log probabilities that no chunk has had."""
-        new, self._n_told = self.logprobs[self._n_told :], len(self.logprobs)
+    def new_logprobs(self) -> list[Json]:
+        """Return the log probabilities that no chunk has had."""
+        new, self._n_sent = self.logprobs[self._n_sent :], len(self.logprobs)
         return new
 
-    def _kept(self, deltas: list[Delta]) -> list[Delta]:
+    def _added(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
             if isinstance(delta, Content):
                 self.content += delta.text
@@ -87,30 +87,17 @@ class Answer:
         return deltas
 
 
-class Builder(Protocol):
-    """Events of the engine to the JSON of one request."""
+class AnswerFormat:
+    """One request's answers. In a stream: `opening`, `take` for every event, `closing`; else `take` and `whole`.
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the last event has come."""
-
-    def take(self, event: Event) -> list[Json]:
-        """Takes an event; returns the chunks that it makes."""
-
-    def whole(self) -> Json:
-        """The answer in one piece, once all events were taken."""
-
-
-class ResponseBuilder(Builder):
-    """One request's answers. In a stream: `opening`, `take` for every event, `closing`.
-
-    A format defines `opening`, `delta`, `end`, `closing` and `whole`; here stands what completions and chats
-    share, whose choices are the answers.
+    A format has `opening`, `delta`, `end`, `closing` and `whole`; those here are of completions and chats, whose
+    choices are the answers.
     """
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    no_text: ClassVar[Json]
     last_line = b"data: [DONE]\n\n"
 
     def __init__(
@@ -124,16 +111,18 @@ class ResponseBuilder(Builder):
 
     @property
     def is_done(self) -> bool:
+        """Whether the last event has come."""
         return self._n_open == 0
 
     def take(self, event: Event) -> list[Json]:
+        """Take an event; return the chunks that it makes."""
         if isinstance(event, PromptProgress):
             return self.progress(event.values)
         assert isinstance(event, (Piece, AnswerEnd))
         i, answer = event.index, self._answers[event.index]
         self._timings = {"timings": event.timings} if event.timings else {}
         if isinstance(event, Piece):
-            answer.logprobs += self._logprobs(answer, event)
+            answer.logprobs += self._entries(answer, event)
             return self.delta(i, answer.push(event))
         self._n_open -= 1
         deltas = answer.end(event.reason)
@@ -142,47 +131,58 @@ class ResponseBuilder(Builder):
         return self.end(i, deltas)
 
     def opening(self) -> list[Json]:
-        """The first chunks of a stream."""
+        """Return the first chunks of a stream."""
         return []
 
     def progress(self, values: Json) -> list[Json]:
-        """The chunks that say how far a prompt is read."""
-        return [self._chunk([], prompt_progress=values)]
+        """Return the chunks that say how far a prompt is read."""
+        return [self._chunk(prompt_progress=values)]
 
     def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        """The chunks of a piece of the i-th answer."""
+        """Return the chunks of a piece of the i-th answer."""
         raise NotImplementedError
 
     def end(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        """The chunks at its end; deltas: of what was held back."""
-        raise NotImplementedError
+        """Return the chunks at its end; deltas: of what was held back."""
+        chunks, answer = self.delta(i, deltas) if deltas else [], self._answers[i]
+        last = self._choice(i, self.no_text, answer.new_logprobs(), answer.reason)
+        return [*chunks, self._chunk(last, **self._timings)]
 
     def closing(self) -> list[Json]:
-        """The last chunks."""
-        return [self._chunk([], usage=self._usage.as_json())] if self._request.include_usage else []
+        """Return the last chunks."""
+        options = self._request.stream_options
+        return [self._chunk(usage=self._usage.as_json())] if options and options.include_usage else []
 
     def whole(self) -> Json:
-        choices = [self._choice(i, answer) for i, answer in enumerate(self._answers)]
-        told = {"object": self.whole_object, "choices": choices, "usage": self._usage.as_json()}
-        return {**self._base, **told, **self._timings}
+        """Return the answers in one piece, once all events were taken."""
+        choices = [self._choice(i, self._text(a), a.logprobs, a.reason) for i, a in enumerate(self._answers)]
+        rest = {"object": self.whole_object, "choices": choices, "usage": self._usage.as_json()}
+        return {**self._base, **rest, **self._timings}
 
     def failed(self, error: RequestError) -> list[Json]:
-        """The chunks that end a stream with an error."""
+        """Return the chunks that end a stream with an error."""
         return [error.as_json()]
 
     def encoded(self, chunk: Json) -> bytes:
-        """A chunk as a server-sent event."""
+        """Return a chunk as a server-sent event."""
         return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
-    def _choice(self, i: int, answer: Answer) -> Json:
-        """The whole i-th answer."""
+    def _text(self, answer: Answer) -> Json:
+        """Return the text of a whole answer as a choice has it."""
         raise NotImplementedError
 
-    def _chunk(self, choices: list[Json], **extra: Any) -> Json:
-        return {**self._base, "object": self.chunk_object, "choices": choices, **extra}
+    def _logprobs(self, entries: Sequence[Json]) -> Json:
+        return {"content": entries, "refusal": None}
 
-    def _logprobs(self, answer: Answer, piece: Piece) -> Iterator[Json]:
-        """Of a piece's tokens; None stands for the first of an echoed prompt."""
+    def _choice(self, i: int, text: Json, entries: Sequence[Json] = (), reason: str | None = None) -> Json:
+        logprobs = self._logprobs(entries) if entries else None
+        return {"index": i, **text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _chunk(self, *choices: Json, **more: Any) -> Json:
+        return {**self._base, "object": self.chunk_object, "choices": choices, **more}
+
+    def _entries(self, answer: Answer, piece: Piece) -> Iterator[Json]:
+        """Yield the log probabilities of a piece's tokens; None stands for the first of an echoed prompt."""
         for n, found in enumerate(piece.logprobs):
             if found is None:
                 yield self._entry(answer.prompt_ids[n], None) | {"top_logprobs": None}
@@ -199,75 +199,60 @@ class ResponseBuilder(Builder):
         return {"token": text, "logprob": least, "bytes": list(data)}
 
 
-class CompletionBuilder(ResponseBuilder):
+class CompletionFormat(AnswerFormat):
     """POST /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
-
-    def _logprobs(self, answer: Answer, piece: Piece) -> Iterator[Json]:
-        offset = len(answer.content)
-        for entry in super()._logprobs(answer, piece):
-            yield entry | {"text_offset": offset}
-            offset += len(entry["token"])
+    no_text: ClassVar[Json] = {"text": ""}
 
     def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
         text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        return [self._chunk([self._told(i, text, self._answers[i].untold())], **self._timings)]
+        choice = self._choice(i, {"text": text}, self._answers[i].new_logprobs())
+        return [self._chunk(choice, **self._timings)]
 
-    def end(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        last = self._told(i, "", None) | {"finish_reason": self._answers[i].reason}
-        return [self._chunk([last], **self._timings)]
+    def _text(self, answer: Answer) -> Json:
+        return {"text": answer.content}
 
-    def _choice(self, i: int, answer: Answer) -> Json:
-        return self._told(i, answer.content, answer.logprobs) | {"finish_reason": answer.reason}
+    def _entries(self, answer: Answer, piece: Piece) -> Iterator[Json]:
+        offset = len(answer.content)
+        for entry in super()._entries(answer, piece):
+            yield entry | {"text_offset": offset}
+            offset += len(entry["token"])
 
-    def _told(self, i: int, text: str, found: Sequence[Json] | None) -> Json:
-        logprobs = None
-        if found is not None and self._request.n_logprobs is not None:
-            tops = [each["top_logprobs"] for each in found]
-            logprobs = {
-                "tokens": [each["token"] for each in found],
-                "token_logprobs": [each["logprob"] for each in found],
-                "top_logprobs": [top and {t["token"]: t["logprob"] for t in top} for top in tops],
-                "text_offset": [each["text_offset"] for each in found],
-            }
-        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _logprobs(self, entries: Sequence[Json]) -> Json:
+        tops = [each["top_logprobs"] for each in entries]
+        return {
+            "tokens": [each["token"] for each in entries],
+            "token_logprobs": [each["logprob"] for each in entries],
+            "top_logprobs": [top and {t["token"]: t["logprob"] for t in top} for top in tops],
+            "text_offset": [each["text_offset"] for each in entries],
+        }
 
 
-class ChatBuilder(ResponseBuilder):
+class ChatFormat(AnswerFormat):
     """POST /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    no_text: ClassVar[Json] = {"delta": {}}
 
     def opening(self) -> list[Json]:
-        role = {"role": "assistant", "content": ""}
-        return [self._chunk([self._told(i, role, [])]) for i in range(len(self._answers))]
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(self._choice(i, role)) for i in range(len(self._answers))]
 
     def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        untold = self._answers[i].untold
-        return [self._chunk([self._told(i, _delta_json(delta), untold())], **self._timings) for delta in deltas]
+        new = self._answers[i].new_logprobs
+        choices = [self._choice(i, {"delta": _delta_json(delta)}, new()) for delta in deltas]
+        return [self._chunk(choice, **self._timings) for choice in choices]
 
-    def end(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        chunks, answer = self.delta(i, deltas), self._answers[i]
-        last = self._told(i, {}, answer.untold()) | {"finish_reason": answer.reason}
-        return [*chunks, self._chunk([last], **self._timings)]
-
-    def _choice(self, i: int, answer: Answer) -> Json:
+    def _text(self, answer: Answer) -> Json:
         message: Json = {"role": "assistant", "content": answer.content or (None if answer.calls else "")}
         if answer.reasoning.strip():
             message["reasoning_content"] = answer.reasoning.strip()
-        if answer.calls:
-            message["tool_calls"] = answer.calls
-        logprobs = None if self._request.n_logprobs is None else {"content": answer.logprobs, "refusal": None}
-        return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": answer.reason}
-
-    def _told(self, i: int, delta: Json, found: Sequence[Json]) -> Json:
-        logprobs = {"content": found, "refusal": None} if found else None
-        return {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return {"message": message | ({"tool_calls": answer.calls} if answer.calls else {})}
 
 
 def _delta_json(delta: Delta) -> Json:
-    """OpenAI's delta of a chunk."""
+    """Return OpenAI's delta of a chunk."""
     if isinstance(delta, Content):
         return {"content": delta.text}
     if isinstance(delta, Reasoning):
@@ -278,27 +263,25 @@ def _delta_json(delta: Delta) -> Json:
     return {"tool_calls": [{"index": delta.number, "id": delta.id, "type": "function", "function": function}]}
 
 
-class ResponsesBuilder(ResponseBuilder):
+class ResponsesFormat(AnswerFormat):
     """POST /v1/responses: items of the kinds reasoning, message, function_call, and the events that build them."""
 
-    prefix, whole_object, last_line = "resp_", "response", b""
+    prefix, last_line = "resp_", b""
 
     def __init__(
         self, model: str, request: Request, prompts: Sequence[EncodedPrompt], encoder: RequestEncoder
     ) -> None:
         super().__init__(model, request, prompts, encoder)
         assert isinstance(request, ResponsesChat)
+        tools = request.tools_allowed
         self._base = {
             "id": self._base["id"],
             "object": "response",
             "created_at": self._base["created"],
             "model": model,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": None,
-            "max_output_tokens": None,
+            **dict.fromkeys(("error", "incomplete_details", "instructions", "max_output_tokens")),
             "metadata": {},
-            "parallel_tool_calls": bool(request.toolset and request.toolset.several),
+            "parallel_tool_calls": bool(tools and tools.several),
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "temperature": request.temperature,
@@ -315,51 +298,37 @@ class ResponsesBuilder(ResponseBuilder):
 
     def opening(self) -> list[Json]:
         response = self._response("in_progress")
-        return [self._event(f"response.{kind}", response=response) for kind in ("created", "in_progress")]
+        return [self._event(kind, response=response) for kind in ("created", "in_progress")]
 
     def progress(self, values: Json) -> list[Json]:
         return []
 
     def delta(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        events: list[Json] = []
-        for delta in deltas:
-            if isinstance(delta, CallBegin):
-                events += self._close()
-                item = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
-                events += self._open("fc", item)
-            elif isinstance(delta, CallArguments):
-                self._items[-1]["arguments"] += delta.text
-                events.append(self._change("response.function_call_arguments.delta", delta=delta.text))
-            else:
-                events += self._text(delta)
-        return events
+        return [event for delta in deltas for event in self._events(delta)]
 
     def end(self, i: int, deltas: Sequence[Delta]) -> list[Json]:
-        return self.delta(i, deltas) + self._close(self._status())
+        return [*self.delta(i, deltas), *self._close(self._status)]
 
     def closing(self) -> list[Json]:
-        return [self._event(f"response.{self._status()}", response=self.whole())]
+        return [self._event(self._status, response=self.whole())]
 
     def whole(self) -> Json:
         usage = self._usage.as_json()
-        told = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-        }
-        status = self._status()
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return self._response(status) | {"usage": told, "incomplete_details": details}
+        names = {"prompt": "input", "completion": "output"}
+        counts = {f"{new}_tokens": usage[f"{old}_tokens"] for old, new in names.items()}
+        details = {f"{new}_tokens_details": usage[f"{old}_tokens_details"] for old, new in names.items()}
+        usage = {**counts, **details, "total_tokens": usage["total_tokens"]}
+        why = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return self._response(self._status) | {"usage": usage, "incomplete_details": why}
 
     def failed(self, error: RequestError) -> list[Json]:
-        told = {"error": {"code": "server_error", "message": str(error)}}
-        return [self._event("response.failed", response=self._response("failed") | told)]
+        failure = {"error": {"code": "server_error", "message": str(error)}}
+        return [self._event("failed", response=self._response("failed") | failure)]
 
     def encoded(self, chunk: Json) -> bytes:
         return f"event: {chunk['type']}\n".encode() + super().encoded(chunk)
 
+    @property
     def _status(self) -> str:
         return "incomplete" if self._answers[0].reason == "length" else "completed"
 
@@ -368,56 +337,65 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._n_events += 1
-        return {"type": kind, "sequence_number": self._n_events - 1, **fields}
+        return {"type": f"response.{kind}", "sequence_number": self._n_events - 1, **fields}
 
-    def _text(self, delta: Content | Reasoning) -> list[Json]:
-        """More of a message, or of what is thought before it."""
-        is_message = isinstance(delta, Content)
-        kind, part = ("message", "output_text") if is_message else ("reasoning", "reasoning_text")
-        logprobs: Json = {"logprobs": []} if is_message else {}
-        events: list[Json] = []
-        if not (self._items and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress"):
-            if not delta.text.strip():
-                return []
-            events += self._close()
-            extra: Json = {"role": "assistant"} if is_message else {"summary": []}
-            empty: Json = {"type": part, "text": ""} | ({"annotations": [], **logprobs} if is_message else {})
-            events += self._open("msg" if is_message else "rs", {"type": kind, **extra, "content": []})
-            self._items[-1]["content"].append(empty)
-            events.append(self._change("response.content_part.added", content_index=0, part=dict(empty)))
-        self._items[-1]["content"][0]["text"] += delta.text
-        events.append(self._change(f"response.{part}.delta", content_index=0, delta=delta.text, **logprobs))
-        return events
+    def _events(self, delta: Delta) -> Iterator[Json]:
+        """Yield the events of more of an item, or of the next one's beginning."""
+        if isinstance(delta, CallBegin):
+            item = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
+            yield from self._open("fc", item)
+        elif isinstance(delta, CallArguments):
+            self._items[-1]["arguments"] += delta.text
+            yield self._change("function_call_arguments.delta", delta=delta.text)
+        else:
+            is_message = isinstance(delta, Content)
+            kind, part = ("message", "output_text") if is_message else ("reasoning", "reasoning_text")
+            more: Json = {"logprobs": []} if is_message else {}
+            if not (self._is_open and self._items[-1]["type"] == kind):
+                if not delta.text.strip():
+                    return
+                head: Json = {"role": "assistant"} if is_message else {"summary": []}
+                yield from self._open("msg" if is_message else "rs", {"type": kind, **head, "content": []})
+                empty: Json = {"type": part, "text": "", **({"annotations": [], **more} if is_message else {})}
+                self._items[-1]["content"].append(empty)
+                yield self._change("content_part.added", content_index=0, part=dict(empty))
+            self._items[-1]["content"][0]["text"] += delta.text
+            yield self._change(f"{part}.delta", content_index=0, delta=delta.text, **more)
 
-    def _open(self, prefix: str, item: Json) -> list[Json]:
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._items) and self._items[-1]["status"] == "in_progress"
+
+    def _open(self, prefix: str, item: Json) -> Iterator[Json]:
+        yield from self._close()
         self._items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
-        place = len(self._items) - 1
-        return [self._event("response.output_item.added", output_index=place, item=copy.deepcopy(self._items[-1]))]
+        yield self._item_event("added")
 
-    def _close(self, status: str = "completed") -> list[Json]:
-        """The end of the item that is open."""
-        if not self._items or self._items[-1]["status"] != "in_progress":
-            return []
-        item, events = self._items[-1], []
+    def _close(self, status: str = "completed") -> Iterator[Json]:
+        """Yield the end of the item that is open."""
+        if not self._is_open:
+            return
+        item = self._items[-1]
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
-            events.append(self._change("response.function_call_arguments.done", **done))
+            yield self._change("function_call_arguments.done", **done)
         else:
             part = dict(item["content"][0])
-            logprobs: Json = {"logprobs": []} if item["type"] == "message" else {}
-            events += [
-                self._change(f"response.{part['type']}.done", content_index=0, text=part["text"], **logprobs),
-                self._change("response.content_part.done", content_index=0, part=part),
-            ]
+            more: Json = {"logprobs": []} if item["type"] == "message" else {}
+            yield self._change(f"{part['type']}.done", content_index=0, text=part["text"], **more)
+            yield self._change("content_part.done", content_index=0, part=part)
         item["status"] = status
+        yield self._item_event("done")
+
+    def _item_event(self, kind: str) -> Json:
         place = len(self._items) - 1
-        return [*events, self._event("response.output_item.done", output_index=place, item=copy.deepcopy(item))]
+        return self._event(f"output_item.{kind}", output_index=place, item=copy.deepcopy(self._items[-1]))
 
     def _change(self, kind: str, **fields: Any) -> Json:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
 
-class EmbeddingBuilder(Builder):
+class EmbeddingFormat:
     """POST /v1/embeddings of ``n`` texts."""
 
     def __init__(self, model: str, request: EmbeddingRequest, n: int) -> None:
@@ -426,27 +404,28 @@ class EmbeddingBuilder(Builder):
 
     @property
     def is_done(self) -> bool:
+        """Whether the last vector has come."""
         return len(self._vectors) == self._n
 
-    def take(self, event: Event) -> list[Json]:
+    def take(self, event: Event) -> None:
+        """Take an event."""
         assert isinstance(event, EmbeddingVector)
         self._vectors.append(event)
-        return []
 
     def whole(self) -> Json:
-        n_tokens = sum(vector.n_tokens for vector in self._vectors)
-        data = [{"object": "embedding", "index": v.index, "embedding": self._told(v)} for v in self._vectors]
+        """Return all vectors, as numbers or as base64 of float32."""
+        n_tokens, data = sum(vector.n_tokens for vector in self._vectors), []
+        for vector in self._vectors:
+            values: Any = vector.values
+            if self._request.encoding_format == "base64":
+                values = base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()
+            data.append({"object": "embedding", "index": vector.index, "embedding": values})
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "data": data, "model": self._model, "usage": usage}
 
-    def _told(self, vector: EmbeddingVector) -> Any:
-        if self._request.encoding_format == "float":
-            return vector.values
-        return base64.b64encode(np.asarray(vector.values, "<f4").tobytes()).decode()
 
-
-async def whole_answer(receive: Receive, channel: Channel, answers: Builder) -> Json | None:
-    """What ``answers`` makes of all events; None, and the jobs ended, where the client goes before.
+async def whole_answer(receive: Receive, channel: Channel, answers: AnswerFormat | EmbeddingFormat) -> Json | None:
+    """Return all answers in one piece; None, and the jobs ended, where the client goes before.
 
     Raises the EdgeKVError that ended a job.
     """
@@ -459,18 +438,29 @@ async def whole_answer(receive: Receive, channel: Channel, answers: Builder) -> 
             answers.take(event)
         return answers.whole()
 
-    gone, building = asyncio.create_task(_until_gone(receive)), asyncio.create_task(build())
+    return await _while_connected(receive, channel, build())
+
+
+async def _while_connected(receive: Receive, channel: Channel, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what ``work`` does, None where the client goes before. The jobs are ended with it."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, _ = asyncio.create_task(work), asyncio.create_task(until_gone())
     try:
-        await asyncio.wait((gone, building), return_when=asyncio.FIRST_COMPLETED)
-        return building.result() if building.done() else None
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
     finally:
         channel.cancelled.set()
-        gone.cancel()
-        building.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(Response):
-    """Ends the jobs when the client is gone, or takes longer than ``timeout_s`` for what was sent.
+    """Server-sent events of a request's answers, which end when the client is gone.
 
     on_end: called once nothing more is sent.
     """
@@ -478,46 +468,35 @@ class EventStream(Response):
     def __init__(
         self,
         channel: Channel,
-        answers: ResponseBuilder,
-        timeout_s: float,
+        answers: AnswerFormat,
         headers: Mapping[str, str] | None = None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
-        self._channel, self._answers, self._timeout_s, self._on_end = channel, answers, timeout_s, on_end
+        self._channel, self._answers, self._on_end = channel, answers, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(send))
-        gone = asyncio.create_task(_until_gone(receive))
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            await _while_connected(receive, self._channel, self._send(send))
+        except OSError:  # the client is gone
+            pass
+        except Exception:
+            LOG.exception("a stream failed")
         finally:
-            self._channel.cancelled.set()
-            for task in (sending, gone):
-                task.cancel()
-            sent, _ = await asyncio.gather(sending, gone, return_exceptions=True)
-            of_client = OSError, asyncio.TimeoutError  # it is gone, or reads too slowly
-            if isinstance(sent, Exception) and not isinstance(sent, of_client):
-                LOG.error("a stream failed", exc_info=sent)
             self._on_end()
 
     async def _send(self, send: Send) -> None:
-        events = self._lines()
-        first = await anext(events)
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._give(send, first)
-        async for line in events:
-            await self._give(send, line)
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        async for line in self._lines():
+            if start:
+                await send(start)
+                start = {}
+            await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _give(self, send: Send, line: bytes) -> None:
-        await asyncio.wait_for(
-            send({"type": "http.response.body", "body": line, "more_body": True}), self._timeout_s
-        )
-
     async def _lines(self) -> AsyncIterator[bytes]:
-        """All that is sent. What fails while it is built is logged, and told at the end."""
+        """Yield all that is sent. What fails while it is built is logged, and ends the stream as an error."""
         answers = self._answers
         try:
             for value in answers.opening():
@@ -542,9 +521,3 @@ class EventStream(Response):
             yield answers.encoded(value)
         if answers.last_line:
             yield answers.last_line
-
-
-async def _until_gone(receive: Receive) -> None:
-    """Of a request whose body was read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -25,22 +25,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from edgekv.errors import EdgeKVError
 from edgekv.machine import __version__
 from edgekv.server.answers import (
-    ChatBuilder,
-    CompletionBuilder,
-    EmbeddingBuilder,
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    EmbeddingFormat,
     EventStream,
-    ResponseBuilder,
-    ResponsesBuilder,
+    ResponsesFormat,
     whole_answer,
 )
-from edgekv.server.engine import Channel, EmbeddingJob, Engine, jobs_of
+from edgekv.server.engine import Channel, Engine, jobs_of
 from edgekv.server.limits import BodyMemory, BodyShare, ServerLimits, read_body
+from edgekv.server.prompts import EncodedPrompt
 from edgekv.server.requests import (
     FAILED,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     RequestError,
+    bad_field,
     listed,
     parse_json,
     read,
@@ -230,61 +232,54 @@ class _Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": "edgekv", **of}
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: read(body, ChatRequest), ChatBuilder)
+        return await self._answer(request, lambda body: read(body, ChatRequest), ChatFormat)
 
     async def completion(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: read(body, CompletionRequest), CompletionBuilder)
+        return await self._answer(request, lambda body: read(body, CompletionRequest), CompletionFormat)
 
     async def responses(self, request: Request) -> Response:
-        return await self._answer(request, read_response, ResponsesBuilder)
+        return await self._answer(request, read_response, ResponsesFormat)
 
     async def _answer(
         self,
         request: Request,
         check: Callable[[Any], ChatRequest | CompletionRequest],
-        builder: type[ResponseBuilder],
+        form: type[AnswerFormat],
     ) -> Response:
-        """An answer, whole or as a stream."""
+        """Return an answer, whole or as a stream."""
         engine = self._engine
 
         def encode(body: Any) -> Any:
             given = check(body)
-            model = self._named(given.model)
             given.fill(engine.sampling)
-            prompts = engine.prompts.encode(given)
-            given.forget_prompt()
-            return given, prompts, *model
+            return given, engine.prompts.encode(given), *self._named(given.model)
 
         with contextlib.ExitStack() as held:
             body = held.enter_context(self._bodies.open())
             given, prompts, lora, headers = await self._encoded(request, body, encode)
             lengths = [len(each.ids) for each in prompts]
-            nbytes = sum(len(file) for each in prompts for file in each.images)
-            nbytes += given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
-            body.hold(sum(lengths), nbytes, tree=given.keeps_objects)
-            channel, answers = Channel(), builder(lora or self._name, given, prompts, engine.prompts)
+            nbytes = given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
+            body.hold(sum(lengths), nbytes + sum(len(file) for each in prompts for file in each.images))
+            channel, answers = Channel(), form(lora or self._name, given, prompts, engine.prompts)
             engine.submit(jobs_of(channel, given, prompts, lora))
             if given.stream:
-                return EventStream(channel, answers, self._limits.client_timeout_s, headers, held.pop_all().close)
-            whole = await whole_answer(request.receive, channel, answers)
-            return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
+                return EventStream(channel, answers, headers, held.pop_all().close)
+            return _whole(await whole_answer(request.receive, channel, answers), headers)
 
     async def embeddings(self, request: Request) -> Response:
         def encode(body: Any) -> Any:
             given, size = read(body, EmbeddingRequest), self._engine.session.config.hidden_size
             if given.dimensions not in (None, size):
-                message = f"'dimensions' is {given.dimensions}; accepted: {size}, what this model has"
-                raise RequestError(400, message, param="dimensions")
-            texts = [self._engine.prompts.ids(text, "input") for text in listed(given.input, "input")]
-            return given, texts, *self._named(given.model)
+                raise bad_field("dimensions", given.dimensions, f"{size}, what this model has")
+            ids = [self._engine.prompts.ids(text, "input") for text in listed(given.input, "input")]
+            return given, [EncodedPrompt(each) for each in ids], *self._named(given.model)
 
         with self._bodies.open() as body:
-            given, texts, lora, headers = await self._encoded(request, body, encode)
-            body.hold(sum(map(len, texts)), 0, tree=False)
-            channel, answers = Channel(), EmbeddingBuilder(lora or self._name, given, len(texts))
-            self._engine.submit([EmbeddingJob(channel, ids, i, lora) for i, ids in enumerate(texts)])
-            whole = await whole_answer(request.receive, channel, answers)
-        return Response(status_code=499) if whole is None else JSONResponse(whole, headers=headers)
+            given, prompts, lora, headers = await self._encoded(request, body, encode)
+            body.hold(sum(len(each.ids) for each in prompts), 0)
+            channel, answers = Channel(), EmbeddingFormat(lora or self._name, given, len(prompts))
+            self._engine.submit(jobs_of(channel, given, prompts, lora))
+            return _whole(await whole_answer(request.receive, channel, answers), headers)
 
     async def _encoded(self, request: Request, body: BodyShare, encode: Callable[[Any], T]) -> T:
         """What ``encode`` makes of the body, in a thread; ENCODING bodies at a time are more than their bytes."""
@@ -312,13 +307,18 @@ class _Server:
         return None, {"Warning": f'299 edgekv "there is no model {asked}: {own} answers"'}
 
 
+def _whole(answer: dict[str, Any] | None, headers: Mapping[str, str]) -> Response:
+    return Response(status_code=499) if answer is None else JSONResponse(answer, headers=headers)
+
+
 async def _as_json(request: Request, error: Exception) -> Response:
     """OpenAI's error object. What is no EdgeKVError is a fault of edgekv: Starlette passes it on to the log."""
     if isinstance(error, HTTPException):
         message = f"{request.method} {request.url.path[:60]}: {error.detail}"
         error = RequestError(error.status_code, message, "not_found")
-    told = request_error(error) if isinstance(error, EdgeKVError) else RequestError(500, FAILED, "internal_error")
-    return JSONResponse(told.as_json(), told.status, headers=told.headers())
+    fault = RequestError(500, FAILED, "internal_error")
+    refusal = request_error(error) if isinstance(error, EdgeKVError) else fault
+    return JSONResponse(refusal.as_json(), refusal.status, headers=refusal.headers)
 
 
 @functools.cache

@@ -62,8 +62,7 @@ class BodyShare:
     """What one request has taken."""
 
     def __init__(self, bodies: BodyMemory) -> None:
-        self._bodies, self.taken = bodies, 0
-        self._text = self._tree = 0
+        self._bodies, self.taken, self._parsed = bodies, 0, 0
 
     def resize(self, nbytes: int) -> None:
         """To so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
@@ -77,18 +76,15 @@ class BodyShare:
         self.taken = taken
 
     def parse(self, data: bytes | bytearray) -> None:
-        """Takes what a body's JSON may need as Python's objects, beside its bytes. Raises as `resize`."""
-        self._text = len(data) * (1 if data.isascii() and b"\\u" not in data else 4)
+        """Take what a body's JSON may need as Python's objects, beside its bytes. Raises as `resize`."""
+        text = len(data) * (1 if data.isascii() and b"\\u" not in data else 4)
         weights = ((b",", 72), (b"[", 104), (b"{", 96), (b":", 160))
-        self._tree = sum(nbytes * data.count(mark) for mark, nbytes in weights)
-        self.resize(len(data) + self._text + self._tree)
+        self._parsed = text + sum(nbytes * data.count(mark) for mark, nbytes in weights)
+        self.resize(len(data) + self._parsed)
 
-    def hold(self, n_ids: int, nbytes: int, tree: bool) -> None:
-        """Keeps what a request needs while it waits: its texts, token ids, and so many other bytes.
-
-        tree: also the objects of its JSON. Raises as `resize`.
-        """
-        self.resize(self._text + 40 * n_ids + nbytes + (self._tree if tree else 0))
+    def hold(self, n_ids: int, nbytes: int) -> None:
+        """Keep what was parsed, token ids, and so many other bytes. Raises as `resize`."""
+        self.resize(self._parsed + 40 * n_ids + nbytes)
 
 
 async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> bytearray:

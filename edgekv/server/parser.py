@@ -56,7 +56,7 @@ class AnswerParser:
     """Takes text in pieces of any length; gives what can be told of it so far.
 
     thinks: the text begins within reasoning. form: how calls are written; None: there are none. names: of all that
-    can be called. forced: the text is calls and nothing else.
+    can be called. forced: the text is calls and nothing else. plain: all of it is content.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class AnswerParser:
         form: ToolFormat | None = None,
         names: Sequence[str] = (),
         forced: bool = False,
+        plain: bool = False,
     ) -> None:
         self._form, self._names, self._forced = form, names, forced
         self.is_cut = False  # once it has ended: within a call
@@ -73,7 +74,8 @@ class AnswerParser:
         self._call: _Call | None = None
         self._n_calls = 0
         self._first = True  # nothing has been told yet
-        self._read: Callable[[bool], bool] = self._reasoning if thinks else self._opening
+        opening = self._reasoning if thinks else self._opening
+        self._read: Callable[[bool], bool] = self._content if plain else opening
 
     @property
     def is_thinking(self) -> bool:

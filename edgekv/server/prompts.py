@@ -83,7 +83,7 @@ class RequestEncoder:
                 self._answers.popitem(last=False)
 
     def _chat(self, request: ChatRequest) -> EncodedPrompt:
-        names, tools, messages = request.template_names, request.toolset, request.turns()
+        names, tools, messages = request.template_names, request.tools_allowed, request.turns()
         if self.template.knows_tools:
             names |= {"tools": declared(tools.functions) if tools else None}
         else:

@@ -11,12 +11,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, inspect
 
-from edgekv.checks import short_repr
+from edgekv.checks import LARGEST, short_repr
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import ConfigError, ContextError, EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.text import as_text
@@ -24,15 +24,14 @@ from edgekv.text.template import PLACEHOLDER
 
 MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_TOOLS, MAX_TOP, MAX_IMAGES = 4096, 16, 128, 128, 20, 16
 LEVELS = 128  # of lists and objects in each other
-LARGEST = (1 << 63) - 1
 LOGPROB_BYTES = 200  # of one, with its token, as Python's objects and as JSON
-RETRY_AFTER_S = "1"
 FAILED = "the server failed on this request; its log says why"
-PATH = r"([^.\[\]]+)|\[(\d+|\.\.\.)\]"  # of what a message of msgspec names
 SAMPLING = [
     each.name for each in dataclasses.fields(SamplingParams) if each.name not in ("seed", "repetition_window")
 ]
 FIXED_NAMES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+TEXT_PARTS, IMAGE_PART = ("input_text", "output_text", "text"), "input_image"
+NOT_SENT_BACK = ("model", "input", "stream", "include", "stream_options", "prompt_cache_retention")
 T = TypeVar("T", bound=Struct)
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
@@ -49,28 +48,30 @@ class RequestError(EdgeKVError):
     def __init__(self, status: int, message: str, code: str = "invalid_request", param: str | None = None) -> None:
         super().__init__(message, field=param)
         self.status, self.code, self.param = status, code, param
+        # OpenAI's clients wait and ask again where the same request may be served later.
+        self.headers = {"Retry-After": "1"} if status in (429, 503) else {}
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def headers(self) -> dict[str, str]:
-        """Retry-After where the same request may be served later: OpenAI's clients wait and ask again."""
-        return {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
+
+def bad_field(name: str, value: Any, accepted: str) -> RequestError:
+    """Return the error that names a field, its value and what is accepted."""
+    return RequestError(400, f"{name!r} is {short_repr(value)}; accepted: {accepted}", param=name)
 
 
 def request_error(error: EdgeKVError, names: Mapping[str, str] | None = None) -> RequestError:
-    """An error of the library as an answer: 503 where memory is short or a pass was interrupted, else 400.
+    """Return the library's error as an answer: 503 where memory is short or a pass was interrupted, else 400.
 
-    names: the library's parameters to the endpoint's fields.
+    names: the endpoint's fields by the library's parameters.
     """
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, MemoryBudgetError):
-        return RequestError(503, str(error), "overloaded")
-    if isinstance(error, SessionError):
-        return RequestError(503, str(error), "interrupted")
+    if isinstance(error, (MemoryBudgetError, SessionError)):
+        code = "overloaded" if isinstance(error, MemoryBudgetError) else "interrupted"
+        return RequestError(503, str(error), code)
     code = "context_length_exceeded" if isinstance(error, ContextError) else "invalid_request"
     return RequestError(400, str(error), code, (names or {}).get(error.field or "", error.field))
 
@@ -98,7 +99,7 @@ class CalledFunction(StrictStruct):
 
 
 class ToolCall(StrictStruct):
-    """What an answer asked for, as the client sends it back."""
+    """A call in an answer, as the client sends it back."""
 
     function: CalledFunction
     id: str = ""
@@ -127,9 +128,9 @@ class Message(StrictStruct):
         return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
     def as_turn(self, place: str) -> dict[str, Any]:
-        """The message as chat templates know it: one text, with a mark for each image, and arguments as objects.
+        """Return what chat templates take: one text, with a mark for each image, and arguments as objects.
 
-        Raises RequestError, which calls the message ``place``.
+        place: the message's name in errors. Raises RequestError.
         """
         role = "system" if self.role == "developer" else self.role
         if self.content is None and role != "assistant":
@@ -142,18 +143,15 @@ class Message(StrictStruct):
         if self.reasoning_content:
             turn["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
+            called = [
+                (call.id, call.function.name, _arguments(call.function.arguments)) for call in self.tool_calls
+            ]
             turn["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-                }
-                for call in self.tool_calls
+                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for id, name, arguments in called
             ]
         if role == "tool":
-            turn["tool_call_id"] = self.tool_call_id or ""
-            if self.name:
-                turn["name"] = self.name
+            turn |= {"tool_call_id": self.tool_call_id or ""} | ({"name": self.name} if self.name else {})
         return turn
 
     def _text(self) -> str:
@@ -166,7 +164,7 @@ class Message(StrictStruct):
 
 
 def _arguments(text: str) -> Any:
-    """The object that the JSON holds, as templates write it themselves; what is none stays a text."""
+    """Return the object that the JSON holds; templates write it themselves. A text without one stays as it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -186,15 +184,11 @@ class Tool(StrictStruct):
     type: Literal["function"] = "function"
 
 
-class NamedFunction(StrictStruct):
-    name: str
-    type: Literal["function"] = "function"
-
-
 class NamedTool(StrictStruct):
-    """Which tool must be called."""
+    """The tool that must be called: a chat names its function, the responses API its name alone."""
 
-    function: NamedFunction
+    function: CalledFunction | None = None
+    name: str = ""
     type: Literal["function"] = "function"
 
 
@@ -229,9 +223,8 @@ class IgnoredFields(StrictStruct, kw_only=True):
     prompt_cache_retention: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Tools:
-    """What the model is told of, and what of it can be called: `callable`, perhaps nothing.
+class Tools(NamedTuple):
+    """Functions in the prompt, and those that can be called, perhaps none.
 
     forced: at least one call, and nothing else. several: more than one call may come.
     """
@@ -245,7 +238,7 @@ class Tools:
 class Request(IgnoredFields, kw_only=True):
     """What chat and text completions share: one type from the client to the answer.
 
-    names: of the library's parameters, the endpoint's field. Raises RequestError for values out of range.
+    names: the endpoint's fields by the library's parameters. The ranges of settings are `SamplingParams`'.
     """
 
     names: ClassVar[Mapping[str, str]] = {"json_schema": "response_format"}
@@ -258,7 +251,7 @@ class Request(IgnoredFields, kw_only=True):
     max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Count | None = None
+    top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -277,13 +270,13 @@ class Request(IgnoredFields, kw_only=True):
             raise RequestError(400, f"{name!r} is missing", param=name)
 
     def fill(self, defaults: SamplingParams) -> None:
-        """Takes the model's own settings where the request says nothing."""
+        """Take the model's own settings where the request says nothing."""
         for name in SAMPLING:
             if getattr(self, name) is None:
                 setattr(self, name, getattr(defaults, name))
 
     def sampling(self, choice: int = 0) -> SamplingParams:
-        """The settings of the n-th answer: a seed counts up."""
+        """Return the settings of the n-th answer: a seed counts up."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         seed = None if self.seed is None else self.seed % (1 << 64) + choice
         try:
@@ -307,19 +300,9 @@ class Request(IgnoredFields, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def limit(self) -> int | None:
-        """Tokens of an answer at most; None: the server's own."""
-        return self.max_tokens
-
-    @property
     def n_logprobs(self) -> int | None:
         """How many of the likeliest tokens beside each chosen one; None: no log probabilities."""
-        return None
+        raise NotImplementedError
 
     @property
     def echoes(self) -> bool:
@@ -327,27 +310,18 @@ class Request(IgnoredFields, kw_only=True):
         return False
 
     @property
-    def toolset(self) -> Tools | None:
-        """What can be called."""
+    def tools_allowed(self) -> Tools | None:
+        """The tools in the prompt, if any."""
         return None
 
-    @property
-    def keeps_objects(self) -> bool:
-        """Whether anything of the request's JSON but texts is needed for its answer."""
-        return bool(self.schema or self.toolset or self.logit_bias)
-
-    def forget_prompt(self) -> None:
-        """Drops what only the prompts were made of, and what changes nothing: it is not counted while it waits."""
-        for name in IgnoredFields.__struct_fields__:
-            setattr(self, name, None)
-        if self.schema is None:
-            self.response_format = None
-
     def logprob_bytes(self, lengths: Iterable[int], ctx: int, max_new_tokens: int) -> int:
-        """What log probabilities may take. lengths: of prompts; max_new_tokens: where the request has no limit."""
+        """Return the most that log probabilities take in memory.
+
+        lengths: of the prompts. max_new_tokens: of an answer where the request has no limit.
+        """
         if self.n_logprobs is None:
             return 0
-        most = max_new_tokens if self.limit is None else self.limit
+        most = max_new_tokens if self.max_tokens is None else self.max_tokens
         n_tokens = sum(min(most, ctx - length + 1) + (length if self.echoes else 0) for length in lengths)
         return LOGPROB_BYTES * (1 + self.n_logprobs) * self.n * n_tokens
 
@@ -355,7 +329,7 @@ class Request(IgnoredFields, kw_only=True):
 class ChatRequest(Request, kw_only=True):
     """POST /v1/chat/completions."""
 
-    names = {"prompt": "messages", "images": "messages", "json_schema": "response_format"}
+    names: ClassVar = {"prompt": "messages", "images": "messages", "json_schema": "response_format"}
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
@@ -371,25 +345,26 @@ class ChatRequest(Request, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if fixed := [name for name in self.chat_template_kwargs or () if name in FIXED_NAMES]:
-            raise RequestError(
-                400, f"chat_template_kwargs sets {fixed[0]!r}, which the server does", param=fixed[0]
-            )
+        tools, fixed = self.tools_allowed, [n for n in self.chat_template_kwargs or () if n in FIXED_NAMES]
+        if fixed:
+            message = f"chat_template_kwargs sets {fixed[0]!r}, which the server does"
+            raise RequestError(400, message, param=fixed[0])
         if (n := len(self.images)) > MAX_IMAGES:
             raise RequestError(400, f"{n} images; accepted: up to {MAX_IMAGES}", param=self.names["images"])
         if self.max_tokens == 0:
-            raise RequestError(400, "'max_tokens' is 0; accepted: a whole number of 1 or more", param="max_tokens")
+            raise bad_field("max_tokens", 0, "a whole number of 1 or more")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         if self.top_logprobs and not self.logprobs:
             raise RequestError(400, "'top_logprobs' needs \"logprobs\": true", param="top_logprobs")
-        if self.toolset and self.toolset.forced and not self.toolset.callable:
+        if tools and tools.forced and not tools.callable:
             raise RequestError(400, "'tool_choice' asks for a tool that 'tools' has not", param="tool_choice")
 
     def turns(self) -> list[dict[str, Any]]:
-        """The messages as chat templates know them. Raises RequestError."""
+        """Return the messages as chat templates take them. Raises RequestError."""
         return [message.as_turn(self.place(i)) for i, message in enumerate(self.messages)]
 
     def place(self, i: int) -> str:
-        """What errors call the i-th message."""
+        """Return the i-th message's name in errors."""
         return f"messages[{i}]"
 
     @property
@@ -405,28 +380,21 @@ class ChatRequest(Request, kw_only=True):
         return names | (self.chat_template_kwargs or {})
 
     @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
     def n_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def toolset(self) -> Tools | None:
-        """The prompt has all tools whatever the choice: what is cached of it serves the next request too."""
-        choice, told = self.tool_choice, tuple(tool.function for tool in self.tools or ())
+    def tools_allowed(self) -> Tools | None:
+        """All tools are in the prompt whatever the choice: what is cached of it serves the next request too."""
+        choice, functions = self.tool_choice, tuple(tool.function for tool in self.tools or ())
         several, forced = self.parallel_tool_calls, choice not in ("none", "auto")
-        if not told and not forced:
+        if not functions and not forced:
             return None
-        can = () if choice == "none" else told
+        can = () if choice == "none" else functions
         if isinstance(choice, NamedTool):
-            can = tuple(function for function in told if function.name == choice.function.name)
-        return Tools(told, can, forced, several is True if forced else several is not False)
-
-    def forget_prompt(self) -> None:
-        super().forget_prompt()
-        self.messages, self.chat_template_kwargs, self.verbosity = [], None, None
+            name = choice.function.name if choice.function else choice.name
+            can = tuple(each for each in functions if each.name == name)
+        return Tools(functions, can, forced, several is True if forced else several is not False)
 
 
 class CompletionRequest(Request, kw_only=True):
@@ -444,7 +412,7 @@ class CompletionRequest(Request, kw_only=True):
             many = f"{n} prompts with n={self.n} are more than {MAX_CHOICES} answers"
             raise RequestError(400, f"{many}: ask in parts", param="n")
         if self.max_tokens == 0 and not self.echo:
-            raise RequestError(400, "'max_tokens' is 0; accepted: 1 or more, 0 with echo", param="max_tokens")
+            raise bad_field("max_tokens", 0, "1 or more, 0 with echo")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -459,15 +427,12 @@ class CompletionRequest(Request, kw_only=True):
     def echoes(self) -> bool:
         return self.echo
 
-    def forget_prompt(self) -> None:
-        super().forget_prompt()
-        self.prompt = ""
-
 
 class EmbeddingRequest(StrictStruct):
     """POST /v1/embeddings."""
 
     names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
+    n: ClassVar[int] = 1
 
     model: str
     input: Texts
@@ -477,9 +442,6 @@ class EmbeddingRequest(StrictStruct):
 
 
 # The responses API in its simple form: each request brings its whole conversation, as nothing is stored.
-
-TEXT_PARTS, IMAGE_PART = ("input_text", "output_text", "text"), "input_image"
-KEPT_BACK = ("model", "input", "stream", "include", "stream_options", "prompt_cache_retention")  # by an answer
 
 
 class TextFormat(JsonSchema):
@@ -519,11 +481,10 @@ class ResponsesRequest(IgnoredFields, kw_only=True):
     top_p: float | None = None
     stream: bool = False
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | NamedFunction = "auto"
+    tool_choice: ToolChoice | NamedTool = "auto"
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Effort | None = None
-    previous_response_id: None = None
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     include: Any = None
@@ -531,11 +492,47 @@ class ResponsesRequest(IgnoredFields, kw_only=True):
     max_tool_calls: Any = None
     top_logprobs: Literal[0] = 0
 
+    def messages(self) -> Iterator[tuple[Message, str]]:
+        """Yield the input as messages, with calls in the assistant's before them, and their names in errors."""
+        if self.instructions:
+            yield Message("system", self.instructions), "instructions"
+        if isinstance(self.input, str):
+            yield Message("user", self.input), "input"
+            return
+        answer: Message | None = None  # the assistant's, if it is the latest
+        for i, item in enumerate(self.input):
+            kind, place = item.get("type", "message"), f"input[{i}]"
+            if kind == "reasoning":  # what an earlier answer thought is not shown to the model again
+                continue
+            if kind == "function_call":
+                given = {name: item.get(name) for name in ("name", "arguments", "call_id")}
+                called = read(given, FunctionCall, place)
+                if answer is None:
+                    answer = Message("assistant")
+                    yield answer, place
+                answer.tool_calls = [*(answer.tool_calls or ()), ToolCall(called, called.call_id)]
+                continue
+            if kind == "message":
+                given = {"role": item.get("role"), "content": _content(item.get("content"), place)}
+            elif kind == "function_call_output":
+                output = _content(item.get("output"), place)
+                given = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
+            else:
+                raise bad_field(f"{place}.type", kind, "message, function_call, function_call_output, reasoning")
+            message = read(given, Message, place)
+            answer = message if message.role == "assistant" else None
+            yield message, place
+
 
 class ResponsesChat(ChatRequest, kw_only=True):
     """The chat that a request to /v1/responses is. sent: what comes back with its answer; places: of `place`."""
 
-    names = {"prompt": "input", "images": "input", "json_schema": "text.format", "schema": "text.format.schema"}
+    names: ClassVar = {
+        "prompt": "input",
+        "images": "input",
+        "json_schema": "text.format",
+        "schema": "text.format.schema",
+    }
 
     sent: dict[str, Any]
     places: list[str]
@@ -543,74 +540,34 @@ class ResponsesChat(ChatRequest, kw_only=True):
     def place(self, i: int) -> str:
         return self.places[i]
 
-    def forget_prompt(self) -> None:
-        super().forget_prompt()
-        self.places = []
-
-    @property
-    def keeps_objects(self) -> bool:
-        return bool(self.sent) or super().keeps_objects
-
 
 def read_response(body: Any) -> ResponsesChat:
-    """The body of a request to /v1/responses. Raises RequestError."""
+    """Return the body of a request to /v1/responses. Raises RequestError."""
     if isinstance(body, dict) and body.get("previous_response_id") is not None:
         message = "nothing is stored here: send the whole conversation as 'input', without previous_response_id"
         raise RequestError(400, message, param="previous_response_id")
     request = read(body, ResponsesRequest)
-    pairs, choice, form = list(_messages(request)), request.tool_choice, request.text and request.text.format
+    messages, places = zip(*request.messages(), strict=True) if request.input else ((), ())
+    form = request.text and request.text.format
     return ResponsesChat(
         model=request.model,
-        messages=[message for message, _ in pairs],
-        places=[place for _, place in pairs],
+        messages=list(messages),
+        places=list(places),
         max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         stream=request.stream,
         tools=[Tool(tool) for tool in request.tools or ()],
-        tool_choice=NamedTool(choice) if isinstance(choice, NamedFunction) else choice,
+        tool_choice=request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
         response_format=ResponseFormat(form.type, form) if form else None,
-        sent={name: value for name, value in body.items() if value is not None and name not in KEPT_BACK},
+        sent={name: value for name, value in body.items() if value is not None and name not in NOT_SENT_BACK},
     )
 
 
-def _messages(request: ResponsesRequest) -> Iterator[tuple[Message, str]]:
-    """The input as messages, with calls in the assistant's before them, and what errors call each."""
-    if request.instructions:
-        yield Message("system", request.instructions), "instructions"
-    if isinstance(request.input, str):
-        yield Message("user", request.input), "input"
-        return
-    answer: Message | None = None  # the assistant's, if it is the latest
-    for i, item in enumerate(request.input):
-        kind, place = item.get("type", "message"), f"input[{i}]"
-        if kind == "message":
-            given = {"role": item.get("role"), "content": _content(item.get("content"), place)}
-        elif kind == "function_call":
-            called = read({name: item.get(name) for name in ("name", "arguments", "call_id")}, FunctionCall, place)
-            if answer is None:
-                answer = Message("assistant")
-                yield answer, place
-            answer.tool_calls = [*(answer.tool_calls or ()), ToolCall(called, called.call_id)]
-            continue
-        elif kind == "function_call_output":
-            output = _content(item.get("output"), place)
-            given = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
-        elif kind == "reasoning":  # what an earlier answer thought is not shown to the model again
-            continue
-        else:
-            accepted = "message, function_call, function_call_output, reasoning"
-            field = f"{place}.type"
-            raise RequestError(400, f"{field!r} is {short_repr(kind)}; accepted: {accepted}", param=field)
-        message = read(given, Message, place)
-        answer = message if message.role == "assistant" else None
-        yield message, place
-
-
 def _content(content: Any, place: str) -> Any:
-    """The parts of a message as those of a chat."""
+    """Return the parts of a message as those of a chat."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -621,48 +578,41 @@ def _content(content: Any, place: str) -> Any:
         elif kind == IMAGE_PART and isinstance(part.get("image_url"), str):
             parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
         else:
-            accepted, field = f"{', '.join(TEXT_PARTS)}, {IMAGE_PART} with an image_url", f"{place}.content[{i}]"
-            raise RequestError(400, f"{field!r} is {short_repr(part)}; accepted: {accepted}", param=field)
+            accepted = f"{', '.join(TEXT_PARTS)}, {IMAGE_PART} with an image_url"
+            raise bad_field(f"{place}.content[{i}]", part, accepted)
     return parts
 
 
 def parse_json(data: bytes | bytearray) -> Any:
-    """A body's value; of a key that an object has twice the last one.
+    """Return a body's value; of a key that an object has twice the last one.
 
     Raises RequestError (400) for what is no JSON (NaN and Infinity are none), holds half of a surrogate pair, or
     is deeper than LEVELS: whatever writes or walks it later can do so by recursion.
     """
     try:
         value = msgspec.json.decode(data)
-        if data.count(b"[") + data.count(b"{") > LEVELS:
-            _require_levels(value)
+        level = [value] if data.count(b"[") + data.count(b"{") > LEVELS else []
+        for _ in range(LEVELS):
+            inner = (each.values() if isinstance(each, dict) else each for each in level)
+            level = [item for items in inner for item in items if isinstance(item, (dict, list))]
+        if level:
+            raise ValueError(f"more than {LEVELS} lists and objects within each other")
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not valid JSON ({error})", "invalid_json") from None
     return value
 
 
-def _require_levels(value: Any) -> None:
-    level = [value]
-    for _ in range(LEVELS):
-        lists = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [item for each in lists for item in each if isinstance(item, (dict, list))]
-        if not level:
-            return
-    raise ValueError(f"more than {LEVELS} lists and objects within each other")
-
-
 def listed(prompt: str | list[Any], name: str) -> list[str | list[int]]:
-    """One prompt or several, as a list. Raises RequestError where texts and ids are mixed, or one is empty."""
+    """Return one prompt or several. Raises RequestError where texts and ids are mixed, or one is empty."""
     if isinstance(prompt, str) or all(isinstance(item, int) for item in prompt):
         return [prompt]
     if len(prompt) > MAX_CHOICES or not all(item != [] and type(item) is type(prompt[0]) for item in prompt):
-        accepted = f"a text, the ids of its tokens, or a list of up to {MAX_CHOICES} such"
-        raise RequestError(400, f"{name!r} is {short_repr(prompt)}; accepted: {accepted}", param=name)
+        raise bad_field(name, prompt, f"a text, the ids of its tokens, or a list of up to {MAX_CHOICES} such")
     return prompt
 
 
 def read(body: Any, kind: type[T], at: str = "") -> T:
-    """The request, or what stands ``at`` a path of one, as ``kind``.
+    """Return the request, or what stands ``at`` a path of one, as ``kind``.
 
     Raises RequestError (400): the field, its value and what is accepted.
     """
@@ -677,26 +627,17 @@ def read(body: Any, kind: type[T], at: str = "") -> T:
         raise _refused(reason, path.rstrip("`").lstrip("."), given, kind, at) from None
 
 
-def _refused(reason: str, place: str, given: Any, kind: type[Struct], at: str) -> RequestError:
-    """msgspec's reason in our words."""
-    value, types = given, _variants(inspect.type_info(kind))
-    for key, index in re.findall(PATH, place):
-        inner: list[inspect.Type] = []
-        for each in types:
-            if isinstance(each, inspect.StructType):
-                inner += [field.type for field in each.fields if field.encode_name == key]
-                inner += [inspect.LiteralType((each.tag,))] if key == each.tag_field else []
-            elif isinstance(each, inspect.DictType):
-                inner.append(each.value_type)
-            elif isinstance(each, inspect.ListType):
-                inner.append(each.item_type)
-        types = [variant for each in inner for variant in _variants(each)]
+def _refused(reason: str, path: str, given: Any, kind: type[Struct], at: str) -> RequestError:
+    """Return msgspec's reason with the value and all that is accepted in its place."""
+    value, types = given, [inspect.type_info(kind)]
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
+        types = [variant for each in types for variant in _variants(_inner(each, key))]
         if isinstance(value, dict) and key in value:
             value = value[key]
         elif isinstance(value, list) and index.isdigit() and int(index) < len(value):
             value = value[int(index)]
     if field := re.search(r"(unknown|required) field `(.*?)`", reason):
-        name = f"{at}.{place}.{field[2]}".replace("..", ".").strip(".")[:60]
+        name = f"{at}.{path}.{field[2]}".replace("..", ".").strip(".")[:60]
         if field[1] == "required":
             return RequestError(400, f"{name!r} is missing", param=name)
         fields = sorted(field.encode_name for each in types for field in getattr(each, "fields", ()))
@@ -706,11 +647,20 @@ def _refused(reason: str, place: str, given: Any, kind: type[Struct], at: str) -
         names.append("an object")
     expected = re.match(r"Expected (.*?)(, got .*)?$", reason)
     accepted = ", ".join(names) or (expected[1].replace("`", "") if expected else "a smaller number")
-    name = f"{at}.{place}".strip(".")
-    return RequestError(400, f"{name!r} is {short_repr(value)}; accepted: {accepted}", param=name)
+    return bad_field(f"{at}.{path}".strip("."), value, accepted)
 
 
-def _variants(kind: inspect.Type) -> list[inspect.Type]:
-    if isinstance(kind, inspect.Metadata):
-        return _variants(kind.type)
-    return list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
+def _inner(kind: inspect.Type, key: str) -> list[inspect.Type]:
+    """Return what a struct's field, a dictionary's values or a list's items may be."""
+    if isinstance(kind, inspect.StructType):
+        tag = [inspect.LiteralType((kind.tag,))] if key == kind.tag_field else []
+        return [*(field.type for field in kind.fields if field.encode_name == key), *tag]
+    return [getattr(kind, name) for name in ("value_type", "item_type") if hasattr(kind, name)]
+
+
+def _variants(kinds: Iterable[inspect.Type]) -> list[inspect.Type]:
+    found: list[inspect.Type] = []
+    for kind in kinds:
+        inner = kind.type if isinstance(kind, inspect.Metadata) else kind
+        found += _variants(inner.types) if isinstance(inner, inspect.UnionType) else [inner]
+    return found

@@ -187,8 +187,10 @@ def request(m: Material, folder: pathlib.Path, rng: Random) -> None:
     if isinstance(ask, Request):
         prompts = RequestEncoder(ChatTemplate.plain(m.tokenizer), m.tokenizer, 256, m.tokenizer.vocab_size)
         prompts.encode(ask)
-        if ask.toolset is not None and ask.toolset.callable:
-            Grammar(tools_grammar(ask.toolset, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size)
+        if ask.tools_allowed is not None and ask.tools_allowed.callable:
+            Grammar(
+                tools_grammar(ask.tools_allowed, prompts.form, {}, ask.schema), m.tokenizer, m.tokenizer.vocab_size
+            )
 
 
 def answer(m: Material, folder: pathlib.Path, rng: Random) -> None:

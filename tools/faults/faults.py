@@ -218,8 +218,8 @@ FAULTS = (
     ),
     Fault(
         "a stream goes on without its reader",
-        "finally:\n            self._channel.cancelled.set()",
-        "finally:\n            pass",
+        "finally:\n        channel.cancelled.set()",
+        "finally:\n        pass",
         "test_server_load.py -k 'vanishes or its_reader'",
     ),
     Fault(

@@ -15,7 +15,7 @@ from packed_cases import BASE, F8, MODELS, PACKED, library_tensors, save, write
 from packed_cases import LIBRARIES as CASES
 
 from edgekv import Session
-from edgekv.checkpoint.quantized_formats import unpacked
+from edgekv.checkpoint.quantized import unpacked
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.cli import main
 from edgekv.engine.model import Model

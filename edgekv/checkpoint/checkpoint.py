@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgekv.checkpoint.quantized_formats import unpacked
+from edgekv.checkpoint.quantized import unpacked
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, TokenizerError
 from edgekv.files import parse_object, read_object, user_path

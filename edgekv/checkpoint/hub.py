@@ -16,12 +16,12 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from edgekv.checkpoint.checkpoint import GGUF, INDEX, SINGLE, TOKENIZER_FILES, read_config
-from edgekv.checkpoint.quantized_formats import quantization_method
+from edgekv.checkpoint.quantized import quantization_method
 from edgekv.errors import CheckpointError, EdgeKVError
 from edgekv.files import atomic_write, user_path
 from edgekv.machine import __version__, format_bytes
@@ -92,13 +92,10 @@ def name_of(place: pathlib.Path) -> str | None:
 
 def cached(name: HubName) -> pathlib.Path | None:
     """The model's folder or file in the cache, if it is whole; no connection is made."""
-    from_cache = functools.partial(_hub().try_to_load_from_cache, name.repository, revision=name.revision)
-    if name.file:
-        found = from_cache(name.file)
-        return pathlib.Path(found) if isinstance(found, str) else None
-    config = from_cache(CONFIG)
-    folder = pathlib.Path(config).parent if isinstance(config, str) else None
-    return folder if folder and _has_weights(folder) else None
+    found = _in_cache(name, name.file or CONFIG, name.revision)
+    if found is None or name.file:
+        return found
+    return found.parent if _has_weights(found.parent) else None
 
 
 def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
@@ -108,24 +105,53 @@ def pull(name: HubName, say: Say | None = None) -> pathlib.Path:
     CheckpointError (field model) where the Hub can't be reached or has no such model, and before the weights are
     downloaded whatever opening the model would raise for its config.
     """
-    hub = _hub()
-    try:
-        return _Download(hub, name, say).run()
-    except EdgeKVError:
-        raise
-    except Exception as error:  # huggingface_hub's own, those of the HTTP library that it uses, the disk's
-        raise _transfer_error(hub, name, error) from error
+    with _transfer(name) as hub:
+        api = hub.HfApi(library_name="edgekv", library_version=__version__)
+        about = api.model_info(name.repository, revision=name.revision, files_metadata=True)
+        commit = _checked(about.sha)
+        sizes = {file.rfilename: file.size or 0 for file in about.siblings if _is_below(file.rfilename)}
+        fetch = functools.partial(_fetch, hub, name, revision=commit)
+        if name.file:
+            files = [name.file]
+        else:
+            with _no_bars(hub):
+                _require(CONFIG in sizes, name, f"{CONFIG} with safetensors weights", sizes)
+                values = read_config(fetch(CONFIG))
+                architecture(values)
+                quantization_method(values)
+                for file in (*WANTED, INDEX):
+                    if file in sizes:
+                        fetch(file)
+            shards = sorted(_shards(fetch(INDEX))) if INDEX in sizes else []
+            loose = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
+            files = [SINGLE] if SINGLE in sizes else shards or loose
+            _require(bool(shards) or len(files) == 1, name, f"{CONFIG} with safetensors weights", sizes)
+        for file in files:
+            _require(file in sizes, name, f"file {file}", sizes)
+        missing = sum(sizes[file] for file in files if _in_cache(name, file, commit) is None)
+        cache, host = pathlib.Path(hub.constants.HF_HUB_CACHE), hub.constants.ENDPOINT.partition("://")[2]
+        free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
+        if missing > free:
+            what = f"{format_bytes(missing)} to download, and {cache} has {format_bytes(free)} left"
+            raise _error(name, f"{what}; make room, or set HF_HOME to a folder on another disk")
+        if missing and say:
+            say(f"{name}: downloading {format_bytes(missing)} from {host} to {cache}")
+        for file in files:
+            fetch(file)
+        place: pathlib.Path = fetch(name.file or CONFIG)
+        _name_revision(hub, name, commit)  # once all is there
+        return place if name.file else place.parent
 
 
 def config(name: HubName) -> dict[str, Any]:
     """The model's config.json, and nothing else, from the cache or the Hub. Raises CheckpointError as `pull`."""
-    hub = _hub()
-    try:
-        return read_config(_Download(hub, name, None).config())
-    except EdgeKVError:
-        raise
-    except Exception as error:
-        raise _transfer_error(hub, name, error) from error
+    with _transfer(name) as hub:
+        found = _in_cache(name, CONFIG, name.revision)
+        if found is None:
+            with _no_bars(hub):
+                found = _fetch(hub, name, CONFIG, name.revision or "main")
+            _name_revision(hub, name, found.parent.name)
+        return read_config(found)
 
 
 def locate(name: HubName, say: Say | None = None) -> pathlib.Path:
@@ -146,120 +172,58 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-class _Download:
-    """One download."""
+def _in_cache(name: HubName, file: str, revision: str | None) -> pathlib.Path | None:
+    found = _hub().try_to_load_from_cache(name.repository, file, revision=revision)
+    return pathlib.Path(found) if isinstance(found, str) else None
 
-    def __init__(self, hub: Any, name: HubName, say: Say | None) -> None:
-        self.hub, self.name, self.say = hub, name, say or (lambda text: None)
-        self.cache = pathlib.Path(hub.constants.HF_HUB_CACHE)
-        self.folder: pathlib.Path = self.cache / hub.file_download.repo_folder_name(
-            repo_id=name.repository, repo_type="model"
-        )
 
-    def run(self) -> pathlib.Path:
-        about = self.hub.HfApi(library_name="edgekv", library_version=__version__).model_info(
-            self.name.repository, revision=self.name.revision, files_metadata=True
-        )
-        commit = _checked(about.sha)
-        sizes = {file.rfilename: file.size or 0 for file in about.siblings if _is_below(file.rfilename)}
-        if self.name.file:
-            files = [_required_file(self.name, self.name.file, sizes)]
-        else:
-            with _no_bars(self.hub):
-                said = read_config(self._fetch(_required_file(self.name, CONFIG, sizes), commit))
-                architecture(said)
-                quantization_method(said)
-                for file in (*WANTED, INDEX):
-                    if file in sizes:
-                        self._fetch(file, commit)
-            files = self._weights(sizes, commit)
-        self._announce({file: sizes[file] for file in files}, commit)
-        for file in files:
-            self._fetch(file, commit)
-        last = self._fetch(self.name.file or CONFIG, commit)
-        self._name_revision(commit)  # once all is there
-        return last if self.name.file else last.parent
+def _folder(hub: Any, name: HubName) -> pathlib.Path:
+    """Where the cache has the repository."""
+    folder: str = hub.file_download.repo_folder_name(repo_id=name.repository, repo_type="model")
+    return pathlib.Path(hub.constants.HF_HUB_CACHE) / folder
 
-    def config(self) -> pathlib.Path:
-        found = self._path(CONFIG, self.name.revision)
-        if found is None:
-            with _no_bars(self.hub):
-                found = self._fetch(CONFIG, self.name.revision or "main")
-            self._name_revision(found.parent.name)
+
+def _fetch(hub: Any, name: HubName, file: str, revision: str) -> pathlib.Path:
+    """A file in the cache, through a partial one beside where that will have it: another try goes on with it.
+
+    `hf_hub_download` forgets what it had when it is interrupted, and makes any ETag a path.
+    """
+    if (found := _in_cache(name, file, revision)) is not None:
         return found
-
-    def _weights(self, sizes: dict[str, int], commit: str) -> list[str]:
-        if SINGLE in sizes:
-            return [SINGLE]
-        shards = sorted(_shards(self._fetch(INDEX, commit))) if INDEX in sizes else []
-        if not shards:
-            shards = [file for file in sizes if file.endswith(".safetensors") and "/" not in file]
-            if len(shards) != 1:
-                raise _no_weights(self.name, sizes)
-        return [_required_file(self.name, file, sizes) for file in shards]
-
-    def _announce(self, sizes: dict[str, int], commit: str) -> None:
-        missing = {file: size for file, size in sizes.items() if self._path(file, commit) is None}
-        if not missing:
-            return
-        needed, part = sum(missing.values()), next(p for p in (self.cache, *self.cache.parents) if p.exists())
-        free = shutil.disk_usage(part).free
-        if needed > free:
-            raise CheckpointError(
-                f"model={str(self.name)!r}: {format_bytes(needed)} to download, and {self.cache} has "
-                f"{format_bytes(free)} left; make room, or set HF_HOME to a folder on another disk",
-                field="model",
-                value=str(self.name),
+    folder, url = _folder(hub, name), hub.hf_hub_url(name.repository, file, revision=revision)
+    about = hub.get_hf_file_metadata(url, library_name="edgekv", library_version=__version__)
+    etag, commit = _checked(about.etag), _checked(about.commit_hash)
+    blob, place = folder / "blobs" / etag, folder / "snapshots" / commit / file
+    partial = blob.with_name(f"{etag}.edgekv-partial")
+    for each in (blob, place):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    with partial.open("ab") as out:
+        fcntl.flock(out, fcntl.LOCK_EX)  # another process may be at it
+        if not blob.exists():
+            elsewhere = urlsplit(about.location).netloc != urlsplit(url).netloc
+            hub.file_download.http_get(
+                about.location,
+                out,
+                resume_size=out.tell(),
+                headers=hub.utils.build_hf_headers(token=False if elsewhere else None),
+                expected_size=about.size,
+                displayed_filename=file,
             )
-        host = self.hub.constants.ENDPOINT.partition("://")[2]
-        self.say(f"{self.name}: downloading {format_bytes(needed)} from {host} to {self.cache}")
+            out.flush()
+            _require_content(partial, etag)
+            partial.rename(blob)
+    partial.unlink(missing_ok=True)
+    if not place.exists():
+        hub.file_download._create_symlink(str(blob), str(place), new_blob=False)
+    return place
 
-    def _fetch(self, file: str, revision: str) -> pathlib.Path:
-        """A file in the cache, through a partial one beside where that will have it: another try goes on with it.
 
-        `hf_hub_download` forgets what it had when it is interrupted, and makes any ETag a path.
-        """
-        hub, download = self.hub, self.hub.file_download
-        if (found := self._path(file, revision)) is not None:
-            return found
-        url = hub.hf_hub_url(self.name.repository, file, revision=revision)
-        about = hub.get_hf_file_metadata(url, library_name="edgekv", library_version=__version__)
-        etag, commit = _checked(about.etag), _checked(about.commit_hash)
-        blob = self.folder / "blobs" / etag
-        blob.parent.mkdir(parents=True, exist_ok=True)
-        partial = blob.with_name(f"{etag}.edgekv-partial")
-        with partial.open("ab") as out:
-            fcntl.flock(out, fcntl.LOCK_EX)  # another process may be at it
-            if not blob.exists():
-                elsewhere = urlsplit(about.location).netloc != urlsplit(url).netloc
-                download.http_get(
-                    about.location,
-                    out,
-                    resume_size=out.tell(),
-                    headers=hub.utils.build_hf_headers(token=False if elsewhere else None),
-                    expected_size=about.size,
-                    displayed_filename=file,
-                )
-                out.flush()
-                _require_content(partial, etag)
-                partial.rename(blob)
-        partial.unlink(missing_ok=True)
-        place: pathlib.Path = self.folder / "snapshots" / commit / file
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            download._create_symlink(str(blob), str(place), new_blob=False)
-        return place
-
-    def _name_revision(self, commit: str) -> None:
-        """The revision's name points to the commit, as the Hub's cache has it."""
-        if self.name.revision != commit:
-            reference = self.folder / "refs" / (self.name.revision or "main")
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(reference, commit.encode())
-
-    def _path(self, file: str, commit: str | None) -> pathlib.Path | None:
-        found = self.hub.try_to_load_from_cache(self.name.repository, file, revision=commit)
-        return pathlib.Path(found) if isinstance(found, str) else None
+def _name_revision(hub: Any, name: HubName, commit: str) -> None:
+    """Lets the revision's name point to the commit, as the Hub's cache has it."""
+    if name.revision != commit:
+        reference = _folder(hub, name) / "refs" / (name.revision or "main")
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(reference, commit.encode())
 
 
 def _is_below(file: str) -> bool:
@@ -278,14 +242,14 @@ def _checked(name: str | None) -> str:
 @contextlib.contextmanager
 def _no_bars(hub: Any) -> Iterator[None]:
     """Inside the block the Hub shows no progress bars: small files need none."""
-    shown = not hub.utils.are_progress_bars_disabled()
-    if shown:
-        hub.utils.disable_progress_bars()
+    if hub.utils.are_progress_bars_disabled():
+        yield
+        return
+    hub.utils.disable_progress_bars()
     try:
         yield
     finally:
-        if shown:
-            hub.utils.enable_progress_bars()
+        hub.utils.enable_progress_bars()
 
 
 def _require_content(partial: pathlib.Path, etag: str) -> None:
@@ -308,66 +272,48 @@ def _shards(index: str | pathlib.Path) -> set[str]:
 
 
 def _has_weights(folder: pathlib.Path) -> bool:
-    if (folder / SINGLE).exists():
-        return True
-    if (folder / INDEX).exists():
-        try:
-            return all((folder / shard).exists() for shard in _shards(folder / INDEX))
-        except EdgeKVError:
-            return False
-    return any(folder.glob("*.safetensors"))
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return any(folder.glob("*.safetensors"))
+    try:
+        return all((folder / shard).exists() for shard in _shards(folder / INDEX))
+    except EdgeKVError:
+        return False
 
 
-def _required_file(name: HubName, file: str, sizes: dict[str, int]) -> str:
-    """The file, which must be one of the repository's; sizes: its files, in bytes. Raises CheckpointError."""
-    if file in sizes:
-        return file
-    if file == CONFIG:
-        raise _no_weights(name, sizes)
-    raise CheckpointError(
-        f"model={str(name)!r}: the repository has no file {file}; {_offered(name, sizes)}",
-        field="model",
-        value=str(name),
-        accepted=_gguf(name, sizes),
-    )
+def _require(is_there: bool, name: HubName, what: str, sizes: dict[str, int]) -> None:
+    """Raises CheckpointError, which names the GGUF files among ``sizes``, where the repository lacks something."""
+    if is_there:
+        return
+    files = [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
+    more = f" and {len(files) - 8} more" if len(files) > 8 else ""
+    offered = f"give one of its GGUF files: {', '.join(files[:8])}{more}"
+    if not files:
+        offered = "only safetensors and GGUF files can be read: look for a repository that has them"
+    raise _error(name, f"the repository has no {what}; {offered}", files)
 
 
-def _no_weights(name: HubName, sizes: dict[str, int]) -> CheckpointError:
-    """The error for a repository that has no model that can be read as a folder."""
-    return CheckpointError(
-        f"model={str(name)!r}: the repository has no {CONFIG} with safetensors weights; {_offered(name, sizes)}",
-        field="model",
-        value=str(name),
-        accepted=_gguf(name, sizes),
-    )
+def _error(name: HubName, what: str, accepted: Sequence[str] = ()) -> CheckpointError:
+    return CheckpointError(f"model={str(name)!r}: {what}", field="model", value=str(name), accepted=accepted)
 
 
-def _gguf(name: HubName, sizes: dict[str, int]) -> list[str]:
-    return [str(dataclasses.replace(name, file=file)) for file in sorted(sizes) if file.endswith(GGUF)]
-
-
-def _offered(name: HubName, sizes: dict[str, int]) -> str:
-    names = _gguf(name, sizes)
-    if not names:
-        return "only safetensors and GGUF files can be read: look for a repository that has them"
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"give one of its GGUF files: {', '.join(names[:8])}{more}"
-
-
-def _transfer_error(hub: Any, name: HubName, error: Exception) -> CheckpointError:
-    """A failure of the transfer in one line, with what to do."""
-    errors, endpoint = hub.errors, hub.constants.ENDPOINT
-    if isinstance(error, errors.GatedRepoError):
-        said = f"is gated: accept its terms at {endpoint}/{name.repository}, then set HF_TOKEN"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        said = f"is not at {endpoint}, or it is private: check the name, or set HF_TOKEN"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        said = f"has no revision {name.revision}: give a branch, a tag or a whole commit id"
-    elif isinstance(error, errors.OfflineModeIsEnabled):
-        said = f"is not whole in {hub.constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it to download"
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        said = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
-    else:
+@contextlib.contextmanager
+def _transfer(name: HubName) -> Iterator[Any]:
+    """Gives `huggingface_hub`; a failure of the transfer becomes one line, with what to do."""
+    hub = _hub()
+    errors, endpoint, cache = hub.errors, hub.constants.ENDPOINT, hub.constants.HF_HUB_CACHE
+    known = {
+        errors.GatedRepoError: f"is gated: accept its terms at {endpoint}/{name.repository}, then set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"is not at {endpoint}, or it is private: check the name, or set HF_TOKEN",
+        errors.RevisionNotFoundError: f"has no revision {name.revision}: give a branch, tag or whole commit id",
+        errors.OfflineModeIsEnabled: f"is not whole in {cache}, and HF_HUB_OFFLINE is set: unset it to download",
+    }
+    try:
+        yield hub
+    except EdgeKVError:
+        raise
+    except Exception as error:  # huggingface_hub's own, those of the HTTP library that it uses, the disk's
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        said = f"can't be downloaded from {endpoint} ({reason}); try again: it goes on where it stopped"
-    return CheckpointError(f"model={str(name)!r}: {said}", field="model", value=str(name))
+        what = f"can't be downloaded from {endpoint} ({reason}); try again: it goes on where it stopped"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "can't be written (no space left): make room, or set HF_HOME; what is there is kept"
+        raise _error(name, next((known[kind] for kind in known if isinstance(error, kind)), what)) from error

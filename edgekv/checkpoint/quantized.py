@@ -1,26 +1,41 @@
-"""Weights that a checkpoint holds packed, as the plain matrices that they stand for; unpacked when read."""
+"""Weights of published quantized checkpoints as the plain matrices that they stand for, unpacked when read.
+
+Each method that config.json may name is a function of METHODS. Sources of the layouts: AutoGPTQ, GPTQModel,
+AutoAWQ, bitsandbytes, mlx-lm, compressed-tensors, transformers.
+"""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Iterator, Sequence
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
+import ml_dtypes
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from edgekv.checkpoint.tensors import Tensor, Tensors
-from edgekv.checks import read_fields
+from edgekv.checkpoint.tensors import EXPERT_PARTS, Tensor, Tensors, to_float32
+from edgekv.checks import read_fields, short_repr
 from edgekv.errors import CheckpointError, ConfigError
-from edgekv.types import F32, I8, I64, Array
+from edgekv.types import F32, I8, I64, U8, Array
 
 Words = npt.NDArray[np.uint32]
 Codes = npt.NDArray[np.int16]
+Rows = Callable[[int, int], Any]  # the rows lo..hi of something, computed when they are asked for
 BLOCKS = (128, 32)  # columns under one scale in the weight formats, the larger first
 PIECE = 1 << 22  # elements unpacked at a time
-HINT = "give the checkpoint's own config.json"
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the columns in a word, from the low bits on
+MX_BLOCK = 32
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the numbers that the 16 e2m1 codes stand for, which are then whole."""
+MX_BIAS, MX_MOST = 128, 254  # of the exponents, for twice the numbers; and the largest that is a number
+PLAIN = "int8-32"  # format of what a packed checkpoint leaves unpacked, mostly the language-model head
+IGNORED = re.compile(r"\.(input_scale|activation_scale|input_scale_ub|k_scale|v_scale)$")
 SIDE = Annotated[int, Meta(ge=1, le=1 << 20)]
+BLOCK_SIZE = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class Quantization(Struct):
@@ -37,104 +52,48 @@ class Quantization(Struct):
     @classmethod
     def read(cls, raw: Any, where: str) -> Quantization:
         """Reads the object ``where`` of a config.json. Raises ConfigError as `read_fields`."""
-        return read_fields(raw, cls, f"config.json: {where}", HINT)
+        return read_fields(raw, cls, f"config.json: {where}", "give the checkpoint's own config.json")
 
     def width(self, method: str, *accepted: int) -> int:
-        """Returns the bits of a weight: one of ``accepted``, else ConfigError."""
+        """Returns the bits of a weight. Raises ConfigError for other than ``accepted``."""
         bits = self.bits or 4
         if bits not in accepted:
-            raise ConfigError(
-                f"config.json: quantization_config: bits is {bits}; accepted for {method}: "
-                f"{', '.join(map(str, accepted))}"
-            )
+            raise _unsupported("bits", bits, f"accepted for {method}: {', '.join(map(str, accepted))}")
         return bits
 
 
-class TensorReader:
-    """Takes arrays of a checkpoint that have the shape and type that a format needs, or raises CheckpointError."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-
-    def named(self, ending: str) -> Iterator[str]:
-        """Yields what stands before this ending of a name, of each tensor that has it."""
-        return (name.removesuffix(ending) for name in self.tensors if name.endswith(ending))
-
-    def words(self, name: str) -> Words:
-        """Returns (r, n) of 32-bit words."""
-        array = self.tensors[name].read()
-        if array.dtype.itemsize != 4 or array.dtype.kind not in "iu" or array.ndim != 2 or not array.size:
-            raise self.wrong(name, "a matrix of 32-bit words")
-        return array.view(np.uint32)
-
-    def matrix(self, name: str) -> Array:
-        """Returns an array of two axes that is not empty."""
-        array = self.tensors[name].read()
-        if array.ndim != 2 or not array.size:
-            raise self.wrong(name, "a matrix")
-        return array
-
-    def shaped(self, name: str, *shapes: tuple[int, ...]) -> Array:
-        """Returns an array of one of the shapes."""
-        array = self.tensors[name].read()
-        if array.shape not in shapes:
-            raise self.wrong(name, " or ".join(map(str, shapes)))
-        return array
-
-    def wrong(self, name: str, accepted: str) -> CheckpointError:
-        """Makes the error for a tensor of another type or shape than ``accepted`` says."""
-        tensor = self.tensors[name]
-        found = f"{tensor.dtype} {tensor.shape}"
-        return CheckpointError(
-            f"{self.tensors.path}: tensor {name!r} is {found}, expected {accepted}: download the checkpoint again"
-        )
-
-    def group_of(self, name: str, columns: int, groups: int) -> I64 | None:
-        """Returns each column's group (columns,); None where the groups are neighbours of one size."""
-        if name not in self.tensors:
-            return None
-        found = self.shaped(name, (columns,)).astype(np.int64)
-        if found.min() < 0 or found.max() >= groups:
-            raise self.wrong(name, f"numbers of {groups} groups")
-        return None if np.array_equal(found, np.arange(columns) // -(-columns // groups)) else found
-
-    def beside(self, module: str, *endings: str) -> list[str]:
-        """Returns those of these tensors of a module that are there."""
-        return [module + ending for ending in endings if module + ending in self.tensors]
-
-
 class QuantizedTensor(Tensor):
-    """One matrix, seen as float16. ``parts``: the checkpoint's tensors that hold it, and ``shared`` - 1 others."""
+    """One matrix, seen as float16.
+
+    kind: what a user calls its format. parts: the checkpoint's tensors that hold it, and ``shared`` - 1 others.
+    values: rows lo..hi, (hi - lo, columns) float32.
+    """
 
     nearest_format = "int8-32"  # loses little
 
     def __init__(
         self,
-        reader: TensorReader,
+        parts: Sequence[Tensor],
         module: str,
         kind: str,
         shape: tuple[int, int],
-        parts: Sequence[str],
+        values: Rows,
         shared: int = 1,
     ) -> None:
-        """kind: what a user calls its format."""
-        self.kind, self.parts = kind, [reader.tensors[name] for name in parts]
-        nbytes = sum(part.nbytes for part in self.parts) // shared
-        super().__init__(reader.tensors.path, f"{module}.weight", "F16", shape, nbytes)
-
-    @abc.abstractmethod
-    def values(self, lo: int, hi: int) -> F32:
-        """Returns rows lo..hi, (hi - lo, columns) float32."""
+        self.kind, self.parts, self._values = kind, list(parts), values
+        nbytes = sum(part.nbytes for part in parts) // shared
+        super().__init__(parts[0].path, f"{module}.weight", "F16", shape, nbytes)
 
     def read(self) -> Array:
         rows, columns = self.shape
         out, step = np.empty(self.shape, np.float16), max(1, PIECE // columns)
         for a in range(0, rows, step):
-            out[a : a + step] = self.values(a, min(a + step, rows))
+            out[a : a + step] = self._values(a, min(a + step, rows))
         return out
 
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
-        return self.values(lo, hi)
+        values: Array = self._values(lo, hi)
+        return values
 
     def release(self) -> None:
         for part in self.parts:
@@ -142,67 +101,122 @@ class QuantizedTensor(Tensor):
 
 
 class GroupedTensor(QuantizedTensor):
-    """Whole numbers times the scale of their group of columns."""
+    """Whole numbers times the scale of their group of columns.
+
+    bits: of a number as it is stored. numbers: rows lo..hi, (hi - lo, columns), less half the range. scales (rows,
+    groups). zeros: zero points (rows, groups), less half the range; None: all are 0. group_of: of each column,
+    (columns,); None: groups are ``group`` neighbours.
+    """
 
     def __init__(
         self,
-        reader: TensorReader,
+        parts: Sequence[Tensor],
         module: str,
         kind: str,
         shape: tuple[int, int],
-        parts: Sequence[str],
         bits: int,
-        group: int,
+        numbers: Rows,
+        scales: Array,
         zeros: Codes | None,
+        group: int,
         group_of: I64 | None = None,
     ) -> None:
-        """bits: of a number as it is stored. group: columns of one scale. zeros: the zero points of all groups,
-        less half the range; None if all are 0. group_of: (columns,) where groups are not neighbours (act-order).
-        """
         name = f"{kind} {bits}-bit" + (" act-order" if group_of is not None else "")
-        super().__init__(reader, module, name, shape, parts)
+        super().__init__(parts, module, name, shape, lambda lo, hi: self._codes(lo, hi) * self._scaled(lo, hi))
+        self._numbers, self._scales, self._zeros = numbers, scales, zeros
         self._columns = np.arange(shape[1]) // group if group_of is None else group_of
-        block = next((size for size in BLOCKS if group % size == 0), None)
+        self._block = next((size for size in BLOCKS if group % size == 0), 0)
         centred = zeros is None or not zeros.any()
-        if block and group_of is None and (bits == 4 or centred):
-            self.block, size = block, "" if block == 128 else "-32"
+        if self._block and group_of is None and (bits == 4 or centred):
             fits = centred or zeros is None or (zeros.min() >= -8 and zeros.max() <= 7)
-            self.exact_format = f"int{bits if fits else 8}{size}" + ("" if centred or not fits else "-zeros")
-            self.nearest_format = self.exact_format
+            size, end = "" if self._block == 128 else "-32", "" if centred or not fits else "-zeros"
+            self.exact_format = self.nearest_format = f"int{bits if fits else 8}{size}{end}"
 
-    @abc.abstractmethod
-    def codes(self, lo: int, hi: int) -> Codes:
-        """Returns whole numbers (hi - lo, columns), zero points taken off."""
+    def _codes(self, lo: int, hi: int) -> Codes:
+        """(hi - lo, columns), zero points taken off."""
+        codes: Codes = self._numbers(lo, hi)
+        return codes if self._zeros is None else codes - self._zeros[lo:hi][:, self._columns]
 
-    @abc.abstractmethod
-    def scales(self, lo: int, hi: int) -> F32:
-        """Returns (hi - lo, groups)."""
-
-    def group_zeros(self, lo: int, hi: int) -> Codes:
-        """Returns zero points (hi - lo, groups), less half the range."""
-        return np.zeros((hi - lo, 1), np.int16)
-
-    def values(self, lo: int, hi: int) -> F32:
-        return self.codes(lo, hi) * self.scales(lo, hi)[:, self._columns]
+    def _scaled(self, lo: int, hi: int, step: int = 1) -> F32:
+        """The scale of every ``step``-th column, (hi - lo, columns / step)."""
+        scales: F32 = to_float32(np.ascontiguousarray(self._scales[lo:hi]))[:, self._columns[::step]]
+        return scales
 
     def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
         if self.exact_format is None:
             return super().blocks(lo, hi)
         columns = self.shape[1]
-        n = -(-columns // self.block)
-        codes = np.zeros((hi - lo, n * self.block), np.int8)
-        step = max(1, PIECE // columns)
+        n, step = -(-columns // self._block), max(1, PIECE // columns)
+        codes = np.zeros((hi - lo, n * self._block), np.int8)
         for a in range(lo, hi, step):
             b = min(a + step, hi)
-            codes[a - lo : b - lo, :columns] = self.codes(a, b)
-        scales = np.ascontiguousarray(self.scales(lo, hi)[:, self._columns[:: self.block]])
-        return codes.reshape(hi - lo, n, self.block), scales
+            codes[a - lo : b - lo, :columns] = self._codes(a, b)
+        return codes.reshape(hi - lo, n, self._block), np.ascontiguousarray(self._scaled(lo, hi, self._block))
 
     def zero_points(self, lo: int, hi: int) -> I8 | None:
-        if not (self.exact_format or "").endswith("-zeros"):
+        if self._zeros is None or not (self.exact_format or "").endswith("-zeros"):
             return None
-        zeros: I8 = self.group_zeros(lo, hi)[:, self._columns[:: self.block]].astype(np.int8)
+        zeros: I8 = self._zeros[lo:hi][:, self._columns[:: self._block]].astype(np.int8)
         return zeros
+
+
+class Module:
+    """The checkpoint's tensors of one linear layer, by the ends of their names.
+
+    What has another shape or type than a layout needs raises CheckpointError.
+    """
+
+    def __init__(self, tensors: Tensors, name: str) -> None:
+        self.tensors, self.name = tensors, name
+
+    def __contains__(self, end: str) -> bool:
+        return self.name + end in self.tensors
+
+    def parts(self, *ends: str) -> list[Tensor]:
+        """Returns those that are there."""
+        return [self.tensors[self.name + end] for end in ends if end in self]
+
+    def words(self, end: str) -> Words:
+        """Returns 32-bit words (r, n)."""
+        array = self.matrix(end)
+        if array.dtype.itemsize != 4 or array.dtype.kind not in "iu":
+            raise self.wrong(end, "a matrix of 32-bit words")
+        return array.view(np.uint32)
+
+    def matrix(self, end: str) -> Array:
+        """Returns an array (r, n) that is not empty."""
+        array = self.tensors[self.name + end].read()
+        if array.ndim != 2 or not array.size:
+            raise self.wrong(end, "a matrix")
+        return array
+
+    def shaped(self, end: str, *shapes: tuple[int, ...]) -> Array:
+        """Returns an array of one of the shapes, such as (rows, 1) or (rows,)."""
+        array = self.tensors[self.name + end].read()
+        if array.shape not in shapes:
+            raise self.wrong(end, " or ".join(map(str, shapes)))
+        return array
+
+    def group_of(self, end: str, columns: int, groups: int) -> I64 | None:
+        """Returns each column's group (columns,); None where the groups are neighbours of one size."""
+        if end not in self:
+            return None
+        found = self.shaped(end, (columns,)).astype(np.int64)
+        if found.min() < 0 or found.max() >= groups:
+            raise self.wrong(end, f"numbers of {groups} groups")
+        return None if np.array_equal(found, np.arange(columns) // -(-columns // groups)) else found
+
+    def wrong(self, end: str, accepted: str) -> CheckpointError:
+        """Makes the error for a tensor of another type or shape than ``accepted`` says."""
+        tensor = self.tensors[self.name + end]
+        return tensor.error(
+            f"is {tensor.dtype} {tensor.shape}, expected {accepted}: download the checkpoint again"
+        )
+
+
+def modules(tensors: Tensors, end: str) -> Iterator[Module]:
+    """Yields the modules that have a tensor of this end."""
+    return (Module(tensors, name.removesuffix(end)) for name in tensors if name.endswith(end))
 
 
 def unpack(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
@@ -213,6 +227,311 @@ def unpack(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     if order is not None:
         shifts = shifts[np.argsort(order)]
-    numbers = words[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
+    numbers = np.ascontiguousarray(words)[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
     codes: Codes = numbers.reshape(len(words), -1).astype(np.int16)
     return codes
+
+
+def centred(words: Words, bits: int, order: Sequence[int] | None = None) -> Codes:
+    """Unpacks words (r, n) as `unpack`, and takes half the range off."""
+    codes = unpack(words, bits, order)
+    codes -= np.int16(1 << (bits - 1))
+    return codes
+
+
+def gptq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
+    """qweight (columns packed, rows); zero points are stored less 1, but for checkpoint_format gptq_v2."""
+    bits, add = settings.width("gptq", 4, 8), 0 if settings.checkpoint_format == "gptq_v2" else 1
+    for module in modules(tensors, ".qweight"):
+        words, zeros = module.words(".qweight"), centred(module.words(".qzeros"), bits)
+        zeros += np.int16(add)
+
+        def numbers(lo: int, hi: int, words: Words = words) -> Codes:
+            return centred(words[:, lo:hi].T, bits)
+
+        yield _transposed(module, "GPTQ", (words.shape[1], len(words) * 32 // bits), bits, numbers, zeros)
+
+
+def awq(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
+    """qweight (columns, rows packed in AWQ_ORDER), as version gemm has it."""
+    if (settings.version or "gemm").lower() != "gemm":
+        raise _unsupported("version", settings.version, "accepted for awq: gemm")
+    settings.width("awq", 4)
+    for module in modules(tensors, ".qweight"):
+        words, zeros = module.words(".qweight"), centred(module.words(".qzeros"), 4, AWQ_ORDER)
+
+        def numbers(lo: int, hi: int, words: Words = words) -> Codes:
+            whole = centred(words[:, lo // 8 : -(-hi // 8)], 4, AWQ_ORDER)
+            codes: Codes = whole[:, lo % 8 : lo % 8 + hi - lo].T
+            return codes
+
+        yield _transposed(module, "AWQ", (words.shape[1] * 8, len(words)), 4, numbers, zeros)
+
+
+def _transposed(
+    module: Module, kind: str, shape: tuple[int, int], bits: int, numbers: Rows, zeros: Codes
+) -> GroupedTensor:
+    """GPTQ's and AWQ's: zeros (groups, rows) less half the range, and scales (groups, rows)."""
+    (rows, columns), groups = shape, len(zeros)
+    if columns % groups:
+        raise module.wrong(".qzeros", f"rows that divide {columns} columns")
+    module.shaped(".qzeros", (groups, rows * bits // 32))
+    scales, group_of = module.shaped(".scales", (groups, rows)), module.group_of(".g_idx", columns, groups)
+    parts, group = module.parts(".qweight", ".qzeros", ".scales", ".g_idx"), columns // groups
+    return GroupedTensor(parts, module.name, kind, shape, bits, numbers, scales.T, zeros.T, group, group_of)
+
+
+def compressed(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
+    """All that compressed-tensors writes of weights alone (w4a16, w8a16); told apart by the tensors."""
+    yield from float8(tensors, settings)
+    yield from (_packed_rows(module) for module in modules(tensors, ".weight_packed"))
+    for module in modules(tensors, ".weight_scale"):
+        weight = tensors.get(f"{module.name}.weight")
+        if weight is not None and weight.dtype == "I8" and len(weight.shape) == 2:
+            yield _plain_int8(module)
+
+
+def _packed_rows(module: Module) -> GroupedTensor:
+    """pack-quantized: (rows, columns packed) less half the range, scales (rows, groups)."""
+    words, scales = module.words(".weight_packed"), module.matrix(".weight_scale")
+    rows, columns = (int(n) for n in module.shaped(".weight_shape", (2,)).astype(np.int64))
+    width, groups = words.shape[1], scales.shape[1]
+    bits = next((b for b in (4, 8) if -(-columns * b // 32) == width), 0)
+    if not bits or len(words) != rows or len(scales) != rows or columns % groups:
+        raise module.wrong(".weight_packed", f"{rows} rows of {columns} columns in 4 or 8 bits")
+    zeros = None
+    if ".weight_zero_point" in module:  # (rows packed, groups)
+        packed = module.words(".weight_zero_point")
+        if packed.shape != (-(-rows * bits // 32), groups):
+            raise module.wrong(".weight_zero_point", f"{rows} rows of {groups} groups in {bits} bits")
+        zeros = centred(packed.T, bits).T[:rows]
+
+    def numbers(lo: int, hi: int) -> Codes:
+        return centred(words[lo:hi], bits)[:, :columns]
+
+    ends = ".weight_packed", ".weight_shape", ".weight_scale", ".weight_zero_point", ".weight_g_idx"
+    group, group_of = columns // groups, module.group_of(".weight_g_idx", columns, groups)
+    parts, kind, shape = module.parts(*ends), "compressed-tensors", (rows, columns)
+    return GroupedTensor(parts, module.name, kind, shape, bits, numbers, scales, zeros, group, group_of)
+
+
+def _plain_int8(module: Module) -> GroupedTensor:
+    """int-quantized: int8 weights, one scale per row."""
+    if ".weight_zero_point" in module:
+        raise module.wrong(".weight_zero_point", "none: symmetric weights")
+    weight = module.matrix(".weight")
+    rows, columns = weight.shape
+    scales = module.shaped(".weight_scale", (rows, 1), (rows,)).reshape(rows, 1)
+    parts, group = module.parts(".weight", ".weight_scale"), -(-columns // 128) * 128
+
+    def numbers(lo: int, hi: int) -> Codes:
+        return weight[lo:hi].astype(np.int16)
+
+    kind, shape = "compressed-tensors", (rows, columns)
+    return GroupedTensor(parts, module.name, kind, shape, 8, numbers, scales, None, group)
+
+
+def float8(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
+    """weight in e4m3 and weight_scale_inv (a factor in spite of its name), or weight_scale.
+
+    One scale for all, one per row, or one per block of rows and columns, as transformers' fine-grained FP8, fbgemm
+    and compressed-tensors write them.
+    """
+    for end in (".weight_scale_inv", ".weight_scale"):
+        for module in modules(tensors, end):
+            weight = tensors.get(f"{module.name}.weight")
+            if weight is not None and weight.dtype == "F8_E4M3":
+                yield _float8(module, weight.raw(), end, settings.weight_block_size or [128, 128])
+
+
+def _float8(module: Module, weight: U8, end: str, sides: list[int]) -> QuantizedTensor:
+    if weight.ndim != 2 or not weight.size:
+        raise module.wrong(".weight", "a matrix")
+    (rows, columns), (high, wide) = weight.shape, sides
+    scale = to_float32(module.tensors[module.name + end].read())
+    if scale.size == 1:
+        high, wide, scale = rows, columns, scale.reshape(1, 1)
+    elif scale.shape in ((rows,), (rows, 1)):
+        high, wide, scale = 1, columns, scale.reshape(rows, 1)
+    elif scale.shape != (-(-rows // high), -(-columns // wide)):
+        raise module.wrong(end, f"a scale per {high} rows and {wide} columns")
+
+    def values(lo: int, hi: int) -> F32:
+        numbers = weight[lo:hi].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        found: F32 = numbers * scale[np.arange(lo, hi) // high][:, np.arange(columns) // wide]
+        return found
+
+    return QuantizedTensor(module.parts(".weight", end), module.name, "FP8", (rows, columns), values)
+
+
+class QuantState(Struct):
+    """bitsandbytes' own, JSON in a tensor."""
+
+    quant_type: str
+    blocksize: BLOCK_SIZE
+    shape: Annotated[list[SIDE], Meta(min_length=2, max_length=2)]
+    nested_blocksize: BLOCK_SIZE | None = None
+    nested_offset: float = 0.0
+
+
+def bitsandbytes(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
+    """4-bit weights; what is in 8 bits has outliers apart, and is refused."""
+    if any(name.endswith(".SCB") for name in tensors):
+        raise _unsupported("load_in_8bit", True, "accepted for bitsandbytes: 4 bits")
+    for end in (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"):
+        yield from (_normal_float(module, f".weight{end}") for module in modules(tensors, f".weight{end}"))
+
+
+def _normal_float(module: Module, end: str) -> QuantizedTensor:
+    """nf4 and fp4: numbers of a table of 16 times the largest of a block, perhaps packed too."""
+    try:
+        state = msgspec.json.decode(module.tensors[module.name + end].raw().tobytes(), type=QuantState)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise module.wrong(end, "bitsandbytes' quant_state") from None
+    rows, columns = state.shape
+    codes = module.tensors[f"{module.name}.weight"].read().reshape(-1)
+    if codes.size != -(-rows * columns // 2) or codes.dtype != np.uint8:
+        raise module.wrong(".weight", f"{rows} x {columns} numbers in 4 bits")
+    table, n_blocks = to_float32(module.shaped(".weight.quant_map", (16,))), -(-rows * columns // state.blocksize)
+    largest = module.shaped(".weight.absmax", (n_blocks,))
+    ends = [".weight", end, ".weight.quant_map", ".weight.absmax"]
+    if state.nested_blocksize is not None:
+        steps = module.shaped(".weight.nested_absmax", (-(-n_blocks // state.nested_blocksize),))
+        outer = to_float32(module.shaped(".weight.nested_quant_map", (256,)))
+        if largest.dtype != np.uint8:
+            raise module.wrong(".weight.absmax", "bytes")
+        each = to_float32(steps)[np.arange(n_blocks) // state.nested_blocksize]
+        largest = outer[largest] * each + np.float32(state.nested_offset)
+        ends += [".weight.nested_absmax", ".weight.nested_quant_map"]
+    largest = to_float32(largest)
+
+    def values(lo: int, hi: int) -> F32:
+        first, stop = lo * columns, hi * columns
+        pairs = codes[first // 2 : -(-stop // 2)]
+        halves = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(-1)  # the high half first
+        numbers = table[halves[first % 2 : first % 2 + stop - first]]
+        found: F32 = numbers * largest[np.arange(first, stop) // state.blocksize]
+        return found.reshape(hi - lo, -1)
+
+    kind = f"bitsandbytes {state.quant_type}"
+    return QuantizedTensor(module.parts(*ends), module.name, kind, (rows, columns), values)
+
+
+def mlx(tensors: Tensors, settings: Quantization, raw: Mapping[str, Any]) -> Iterator[QuantizedTensor]:
+    """MLX's affine: (rows, columns packed), each group of columns with a scale and a bias.
+
+    raw: the whole settings, where a module may have its own under its name.
+    """
+    if settings.mode not in (None, "affine"):
+        raise ConfigError(f"config.json: quantization: mode is {short_repr(settings.mode)}; accepted: affine")
+    for module in modules(tensors, ".scales"):
+        own = raw.get(module.name)
+        yield _affine(module, Quantization.read(own, module.name) if isinstance(own, dict) else settings)
+
+
+def _affine(module: Module, settings: Quantization) -> QuantizedTensor:
+    bits, group, words = settings.width("mlx", 2, 4, 8), settings.group_size or 64, module.words(".weight")
+    rows, columns = len(words), words.shape[1] * 32 // bits
+    if group < 1 or columns % group:
+        raise module.wrong(".weight", f"columns that {group} divides")
+    scales, biases = (module.shaped(end, (rows, columns // group)) for end in (".scales", ".biases"))
+
+    def values(lo: int, hi: int) -> F32:
+        factors, terms = (to_float32(np.ascontiguousarray(of[lo:hi]))[..., None] for of in (scales, biases))
+        numbers = unpack(words[lo:hi], bits).reshape(hi - lo, -1, group)
+        found: F32 = (numbers * factors + terms).reshape(hi - lo, -1)
+        return found
+
+    parts = module.parts(".weight", ".scales", ".biases")
+    return QuantizedTensor(parts, module.name, f"MLX {bits}-bit", (rows, columns), values)
+
+
+class MxFp4Tensor(QuantizedTensor):
+    """One projection of one expert: codes (rows, blocks, 16) of two e2m1 numbers, exponents (rows, blocks)."""
+
+    exact_format = nearest_format = "fp4-32"
+
+    def __init__(self, parts: Sequence[Tensor], module: str, codes: U8, exponents: U8, shared: int) -> None:
+        self._codes, self._exponents = codes, exponents
+        shape = len(codes), MX_BLOCK * codes.shape[1]
+        super().__init__(parts, module, "MXFP4", shape, self._unpacked, shared)
+
+    def _unpacked(self, lo: int, hi: int) -> F32:
+        whole, scales = self.blocks(lo, hi)
+        values: F32 = (whole * scales[..., None]).reshape(hi - lo, -1)
+        return values
+
+    def blocks(self, lo: int, hi: int) -> tuple[I8, F32]:
+        """Twice the numbers (hi - lo, blocks, 32), half their scales (hi - lo, blocks)."""
+        packed = self._codes[lo:hi]
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], MX_BLOCK)
+        exponents = np.minimum(self._exponents[lo:hi], MX_MOST).astype(np.int32) - MX_BIAS
+        scales: F32 = np.ldexp(np.float32(1), exponents).astype(np.float32)
+        return E2M1_DOUBLED[codes], scales
+
+
+def mxfp4(tensors: Tensors, settings: Quantization) -> Iterator[QuantizedTensor]:
+    """GPT-OSS's ``experts.gate_up_proj_blocks`` (experts, rows, blocks, 16), and ``_scales``; so down's.
+
+    4-bit e2m1 numbers, a power of two for every 32; a projection has the rows first, first + step, ... of a part.
+    """
+    for projection, pieces in EXPERT_PARTS.items():
+        for module in modules(tensors, f".{projection}_blocks"):
+            ends = f".{projection}_blocks", f".{projection}_scales"
+            parts = [tensors[module.name + end] for end in ends]
+            codes, exponents = (part.read() for part in parts)
+            if codes.dtype != np.uint8 or codes.ndim != 4 or codes.shape[3] != MX_BLOCK // 2 or not codes.size:
+                raise module.wrong(ends[0], "bytes (experts, rows, blocks, 16)")
+            if exponents.dtype != np.uint8 or exponents.shape != codes.shape[:3]:
+                raise module.wrong(ends[1], f"bytes {codes.shape[:3]}")
+            for e in range(len(codes)):
+                for part, first, step in pieces:
+                    own = codes[e, first::step], exponents[e, first::step]
+                    yield MxFp4Tensor(parts, f"{module.name}.{e}.{part}", *own, len(codes) * step)
+
+
+METHODS: dict[str, Callable[[Tensors, Quantization], Iterator[QuantizedTensor]]] = {
+    "gptq": gptq,
+    "awq": awq,
+    "compressed-tensors": compressed,
+    "fp8": float8,
+    "fbgemm_fp8": float8,
+    "bitsandbytes": bitsandbytes,
+    "mxfp4": mxfp4,
+}
+
+
+def unpacked(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """Returns a checkpoint's tensors as the plain ones that they stand for, packed as its config says.
+
+    Raises ConfigError for a method that can't be read, CheckpointError for tensors that do not fit it.
+    """
+    method = quantization_method(config)
+    if method is None:
+        return tensors
+    where = "quantization" if method == "mlx" else "quantization_config"
+    read = functools.partial(mlx, raw=config[where]) if method == "mlx" else METHODS[method]
+    packed = {tensor.name: tensor for tensor in read(tensors, Quantization.read(config[where], where))}
+    held = {part.name for tensor in packed.values() for part in tensor.parts}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in held}
+    for tensor in plain.values():
+        tensor.nearest_format = PLAIN
+    kept = {name: tensor for name, tensor in {**packed, **plain}.items() if not IGNORED.search(name)}
+    return Tensors(kept, tensors.files, method)
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """Returns a name of METHODS, or mlx; None: plain weights. Raises ConfigError for one that can't be read."""
+    raw, ours = config.get("quantization_config"), config.get("quantization")
+    method = raw.get("quant_method") if isinstance(raw, dict) else None
+    if raw is None and ours is None:
+        return None
+    if method is None and isinstance(ours, dict):
+        return "mlx"
+    if not isinstance(method, str) or method not in METHODS:
+        raise _unsupported("quant_method", method, f"accepted: {', '.join(METHODS)}, and mlx's quantization")
+    return method
+
+
+def _unsupported(field: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"config.json: quantization_config: {field} is {short_repr(value)}; {accepted}")

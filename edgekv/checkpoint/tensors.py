@@ -31,19 +31,9 @@ from edgekv.machine import all_cores
 from edgekv.types import F32, I8, U8, Array, TaskProgress
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": BFLOAT16,
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U64": np.dtype(np.uint64),
-    "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16),
-    "U8": np.dtype(np.uint8),
+WIDTHS = {"F": (8, 4, 2), "I": (8, 4, 2, 1), "U": (8, 4, 2, 1)}
+DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
+    f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind, widths in WIDTHS.items() for n in widths
 }
 """NumPy's type for each safetensors type that can be read."""
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))

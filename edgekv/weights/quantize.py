@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from edgekv.checkpoint.quantized_formats import E2M1_DOUBLED
+from edgekv.checkpoint.quantized import E2M1_DOUBLED
 from edgekv.kernels import threads
 from edgekv.kernels.cpu.compile import kept_jit
 from edgekv.types import F32, U8

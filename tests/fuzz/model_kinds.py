@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from edgekv import SamplingParams, Session
-from edgekv.checkpoint.quantized_formats import unpacked
+from edgekv.checkpoint.quantized import unpacked
 from edgekv.checkpoint.tensors import Tensors
 from edgekv.engine.model import Model
 from edgekv.engine.options import SessionPlan

@@ -74,7 +74,6 @@ def test_without_a_sensor_it_says_n_a_and_never_zero(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seconds", "0"], "--seconds 0"),
         (["--meter", "sundial"], "accepted: auto, rpi-pmic"),
         (["--meter", "rapl"], "not here"),
         (["record", "--csv", "x.csv", "--", "true"], "no power sensor"),

@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None, imported: Callable[[], object] = lam
     arguments = None
     try:
         arguments = parser(given[0] if given and given[0] in COMMANDS else None).parse_args(given)
+        if getattr(arguments, "kv", None) == "list":
+            arguments = parser("schemes").parse_args(["schemes"])
         with visible_terminals():
             imported()
             status: int = arguments.execute(arguments)

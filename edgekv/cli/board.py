@@ -9,11 +9,10 @@ import pathlib
 import msgspec
 
 from edgekv.checkpoint.shipped import read_shape
-from edgekv.cli.options import Command, positive_int
+from edgekv.cli.options import Command, add
 from edgekv.cli.terminal import Bars, say
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, require_writable, user_path
-from edgekv.power import METERS
 from edgekv.power.board import FULL, NO_TIME, QUICK, Board, Plan, Run, add_log, open_meter
 from edgekv.power.board_page import page
 from edgekv.power.sampler import read_log
@@ -23,10 +22,7 @@ MINUTES = 10.0
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output",
-        default=".",
-        metavar="FOLDER",
-        help="where MACHINE.json and MACHINE.md go (default: here)",
+        "--output", default=".", metavar="FOLDER", help="where MACHINE.json and MACHINE.md go (default: here)"
     )
     parser.add_argument(
         "--minutes",
@@ -36,19 +32,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="for this run; what it leaves out the next one measures (default %(default)g)",
     )
     parser.add_argument("--about", metavar="TEXT", help="cooling, case, power supply, room: what no file says")
-    parser.add_argument(
-        "--shape",
-        metavar="LIST",
-        help=f"shapes, the smallest first (default {','.join(FULL.shapes)})",
-    )
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: chosen at load)")
-    meter = parser.add_mutually_exclusive_group()
-    meter.add_argument("--power", default="auto", metavar="METER", help=f"auto (default), {', '.join(METERS)}")
-    meter.add_argument(
-        "--power-csv",
-        metavar="FILE",
-        help="energies from an external meter's log of this run, or of a finished one",
-    )
+    shape = {"metavar": "LIST", "help": f"shapes, the smallest first (default {','.join(FULL.shapes)})"}
+    add(parser, "shape threads", shape=shape, threads="cores to use (default: chosen at load)")
+    log = "energies from an external meter's log of this run, or of a finished one"
+    add(parser.add_mutually_exclusive_group(), "power power_csv", power_csv=log)
     parser.add_argument("--quick", action="store_true", help="a smoke test of half a minute on a tiny model")
     parser.add_argument("--again", action="store_true", help="begin anew, not where an earlier run ended")
 

@@ -12,29 +12,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from edgekv.checkpoint.shipped import shipped_model
-from edgekv.cli.eval import wants_list
 from edgekv.cli.options import (
+    SESSION,
     Command,
-    add_adapter_option,
-    add_device_option,
-    add_loras_option,
-    add_model_options,
+    add,
     add_sampling_options,
     in_flags,
     load_options,
     sampling_params,
     token_bias,
 )
-from edgekv.cli.run import (
-    add_draft_option,
-    add_session_options,
-    add_template_option,
-    is_saved,
-    open_session,
-    open_template,
-    save_session,
-    speed,
-)
+from edgekv.cli.run import is_saved, open_session, open_template, save_session, speed
 from edgekv.cli.terminal import Bars, Interrupt, raw
 from edgekv.engine.chat import MAX_NEW_TOKENS, Chat
 from edgekv.engine.generation import Step
@@ -355,21 +343,14 @@ def say(text: str) -> None:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_loras_option(parser, "one for this conversation")
-    add_adapter_option(parser)
-    add_session_options(parser)
-    add_template_option(parser)
+    add(parser, f"{SESSION} session overflow chat_template")
     parser.add_argument("--system", metavar="TEXT", help="the system message of a new conversation")
     add_sampling_options(parser, max_new_tokens=str(MAX_NEW_TOKENS))
     parser.add_argument("--no-history", action="store_true", help="keep no file of the lines that were typed")
-    add_device_option(parser)
-    add_draft_option(parser, "auto")
+    add(parser, "device draft")
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    if wants_list(arguments):
-        return 0
     options = load_options(arguments)
     sampling_params(arguments)  # a bad value is said before anything is loaded
     taken_up = is_saved(arguments)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.shipped import shipped
-from edgekv.cli.options import Command, add_device_option, positive_int, read_text
-from edgekv.cli.terminal import Bars, fitted, output_file, write_json
+from edgekv.cli.options import Command, add, positive_int, read_text
+from edgekv.cli.terminal import Bars, fitted, write_json
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import give_heads_bits, load_model, open_caches, open_model, open_tokenizer, warm_up
 from edgekv.engine.options import Options
@@ -21,7 +21,6 @@ from edgekv.errors import ContextError, EdgeKVError, PowerError
 from edgekv.eval.needles import Prose, answer, make_haystack, open_copy, read
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import blas_threads, format_bytes, machine_info
@@ -35,6 +34,15 @@ SCHEMES = "kivi2,planes"
 FACTS = 5  # a pass key and the codes of four things
 LEAST_CTX = 1024
 WRITTEN = 96  # tokens of prose after the text, on which speed and agreement are measured
+INTRODUCTION = """\
+{:,} tokens of prose; a pass key and four codes are hidden in them.
+Each KV scheme reads them, is asked for the five numbers, and goes on with the prose.
+"""
+NEXT = """
+next
+  edgekv chat --model Qwen/Qwen3-0.6B --kv {kv}          a model that answers (1.5 GB)
+  edgekv budget --shape llama3.1-8b --ctx 32768 --kv auto --memory 8G
+  edgekv eval --gate --model PATH --text YOUR-TEXT         which scheme is good enough for yours"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +62,6 @@ class Trial:
     answers: list[tuple[str, bool]]
     mj_per_token: float | None = None
 
-    @property
-    def n_found(self) -> int:
-        """Questions that it answered."""
-        return sum(right for _, right in self.answers)
-
 
 class Demo:
     """A text of ``ctx`` tokens with room for the questions, and what follows it.
@@ -68,16 +71,14 @@ class Demo:
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, text: str, ctx: int, seed: int) -> None:
         tokens = np.asarray(tokenizer.encode(text, bos=False))
-        positions = decoder.config.max_positions
-        most = min(len(tokens), positions) - WRITTEN
-        has = f"the text has {len(tokens)} tokens, the model {positions} positions"
-        if most < LEAST_CTX:
-            raise ContextError(f"{has}; give {LEAST_CTX + WRITTEN} or more of both")
+        most = min(len(tokens), decoder.config.max_positions) - WRITTEN
         if not LEAST_CTX <= ctx <= most:
-            accepted = f"{LEAST_CTX} to {most}"
-            raise ContextError(
-                f"ctx={ctx}: {has}; accepted: {accepted}", field="ctx", value=ctx, accepted=[accepted]
+            accepted = (
+                f"{LEAST_CTX} to {most}" if most >= LEAST_CTX else f"a text of {LEAST_CTX + WRITTEN} or more"
             )
+            has = f"the text has {len(tokens)} tokens, the model {decoder.config.max_positions} positions"
+            message = f"ctx={ctx}: {has}; accepted: {accepted}"
+            raise ContextError(message, field="ctx", value=ctx, accepted=[accepted])
         self.decoder, self.tokenizer, self.capacity = decoder, tokenizer, ctx + WRITTEN
         self.haystack = make_haystack(np.random.default_rng(seed), Prose(tokens[:-WRITTEN], tokenizer), ctx, FACTS)
         self.after = [int(token) for token in tokens[-WRITTEN:]]
@@ -96,34 +97,23 @@ class Demo:
             own = open_copy(caches, self.decoder, spec, self.capacity)
             said = answer(self.decoder, self.tokenizer, question, own)
             answers.append((said, question.is_answered(said)))
-        with meter.phase(name, WRITTEN):
+        with meter.phase(name, WRITTEN), blas_threads(1):
             begin = time.perf_counter()
-            likeliest = self._write(caches)
+            likeliest = [int(to_host(self.decoder.step(token, caches)).argmax()) for token in self.after]
             seconds = time.perf_counter() - begin
         self._exact = self._exact or likeliest
         agreement = float(np.mean(np.equal(likeliest, self._exact)))
         return Trial(name, cache_bytes, first_token_s, WRITTEN / seconds, agreement, answers)
 
-    def _write(self, caches: Sequence[LayerState]) -> list[int]:
-        """Return the likeliest token after each of `after`, as that is written."""
-        with blas_threads(1):
-            return [int(to_host(self.decoder.step(token, caches)).argmax()) for token in self.after]
-
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kv", default=SCHEMES, metavar="LIST", help="schemes beside f16, comma-separated (default %(default)s)"
-    )
-    parser.add_argument(
-        "--ctx", type=positive_int, default=4096, metavar="N", help="tokens of text (default %(default)s)"
-    )
     parser.add_argument(
         "--text", metavar="FILE", help="prose to hide the facts in (default: the demo model's own)"
     )
     parser.add_argument("--seed", type=int, help="which facts, and where (default: others each time)")
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
-    add_device_option(parser)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write what was measured as JSON")
+    kv = {"default": SCHEMES, "metavar": "LIST", "help": "schemes beside f16 (default %(default)s)"}
+    ctx = {"default": 4096, "type": positive_int, "help": "tokens of text (default %(default)s)"}
+    add(parser, "kv ctx threads device json", kv=kv, ctx=ctx)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
@@ -131,40 +121,26 @@ def _execute(arguments: argparse.Namespace) -> int:
     text = _prose() if arguments.text is None else read_text(arguments.text, "--text")
     meter = _meter()
     options = Options(threads=arguments.threads, device=arguments.device)
+    seed = secrets.randbits(16) if arguments.seed is None else arguments.seed
     with Bars() as bars:
         loaded = load_model(options, open_model(MODEL, options), bars.update)
         decoder, tokenizer = loaded.decoders[None], open_tokenizer(loaded.model)
-        seed = secrets.randbits(16) if arguments.seed is None else arguments.seed
         demo = Demo(decoder, tokenizer, text, arguments.ctx, seed)
         model = loaded.model, loaded.plan.weights, decoder, tokenizer
         specs = [give_heads_bits(spec, *model, bars.update) for spec in specs]
-        print(
-            f"{len(demo.haystack.ids):,} tokens of prose; a pass key and four codes are hidden in them.\n"
-            "Each KV scheme reads them, is asked for the five numbers, and goes on with the prose.\n"
-        )
+        names = ["f16", *(spec.short for spec in specs[1:])]
+        print(INTRODUCTION.format(len(demo.haystack.ids)))
         with meter:
-            names = ["f16", *(spec.short for spec in specs[1:])]
             trials = [demo.run(spec, name, bars.update, meter) for spec, name in zip(specs, names, strict=True)]
     report = meter.report()
     if report:
         trials = [dataclasses.replace(t, mj_per_token=report.phases[t.kv].mj_per_token) for t in trials]
-    print("\n".join(_table(demo, trials)))
-    kv = trials[1].kv if len(trials) > 1 else DEFAULT
-    print(
-        "\nnext\n"
-        f"  edgekv chat --model Qwen/Qwen3-0.6B --kv {kv}          a model that answers (1.5 GB)\n"
-        f"  edgekv budget --shape llama3.1-8b --ctx 32768 --kv auto --memory 8G\n"
-        "  edgekv eval --gate --model PATH --text YOUR-TEXT         which scheme is good enough for yours"
-    )
+    values = {question.name or "pass key": question.value for question in demo.haystack.questions}
+    print("\n".join(_table(values, trials)))
+    print(NEXT.format(kv=trials[1].kv))
     if arguments.json:
-        facts = {
-            "trials": [dataclasses.asdict(trial) for trial in trials],
-            "ctx": arguments.ctx,
-            "seed": seed,
-            "facts": [question.value for question in demo.haystack.questions],
-            "machine": machine_info(),
-        }
-        write_json(arguments.json, facts)
+        facts = {"trials": trials, "ctx": arguments.ctx, "seed": seed, "facts": list(values.values())}
+        write_json(arguments.json, facts | {"machine": machine_info()})
     return 0
 
 
@@ -184,30 +160,25 @@ def _meter() -> EnergyMeter | NoMeter:
         return NoMeter()
 
 
-def _table(demo: Demo, trials: Sequence[Trial]) -> list[str]:
-    """Write a row per figure and a column per scheme."""
-    questions, largest = demo.haystack.questions, max(trial.cache_bytes for trial in trials)
-    rows: list[tuple[str, Callable[[Trial], Any]]] = [
-        ("", lambda t: t.kv),
-        ("cache of this text", lambda t: format_bytes(t.cache_bytes)),
-        ("times smaller", lambda t: f"{largest / t.cache_bytes:.1f}"),
-        ("first token", lambda t: f"{t.first_token_s:.2f} s"),
-        ("writes", lambda t: f"{t.tokens_per_s:.0f} tokens/s"),
-        ("agrees with f16", lambda t: f"{t.agreement:.0%}"),
-        *((q.name or "pass key", _answer_of(i, q.value)) for i, q in enumerate(questions)),
-        ("found", lambda t: f"{t.n_found} of {len(questions)}"),
-    ]
+def _table(values: dict[str, str], trials: Sequence[Trial]) -> list[str]:
+    """Write a row per figure and a column per scheme; values: the digits that were hidden, by what they are of."""
+    largest = max(trial.cache_bytes for trial in trials)
+    rows: dict[str, Callable[[Trial], Any]] = {
+        "": lambda t: t.kv,
+        "cache of this text": lambda t: format_bytes(t.cache_bytes),
+        "times smaller": lambda t: f"{largest / t.cache_bytes:.1f}",
+        "first token": lambda t: f"{t.first_token_s:.2f} s",
+        "writes": lambda t: f"{t.tokens_per_s:.0f} tokens/s",
+        "agrees with f16": lambda t: f"{t.agreement:.0%}",
+        "found": lambda t: f"{sum(right for _, right in t.answers)} of {len(values)}",
+    }
     if any(trial.mj_per_token is not None for trial in trials):
-        rows.append(("energy per token", lambda t: f"{t.mj_per_token:.1f} mJ, gross" if t.mj_per_token else "n/a"))
-    return fitted([[label, *map(show, trials)] for label, show in rows], left=range(1 + len(trials)))
-
-
-def _answer_of(i: int, value: str) -> Callable[[Trial], str]:
-    def show(trial: Trial) -> str:
-        said, right = trial.answers[i]
-        return f"{value} found" if right else f"{said[:5].strip()}, not {value}"
-
-    return show
+        rows["energy per token"] = lambda t: f"{t.mj_per_token:.1f} mJ, gross" if t.mj_per_token else "n/a"
+    cells = [[label, *map(show, trials)] for label, show in rows.items()]
+    for i, (name, value) in enumerate(values.items()):
+        said = [trial.answers[i] for trial in trials]
+        cells.append([name, *(f"{value} found" if ok else f"{s[:5].strip()}, not {value}" for s, ok in said)])
+    return fitted(cells, left=range(1 + len(trials)))
 
 
 DEMO = Command(

@@ -8,24 +8,23 @@ import datetime
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from edgekv.cli.options import (
+    SOURCE,
     Command,
-    add_adapter_option,
-    add_lora_option,
-    add_source_options,
-    add_weights_option,
+    add,
     in_flags,
     load_options,
     model_path,
+    natural,
     number,
     positive_int,
     read_text,
 )
 from edgekv.cli.plots import plot_quality, require_matplotlib
-from edgekv.cli.terminal import Bars, fitted, output_file, picture_file, write_json
+from edgekv.cli.terminal import Bars, fitted, table, write_json
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
 from edgekv.eval.evaluate import FIT_TOKENS, EvalInput, Quality, evaluate
@@ -40,7 +39,7 @@ from edgekv.eval.gate import (
     published_results,
     recommended,
 )
-from edgekv.eval.needles import NEEDLES, NeedleTest
+from edgekv.eval.needles import NEEDLES
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.kvcache.registry import load_entry_points
@@ -50,26 +49,17 @@ from edgekv.machine import format_bytes
 
 
 def _schemes_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--wide", action="store_true", help="with papers, aliases and what each gives up")
+    add(parser, "wide", wide="with papers, aliases and what each gives up")
     parser.add_argument("--json", action="store_true", help="print as JSON, with knobs")
 
 
-def _execute_schemes(arguments: argparse.Namespace) -> int:
+def _schemes_execute(arguments: argparse.Namespace) -> int:
     tell_left_out(load_entry_points().values())
     if arguments.json:
         print(json.dumps([{**scheme_facts(name), **_published(name)} for name in schemes()], indent=2))
     else:
         print(schemes_text(wide=arguments.wide))
     return 0
-
-
-def wants_list(arguments: argparse.Namespace) -> bool:
-    """Whether --kv is ``list``, which is then printed instead of everything else."""
-    if arguments.kv != "list":
-        return False
-    tell_left_out(load_entry_points().values())
-    print(schemes_text())
-    return True
 
 
 def tell_left_out(reasons: Iterable[str]) -> None:
@@ -95,64 +85,46 @@ def _published(name: str) -> dict[str, float | None]:
 
 
 def schemes_text(wide: bool = False) -> str:
-    """Write a line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
-    rows = []
+    """Return a line per scheme: name, bytes, KL, speed and what it keeps; then what to take."""
+
+    def shown(value: Any, style: str, unit: str = "") -> str:
+        return "-" if value is None else f"{value:{style}}{unit}"
+
+    rows = [["kv", "bytes", "KL", "speed", "what is kept", *(("gives up", "from") if wide else ())]]
     for name, scheme in schemes().items():
         size, found = scheme_facts(name)["bytes_per_token_per_kv_head"], _published(name)
-        row = [name, _shown(size, ".1f"), _shown(found["kl"], ".2g"), _shown(found["attention"], ".1f", "x")]
-        row.append(scheme.summary)
-        rows.append([*row, scheme.gives_up, "; also ".join((scheme.paper, *scheme.aliases))] if wide else row)
-    head = ["kv", "bytes", "KL", "speed", "what is kept", *(("gives up", "from") if wide else ())]
+        row = [name, shown(size, ".1f"), shown(found["kl"], ".2g"), shown(found["attention"], ".1f", "x")]
+        more = [scheme.gives_up, "; also ".join((scheme.paper, *scheme.aliases))] if wide else []
+        rows.append([*row, scheme.summary, *more])
     known = published_results()
-    best = known["recommended"]
     notes = [
         "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
         f"{known['quality_on']}; speed of attention against dense:",
         f"{known['speed_on']}; -: not measured",
-        f"recommended: --kv {best}, the smallest that passes the gate on the demo model; for yours:",
+        f"recommended: --kv {known['recommended']}, the smallest that the demo model's gate passes; for yours:",
         "edgekv eval --gate --model PATH --text YOUR-TEXT",
     ]
-    return "\n".join([*fitted([head, *rows], left=(0, 4, 5, 6), wide=wide), "", *notes])
-
-
-def _shown(value: Any, style: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{style}}{unit}"
+    return "\n".join([*fitted(rows, left=(0, 4, 5, 6), wide=wide), "", *notes])
 
 
 # edgekv eval
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
-    add_lora_option(parser)
-    add_adapter_option(parser)
-    add_weights_option(parser)
+    add(parser, f"{SOURCE} lora adapter weights")
     parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to predict; - is standard input")
-    parser.add_argument(
-        "--kv",
-        metavar="LIST",
-        help="schemes, comma-separated, or all (default: all; with --gate those of --kv auto)",
-    )
-    parser.add_argument(
-        "--ctx",
-        type=positive_int,
-        metavar="N",
-        help="window (default 8192 or the model's; with --gate no more than the text)",
-    )
     parser.add_argument("--windows", type=positive_int, default=1, metavar="N", help="windows of text (default 1)")
     parser.add_argument(
         "--fit", type=int, default=FIT_TOKENS, metavar="N", help="tokens that schemes fit on (default %(default)s)"
     )
-    parser.add_argument("--tokenizer", metavar="PATH", help="a tokenizer file or folder, if not beside the model")
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or numpy")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--wide", action="store_true", help="every column")
-    parser.add_argument(
-        "--plot",
-        type=picture_file,
-        metavar="FILE",
-        help="KL against bytes per token: PNG or SVG (needs edgekv[plot])",
+    kv = "schemes, comma-separated, or all (default: all; with --gate those of --kv auto)"
+    add(
+        parser,
+        "kv ctx tokenizer threads device json wide plot",
+        kv={"metavar": "LIST", "help": kv},
+        ctx="window (default 8192 or the model's; with --gate no more than the text)",
+        device={"default": "cpu"},
+        plot="KL against bytes per token: PNG or SVG (needs edgekv[plot])",
     )
     group = parser.add_argument_group(
         "gate", "with --gate; exit status 0 when a scheme passed, 1 when none did (docs/gate.md)"
@@ -160,35 +132,18 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gate", action="store_true", help="a verdict per lossy scheme, remembered, and the --kv to use"
     )
-    limits = GateLimits()
+    above_0 = number("a number above 0", lambda value: value > 0)
     share = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
-    for option, kind, default, metavar, what in (
-        (
-            "--max-kl",
-            number("a number above 0", lambda value: value > 0),
-            limits.max_kl,
-            "NATS",
-            "mean KL divergence from dense, over all positions and the later half",
-        ),
-        ("--min-top1", share, limits.min_top1, "SHARE", "positions whose likeliest token is dense's, likewise"),
-        ("--min-needles", share, limits.min_needles, "SHARE", "of the needles that dense finds"),
+    for option, kind, metavar, what in (
+        ("max-kl", above_0, "NATS", "mean KL divergence from dense, over all positions and the later half"),
+        ("min-top1", share, "SHARE", "positions whose likeliest token is dense's, likewise"),
+        ("min-needles", share, "SHARE", "of the needles that dense finds"),
     ):
-        group.add_argument(
-            option, type=kind, default=default, metavar=metavar, help=f"{what} (default %(default)s)"
-        )
-    group.add_argument(
-        "--needles",
-        type=_count,
-        default=NEEDLES,
-        metavar="N",
-        help="pass keys and codes hidden in the text (default %(default)s; 0: none)",
-    )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
+        default = getattr(GateLimits, option.replace("-", "_"))
+        told = f"{what} (default %(default)s)"
+        group.add_argument(f"--{option}", type=kind, default=default, metavar=metavar, help=told)
+    told = "pass keys and codes hidden in the text (default %(default)s; 0: none)"
+    group.add_argument("--needles", type=natural, default=NEEDLES, metavar="N", help=told)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
@@ -203,6 +158,23 @@ def _execute(arguments: argparse.Namespace) -> int:
     return (_gate if arguments.gate else _evaluate)(arguments, measured, specs)
 
 
+def quality_columns(ctx: int) -> dict[str, Callable[[Quality], str]]:
+    """Return the table of results at ``ctx`` tokens."""
+    return {
+        "kv": lambda r: CacheSpec.parse(r.kv).short,
+        "KL": lambda r: f"{r.kl:.4f}",
+        "KL late": lambda r: f"{r.kl_second_half:.4f}",
+        "top1": lambda r: f"{r.top1:.3f}",
+        "x dense": lambda r: f"{r.perplexity_ratio:.4f}",
+        "ppl": lambda r: f"{r.perplexity:.3f}",
+        "cache": lambda r: format_bytes(r.cache_bytes),
+        "B/token": lambda r: f"{r.cache_bytes / ctx:.0f}",
+        "top1 late*": lambda r: f"{r.top1_second_half:.3f}",
+        "read/token*": lambda r: format_bytes(r.bytes_read_per_token),
+        "seconds*": lambda r: f"{r.seconds:.1f}",
+    }
+
+
 def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheSpec]) -> int:
     with Bars() as bars:
         decoder, ctx = measured.load(arguments.ctx, bars.update)
@@ -215,38 +187,29 @@ def _evaluate(arguments: argparse.Namespace, measured: EvalInput, specs: list[Ca
             adapter=measured.model.adapter,
             progress=bars.update,
         )
-    print(quality_table(results, ctx, arguments.wide))
+    print(table(quality_columns(ctx), results, arguments.wide))
     if arguments.json:
-        settings = measured.facts(ctx, arguments.windows, arguments.fit)
-        write_json(arguments.json, {"results": [dataclasses.asdict(result) for result in results], **settings})
+        facts = measured.facts(ctx, arguments.windows, arguments.fit)
+        write_json(arguments.json, {"results": results, **facts})
     if arguments.plot:
         plot_quality(results, ctx, arguments.plot)
     return 0
 
 
-def quality_table(results: list[Quality], ctx: int, wide: bool = False) -> str:
-    """Write a line per scheme; ``wide``: with every column."""
-    columns: dict[str, Callable[[Quality], str]] = {
-        "kv": lambda r: CacheSpec.parse(r.kv).short,
-        "KL": lambda r: f"{r.kl:.4f}",
-        "KL late": lambda r: f"{r.kl_second_half:.4f}",
-        "top1": lambda r: f"{r.top1:.3f}",
-        "x dense": lambda r: f"{r.perplexity_ratio:.4f}",
-        "ppl": lambda r: f"{r.perplexity:.3f}",
-        "cache": lambda r: format_bytes(r.cache_bytes),
-        "B/token": lambda r: f"{r.cache_bytes / ctx:.0f}",
-    }
-    if wide:
-        columns |= {
-            "top1 late": lambda r: f"{r.top1_second_half:.3f}",
-            "read/token": lambda r: format_bytes(r.bytes_read_per_token),
-            "seconds": lambda r: f"{r.seconds:.1f}",
-        }
-    rows = [list(columns), *([show(r) for show in columns.values()] for r in results)]
-    return "\n".join(fitted(rows, wide=wide))
-
-
 # edgekv eval --gate
+
+GATE: dict[str, Callable[[Verdict], str]] = {
+    "kv": lambda v: CacheSpec.parse(v.kv).short,
+    "KL": lambda v: f"{v.quality.kl:.4f}",
+    "KL late": lambda v: f"{v.quality.kl_second_half:.4f}",
+    "top1": lambda v: f"{v.quality.top1:.3f}",
+    "late": lambda v: f"{v.quality.top1_second_half:.3f}",
+    "needles": lambda v: "n/a" if v.needles is None else "{}/{}".format(*v.needles),
+    "cache": lambda v: format_bytes(v.quality.cache_bytes),
+    "verdict": lambda v: "passed" if v.passed else "failed",
+    "x dense*": lambda v: f"{v.quality.perplexity_ratio:.4f}",
+    "read/token*": lambda v: format_bytes(v.quality.bytes_read_per_token),
+}
 
 
 def warn_ungated(model: Model, spec: CacheSpec) -> None:
@@ -289,68 +252,39 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
     facts, best = measured.facts(ctx, arguments.windows, arguments.fit), recommended(verdicts)
     settings, kv = facts["settings"], DEFAULT if best is None else CacheSpec.parse(best.kv).short
     windows = settings["windows"]
-    print(gate_table(verdicts, arguments.wide))
-    print(f"needles: {needles.note}")
+    why = "no scheme passed"
+    if best is not None:
+        why = f"the smallest cache that passed, {format_bytes(best.quality.cache_bytes)}"
+    print(table(GATE, verdicts, arguments.wide))
+    for verdict in verdicts:
+        if not verdict.passed:
+            print(f"{CacheSpec.parse(verdict.kv).short} failed: {'; '.join(verdict.failures)}")
     print(
+        f"needles: {needles.note}\n"
         f"measured on {windows} window{'s' * (windows > 1)} of {ctx} tokens ({settings['text']} has "
-        f"{len(measured.tokens)}), weights {settings['weights']}; longer contexts were not measured"
+        f"{len(measured.tokens)}), weights {settings['weights']}; longer contexts were not measured\n"
+        f"recommended: --kv {kv} ({why})"
     )
-    size = best and format_bytes(best.quality.cache_bytes)
-    why = f"the smallest cache that passed, {size}" if size else "no scheme passed"
-    print(f"recommended: --kv {kv} ({why})")
     if arguments.json:
-        write_json(arguments.json, _gate_facts(verdicts, kv, needles, limits) | facts)
-    _remember(measured.model, specs, verdicts, limits, facts)
-    return 1 if best is None else 0
-
-
-def _gate_facts(verdicts: Sequence[Verdict], kv: str, needles: NeedleTest, limits: GateLimits) -> dict[str, Any]:
-    return {
-        "verdicts": [{"passed": verdict.passed, **dataclasses.asdict(verdict)} for verdict in verdicts],
-        "recommended": kv,
-        "needles": {"hidden": needles.n_hidden, "dense": needles.n_known, "applicable": needles.applies},
-        "limits": dataclasses.asdict(limits),
-    }
-
-
-def _remember(
-    model: Model,
-    specs: Sequence[CacheSpec],
-    verdicts: Sequence[Verdict],
-    limits: GateLimits,
-    facts: dict[str, Any],
-) -> None:
+        found = {
+            "verdicts": [{"passed": verdict.passed, **dataclasses.asdict(verdict)} for verdict in verdicts],
+            "recommended": kv,
+            "needles": {"hidden": needles.n_hidden, "dense": needles.n_known, "applicable": needles.applies},
+            "limits": limits,
+        }
+        write_json(arguments.json, found | facts)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = {name: facts["machine"][name] for name in ("cpu", "versions")}
-    measured = {**facts["settings"], "limits": dataclasses.asdict(limits), "machine": machine, "time": now}
-    memory = Verdicts(model)
+    known = {**settings, "limits": dataclasses.asdict(limits), "machine": machine, "time": now}
+    memory = Verdicts(measured.model)
     for spec, verdict in zip(specs, verdicts, strict=True):
-        memory.remember(spec, verdict, measured)
-
-
-def gate_table(verdicts: Sequence[Verdict], wide: bool = False) -> str:
-    """Write a line per scheme, and one for each that failed, with every limit that it missed."""
-    columns: dict[str, Callable[[Verdict], str]] = {
-        "kv": lambda v: CacheSpec.parse(v.kv).short,
-        "KL": lambda v: f"{v.quality.kl:.4f}",
-        "KL late": lambda v: f"{v.quality.kl_second_half:.4f}",
-        "top1": lambda v: f"{v.quality.top1:.3f}",
-        "late": lambda v: f"{v.quality.top1_second_half:.3f}",
-        "needles": lambda v: "n/a" if v.needles is None else "{}/{}".format(*v.needles),
-        "cache": lambda v: format_bytes(v.quality.cache_bytes),
-        "verdict": lambda v: "passed" if v.passed else "failed",
-    }
-    if wide:
-        columns["x dense"] = lambda v: f"{v.quality.perplexity_ratio:.4f}"
-        columns["read/token"] = lambda v: format_bytes(v.quality.bytes_read_per_token)
-    rows = [list(columns), *([show(verdict) for show in columns.values()] for verdict in verdicts)]
-    failed = [f"{columns['kv'](v)} failed: {'; '.join(v.failures)}" for v in verdicts if not v.passed]
-    return "\n".join([*fitted(rows, wide=wide), *failed])
+        memory.remember(spec, verdict, known)
+    return 1 if best is None else 0
 
 
 EVAL = Command("measure the quality of KV schemes on a text against the dense cache", _arguments, _execute)
 SCHEMES = Command(
     "list the KV schemes: bytes, measured quality and speed, and which to take",
     _schemes_arguments,
-    _execute_schemes,
+    _schemes_execute,
 )

@@ -9,34 +9,31 @@ import argparse
 import json
 import os
 import sys
+from typing import Any
 
 from edgekv.checkpoint.hub import cached, config, hub_name, parse_name, pull
-from edgekv.checkpoint.shipped import read_shape, shape_names
+from edgekv.checkpoint.shipped import read_shape
 from edgekv.cli.options import (
+    SOURCE,
     Command,
-    add_adapter_option,
-    add_kv_options,
-    add_lora_option,
-    add_source_options,
-    add_weights_option,
+    add,
     bytes_text,
     in_flags,
     load_options,
     model_path,
-    positive_int,
     read_text,
+    require_one,
 )
-from edgekv.cli.terminal import Bars, say
+from edgekv.cli.terminal import Bars, print_rows, say
 from edgekv.engine.loading import open_model
 from edgekv.engine.model import Model
 from edgekv.engine.options import Options, SessionPlan, default_ctx
-from edgekv.errors import CacheError, CheckpointError, ConfigError
+from edgekv.errors import CacheError, CheckpointError
 from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
 from edgekv.kvcache.spec import suited
 from edgekv.machine import all_cores, available_memory_bytes, format_bytes, parse_bytes
-from edgekv.models.config import ExpertsConfig
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS
 from edgekv.weights.store import WeightStore
@@ -60,7 +57,7 @@ def _pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _pull_execute(arguments: argparse.Namespace) -> int:
-    """Prints where the model lies to standard output."""
+    """Print where the model lies to standard output."""
     name = parse_name(arguments.model)
     if name is None:
         raise CheckpointError(
@@ -74,24 +71,20 @@ def _pull_execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-PULL = Command(
-    "download a model of the Hugging Face Hub: only what is needed, resumable", _pull_arguments, _pull_execute
-)
-
-
 # edgekv info
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
+    add(parser, SOURCE)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
-def _info(arguments: argparse.Namespace) -> int:
+def _info_execute(arguments: argparse.Namespace) -> int:
     model = Model.open(model_path(arguments), config=arguments.config)
     c = model.config
     own = model.weight_format("auto")
     forms = [own] if model.is_store else list(dict.fromkeys([own, *WEIGHTS.values()]))
+    others = [each.kernel for each in c.recurrences if each is not None]
     facts = {
         "model": str(model.path),
         "model_type": c.model_type,
@@ -99,14 +92,16 @@ def _info(arguments: argparse.Namespace) -> int:
         "layers": c.n_layers,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
-        "experts": _experts_text(c.experts),
+        "experts": c.experts
+        and f"{c.experts.count} of {c.experts.size} channels in {sum(c.experts.layers)} of {c.n_layers} layers, "
+        f"{c.experts.per_token} for each token",
         "heads": c.n_heads,
         "kv_heads": c.n_kv_heads,
         "head_dim": c.head_dim,
         "vocab_size": c.vocab_size,
         "max_positions": c.max_positions,
         "rope": ", ".join(dict.fromkeys(rope.kind for rope in c.ropes)) or None,
-        "recurrent_layers": _recurrences_text(model),
+        "recurrent_layers": ", ".join(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)) or None,
         "sliding_window": next((w for w in c.layer_windows if w), None),
         "tied_embeddings": c.tied_embeddings,
         "quantized": ", ".join(model.quantized) or None,
@@ -121,28 +116,13 @@ def _info(arguments: argparse.Namespace) -> int:
         if isinstance(model.weights, CheckpointWeights):
             with Bars() as bars:
                 model.weights.source.identify(bars.update)  # reads all of it, once
-        facts["identity"] = model.identity
-        print(json.dumps(facts, indent=2))
+        print(json.dumps({**facts, "identity": model.identity}, indent=2))
         return 0
     for name, value in facts.items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {bytes_text(v)}" for k, v in value.items())
         print(f"{name:<18}{'none' if value is None else value}")
     return 0
-
-
-def _experts_text(experts: ExpertsConfig | None) -> str | None:
-    """How many there are, and what a token goes through; None: the model has none."""
-    if experts is None:
-        return None
-    layers = f"in {sum(experts.layers)} of {len(experts.layers)} layers"
-    return f"{experts.count} of {experts.size} channels {layers}, {experts.per_token} for each token"
-
-
-def _recurrences_text(model: Model) -> str | None:
-    """What the layers that do not attend have instead."""
-    found = [each.kernel for each in model.config.recurrences if each is not None]
-    return ", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found)) or None
 
 
 def _threads_text(model: Model) -> str:
@@ -156,26 +136,11 @@ def _threads_text(model: Model) -> str:
     return f"of {cores} cores {known.decode} for a token's products, {known.prompt} for a prompt's: measured here"
 
 
-INFO = Command(
-    "print a model's shapes, the bytes of its weights and their hash, without loading them", _info_arguments, _info
-)
-
-
 # edgekv budget
 
 
 def _budget_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
-    parser.add_argument(
-        "--shape",
-        metavar="NAME",
-        help=f"a known shape, which is not downloaded, in place of --model: {', '.join(shape_names())}",
-    )
-    add_weights_option(parser)
-    add_kv_options(parser)
-    parser.add_argument(
-        "--ctx", type=positive_int, metavar="N", help="context in tokens (default 8192 or the model's)"
-    )
+    add(parser, f"{SOURCE} shape weights kv kv_budget tau ctx")
     parser.add_argument(
         "--memory",
         metavar="BYTES",
@@ -186,10 +151,6 @@ def _budget_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _budget_execute(arguments: argparse.Namespace) -> int:
-    from edgekv.cli.eval import wants_list
-
-    if wants_list(arguments):
-        return 0
     options = load_options(arguments)
     free, where = available_memory_bytes(), "available here"
     if arguments.memory is not None:
@@ -197,45 +158,40 @@ def _budget_execute(arguments: argparse.Namespace) -> int:
         free, where = _ours(memory), f"of {format_bytes(memory)}, an eighth left to the system"
     model = _budget_model(arguments)
     plan = _plan(model, options, free)
-    total = sum(plan.parts().values())
+    total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
     least = next(((size, kv) for size in MACHINES if (kv := _scheme_that_fits(model, options, _ours(size)))), None)
-    facts = {
-        "ctx": plan.ctx,
-        "kv": str(plan.kv),
-        "weights": plan.weights,
-        "weights_bytes": plan.weights_bytes,
-        "active_weights_bytes": plan.weights_bytes - plan.idle_bytes,
-        "cache_bytes": plan.cache_bytes,
-        "state_bytes": plan.state_bytes,
-        "cache_bytes_per_token": plan.cache_bytes / plan.ctx,
-        "scratch_bytes": plan.scratch_bytes,
-        "total_bytes": total,
-        "available_bytes": free,
-        "fits": total <= free,
-        "least_machine_bytes": least and least[0],
-        "notes": plan.notes,
-    }
-    if arguments.json:
-        print(json.dumps(facts, indent=2))
-        return 0
     idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
-    verdict = "fits in" if total <= free else "does not fit in"
-    rows = [
-        ("model", f"{model.name}, {model.n_parameters / 1e6:,.0f} M parameters"),
-        ("kv", f"{plan.kv.short} at --ctx {plan.ctx}, {plan.cache_bytes / plan.ctx:.1f} bytes per token"),
-        ("weights", f"{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}"),
-        ("cache", bytes_text(plan.cache_bytes)),
-        ("state", f"{bytes_text(plan.state_bytes or 0)}, of layers that do not attend, with snapshots"),
-        ("scratch", f"{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read"),
-        ("total", f"{bytes_text(total)}; {verdict} {format_bytes(free)} {where}"),
+    state = f"{bytes_text(plan.state_bytes)}, of layers that do not attend, with snapshots"
+    verdict = f"{'fits' if total <= free else 'does not fit'} in {format_bytes(free)} {where}"
+    rows: list[tuple[str, Any, str | None]] = [
+        ("model", model.name, f"{model.name}, {model.n_parameters / 1e6:,.0f} M parameters"),
+        ("ctx", plan.ctx, None),
+        ("kv", str(plan.kv), f"{plan.kv.short} at --ctx {plan.ctx}, {per_token:.1f} bytes per token"),
+        ("weights", plan.weights, None),
+        ("weights_bytes", plan.weights_bytes, f"{bytes_text(plan.weights_bytes)} as {plan.weights}{idle}"),
+        ("active_weights_bytes", plan.weights_bytes - plan.idle_bytes, None),
+        ("cache_bytes", plan.cache_bytes, bytes_text(plan.cache_bytes)),
+        ("cache_bytes_per_token", per_token, None),
+        ("state_bytes", plan.state_bytes, state if plan.state_bytes else None),
+        (
+            "scratch_bytes",
+            plan.scratch_bytes,
+            f"{bytes_text(plan.scratch_bytes)}, an upper estimate, while a full prompt is read",
+        ),
+        ("total_bytes", total, f"{bytes_text(total)}; {verdict}"),
+        ("available_bytes", free, None),
+        ("fits", total <= free, None),
+        (
+            "least_machine_bytes",
+            least and least[0],
+            least and f"a machine with {format_bytes(least[0])}, of the usual ones; there --kv {least[1]}",
+        ),
+        ("notes", plan.notes, "; ".join(map(in_flags, plan.notes)) or None),
     ]
-    if least is not None:
-        size, kv = least
-        rows.append(("machine", f"the least of the usual ones is one with {format_bytes(size)}, there --kv {kv}"))
-    rows += [("note", in_flags(note)) for note in plan.notes]
-    for topic, text in rows:
-        if topic != "state" or plan.state_bytes:
-            print(f"{topic:<10}{text}")
+    if arguments.json:
+        print(json.dumps({name: value for name, value, _ in rows}, indent=2))
+    else:
+        print_rows([(name.partition("_")[0], text) for name, _, text in rows if text])
     return 0
 
 
@@ -243,8 +199,7 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
     """Open the model; of one on the Hub that is not here read its config alone, of a shape nothing."""
     from edgekv.eval.bench import unread_model
 
-    if arguments.shape is not None and arguments.model is not None:
-        raise ConfigError(f"shape={arguments.shape} and model={arguments.model}: give one of them", field="shape")
+    require_one(arguments)
     if arguments.shape is not None:
         return unread_model(arguments.shape, read_shape(arguments.shape))
     name = hub_name("demo" if arguments.model is None else arguments.model)
@@ -255,23 +210,18 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
 
 def _plan(model: Model, options: Options, available: int) -> SessionPlan:
     """Plan as asked; where kv auto finds nothing that fits, with the smallest of its schemes, which does not."""
-
-    def plan(kv: str | CacheSpec | None) -> SessionPlan:
-        return SessionPlan.make(
-            model,
-            kv=kv,
-            ctx=options.ctx,
-            weights=options.weights,
-            kv_budget=options.kv_budget,
-            available=available,
-        )
-
+    asked: dict[str, Any] = {
+        "ctx": options.ctx,
+        "weights": options.weights,
+        "kv_budget": options.kv_budget,
+        "available": available,
+    }
     try:
-        return plan(options.kv)
+        return SessionPlan.make(model, kv=options.kv, **asked)
     except CacheError as error:
         if options.kv != "auto" or options.kv_budget is not None or error.field != "kv_budget":
             raise
-        return plan(AUTO[-1])
+        return SessionPlan.make(model, kv=AUTO[-1], **asked)
 
 
 def _scheme_that_fits(model: Model, options: Options, available: int) -> str | None:
@@ -283,21 +233,11 @@ def _ours(memory: int) -> int:
     return memory - memory // SYSTEM_SHARE
 
 
-BUDGET = Command(
-    "say whether weights and KV cache fit: exact bytes, before anything is downloaded",
-    _budget_arguments,
-    _budget_execute,
-)
-
-
 # edgekv quantize
 
 
 def _quantize_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
-    add_lora_option(parser)
-    add_adapter_option(parser)
-    add_weights_option(parser)
+    add(parser, f"{SOURCE} lora adapter weights")
     parser.add_argument(
         "--output", metavar="FOLDER", help="a new folder (default: the cache folder that run looks in)"
     )
@@ -321,7 +261,7 @@ def _quantize_execute(arguments: argparse.Namespace) -> int:
     )
     form = model.weight_format(arguments.weights)
     with Bars() as bars:
-        text = None if arguments.calibrate is None else read_text(arguments.calibrate, "--calibrate")
+        text = arguments.calibrate and read_text(arguments.calibrate, "--calibrate")
         rounding = None if text is None else Calibration(model, form, text)
         if arguments.output is None:
             store = model.store(form, bars.update, rounding)
@@ -335,26 +275,12 @@ def _quantize_execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-QUANTIZE = Command(
-    "write a model's weights as a store that the next start maps (run does it by itself)",
-    _quantize_arguments,
-    _quantize_execute,
-)
-
-
 # edgekv warm
 
 
 def _warm_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_options(parser)
-    add_lora_option(parser)
-    add_weights_option(parser)
-    parser.add_argument(
-        "--kv",
-        metavar="LIST",
-        help=f"schemes, comma-separated, or all (default {WARMED})",
-    )
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="cores to use (default: all)")
+    kv = {"metavar": "LIST", "help": f"schemes, comma-separated, or all (default {WARMED})"}
+    add(parser, f"{SOURCE} lora weights kv threads", kv=kv)
 
 
 def _warm_execute(arguments: argparse.Namespace) -> int:
@@ -375,6 +301,24 @@ def _warm_execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
+PULL = Command(
+    "download a model of the Hugging Face Hub: only what is needed, resumable", _pull_arguments, _pull_execute
+)
+INFO = Command(
+    "print a model's shapes, the bytes of its weights and their hash, without loading them",
+    _info_arguments,
+    _info_execute,
+)
+BUDGET = Command(
+    "say whether weights and KV cache fit: exact bytes, before anything is downloaded",
+    _budget_arguments,
+    _budget_execute,
+)
+QUANTIZE = Command(
+    "write a model's weights as a store that the next start maps (run does it by itself)",
+    _quantize_arguments,
+    _quantize_execute,
+)
 WARM = Command(
     "compile kernels, and quantize the model's weights, so that the first run need not",
     _warm_arguments,

@@ -1,30 +1,32 @@
-"""Options that several commands share, and parameters as the command line calls them: `ctx` is --ctx."""
+"""Every option of the command line, by the parameter of the library that it gives: `kv_budget` is --kv-budget."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
+import os
 import re
 import sys
-import typing
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from edgekv import files
 from edgekv.checkpoint.hub import hub_name, locate
-from edgekv.cli.terminal import say
+from edgekv.checkpoint.shipped import shape_names
+from edgekv.checks import fields_of
+from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import AUTO
-from edgekv.engine.options import LORA_NAME, Options
+from edgekv.engine.options import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
 from edgekv.errors import CacheError, ConfigError, EdgeKVError
-from edgekv.files import user_path
+from edgekv.files import require_writable, user_path
 from edgekv.kvcache.choice import DEFAULT
 from edgekv.kvcache.spec import schemes_with
 from edgekv.machine import format_bytes, parse_bytes
+from edgekv.power import METERS
+from edgekv.power.energy import IDLE_S
 from edgekv.weights.formats import WEIGHTS
-
-LORA_HELP = "a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +38,15 @@ class Command:
     execute: Callable[[argparse.Namespace], int]
 
 
-def positive_int(text: str) -> int:
-    """For argparse: a whole number of 1 or more."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
+# What argparse makes of a text
 
 
-def number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """For argparse: a number that is accepted; ``what``: it, in words."""
+def number(what: str, accepts: Callable[[Any], bool], kind: type = float) -> Callable[[str], Any]:
+    """Return a type for argparse: a number that ``accepts`` takes. what: such numbers, in words."""
 
-    def convert(text: str) -> float:
+    def convert(text: str) -> Any:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not accepts(value):
@@ -62,23 +56,204 @@ def number(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float
     return convert
 
 
+positive_int = number("a whole number of 1 or more", lambda value: value >= 1, int)
+natural = number("a whole number of 0 or more", lambda value: value >= 0, int)
 positive_seconds = number("a number of seconds above 0", lambda value: 0 < value < math.inf)
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Which model."""
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, a name on "
-        "the Hugging Face Hub (org/name[@revision], org/name:file.gguf), which is downloaded once, or demo or "
+def output_file(path: str) -> str:
+    """Check that a file can be written. Raises CheckpointError, before anything is done."""
+    require_writable(path)
+    return path
+
+
+def picture_file(path: str) -> str:
+    """Check that a picture can be written. Raises ConfigError for another kind of file."""
+    if os.path.splitext(path)[1].lower() not in PICTURES:
+        raise ConfigError(f"{path}: is no picture; accepted: names that end in {', '.join(PICTURES)}")
+    return output_file(path)
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """Read ID=BIAS. Raises ConfigError (field logit_bias)."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        accepted = "ID=BIAS, a token's id and a number from -100 to 100"
+        raise ConfigError(
+            f"logit_bias={text!r}: give {accepted}", field="logit_bias", value=text, accepted=[accepted]
+        ) from None
+
+
+def token_counts(option: str, text: str | None, least: int) -> list[int]:
+    """Read a comma-separated list of numbers of tokens."""
+    try:
+        counts = [int(item) for item in (text or "").split(",") if item]
+    except ValueError:
+        counts = [-1]
+    if any(count < least for count in counts):
+        raise EdgeKVError(f"{option} {text}: accepted are numbers of tokens from {least} on, separated by commas")
+    return counts
+
+
+# Options
+
+LORA = "a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)"
+METER = f"auto (default), {', '.join(METERS)}"
+COUNT = {"type": positive_int, "metavar": "N"}
+REPEATED = {"action": "append", "default": []}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "metavar": "PATH",
+        "help": "a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, a name "
+        "on the Hugging Face Hub (org/name[@revision], org/name:file.gguf), which is downloaded once, or demo or "
         "scenes, which ship with edgekv (default: demo)",
-    )
-    parser.add_argument("--config", metavar="FILE", help="config.json for a bare .safetensors file")
+    },
+    "config": {"metavar": "FILE", "help": "config.json for a bare .safetensors file"},
+    "lora": {"metavar": "FOLDER[:scale]", "help": LORA},
+    "loras": {
+        **REPEATED,
+        "metavar": "[NAME=]FOLDER[:scale]",
+        "help": f"{LORA}; with a name it is applied beside the weights, which stay as they are, in this text or "
+        "conversation; requests to a server choose it as `model`",
+    },
+    "adapter": {"metavar": "FILE", "help": "an adapter.safetensors trained for this model and --kv"},
+    "weights": {
+        "default": "auto",
+        "metavar": "FORMAT",
+        "help": f"{', '.join(('auto', *WEIGHTS))} (default auto: by size); with ,head=FORMAT the language-model "
+        "head has another one",
+    },
+    "kv": {
+        "metavar": "NAME[:knob=value,...]",
+        "help": "KV cache scheme, or auto (default dense); `--kv list` prints them all",
+    },
+    "kv_budget": {
+        "metavar": "BYTES",
+        "help": "bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits; "
+        "with --kv auto, the best scheme that fits the whole context",
+    },
+    "tau": {
+        "type": float,
+        "metavar": "T",
+        "help": "softmax temperature of h1b and sign_keys (default: fit on the prompt)",
+    },
+    "ctx": {**COUNT, "help": "context in tokens (default 8192 or the model's)"},
+    "tokenizer": {"metavar": "PATH", "help": "a tokenizer file or folder, if not beside the model"},
+    "threads": {
+        **COUNT,
+        "help": "cores to use (default: all, or fewer for weight products where these are faster)",
+    },
+    "device": {
+        "default": AUTO,
+        "help": "cpu (Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU and the "
+        "scheme's kernels are, else cpu (default %(default)s)",
+    },
+    "session": {
+        "type": output_file,
+        "metavar": "FILE",
+        "help": "keep conversation and compressed cache in FILE: taken up if it exists, written at the end",
+    },
+    "overflow": {
+        "default": "stop",
+        "metavar": "WAY",
+        "help": f"when the conversation outgrows --ctx: {', '.join(OVERFLOWS)} (default stop)",
+    },
+    "draft": {
+        "default": "auto",
+        "metavar": "SOURCE",
+        "help": "guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt "
+        "and text), or auto (ngram on a CPU) (default %(default)s)",
+    },
+    "chat_template": {
+        "metavar": "FILE",
+        "help": "a Jinja chat template (default: the model's own, else a plain transcript)",
+    },
+    "max_new_tokens": COUNT,
+    "stop": {**REPEATED, "metavar": "TEXT", "help": "end before this text (repeatable)"},
+    "logit_bias": {**REPEATED, "type": token_bias},
+    "images": {
+        **REPEATED,
+        "metavar": "FILE",
+        "help": "an image for a model that sees, in place of the prompt's next <image>, or else before the prompt "
+        "(repeatable)",
+    },
+    "json_schema": {"metavar": "FILE", "help": "answer with JSON of this schema (needs llguidance)"},
+    "meter": {"metavar": "NAME", "help": METER},
+    "hz": {"type": float, "metavar": "N", "help": "readings per second (default: the meter's most)"},
+    "power": {"default": "auto", "metavar": "METER", "help": METER},
+    "power_csv": {
+        "metavar": "FILE",
+        "help": "energy from an external meter's log: time and watts per line",
+    },
+    "power_estimate": {
+        "type": float,
+        "metavar": "W",
+        "help": "energy as time times W watts, labelled an estimate",
+    },
+    "power_idle": {
+        "type": float,
+        "default": IDLE_S,
+        "metavar": "S",
+        "help": "seconds at rest before the run, to subtract (default %(default)g; 0: none)",
+    },
+    "json": {"type": output_file, "metavar": "FILE", "help": "write the results, with every setting, as JSON"},
+    "wide": {"action": "store_true", "help": "every column"},
+    "plot": {"type": picture_file, "metavar": "FILE"},
+    "shape": {
+        "metavar": "NAME",
+        "help": f"a known shape, of which nothing is downloaded, in place of --model: {', '.join(shape_names())}",
+    },
+}
+"""What argparse is told of an option, by the parameter that it gives."""
+FLAG_NAMES = {"images": "--image", "loras": "--lora"}
+OTHERS = ("prompt", "layers", "slots", "output", "calibrate", "max_request", "prefix_cache")
+SOURCE = "model config"
+SESSION = "model config weights kv kv_budget tau ctx tokenizer threads loras adapter"
+"""Which model; and everything that loads a session."""
+
+
+def add(parser: Any, names: str, **changed: Any) -> None:
+    """Add options of OPTIONS. changed: by name, an option's own help, or a dict of all in which it differs."""
+    for name in names.split():
+        change = changed.get(name, {})
+        parser.add_argument(
+            FLAGS[name], **OPTIONS[name] | ({"help": change} if isinstance(change, str) else change)
+        )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
+    """Add how tokens are chosen and when a text ends. max_new_tokens: what its help says of the default."""
+    add(parser, "max_new_tokens", max_new_tokens=f"stop after N tokens (default: {max_new_tokens})")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
+    later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
+    for field in fields_of(SamplingParams):
+        to, text = (how, field.help + later) if field.name == "temperature" else (parser, field.help)
+        kind = OPTIONS.get(field.name, {"type": field.kind})
+        to.add_argument(FLAGS[field.name], **kind, metavar=field.metavar, help=text)
+    add(parser, "stop")
+
+
+def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
+    """Read the options; what is not given is of ``defaults``. Raises ConfigError for a value out of its range."""
+    given: dict[str, Any] = {
+        field.name: getattr(arguments, field.name) for field in dataclasses.fields(SamplingParams)
+    }
+    given["logit_bias"] = dict(given["logit_bias"]) or None
+    if arguments.greedy:
+        given["temperature"] = 0.0
+    known = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(defaults or SamplingParams(), **known)
+
+
+# What the options give
 
 
 def model_path(arguments: argparse.Namespace) -> str:
-    """--model; without it the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
+    """Return --model, or the demo model. One of the Hub is downloaded, and that is said, if it is not here."""
     path = "demo" if arguments.model is None else str(arguments.model)
     name = hub_name(path)
     if name:
@@ -86,92 +261,8 @@ def model_path(arguments: argparse.Namespace) -> str:
     return path
 
 
-def add_lora_option(parser: argparse.ArgumentParser) -> None:
-    """--lora."""
-    parser.add_argument(
-        "--lora",
-        metavar="FOLDER[:scale]",
-        help=LORA_HELP,
-    )
-
-
-def add_loras_option(parser: argparse.ArgumentParser, use: str) -> None:
-    """--lora of a command that can apply one at run time. use: what those with a name are for."""
-    parser.add_argument(
-        "--lora",
-        action="append",
-        default=[],
-        metavar="[NAME=]FOLDER[:scale]",
-        help=f"{LORA_HELP}; with a name it is applied beside the weights, which stay as they are: {use}",
-    )
-
-
-def add_adapter_option(parser: argparse.ArgumentParser) -> None:
-    """--adapter: what takes the place of some of the model's weights."""
-    parser.add_argument("--adapter", metavar="FILE", help="an adapter.safetensors trained for this model and --kv")
-
-
-def add_weights_option(parser: argparse.ArgumentParser) -> None:
-    """--weights."""
-    accepted = ", ".join(("auto", *WEIGHTS))
-    parser.add_argument(
-        "--weights",
-        default="auto",
-        metavar="FORMAT",
-        help=f"{accepted} (default auto: by size); with ,head=FORMAT the language-model head has another one",
-    )
-
-
-def add_kv_options(parser: argparse.ArgumentParser) -> None:
-    """Which KV scheme, within how many bytes."""
-    parser.add_argument(
-        "--kv",
-        metavar="NAME[:knob=value,...]",
-        help="KV cache scheme, or auto (default dense); `--kv list` prints them all",
-    )
-    parser.add_argument(
-        "--kv-budget",
-        metavar="BYTES",
-        help="bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits; "
-        "with --kv auto, the best scheme that fits the whole context",
-    )
-    parser.add_argument(
-        "--tau",
-        type=float,
-        metavar="T",
-        help="softmax temperature of h1b and sign_keys (default: fit on the prompt)",
-    )
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that loads a session."""
-    add_source_options(parser)
-    add_weights_option(parser)
-    add_kv_options(parser)
-    parser.add_argument(
-        "--ctx", type=positive_int, metavar="N", help="context in tokens (default 8192 or the model's)"
-    )
-    parser.add_argument("--tokenizer", metavar="PATH", help="a tokenizer file or folder, if not beside the model")
-    parser.add_argument(
-        "--threads",
-        type=positive_int,
-        metavar="N",
-        help="cores to use (default: all, or fewer for weight products where these are faster)",
-    )
-
-
-def add_device_option(parser: argparse.ArgumentParser) -> None:
-    """--device."""
-    parser.add_argument(
-        "--device",
-        default=AUTO,
-        help="cpu (Numba), cuda (CuPy), numpy (the slow reference), or auto: "
-        "cuda where CuPy, a GPU and the scheme's kernels are, else cpu (default %(default)s)",
-    )
-
-
 def load_options(arguments: argparse.Namespace) -> Options:
-    """The options that the command has, as the library takes them. Raises an EdgeKVError for a bad value."""
+    """Return the command's options as the library takes them. Raises an EdgeKVError for a bad value."""
     names = (field.name for field in dataclasses.fields(Options))
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     if isinstance(given.get("lora"), list):
@@ -185,7 +276,8 @@ def load_options(arguments: argparse.Namespace) -> Options:
 
 def _loras(values: list[str]) -> dict[str, Any]:
     """`lora` and `loras` of what was given. Raises ConfigError for two that would be merged, or of one name."""
-    merged, named = [], {}
+    merged: list[str] = []
+    named: dict[str, str] = {}
     for value in values:
         name, equals, folder = value.partition("=")
         if not equals or not LORA_NAME.fullmatch(name):
@@ -205,25 +297,27 @@ def _loras(values: list[str]) -> dict[str, Any]:
 
 def _with_tau(kv: str, tau: float) -> str:
     """The scheme with a temperature. Raises CacheError where none is named that could have one."""
-    if kv == "auto":
-        names = schemes_with("tau")
-        named = ", ".join(f"kv={name!r}" for name in names)
-        raise CacheError(
-            f"--tau {tau} needs a scheme that has it, not kv={kv!r}; accepted: {named}",
-            field="kv",
-            value=kv,
-            accepted=names,
-        )
-    return f"{kv}{',' if ':' in kv else ':'}tau={tau}"
+    if kv != "auto":
+        return f"{kv}{',' if ':' in kv else ':'}tau={tau}"
+    names = schemes_with("tau")
+    named = ", ".join(f"kv={name!r}" for name in names)
+    message = f"--tau {tau} needs a scheme that has it, not kv={kv!r}; accepted: {named}"
+    raise CacheError(message, field="kv", value=kv, accepted=names)
+
+
+def require_one(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError where both --shape and --model are given."""
+    if arguments.shape is not None and arguments.model is not None:
+        raise ConfigError(f"shape={arguments.shape} and model={arguments.model}: give one of them", field="shape")
 
 
 def bytes_text(n: int) -> str:
-    """Rounded for people, exact for checking."""
+    """Return bytes rounded for people, and exact for checking."""
     return f"{format_bytes(n)} ({n} bytes)"
 
 
 def read_text(source: str, option: str) -> str:
-    """UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
+    """Return the UTF-8 text of a file, or of standard input for ``-``; an EdgeKVError names the option."""
     try:
         return sys.stdin.buffer.read().decode() if source == "-" else files.read_text(user_path(source))
     except UnicodeDecodeError as error:
@@ -233,128 +327,25 @@ def read_text(source: str, option: str) -> str:
     raise EdgeKVError(f"{option} {source!r} {reason}; give a readable UTF-8 text file")
 
 
-# Sampling
-
-SAMPLING = {
-    "temperature": (
-        "T",
-        "0 is greedy (default, as of the following: what the model's generation_config.json says, else 0.7)",
-    ),
-    "top_k": ("K", "keep the K likeliest tokens; 0 is off"),
-    "top_p": ("P", "keep the likeliest tokens that have P of the probability; 1 is off"),
-    "min_p": ("P", "keep tokens at least P times as likely as the likeliest; 0 is off"),
-    "repetition_penalty": ("R", "divides the logits of tokens in prompt and text; 1 is off"),
-    "repetition_window": ("N", "how many of the last tokens that counts; 0: all"),
-    "frequency_penalty": ("F", "subtracted for each time that a token was written, -2 to 2; 0 is off"),
-    "presence_penalty": ("F", "subtracted once from tokens that were written, -2 to 2; 0 is off"),
-    "seed": ("SEED", "of the sampler (default: drawn, and reported)"),
-}
-"""An option's metavar and help, by the field of `SamplingParams`, which has its type and bounds."""
-
-
-def add_options(parser: Any, cls: type, told: Mapping[str, tuple[str, str]]) -> None:
-    """Add an option for each field of a dataclass that ``told`` has a metavar and help for."""
-    hints = typing.get_type_hints(cls)
-    for name, (metavar, text) in told.items():
-        kind = int if hints[name] is int or int in typing.get_args(hints[name]) else float
-        parser.add_argument(_flag(name), type=kind, metavar=metavar, help=text)
-
-
-def token_bias(text: str) -> tuple[int, float]:
-    """ID=BIAS. Raises ConfigError (field logit_bias)."""
-    token, _, bias = text.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        accepted = "ID=BIAS, a token's id and a number from -100 to 100"
-        raise ConfigError(
-            f"logit_bias={text!r}: give {accepted}", field="logit_bias", value=text, accepted=[accepted]
-        ) from None
-
-
-def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str) -> None:
-    """Add how tokens are chosen and when a text ends. max_new_tokens: what its help says of the default."""
-    parser.add_argument(
-        "--max-new-tokens", type=positive_int, metavar="N", help=f"stop after N tokens (default: {max_new_tokens})"
-    )
-    (first, told), *others, seed = SAMPLING.items()
-    how = parser.add_mutually_exclusive_group()
-    add_options(how, SamplingParams, {first: told})
-    how.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
-    add_options(parser, SamplingParams, dict(others))
-    parser.add_argument(
-        "--logit-bias",
-        action="append",
-        default=[],
-        metavar="ID=BIAS",
-        help="added to the logit of the token with this id, -100 to 100 (repeatable)",
-    )
-    add_options(parser, SamplingParams, dict([seed]))
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)"
-    )
-
-
-def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
-    """Read the options; what is not given is of ``defaults``. Raises ConfigError for a value out of its range."""
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in SAMPLING}
-    if arguments.greedy:
-        given["temperature"] = 0.0
-    if arguments.logit_bias:
-        given["logit_bias"] = dict(map(token_bias, arguments.logit_bias))
-    known = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(defaults or SamplingParams(), **known)
-
-
 # Parameters in messages
 
 QUOTES = "'\""
 HIDDEN = "\0"  # stands in a message for what a user gave
-OTHER_NAMES = {
-    "images": "--image",
-    "loras": "--lora",
-    "model": "--model",
-    "shape": "--shape",
-    "layers": "--layers",
-    "hz": "--hz",
-    "meter": "--meter",
-}
-SHARED_NAMES = (
-    "max_new_tokens",
-    "stop",
-    "prompt",
-    "chat_template",
-    "json_schema",
-    "session",
-    "output",
-    "calibrate",
-    "max_request",
-    "prefix_cache",
-)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _names() -> Iterator[str]:
+    yield from (field.name for kind in (Options, SamplingParams) for field in dataclasses.fields(kind))
+    yield from (*OPTIONS, *OTHERS)
 
 
-FLAGS = {
-    **{field.name: _flag(field.name) for field in dataclasses.fields(Options)},
-    **{field.name: _flag(field.name) for field in dataclasses.fields(SamplingParams)},
-    **{name: _flag(name) for name in SHARED_NAMES},
-    **OTHER_NAMES,
-}
+FLAGS = {name: FLAG_NAMES.get(name) or "--" + name.replace("_", "-") for name in _names()}
 """The option of a parameter, the `field` of an `EdgeKVError`."""
-
-OTHERWISE = {"meter": "--power"}
-"""The option that some commands have in place of the usual one."""
-
-_NAMES = "|".join(sorted(FLAGS, key=len, reverse=True))
 _QUOTED = r"'[^']*'|\"[^\"]*\""
-_MENTION = re.compile(rf"`({_NAMES})`|(?<![-\w.:,=/])({_NAMES})=({_QUOTED}|[^\s,;:)]+)|(?<!\w)(?:{_QUOTED})")
+_MENTION = re.compile(rf"`(\w+)`|(?<![-\w.:,=/])(\w+)=({_QUOTED}|[^\s,;:)]+)|(?<!\w)(?:{_QUOTED})")
 
 
 def in_flags(said: EdgeKVError | str, options: Container[str] | None = None) -> str:
-    """An error, or a note of the library, with every `name` and ``name=value`` of a parameter as its option.
+    """Return an error or a note of the library with every `name` and ``name=value`` as its option.
 
     options: those of the command; what it lacks stays as it is. None: all. What an error was given as ``value``
     and what stands in quotes is somebody's text and stays as well.
@@ -364,10 +355,10 @@ def in_flags(said: EdgeKVError | str, options: Container[str] | None = None) -> 
         text = text.replace(value, HIDDEN)
 
     def flag(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
-        known = (FLAGS.get(name), OTHERWISE.get(name))
-        option = next((each for each in known if each and (not options or each in options)), None)
-        if option is None:
+        option = FLAGS.get(found[1] or found[2], "")
+        if option == "--meter" and options and option not in options:
+            option = "--power"
+        if not option or (options and option not in options):
             return found[0]
         return option if found[1] else f"{option} {found[3].strip(QUOTES) or found[3]}"
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.cli.options import Command
+from edgekv.cli.options import METER, Command, add, number, output_file
 from edgekv.cli.plots import plot_power, require_matplotlib
-from edgekv.cli.terminal import output_file, picture_file, print_rows, redraw
+from edgekv.cli.terminal import print_rows, redraw
 from edgekv.errors import PowerError
 from edgekv.files import atomic_write
 from edgekv.machine import format_bytes, machine_info, peak_rss_bytes
-from edgekv.power import METERS, EnergyMeter, PowerSampler, SurveyedMeter, find_meter, survey
+from edgekv.power import EnergyMeter, PowerSampler, SurveyedMeter, find_meter, survey
 from edgekv.power.conditions import Conditions, find_profile, power_file, throttle
-from edgekv.power.energy import IDLE_S, NoMeter, PowerSource, Trace
+from edgekv.power.energy import NoMeter, PowerSource, Trace
 from edgekv.power.meters import MeterRefused, Root, require_meter_name
 from edgekv.power.sampler import CsvLog, Estimate, Unmetered
 
@@ -36,32 +36,17 @@ REFRESH_S = 1.0
 PHASE = "command"
 RULE, GROUP = "99-edgekv-power.rules", "video"
 
+above_0 = number("more than 0", lambda value: value > 0)
+
 # Energy of a run
 
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which meter measures a run's energy, if any."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--power",
-        nargs="?",
-        const="auto",
-        metavar="METER",
-        help=f"report energy per token: auto (default), {', '.join(METERS)}",
-    )
-    group.add_argument(
-        "--power-csv", metavar="FILE", help="energy from an external meter's log: time and watts per line"
-    )
-    group.add_argument(
-        "--power-estimate", type=float, metavar="W", help="energy as time times W watts, labelled an estimate"
-    )
-    parser.add_argument(
-        "--power-idle",
-        type=float,
-        default=IDLE_S,
-        metavar="S",
-        help="seconds at rest before the run, to subtract (default %(default)g; 0: none)",
-    )
+    power = {"nargs": "?", "const": "auto", "default": None, "help": f"report energy per token: {METER}"}
+    add(group, "power power_csv power_estimate", power=power)
+    add(parser, "power_idle")
 
 
 def energy_meter(arguments: argparse.Namespace) -> EnergyMeter | NoMeter:
@@ -92,36 +77,21 @@ def energy_source(arguments: argparse.Namespace) -> PowerSource | None:
 # edgekv power
 
 
-def _add_meter_options(parser: argparse.ArgumentParser) -> None:
-    """Add --meter, --plot and --hz of `edgekv power` and its actions; given before the action or after it."""
-    here: Any = argparse.SUPPRESS
-    parser.add_argument("--meter", default=here, metavar="NAME", help=f"auto (default), {', '.join(METERS)}")
-    parser.add_argument(
-        "--plot",
-        type=picture_file,
-        default=here,
-        metavar="FILE",
-        help="watts over time, at the end: PNG or SVG (needs edgekv[plot])",
-    )
-    parser.add_argument(
-        "--hz", type=float, default=here, metavar="N", help="readings per second (default: the meter's most)"
-    )
-
-
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    _add_meter_options(parser)
+    meter = {"default": argparse.SUPPRESS}  # given before the action or after it
+    plot = {**meter, "help": "watts over time, at the end: PNG or SVG (needs edgekv[plot])"}
+    add(parser, "meter plot hz", meter=meter, plot=plot, hz=meter)
     parser.add_argument("--json", action="store_true", help="print a summary as JSON at the end")
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=above_0,
         metavar="N",
         help=f"stop after N seconds (default: at Ctrl-C; with --json {JSON_SECONDS:g})",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    record = actions.add_parser(
-        "record", help="meter a command, write the samples as CSV, print a summary", allow_abbrev=False
-    )
-    _add_meter_options(record)
+    about = "meter a command, write the samples as CSV, print a summary"
+    record = actions.add_parser("record", help=about, allow_abbrev=False)
+    add(record, "meter plot hz", meter=meter, plot=plot, hz=meter)
     record.add_argument(
         "--csv", type=output_file, metavar="FILE", help="write every sample: Unix time, watts, each rail's watts"
     )
@@ -130,10 +100,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     record.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a program, its arguments")
     record.set_defaults(execute=_record)
-    doctor = actions.add_parser(
-        "doctor", help="say which sensors are here and can be read, and how to get permission"
-    )
-    doctor.set_defaults(execute=_doctor)
+    about = "say which sensors are here and can be read, and how to get permission"
+    actions.add_parser("doctor", help=about).set_defaults(execute=_doctor)
     parser.epilog = "edgekv power record --csv FILE -- COMMAND meters any program and passes its exit status on"
 
 
@@ -163,14 +131,11 @@ def _plot(source: PowerSource, arguments: argparse.Namespace) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    seconds = arguments.seconds
-    if seconds is not None and not seconds > 0:
-        raise PowerError(f"--seconds {seconds:g}: accepted: more than 0")
     source = _open(arguments)
     if arguments.json:
-        _print_json(source, seconds or JSON_SECONDS)
+        _print_json(source, arguments.seconds or JSON_SECONDS)
     else:
-        _print_live(source, seconds)
+        _print_live(source, arguments.seconds)
     _plot(source, arguments)
     return 0
 

@@ -11,13 +11,11 @@ import sys
 import time
 from typing import Any
 
-from edgekv.cli.eval import wants_list, warn_ungated
+from edgekv.cli.eval import warn_ungated
 from edgekv.cli.options import (
+    SESSION,
     Command,
-    add_adapter_option,
-    add_device_option,
-    add_loras_option,
-    add_model_options,
+    add,
     add_sampling_options,
     in_flags,
     load_options,
@@ -26,12 +24,12 @@ from edgekv.cli.options import (
     sampling_params,
 )
 from edgekv.cli.power import add_power_options, energy_meter
-from edgekv.cli.terminal import Bars, Terminated, output_file, terminable
+from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
 from edgekv.engine.generation import Step
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
-from edgekv.engine.options import OVERFLOWS, Options, default_ctx
+from edgekv.engine.options import Options, default_ctx
 from edgekv.engine.report import RunReport
 from edgekv.engine.sampling import SamplingParams, continued
 from edgekv.engine.session import Session
@@ -53,33 +51,6 @@ WORTH_SAYING = 0.75  # of the cache's bytes
 SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s*$""")
 
 # Sessions
-
-
-def add_session_options(parser: argparse.ArgumentParser) -> None:
-    """Where a conversation is kept, and what happens when it outgrows the context."""
-    parser.add_argument(
-        "--session",
-        type=output_file,
-        metavar="FILE",
-        help="keep the conversation and its compressed cache in FILE: taken up if it exists, written at the end",
-    )
-    parser.add_argument(
-        "--overflow",
-        default="stop",
-        metavar="WAY",
-        help=f"when the conversation outgrows --ctx: {', '.join(OVERFLOWS)} (default stop)",
-    )
-
-
-def add_draft_option(parser: argparse.ArgumentParser, default: str) -> None:
-    """--draft, with a command's own default."""
-    parser.add_argument(
-        "--draft",
-        default=default,
-        metavar="SOURCE",
-        help="guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt "
-        "and text), or auto (ngram on a CPU) (default %(default)s)",
-    )
 
 
 def is_saved(arguments: argparse.Namespace) -> bool:
@@ -124,15 +95,6 @@ def save_session(arguments: argparse.Namespace, session: Session) -> None:
         session.save(arguments.session)
 
 
-def add_template_option(parser: argparse.ArgumentParser) -> None:
-    """--chat-template."""
-    parser.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="a Jinja chat template (default: the model's own, else a plain transcript)",
-    )
-
-
 def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:
     """--chat-template, else the model's own, else the plain transcript, which is said."""
     place = session.model.tokenizer_path
@@ -145,28 +107,32 @@ def open_template(arguments: argparse.Namespace, session: Session) -> ChatTempla
 # A report in four lines
 
 
-def summary(session: Session, report: RunReport, ready_s: float) -> str:
-    """Model, text, memory and end; then energy, where it was measured, and notes. ready_s: seconds of loading."""
-    parameters = report.model["n_parameters"] / 1e6
-    plan = session.plan
-    rows = [
+def summary(session: Session, report: RunReport, ready_s: float) -> list[tuple[str, str]]:
+    """List (topic, text): model, text, memory, end, energy, notes. ready_s: seconds of loading."""
+    plan, images, rate = session.plan, report.images, report.prefill_tokens_per_s
+    sizes = (report.cache_bytes or 0, report.weights_bytes or 0, report.peak_rss_bytes or 0)
+    cache, weights, peak = map(format_bytes, sizes)
+    smaller = smaller_scheme(session)
+    hint = f" ({smaller[0]} would take {format_bytes(smaller[1])})" if smaller else ""
+    state = f", state {format_bytes(report.state_bytes)}" if report.state_bytes else ""
+    prompt = f"prompt of {report.prefill_tokens} token{'s' * (report.prefill_tokens != 1)}"
+    return [
         (
             "model",
-            f"{report.model['name']}, {parameters:,.1f} M parameters as {plan.weights}, kv {plan.kv.short}, "
-            f"context {plan.ctx}; ready in {ready_s:.1f} s",
+            f"{report.model['name']}, {report.model['n_parameters'] / 1e6:,.1f} M parameters as {plan.weights}, "
+            f"kv {plan.kv.short}, context {plan.ctx}; ready in {ready_s:.1f} s",
         ),
-        ("text", _text(report)),
-        *_images(report),
-        ("memory", _memory(session, report)),
+        ("text", f"{speed(report)}; {prompt}" + (f" at {rate:.0f} tokens/s" if rate else "")),
+        *([("images", f"{images.n}, {images.tokens} tokens, {images.seconds:.3f} s")] if images else []),
+        ("memory", f"cache {cache}{hint}{state}, weights {weights}, peak {peak}"),
         ("stopped", report.finish_message or "not yet"),
         *(report.energy.rows() if report.energy else ()),
         *(("note", note) for note in report.notes),
     ]
-    return "\n".join(f"{topic:<12}{text}" for topic, text in rows)
 
 
 def speed(report: RunReport) -> str:
-    """Tokens and their speed, and the time to the first."""
+    """Return tokens and their speed, and the time to the first."""
     n = len(report.decode_latencies_s) + (report.time_to_first_token_s is not None)
     tokens = f"{n} token{'s' * (n != 1)}"
     if report.decode_tokens_per_s is not None:
@@ -197,59 +163,22 @@ def smaller_scheme(session: Session) -> tuple[str, int] | None:
     return (spec.short, size) if size < WORTH_SAYING * session.plan.cache_bytes else None
 
 
-def _text(report: RunReport) -> str:
-    rate = report.prefill_tokens_per_s
-    read = f"prompt of {report.prefill_tokens} token{'s' * (report.prefill_tokens != 1)}"
-    return f"{speed(report)}; {read}" + (f" at {rate:.0f} tokens/s" if rate else "")
-
-
-def _images(report: RunReport) -> list[tuple[str, str]]:
-    seen = report.images
-    return [("images", f"{seen.n}, {seen.tokens} tokens, {seen.seconds:.3f} s")] if seen else []
-
-
-def _memory(session: Session, report: RunReport) -> str:
-    smaller = smaller_scheme(session)
-    hint = f" ({smaller[0]} would take {format_bytes(smaller[1])})" if smaller else ""
-    sizes = (report.cache_bytes or 0, report.weights_bytes or 0, report.peak_rss_bytes or 0)
-    cache, weights, peak = map(format_bytes, sizes)
-    state = f", state {format_bytes(report.state_bytes)}" if report.state_bytes else ""
-    return f"cache {cache}{hint}{state}, weights {weights}, peak {peak}"
-
-
 # edgekv run
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_loras_option(parser, "one for this text")
-    add_adapter_option(parser)
-    add_session_options(parser)
+    add(parser, f"{SESSION} session overflow")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file; - is standard input")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="an image for a model that sees, in place of the prompt's next <image>, or else before the prompt; "
-        "may be given again",
-    )
+    add(parser, "images")
     add_sampling_options(parser, max_new_tokens=f"{LENGTH}, and on to the end of the sentence")
-    parser.add_argument("--json-schema", metavar="FILE", help="answer with JSON of this schema (needs llguidance)")
-    add_device_option(parser)
-    add_draft_option(parser, "none")
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write the report with every setting as JSON"
-    )
+    add(parser, "json_schema device draft json", draft={"default": "none"})
     parser.add_argument("--verbose", action="store_true", help="report every measurement and setting")
     add_power_options(parser)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    if wants_list(arguments):
-        return 0
     options = load_options(arguments)
     prompt: str | list[int] = read_prompt(arguments) if has_prompt(arguments) or not is_saved(arguments) else []
     sampling_params(arguments)  # a bad value is said before anything is loaded
@@ -268,7 +197,10 @@ def _execute(arguments: argparse.Namespace) -> int:
     report.energy = meter.report()
     message = report.finish_message and in_flags(report.finish_message)
     shown = dataclasses.replace(report, notes=list(map(in_flags, report.notes)), finish_message=message)
-    print(shown.to_text() if arguments.verbose else summary(session, shown, ready_s), file=sys.stderr)
+    if arguments.verbose:
+        print(shown.to_text(), file=sys.stderr)
+    else:
+        print_rows(summary(session, shown, ready_s), sys.stderr)
     if arguments.json:
         report.write_json(arguments.json)
     return status

@@ -12,22 +12,11 @@ import socket
 import sys
 from typing import Any
 
-from edgekv.cli.eval import wants_list
-from edgekv.cli.options import (
-    Command,
-    add_adapter_option,
-    add_device_option,
-    add_loras_option,
-    add_model_options,
-    load_options,
-    positive_int,
-    positive_seconds,
-)
+from edgekv.cli.options import COUNT, REPEATED, SESSION, Command, add, load_options, positive_seconds
 from edgekv.cli.power import add_power_options, energy_source
-from edgekv.cli.run import add_draft_option, add_template_option, load_session, open_template
+from edgekv.cli.run import load_session, open_template
 from edgekv.cli.terminal import Bars
 from edgekv.engine.chat import MAX_NEW_TOKENS
-from edgekv.engine.session import Session
 from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.machine import available_memory_bytes, parse_bytes
 
@@ -36,81 +25,75 @@ KEY_VARIABLE = "EDGEKV_API_KEY"
 MAX_REQUEST, MAX_REQUEST_IMAGES = "1M", "16M"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add_loras_option(parser, "requests choose by it as `model` (repeatable)")
-    add_adapter_option(parser)
-    add_template_option(parser)
-    add_device_option(parser)
-    add_draft_option(parser, "auto")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default %(default)s)")
-    parser.add_argument(
-        "--api-key", metavar="KEY", help=f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})"
-    )
-    parser.add_argument("--name", help="the model's name in the API (default: its folder's)")
-    parser.add_argument(
-        "--strict-model",
-        action="store_true",
-        help="refuse requests for a model of another name (default: answer them, with a Warning header)",
-    )
-    parser.add_argument(
-        "--cors",
-        action="append",
-        default=[],
-        type=_origin,
-        metavar="ORIGIN",
-        help="a web page elsewhere that may call this server, such as https://example.org; * is any (repeatable)",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=positive_int,
-        default=MAX_NEW_TOKENS,
-        metavar="N",
-        help="of an answer whose request sets no limit (default %(default)s)",
-    )
-    parser.add_argument(
-        "--slots",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="answers that are made at once, each with a cache of its own; more than 1 on a CPU only, without "
+def origin(text: str) -> str:
+    """Check scheme and host, as browsers write the header Origin."""
+    if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin; accepted: https://example.org, or *")
+    return text.lower()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "host": {"default": "127.0.0.1", "help": "address to listen on (default %(default)s)"},
+    "port": {"type": int, "default": 8080, "help": "0 takes a free one (default %(default)s)"},
+    "api-key": {
+        "metavar": "KEY",
+        "help": f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})",
+    },
+    "name": {"help": "the model's name in the API (default: its folder's)"},
+    "strict-model": {
+        "action": "store_true",
+        "help": "refuse requests for a model of another name (default: answer them, with a Warning header)",
+    },
+    "cors": {
+        **REPEATED,
+        "type": origin,
+        "metavar": "ORIGIN",
+        "help": "a web page elsewhere that may call this server, as https://example.org; * is any (repeatable)",
+    },
+    "max-new-tokens": {
+        **COUNT,
+        "default": MAX_NEW_TOKENS,
+        "help": "of an answer whose request sets no limit (default %(default)s)",
+    },
+    "slots": {
+        **COUNT,
+        "default": 1,
+        "help": "answers that are made at once, each with a cache of its own; more than 1 on a CPU only, without "
         "--draft (default %(default)s)",
-    )
-    parser.add_argument(
-        "--queue", type=positive_int, default=32, metavar="N", help="requests that may wait (default %(default)s)"
-    )
-    parser.add_argument(
-        "--max-request",
-        metavar="BYTES",
-        help=f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)",
-    )
-    parser.add_argument(
-        "--prefix-cache",
-        metavar="BYTES",
-        help="for the caches of recent conversations (default: a quarter of the free memory)",
-    )
-    parser.add_argument(
-        "--client-timeout",
-        type=positive_seconds,
-        default=30.0,
-        metavar="S",
-        help="for a request to arrive whole, and for a client that stops reading (default 30)",
-    )
-    parser.add_argument(
-        "--max-connections",
-        type=positive_int,
-        default=512,
-        metavar="N",
-        help="open at once; beyond them those go that have sent no request for the longest (default %(default)s)",
-    )
+    },
+    "queue": {**COUNT, "default": 32, "help": "requests that may wait (default %(default)s)"},
+    "max-request": {
+        "metavar": "BYTES",
+        "help": f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)",
+    },
+    "prefix-cache": {
+        "metavar": "BYTES",
+        "help": "for the caches of recent conversations (default: a quarter of the free memory)",
+    },
+    "client-timeout": {
+        "type": positive_seconds,
+        "default": 30.0,
+        "metavar": "S",
+        "help": "for a request to arrive whole, and for a client that stops reading (default 30)",
+    },
+    "max-connections": {
+        **COUNT,
+        "default": 512,
+        "help": "open at once; beyond them the one that has been silent longest goes (default %(default)s)",
+    },
+}
+"""What only a server is told."""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add(parser, f"{SESSION} chat_template device draft")
+    for name, told in OPTIONS.items():
+        parser.add_argument(f"--{name}", **told)
     add_power_options(parser)
 
 
 def _execute(arguments: argparse.Namespace) -> int:
     _require_uvicorn()
-    if wants_list(arguments):
-        return 0
     options = load_options(arguments)
     api_key, hosts = _access(arguments)
     source = energy_source(arguments)
@@ -122,16 +105,21 @@ def _execute(arguments: argparse.Namespace) -> int:
     from edgekv.server.engine import Engine
     from edgekv.server.limits import BoundedServer, ServerLimits
 
+    usual = MAX_REQUEST if session.model.image_token is None else MAX_REQUEST_IMAGES
+    max_request = parse_bytes(arguments.max_request or usual, "max_request")
+    pool_bytes = available_memory_bytes() // 4
+    if arguments.prefix_cache:
+        pool_bytes = parse_bytes(arguments.prefix_cache, "prefix_cache")
     engine = Engine(
         session,
         open_template(arguments, session),
         queue_limit=arguments.queue,
-        pool_bytes=_pool_bytes(arguments),
+        pool_bytes=pool_bytes,
         max_new_tokens=arguments.max_new_tokens,
         power=source if arguments.slots == 1 else None,  # else no answer's own can be told
         slots=arguments.slots,
     )
-    limits = ServerLimits(_max_request(arguments, session), arguments.client_timeout, arguments.max_connections)
+    limits = ServerLimits(max_request, arguments.client_timeout, arguments.max_connections)
     limits = dataclasses.replace(limits, max_bodies=max(limits.max_bodies, 6 * limits.max_request))
     app = build_app(
         engine,
@@ -148,7 +136,7 @@ def _execute(arguments: argparse.Namespace) -> int:
 
 
 def _listen(server: Any, arguments: argparse.Namespace, name: str) -> None:
-    """Binds first, so that the address that is said is the real one."""
+    """Serve; the socket is bound first, so that the address that is said is the real one."""
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     try:
         listener = socket.create_server((arguments.host, arguments.port), family=family, backlog=2048)
@@ -184,24 +172,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _pool_bytes(arguments: argparse.Namespace) -> int:
-    if not arguments.prefix_cache:
-        return available_memory_bytes() // 4
-    return parse_bytes(arguments.prefix_cache, "prefix_cache")
-
-
-def _max_request(arguments: argparse.Namespace, session: Session) -> int:
-    usual = MAX_REQUEST if session.model.image_token is None else MAX_REQUEST_IMAGES
-    return parse_bytes(arguments.max_request or usual, "max_request")
-
-
-def _origin(text: str) -> str:
-    """Scheme and host, as browsers write the header Origin."""
-    if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no origin; accepted: https://example.org, or *")
-    return text.lower()
 
 
 def _require_uvicorn() -> None:

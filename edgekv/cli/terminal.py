@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from edgekv.errors import ConfigError
-from edgekv.files import atomic_write, require_writable
+from edgekv.files import atomic_write
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -102,34 +101,25 @@ def fitted(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), wide: bo
 
     left: columns that begin where they do; the others end there.
     """
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        line = "  ".join(cells).rstrip()
+        cells = zip(row, widths, strict=True)
+        line = "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip()
         lines.append(line if wide or len(line) <= WIDTH else line[: WIDTH - 3].rstrip() + "...")
     return lines
 
 
-def output_file(path: str) -> str:
-    """For argparse: a file that can be written. Raises CheckpointError, before anything is done."""
-    require_writable(path)
-    return path
-
-
-def picture_file(path: str) -> str:
-    """For argparse: `output_file` of a picture. Raises ConfigError for another kind."""
-    if os.path.splitext(path)[1].lower() not in PICTURES:
-        raise ConfigError(f"{path}: is no picture; accepted: names that end in {', '.join(PICTURES)}")
-    return output_file(path)
+def table(columns: Mapping[str, Callable[[Any], str]], items: Iterable[Any], wide: bool = False) -> str:
+    """Return a line of names and one for each item; only with ``wide`` columns whose name ends in a star."""
+    shown = {name: show for name, show in columns.items() if wide or not name.endswith("*")}
+    head = [name.rstrip("*") for name in shown]
+    return "\n".join(fitted([head, *([show(item) for show in shown.values()] for item in items)], wide=wide))
 
 
 def write_json(path: str, facts: Any) -> None:
-    """Write a file whole or not at all. Raises CheckpointError where it can't be written."""
-    atomic_write(path, (json.dumps(facts, indent=1) + "\n").encode())
+    """Write JSON, dataclasses included, whole or not at all. Raises CheckpointError where it can't be written."""
+    atomic_write(path, (json.dumps(facts, indent=1, default=dataclasses.asdict) + "\n").encode())
 
 
 class Bars:

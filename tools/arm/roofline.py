@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from edgekv.checkpoint.shipped import load_shape
-from edgekv.cli.bench import lengths_of
+from edgekv.cli.options import token_counts
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
@@ -242,7 +242,7 @@ def machine_of(key: str, board: Board) -> Machine:
 def predictions(arch: Architecture, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """For each board its assumptions in words and a prediction for each scheme at each depth."""
     counts = json.loads(COUNTS.read_text(encoding="utf-8"))
-    held = caches(arch, CacheSpec.parse_list(arguments.kv), lengths_of("--ctx", arguments.ctx, 1))
+    held = caches(arch, CacheSpec.parse_list(arguments.kv), token_counts("--ctx", arguments.ctx, 1))
     result = []
     for key in arguments.board or boards():
         board = boards()[key]

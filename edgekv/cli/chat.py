@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from edgekv.checkpoint.shipped import shipped_model
+from edgekv.checks import Count, checked_value
 from edgekv.cli.options import (
     SESSION,
     Command,
@@ -48,26 +50,31 @@ NO_ANSWERS = {
 
 
 def lines(*, history: bool) -> Iterator[str]:
-    """Messages that are not empty; Ctrl-C abandons one, Ctrl-D ends.
+    """Yield messages that are not empty; Ctrl-C abandons one, Ctrl-D ends.
 
     On a terminal prompt_toolkit edits them, where it is installed: what is pasted is one message, Alt-Enter begins
     another line. history: whether they are kept for the next time.
     """
-    read = _editor(history) if sys.stdin.isatty() else _plain
+    read = _editor(history) if sys.stdin.isatty() else lambda prompt: input()
     while True:
         try:
-            text = _whole(read)
+            text = read(PROMPT)
+            while is_open(text):
+                text += "\n" + read(MORE)
         except EOFError:
             return
         except KeyboardInterrupt:
             print(file=sys.stderr)
             continue
+        text = text.strip()
+        if text.startswith(QUOTES) and text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES):
+            text = text[len(QUOTES) : -len(QUOTES)].strip()
         if text:
             yield text
 
 
 def history_file() -> pathlib.Path:
-    """Where typed lines are kept: under $XDG_STATE_HOME, or ~/.local/state."""
+    """Return where typed lines are kept: under $XDG_STATE_HOME, or ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
     return pathlib.Path(state) / "edgekv" / "chat-history"
 
@@ -77,45 +84,15 @@ def is_open(text: str) -> bool:
     return text.lstrip().startswith(QUOTES) and text.count(QUOTES) % 2 == 1
 
 
-def _whole(read: Callable[[str], str]) -> str:
-    """One message, without its quotes."""
-    text = read(PROMPT)
-    while is_open(text):
-        text += "\n" + read(MORE)
-    text = text.strip()
-    return text[len(QUOTES) : -len(QUOTES)].strip() if _is_quoted(text) else text
-
-
-def _is_quoted(text: str) -> bool:
-    return len(text) >= 2 * len(QUOTES) and text.startswith(QUOTES) and text.endswith(QUOTES)
-
-
-def _plain(prompt: str) -> str:
-    return input(prompt if sys.stdin.isatty() else "")
-
-
 def _editor(history: bool) -> Callable[[str], str]:
+    """Enter ends a message unless it is quoted and open; Alt-Enter begins another line."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.output import create_output
     except ImportError:
-        return _plain
-    kept: Any = FileHistory(str(path)) if history and (path := _writable_history()) else InMemoryHistory()
-    session: Any = PromptSession(
-        history=kept,
-        output=create_output(raw(sys.stderr)),
-        multiline=True,
-        key_bindings=_keys(),
-        prompt_continuation=MORE,
-        erase_when_done=False,
-    )
-    return lambda prompt: str(session.prompt(prompt))
-
-
-def _keys() -> Any:
-    """Enter ends a message unless it is quoted and open; Alt-Enter begins another line."""
-    from prompt_toolkit.key_binding import KeyBindings
+        return input
 
     def enter(event: Any) -> None:
         buffer = event.current_buffer
@@ -127,7 +104,14 @@ def _keys() -> Any:
     keys: Any = KeyBindings()
     keys.add("enter")(enter)
     keys.add("escape", "enter")(lambda event: event.current_buffer.newline(copy_margin=False))
-    return keys
+    session: Any = PromptSession(
+        history=FileHistory(str(path)) if history and (path := _writable_history()) else InMemoryHistory(),
+        output=create_output(raw(sys.stderr)),
+        multiline=True,
+        key_bindings=keys,
+        prompt_continuation=MORE,
+    )
+    return lambda prompt: str(session.prompt(prompt))
 
 
 def _writable_history() -> pathlib.Path | None:
@@ -154,81 +138,59 @@ class Terminal:
         self._n_answers = 0
 
     def run(self, messages: Iterable[str]) -> None:
-        """Until the end of input or /exit. An error is said, and the conversation goes on."""
+        """Go on until the end of input or /exit. An error is said, and the conversation goes on."""
         for message in messages:
             if message in ENDS:
                 return
-            self._take(message)
-
-    def _take(self, message: str) -> None:
-        try:
-            if message.startswith("/"):
-                self._command(*message[1:].partition(" ")[::2])
-            else:
-                images, self._images = self._images, []
-                self._answer(lambda **how: self.chat.ask(message, images=images, **how))
-        except EdgeKVError as error:
-            say(f"error: {in_flags(str(error))}")
-
-    def _command(self, name: str, rest: str) -> None:
-        if name not in COMMANDS:
-            raise EdgeKVError(
-                f"/{name} is unknown; there are: {', '.join(f'/{known}' for known in COMMANDS)}, /exit"
-            )
-        COMMANDS[name](self, rest.strip())
+            try:
+                if message.startswith("/"):
+                    name, _, rest = message[1:].partition(" ")
+                    if name not in COMMANDS:
+                        known = ", ".join(f"/{command}" for command in COMMANDS)
+                        raise EdgeKVError(f"/{name} is unknown; there are: {known}, /exit")
+                    COMMANDS[name](self, rest.strip())
+                else:
+                    images, self._images = self._images, []
+                    self._answer(functools.partial(self.chat.ask, message, images=images))
+            except EdgeKVError as error:
+                say(f"error: {in_flags(str(error))}")
 
     def _answer(self, begin: Callable[..., Generator[Step, None, None]]) -> None:
-        left_out = self._n_left_out()
+        session, before = self.chat.session, self._n_left_out()
+        sampling, seed = self.sampling, self.sampling.seed
+        if seed is not None:  # each answer has its own: trying again would otherwise change nothing
+            sampling = dataclasses.replace(sampling, seed=seed + self._n_answers)
+        self._n_answers += 1
         with Interrupt() as interrupt, Bars() as bars:
 
             def progress(done: int, total: int) -> None:
                 interrupt.check()
                 bars.update("reading", done, total)
 
+            how = {"max_new_tokens": self.max_new_tokens, "sampling": sampling, "stop": self.arguments.stop}
             try:
-                steps = begin(
-                    max_new_tokens=self.max_new_tokens,
-                    sampling=self._next_sampling(),
-                    stop=self.arguments.stop,
-                    progress=progress,
-                )
-                with contextlib.closing(steps):
+                with contextlib.closing(begin(**how, progress=progress)) as steps:
                     self._stream(steps, interrupt)
-                self._say_use()
+                ctx = session.plan.ctx
+                say(f"({speed(session.report())}; context {min(len(session.tokens), ctx)} of {ctx})")
             except KeyboardInterrupt:  # in a prompt, or the second one
                 say("(stopped)")
-        self._say_left_out(left_out)
-
-    def _next_sampling(self) -> SamplingParams:
-        """With a seed, each answer has its own: trying again would otherwise change nothing."""
-        n, seed = self._n_answers, self.sampling.seed
-        self._n_answers += 1
-        return self.sampling if seed is None else dataclasses.replace(self.sampling, seed=seed + n)
+        messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))
+        if messages or tokens:
+            say(f"(the context was full: {messages} of the oldest messages, {tokens} tokens of this turn dropped)")
 
     def _stream(self, steps: Iterator[Step], interrupt: Interrupt) -> None:
         cut_off = None
         for step in steps:
-            sys.stdout.write(step.text)
-            sys.stdout.flush()
+            print(step.text, end="", flush=True)
             if step.finish_reason == "length":
                 cut_off = in_flags(step.finish_message or "")
             if interrupt.requested:
                 cut_off = "Ctrl-C"
                 break
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(flush=True)
         if cut_off:
             say(f"(stopped: {cut_off})")
-
-    def _say_use(self) -> None:
-        session = self.chat.session
-        ctx = session.plan.ctx
-        say(f"({speed(session.report())}; context {min(len(session.tokens), ctx)} of {ctx})")
-
-    def _say_left_out(self, before: tuple[int, int]) -> None:
-        messages, tokens = (now - then for now, then in zip(self._n_left_out(), before, strict=True))
-        if messages or tokens:
-            say(f"(the context was full: {messages} of the oldest messages, {tokens} tokens of this turn dropped)")
 
     def _n_left_out(self) -> tuple[int, int]:
         """Messages and tokens that no longer fit."""
@@ -258,31 +220,18 @@ class Terminal:
 
     def set(self, rest: str) -> None:
         """NAME NUMBER: temperature, presence_penalty and so on; alone it lists them"""
+        settings: dict[str, Any] = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
         if rest:
-            self._change(*rest.partition(" ")[::2])
-        settings = {**self.sampling.as_dict(), LENGTH: self.max_new_tokens}
-        say(", ".join(f"{name} {_shown(name, value)}" for name, value in settings.items()))
-
-    def _change(self, name: str, text: str) -> None:
-        fields: dict[str, Any] = self.sampling.as_dict()
-        name = name.replace("-", "_")
-        if name not in (*fields, LENGTH):
-            raise unknown(EdgeKVError, "/set", name, (*fields, LENGTH))
-        if name == "logit_bias":
-            biases = {} if text == "none" else {**(self.sampling.logit_bias or {}), **dict([token_bias(text)])}
-            self.sampling = dataclasses.replace(self.sampling, logit_bias=biases or None)
-            return
-        try:
-            value = float(text)
-        except ValueError:
-            raise EdgeKVError(f"/set {name} {text!r}: give a number") from None
-        whole = int(value) if value.is_integer() else value
-        if name != LENGTH:
-            self.sampling = SamplingParams(**{**fields, name: whole})
-        elif isinstance(whole, int) and whole >= 1:
-            self.max_new_tokens = whole
-        else:
-            raise EdgeKVError(f"/set {name} {text}: give a whole number of 1 or more")
+            name, _, text = rest.partition(" ")
+            name = name.replace("-", "_")
+            if name not in settings:
+                raise unknown(EdgeKVError, "/set", name, settings)
+            settings[name] = _read(name, text, settings[name])
+            self.max_new_tokens = checked_value(LENGTH, settings.pop(LENGTH), Count)
+            self.sampling = SamplingParams(**settings)
+        biases = ",".join(f"{token}={bias:g}" for token, bias in (self.sampling.logit_bias or {}).items())
+        shown = {**self.sampling.as_dict(), "logit_bias": biases or "none", LENGTH: self.max_new_tokens}
+        say(", ".join(f"{name} {'drawn' if value is None else value}" for name, value in shown.items()))
 
     def image(self, rest: str) -> None:
         """FILE: show it with the next message"""
@@ -321,10 +270,15 @@ class Terminal:
         say('/exit     end (also Ctrl-D); Ctrl-C stops an answer; """ before and after takes several lines')
 
 
-def _shown(name: str, value: Any) -> str:
+def _read(name: str, text: str, before: Any) -> Any:
+    """The value that /set is given; of logit_bias those before with one more, or none."""
     if name == "logit_bias":
-        return ",".join(f"{token}={bias:g}" for token, bias in (value or {}).items()) or "none"
-    return "drawn" if value is None else str(value)
+        return None if text == "none" else {**(before or {}), **dict([token_bias(text)])}
+    try:
+        value = float(text)
+    except ValueError:
+        raise EdgeKVError(f"/set {name} {text!r}: give a number") from None
+    return int(value) if value.is_integer() else value
 
 
 COMMANDS: dict[str, Callable[[Terminal, str], None]] = {
@@ -335,7 +289,7 @@ COMMANDS: dict[str, Callable[[Terminal, str], None]] = {
 
 
 def say(text: str) -> None:
-    """For people, not for who reads the answers."""
+    """Print for people, not for who reads the answers."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -367,16 +321,14 @@ def _execute(arguments: argparse.Namespace) -> int:
 
 
 def banner(session: Session) -> list[str]:
-    """What one talks with, and how to go on; of a model that can't answer, that."""
+    """Return what one talks with, and how to go on; of a model that can't answer, that."""
     model, plan = session.model, session.plan
-    said = [
+    first = (
         f"{model.name}, {model.n_parameters / 1e6:,.1f} M parameters, kv {plan.kv.short} "
         f"({format_bytes(plan.cache_bytes)}), context {plan.ctx} tokens; /help lists commands, Ctrl-D ends"
-    ]
-    said += [text for name, text in NO_ANSWERS.items() if model.path == shipped_model(name)]
-    if not sys.stdin.isatty():
-        return said[1:]
-    return said
+    )
+    cannot = [text for name, text in NO_ANSWERS.items() if model.path == shipped_model(name)]
+    return [first, *cannot] if sys.stdin.isatty() else cannot
 
 
 CHAT = Command("talk with a model in turns; /help lists what can be done on the way", _arguments, _execute)

@@ -101,111 +101,89 @@ def token_counts(option: str, text: str | None, least: int) -> list[int]:
 
 LORA = "a LoRA as PEFT saves it, merged into the weights before they are quantized (default scale 1)"
 METER = f"auto (default), {', '.join(METERS)}"
-COUNT = {"type": positive_int, "metavar": "N"}
 REPEATED = {"action": "append", "default": []}
 
+
+def option(metavar: str | None, text: str = "", **more: Any) -> dict[str, Any]:
+    """Return what argparse is told of an option with a value."""
+    return {"metavar": metavar, "help": text, **more}
+
+
+def count(text: str = "", **more: Any) -> dict[str, Any]:
+    """Return `option` of a whole number of 1 or more."""
+    return option("N", text, type=positive_int, **more)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {
-        "metavar": "PATH",
-        "help": "a Hugging Face folder, a .safetensors or .gguf file, a store made by `edgekv quantize`, a name "
-        "on the Hugging Face Hub (org/name[@revision], org/name:file.gguf), which is downloaded once, or demo or "
-        "scenes, which ship with edgekv (default: demo)",
-    },
-    "config": {"metavar": "FILE", "help": "config.json for a bare .safetensors file"},
-    "lora": {"metavar": "FOLDER[:scale]", "help": LORA},
-    "loras": {
+    "model": option(
+        "PATH",
+        "a Hugging Face folder, a .safetensors or .gguf file, a store of `edgekv quantize`, a name on the Hugging "
+        "Face Hub (org/name[@revision], org/name:file.gguf), downloaded once, or demo or scenes (default: demo)",
+    ),
+    "config": option("FILE", "config.json for a bare .safetensors file"),
+    "shape": option("NAME", f"a known shape, without weights, in place of --model: {', '.join(shape_names())}"),
+    "weights": option(
+        "FORMAT",
+        f"{', '.join(('auto', *WEIGHTS))} (default auto: by size); with ,head=FORMAT the head has another",
+        default="auto",
+    ),
+    "kv": option("NAME[:knob=value,...]", "KV cache scheme, or auto (default dense); `--kv list` prints them all"),
+    "kv_budget": option(
+        "BYTES",
+        "bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits; with "
+        "--kv auto, the best scheme that fits the whole context",
+    ),
+    "tau": option("T", "softmax temperature of h1b and sign_keys (default: fit on the prompt)", type=float),
+    "ctx": count("context in tokens (default 8192 or the model's)"),
+    "tokenizer": option("PATH", "a tokenizer file or folder, if not beside the model"),
+    "threads": count("cores to use (default: all, or fewer for weight products where these are faster)"),
+    "lora": option("FOLDER[:scale]", LORA),
+    "loras": option(
+        "[NAME=]FOLDER[:scale]",
+        f"{LORA}; with a name it is applied beside the weights, which stay as they are; requests to a server "
+        "choose it as `model`",
         **REPEATED,
-        "metavar": "[NAME=]FOLDER[:scale]",
-        "help": f"{LORA}; with a name it is applied beside the weights, which stay as they are, in this text or "
-        "conversation; requests to a server choose it as `model`",
-    },
-    "adapter": {"metavar": "FILE", "help": "an adapter.safetensors trained for this model and --kv"},
-    "weights": {
-        "default": "auto",
-        "metavar": "FORMAT",
-        "help": f"{', '.join(('auto', *WEIGHTS))} (default auto: by size); with ,head=FORMAT the language-model "
-        "head has another one",
-    },
-    "kv": {
-        "metavar": "NAME[:knob=value,...]",
-        "help": "KV cache scheme, or auto (default dense); `--kv list` prints them all",
-    },
-    "kv_budget": {
-        "metavar": "BYTES",
-        "help": "bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits; "
-        "with --kv auto, the best scheme that fits the whole context",
-    },
-    "tau": {
-        "type": float,
-        "metavar": "T",
-        "help": "softmax temperature of h1b and sign_keys (default: fit on the prompt)",
-    },
-    "ctx": {**COUNT, "help": "context in tokens (default 8192 or the model's)"},
-    "tokenizer": {"metavar": "PATH", "help": "a tokenizer file or folder, if not beside the model"},
-    "threads": {
-        **COUNT,
-        "help": "cores to use (default: all, or fewer for weight products where these are faster)",
-    },
-    "device": {
-        "default": AUTO,
-        "help": "cpu (Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU and the "
-        "scheme's kernels are, else cpu (default %(default)s)",
-    },
-    "session": {
-        "type": output_file,
-        "metavar": "FILE",
-        "help": "keep conversation and compressed cache in FILE: taken up if it exists, written at the end",
-    },
-    "overflow": {
-        "default": "stop",
-        "metavar": "WAY",
-        "help": f"when the conversation outgrows --ctx: {', '.join(OVERFLOWS)} (default stop)",
-    },
-    "draft": {
-        "default": "auto",
-        "metavar": "SOURCE",
-        "help": "guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt "
-        "and text), or auto (ngram on a CPU) (default %(default)s)",
-    },
-    "chat_template": {
-        "metavar": "FILE",
-        "help": "a Jinja chat template (default: the model's own, else a plain transcript)",
-    },
-    "max_new_tokens": COUNT,
-    "stop": {**REPEATED, "metavar": "TEXT", "help": "end before this text (repeatable)"},
-    "logit_bias": {**REPEATED, "type": token_bias},
-    "images": {
-        **REPEATED,
-        "metavar": "FILE",
-        "help": "an image for a model that sees, in place of the prompt's next <image>, or else before the prompt "
-        "(repeatable)",
-    },
-    "json_schema": {"metavar": "FILE", "help": "answer with JSON of this schema (needs llguidance)"},
-    "meter": {"metavar": "NAME", "help": METER},
-    "hz": {"type": float, "metavar": "N", "help": "readings per second (default: the meter's most)"},
-    "power": {"default": "auto", "metavar": "METER", "help": METER},
-    "power_csv": {
-        "metavar": "FILE",
-        "help": "energy from an external meter's log: time and watts per line",
-    },
-    "power_estimate": {
-        "type": float,
-        "metavar": "W",
-        "help": "energy as time times W watts, labelled an estimate",
-    },
-    "power_idle": {
-        "type": float,
-        "default": IDLE_S,
-        "metavar": "S",
-        "help": "seconds at rest before the run, to subtract (default %(default)g; 0: none)",
-    },
-    "json": {"type": output_file, "metavar": "FILE", "help": "write the results, with every setting, as JSON"},
+    ),
+    "adapter": option("FILE", "an adapter.safetensors trained for this model and --kv"),
+    "device": option(
+        None,
+        "cpu (Numba), cuda (CuPy), numpy (the slow reference), or auto: cuda where CuPy, a GPU and the scheme's "
+        "kernels are, else cpu (default %(default)s)",
+        default=AUTO,
+    ),
+    "session": option(
+        "FILE",
+        "keep conversation and compressed cache in FILE: taken up if it exists, written at the end",
+        type=output_file,
+    ),
+    "overflow": option(
+        "WAY", f"when the conversation outgrows --ctx: {', '.join(OVERFLOWS)} (default stop)", default="stop"
+    ),
+    "draft": option(
+        "SOURCE",
+        "guess the next tokens and check several in one pass, for the same text: none, ngram (from prompt and "
+        "text), or auto (ngram on a CPU) (default %(default)s)",
+        default="auto",
+    ),
+    "chat_template": option("FILE", "a Jinja chat template (default: the model's own, else a plain transcript)"),
+    "max_new_tokens": count(),
+    "stop": option("TEXT", "end before this text (repeatable)", **REPEATED),
+    "images": option("FILE", "an image, for the prompt's next <image> or else before it (repeatable)", **REPEATED),
+    "json_schema": option("FILE", "answer with JSON of this schema (needs llguidance)"),
+    "meter": option("NAME", METER),
+    "hz": option("N", "readings per second (default: the meter's most)", type=float),
+    "power": option("METER", METER, default="auto"),
+    "power_csv": option("FILE", "energy from an external meter's log: time and watts per line"),
+    "power_estimate": option("W", "energy as time times W watts, labelled an estimate", type=float),
+    "power_idle": option(
+        "S",
+        "seconds at rest before the run, to subtract (default %(default)g; 0: none)",
+        type=float,
+        default=IDLE_S,
+    ),
+    "json": option("FILE", "write the results, with every setting, as JSON", type=output_file),
+    "plot": option("FILE", type=picture_file),
     "wide": {"action": "store_true", "help": "every column"},
-    "plot": {"type": picture_file, "metavar": "FILE"},
-    "shape": {
-        "metavar": "NAME",
-        "help": f"a known shape, of which nothing is downloaded, in place of --model: {', '.join(shape_names())}",
-    },
 }
 """What argparse is told of an option, by the parameter that it gives."""
 FLAG_NAMES = {"images": "--image", "loras": "--lora"}
@@ -232,7 +210,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: str
     later = " (default, as of the following: what the model's generation_config.json says, else 0.7)"
     for field in fields_of(SamplingParams):
         to, text = (how, field.help + later) if field.name == "temperature" else (parser, field.help)
-        kind = OPTIONS.get(field.name, {"type": field.kind})
+        kind = {**REPEATED, "type": token_bias} if field.name == "logit_bias" else {"type": field.kind}
         to.add_argument(FLAGS[field.name], **kind, metavar=field.metavar, help=text)
     add(parser, "stop")
 

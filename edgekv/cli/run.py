@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -25,13 +26,12 @@ from edgekv.cli.options import (
 )
 from edgekv.cli.power import add_power_options, energy_meter
 from edgekv.cli.terminal import Bars, Terminated, print_rows, terminable
-from edgekv.engine.generation import Step
 from edgekv.engine.grammar import read_schema
 from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.options import Options, default_ctx
 from edgekv.engine.report import RunReport
-from edgekv.engine.sampling import SamplingParams, continued
+from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
 from edgekv.engine.state import require_room
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
@@ -42,11 +42,10 @@ from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter, NoMeter
 from edgekv.text.template import ChatTemplate, without_places
-from edgekv.vision import LoadedImage, picture, require_vision
+from edgekv.vision import picture, require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
 SPARE = 128  # that the end of a sentence may take beyond them
-CUT = "cut after {} tokens; max_new_tokens=N for another length"
 WORTH_SAYING = 0.75  # of the cache's bytes
 SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s*$""")
 
@@ -59,7 +58,7 @@ def is_saved(arguments: argparse.Namespace) -> bool:
 
 
 def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
-    """An empty conversation as the options say."""
+    """Open an empty conversation as the options say."""
     with bars:
         session = Session.load(model_path(arguments), progress=bars.update, **vars(options))
     warn_ungated(session.model, session.plan.kv)
@@ -67,11 +66,10 @@ def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 
 
 def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) -> Session:
-    """The conversation of --session, or an empty one; with the LoRA beside the weights that is given."""
+    """Open the conversation of --session, or an empty one; with the LoRA beside the weights that is given."""
+    names = ", ".join(options.loras)
     if len(options.loras) > 1:
-        raise ConfigError(
-            f"--lora: a conversation has one, not {', '.join(options.loras)}; `edgekv serve` has several"
-        )
+        raise ConfigError(f"--lora: a conversation has one, not {names}; `edgekv serve` has several")
     if not is_saved(arguments):
         session = load_session(arguments, options, bars)
         for name in options.loras:
@@ -90,13 +88,13 @@ def open_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
 
 
 def save_session(arguments: argparse.Namespace, session: Session) -> None:
-    """Writes --session, where it is given."""
+    """Write --session, where it is given."""
     if arguments.session is not None:
         session.save(arguments.session)
 
 
 def open_template(arguments: argparse.Namespace, session: Session) -> ChatTemplate:
-    """--chat-template, else the model's own, else the plain transcript, which is said."""
+    """Open --chat-template, else the model's own, else the plain transcript, which is said."""
     place = session.model.tokenizer_path
     template = ChatTemplate.open(session.require_tokenizer(), place, given=arguments.chat_template)
     if template.is_plain:
@@ -141,11 +139,6 @@ def speed(report: RunReport) -> str:
     return tokens if first is None else f"{tokens}, the first after {first:.2f} s"
 
 
-def ends_sentence(text: str) -> bool:
-    """Whether a sentence ends where the text does, as far as its marks say."""
-    return SENTENCE_END.search(text) is not None
-
-
 def smaller_scheme(session: Session) -> tuple[str, int] | None:
     """The smallest scheme that passed its gate for this model, else the demo model's, and the bytes it would take.
 
@@ -180,18 +173,29 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _execute(arguments: argparse.Namespace) -> int:
     options = load_options(arguments)
-    prompt: str | list[int] = read_prompt(arguments) if has_prompt(arguments) or not is_saved(arguments) else []
+    given = arguments.prompt is not None or arguments.prompt_file is not None
+    prompt: str | list[int] = read_prompt(arguments) if given or not is_saved(arguments) else []
     sampling_params(arguments)  # a bad value is said before anything is loaded
     schema = None if arguments.json_schema is None else read_schema(arguments.json_schema)
-    images = read_images(arguments)
-    if isinstance(prompt, str) and not images:
-        prompt = fitting(arguments, prompt)
+    images = []
+    if arguments.image:
+        require_vision(Model.open(model_path(arguments), config=arguments.config))
+        images = [picture(path) for path in arguments.image]
+    elif prompt and not is_saved(arguments) and arguments.overflow == "stop":
+        prompt = fitting(arguments, str(prompt))
     bars, meter, begin = Bars(), energy_meter(arguments), time.perf_counter()
     session = open_session(arguments, options, bars)
     ready_s = time.perf_counter() - begin
     sampling = sampling_params(arguments, sampling_defaults(session.model))
+    how = {
+        "images": images,
+        "max_new_tokens": arguments.max_new_tokens or LENGTH + SPARE,
+        "sampling": continued(session.last_sampler, sampling),
+        "stop": arguments.stop,
+        "json_schema": schema,
+    }
     with terminable(), meter:
-        status = _generate(session, prompt, images, sampling, schema, arguments, bars, meter)
+        status = _generate(session, prompt, how, not (arguments.max_new_tokens or schema), bars, meter)
     save_session(arguments, session)
     report = session.report()
     report.energy = meter.report()
@@ -209,83 +213,49 @@ def _execute(arguments: argparse.Namespace) -> int:
 def _generate(
     session: Session,
     prompt: str | list[int],
-    images: list[LoadedImage],
-    sampling: SamplingParams,
-    schema: dict[str, Any] | None,
-    arguments: argparse.Namespace,
+    how: dict[str, Any],
+    at_sentence: bool,
     bars: Bars,
     meter: EnergyMeter | NoMeter,
 ) -> int:
-    writer = _Writer(arguments.max_new_tokens, at_sentence=schema is None)
+    """Print the text; at_sentence: a sentence's end ends it once it is long. Returns the exit status."""
     try:
         with bars:
             with meter.phase("prefill") as prefill:
                 steps = session.generate(
-                    prompt,
-                    images=images,
-                    max_new_tokens=writer.most,
-                    sampling=continued(session.last_sampler, sampling),
-                    stop=arguments.stop,
-                    json_schema=schema,
-                    progress=lambda done, total: bars.prefill(n_prompt, done, total),
+                    prompt, progress=lambda done, total: bars.prefill(n_prompt, done, total), **how
                 )
                 n_prompt = session.report().prefill_tokens
                 if n_prompt:
                     bars.prefill(n_prompt, 0, 1)
                 first = next(steps)
             prefill.tokens = session.report().prefill_tokens
-            writer.take(first)
+            ended, tail = None, ""
             with meter.phase("decode") as decode, contextlib.closing(steps):
-                while not writer.done and (step := next(steps, None)):
-                    writer.take(step)
-                    decode.tokens += 1
-        sys.stdout.write("\n")
-        if writer.finish_message:
-            session.report().finish_message = writer.finish_message
+                for n, step in enumerate(itertools.chain([first], steps), 1):
+                    decode.tokens = n - 1
+                    print(step.text, end="", flush=True)
+                    tail = (tail + step.text)[-8:]
+                    if step.finish_reason == "length" and n == how["max_new_tokens"]:
+                        ended = f"cut after {n} tokens; max_new_tokens=N for another length"
+                    if n >= LENGTH and at_sentence and not step.finish_reason and SENTENCE_END.search(tail):
+                        ended = f"end of a sentence after {n} tokens"
+                        break
+        print()
+        if ended:
+            session.report().finish_message = ended
     except KeyboardInterrupt as interrupt:
-        sys.stdout.write("\n")
+        print()
         session.report().finish_message = "interrupted"
         return 143 if isinstance(interrupt, Terminated) else 130
     return 0
 
 
-class _Writer:
-    """Prints steps, and says when enough is written: at ``asked`` tokens, or where a sentence ends."""
-
-    def __init__(self, asked: int | None, at_sentence: bool) -> None:
-        self.most = asked or LENGTH + SPARE
-        self._at_sentence = at_sentence and not asked
-        self.finish_message: str | None = None
-        self._n, self._tail = 0, ""
-
-    @property
-    def done(self) -> bool:
-        return self.finish_message is not None
-
-    def take(self, step: Step) -> None:
-        """Prints a step's text."""
-        sys.stdout.write(step.text)
-        sys.stdout.flush()
-        self._n += 1
-        self._tail = (self._tail + step.text)[-8:]
-        if step.finish_reason == "length" and self._n == self.most:
-            self.finish_message = CUT.format(self._n)
-        elif self._at_sentence and not step.finish_reason and self._n >= LENGTH and ends_sentence(self._tail):
-            self.finish_message = f"end of a sentence after {self._n} tokens"
-
-
-def has_prompt(arguments: argparse.Namespace) -> bool:
-    """Whether the options give a prompt."""
-    return arguments.prompt is not None or arguments.prompt_file is not None
-
-
 def fitting(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
-    """The prompt, as token ids where these had to be counted.
+    """Return the prompt, as token ids where these had to be counted.
 
     Raises ContextError for one that can't fit, before anything large is loaded.
     """
-    if is_saved(arguments) or arguments.overflow != "stop":
-        return prompt
     model = Model.open(model_path(arguments), config=arguments.config, tokenizer=arguments.tokenizer)
     ctx = arguments.ctx or default_ctx(model.config)
     longest = len(prompt.encode(errors="replace")) + 2  # no token is less than a byte
@@ -297,20 +267,10 @@ def fitting(arguments: argparse.Namespace, prompt: str) -> str | list[int]:
     return ids
 
 
-def read_images(arguments: argparse.Namespace) -> list[LoadedImage]:
-    """The images of --image, after a look at whether the model takes any: before anything large is loaded."""
-    if not arguments.image:
-        return []
-    require_vision(Model.open(model_path(arguments), config=arguments.config))
-    return [picture(path) for path in arguments.image]
-
-
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt's text from --prompt, --prompt-file or standard input."""
-    if arguments.prompt is not None and arguments.prompt != "-":
-        return str(arguments.prompt)
+    """Return the prompt's text from --prompt, --prompt-file or standard input."""
     if arguments.prompt is not None:
-        return read_text("-", "--prompt")
+        return read_text("-", "--prompt") if arguments.prompt == "-" else str(arguments.prompt)
     if arguments.prompt_file is None:
         raise EdgeKVError("no prompt: give --prompt TEXT, --prompt-file FILE, or - for standard input")
     return read_text(arguments.prompt_file, "--prompt-file")

@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from edgekv.cli.options import COUNT, REPEATED, SESSION, Command, add, load_options, positive_seconds
+from edgekv.cli.options import REPEATED, SESSION, Command, add, count, load_options, option, positive_seconds
 from edgekv.cli.power import add_power_options, energy_source
 from edgekv.cli.run import load_session, open_template
 from edgekv.cli.terminal import Bars
@@ -32,54 +32,39 @@ def origin(text: str) -> str:
     return text.lower()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "host": {"default": "127.0.0.1", "help": "address to listen on (default %(default)s)"},
-    "port": {"type": int, "default": 8080, "help": "0 takes a free one (default %(default)s)"},
-    "api-key": {
-        "metavar": "KEY",
-        "help": f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})",
-    },
-    "name": {"help": "the model's name in the API (default: its folder's)"},
+OPTIONS = {
+    "host": option(None, "address to listen on (default %(default)s)", default="127.0.0.1"),
+    "port": option("N", "0 takes a free one (default %(default)s)", type=int, default=8080),
+    "api-key": option("KEY", f"that clients must send; needed beyond this machine (or {KEY_VARIABLE})"),
+    "name": option(None, "the model's name in the API (default: its folder's)"),
+    "cors": option(
+        "ORIGIN",
+        "a web page elsewhere that may call this server, such as https://example.org; * is any (repeatable)",
+        type=origin,
+        **REPEATED,
+    ),
+    "max-new-tokens": count("of an answer whose request sets none (default %(default)s)", default=MAX_NEW_TOKENS),
+    "slots": count(
+        "answers made at once, each with its own cache; more than 1 on a CPU only, without --draft (default 1)",
+        default=1,
+    ),
+    "queue": count("requests that may wait (default %(default)s)", default=32),
+    "max-request": option(
+        "BYTES", f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)"
+    ),
+    "prefix-cache": option("BYTES", "for recent conversations' caches (default: a quarter of the free memory)"),
+    "client-timeout": option(
+        "S",
+        "for a request to arrive whole, and for a client that stops reading (default %(default)g)",
+        type=positive_seconds,
+        default=30.0,
+    ),
+    "max-connections": count(
+        "open at once; beyond them the one that has been silent longest goes (default %(default)s)", default=512
+    ),
     "strict-model": {
         "action": "store_true",
         "help": "refuse requests for a model of another name (default: answer them, with a Warning header)",
-    },
-    "cors": {
-        **REPEATED,
-        "type": origin,
-        "metavar": "ORIGIN",
-        "help": "a web page elsewhere that may call this server, as https://example.org; * is any (repeatable)",
-    },
-    "max-new-tokens": {
-        **COUNT,
-        "default": MAX_NEW_TOKENS,
-        "help": "of an answer whose request sets no limit (default %(default)s)",
-    },
-    "slots": {
-        **COUNT,
-        "default": 1,
-        "help": "answers that are made at once, each with a cache of its own; more than 1 on a CPU only, without "
-        "--draft (default %(default)s)",
-    },
-    "queue": {**COUNT, "default": 32, "help": "requests that may wait (default %(default)s)"},
-    "max-request": {
-        "metavar": "BYTES",
-        "help": f"of a request's body (default {MAX_REQUEST}, {MAX_REQUEST_IMAGES} where the model takes images)",
-    },
-    "prefix-cache": {
-        "metavar": "BYTES",
-        "help": "for the caches of recent conversations (default: a quarter of the free memory)",
-    },
-    "client-timeout": {
-        "type": positive_seconds,
-        "default": 30.0,
-        "metavar": "S",
-        "help": "for a request to arrive whole, and for a client that stops reading (default 30)",
-    },
-    "max-connections": {
-        **COUNT,
-        "default": 512,
-        "help": "open at once; beyond them the one that has been silent longest goes (default %(default)s)",
     },
 }
 """What only a server is told."""

@@ -263,8 +263,8 @@ def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.
     assert gated.verdict(spec) is None
     gated.remember(spec, Verdict(QUALITY, (20, 20), ("KL 1, more than 0.05",)), {"text": "book.txt"})
     remembered = Verdicts(model, tmp_path / "gates").verdict(spec)
-    assert remembered.failures == ("KL 1, more than 0.05",)
-    assert remembered.measured == {"text": "book.txt"}
+    assert remembered["failures"] == ["KL 1, more than 0.05"]
+    assert remembered["measured"] == {"text": "book.txt"}
     assert gated.verdict(CacheSpec.parse("onebit:v_bits=1")) is None
     (file,) = (tmp_path / "gates").rglob("*.*")
     assert file.parent.name == model.identity

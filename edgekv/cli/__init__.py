@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
 
 from edgekv.cli.options import in_flags
 from edgekv.cli.terminal import one_line, visible_terminals
@@ -53,34 +52,27 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(execute=command.execute, options=sub._option_string_actions)
-    _add_completion(commands, main_parser)
+    about = "print a script for your shell's TAB key"
+    sub = commands.add_parser("completion", help=about, description=about, epilog=HINT)
+    sub.add_argument("shell", choices=SHELLS)
+    sub.set_defaults(execute=lambda arguments: _print_completion(main_parser, arguments.shell))
     return main_parser
-
-
-def _add_completion(commands: Any, whole: argparse.ArgumentParser) -> None:
-    """The command, which needs the parser of all the others."""
-    help_text = "print a script for your shell's TAB key"
-    parser = commands.add_parser("completion", help=help_text, description=help_text, epilog=HINT)
-    parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(execute=lambda arguments: _print_completion(whole, arguments.shell))
 
 
 def _print_completion(whole: argparse.ArgumentParser, shell: str) -> int:
     import shtab
 
-    _complete_files(whole, shtab.FILE)
+    def complete_files(parser: argparse.ArgumentParser) -> None:
+        for action in parser._actions:
+            if action.metavar in ("FILE", "PATH", "FOLDER"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            if isinstance(action, argparse._SubParsersAction):
+                for sub in action.choices.values():
+                    complete_files(sub)
+
+    complete_files(whole)
     print(shtab.complete(whole, shell))
     return 0
-
-
-def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
-    """Options whose value is a file or a folder complete as one."""
-    for action in parser._actions:
-        if action.metavar in ("FILE", "PATH", "FOLDER"):
-            action.complete = files  # type: ignore[attr-defined]
-        if isinstance(action, argparse._SubParsersAction):
-            for sub in action.choices.values():
-                _complete_files(sub, files)
 
 
 def _drop_output() -> None:

@@ -18,7 +18,7 @@ from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import give_heads_bits, load_model, open_caches, open_model, open_tokenizer, warm_up
 from edgekv.engine.options import Options
 from edgekv.errors import ContextError, EdgeKVError, PowerError
-from edgekv.eval.needles import Prose, answer, make_haystack, open_copy, read
+from edgekv.eval.needles import Prose, ask, make_haystack, read
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import DEFAULT
@@ -92,11 +92,16 @@ class Demo:
         read(self.decoder, self.haystack.ids, caches, lambda i, n: progress(f"{name} reads", i, n))
         first_token_s = time.perf_counter() - begin
         cache_bytes = sum(cache.nbytes for cache in attending(caches))
-        answers = []
-        for question in self.haystack.questions:
-            own = open_copy(caches, self.decoder, spec, self.capacity)
-            said = answer(self.decoder, self.tokenizer, question, own)
-            answers.append((said, question.is_answered(said)))
+        texts = ask(
+            self.decoder,
+            self.tokenizer,
+            self.haystack,
+            caches,
+            lambda: open_caches(self.decoder, spec, self.capacity),
+        )
+        answers = [
+            (text, asked.is_answered(text)) for text, asked in zip(texts, self.haystack.questions, strict=True)
+        ]
         with meter.phase(name, WRITTEN), blas_threads(1):
             begin = time.perf_counter()
             likeliest = [int(to_host(self.decoder.step(token, caches)).argmax()) for token in self.after]

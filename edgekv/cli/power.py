@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import grp
 import io
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -135,7 +135,7 @@ def _execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(source, arguments.seconds or JSON_SECONDS)
     else:
-        _print_live(source, arguments.seconds)
+        _print_live(source, math.inf if arguments.seconds is None else arguments.seconds)
     _plot(source, arguments)
     return 0
 
@@ -143,61 +143,45 @@ def _execute(arguments: argparse.Namespace) -> int:
 def _print_json(source: PowerSource, seconds: float) -> None:
     source.start()
     begun_s, before = time.perf_counter(), Conditions.now()
-    _wait(seconds)
+    with contextlib.suppress(KeyboardInterrupt):
+        time.sleep(seconds)
     ended_s, after = time.perf_counter(), Conditions.now()
     source.stop()
-    facts: dict[str, Any] = {
+    power = reason = None
+    try:
+        power = dataclasses.asdict(source.window(begun_s, ended_s))
+    except PowerError as error:
+        reason = str(error)
+    facts = {
         "meter": dataclasses.asdict(source.about()),
-        "power": None,
-        "reason": None,
+        "power": power,
+        "reason": reason,
         "before": before.as_dict(),
         "after": after.as_dict(),
         "machine": machine_info(),
     }
-    try:
-        facts["power"] = dataclasses.asdict(source.window(begun_s, ended_s))
-    except PowerError as error:
-        facts["reason"] = str(error)
     print(json.dumps(facts, indent=2))
 
 
-def _print_live(source: PowerSource, seconds: float | None) -> None:
-    """Print a block of lines each second, over the last one where the output is a terminal."""
+def _print_live(source: PowerSource, seconds: float) -> None:
+    """Print a block of lines each second, over the last one on a terminal, for so long or until Ctrl-C."""
     source.start()
-    begun_s = time.perf_counter()
+    begun_s = now_s = time.perf_counter()
     if isinstance(source, Unmetered):  # once: it will not change
-        print("\n".join([*_power_lines(source, begun_s, begun_s), Conditions.now().to_text()]))
-        return
+        seconds = 0
+        redraw([*_power_lines(source, now_s, now_s), Conditions.now().to_text()], 0)
     height = 0
-    for elapsed_s in _ticks(seconds):
-        now_s = begun_s + elapsed_s
-        lines = [*_power_lines(source, max(begun_s, now_s - REFRESH_S), now_s), Conditions.now().to_text()]
-        height = redraw(lines, height)
+    with contextlib.suppress(KeyboardInterrupt):
+        while now_s < begun_s + seconds:
+            time.sleep(min(REFRESH_S, begun_s + seconds - now_s))
+            now_s = time.perf_counter()
+            lines = _power_lines(source, max(begun_s, now_s - REFRESH_S), now_s)
+            height = redraw([*lines, Conditions.now().to_text()], height)
     source.stop()
 
 
-def _ticks(seconds: float | None) -> Iterator[float]:
-    """Yield the seconds since the start, about once per REFRESH_S until ``seconds`` or Ctrl-C."""
-    begun_s = time.perf_counter()
-    left = seconds
-    while left is None or left > 0:
-        if not _wait(REFRESH_S if left is None else min(left, REFRESH_S)):
-            return
-        elapsed_s = time.perf_counter() - begun_s
-        left = None if seconds is None else seconds - elapsed_s
-        yield elapsed_s
-
-
-def _wait(seconds: float) -> bool:
-    """Say whether the time passed without Ctrl-C."""
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
 def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]:
+    """List the meter's watts and those of its rails."""
     about = source.about()
     try:
         window = source.window(start_s, end_s)
@@ -218,7 +202,7 @@ def _power_lines(source: PowerSource, start_s: float, end_s: float) -> list[str]
 
 
 def _record(arguments: argparse.Namespace) -> int:
-    """Meter a program; its exit status is passed on."""
+    """Meter a program and return its exit status. Ctrl-C reaches the program itself, which decides what to do."""
     command = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     if not command:
         raise PowerError("power record: no command; give it after --, as in edgekv power record -- sleep 5")
@@ -228,36 +212,27 @@ def _record(arguments: argparse.Namespace) -> int:
         try:
             child = subprocess.Popen(command)
         except OSError as error:
-            raise PowerError(
-                f"{command[0]}: can't be run ({error.strerror}); give a program that exists"
-            ) from None
+            why = f"can't be run ({error.strerror}); give a program that exists"
+            raise PowerError(f"{command[0]}: {why}") from None
         with meter.phase(PHASE):
-            _wait_for(child)
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            finally:
+                signal.signal(signal.SIGINT, before)
     _, wait_status, usage = os.wait4(child.pid, 0)
     child.returncode = code = os.waitstatus_to_exitcode(wait_status)
     if arguments.csv and isinstance(sampler, PowerSampler):
         atomic_write(arguments.csv, samples_csv(sampler.trace(), unix_offset_s).encode())
     _plot(sampler, arguments)
     report = meter.report()
+    # A child's mark begins at its parent's, so that a smaller program's own is not known.
+    mark, ours = usage.ru_maxrss * 1024, peak_rss_bytes()
+    peak = format_bytes(mark) if mark > ours else f"at most {format_bytes(ours)}"
     rows = [("time", f"{report.phases[PHASE].seconds:.2f} s"), *report.rows()]
-    rows.append(("used", f"{usage.ru_utime + usage.ru_stime:.2f} s of processor time, peak RSS {_peak(usage)}"))
+    rows.append(("used", f"{usage.ru_utime + usage.ru_stime:.2f} s of processor time, peak RSS {peak}"))
     print_rows(rows, sys.stderr)
     return code if code >= 0 else 128 - code  # as shells report a signal
-
-
-def _wait_for(child: subprocess.Popen[bytes]) -> None:
-    """Wait until it ends, leaving it to be reaped. Ctrl-C reaches the program itself, which decides what to do."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _peak(usage: Any) -> str:
-    """A child's mark begins at its parent's, so that a smaller program's own is not known."""
-    mark, ours = usage.ru_maxrss * 1024, peak_rss_bytes()
-    return format_bytes(mark) if mark > ours else f"at most {format_bytes(ours)}"
 
 
 def samples_csv(trace: Trace, unix_offset_s: float) -> str:
@@ -290,11 +265,24 @@ def diagnosis(findings: list[SurveyedMeter], root: Root = "/") -> list[tuple[str
     """List (topic, text): the board, every kind of sensor, permissions, and what --power would use."""
     profile, board = find_profile(root), machine_info(root)["board"]
     known = f"{board}: {profile.to_text()}" if profile else f"{board or 'not a known board'}: no profile"
+    try:
+        member = grp.getgrnam(GROUP).gr_gid in {os.getegid(), *os.getgroups()}
+        group = f"you are{'' if member else ' not'} in the group {GROUP}"
+    except KeyError:
+        group = f"there is no group {GROUP} on this system"
     rows = [("board", known), *((finding.name, _finding_text(finding)) for finding in findings)]
     rows.append(("throttling", "is reported here" if throttle(root) else "nothing here reports it"))
-    rows.append(("group", _group_text()))
+    rows.append(("group", group))
     if any(isinstance(finding.problem, MeterRefused) for finding in findings):
-        rows += [("permission", line) for line in _rule_lines()]
+        rule = power_file(RULE)
+        lines = [
+            f"sudo cp {rule} /etc/udev/rules.d/",
+            "sudo udevadm control --reload && sudo udevadm trigger",
+            f"sudo usermod -aG {GROUP} $USER, then log in again",
+        ]
+        if rule is None:
+            lines = [f"{RULE} did not come with this installation: take it from the folder power/ of the source"]
+        rows += [("permission", line) for line in lines]
     usable = [finding.name for finding in findings if finding.meter]
     verdict = "nothing can be measured here: use an external meter's log with --power-csv FILE"
     if usable:
@@ -313,25 +301,6 @@ def _finding_text(finding: SurveyedMeter) -> str:
     watts = ", ".join(f"{rail} {value:.3g} W" for rail, value in reading.power_w.items())
     total = " + ".join(meter.total) if len(meter.total) <= 4 else f"all {len(meter.total)} rails"
     return f"ok {watts or ', '.join(meter.rails)}; total = {total}: {meter.covers}"
-
-
-def _group_text() -> str:
-    try:
-        member = grp.getgrnam(GROUP).gr_gid in {os.getegid(), *os.getgroups()}
-    except KeyError:
-        return f"there is no group {GROUP} on this system"
-    return f"you are{'' if member else ' not'} in the group {GROUP}"
-
-
-def _rule_lines() -> list[str]:
-    rule = power_file(RULE)
-    if rule is None:
-        return [f"{RULE} did not come with this installation: take it from the folder power/ of the source"]
-    return [
-        f"sudo cp {rule} /etc/udev/rules.d/",
-        "sudo udevadm control --reload && sudo udevadm trigger",
-        f"sudo usermod -aG {GROUP} $USER, then log in again",
-    ]
 
 
 POWER = Command("show what this machine draws; meter any command; say what can be measured", _arguments, _execute)

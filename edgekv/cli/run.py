@@ -146,7 +146,7 @@ def smaller_scheme(session: Session) -> tuple[str, int] | None:
     """
     verdicts = Verdicts(session.model)
     remembered = {text: verdicts.verdict(CacheSpec.parse(text)) for text in reversed(AUTO)}
-    passed = [text for text, verdict in remembered.items() if verdict and not verdict.failures]
+    passed = [text for text, verdict in remembered.items() if verdict and not verdict["failures"]]
     name = passed[0] if passed else published_results()["recommended"]
     spec = CacheSpec.parse(name)
     try:

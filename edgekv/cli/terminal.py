@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -129,7 +130,6 @@ class Bars:
         self._task = ""
         self._bar: tqdm | None = None
         self._lock = threading.Lock()
-        self._end = threading.Event()
 
     def __enter__(self) -> Bars:
         return self
@@ -141,12 +141,16 @@ class Bars:
         """Show a task at ``done`` of ``total``; another task's bar is closed."""
         if not sys.stderr.isatty():
             return
-        if task != self._task:
+        if task != self._task or self._bar is None:
+            from tqdm import tqdm
+
             self._close()
-            self._open(task, total)
+            unit = "B" if task in COUNTED_IN_BYTES else " tokens" if task == PREFILL else ""
+            self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=unit == "B", leave=False)
+            self._task = task
+            threading.Thread(target=self._refresh, args=(self._bar,), daemon=True).start()
         with self._lock:
-            if self._bar is not None:
-                self._bar.update(done - self._bar.n)
+            self._bar.update(done - self._bar.n)
         if done >= total:
             self._close()
 
@@ -154,26 +158,20 @@ class Bars:
         """Show a prompt of ``n_tokens``, of which ``layer`` of ``n_layers`` are through, in tokens."""
         self.update(PREFILL, n_tokens * layer // n_layers, n_tokens)
 
-    def _open(self, task: str, total: int) -> None:
-        from tqdm import tqdm
-
-        unit = "B" if task in COUNTED_IN_BYTES else " tokens" if task == PREFILL else ""
-        self._bar = tqdm(total=total, desc=task, unit=unit, unit_scale=unit == "B", leave=False)
-        self._task, self._end = task, threading.Event()
-        threading.Thread(target=self._refresh, args=(self._bar, self._end), daemon=True).start()
-
-    def _refresh(self, bar: tqdm, end: threading.Event) -> None:
-        while not end.wait(REFRESH_S):
+    def _refresh(self, bar: Any) -> None:
+        """Redraw the bar, for its seconds, until another takes its place."""
+        while True:
+            time.sleep(REFRESH_S)
             with self._lock:
-                if not end.is_set():
-                    bar.refresh()
+                if self._bar is None or self._bar is not bar:
+                    return
+                self._bar.refresh()
 
     def _close(self) -> None:
         with self._lock:
-            self._end.set()
             if self._bar is not None:
                 self._bar.close()
-            self._bar, self._task = None, ""
+            self._bar = None
 
 
 class Terminated(KeyboardInterrupt):
@@ -200,18 +198,16 @@ class Interrupt:
     A step that is torn in two leaves some layers a token ahead, which costs some schemes their whole cache.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    requested = False
 
     def __enter__(self) -> Interrupt:
-        self.requested = False
         self._before: Any = signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def check(self, *progress: object) -> None:
+    def check(self) -> None:
         """Raise KeyboardInterrupt if it was requested: between the layers of a prompt."""
         if self.requested:
             raise KeyboardInterrupt

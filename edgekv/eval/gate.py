@@ -123,33 +123,18 @@ def gate(
 
     Raises ContextError when the text does not fill a window.
     """
-    qualities = evaluate(
-        decoder,
-        tokens[: ctx * windows],
-        ctx,
-        specs,
-        fit_tokens=fit_tokens,
-        adapter=adapter,
-        progress=progress,
-    )
+    read = tokens[: ctx * windows]
+    qualities = evaluate(decoder, read, ctx, specs, fit_tokens=fit_tokens, adapter=adapter, progress=progress)
     text = np.asarray(tokens[len(tokenizer.encode("")) :])
     needle_test = NeedleTest.make(decoder, tokenizer, Prose(text, tokenizer), ctx, n=n_needles, progress=progress)
     verdicts = []
     for spec, quality in zip(specs, qualities, strict=True):
         needles = None
         if needle_test.applies:
-            found = needle_test.score(decoder, tokenizer, spec, adapter=adapter, progress=progress)
+            found = needle_test.score(decoder, tokenizer, spec, adapter, progress)
             needles = found, needle_test.n_known
         verdicts.append(judge(quality, needles, limits or GateLimits()))
     return verdicts, needle_test
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredVerdict:
-    """A scheme's last verdict: ``failures`` and ``measured`` as `Verdicts.remember` was given them."""
-
-    failures: tuple[str, ...]
-    measured: dict[str, Any]
 
 
 class Verdicts:
@@ -166,66 +151,59 @@ class Verdicts:
         """Where they are: by the model's identity, for which all of its files are hashed once."""
         return (self._root or cache_root() / "gates") / self.model.adapted_identity
 
+    def _file(self, spec: CacheSpec, kind: str) -> pathlib.Path:
+        return self.folder / f"{spec.as_asked}.{kind}"
+
     def remember(self, spec: CacheSpec, verdict: Verdict, measured: dict[str, Any]) -> None:
-        """Writes the verdict, and what it was ``measured`` on. Raises CheckpointError when it can't."""
-        facts = {
-            "scheme_version": spec.scheme.version,
-            "passed": verdict.passed,
-            **dataclasses.asdict(verdict),
-            "measured": measured,
-        }
-        Memo(self._file(spec, "json"), FORMAT).write(facts)
+        """Write the verdict, and what it was ``measured`` on. Raises CheckpointError when it can't."""
+        facts = {"scheme_version": spec.scheme.version, "passed": verdict.passed, "measured": measured}
+        Memo(self._file(spec, "json"), FORMAT).write(facts | dataclasses.asdict(verdict))
         self._file(spec, "warned").unlink(missing_ok=True)
 
-    def verdict(self, spec: CacheSpec) -> StoredVerdict | None:
-        """The last one on this very scheme with its knobs."""
+    def verdict(self, spec: CacheSpec) -> dict[str, Any] | None:
+        """Return the facts of the last verdict on this very scheme with its knobs."""
         facts = Memo(self._file(spec, "json"), FORMAT).read()
-        if facts is None or facts["scheme_version"] != spec.scheme.version:
-            return None
-        return StoredVerdict(tuple(facts["failures"]), facts["measured"])
+        return facts if facts and facts["scheme_version"] == spec.scheme.version else None
 
     def warning(self, spec: CacheSpec) -> str | None:
-        """What a user should know before using the scheme, in a line; for a scheme made of others, of these."""
+        """Return what a user should know before using the scheme, in a line; for one made of others, of these."""
         parts = [CacheSpec.parse(name) for name in spec.scheme.packs_like] or [spec]
         verdicts = {part.short: self.verdict(part) for part in parts if needs_gate(part)}
         for name, verdict in verdicts.items():
-            if verdict and verdict.failures:
+            if verdict and verdict["failures"]:
                 return (
-                    f"kv={name!r} failed its gate for this model on {verdict.measured.get('text', 'a text')}: "
-                    f"{'; '.join(verdict.failures)}; find a scheme that passes: {self.command}"
+                    f"kv={name!r} failed its gate for this model on {verdict['measured'].get('text', 'a text')}: "
+                    f"{'; '.join(verdict['failures'])}; find a scheme that passes: {self.command}"
                 )
         never = ",".join(name for name, verdict in verdicts.items() if verdict is None)
-        if never:
-            kv = shlex.quote(never)
-            return f"kv={never!r} was never gated for this model; measure it: {self.command} --kv {kv}"
-        return None
+        if not never:
+            return None
+        kv = shlex.quote(never)
+        return f"kv={never!r} was never gated for this model; measure it: {self.command} --kv {kv}"
 
     @property
     def command(self) -> str:
         """What gates the model's schemes."""
-        adapter = f" --adapter {shlex.quote(str(self.model.adapter.path))}" if self.model.adapter else ""
-        lora = self.model.lora
-        lora_text = f" --lora {shlex.quote(f'{lora.folder}:{lora.scale}')}" if lora else ""
-        model = shlex.quote(name_of(self.model.path) or str(self.model.path))
-        return f"edgekv eval --gate --model {model}{adapter}{lora_text} --text YOUR-TEXT"
+        words = ["edgekv", "eval", "--gate", "--model", name_of(self.model.path) or str(self.model.path)]
+        if self.model.adapter:
+            words += ["--adapter", str(self.model.adapter.path)]
+        if self.model.lora:
+            words += ["--lora", f"{self.model.lora.folder}:{self.model.lora.scale}"]
+        return shlex.join([*words, "--text", "YOUR-TEXT"])
 
     def warn_once(self, spec: CacheSpec) -> str | None:
-        """`warning`, unless it was given before and the scheme has not been gated since."""
+        """Return `warning`, unless it was given before and the scheme has not been gated since."""
         warning = self.warning(spec)
-        if warning is None:
-            return None
-        marker = self._file(spec, "warned")
-        try:
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch(exist_ok=False)
-        except FileExistsError:
-            return None
-        except OSError:  # a folder that can't be written: better twice than never
-            return warning
+        if warning is not None:
+            marker = self._file(spec, "warned")
+            try:
+                marker.parent.mkdir(parents=True, exist_ok=True)
+                marker.touch(exist_ok=False)
+            except FileExistsError:
+                return None
+            except OSError:  # a folder that can't be written: better twice than never
+                pass
         return warning
-
-    def _file(self, spec: CacheSpec, kind: str) -> pathlib.Path:
-        return self.folder / f"{spec.as_asked}.{kind}"
 
 
 @functools.cache

@@ -184,27 +184,19 @@ class Haystack:
 
 
 def make_haystack(rng: Rng, prose: Prose, ctx: int, n: int) -> Haystack:
-    """A pass key and the codes of ``n - 1`` different things, spread evenly and in random order.
+    """Hide a pass key and the codes of ``n - 1`` different things, spread evenly and in random order.
 
     The text leaves room for the longest question and its answer in ``ctx`` tokens.
     """
-    depths = (rng.permutation(n) + 0.5) / n
+    pieces, questions = [], []
+    depths = ((rng.permutation(n) + 0.5) / n).tolist()
     facts = [Fact(draw_value(rng), name) for name in (None, *draw_names(rng, n - 1))]
-    questions = tuple(
-        Question(
-            ids=prose.continuing("\n\n" + fact.question),
-            value=fact.value,
-            n_answer=len(prose.continuing(" " + fact.value)),
-            depth=float(depth),
-            name=fact.name,
-        )
-        for fact, depth in zip(facts, depths, strict=True)
-    )
-    pieces = [
-        (float(depth), prose.continuing(" " + fact.statement)) for fact, depth in zip(facts, depths, strict=True)
-    ]
+    for depth, fact in zip(depths, facts, strict=True):
+        asked, digits = prose.continuing("\n\n" + fact.question), prose.continuing(" " + fact.value)
+        questions.append(Question(asked, fact.value, len(digits), depth, fact.name))
+        pieces.append((depth, prose.continuing(" " + fact.statement)))
     room = max(len(question.ids) + question.n_answer for question in questions)
-    return Haystack(prose.weave(rng, pieces, ctx - room)[0].tolist(), questions)
+    return Haystack(prose.weave(rng, pieces, ctx - room)[0].tolist(), tuple(questions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,16 +219,16 @@ class NeedleTest:
         seed: int = 0,
         progress: TaskProgress | None = None,
     ) -> NeedleTest:
-        """``n`` needles, at most `PER_HAYSTACK` in a window of ``ctx`` tokens, and fewer in a short one."""
+        """Hide ``n`` needles, at most `PER_HAYSTACK` in a window of ``ctx`` tokens, and fewer in a short one."""
         per_haystack = min(PER_HAYSTACK, ctx // SPACING)
         sizes = [min(per_haystack, n - a) for a in range(0, n, per_haystack)] if per_haystack else []
         rng = np.random.default_rng([seed, ctx])
-        haystacks = tuple(make_haystack(rng, prose, ctx, size) for size in sizes)
+        haystacks = [make_haystack(rng, prose, ctx, size) for size in sizes]
         dense, known = CacheSpec.parse(DEFAULT), []
         for i, haystack in enumerate(haystacks):
             right = answers(decoder, tokenizer, dense, haystack, ctx)
             asked = tuple(question for question, ok in zip(haystack.questions, right, strict=True) if ok)
-            known.append(dataclasses.replace(haystack, questions=asked))
+            known.append(Haystack(haystack.ids, asked))
             if progress:
                 progress("needles, dense", i + 1, len(haystacks))
         return cls(ctx, tuple(known), sum(sizes))
@@ -253,7 +245,7 @@ class NeedleTest:
 
     @property
     def note(self) -> str:
-        """In words: how many needles the dense cache finds, or why the test says nothing."""
+        """How many needles the dense cache finds, or why the test says nothing."""
         if not self.n_hidden:
             return f"not applicable: none were hidden in windows of {self.ctx} tokens"
         found = f"the dense cache finds {self.n_known} of {self.n_hidden}"
@@ -264,11 +256,10 @@ class NeedleTest:
         decoder: Decoder,
         tokenizer: Tokenizer,
         spec: CacheSpec,
-        *,
         adapter: Adapter | None = None,
         progress: TaskProgress | None = None,
     ) -> int:
-        """How many of the known needles the scheme finds."""
+        """Count the known needles that the scheme finds."""
         n = 0
         for i, haystack in enumerate(self.haystacks):
             n += sum(answers(decoder, tokenizer, spec, haystack, self.ctx, adapter))
@@ -293,30 +284,32 @@ def answers(
         return []
     caches = open_caches(decoder, spec, ctx, adapter)
     read(decoder, haystack.ids, caches)
-    right = []
+    said = ask(decoder, tokenizer, haystack, caches, lambda: open_caches(decoder, spec, ctx, adapter))
+    return [question.is_answered(text) for question, text in zip(haystack.questions, said, strict=True)]
+
+
+def ask(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    haystack: Haystack,
+    caches: Sequence[LayerState],
+    open_new: Callable[[], list[LayerState]],
+) -> list[str]:
+    """Return the likeliest text after each question, as long as its answer; ``caches`` stay as they are.
+
+    open_new: opens empty caches of the same scheme and size.
+    """
+    texts = []
     for question in haystack.questions:
-        own = open_copy(caches, decoder, spec, ctx, adapter)
-        right.append(question.is_answered(answer(decoder, tokenizer, question, own)))
-    return right
-
-
-def open_copy(
-    caches: Sequence[LayerState], decoder: Decoder, spec: CacheSpec, ctx: int, adapter: Adapter | None = None
-) -> list[LayerState]:
-    """Open new caches with the contents of others of the same scheme and size."""
-    new = open_caches(decoder, spec, ctx, adapter)
-    for source, target in zip(caches, new, strict=True):
-        copy_cache(source, target)
-    return new
-
-
-def answer(decoder: Decoder, tokenizer: Tokenizer, question: Question, caches: Sequence[LayerState]) -> str:
-    """The likeliest text after a question, as long as the answer; both enter the caches."""
-    tokens = [int(read(decoder, question.ids, caches).argmax())]
-    with blas_threads(1):
-        while len(tokens) < question.n_answer:
-            tokens.append(int(to_host(decoder.step(tokens[-1], caches)).argmax()))
-    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace").lstrip()
+        own = open_new()
+        for source, target in zip(caches, own, strict=True):
+            copy_cache(source, target)
+        tokens = [int(read(decoder, question.ids, own).argmax())]
+        with blas_threads(1):
+            while len(tokens) < question.n_answer:
+                tokens.append(int(to_host(decoder.step(tokens[-1], own)).argmax()))
+        texts.append(b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", errors="replace").lstrip())
+    return texts
 
 
 def read(
@@ -325,7 +318,7 @@ def read(
     caches: Sequence[LayerState],
     progress: Callable[[int, int], None] | None = None,
 ) -> F32:
-    """(vocab,) logits after the ids, which enter the caches. progress(layer, n_layers)."""
+    """Return the logits (vocab,) after the ids, which enter the caches. progress(layer, n_layers)."""
     with blas_threads(decoder.threads):
         hidden = decoder.prefill(decoder.embed(ids, caches[0].n_seen), caches, progress)
         logits: F32 = to_host(decoder.head(hidden[-1:]))[0]

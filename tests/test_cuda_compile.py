@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from edgekv.kernels.cuda import backend, matvec
-from edgekv.kernels.cuda.attend import attend_program
-from edgekv.kernels.cuda.loops import Reader
+from edgekv.kernels.cuda import matvec
+from edgekv.kernels.cuda.driver import FOLDER, Program
+from edgekv.kernels.cuda.kernels import attend_program
+from edgekv.kernels.cuda.loops import MOST_SHARES, Reader
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
 from edgekv.kernels.cuda.papers import fier, huffman, int4, kivi, quest, signs
 from edgekv.kernels.cuda.planes import encode_program
-from edgekv.kernels.cuda.program import FOLDER, Program
 from edgekv.kernels.cuda.rows import ENCODE
 
 LEAST = {
     "prompt_attention": 75,
     "tiled_linear": 80,
-    "tiled_planes": 80,
+    "tiled": 80,
 }  # of what is only launched from a generation on
 ARCHITECTURES = {53: "Jetson Nano", 62: "TX2", 72: "Xavier", 75: "Turing", 87: "Orin", 90: "H100, H200"}
 REPORT = re.compile(
@@ -86,7 +86,7 @@ def program(files: tuple[str, ...], **macros: object) -> Program:
 
 
 def attend(files: tuple[str, ...], exact: bool, macros: dict[str, object]) -> Program:
-    more = {"MOST_SHARES": backend.MOST_SHARES} | ({"EXACT": 1} if exact else {})
+    more = {"MOST_SHARES": MOST_SHARES} | ({"EXACT": 1} if exact else {})
     return program((*files, *(["rows"] if exact else []), "attend"), **ROWS | macros | more)
 
 
@@ -100,8 +100,8 @@ def tiled(rows: int, width: int, macros: dict[str, Any]) -> Program:
 
 
 PROGRAMS = {
-    **{f"scores-{file}": program((file, "scores"), **ROWS | macros) for file, macros in KEYS.items()},
-    **{f"values-{file}": program((file, "values"), **ROWS | macros) for file, macros in VALUES.items()},
+    **{f"scores-{file}": program((file, "ranges"), **ROWS | macros) for file, macros in KEYS.items()},
+    **{f"values-{file}": program((file, "ranges"), **ROWS | macros) for file, macros in VALUES.items()},
     **{f"attend-{k}": attend((k, file), exact, KEYS[k] | values) for k, values, file, exact, _ in PAIRS},
     **{
         f"attend-{k}-one": attend((k, file), exact, KEYS[k] | values | {"ROWS": 1, "TILES": tiles})
@@ -111,17 +111,17 @@ PROGRAMS = {
     "attend-heads-one": attend(("centred", "interleaved_values"), True, HEADS | {"ROWS": 1, "TILES": 1}),
     "attend-kivi": attend(("columns", "byte_values"), True, KIVI),
     "attend-kivi-one": attend(("columns", "byte_values"), True, KIVI | {"ROWS": 1, "TILES": 2}),
-    "scores-fier-one": program(("papers/fier", "scores"), **ROWS | KEYS["papers/fier"] | {"ROWS": 1, "TILES": 2}),
+    "scores-fier-one": program(("papers/fier", "ranges"), **ROWS | KEYS["papers/fier"] | {"ROWS": 1, "TILES": 2}),
     **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
     **{
         f"packed_linear-{bits}-{rows}": program(
-            ("activations", "packed_linear"), WEIGHT_BITS=bits, BLOCK=32, ROWS=rows, MOST_CHUNKS=MOST_CHUNKS[-1]
+            ("packed_linear",), WEIGHT_BITS=bits, BLOCK=32, ROWS=rows, MOST_CHUNKS=MOST_CHUNKS[-1]
         )
         for bits, rows in ((4, 2), (4, 4), (8, 2))
     },
     **{
         f"tiled_linear-{bits}-{block}": program(
-            ("activations", "tiled_linear"),
+            ("tiled_linear",),
             WEIGHT_BITS=bits,
             BLOCK=block,
             MOST_SPANS=MOST_CHUNKS[-1] // 8,
@@ -137,9 +137,8 @@ PROGRAMS = {
         f"prompt_attention-{width}": program(("prompt_attention",), WIDTH=width, HEAD_DIM=width)
         for width in (64, 128, 256)
     },
-    "layers": program(("activations", "layers")),
-    "rotate": Program(("rotate",), (("WIDTH", 128),), exact=True),
-    **{name: program((name,)) for name in ("add_partial", "inputs", "merge", "move", "rope", "softmax")},
+    **{name: program((name,)) for name in ("layers", "small")},
+    "rotate": Program(("exact",), (("WIDTH", 128),), exact=True),
     **{
         "encode": ENCODE,
         **{module.__name__: module.ENCODE for module in (fier, huffman, int4, kivi, quest, signs)},

@@ -26,7 +26,7 @@ from edgekv.engine.state import State
 from edgekv.errors import EdgeKVError, MemoryBudgetError, SessionError
 from edgekv.eval.evaluate import evaluate
 from edgekv.kernels.arrays import to_host
-from edgekv.kernels.cuda.program import CannotRecord
+from edgekv.kernels.cuda.driver import CannotRecord
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import KVCache, rewind
 from edgekv.weights.cuda import DeviceWeights

@@ -25,10 +25,12 @@ TOKENS = 704  # of which two tiles at a time are two rounds of some warps, the s
 
 @pytest.fixture
 def kernels(device: OnDevice, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of what is launched."""
+    """The kernels that are launched, and their files."""
     files: list[str] = []
     launch = device.driver.launch
-    monkeypatch.setattr(device.driver, "launch", lambda *a: (files.extend(a[0].program.files), launch(*a)))
+    monkeypatch.setattr(
+        device.driver, "launch", lambda *a: (files.extend((*a[0].program.files, a[0].kernel)), launch(*a))
+    )
     if not device.driver.has_whole_tiles:
         pytest.skip("needs sm_80 or later")
     return files
@@ -50,8 +52,8 @@ def test_planes(
     both.check(1, *causal(1, TOKENS - 24, None), False, TOLERANCE)
     both.check(1, *causal(1, TOKENS - 24, 150), False, TOLERANCE, cap=1.5 if shape == (2, 64) else None)
     both.check(1, np.array([70]), np.array([80]), False, TOLERANCE)
-    assert "tiled_planes" in kernels
-    assert "rotate" not in kernels
+    assert "tiled" in kernels
+    assert "hadamard" not in kernels
     assert not both.check(1, np.array([9]), np.array([9]), False, 0).any()
 
 

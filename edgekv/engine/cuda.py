@@ -14,9 +14,9 @@ from edgekv.engine.model import Model
 from edgekv.errors import CacheError, ConfigError
 from edgekv.kernels.contract.attention import bound_scores
 from edgekv.kernels.cuda import driver as cupy_driver
+from edgekv.kernels.cuda.driver import Array, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
-from edgekv.kernels.cuda.program import Array, Driver
 from edgekv.kernels.cuda.rope import MOST_WIDTH, Halves, padded_width
 from edgekv.kvcache import CACHES, CacheSpec
 from edgekv.kvcache.cache import KVCache, LayerState, Workspace

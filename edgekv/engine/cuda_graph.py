@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, Moves, put_inputs
-from edgekv.kernels.cuda.program import Array, CannotRecord, Driver
+from edgekv.kernels.cuda.driver import Array, CannotRecord, Driver
 from edgekv.kvcache.cache import KVCache
 
 FEWEST_TOKENS = 8  # before the cache is full, worth recording

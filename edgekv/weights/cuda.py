@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from edgekv.errors import ConfigError
 from edgekv.kernels.arrays import contiguous
+from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS, linear_program, matvec, packed_matvec, takes_packed
-from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
 from edgekv.models.architecture import Architecture
 from edgekv.types import F32, TaskProgress
 from edgekv.weights.ops import Changes, WeightOps
@@ -25,8 +25,8 @@ NO_CHANGES = (
 )
 Ids = npt.NDArray[np.int64]
 KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # KIND_... of layers.cu
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # of activations.cu
-LAYERS = Program(("activations", "layers"))
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # of common.cu
+LAYERS = Program(("layers",))
 NORM_THREADS = 512
 MOST_BLOCKS = 65535  # in a grid's second direction
 LOADING = "loading to the GPU"

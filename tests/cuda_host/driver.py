@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.kernels.cuda.counter import N_MOVES
-from edgekv.kernels.cuda.program import CannotRecord, Launch, Program
+from edgekv.kernels.cuda.driver import N_MOVES, CannotRecord, Launch, Program
 
 SHIM = pathlib.Path(__file__).with_name("shim.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
+OPTIONAL = re.compile(r"#ifdef (KEYS|VALUES|WIDTH)\n.*?\n#endif", re.DOTALL)
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
 
 
@@ -206,7 +206,9 @@ def _slot(x: Any) -> Any:
 def _build(program: Program) -> tuple[ctypes.CDLL, dict[str, int]]:
     """The program with one function per kernel that runs it on the CPU, and the kernels' numbers of arguments."""
     source, counts = program.source(("common",)), {}
-    for name, parameters in KERNEL.findall(source):
+    given = dict(program.macros)
+    compiled = OPTIONAL.sub(lambda part: part[0] if part[1] in given else "", source)
+    for name, parameters in KERNEL.findall(compiled):
         types = [re.sub(r"\w+$", "", p).strip() for p in parameters.split(",")]
         counts[name] = len(types)
         call = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(types))

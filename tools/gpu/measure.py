@@ -12,10 +12,9 @@ import numpy as np
 
 from edgekv.engine.cuda import CudaDecoder
 from edgekv.engine.sampling import Sampler, SamplingParams
-from edgekv.kernels.cuda.driver import CupyDriver
+from edgekv.kernels.cuda.driver import CannotRecord, CupyDriver, Launch
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import linear_program, matvec, packed_matvec, takes_packed
-from edgekv.kernels.cuda.program import CannotRecord, Launch
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 from edgekv.models import architecture

@@ -190,3 +190,17 @@ template <int PER_ROW, int TURNS, int N> __device__ __forceinline__ void add_by_
     }
     __syncthreads();
 }
+
+// The activations by the numbers that edgekv.weights.cuda.ACTIVATIONS gives them.
+#define SILU 0
+#define GELU 1
+#define GELU_TANH 2
+#define RELU 3
+
+__device__ __forceinline__ float activate(float x, int kind)
+{
+    if (kind == SILU) return x / (1 + expf(-x));
+    if (kind == GELU) return 0.5f * x * (1 + erff(x * 0.70710678f));
+    if (kind == GELU_TANH) return 0.5f * x * (1 + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+    return fmaxf(x, 0);
+}

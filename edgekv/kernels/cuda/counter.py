@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from edgekv.kernels.cuda.program import Array, CannotRecord, Driver, Launch, Program
+from edgekv.kernels.cuda.driver import N_MOVES, Array, CannotRecord, Driver, Launch, Program
 
 RECORDED_TOKENS = 512  # at most, after the one at which a step was recorded, that replay it
-N_MOVES = 16  # numbers on the device: that of positions first, one that stays 0 last
-INPUTS = Launch(Program(("inputs",)), "set_inputs", (1,), 1)
+INPUTS = Launch(Program(("small",)), "set_inputs", (1,), 1)
 
 Terms = tuple[tuple[Hashable, int], ...]
 """Counters that are added up, by their names, and how often each."""

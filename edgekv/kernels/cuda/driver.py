@@ -1,25 +1,118 @@
-"""The device behind CuPy: its memory, and kernels compiled by NVRTC at their first launch, cached by CuPy."""
+"""The device behind CuPy: programs of .cu files, compiled by NVRTC at their first launch and cached by CuPy."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
+import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from edgekv.errors import ConfigError
 from edgekv.files import atomic_write, cache_root
-from edgekv.kernels.cuda.counter import N_MOVES
-from edgekv.kernels.cuda.early import EarlyLauncher
-from edgekv.kernels.cuda.program import Array, CannotRecord, Launch, Program
 
+Array = Any  # of the device: a cupy.ndarray, or a test's own
+Macros = tuple[tuple[str, int | str], ...]
+
+FOLDER = pathlib.Path(__file__).parent
+N_MOVES = 16  # numbers on the device: that of positions first, one that stays 0 last
 # Of cuBLAS.
 AS_IT_IS, TRANSPOSED, SINGLE, HALF, SINGLE_SUMS, TENSOR_CORES = 0, 1, 0, 2, 68, 99
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 OUT_OF_MEMORY = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED")
 INSTALL = "pip install 'edgekv[cuda12]' (or [cuda13]: the version that nvidia-smi shows, or lower)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """``files`` behind common.cu and ptx.cu, with ``macros``: names in this folder, or paths; all without ``.cu``.
+
+    exact: products and sums are rounded one by one, as NumPy rounds them; for encoders, equal to the bit.
+    """
+
+    files: tuple[str | pathlib.Path, ...]
+    macros: Macros = ()
+    exact: bool = False
+
+    def source(self, basics: tuple[str, ...] = ("common", "ptx")) -> str:
+        """The text, in which compiler messages still name the files."""
+        return "".join(_text(name) for name in (*basics, *self.files))
+
+    def options(self) -> tuple[str, ...]:
+        """Of the compiler, macros among them."""
+        defines = (f"-D{name}={value}" for name, value in self.macros)
+        return "-std=c++14", f"--fmad={'false' if self.exact else 'true'}", *defines
+
+
+@functools.cache
+def _text(name: str | pathlib.Path) -> str:
+    path = FOLDER / f"{name}.cu"
+    return f'#line 1 "{path.name}"\n{path.read_text()}'
+
+
+class Launch(NamedTuple):
+    """A kernel of a program, run by ``grid`` blocks of ``block`` threads.
+
+    early: it may begin before the launches before it have ended, and waits for them by itself (`wait_for_inputs`).
+    """
+
+    program: Program
+    kernel: str
+    grid: tuple[int, ...]
+    block: int
+    early: bool = False
+
+
+class CannotRecord(Exception):
+    """The step does something that can't be recorded: it is taken plainly."""
+
+
+class Driver(Protocol):
+    """What the kernels need of a device."""
+
+    multiprocessors: int
+    memory_bytes: int
+    """Of the device, in use or not."""
+    multiplies_halves: bool
+    """Whether products of halves are faster than those of float32: on tensor cores, from sm_70 on."""
+    has_matrix_tiles: bool
+    """Whether prompt_attention.cu compiles: from sm_75 on."""
+    has_whole_tiles: bool
+    """Whether tiled_linear.cu and tiled.cu compile: from sm_80 on."""
+    moves: Array
+    """int32: how far the counters of a replayed step have moved since it was recorded, else 0."""
+    shift: Array
+    """Of these the first, by which positions move."""
+    still: Array
+    """Of these the last, which stays 0."""
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An array of the device, contents undefined."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An array of the device, filled with zeros."""
+
+    def upload(self, host: npt.NDArray[Any]) -> Array:
+        """A copy of a host's array on the device. Raises CannotRecord while a step is recorded."""
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that are not in use."""
+
+    def launch(self, launch: Launch, *arguments: Array | int | float) -> None:
+        """Runs a kernel; ints arrive as int, floats as float, arrays as pointers."""
+
+    def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
+        """y (n, rows) float32 = x (n, k) float16 times w (rows, k) float16, or y + that; sums in float32.
+
+        x and w are contiguous; y has contiguous rows, maybe part of longer ones.
+        """
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """A function that repeats what ``step`` launches, without Python. Raises CannotRecord."""
 
 
 class CupyDriver:
@@ -94,8 +187,8 @@ class CupyDriver:
             log.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(log, f"{program}\n{error}\n".encode())
             raise ConfigError(
-                f"device='cuda': {'+'.join(program.files)}.cu does not compile for this GPU; the compiler's log "
-                f"is in {log}; use device='cpu'"
+                f"device='cuda': {'+'.join(map(str, program.files))}.cu does not compile for this GPU; the "
+                f"compiler's log is in {log}; use device='cpu'"
             ) from None
 
     def multiply_halves(self, x: Array, w: Array, y: Array, adds: bool) -> None:
@@ -205,3 +298,45 @@ def available() -> bool:
 def free_bytes() -> int:
     """Of the device's memory."""
     return int(require_cupy().cuda.runtime.memGetInfo()[0])
+
+
+OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_byte * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        *(("shared", ctypes.c_uint), ("stream", ctypes.c_void_p)),
+        *(("attributes", ctypes.POINTER(_Attribute)), ("n_attributes", ctypes.c_uint)),
+    )
+
+
+class EarlyLauncher:
+    """Launches that begin before the one before them has ended: cuLaunchKernelEx of the driver, which CuPy lacks.
+
+    Raises OSError or AttributeError where it is not there.
+    """
+
+    def __init__(self) -> None:
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+
+    def __call__(
+        self, function: int, grid: tuple[int, ...], block: int, stream: int, arguments: list[Any]
+    ) -> None:
+        """Runs a kernel by its handle; arguments are values of ctypes. Raises RuntimeError."""
+        attribute = _Attribute(OVERLAPS, 0, 1)
+        x, y, z = (*grid, 1, 1)[:3]
+        config = _Config(x, y, z, block, 1, 1, 0, stream, ctypes.pointer(attribute), 1)
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+        status = self._launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
+        if status:
+            name = "CUDA_ERROR_OUT_OF_MEMORY" if status == 2 else f"CUDA driver error {status}"
+            raise RuntimeError(f"cuLaunchKernelEx: {name}")

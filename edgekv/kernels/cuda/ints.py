@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.loops import Loops, Reader
-from edgekv.kernels.cuda.program import Array, Launch
+from edgekv.kernels.cuda.driver import Array, Launch
+from edgekv.kernels.cuda.loops import Backend, Loops, Reader, per_head
 from edgekv.kernels.cuda.rows import ENCODE
-from edgekv.kernels.cuda.tiles import per_head
 
 
 def column_keys(names: tuple[str, ...], scales: str) -> Callable[[Any], Reader]:

@@ -1,21 +1,330 @@
-"""The CUDA backend: every function of `edgekv.kernels.contract` that the schemes it supports use."""
+"""The CUDA backend: attention over segments, single ranges of scores and sums, and new tokens into their stores.
+
+A launch of attend.cu keeps no scores: blocks share the tokens, each with a running softmax. It takes one pair of
+any codecs and two of exact tokens. Several launches, of mixed pairs, are merged by the sums of their weights.
+Prompts, probabilities that are asked for, and tokens that stand anywhere take a buffer of scores: ranges.cu.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from edgekv.kernels.cuda.append import AppendKernels
-from edgekv.kernels.cuda.attend import AttendKernels
+import numpy as np
+
+from edgekv.kernels.contract.segment import Segment, Visible
+from edgekv.kernels.cuda import planes as tiled_planes
+from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
+from edgekv.kernels.cuda.driver import Array, CannotRecord, Launch, Program
 from edgekv.kernels.cuda.ints import IntKernels
-from edgekv.kernels.cuda.loops import BACKEND
-from edgekv.kernels.cuda.rope import PromptKernels, RopeKernels
+from edgekv.kernels.cuda.loops import (
+    BACKEND,
+    MOST_ROWS,
+    MOST_SHARES,
+    THREADS,
+    Queries,
+    Reader,
+    loops_of,
+    n_rounds,
+    per_head,
+    read_keys,
+    read_values,
+    rows_at_once,
+    strides,
+    tiles_at_once,
+)
+from edgekv.kernels.cuda.planes import PlaneKernels
+from edgekv.kernels.cuda.rope import RopeKernels
+from edgekv.kernels.cuda.rows import ENCODE, RowKernels
 from edgekv.kernels.registry import find_function
+from edgekv.types import I64
+
+ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
+MOST_EXACT = 2  # pairs of exact tokens that a launch takes beside the first one
+MOST_EXACT_TOKENS = 2048  # of each; more make a first pair
+SEES_ALL = 1 << 30
+SMALL = Program(("small",))
 
 
-class CudaKernels(AttendKernels, AppendKernels, IntKernels, RopeKernels, PromptKernels):
-    """Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host."""
+class Part(NamedTuple):
+    """A segment as the kernels take it, for queries ``q``."""
+
+    segment: Segment
+    keys: Reader
+    q: Array
+    values: Reader
+
+    @property
+    def joins(self) -> bool:
+        """Whether attend.cu can take it."""
+        s = self.segment
+        return s.positions is None and self.keys.joins and self.values.joins
+
+    @property
+    def is_short(self) -> bool:
+        """Exact tokens, so few that another pair's launch can take them along."""
+        kinds = {self.segment.keys.kind, self.segment.values.kind}
+        return kinds == {"f16"} and self.columns <= MOST_EXACT_TOKENS
+
+    @property
+    def most(self) -> int:
+        """Where the tokens end at the latest, while a recording is replayed."""
+        stop = self.segment.stop
+        spare = RECORDED_TOKENS if isinstance(stop, Counter) else 0
+        return min(int(stop) + spare, max(self.keys.capacity, int(stop)))
+
+    @property
+    def columns(self) -> int:
+        """Of the scores."""
+        return self.most - self.segment.first
+
+
+class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
+    """Every function of `edgekv.kernels.contract` that the schemes it supports use.
+
+    Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host.
+    """
 
     def __getattr__(self, name: str) -> Any:
         """The functions of the papers' schemes, whose first argument are these kernels."""
         return functools.partial(find_function(BACKEND, name), self)
+
+    def encode(self, codec: Any, x: Array, t0: int) -> None:
+        """Stores x (G, n, D) as tokens t0..; CannotRecord where t0 moves and the encoder can't follow."""
+        loops = loops_of(codec)
+        if isinstance(t0, Counter) and not loops.placed:
+            raise CannotRecord(f"{codec.kind}: its encoder takes no place that moves")
+        assert loops.encode is not None, codec.kind
+        loops.encode(self, codec, x, t0)
+
+    def append(self, keys: Any, values: Any, k: Array, v: Array, t0: int) -> None:
+        if not (keys.kind == values.kind == "f16" and k.shape[1] == 1):
+            keys.encode(k, t0)
+            values.encode(v, t0)
+            return
+        (k, k_stride), (v, v_stride) = per_head(k), per_head(v)
+        key_store, value_store = keys.arrays["half"], values.arrays["half"]
+        n_kv_heads, capacity, d = key_store.shape
+        launch = Launch(ENCODE, "append_f16", (2, n_kv_heads), THREADS, early=True)
+        stores = key_store, capacity, value_store, value_store.shape[1]
+        self.driver.launch(launch, k, k_stride, v, v_stride, d, *stores, *place(self.driver, t0))
+
+    def attend(
+        self,
+        queries: Array,
+        segments: Sequence[Segment],
+        visible: Visible,
+        out: Array,
+        weights: Array | None = None,
+        sinks: Array | None = None,
+        cap: float | None = None,
+    ) -> None:
+        if sinks is not None:
+            raise ValueError("sinks are not known to the kernels of CUDA: leave `sinks` out")
+        n_heads, n, head_dim = queries.shape
+        n_kv_heads = segments[0].keys.n_kv_heads
+        shape = n_kv_heads, n_heads // n_kv_heads * n, head_dim
+        q, result = queries.reshape(shape), out.reshape(shape)
+        parts = [self._part(segment, q, cap) for segment in segments if segment.stop > segment.first]
+        if not parts:
+            out.fill(0)
+        elif n == 1 and shape[1] <= MOST_ROWS and weights is None and all(part.joins for part in parts):
+            self._attend_at_once(parts, visible, result)
+        else:
+            self._attend_through_scores(parts, visible, result, weights)
+
+    def scores(self, codec: Any, queries: Array, t0: int, t1: int, s: Array) -> None:
+        self.launch_scores(read_keys(codec), self._prepared(codec, queries), t0, t1, s)
+
+    def sums(self, codec: Any, p: Array, t0: int, t1: int, out: Array) -> None:
+        self.launch_values(read_values(codec), p, t0, t1, out)
+
+    def _part(self, segment: Segment, q: Array, cap: float | None) -> Part:
+        keys = read_keys(segment.keys)
+        if cap is not None:
+            keys = dataclasses.replace(keys, macros=(*keys.macros, ("SCORE_CAP", f"{np.float32(cap):.8e}f")))
+        return Part(segment, keys, q, read_values(segment.values))
+
+    def _prepared(self, keys: Any, q: Array) -> Queries:
+        """The queries as the scores of these keys want them."""
+        return loops_of(keys).queries(self, keys, q)
+
+    def _attend_at_once(self, parts: list[Part], visible: Visible, out: Array) -> None:
+        long, short = [part for part in parts if not part.is_short], [part for part in parts if part.is_short]
+        launches = []
+        while long or short:
+            main = long.pop(0) if long else short.pop(0)
+            launches.append((main, short[:MOST_EXACT]))
+            short = short[MOST_EXACT:]
+        n_kv_heads, rows, head_dim = out.shape
+        ends = self.scratch("attend.whole", (len(launches), n_kv_heads, rows, 2))
+        if len(launches) == 1:
+            self._launch_attend(*launches[0], visible, out, ends[0])
+            return
+        several = self.scratch("attend.several", (len(launches), *out.shape))
+        for (main, exact), each, end in zip(launches, several, ends, strict=True):
+            self._launch_attend(main, exact, visible, each, end)
+        launch = Launch(SMALL, "merge", (n_kv_heads * rows,), THREADS)
+        self.driver.launch(launch, several, ends, len(launches), head_dim, out)
+
+    def _launch_attend(self, main: Part, exact: list[Part], visible: Visible, out: Array, end: Array) -> None:
+        """out (G, M, D) = attention over these parts alone; end (G, M, 2) = the maximum and the sum of weights."""
+        n_kv_heads, rows, head_dim = out.shape
+        keys, values = main.keys, main.values
+        is_tiled = tiled_planes.takes(self.driver, main.segment.keys, main.segment.values, rows)
+        held = tiled_planes.blocks_held(rows, keys, values) if is_tiled else ATTEND_BLOCKS.get(rows, 2)
+        rounds = n_rounds(main.segment.first, main.segment.stop, tiles_at_once(rows, keys, values))
+        n_tiles = n_rounds(main.segment.first, main.segment.stop, 1)
+        exact_tiles = (
+            tiled_planes.exact_tiles(n_tiles // self.splits(n_tiles, n_kv_heads, held)) if is_tiled else 1
+        )
+        exact_shares = [n_rounds(part.segment.first, part.most, exact_tiles) for part in exact]
+        beside = sum(exact_shares)
+        shares = min(self.splits(rounds, n_kv_heads, held, beside if is_tiled else 0), MOST_SHARES - beside)
+        n_shares = shares + sum(exact_shares)
+        ends = self.scratch("attend.ends", (n_kv_heads, n_shares, rows, 2))
+        sums = self.scratch("attend.sums", (n_kv_heads, n_shares, rows, head_dim))
+        stored = keys.capacity, values.capacity, *self._place(main.segment), shares
+        seen = int(visible[0][0]), int(visible[1][0]), self.driver.shift
+        program = attend_program(keys, values, rows, bool(exact), is_tiled)
+        if is_tiled:
+            rotated, queries = out, tiled_planes.queries(main.segment.keys, main.q)
+            values = dataclasses.replace(values, arrays=(*values.arrays, values.rotation.flips), rotation=None)
+        else:
+            rotated = out if values.rotation is None else self.scratch("attend.rotated", out.shape)
+            queries = self._prepared(main.segment.keys, main.q)
+        arrays = (
+            *self.query_arguments(queries),
+            *self.store_arguments(keys, 5),
+            *self.store_arguments(values, 4),
+        )
+        results = ends, sums, self._done(n_kv_heads), end, rotated, out
+        launch = Launch(program, "attend", (n_shares, n_kv_heads), THREADS, early=True)
+        self.driver.launch(launch, *arrays, *stored, *self._exact_arguments(exact, exact_shares), *seen, *results)
+        if values.rotation is not None:
+            self.rotate_back(values.rotation, rotated, out)
+
+    def _exact_arguments(self, parts: list[Part], shares: list[int]) -> list[Any]:
+        nothing = self.driver.still
+        arguments = [parts[0].q if parts else nothing]
+        for part in parts:
+            s = part.segment
+            arguments += [s.keys.arrays["half"], s.values.arrays["half"], part.keys.capacity, *self._place(s)]
+        missing = nothing, nothing, 0, 0, 0, nothing, 0, nothing
+        return [*arguments, *missing * (MOST_EXACT - len(parts)), shares[0] if shares else 0]
+
+    def _place(self, segment: Segment) -> tuple[Any, ...]:
+        """The first token; where they end, and their position, each with how far that moves."""
+        return segment.first, *place(self.driver, segment.stop), *place(self.driver, segment.position)
+
+    def _done(self, n_kv_heads: int) -> Array:
+        """Zeros, left as zeros by every launch."""
+        if "attend.done" not in self._scratch or self._scratch["attend.done"].size < n_kv_heads:
+            self._scratch["attend.done"] = self.driver.zeros((n_kv_heads,), np.uint32)
+        return self._scratch["attend.done"]
+
+    def _attend_through_scores(
+        self, parts: list[Part], visible: Visible, out: Array, weights: Array | None
+    ) -> None:
+        n_kv_heads, rows, _ = out.shape
+        prepared = [self._prepared(part.segment.keys, part.q) for part in parts]
+        ends = list(itertools.accumulate((part.columns for part in parts), initial=0))
+        shape = n_kv_heads, rows, ends[-1]
+        buffer = self.scratch("attend.scores", shape) if weights is None else weights
+        columns = [buffer[:, :, a:b] for a, b in itertools.pairwise(ends)]
+        for part, queries, s in zip(parts, prepared, columns, strict=True):
+            self.launch_scores(part.keys, queries, part.segment.first, part.most, s, part.segment, visible)
+        self.softmax(buffer, np.zeros(rows, np.int64), np.full(rows, shape[2]))
+        out.fill(0)
+        for part, p in zip(parts, columns, strict=True):
+            self.launch_values(part.values, p, part.segment.first, part.most, out)
+
+    def softmax(self, s: Array, lo: I64, hi: I64) -> None:
+        n_kv_heads, rows, columns = s.shape
+        launch = Launch(SMALL, "softmax", (rows, n_kv_heads), 256 if columns <= 2048 else 1024)
+        self.driver.launch(launch, s, *strides(s), columns, rows, *self.per_token(lo, hi))
+
+    def launch_scores(
+        self,
+        keys: Reader,
+        queries: Queries,
+        t0: int,
+        t1: int,
+        s: Array,
+        segment: Segment | None = None,
+        visible: Visible | None = None,
+    ) -> None:
+        """s (G, M, t1 - t0) = scores with tokens t0..t1, -inf where a query does not see the segment's token."""
+        n_kv_heads, rows, _ = s.shape
+        at_once = rows_at_once(rows)
+        tiles, row_blocks = tiles_at_once(at_once, keys), -(-rows // at_once)
+        sizes = ("KEY_DIM", keys.width), ("HEAD_DIM", keys.width), ("ROWS", at_once), ("TILES", tiles)
+        program = Program((keys.file, "ranges"), (("KEYS", keys.name), *sizes, *keys.macros))
+        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, keys.blocks)
+        launch = Launch(program, "scores", (splits, n_kv_heads, row_blocks), THREADS)
+        places = self._places(segment, visible)
+        store = *self.store_arguments(keys), keys.capacity
+        self.driver.launch(launch, *self.query_arguments(queries), rows, *store, t0, t1, s, *strides(s), *places)
+
+    def _places(self, segment: Segment | None, visible: Visible | None) -> tuple[Any, ...]:
+        """For `scores`: where the tokens stand and what the queries see; by default all."""
+        shift = self.driver.shift
+        if segment is None or visible is None:
+            return shift, 0, SEES_ALL, self.driver.still, 0, self.driver.still, 1, 0, shift, 0, SEES_ALL, shift
+        positions = segment.positions
+        stride = 0 if positions is None else positions.strides[0] // positions.itemsize
+        ends = *place(self.driver, segment.stop), *place(self.driver, segment.position)
+        where = shift if positions is None else positions, stride, *ends
+        return *where, len(visible[0]), *self.per_token(*visible), shift
+
+    def launch_values(self, values: Reader, p: Array, t0: int, t1: int, out: Array) -> None:
+        """out (G, M, D) += p (G, M, t1 - t0) times tokens t0..t1, rotated back."""
+        n_kv_heads, rows, _ = p.shape
+        at_once = rows_at_once(rows)
+        tiles, row_blocks = tiles_at_once(at_once, values), -(-rows // at_once)
+        sizes = ("HEAD_DIM", values.width), ("ROWS", at_once), ("TILES", tiles)
+        program = Program((values.file, "ranges"), (("VALUES", values.name), *sizes, *values.macros))
+        splits = self.splits(n_rounds(t0, t1, tiles), n_kv_heads * row_blocks, values.blocks)
+        partial = self.scratch("values", (n_kv_heads, splits, rows, values.width))
+        launch = Launch(program, "values", (splits, n_kv_heads, row_blocks), THREADS)
+        store = *self.store_arguments(values), values.capacity
+        self.driver.launch(launch, p, *strides(p), *store, t0, t1, rows, partial)
+        if values.rotation is None:
+            self._add_partial(partial, out)
+        else:
+            rotated = self.scratch("values.rotated", out.shape)
+            rotated.fill(0)
+            self._add_partial(partial, rotated)
+            self.rotate_back(values.rotation, rotated, out)
+
+    def _add_partial(self, partial: Array, out: Array) -> None:
+        """out (G, ...) += the sum over the second axis of partial (G, splits, ...)."""
+        n_kv_heads, splits = partial.shape[:2]
+        n = out.size
+        launch = Launch(SMALL, "add_partial", (-(-n // 256),), 256)
+        self.driver.launch(launch, partial, splits, n // n_kv_heads, n, out)
+
+    def query_arguments(self, queries: Queries) -> tuple[Array, Array, Array]:
+        """What kernels are given of the queries; the device's zeros stand for what there is not."""
+        nothing = self.driver.shift
+        others = (nothing if x is None else x for x in (queries.codes, queries.scale))
+        return queries.x, *others
+
+    def store_arguments(self, reader: Reader, n: int = 6) -> tuple[Array, ...]:
+        """A reader's arrays, filled up to n arguments."""
+        return (*reader.arrays, *[self.driver.shift] * (n - len(reader.arrays)))
+
+
+def attend_program(keys: Reader, values: Reader, rows: int, with_exact: bool, is_tiled: bool = False) -> Program:
+    """attend.cu for a pair, beside exact tokens or not; is_tiled: on tensor cores."""
+    pair = tiled_planes.FILES if is_tiled else (keys.file, values.file)
+    files = dict.fromkeys((*pair, *(["rows"] if with_exact else []), "attend"))
+    tiles = 1 if is_tiled else tiles_at_once(rows, keys, values)
+    types = ("KEYS", keys.name), ("VALUES", values.name), ("KEY_DIM", keys.width), ("HEAD_DIM", values.width)
+    sizes = ("ROWS", rows), ("TILES", tiles), ("MOST_SHARES", MOST_SHARES)
+    exact = (("EXACT", 1),) if with_exact else ()
+    more = tiled_planes.macros(rows, keys, values) if is_tiled else ()
+    return Program(tuple(files), (*types, *sizes, *exact, *keys.macros, *values.macros, *more))

@@ -1,16 +1,26 @@
-"""How the tokens of a kind of codec are read and stored on a GPU: a C++ type, its arrays, and queries for it."""
+"""How a codec is read and stored on a GPU, and what all kernels share: scratch, operands, how work is cut."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from edgekv.errors import CacheError
-from edgekv.kernels.cuda.program import Array, Driver, Macros
+from edgekv.kernels.cuda.driver import Array, Driver, Macros
 from edgekv.kernels.registry import find_loops
+from edgekv.types import I64
 
 BACKEND = "edgekv.kernels.cuda"
+THREADS, TILE = 128, 64
+MOST_ROWS = 8  # of queries that one block takes
+MOST_CHANNELS = 1024
+MOST_SHARES = 128  # blocks that share the tokens of a KV head
+MOST_CONSTANTS = 4096
+Tools = Any  # `edgekv.kernels.cuda.kernels.CudaKernels`, to the files of codecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +28,7 @@ class Reader:
     """The C++ type ``name`` in ``file`` reads ``arrays`` of ``capacity`` tokens, ``width`` channels a token."""
 
     name: str
-    file: str
+    file: Any  # as in `Program.files`
     arrays: tuple[Array, ...]
     capacity: int
     width: int
@@ -38,19 +48,8 @@ class Queries:
     scale: Array | None = None
 
 
-class Tools(Protocol):
-    """What loops use of the kernels (`edgekv.kernels.cuda.kernels.CudaKernels`)."""
-
-    driver: Driver
-
-    def constant(self, x: Any) -> Array: ...
-    def project(self, x: Array, matrix: Array) -> Array: ...
-    def rotate(self, rotation: Any, x: Array) -> Array: ...
-    def round_queries(self, q: Array, whole: Array, step: Array) -> None: ...
-
-
 def as_they_are(tools: Tools, codec: Any, q: Array) -> Queries:
-    """Queries for keys whose scores are plain products."""
+    """Queries (G, M, D) for keys whose scores are plain products."""
     return Queries(q)
 
 
@@ -66,7 +65,7 @@ class Loops:
     keys: Callable[[Any], Reader] | None = None
     values: Callable[[Any], Reader] | None = None
     queries: Callable[[Tools, Any, Array], Queries] = as_they_are
-    encode: Callable[[Any, Any, Array, int], None] | None = None
+    encode: Callable[[Tools, Any, Array, int], None] | None = None
     placed: bool = False
 
 
@@ -92,3 +91,85 @@ def read_values(codec: Any) -> Reader:
     make = loops_of(codec).values
     assert make is not None, codec.kind
     return make(codec)
+
+
+class Backend:
+    """The families of kernels derive from it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._scratch: dict[str, Array] = {}
+        self._constants: dict[tuple[Any, ...], Array] = {}
+
+    def constant(self, x: Array | npt.NDArray[Any]) -> Array:
+        """A small operand that may come from the host, uploaded once for each value that it has."""
+        if not isinstance(x, np.ndarray):
+            return x
+        key = x.shape, x.dtype.str, x.tobytes()
+        if key not in self._constants:
+            if len(self._constants) >= MOST_CONSTANTS:
+                self._constants.clear()
+            self._constants[key] = self.driver.upload(x)
+        return self._constants[key]
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """A buffer for one launch, contents undefined."""
+        size = int(np.prod(shape))
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._scratch[name] = self.driver.empty((size,), dtype)
+        return buffer[:size].reshape(shape)
+
+    def buffers(self) -> list[Array]:
+        """What launches use beside their operands."""
+        return [*self._scratch.values(), *self._constants.values()]
+
+    def splits(self, rounds: int, others: int, blocks: int = 8, beside: int = 0) -> int:
+        """Into how many parts to cut a range of rounds, of which there are `others`, each beside some blocks.
+
+        All of them run at once where a multiprocessor holds `blocks`: a few more would take as long again.
+        """
+        at_once = self.driver.multiprocessors * blocks // others - beside
+        return max(1, min(rounds, at_once, MOST_SHARES))
+
+    def per_token(self, *numbers: I64) -> tuple[Any, ...]:
+        """For a kernel: whether query tokens differ, their numbers (len(numbers), n), and the first token's."""
+        many = any((x != x[0]).any() for x in numbers)
+        array = self.constant(np.stack(numbers).astype(np.int32)) if many else self.driver.shift
+        return int(many), array, *(int(x[0]) for x in numbers)
+
+
+def rows_at_once(rows: int) -> int:
+    """Queries that a block takes at once: a power of two, so that few variants are compiled."""
+    return min(MOST_ROWS, 1 << (rows - 1).bit_length())
+
+
+def tiles_at_once(rows: int, *readers: Reader) -> int:
+    """Tiles that a block takes at once; of many queries the sums fill the registers."""
+    return min(reader.tiles for reader in readers) if rows <= 2 else 1
+
+
+def n_rounds(t0: int, t1: int, tiles: int) -> int:
+    """Rounds of `tiles` tiles over the tokens t0..t1."""
+    return -(-(-(-t1 // TILE) - t0 // TILE) // tiles)
+
+
+def strides(x: Array) -> tuple[int, int]:
+    """Elements between the heads and between the rows of x (G, M, S)."""
+    return x.strides[0] // x.itemsize, x.strides[1] // x.itemsize
+
+
+def per_head(x: Array) -> tuple[Array, int]:
+    """x (G, n, D) with the rows of a head contiguous, and the elements between heads."""
+    n, d = x.shape[1:]
+    if x.strides[2] != x.itemsize or (n > 1 and x.strides[1] != d * x.itemsize):
+        x = x.copy()
+    return x, x.strides[0] // x.itemsize if x.shape[0] > 1 else n * d
+
+
+def check_width(width: int) -> None:
+    """CacheError where a head has more channels than a block can hold."""
+    if width > MOST_CHANNELS:
+        raise CacheError(
+            f"head_dim {width}: device='cuda' takes at most {MOST_CHANNELS} channels; use device='cpu'"
+        )

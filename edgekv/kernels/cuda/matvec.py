@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgekv.kernels.cuda.program import Array, Driver, Launch, Program
+from edgekv.kernels.cuda.driver import Array, Driver, Launch, Program
 
 MATVEC_ROWS = 8  # activations; more go through cuBLAS
 THREADS, ROWS_PER_BLOCK = 128, 4
@@ -109,7 +109,7 @@ def _packed_launch(
     at_once = 4 if bits == 4 and rows >= 8 * PACKED_WARPS * driver.multiprocessors else 2
     macros = ("WEIGHT_BITS", bits), ("BLOCK", block), ("ROWS", at_once), ("MOST_CHUNKS", _most(chunks))
     grid = min(-(-rows // (at_once * PACKED_WARPS)), driver.multiprocessors)
-    return Launch(Program(("activations", "packed_linear"), macros), "packed_matvec", (grid, n), 32 * PACKED_WARPS)
+    return Launch(Program(("packed_linear",), macros), "packed_matvec", (grid, n), 32 * PACKED_WARPS)
 
 
 def _tiled_launch(
@@ -125,9 +125,7 @@ def _tiled_launch(
         *(("WARPS_OF_BLOCK", warps), ("AHEAD", tiling.ahead), ("BLOCKS_AT_ONCE", tiling.blocks)),
     )
     grid = min(tiles, driver.multiprocessors * tiling.blocks)
-    return Launch(
-        Program(("activations", "tiled_linear"), macros), "tiled_matvec", (grid, n), 32 * warps, early=True
-    )
+    return Launch(Program(("tiled_linear",), macros), "tiled_matvec", (grid, n), 32 * warps, early=True)
 
 
 @functools.cache

@@ -10,10 +10,19 @@ from typing import Any
 import numpy as np
 
 from edgekv.kernels.contract.planes import GAUSS_STEP, LARGEST_FOUR
-from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Driver, Launch, Macros, Program
-from edgekv.kernels.cuda.tiles import MOST_CHANNELS, THREADS, TILE, check_width
+from edgekv.kernels.cuda.counter import place
+from edgekv.kernels.cuda.driver import Array, Driver, Launch, Macros, Program
+from edgekv.kernels.cuda.loops import (
+    MOST_CHANNELS,
+    THREADS,
+    TILE,
+    Backend,
+    Loops,
+    Queries,
+    Reader,
+    Tools,
+    check_width,
+)
 
 
 class PlaneKernels(Backend):
@@ -21,13 +30,14 @@ class PlaneKernels(Backend):
         n_kv_heads, n, d = x.shape
         check_width(d)
         launch = Launch(encode_program(), "encode_centres", (n // TILE, n_kv_heads), THREADS)
-        self.driver.launch(launch, x, d, codes, step, step.shape[1], t0 // TILE)
+        self.driver.launch(launch, x, d, codes, step, step.shape[1], *place(self.driver, t0))
 
     def encode_keys(self, x: Array, planes: Array, scale: Array, t0: int) -> None:
         n_kv_heads, n, d = x.shape
         bits = planes.shape[2]
         launch = Launch(encode_program(bits), "encode_keys", (n, n_kv_heads), 32)
-        self.driver.launch(launch, x, d, bits, planes, planes.shape[1], scale, scale.shape[1], t0)
+        store = planes, planes.shape[1], scale, scale.shape[1]
+        self.driver.launch(launch, x, d, bits, *store, *place(self.driver, t0))
 
     def round_queries(self, q: Array, whole: Array, step: Array) -> None:
         """q (rows, D) as `edgekv.kernels.reference.planes.round_queries`; whole int32: twice those numbers."""
@@ -41,18 +51,18 @@ class PlaneKernels(Backend):
         levels = self.scratch("levels", x.shape, np.uint8)
         launch = Launch(encode_program(bits), "encode_interleaved", (n // TILE, n_kv_heads), THREADS)
         store = codes, codes.shape[1], scale, scale.shape[1]
-        self.driver.launch(launch, x, d, bits, levels, *store, t0 // TILE)
+        self.driver.launch(launch, x, d, bits, levels, *store, *place(self.driver, t0))
 
 
 @functools.cache
 def encode_program(bits: int = 1) -> Program:
-    """encode_planes.cu; ``bits`` of the codes of `encode_keys` and `encode_interleaved`."""
+    """planes.cu; ``bits`` of the codes of `encode_keys` and `encode_interleaved`."""
     macros = (
         ("MOST_CHANNELS", MOST_CHANNELS),
         ("GAUSS_STEP", str(GAUSS_STEP[bits])),
         ("LARGEST_FOUR", LARGEST_FOUR),
     )
-    return Program(("scales", "encode_planes"), macros, exact=True)
+    return Program(("exact", "planes"), macros, exact=True)
 
 
 def _read_keys(codec: Any) -> Reader:
@@ -82,7 +92,7 @@ def _read_values(codec: Any) -> Reader:
 LOOPS = {"centred_planes": Loops(_read_keys, queries=_whole), "interleaved": Loops(values=_read_values)}
 
 
-FILES = ("tiled_queries", "tiled_warp", "tiled_scores", "tiled_values", "tiled_planes")
+FILES = ("tiled",)
 WIDTHS, MOST_ROWS = (64, 128), 4  # of a head, as it is stored; of queries
 
 

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.cuda.backend import Backend
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.rows import RowKernels
-from edgekv.kernels.cuda.tiles import THREADS, check_width, per_head
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.loops import THREADS, Backend, check_width, per_head
+from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
 
 
 class Halves(NamedTuple):
@@ -25,8 +24,17 @@ class Halves(NamedTuple):
     first: int
 
 
+BLOCK_ROWS = 64  # queries of a block of prompt_attention.cu
+MOST_WIDTH = 256
+
+
+def padded_width(head_dim: int) -> int:
+    """Channels of a head with which prompt_attention.cu computes: a multiple of 16."""
+    return -(-head_dim // 16) * 16
+
+
 class RopeKernels(Backend):
-    """Launches of cu."""
+    """Rotations by position, of keys and of values, products with small matrices, exact attention of prompts."""
 
     def split_rope(
         self,
@@ -70,17 +78,8 @@ class RopeKernels(Backend):
             more = int(q is not None), halves.q, halves.k, halves.v, width, capacity, halves.first
         kernel = "split_rope_half" if more else "split_rope"
         grid = n, n_heads + 2 * n_kv_heads
-        launch = Launch(Program(("rope",)), kernel, grid, THREADS, early=kernel == "split_rope")
+        launch = Launch(Program(("layers",)), kernel, grid, THREADS, early=kernel == "split_rope")
         self.driver.launch(launch, *arguments, float(scale), *norms, float(eps), *more)
-
-
-def _rows(x: Array) -> list[Any]:
-    """x (heads, n, head_dim) and the elements between its heads."""
-    return [x, x.strides[0] // x.itemsize]
-
-
-class RotateKernels(RowKernels):
-    """Launches of cu, and rotations through a matrix."""
 
     def hadamard(self, x: Array, flips: Array, out: Array) -> None:
         rows, n, d = x.shape
@@ -94,7 +93,7 @@ class RotateKernels(RowKernels):
 
     def _transform(self, name: str, width: int, rows: int, *arguments: Any) -> None:
         check_width(width)
-        launch = Launch(Program(("rotate",), (("WIDTH", width),), exact=True), name, (rows,), max(width // 2, 1))
+        launch = Launch(Program(("exact",), (("WIDTH", width),), exact=True), name, (rows,), max(width // 2, 1))
         self.driver.launch(launch, *arguments[:-1], float(np.float32(1 / np.sqrt(width))), arguments[-1])
 
     def rotate(self, rotation: Any, x: Array) -> Array:
@@ -112,18 +111,12 @@ class RotateKernels(RowKernels):
         else:
             self.hadamard_back(x, rotation.flips, out)
 
-
-BLOCK_ROWS = 64  # queries of a block of prompt_attention.cu
-MOST_WIDTH = 256
-
-
-def padded_width(head_dim: int) -> int:
-    """Channels of a head with which prompt_attention.cu computes: a multiple of 16."""
-    return -(-head_dim // 16) * 16
-
-
-class PromptKernels(Backend):
-    """Launches of prompt_attention.cu."""
+    def project(self, x: Array, matrix: Array) -> Array:
+        """x (G, n, D) times matrix (m, D) -> (G, n, m)."""
+        n_kv_heads, n = x.shape[:2]
+        if n > MATVEC_ROWS:
+            return x @ matrix.T
+        return matvec(self.driver, contiguous(x), matrix, bits=32).reshape(n_kv_heads, n, -1)
 
     def attend_prompt(self, q: Array, k: Array, v: Array, earlier: int, window: int | None, out: Array) -> None:
         """out (n, n_heads * head_dim) = causal attention of queries q (n_heads, n, width), already scaled.
@@ -138,3 +131,8 @@ class PromptKernels(Backend):
         launch = Launch(program, "prompt_attention", (-(-n // BLOCK_ROWS), n_heads), THREADS)
         sizes = n, earlier, capacity, n_heads // n_kv_heads, window or 0
         self.driver.launch(launch, q, k, v, *sizes, out)
+
+
+def _rows(x: Array) -> list[Any]:
+    """x (heads, n, head_dim) and the elements between its heads."""
+    return [x, x.strides[0] // x.itemsize]

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from edgekv.kernels.arrays import contiguous
-from edgekv.kernels.cuda.backend import Backend
 from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.loops import Loops, Reader
-from edgekv.kernels.cuda.matvec import MATVEC_ROWS, matvec
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.tiles import THREADS, per_head
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.loops import THREADS, Backend, Loops, Reader, per_head
 
-ENCODE = Program(("scales", "encode"), exact=True)
+ENCODE = Program(("exact",), exact=True)
 
 
 class RowKernels(Backend):
@@ -21,12 +17,6 @@ class RowKernels(Backend):
 
     def encode_f16(self, x: Array, store: Array, t0: int) -> None:
         encode_numbers(self, "encode_f16", x, store, t0)
-
-    def project(self, x: Array, matrix: Array) -> Array:
-        n_kv_heads, n = x.shape[:2]
-        if n > MATVEC_ROWS:
-            return x @ matrix.T
-        return matvec(self.driver, contiguous(x), matrix, bits=32).reshape(n_kv_heads, n, -1)
 
 
 def encode_numbers(tools: Backend, kernel: str, x: Array, store: Array, t0: int) -> None:

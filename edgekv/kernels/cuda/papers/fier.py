@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.tiles import THREADS
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.loops import THREADS, Loops, Reader, Tools
 
 ENCODE = Program(("papers/encode_fier",), exact=True)
 

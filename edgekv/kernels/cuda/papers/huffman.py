@@ -7,10 +7,10 @@ from typing import Any
 
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.contract.papers.codes import TABLE_BITS
+from edgekv.kernels.cuda.driver import Array, Launch, Program
 from edgekv.kernels.cuda.loops import Loops, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Launch, Program
 
-ENCODE = Program(("scales", "papers/encode_huffman"), exact=True)
+ENCODE = Program(("exact", "papers/encode_huffman"), exact=True)
 PACK_THREADS = 256
 
 

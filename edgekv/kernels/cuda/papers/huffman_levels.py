@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from edgekv.kernels.cuda.loops import Tools
+from edgekv.kernels.cuda.driver import Array, Launch
+from edgekv.kernels.cuda.loops import THREADS, Tools, per_head
 from edgekv.kernels.cuda.papers.huffman import ENCODE
-from edgekv.kernels.cuda.program import Array, Launch
-from edgekv.kernels.cuda.tiles import THREADS, per_head
 
 
 def quantize_channels(

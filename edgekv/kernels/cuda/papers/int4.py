@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.kernels.cuda.counter import place
+from edgekv.kernels.cuda.driver import Array, Launch, Program
 from edgekv.kernels.cuda.ints import byte_values
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.tiles import per_head
+from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
 
-ENCODE = Program(("scales", "papers/encode_int4"), exact=True)
+ENCODE = Program(("exact", "papers/encode_int4"), exact=True)
 
 
 def encode_int4(tools: Tools, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:

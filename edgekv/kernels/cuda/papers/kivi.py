@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from edgekv.errors import CacheError
+from edgekv.kernels.cuda.driver import Array, Launch, Program
 from edgekv.kernels.cuda.ints import byte_values, column_keys
-from edgekv.kernels.cuda.loops import Loops, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.tiles import THREADS, per_head
+from edgekv.kernels.cuda.loops import THREADS, Loops, Reader, Tools, per_head
 
-ENCODE = Program(("scales", "papers/encode_kivi"), exact=True)
+ENCODE = Program(("exact", "papers/encode_kivi"), exact=True)
 
 
 def encode_kivi_keys(tools: Tools, x: Array, codes: Array, step: Array, low: Array, t0: int) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.tiles import THREADS
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.loops import THREADS, Loops, Queries, Reader, Tools
 
 ENCODE = Program(("papers/encode_quest",), exact=True)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cuda.program import Array
+from edgekv.kernels.cuda.driver import Array
 
 
 def gather_tokens(kernels: Any, store: Array, tokens: Array, out: Array) -> None:

@@ -8,9 +8,8 @@ import numpy as np
 
 from edgekv.kernels.arrays import contiguous
 from edgekv.kernels.cuda.counter import place
-from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
-from edgekv.kernels.cuda.program import Array, Launch, Program
-from edgekv.kernels.cuda.tiles import THREADS, per_head
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.loops import THREADS, Loops, Queries, Reader, Tools, per_head
 
 ENCODE = Program(("papers/encode_signs",))
 ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / head_dim times x

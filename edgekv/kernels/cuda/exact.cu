@@ -1,0 +1,131 @@
+// Kernels that round as edgekv.kernels.reference does, to the bit: scales, encoders, rotations.
+
+#define LARGEST_HALF 65504.0f
+
+// The smallest float16 not below x >= 0, or the largest.
+__device__ __forceinline__ u16 half_above(float x)
+{
+    x = fminf(x, LARGEST_HALF);
+    u16 half = float_to_half(x);
+    return half + (half_to_float(half) < x);
+}
+
+// The nearest finite float16 of x >= 0.
+__device__ __forceinline__ u16 half_of(double x) { return float_to_half((float)fmin(x, 65504.0)); }
+
+// The least of a range of numbers as float16; no -0.
+__device__ __forceinline__ u16 low_end(float least)
+{
+    return float_to_half(fminf(fmaxf(least, -LARGEST_HALF), LARGEST_HALF) + 0.0f);
+}
+
+// The distance of levels from low to the largest of the range.
+__device__ __forceinline__ u16 level_step(float largest, u16 low, float top)
+{
+    return half_above(fmaxf(largest - half_to_float(low), 0) / top);
+}
+
+// The number of the level next to x, halves to even.
+__device__ __forceinline__ u8 level_of(float x, u16 low, u16 step, int top)
+{
+    float size = half_to_float(step);
+    float level = rintf((x - half_to_float(low)) / (size == 0 ? 1 : size));
+    return (u8)fminf(fmaxf(level, 0), (float)top);
+}
+
+__device__ __forceinline__ double lane_sum_double(double x)
+{
+    for (int i = 16; i > 0; i /= 2)
+        x += __shfl_xor_sync(EVERY_LANE, x, i);
+    return x;
+}
+
+// Encoders of numbers and symmetric integers. x (G, n, D) has its heads `stride` apart, its tokens D.
+
+// Grid (n, G).
+extern "C" __global__ void encode_f16(const float* x, int stride, int d, u16* store, int capacity, int t0, const int* shift)
+{
+    const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
+    u16* to = store + ((i64)blockIdx.y * capacity + t0 + *shift + blockIdx.x) * d;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
+}
+
+// The key and the value of one token. Grid (2, G).
+extern "C" __global__ void append_f16(const float* k, int k_stride, const float* v, int v_stride, int d, u16* keys, int capacity,
+                                      u16* values, int value_capacity, int t0, const int* t0_moves)
+{
+    let_next_begin();
+    wait_for_inputs();
+    bool is_value = blockIdx.x;
+    const float* from = is_value ? v + (i64)blockIdx.y * v_stride : k + (i64)blockIdx.y * k_stride;
+    i64 row = (i64)blockIdx.y * (is_value ? value_capacity : capacity) + t0 + *t0_moves;
+    u16* to = (is_value ? values : keys) + row * d;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = float_to_half(from[c]);
+}
+
+// Grid (n, G).
+extern "C" __global__ void encode_f32(const float* x, int stride, int d, float* store, int capacity, int t0, const int* shift)
+{
+    const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
+    float* to = store + ((i64)blockIdx.y * capacity + t0 + *shift + blockIdx.x) * d;
+    for (int c = threadIdx.x; c < d; c += blockDim.x) to[c] = from[c];
+}
+
+// Symmetric codes of `bits` bits in blocks of `block` tokens. Grid (n, G), a warp each.
+extern "C" __global__ void encode_sym(const float* x, int stride, int d, int bits, u8* codes, int blocks, int block,
+                                      u16* scale, int capacity, int t0, const int* shift)
+{
+    const float* from = x + (i64)blockIdx.y * stride + (i64)blockIdx.x * d;
+    int t = t0 + *shift + blockIdx.x, top = (1 << (bits - 1)) - 1, n_bytes = d * bits / 8;
+    float largest = 0;
+    for (int c = threadIdx.x; c < d; c += 32) largest = fmaxf(largest, fabsf(from[c]));
+    u16 half = half_above(lane_max(largest) / (float)top);
+    float step = half_to_float(half);
+    if (step == 0) step = 1;
+    if (threadIdx.x == 0) scale[(i64)blockIdx.y * capacity + t] = half;
+    u8* to = codes + ((i64)blockIdx.y * blocks + t / block) * n_bytes * block + t % block;
+    for (int j = threadIdx.x; j < n_bytes; j += 32) {
+        u32 byte = 0;
+        for (int part = 0; part < 8 / bits; ++part) {
+            float level = rintf(from[j + part * n_bytes] / step);
+            byte |= (u32)(int)(fminf(fmaxf(level, -(float)top), (float)top) + (float)(top + 1)) << part * bits;
+        }
+        to[(i64)j * block] = (u8)byte;
+    }
+}
+
+#ifdef WIDTH
+// The Walsh-Hadamard transform of rows, one block each, WIDTH / 2 threads: `hadamard`, `hadamard_back`.
+
+// Transforms x (WIDTH) in shared memory, pairs WIDTH / 2 apart in every pass; returns where the result is.
+__device__ float* transform(float (*x)[WIDTH])
+{
+    int side = 0, i = threadIdx.x;
+    for (int n = 1; n < WIDTH; n *= 2, side ^= 1) {
+        __syncthreads();
+        float a = x[side][i], b = x[side][i + WIDTH / 2];
+        x[side ^ 1][2 * i] = a + b;
+        x[side ^ 1][2 * i + 1] = a - b;
+    }
+    __syncthreads();
+    return x[side];
+}
+
+extern "C" __global__ void hadamard(const float* x, int n, int stride, int d, const float* flips, float factor, float* out)
+{
+    __shared__ float rows[2][WIDTH];
+    const float* from = x + (i64)(blockIdx.x / n) * stride + (i64)(blockIdx.x % n) * d;
+    for (int c = threadIdx.x; c < WIDTH; c += WIDTH / 2) rows[0][c] = c < d ? from[c] * flips[c] : 0;
+    float* result = transform(rows);
+    for (int c = threadIdx.x; c < WIDTH; c += WIDTH / 2) out[(i64)blockIdx.x * WIDTH + c] = result[c] * factor;
+}
+
+extern "C" __global__ void hadamard_back(const float* x, int n, int stride, int d, const float* flips, float factor, float* out)
+{
+    __shared__ float rows[2][WIDTH];
+    for (int c = threadIdx.x; c < WIDTH; c += WIDTH / 2) rows[0][c] = x[(i64)blockIdx.x * WIDTH + c];
+    float* result = transform(rows);
+    float* to = out + (i64)(blockIdx.x / n) * stride + (i64)(blockIdx.x % n) * d;
+    for (int c = threadIdx.x; c < d; c += WIDTH / 2) to[c] += result[c] * factor * flips[c];
+}
+#endif

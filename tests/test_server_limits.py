@@ -14,6 +14,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -181,7 +182,7 @@ def test_answers_do_not_wait_for_acknowledgements() -> None:
 
 def test_large_bodies_leave_room_for_small_ones() -> None:
     bodies = BodyMemory(1 << 20)
-    with bodies.open() as first, bodies.open() as second:
+    with closing(BodyShare(bodies)) as first, closing(BodyShare(bodies)) as second:
         first.resize(SMALL + (1 << 20))
         second.resize(SMALL)
         with pytest.raises(RequestError, match="later"):

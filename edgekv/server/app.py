@@ -255,7 +255,7 @@ class _Server:
             return given, engine.prompts.encode(given), *self._named(given.model)
 
         with contextlib.ExitStack() as held:
-            body = held.enter_context(self._bodies.open())
+            body = held.enter_context(contextlib.closing(BodyShare(self._bodies)))
             given, prompts, lora, headers = await self._encoded(request, body, encode)
             lengths = [len(each.ids) for each in prompts]
             nbytes = given.logprob_bytes(lengths, engine.session.plan.ctx, engine.max_new_tokens)
@@ -274,7 +274,7 @@ class _Server:
             ids = [self._engine.prompts.ids(text, "input") for text in listed(given.input, "input")]
             return given, [EncodedPrompt(each) for each in ids], *self._named(given.model)
 
-        with self._bodies.open() as body:
+        with contextlib.closing(BodyShare(self._bodies)) as body:
             given, prompts, lora, headers = await self._encoded(request, body, encode)
             body.hold(sum(len(each.ids) for each in prompts), 0)
             channel, answers = Channel(), EmbeddingFormat(lora or self._name, given, len(prompts))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any
 
@@ -48,24 +47,15 @@ class BodyMemory:
     def __init__(self, max_bytes: int) -> None:
         self.free = self.max_bytes = max_bytes
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[BodyShare]:
-        """A request's, given back at the end of the block."""
-        body = BodyShare(self)
-        try:
-            yield body
-        finally:
-            self.free += body.taken
-
 
 class BodyShare:
-    """What one request has taken."""
+    """What one request has taken, until it is closed."""
 
     def __init__(self, bodies: BodyMemory) -> None:
         self._bodies, self.taken, self._parsed = bodies, 0, 0
 
     def resize(self, nbytes: int) -> None:
-        """To so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
+        """Take so many bytes. Raises RequestError: 503 where there is no room now, 413 where there never is."""
         taken = max(0, nbytes - SMALL)
         if taken > self._bodies.max_bytes:
             message = f"the request and its answers take {nbytes} bytes of memory"
@@ -86,66 +76,55 @@ class BodyShare:
         """Keep what was parsed, token ids, and so many other bytes. Raises as `resize`."""
         self.resize(self._parsed + 40 * n_ids + nbytes)
 
+    def close(self) -> None:
+        """Give all of it back."""
+        self._bodies.free += self.taken
+
 
 async def read_body(request: Request, limits: ServerLimits, body: BodyShare) -> bytearray:
-    """Raises RequestError: another type, too large, or too slow."""
+    """Return a request's bytes. Raises RequestError: another type, too large, or too slow."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError(
-            415, "send JSON with the header Content-Type: application/json", "unsupported_media_type"
-        )
+        message = "send JSON with the header Content-Type: application/json"
+        raise RequestError(415, message, "unsupported_media_type")
+    limit, seconds = limits.max_request, limits.client_timeout_s
+
+    async def received() -> bytearray:
+        data, n_received = bytearray(), 0
+        async for piece in request.stream():
+            n_received += len(piece)
+            if n_received > DRAINED * limit:
+                break
+            if n_received <= limit:
+                body.resize(n_received)
+                data += piece
+        if n_received > limit:
+            message = f"the request has more than {limit} bytes: shorten it"
+            raise RequestError(413, message, "request_too_large")
+        return data
+
     try:
-        return await asyncio.wait_for(_bytes(request, limits.max_request, body), limits.client_timeout_s)
+        return await asyncio.wait_for(received(), seconds)
     except asyncio.TimeoutError:
-        seconds = limits.client_timeout_s
-        raise RequestError(408, f"the request was not whole after {seconds:g} s", "request_timeout") from None
+        message = f"the request was not whole after {seconds:g} s"
+        raise RequestError(408, message, "request_timeout") from None
 
 
-async def _bytes(request: Request, limit: int, body: BodyShare) -> bytearray:
-    data, received = bytearray(), 0
-    async for piece in request.stream():
-        received += len(piece)
-        if received > DRAINED * limit:
-            break
-        if received <= limit:
-            body.resize(received)
-            data += piece
-    if received > limit:
-        raise RequestError(413, f"the request has more than {limit} bytes: shorten it", "request_too_large")
-    return data
-
-
+@dataclasses.dataclass
 class Connections:
-    """At most ``limit`` open ones. A new one takes the place of the one whose request is awaited the longest."""
+    """All that are open. A new one takes the place of the one whose request is awaited the longest."""
 
-    def __init__(self, limit: int, timeout_s: float) -> None:
-        self.limit, self.timeout_s = limit, timeout_s
-        self.n_open = 0
-        self._awaited: dict[BoundedProtocol, None] = {}  # the oldest first
+    limit: int
+    timeout_s: float
+    n_open: int = 0
+    awaited: dict[BoundedProtocol, None] = dataclasses.field(default_factory=dict)  # the oldest first
 
-    def opened(self, connection: BoundedProtocol) -> None:
-        """Counts a connection; the limit is kept."""
-        self.n_open += 1
-        self._awaited[connection] = None
+    def keep_limit(self) -> None:
+        """Close the oldest that sends nothing: the newest itself where all others are being answered."""
         if self.n_open > self.limit:
-            LOG.warning(
-                "%d connections: the ones that have sent no request for the longest are closed", self.limit
-            )
-            oldest = next(iter(self._awaited))  # the newest itself where all others are answered
-            del self._awaited[oldest]
+            LOG.warning("%d connections: those that have sent no request for the longest are closed", self.limit)
+            oldest = next(iter(self.awaited))
+            del self.awaited[oldest]
             oldest.transport.abort()
-
-    def closed(self, connection: BoundedProtocol) -> None:
-        """It is gone."""
-        self.n_open -= 1
-        self._awaited.pop(connection, None)
-
-    def awaited(self, connection: BoundedProtocol) -> None:
-        """Its next request, or the rest of one, is to come."""
-        self._awaited.setdefault(connection)
-
-    def answered(self, connection: BoundedProtocol) -> None:
-        """Its request is here: it keeps its place until the answer is sent."""
-        self._awaited.pop(connection, None)
 
 
 class BoundedProtocol(H11Protocol):
@@ -158,14 +137,17 @@ class BoundedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """asyncio: counts it and starts the deadline of its first request."""
+        """asyncio: count it and start the deadline of its first request."""
         super().connection_made(transport)
-        self._all.opened(self)
+        self._all.n_open += 1
+        self._all.awaited[self] = None
+        self._all.keep_limit()
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio: forgets it."""
-        self._all.closed(self)
+        """asyncio: forget it."""
+        self._all.n_open -= 1
+        self._all.awaited.pop(self, None)
         self._stop_deadline()
         self.resume_writing()
         super().connection_lost(exc)
@@ -173,12 +155,14 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """asyncio: the deadline begins with the first bytes of a request and ends with its last."""
         super().data_received(data)
-        self._update(first_bytes=True)
+        self._update()
+        if self in self._all.awaited and self._deadline is None:
+            self._start_deadline()
 
     def on_response_complete(self) -> None:
         """uvicorn: the next request is awaited."""
         super().on_response_complete()
-        self._update(first_bytes=False)
+        self._update()
 
     def pause_writing(self) -> None:
         """asyncio: the client reads too slowly; it has the timeout to go on."""
@@ -198,16 +182,14 @@ class BoundedProtocol(H11Protocol):
         super().timeout_keep_alive_handler()
         self.loop.call_later(GRACE_S, self.transport.abort)  # close() alone waits for the client to read
 
-    def _update(self, first_bytes: bool) -> None:
-        """first_bytes: of a request that is not whole yet may have come."""
+    def _update(self) -> None:
+        """Note whether a request, or the rest of one, is awaited: else it keeps its place until it is answered."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not cycle.more_body:
             self._stop_deadline()
-            self._all.answered(self)
+            self._all.awaited.pop(self, None)
         elif not self.transport.is_closing():
-            self._all.awaited(self)
-            if first_bytes and self._deadline is None:
-                self._start_deadline()
+            self._all.awaited.setdefault(self)
 
     def _start_deadline(self) -> None:
         # The endpoints answer 408 after timeout_s; what they don't wait for ends here.
@@ -280,18 +262,13 @@ class LogLimit(logging.Filter):
         self._latest: dict[object, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is logged."""
-        if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+        """Return whether the line is logged."""
+        error, _, traceback = record.exc_info or (None, None, None)
+        if error is not None and issubclass(error, asyncio.CancelledError):
             return False
-        kind, now = (record.module, record.lineno, *_raised(record)), time.monotonic()
+        places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(traceback)]
+        kind, now = (record.module, record.lineno, error, *places[-1:]), time.monotonic()
         if now - self._latest.get(kind, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
             return False
         self._latest[kind] = now
         return True
-
-
-def _raised(record: logging.LogRecord) -> tuple[object, ...]:
-    """Type, file and line of the exception that is logged."""
-    kind, _, traceback = record.exc_info or (None, None, None)
-    frames = list(walk_tb(traceback))
-    return kind, *((frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ())

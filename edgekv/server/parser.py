@@ -1,4 +1,4 @@
-"""An answer's text, as it comes, taken apart: reasoning, content, tool calls."""
+"""Take an answer's text apart as it comes: reasoning, content, tool calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Delta = Content | Reasoning | CallBegin | CallArguments
 
 
 class AnswerParser:
-    """Takes text in pieces of any length; gives what can be told of it so far.
+    """Takes text in pieces of any length; gives what is certain of it so far.
 
     thinks: the text begins within reasoning. form: how calls are written; None: there are none. names: of all that
     can be called. forced: the text is calls and nothing else. plain: all of it is content.
@@ -73,7 +73,7 @@ class AnswerParser:
         self._held, self._out = "", list[Delta]()
         self._call: _Call | None = None
         self._n_calls = 0
-        self._first = True  # nothing has been told yet
+        self._is_first = True  # nothing was given yet
         opening = self._reasoning if thinks else self._opening
         self._read: Callable[[bool], bool] = self._content if plain else opening
 
@@ -82,16 +82,9 @@ class AnswerParser:
         """Whether the text is within reasoning."""
         return self._read == self._reasoning
 
-    def push(self, text: str) -> list[Delta]:
-        """What more is known with this text."""
+    def push(self, text: str, last: bool = False) -> list[Delta]:
+        """Return what more is known with this text."""
         self._held += text
-        return self._told(last=False)
-
-    def end(self) -> list[Delta]:
-        """What was held back, once no more comes."""
-        return self._told(last=True)
-
-    def _told(self, last: bool) -> list[Delta]:
         while self._held and self._read(last):
             pass
         if last and self._call is not None:
@@ -101,47 +94,50 @@ class AnswerParser:
                 self._begin_cut(name[1] if name else "", whole=bool(name and name[2]))
         if last and self._forced and not self._n_calls and not self.is_cut:
             self._begin_cut("", whole=False)
-        told, self._out = self._out, []
-        return told
+        deltas, self._out = self._out, []
+        return deltas
+
+    def end(self) -> list[Delta]:
+        """Return what was held back, once no more comes."""
+        return self.push("", last=True)
+
+    # What is held is read by one of these, in turn. Each returns whether the next can go on with the rest.
 
     def _opening(self, last: bool) -> bool:
         """At the beginning, and behind the reasoning."""
         text = self._held.lstrip()
-        if not self._first:
+        if not self._is_first:
             self._held = text
-        if not last and (not text or (self._first and THINK.startswith(text))):
+        if not last and (not text or (self._is_first and THINK.startswith(text))):
             return False
-        if self._first and text.startswith(THINK):
+        if self._is_first and text.startswith(THINK):
             self._held, self._read = text[len(THINK) :].lstrip("\n"), self._reasoning
         elif self._form is not None and not self._form.begin and text.startswith("{"):
             self._held, self._read = text, self._between
         else:
             self._read = self._content
-        self._first = False
+        self._is_first = False
         return True
 
     def _reasoning(self, last: bool) -> bool:
-        self._first = False
-        before, found, after = self._held.partition(END_THINK)
-        if found:
-            self._tell(Reasoning(before))
-            self._held, self._read = after, self._opening
-            return True
-        self._release(Reasoning, END_THINK, last)
-        return False
+        self._is_first = False
+        return self._upto(END_THINK, Reasoning, self._opening, last)
 
     def _content(self, last: bool) -> bool:
-        begin = self._form.begin if self._form is not None else ""
-        if not begin:
-            self._tell(Content(self._held))
-            self._held = ""
-            return False
-        before, found, after = self._held.partition(begin)
-        if found:
-            self._tell(Content(before))
-            self._held, self._read = after, self._between
+        return self._upto(self._form.begin if self._form else "", Content, self._between, last)
+
+    def _upto(
+        self, mark: str, kind: type[Content] | type[Reasoning], behind: Callable[[bool], bool], last: bool
+    ) -> bool:
+        """Give all before the mark; what may be its beginning is held."""
+        at = self._held.find(mark) if mark else -1
+        if at >= 0:
+            self._give(kind(self._held[:at]))
+            self._held, self._read = self._held[at + len(mark) :], behind
             return True
-        self._release(Content, begin, last)
+        safe = len(self._held) - (0 if last else possible_start(self._held, mark))
+        self._give(kind(self._held[:safe]))
+        self._held = self._held[safe:]
         return False
 
     def _between(self, last: bool) -> bool:
@@ -158,56 +154,50 @@ class AnswerParser:
         self._held = text
         if text.startswith("{"):
             self._call, self._read = _Call(), self._calling
-            return True
-        if text:
+        elif text:
             self._read = self._content
         return bool(text)
 
     def _named(self, form: ToolFormat, last: bool) -> bool:
         """A bare name, and a mark behind which its arguments stand."""
-        name, found, after = self._held.partition(form.args)
+        head, found, after = self._held.partition(form.args)
+        name, has_id, _ = head.partition("[CALL_ID]")
         if found:
-            self._call, self._read = _Call(bare=True), self._calling
-            self._call.number = self._begin(name.partition("[CALL_ID]")[0].strip())
+            self._call, self._read = _Call(is_bare=True, number=self._begin(name.strip())), self._calling
             self._held = after.lstrip()
-            return True
-        if last:
-            self._begin_cut(name.partition("[CALL_ID]")[0], whole="[CALL_ID]" in name)
-        return False
+        elif last:
+            self._begin_cut(name, whole=bool(has_id))
+        return bool(found)
 
     def _calling(self, last: bool) -> bool:
         assert self._call is not None
         call, end = self._call, self._call.scan(self._held)
-        more, self._held = self._held[:end], self._held[end:]
-        call.text += more
-        if call.number is None and (head := HEAD.match(call.text)) and (name := _string(head[1])):
-            call.number, call.told = self._begin(name), head.end()
+        call.text, self._held = call.text + self._held[:end], self._held[end:]
+        if call.number is None and (head := HEAD.match(call.text)) and (name := _json(head[1])):
+            call.number, call.n_given = self._begin(name), head.end()
         if call.number is not None:
             stop = call.arguments_end or len(call.text)
-            if stop > call.told:
-                self._out.append(CallArguments(call.number, call.text[call.told : stop]))
-                call.told = stop
+            if stop > call.n_given:
+                self._out.append(CallArguments(call.number, call.text[call.n_given : stop]))
+                call.n_given = stop
         if call.depth:
             return False
         if call.number is None:
             self._whole(call.text)
-        self._call, self._read = None, self._content if call.bare else self._between
+        self._call, self._read = None, self._content if call.is_bare else self._between
         return True
 
     def _whole(self, text: str) -> None:
         """A call in another order of its fields; what is no call is content."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        given: Any = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+        value = _json(text)
+        given = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
         if isinstance(given, dict) and isinstance(value.get("name"), str):
             self._out.append(CallArguments(self._begin(value["name"]), json.dumps(given, ensure_ascii=False)))
         else:
-            self._tell(Content(text))
+            self._give(Content(text))
 
     def _begin_cut(self, name: str, whole: bool) -> None:
-        """A call that was cut off before its arguments: told where only one has this name, or begins with it."""
+        """A call that was cut off before its arguments: given where only one has this name, or begins with it."""
         self.is_cut, self._held = True, ""
         fitting = [each for each in self._names if (each == name if whole else each.startswith(name))]
         if len(fitting) == 1:
@@ -218,46 +208,38 @@ class AnswerParser:
         self._out.append(CallBegin(number, "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH)), name))
         return number
 
-    def _release(self, kind: type[Content] | type[Reasoning], mark: str, last: bool) -> None:
-        """All but what may be the beginning of the mark."""
-        safe = len(self._held) - (0 if last else possible_start(self._held, mark))
-        self._tell(kind(self._held[:safe]))
-        self._held = self._held[safe:]
-
-    def _tell(self, delta: Content | Reasoning) -> None:
+    def _give(self, delta: Content | Reasoning) -> None:
         if delta.text and not (self._forced and isinstance(delta, Content)):
             self._out.append(delta)
 
 
+@dataclasses.dataclass
 class _Call:
-    """The JSON object of one call as it grows."""
+    """The JSON object of one call as it grows. is_bare: the arguments alone; number: once its name is known."""
 
-    def __init__(self, bare: bool = False) -> None:
-        """bare: the object is the arguments alone."""
-        self.text, self.bare = "", bare
-        self.number: int | None = None  # once its name is known
-        self.told = 0  # characters of the text of which all is said
-        self.depth = 0
-        self.arguments_end: int | None = None
-        self._in_string = self._escaped = False
+    is_bare: bool = False
+    number: int | None = None
+    text: str = ""
+    n_given: int = 0  # characters of the text
+    depth: int = 0
+    arguments_end: int | None = None
+    in_string: bool = False
+    is_escaped: bool = False
 
     def scan(self, more: str) -> int:
-        """Follows braces and strings; returns how many characters of ``more`` belong to the object."""
+        """Follow braces and strings; return how many characters of ``more`` belong to the object."""
         for i, letter in enumerate(more):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif letter == "\\":
-                    self._escaped = True
-                elif letter == '"':
-                    self._in_string = False
+            if self.is_escaped:
+                self.is_escaped = False
+            elif self.in_string:
+                self.is_escaped, self.in_string = letter == "\\", letter != '"'
             elif letter == '"':
-                self._in_string = True
+                self.in_string = True
             elif letter in "{[":
                 self.depth += 1
             elif letter in "}]":
                 self.depth -= 1
-                if self.depth == 1 and self.arguments_end is None and not self.bare:
+                if self.depth == 1 and self.arguments_end is None and not self.is_bare:
                     self.arguments_end = len(self.text) + i + 1
                 if self.depth == 0:
                     return i + 1
@@ -265,16 +247,16 @@ class _Call:
 
 
 def possible_start(text: str, mark: str) -> int:
-    """The length of the longest end of the text that begins the mark."""
+    """Return the length of the longest end of the text that begins the mark."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return length
     return 0
 
 
-def _string(text: str) -> str | None:
+def _json(text: str) -> Any:
+    """Return the value; None where the text is no JSON."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) else None

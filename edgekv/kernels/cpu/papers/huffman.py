@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cpu.compile import Args, jit
+from edgekv.kernels.cpu.compile import Args, fast_jit, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import address_of, chars, floats, halves, numbers, words, words32
+from edgekv.kernels.cpu.loops import address_of, chars, halves, numbers, words, words32
 from edgekv.kernels.cpu.papers.huffman_decode import OVERRUN, RUN_TOKENS, RUNS, decode, run_gap
-from edgekv.kernels.cpu.scalar import as_float, get, put
-from edgekv.kernels.cpu.tile import decode_loop, scale_codes, tiled
+from edgekv.kernels.cpu.scalar import get, put
+from edgekv.kernels.cpu.tile import TILE, decode_channels, decode_loop, decode_tokens, tiled, widen_ends
 from edgekv.types import U8, U16, U32, U64
 
 SIZE_WORK, PACK_WORK = 4, 20  # of an element, in multiply-adds
@@ -71,39 +71,37 @@ def _pack_block(codes: U8, start: int, n: int, words: U16, lengths: U8, pool: U6
 @decode_loop
 def _decode_keys(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """low and step per channel of a block."""
-    head_dim, capacity, block, low_at, step_at = _numbers(store)
-    _read_codes(store, g, t, n, tile, scratch)
-    to = floats(tile)
-    for i in range(n):
-        channels = 2 * (g * (capacity // block) + (t + i) // block) * head_dim
-        low, step = halves(low_at + channels), halves(step_at + channels)
-        for d in range(head_dim):
-            code = get(to, i * head_dim + d)
-            put(to, i * head_dim + d, as_float(get(low, d)) + as_float(get(step, d)) * code)
+    _read(True, store, g, t, n, tile, scratch)
 
 
 @decode_loop
 def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """low and step per token."""
-    head_dim, capacity, _, low_at, step_at = _numbers(store)
-    _read_codes(store, g, t, n, tile, scratch)
-    low, step = halves(low_at + 2 * (g * capacity + t)), halves(step_at + 2 * (g * capacity + t))
-    for i in range(n):
-        scale_codes(tile, i * head_dim, head_dim, as_float(get(low, i)), as_float(get(step, i)))
+    _read(False, store, g, t, n, tile, scratch)
 
 
-@jit
-def _read_codes(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    """tile (n, head_dim) = the codes of n tokens, which may lie in several blocks."""
-    head_dim, block, codes, to = get(numbers(store), 0), get(numbers(store), 2), chars(scratch), floats(tile)
+@fast_jit
+def _read(per_channel: bool, store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    """tile (n, head_dim) = n tokens, which may lie in several blocks, each decoded in runs."""
+    head_dim, capacity, block, low_at, step_at = _numbers(store)
+    n_ends = max(TILE, head_dim)
+    low, step, codes = scratch, scratch + 4 * n_ends, scratch + 8 * n_ends
     done = 0
     while done < n:
         few = min(n - done, block - (t + done) % block)
-        n_run = _decode(store, g, t + done, few, codes)
-        for i in range(few):
-            source = i // n_run * run_gap(head_dim) + i % n_run * head_dim
-            for d in range(head_dim):
-                put(to, (done + i) * head_dim + d, np.float32(get(codes, source + d)))
+        n_run = _decode(store, g, t + done, few, chars(codes))
+        first, n_read = g * capacity + t + done, few
+        if per_channel:
+            first, n_read = (g * (capacity // block) + (t + done) // block) * head_dim, head_dim
+        widen_ends(low_at + 2 * first, n_read, low)
+        widen_ends(step_at + 2 * first, n_read, step)
+        for i in range(0, few, n_run):
+            source, to = codes + i // n_run * run_gap(head_dim), tile + 4 * (done + i) * head_dim
+            n_tokens = min(n_run, few - i)
+            if per_channel:
+                decode_channels(source, head_dim, 8, n_tokens, low, step, to)
+            else:
+                decode_tokens(source, head_dim, 8, n_tokens, low + 4 * i, step + 4 * i, to)
         done += few
 
 
@@ -132,8 +130,8 @@ def _store(codec: Any) -> tuple[int, ...]:
 
 
 def _scratch(codec: Any) -> int:
-    """The bytes of a tile's codes."""
-    return RUNS * (RUN_TOKENS * int(codec.head_dim) + OVERRUN)
+    """The bytes of a tile's ends and codes."""
+    return 8 * max(TILE, int(codec.head_dim)) + RUNS * (RUN_TOKENS * int(codec.head_dim) + OVERRUN)
 
 
 LOOPS = {

@@ -8,7 +8,7 @@ from edgekv.kernels.cpu.compile import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
 from edgekv.kernels.cpu.loops import address_of, chars, floats, halves, numbers, put_loop
 from edgekv.kernels.cpu.scalar import as_float, clamp, get, maximum, minimum, put, round_to_even, round_up_to_half
-from edgekv.kernels.cpu.tile import HEADER, decode_loop, scale_codes, tiled, unpack_codes
+from edgekv.kernels.cpu.tile import HEADER, TILE, decode_loop, decode_tokens, tiled
 from edgekv.types import F32, U8, U16
 
 ZERO, ONE, HIGHEST_CODE = np.array([0, 1, 15], np.float32)
@@ -24,10 +24,13 @@ def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None
     x = numbers(store)
     token, half = g * get(x, 3) + t, get(x, 4)
     delta, zero = halves(get(x, 1) + 2 * token), chars(get(x, 2) + token)
-    unpack_codes(get(x, 0) + token * half, half, 4, n, tile)
+    low, step = floats(scratch), floats(scratch + 4 * TILE)
     for i in range(n):
-        step = as_float(get(delta, i))
-        scale_codes(tile, 2 * half * i, 2 * half, -step * np.float32(get(zero, i)), step)
+        size = as_float(get(delta, i))
+        put(step, i, size)
+        put(low, i, -size * np.float32(get(zero, i)))
+    codes = get(x, 0) + token * half
+    decode_tokens(codes, half, 4, n, scratch, scratch + 4 * TILE, tile)
 
 
 @put_loop
@@ -50,7 +53,7 @@ def _encode(codec: Any, x: F32, t0: int) -> None:
     encode_int4(x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
 
 
-LOOPS = {"int4": tiled(_store_numbers, _decode, put=_put, encode=_encode)}
+LOOPS = {"int4": tiled(_store_numbers, _decode, lambda codec: 8 * TILE, put=_put, encode=_encode)}
 
 
 @jit

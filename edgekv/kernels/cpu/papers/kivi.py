@@ -28,7 +28,7 @@ from edgekv.kernels.cpu.scalar import (
     round_to_even,
     round_up_to_half,
 )
-from edgekv.kernels.cpu.tile import decode_loop, scale_codes, tiled, unpack_codes
+from edgekv.kernels.cpu.tile import TILE, decode_loop, decode_spans, decode_tokens, tiled, widen_ends
 from edgekv.types import F32, U8, U16
 
 LANES = simd.LANES
@@ -179,13 +179,13 @@ def _finish(dots: F32, dot: int, first: int, last: int, shift: Scalar, s: F32, r
 
 @decode_loop
 def _decode_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
-    _read_values(store, g, t, n, tile)
+    _read_values(store, g, t, n, tile, scratch)
 
 
 @decode_loop
 def _decode_balanced(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """Keys over the balance by which they were multiplied."""
-    _read_values(store, g, t, n, tile)
+    _read_values(store, g, t, n, tile, scratch)
     head_dim, balance, to = get(numbers(store), 0), floats(get(numbers(store), 7)), floats(tile)
     for i in range(0, n * head_dim, head_dim):
         for d in range(head_dim):
@@ -193,14 +193,18 @@ def _decode_balanced(store: int, g: int, t: int, n: int, tile: int, scratch: int
 
 
 @fast_jit
-def _read_values(store: int, g: int, t: int, n: int, tile: int) -> None:
-    head_dim, codes, step_at, low_at, capacity, n_spans, n_bits = _numbers(store)
-    n_bytes, span, step, low = head_dim * n_bits // 8, head_dim // n_spans, halves(step_at), halves(low_at)
-    unpack_codes(codes + (g * capacity + t) * n_bytes, n_bytes, n_bits, n, tile)
-    for i in range(n):
-        for k in range(n_spans):
-            place = (g * n_spans + k) * capacity + t + i
-            scale_codes(tile, i * head_dim + k * span, span, as_float(get(low, place)), as_float(get(step, place)))
+def _read_values(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
+    head_dim, codes, step, low, capacity, n_spans, n_bits = _numbers(store)
+    n_bytes, steps = head_dim * n_bits // 8, scratch + 4 * TILE * n_spans
+    for k in range(n_spans):
+        place = (g * n_spans + k) * capacity + t
+        widen_ends(low + 2 * place, n, scratch + 4 * TILE * k)
+        widen_ends(step + 2 * place, n, steps + 4 * TILE * k)
+    start = codes + (g * capacity + t) * n_bytes
+    if n_spans == 1:
+        decode_tokens(start, n_bytes, n_bits, n, scratch, steps, tile)
+    else:
+        decode_spans(start, n_bytes, n_bits, n, scratch, steps, head_dim // n_spans, tile)
 
 
 @jit
@@ -231,11 +235,15 @@ LOOPS = {
         encode=_encode_keys,
     ),
     "kivi_values": tiled(
-        lambda codec: _store(codec, codec.capacity, codec.spans), _decode_values, encode=_encode_values
+        lambda codec: _store(codec, codec.capacity, codec.spans),
+        _decode_values,
+        lambda codec: 8 * TILE * int(codec.spans),
+        encode=_encode_values,
     ),
     "token_keys": tiled(
         lambda codec: (*_store(codec, codec.capacity, codec.spans), address_of(codec.balance)),
         _decode_balanced,
+        lambda codec: 8 * TILE * int(codec.spans),
         encode=_encode_values,
     ),
 }

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.kernels.cpu.compile import Args, Scalar, fast_jit, jit
+from edgekv.kernels.cpu.compile import Args, Scalar, jit
 from edgekv.kernels.cpu.launch import run
-from edgekv.kernels.cpu.loops import address_of, chars, floats, halves, numbers
-from edgekv.kernels.cpu.scalar import as_float, clamp, get, put, round_to_even
-from edgekv.kernels.cpu.tile import decode_loop, scale_codes, tiled
+from edgekv.kernels.cpu.loops import address_of, floats, halves, numbers
+from edgekv.kernels.cpu.scalar import as_float, clamp, get, round_to_even
+from edgekv.kernels.cpu.softmax import fill
+from edgekv.kernels.cpu.tile import TILE, decode_channel_planes, decode_loop, decode_planes, tiled, widen_ends
 from edgekv.types import F32, U8, U16
 
 ENCODE_WORK = 4  # of an element, in multiply-adds
@@ -57,37 +58,23 @@ def _ends(low: U16, step: U16, g: int, t: int) -> tuple[Scalar, Scalar]:
 @decode_loop
 def _decode(store: int, g: int, t: int, n: int, tile: int, scratch: int) -> None:
     """low + step * code: the ends of a token, of all tokens, or of each channel."""
-    x, to = numbers(store), floats(tile)
+    x = numbers(store)
     head_dim, n_bits, capacity = get(x, 0), get(x, 1), get(x, 2)
-    low, step, n_bytes = halves(get(x, 4)), halves(get(x, 5)), (head_dim + BYTE_BITS - 1) // BYTE_BITS
-    gap_head, gap_token, gap_channel = get(x, 6), get(x, 7), get(x, 8)
-    _unpack(get(x, 3) + (g * capacity + t) * n_bits * n_bytes, n_bits, n_bytes, n, head_dim, to)
-    for i in range(n):
-        end = g * gap_head + (t + i) * gap_token
-        if gap_channel:
-            for d in range(head_dim):
-                code = get(to, i * head_dim + d)
-                put(to, i * head_dim + d, as_float(get(low, end + d)) + as_float(get(step, end + d)) * code)
-        else:
-            scale_codes(tile, i * head_dim, head_dim, as_float(get(low, end)), as_float(get(step, end)))
-
-
-@fast_jit
-def _unpack(planes: int, n_bits: int, n_bytes: int, n: int, head_dim: int, codes: F32) -> None:
-    """codes (n, head_dim) of n tokens in bit planes."""
-    whole = head_dim // BYTE_BITS
-    for i in range(n):
-        for d in range(head_dim):
-            put(codes, i * head_dim + d, ZERO)
-        for plane in range(n_bits):
-            bits, weight = chars(planes + (i * n_bits + plane) * n_bytes), np.float32(1 << plane)
-            for j in range(whole):
-                byte, target = np.int32(get(bits, j)), i * head_dim + BYTE_BITS * j
-                for k in range(BYTE_BITS):
-                    put(codes, target + k, get(codes, target + k) + weight * np.float32(byte >> np.int32(k) & 1))
-            for d in range(BYTE_BITS * whole, head_dim):
-                bit = np.int32(get(bits, whole)) >> np.int32(d % BYTE_BITS) & 1
-                put(codes, i * head_dim + d, get(codes, i * head_dim + d) + weight * np.float32(bit))
+    gap_head, gap_token, per_channel = get(x, 6), get(x, 7), get(x, 8)
+    planes = get(x, 3) + (g * capacity + t) * n_bits * ((head_dim + BYTE_BITS - 1) // BYTE_BITS)
+    n_ends, first = head_dim if per_channel else TILE, g * gap_head + t * gap_token
+    low, step = scratch, scratch + 4 * n_ends
+    if per_channel or gap_token:
+        n_read = head_dim if per_channel else n
+        widen_ends(get(x, 4) + 2 * first, n_read, low)
+        widen_ends(get(x, 5) + 2 * first, n_read, step)
+    else:
+        fill(floats(low), 0, n, as_float(get(halves(get(x, 4)), first)))
+        fill(floats(step), 0, n, as_float(get(halves(get(x, 5)), first)))
+    if per_channel:
+        decode_channel_planes(planes, n_bits, head_dim, n, low, step, tile)
+    else:
+        decode_planes(planes, n_bits, head_dim, n, low, step, tile)
 
 
 def _store(codec: Any) -> tuple[int, ...]:
@@ -99,4 +86,4 @@ def _store(codec: Any) -> tuple[int, ...]:
     return codec.head_dim, planes.shape[2], planes.shape[1], address_of(planes), *ends, *gaps
 
 
-LOOPS = {"levels": tiled(_store, _decode)}
+LOOPS = {"levels": tiled(_store, _decode, lambda codec: 8 * max(TILE, int(codec.head_dim)))}

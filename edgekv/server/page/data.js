@@ -3,55 +3,37 @@
 // as the page), settings, the server's answers, images made small.
 
 const $ = id => document.getElementById(id);
-const DEFAULTS = {temperature: null, maxTokens: null, system: "", theme: "", lora: ""};
 
-class Store {
-  static async open() {
-    const store = new Store();
-    store.kept = new Map();
-    store.removed = new Set();
-    store.database = await new Promise(resolve => {
-      try {
-        const request = indexedDB.open("edgekv", 1);
-        request.onupgradeneeded = () => request.result.createObjectStore("conversations", {keyPath: "id"});
-        request.onsuccess = () => resolve(request.result);
-        request.onerror = request.onblocked = () => resolve(null);
-      } catch { resolve(null); }
-    });
-    for (const each of await store.run("readonly", objects => objects.getAll()) ?? []) store.kept.set(each.id, each);
-    return store;
-  }
+// Conversations by id. Each change goes to the database too.
+const kept = new Map();
+let database = null;
 
-  run(mode, action) {
-    if (!this.database) return Promise.resolve(null);
-    return new Promise((resolve, reject) => {
-      const transaction = this.database.transaction("conversations", mode);
-      const request = action(transaction.objectStore("conversations"));
-      transaction.oncomplete = () => resolve(request.result);
-      transaction.onerror = transaction.onabort = () => reject(transaction.error);
-    });
-  }
-
-  // The latest first.
-  all() { return [...this.kept.values()].sort((a, b) => b.updated - a.updated); }
-
-  // Unless it was removed meanwhile.
-  async put(conversation) {
-    if (this.removed.has(conversation.id)) return;
-    this.kept.set(conversation.id, conversation);
-    await this.run("readwrite", objects => objects.put(conversation));
-  }
-
-  async remove(id) {
-    this.kept.delete(id);
-    this.removed.add(id);
-    await this.run("readwrite", objects => objects.delete(id));
-  }
+async function openStore() {
+  database = await new Promise(resolve => {
+    try {
+      const request = indexedDB.open("edgekv", 1);
+      request.onupgradeneeded = () => request.result.createObjectStore("conversations", {keyPath: "id"});
+      request.onsuccess = () => resolve(request.result);
+      request.onerror = request.onblocked = () => resolve(null);
+    } catch { resolve(null); }
+  });
+  for (const each of await stored("readonly", objects => objects.getAll()) ?? []) kept.set(each.id, each);
 }
 
+function stored(mode, action) {
+  return new Promise((resolve, reject) => {
+    if (!database) return resolve(null);
+    const transaction = database.transaction("conversations", mode);
+    const request = action(transaction.objectStore("conversations"));
+    transaction.oncomplete = () => resolve(request.result);
+    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+  });
+}
+
+function newest() { return [...kept.values()].sort((a, b) => b.updated - a.updated); }
+
 function readSettings() {
-  try { return {...DEFAULTS, ...JSON.parse(localStorage.getItem("edgekv") ?? "{}")}; }
-  catch { return {...DEFAULTS}; }
+  try { return JSON.parse(localStorage.getItem("edgekv")) ?? {}; } catch { return {}; }
 }
 
 function writeSettings(settings) {
@@ -64,9 +46,9 @@ function newConversation() {
 }
 
 class ServerError extends Error {
-  constructor(told) {
-    super(told?.message ?? "the server does not answer");
-    this.code = told?.code;
+  constructor(error) {
+    super(error?.message ?? "the server does not answer");
+    this.code = error?.code;
   }
 }
 
@@ -75,7 +57,13 @@ function headers() {
   return {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
 }
 
-async function* events(response) {
+// The chunks of an answer. Raises ServerError, and AbortError where the signal is given.
+async function* answer(body, signal) {
+  const asks = {stream: true, stream_options: {include_usage: true}, return_progress: true, timings_per_token: true};
+  const response = await fetch("/v1/chat/completions", {
+    method: "POST", headers: headers(), signal, body: JSON.stringify({...body, ...asks}),
+  });
+  if (!response.ok) throw new ServerError((await response.json().catch(() => null))?.error);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
@@ -83,23 +71,12 @@ async function* events(response) {
     if (done) return;
     const parts = (held + value).split("\n\n");
     held = parts.pop();
-    for (const part of parts)
-      if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
-  }
-}
-
-// The chunks of an answer. Raises ServerError, and AbortError where the signal is given.
-async function* answer(body, signal) {
-  const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(), signal,
-    body: JSON.stringify({
-      ...body, stream: true, stream_options: {include_usage: true}, return_progress: true, timings_per_token: true,
-    }),
-  });
-  if (!response.ok) throw new ServerError((await response.json().catch(() => null))?.error);
-  for await (const event of events(response)) {
-    if (event.error) throw new ServerError(event.error);
-    yield event;
+    for (const part of parts) {
+      if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
+      const event = JSON.parse(part.slice(6));
+      if (event.error) throw new ServerError(event.error);
+      yield event;
+    }
   }
 }
 
@@ -109,17 +86,14 @@ async function facts(path) {
   return response.ok ? response.json() : null;
 }
 
-function sent(message) {
-  const content = message.images?.length
-    ? [...message.images.map(url => ({type: "image_url", image_url: {url}})), {type: "text", text: message.content}]
-    : message.content;
-  return {role: message.role, content};
+function sent({role, content, images}) {
+  const parts = (images ?? []).map(url => ({type: "image_url", image_url: {url}}));
+  return {role, content: parts.length ? [...parts, {type: "text", text: content}] : content};
 }
 
 function bytes(n) {
-  const units = ["B", "KiB", "MiB", "GiB"];
   const i = n ? Math.min(3, Math.floor(Math.log2(n) / 10)) : 0;
-  return `${(n / 1024 ** i).toFixed(i ? 1 : 0)} ${units[i]}`;
+  return `${(n / 1024 ** i).toFixed(i ? 1 : 0)} ${["B", "KiB", "MiB", "GiB"][i]}`;
 }
 
 const LONGEST_SIDE = 1024, SMALL_FILE = 200_000;
@@ -137,32 +111,18 @@ async function attach(files) {
 async function asUrl(file) {
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, LONGEST_SIDE / Math.max(bitmap.width, bitmap.height));
-  if (scale === 1 && file.size < SMALL_FILE && ["image/png", "image/jpeg"].includes(file.type))
-    return new Promise((resolve, reject) => {
-      const reader = new FileReader();
-      reader.onload = () => resolve(reader.result);
-      reader.onerror = () => reject(reader.error);
-      reader.readAsDataURL(file);
-    });
   const canvas = element("canvas", {width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale)});
   const context = canvas.getContext("2d");
   context.fillStyle = "white";
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-  return canvas.toDataURL("image/jpeg", 0.9);
+  const isExact = scale === 1 && file.size < SMALL_FILE && file.type === "image/png";
+  return isExact ? canvas.toDataURL("image/png") : canvas.toDataURL("image/jpeg", 0.9);
 }
 
 function showAttached() {
   $("attached").replaceChildren(...attachedImages.map((url, i) => {
-    const remove = element("button", {type: "button", textContent: "×", ariaLabel: `Remove image ${i + 1}`});
-    remove.addEventListener("click", () => { attachedImages.splice(i, 1); showAttached(); $("text").focus(); });
+    const remove = button("×", () => { attachedImages.splice(i, 1); showAttached(); $("text").focus(); }, {ariaLabel: `Remove image ${i + 1}`});
     return element("li", {}, element("img", {src: url, alt: `Image ${i + 1}`}), remove);
   }));
-}
-
-function takeAttached() {
-  const taken = attachedImages;
-  attachedImages = [];
-  showAttached();
-  return taken;
 }

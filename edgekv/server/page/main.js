@@ -1,24 +1,26 @@
 // The page's state, and what happens when somebody does something.
 
 const NEARLY_FULL = 0.9;
-let store, conversation = newConversation(), settings = readSettings(), abort = null, model = "", ctx = 0;
+let conversation = newConversation(), settings = readSettings(), abort = null, model = "", ctx = 0;
 
 const act = {
   open(id) {
-    if (abort) abort.abort();
-    conversation = store.kept.get(id) ?? newConversation();
+    abort?.abort();
+    conversation = kept.get(id) ?? newConversation();
     closeMenu();
     redraw();
     $("text").focus();
   },
-  async remove(id) {
-    await store.remove(id);
-    if (id === conversation.id) act.open(store.all()[0]?.id);
+  async remove(talk) {
+    kept.delete(talk.id);
+    talk.removed = true;
+    await stored("readwrite", objects => objects.delete(talk.id));
+    if (talk === conversation) act.open(newest()[0]?.id);
     else redrawList();
   },
-  async renamed(id, title) {
-    const renamed = store.kept.get(id);
-    if (renamed && title) { renamed.title = title; await store.put(renamed); }
+  async renamed(talk, title) {
+    talk.title = title || talk.title;
+    await keep(talk, talk.updated);
     redrawList();
   },
   edited(i, text) {
@@ -42,20 +44,15 @@ function redraw(error) {
   showContext(error);
 }
 
-function redrawList() { view.list(store.all(), conversation.id); }
+function redrawList() { view.list(newest(), conversation.id); }
 
-function fresh() { act.open(null); }
-
-async function keep(talk) {
-  talk.updated = Date.now();
+async function keep(talk, updated = Date.now()) {
+  if (talk.removed) return;
+  talk.updated = updated;
   talk.title ||= talk.messages[0]?.content.replace(/\s+/g, " ").slice(0, 60) || "An image";
-  try { await store.put(talk); }
+  kept.set(talk.id, talk);
+  try { await stored("readwrite", objects => objects.put(talk)); }
   catch { $("status").textContent = "This conversation can't be kept: the browser's storage is full"; }
-}
-
-function say(text) {
-  conversation.messages.push({role: "user", content: text, images: takeAttached()});
-  ask();
 }
 
 // Asks for the answer to what has been said; it is kept as it grows, so that it survives a page that is closed.
@@ -68,10 +65,10 @@ async function ask() {
   await keep(asked);
   try {
     const messages = asked.messages.filter(message => !message.dropped).map(sent);
-    if (settings.system) messages.unshift({role: "system", content: settings.system});
+    if (settings.system) messages.unshift({role: "system", content: settings.system.trim()});
     const body = {model: chosen(), messages};
-    if (settings.temperature !== null) body.temperature = settings.temperature;
-    if (settings.maxTokens) body.max_tokens = settings.maxTokens;
+    if (settings.temperature) body.temperature = Number(settings.temperature);
+    if (settings["max-tokens"]) body.max_tokens = Number(settings["max-tokens"]);
     for await (const chunk of answer(body, abort.signal)) {
       watchAnswer(chunk, asked);
       const {delta = {}, finish_reason} = chunk.choices[0] ?? {};
@@ -116,7 +113,7 @@ function watchAnswer(chunk, asked) {
     asked.used = timings.cache_n + timings.prompt_n + timings.predicted_n;
   }
   if (usage) asked.used = usage.total_tokens;
-  if (asked === conversation) showUse();
+  showUse();
 }
 
 function showUse() {
@@ -128,31 +125,32 @@ function showUse() {
 function showContext(error) {
   showUse();
   const over = error?.code === "context_length_exceeded", near = ctx && conversation.used > NEARLY_FULL * ctx;
+  const alone = questions().length < 2;
   $("full").hidden = !over && !near;
-  $("fullness").textContent = over ? "The conversation is longer than the model's context." : "The context is nearly full.";
-  $("slide").hidden = turns().length < 2;
-  if (over && turns().length < 2) $("fullness").textContent = "This message alone is longer than the model's context: edit it, or start anew.";
+  $("slide").hidden = alone;
+  $("fullness").textContent = !over ? "The context is nearly full." : alone
+    ? "This message alone is longer than the model's context: edit it, or start anew."
+    : "The conversation is longer than the model's context.";
 }
 
 // Places of the questions that are still sent.
-function turns() {
+function questions() {
   return conversation.messages.flatMap((message, i) => message.role === "user" && !message.dropped ? [i] : []);
 }
 
 // Leaves out the oldest half of what is sent, by its length; the last question stays.
 async function slide() {
   const length = message => message.content.length + 1000 * (message.images?.length ?? 0);
-  const kept = conversation.messages.filter(message => !message.dropped);
-  const half = kept.reduce((sum, message) => sum + length(message), 0) / 2;
-  let dropped = 0;
-  for (const [from, to] of turns().map((from, i, all) => [from, all[i + 1]])) {
-    if (to === undefined || dropped >= half) break;
-    for (const message of conversation.messages.slice(0, to))
-      if (!message.dropped) { message.dropped = true; dropped += length(message); }
+  const {messages} = conversation, kept = messages.filter(message => !message.dropped);
+  let left = kept.reduce((sum, message) => sum + length(message), 0) / 2;
+  for (const next of questions().slice(1)) {
+    if (left <= 0) break;
+    for (const message of messages.slice(0, next))
+      if (!message.dropped) { message.dropped = true; left -= length(message); }
   }
   conversation.used = 0;
   await keep(conversation);
-  if (conversation.messages.at(-1).role === "user") ask();
+  if (messages.at(-1).role === "user") ask();
   else redraw();
 }
 
@@ -175,12 +173,11 @@ async function watch() {
       if (!ctx) showProps(stats.model, await facts("/props"));
       ({model, ctx} = stats);
       $("model").textContent = `${chosen()} · ${stats.kv.split(":")[0]}`;
-      if (!abort && $("cache").textContent === "–") $("cache").textContent = bytes(stats.edgekv_cache_bytes);
-      if (!abort && stats.edgekv_tokens_per_second && $("speed").textContent === "–")
-        $("speed").textContent = stats.edgekv_tokens_per_second.toFixed(1);
-      const stated = stats.edgekv_estimated_watts, watts = stats.edgekv_watts ?? stated;
+      const {edgekv_cache_bytes: held, edgekv_tokens_per_second: speed, edgekv_watts: watts = stats.edgekv_estimated_watts} = stats;
+      if (!abort && $("cache").textContent === "–") $("cache").textContent = bytes(held);
+      if (!abort && speed && $("speed").textContent === "–") $("speed").textContent = speed.toFixed(1);
       $("power").hidden = watts === undefined;
-      if (watts !== undefined) $("watts").textContent = watts.toFixed(2) + (stats.edgekv_watts === undefined ? " (stated)" : "");
+      $("watts").textContent = `${watts?.toFixed(2)}${stats.edgekv_watts === undefined ? " (stated)" : ""}`;
       showUse();
     }
   } catch { /* the server is gone for now */ }
@@ -188,26 +185,22 @@ async function watch() {
 }
 
 function exported() {
-  const told = {title: conversation.title, model, messages: conversation.messages.map(({role, content, images}) => ({role, content, images}))};
-  const url = URL.createObjectURL(new Blob([JSON.stringify(told, null, 2)], {type: "application/json"}));
-  element("a", {href: url, download: `${(conversation.title || "conversation").replace(/[^\w-]+/g, "-").slice(0, 40)}.json`}).click();
+  const {title, messages} = conversation;
+  const whole = {title, model, messages: messages.map(({role, content, images}) => ({role, content, images}))};
+  const url = URL.createObjectURL(new Blob([JSON.stringify(whole, null, 2)], {type: "application/json"}));
+  element("a", {href: url, download: `${(title || "conversation").replace(/[^\w-]+/g, "-").slice(0, 40)}.json`}).click();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
-function applySettings() {
-  document.documentElement.dataset.theme = settings.theme;
-  $("temperature").value = settings.temperature ?? "";
-  $("max-tokens").value = settings.maxTokens ?? "";
-  $("system").value = settings.system;
-  $("theme").value = settings.theme;
+const FIELDS = ["temperature", "max-tokens", "system", "theme"];
+
+function showSettings() {
+  document.documentElement.dataset.theme = settings.theme ?? "";
+  for (const id of FIELDS) $(id).value = settings[id] ?? "";
 }
 
 function settingsChanged() {
-  const temperature = $("temperature").valueAsNumber, most = $("max-tokens").valueAsNumber;
-  settings = {
-    temperature: temperature >= 0 ? temperature : null, maxTokens: most >= 1 ? Math.floor(most) : null,
-    system: $("system").value.trim(), theme: $("theme").value, lora: $("lora").value,
-  };
+  settings = Object.fromEntries([...FIELDS, "lora"].map(id => [id, $(id).checkValidity() ? $(id).value : ""]));
   writeSettings(settings);
   document.documentElement.dataset.theme = settings.theme;
 }
@@ -217,14 +210,18 @@ function closeMenu() {
   $("menu").ariaExpanded = "false";
 }
 
-$("form").addEventListener("submit", event => {
+const on = (id, event, action) => $(id).addEventListener(event, action);
+on("form", "submit", event => {
   event.preventDefault();
-  const text = $("text").value.trim();
-  if ((!text && !attachedImages.length) || abort) return;
+  const content = $("text").value.trim();
+  if ((!content && !attachedImages.length) || abort) return;
+  conversation.messages.push({role: "user", content, images: attachedImages});
+  attachedImages = [];
+  showAttached();
   $("text").value = "";
-  say(text);
+  ask();
 });
-$("text").addEventListener("keydown", event => {
+on("text", "keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
 });
 document.addEventListener("keydown", event => {
@@ -232,7 +229,7 @@ document.addEventListener("keydown", event => {
   if (abort) abort.abort();
   else closeMenu();
 });
-$("text").addEventListener("paste", event => {
+on("text", "paste", event => {
   if (!$("attach").hidden && event.clipboardData.files.length) { event.preventDefault(); attach(event.clipboardData.files); }
 });
 for (const kind of ["dragover", "dragleave", "drop"])
@@ -241,24 +238,20 @@ for (const kind of ["dragover", "dragleave", "drop"])
     $("form").classList.toggle("over", kind === "dragover" && !$("attach").hidden);
     if (kind === "drop" && !$("attach").hidden) attach(event.dataTransfer.files);
   });
-$("attach").addEventListener("click", () => $("file").click());
-$("file").addEventListener("change", async () => { await attach($("file").files); $("file").value = ""; });
-$("stop").addEventListener("click", () => abort?.abort());
-$("new").addEventListener("click", fresh);
-$("fresh").addEventListener("click", fresh);
-$("slide").addEventListener("click", slide);
-$("export").addEventListener("click", exported);
-$("settings").addEventListener("click", () => $("options").showModal());
-$("options").addEventListener("change", settingsChanged);
-$("menu").addEventListener("click", () => {
-  $("menu").ariaExpanded = String($("side").classList.toggle("open"));
-});
+on("attach", "click", () => $("file").click());
+on("file", "change", async () => { await attach($("file").files); $("file").value = ""; });
+on("stop", "click", () => abort?.abort());
+for (const id of ["new", "fresh"]) on(id, "click", () => act.open(null));
+on("slide", "click", slide);
+on("export", "click", exported);
+on("settings", "click", () => $("options").showModal());
+on("options", "change", settingsChanged);
+on("menu", "click", () => { $("menu").ariaExpanded = String($("side").classList.toggle("open")); });
 
 (async () => {
-  applySettings();
-  store = await Store.open();
-  $("storage").hidden = Boolean(store.database);
-  conversation = store.all()[0] ?? newConversation();
-  redraw();
+  showSettings();
+  await openStore();
+  $("storage").hidden = Boolean(database);
+  act.open(newest()[0]?.id);
   watch();
 })();

@@ -28,18 +28,13 @@ function inline(text) {
 }
 
 function codeBlock(language, lines) {
-  const code = lines.join("\n");
-  const copy = element("button", {type: "button", textContent: "Copy", ariaLabel: "Copy this code"});
-  copy.addEventListener("click", () => copied(code, copy));
+  const code = lines.join("\n"), copy = button("Copy", made => copied(code, made), {ariaLabel: "Copy this code"});
   const bar = element("div", {className: "bar"}, element("span", {textContent: language || "code"}), copy);
   return element("div", {className: "code"}, bar, element("pre", {tabIndex: 0}, element("code", {textContent: code})));
 }
 
-function cells(line) {
-  return line.trim().replace(/^\||\|$/g, "").split("|").map(cell => cell.trim());
-}
-
 function table(lines) {
+  const cells = line => line.trim().replace(/^\||\|$/g, "").split("|").map(cell => cell.trim());
   const row = (line, kind) => element("tr", {}, cells(line).map(cell => element(kind, {}, inline(cell))));
   const body = element("tbody", {}, lines.slice(2).map(line => row(line, "td")));
   return element("table", {}, element("thead", {}, row(lines[0], "th")), body);
@@ -52,17 +47,16 @@ function run(lines, at, test) {
   return lines.slice(at, end);
 }
 
+// How each kind of block begins, how it goes on (none: it is one line), and what its lines become.
 const BLOCKS = [
-  [/^#{1,6} /, line => /^#{1,6} /.test(line), (taken, first) => {
-    const level = first.match(/^#+/)[0].length;
-    return [element(`h${Math.min(level + 1, 6)}`, {}, inline(first.slice(level + 1)))];
-  }, 1],
-  [/^ {0,3}([-*_])( *\1){2,} *$/, () => true, () => [element("hr")], 1],
-  [/^ *[-*+] /, line => /^ *[-*+] |^ {2,}\S/.test(line), taken => [list("ul", taken, /^ *[-*+] /)]],
-  [/^ *\d{1,9}[.)] /, line => /^ *\d{1,9}[.)] |^ {2,}\S/.test(line), taken => [list("ol", taken, /^ *\d{1,9}[.)] /)]],
-  [/^> ?/, line => /^> ?/.test(line), taken => [
-    element("blockquote", {}, inline(taken.map(line => line.replace(/^> ?/, "")).join("\n"))),
-  ]],
+  [/^#{1,6} /, null, ([line]) => {
+    const level = line.match(/^#+/)[0].length;
+    return element(`h${Math.min(level + 1, 6)}`, {}, inline(line.slice(level + 1)));
+  }],
+  [/^ {0,3}([-*_])( *\1){2,} *$/, null, () => element("hr")],
+  [/^ *[-*+] /, /^ *[-*+] |^ {2,}\S/, lines => list("ul", lines, /^ *[-*+] /)],
+  [/^ *\d{1,9}[.)] /, /^ *\d{1,9}[.)] |^ {2,}\S/, lines => list("ol", lines, /^ *\d{1,9}[.)] /)],
+  [/^> ?/, /^> ?/, lines => element("blockquote", {}, inline(lines.map(line => line.replace(/^> ?/, "")).join("\n")))],
 ];
 
 function list(kind, lines, mark) {
@@ -86,9 +80,9 @@ function markdown(text) {
       made.append(codeBlock(line.slice(fence[0].length).trim().match(/^[\w+#.-]*/)[0], inside));
       at += inside.length + 2;
     } else if (block) {
-      const [, goesOn, build, most] = block;
-      const taken = most ? [line] : run(lines, at, goesOn);
-      made.append(...build(taken, line));
+      const [, goesOn, build] = block;
+      const taken = goesOn ? run(lines, at, each => goesOn.test(each)) : [line];
+      made.append(build(taken));
       at += taken.length;
     } else if (line.includes("|") && /^[\s|:-]{2,}$/.test(lines[at + 1]) && lines[at + 1].includes("-")) {
       const taken = run(lines, at, each => each.includes("|"));
@@ -137,11 +131,8 @@ class View {
     const last = conversation.messages.length - 1, follows = conversation !== this.shown || this.isAtEnd();
     this.shown = conversation;
     $("talk").replaceChildren(...conversation.messages.map((message, i) => this.message(message, i, i === last && !error)));
-    if (error) {
-      const line = element("article", {className: "error"}, element("span", {textContent: error.message}), " ");
-      line.append(button("Try again", () => this.act.regenerate()));
-      $("talk").append(line);
-    }
+    if (error)
+      $("talk").append(element("article", {className: "error"}, `${error.message} `, button("Try again", () => this.act.regenerate())));
     if (follows) this.toEnd();
   }
 
@@ -183,18 +174,14 @@ class View {
   // A place for an answer that is coming; returns what to call with its message as it grows.
   growing() {
     const body = element("div", {className: "body"});
-    const article = element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body);
-    $("talk").append(article);
+    $("talk").append(element("article", {className: "assistant", ariaLabel: NAMES.assistant}, body));
     this.toEnd();
-    let due = false, latest = null;
+    let frame = 0;
     return message => {
-      latest = message;
-      if (due) return;
-      due = true;
-      requestAnimationFrame(() => {
-        due = false;
+      frame ||= requestAnimationFrame(() => {
+        frame = 0;
         const follows = this.isAtEnd();
-        this.fill(body, latest);
+        this.fill(body, message);
         if (follows) this.toEnd();
       });
     };
@@ -210,28 +197,26 @@ class View {
 
   list(conversations, current) {
     $("list").replaceChildren(...conversations.map(each => {
-      const title = each.title || "New conversation";
-      const open = button(title, () => this.act.open(each.id), {className: "title", title});
+      const title = each.title || "New conversation", isCurrent = each.id === current;
+      const open = button(title, () => this.act.open(each.id), {className: "title", title, ariaCurrent: isCurrent ? "true" : null});
       const rename = button("✎", () => this.rename(line, each), {className: "small", ariaLabel: `Rename ${title}`});
       const remove = button("×", made => {
-        if (made.textContent === "×") { made.textContent = "Delete?"; return; }
-        this.act.remove(each.id);
+        if (made.textContent === "×") made.textContent = "Delete?";
+        else this.act.remove(each);
       }, {className: "small", ariaLabel: `Delete ${title}`});
       remove.addEventListener("blur", () => { remove.textContent = "×"; });
-      const line = element("li", {className: each.id === current ? "current" : ""}, open, rename, remove);
-      if (each.id === current) open.ariaCurrent = "true";
+      const line = element("li", {className: isCurrent ? "current" : ""}, open, rename, remove);
       return line;
     }));
   }
 
   rename(line, conversation) {
     const input = element("input", {value: conversation.title, ariaLabel: "Name of the conversation"});
-    const done = () => this.act.renamed(conversation.id, input.value.trim());
     input.addEventListener("keydown", event => {
-      if (event.key === "Enter") done();
-      if (event.key === "Escape") { input.removeEventListener("blur", done); this.act.renamed(conversation.id, conversation.title); }
+      if (event.key === "Escape") input.value = conversation.title;
+      if (event.key === "Enter" || event.key === "Escape") input.blur();
     });
-    input.addEventListener("blur", done, {once: true});
+    input.addEventListener("blur", () => this.act.renamed(conversation, input.value.trim()), {once: true});
     line.replaceChildren(input);
     input.select();
   }

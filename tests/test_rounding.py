@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import shutil
 from typing import Any
 
 import golden_cases
 import numpy as np
 import pytest
+import safetensors.numpy
 from helpers import raises
 
 from edgekv import Session
@@ -17,13 +20,24 @@ from edgekv.engine import calibration
 from edgekv.engine.calibration import windows
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError, EdgeKVError
-from edgekv.types import F32
-from edgekv.weights import calibrate
-from edgekv.weights.calibrate import DAMPING, SAMPLE, cross_products, hessian, linear_term
+from edgekv.types import F32, F64, U8
+from edgekv.weights import rounding
 from edgekv.weights.formats import FORMATS, WeightFormat, per_linear_format
 from edgekv.weights.quantize import dequantize, n_blocks, quantize, quantize_numpy
-from edgekv.weights.random import RandomWeights
-from edgekv.weights.rounding import Rounder, column_order, round_numpy
+from edgekv.weights.random import RandomWeights, random_store
+from edgekv.weights.rounding import (
+    DAMPING,
+    SAMPLE,
+    SHRINK,
+    CalibratingOps,
+    Rounder,
+    block_ends,
+    column_order,
+    cross_products,
+    hessian,
+    in_column_order,
+    linear_term,
+)
 from edgekv.weights.store import WeightStore, Write, build
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -38,8 +52,9 @@ def drawn(rows: int, columns: int, seed: int = 0) -> F32:
     return w
 
 
-@pytest.mark.parametrize("columns", [256, 200, 32])
-@pytest.mark.parametrize(("bits", "block"), [(4, 32), (4, 128), (8, 32), (8, 128)])
+@pytest.mark.parametrize(
+    ("bits", "block", "columns"), [(4, 32, 200), (4, 128, 200), (4, 128, 256), (8, 32, 32), (8, 128, 200)]
+)
 def test_blocks_are_numpys(bits: int, block: int, columns: int) -> None:
     w, n = drawn(12, columns), n_blocks(columns, block)
     codes, scales = np.empty((12, n, block * bits // 8), np.uint8), np.empty((12, n), np.float32)
@@ -73,7 +88,58 @@ def test_a_hessian_is_the_formula(tokens: int, columns: int) -> None:
     np.testing.assert_allclose(hessian(x), independent(x), rtol=1e-4, atol=1e-5 * np.square(x).mean(0).max())
 
 
-@pytest.mark.parametrize(("columns", "block"), [(96, 32), (320, 32), (200, 128), (600, 128)])
+def round_numpy(weight: F32, linear_term: F32, hessian: F32, block: int) -> tuple[U8, F32]:
+    """weight, linear_term (r, columns), hessian (columns, columns) -> codes and scales as of `Rounder.round`.
+
+    The specification of that, in float64: a row, and of it a column, after the other.
+    """
+    order, blocks = column_order(hessian.diagonal(), block)
+    ends = block_ends(blocks, block, len(order))
+    h = hessian.astype(np.float64)[np.ix_(order, order)]
+    factor = np.asarray(np.linalg.cholesky(h), np.float64)
+    w, b = weight[:, order].astype(np.float64), linear_term[:, order].astype(np.float64)
+    added = np.linalg.solve(factor, b.T).T
+    codes, scales, errors = np.zeros(w.shape, np.int8), np.zeros((len(w), len(blocks))), np.zeros_like(w)
+    last_first = [(i, slice(ends[i], ends[i + 1])) for i in reversed(range(len(blocks)))]
+    for i, own in last_first:
+        inner = factor[own, own]
+        for r in range(len(w)):
+            targets = w[r, own] + (errors[r] @ factor + added[r])[own] / inner.diagonal()
+            steps = targets[np.abs(targets).argmax()] * SHRINK.astype(np.float64) / -8
+            tried = [tried_block(w[r, own], targets, inner, step) for step in steps]
+            best = int(np.argmin([loss for _, loss in tried]))
+            codes[r, own], scales[r, i] = tried[best][0], steps[best]
+            errors[r, own] = w[r, own] - codes[r, own] * steps[best]
+    for i, own in last_first:
+        for r in range(len(w)):
+            q, slopes = codes[r, own].astype(np.float64), errors[r] @ h + b[r]
+            if not q.any():
+                continue
+            scales[r, i] += slopes[own] @ q / (q @ h[own, own] @ q)
+            errors[r, own] = w[r, own] - q * scales[r, i]
+            for j in range(own.start, own.stop):
+                best_value = w[r, j] - errors[r, j] + (errors[r] @ h[:, j] + b[r, j]) / h[j, j]
+                codes[r, j] = level(best_value, scales[r, i])
+                errors[r, j] = w[r, j] - codes[r, j] * scales[r, i]
+    return in_column_order(codes, scales.astype(np.float32), order, blocks, block)
+
+
+def tried_block(w: F64, targets: F64, factor: F64, step: float) -> tuple[F64, float]:
+    """A block's codes with a scale, and what it adds."""
+    codes, errors, added = np.zeros_like(w), np.zeros_like(w), 0.0
+    for j in reversed(range(len(w))):
+        target = targets[j] + errors @ factor[:, j] / factor[j, j]
+        codes[j] = level(target, step)
+        errors[j] = w[j] - step * codes[j]
+        added += (factor[j, j] * (target - step * codes[j])) ** 2
+    return codes, added
+
+
+def level(value: float, step: float) -> float:
+    return min(max(np.rint(value / step), -8.0), 7.0) if step else 0.0
+
+
+@pytest.mark.parametrize(("columns", "block"), [(96, 32), (200, 128), (600, 128)])
 def test_rounding_is_the_formula(columns: int, block: int) -> None:
     w, x = drawn(6, columns), inputs(400, columns)
     h = hessian(x)
@@ -163,26 +229,35 @@ def text(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def quantized(folder: pathlib.Path, *options: str) -> pathlib.Path:
-    assert main(["quantize", "--model", str(DEMO), "--output", str(folder), *options]) == 0
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The demo's first layer."""
+    folder = tmp_path_factory.mktemp("cut") / "m"
+    shutil.copytree(DEMO, folder)
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    tensors = safetensors.numpy.load_file(DEMO / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers." not in name or "layers.0." in name}
+    safetensors.numpy.save_file(kept, folder / "model.safetensors")
     return folder
 
 
 @pytest.mark.usefixtures("short")
-def test_a_calibrated_store(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_calibrated_store(cut: pathlib.Path, text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """On a text that it was not rounded with it is nearer to the exact model, in as many bytes."""
-    weights = "--weights", "int4,head=int8"
-    plain = quantized(tmp_path / "plain", *weights)
-    rounded = quantized(tmp_path / "rounded", *weights, "--calibrate", str(text))
+    plain, rounded = tmp_path / "plain", tmp_path / "rounded"
+    for folder, options in ((plain, []), (rounded, ["--calibrate", str(text)])):
+        command = ["quantize", "--model", str(cut), "--weights", "int4,head=int8", *options]
+        assert main([*command, "--output", str(folder)]) == 0
     stores = [WeightStore(folder) for folder in (plain, rounded)]
     assert stores[0].nbytes == stores[1].nbytes
     assert (stores[0].calibration, "1024 tokens" in str(stores[1].calibration)) == (None, True)
-    assert stores[0].identity == Model.open(DEMO).identity != stores[1].identity
+    assert stores[0].identity == Model.open(cut).identity != stores[1].identity
     np.testing.assert_array_equal(stores[0].matrix("head"), stores[1].matrix("head"))
-    following = Session.load(DEMO, ctx=1024).encode(PROSE[len(PROSE) // 2 :])[:256]
+    following = Session.load(cut, ctx=1024).encode(PROSE[len(PROSE) // 2 :])[:256]
     exact, *others = (
         Session.load(path, kv="dense:dtype=f32", ctx=1024, weights=name).logits(following)
-        for path, name in ((DEMO, "f32"), (plain, "auto"), (rounded, "auto"))
+        for path, name in ((cut, "f32"), (plain, "auto"), (rounded, "auto"))
     )
     losses = [divergence(exact, logits) for logits in others]
     assert losses[1] < 0.75 * losses[0], losses
@@ -195,9 +270,11 @@ def divergence(exact: F32, other: F32) -> float:
 
 
 @pytest.mark.usefixtures("short")
-def test_it_is_found_in_the_cache_folder(text: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_found_in_the_cache_folder(
+    cut: pathlib.Path, text: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each text has its own; the plain store stays what it is."""
-    command = ["quantize", "--model", str(DEMO), "--weights", "int4-32"]
+    command = ["quantize", "--model", str(cut), "--weights", "int4-32"]
     folders = []
     for options in ([], ["--calibrate", str(text)], ["--calibrate", str(text)]):
         assert main([*command, *options]) == 0
@@ -209,20 +286,20 @@ def test_it_is_found_in_the_cache_folder(text: pathlib.Path, capsys: pytest.Capt
 
 @pytest.mark.usefixtures("short")
 def test_interrupted_it_leaves_nothing(
-    text: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    cut: pathlib.Path, text: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
     def interrupted(x: F32) -> F32:
         seen.append(x.shape)
-        if len(seen) == 6:
+        if len(seen) == 3:
             raise KeyboardInterrupt
         return hessian(x)
 
-    monkeypatch.setattr(calibrate, "hessian", interrupted)
-    arguments = ["quantize", "--model", str(DEMO), "--output", str(tmp_path / "new" / "s"), "--weights", "int4"]
+    monkeypatch.setattr(rounding, "hessian", interrupted)
+    arguments = ["quantize", "--model", str(cut), "--output", str(tmp_path / "new" / "s"), "--weights", "int4"]
     main([*arguments, "--calibrate", str(text)])
-    assert len(seen) == 6
+    assert len(seen) == 3
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -231,8 +308,7 @@ def test_what_can_not_be_calibrated(tmp_path: pathlib.Path, capsys: pytest.Captu
     texts = {"short": b"Too short.", "bytes": b"\xff\xfe" * 9000, "long": PROSE.encode()}
     for name, data in texts.items():
         (tmp_path / name).write_bytes(data)
-    store = quantized(tmp_path / "store", "--weights", "int4")
-    capsys.readouterr()
+    store = random_store(load_shape("tiny", 1), FORMATS["int4"]).folder
     cases: list[tuple[str, pathlib.Path, str, str]] = [
         ("short", DEMO, "int4", "fewer than 2048 tokens"),
         ("bytes", DEMO, "int4", "not UTF-8"),
@@ -334,7 +410,7 @@ def test_other_formats_are_handed_on_as_they_are(name: str, monkeypatch: pytest.
     matrix = weights.matrix("0.qkv")
     monkeypatch.setattr(weights, "taken_over", lambda *of: None)
     monkeypatch.setattr(weights, "matrix", lambda name: read.append(name) or matrix)
-    ops = calibrate.CalibratingOps(weights, FORMATS[name], lambda *given: handed.append(given))
+    ops = CalibratingOps(weights, FORMATS[name], lambda *given: handed.append(given))
     x = inputs(2, matrix.shape[1])
     np.testing.assert_allclose(ops.linear(x, "0.qkv"), x @ matrix.T, rtol=1e-4, atol=1e-4)
     assert handed == [("0.qkv", None)]

@@ -15,9 +15,9 @@ from edgekv.kernels import numba_kernels
 from edgekv.machine import all_cores, blas_threads
 from edgekv.text import Tokenizer
 from edgekv.types import I64
-from edgekv.weights.calibrate import CalibratingOps
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WeightFormat
+from edgekv.weights.rounding import CalibratingOps
 from edgekv.weights.store import Write
 
 VERSION = 2  # of the rounding: another one makes other weights

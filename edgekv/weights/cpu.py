@@ -21,7 +21,7 @@ from edgekv.kernels.cpu.matmul import (
 )
 from edgekv.machine import available_memory_bytes
 from edgekv.types import F32, I64, Threads
-from edgekv.weights.formats import ROUTER, WeightFormat
+from edgekv.weights.formats import ROUTER
 from edgekv.weights.ops import NumpyOps, gated, groups
 from edgekv.weights.store import WeightStore
 
@@ -155,20 +155,12 @@ class CpuOps(NumpyOps):
         """Of one expert's rows, or of all."""
         n = self._linears[name].rows // self._linears[name].n_experts
         place = (0, None) if expert is None else (expert * n, n)
-        for part in weight_parts(self._store.form.of(name)):
+        for part in self._store.arrays(name):
             self._store.advise(f"{name}.{part}", advice, *place)
-
-
-def weight_parts(form: WeightFormat) -> tuple[str, ...]:
-    """What a linear layer's weights are in the store, but for its bias."""
-    if form.bits == 32:
-        return ("weight",)
-    shift = ("offsets",) if form.offsets else ("zeros",) if form.zeros else ()
-    return ("codes", "scales", *shift)
 
 
 def stored_weights(store: WeightStore, name: str) -> QuantizedWeights:
     """Map the weights of a linear layer in fewer than 32 bits, with their zero points or offsets."""
     form = store.form.of(name)
-    arrays = {part: np.ascontiguousarray(store.raw(f"{name}.{part}")) for part in weight_parts(form)}
+    arrays = {part: np.ascontiguousarray(array) for part, array in store.arrays(name).items()}
     return QuantizedWeights(layout=CodeLayout(form.bits, form.block, form.e2m1), **arrays)

@@ -63,18 +63,17 @@ class DeviceWeights:
         self.tables: dict[str, tuple[Array, int]] = {}
         names = store.arch.linears()
         for done, (name, linear) in enumerate(names.items(), 1):
-            bias, form = store.bias(name), store.form.of(name)
-            parts = ("weight",) if form.bits >= 16 else ("codes", "scales")
-            data, *scales = (driver.upload(np.ascontiguousarray(store.raw(f"{name}.{part}"))) for part in parts)
-            blocks = scales[0].shape[1] if scales else 0
-            uploaded = None if bias is None else driver.upload(bias)
-            shape = linear.rows, linear.columns, form.bits, form.block or 1, blocks
-            shift = store.shift(name)
-            if form.zeros and shift is not None:  # in place of the zero points
-                more = shift.nbytes - store.raw(f"{name}.zeros").nbytes
+            form, arrays, shift = store.form.of(name), store.arrays(name), store.shift(name)
+            if shift is not None and "zeros" in arrays:  # in place of the zero points
+                more = shift.nbytes - arrays["zeros"].nbytes
                 self.nbytes, self.token_bytes = self.nbytes + more, self.token_bytes + more
-            shift = None if shift is None else driver.upload(np.ascontiguousarray(shift))
-            self.linears[name] = Matrix(*shape, data, scales[0] if scales else None, uploaded, shift)
+            data, scales = arrays["codes" if form.bits < 32 else "weight"], arrays.get("scales")
+            blocks = 0 if scales is None else scales.shape[1]
+            uploaded = (
+                None if each is None else driver.upload(np.ascontiguousarray(each))
+                for each in (data, scales, store.bias(name), shift)
+            )
+            self.linears[name] = Matrix(linear.rows, linear.columns, form.bits, form.block or 1, blocks, *uploaded)
             if progress:
                 progress(LOADING, done, len(names))
         for name in store.arch.vectors():
@@ -131,6 +130,8 @@ class Normed(NamedTuple):
 class CudaOps(WeightOps):
     """Activations (n, channels), float32; of many rows in halves, where the device and the weights have it so."""
 
+    made: npt.DTypeLike = np.float32  # what norms and activations make, that enters products
+
     def __init__(self, weights: DeviceWeights) -> None:
         self.weights, self.driver, self.weights_bytes = weights, weights.driver, weights.nbytes
         is_packed = any(w.bits < 32 for w in weights.linears.values())
@@ -156,7 +157,7 @@ class CudaOps(WeightOps):
     def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
         if self._takes_packed(x, name):
             return self._linear(x, name, gate=ACTIVATIONS[kind])
-        return self._activation(self._linear(x, name), kind, 1, np.float32)
+        return self._activation(self.linear(x, name), kind, 1)
 
     def _takes_packed(self, x: Array | Normed, name: str) -> bool:
         w, n = self.weights.linears[name], len(x.x if isinstance(x, Normed) else x)
@@ -208,11 +209,8 @@ class CudaOps(WeightOps):
         return Normed(x, self.weights.vectors[name], eps)
 
     def layer_norm(self, x: Array, name: str, eps: float) -> Array:
-        return self._layer_norm(x, name, eps, np.float32)
-
-    def _layer_norm(self, x: Array, name: str, eps: float, dtype: npt.DTypeLike) -> Array:
         vectors = [self.weights.vectors[f"{name}.{end}"] for end in ("weight", "bias")]
-        return self._norm("layer_norm", x, vectors, eps, dtype)
+        return self._norm("layer_norm", x, vectors, eps, self.made)
 
     def _norm(self, kernel: str, x: Array, vectors: list[Array], eps: float, dtype: npt.DTypeLike) -> Array:
         x, y = contiguous(x), self.driver.empty(x.shape, dtype)
@@ -225,12 +223,12 @@ class CudaOps(WeightOps):
         return self._norm("rms_norm", x.x, [x.weight], x.eps, dtype) if isinstance(x, Normed) else x
 
     def activation(self, x: Array, kind: str) -> Array:
-        return self._activation(x, kind, 0, np.float32)
+        return self._activation(x, kind, 0)
 
-    def _activation(self, x: Array, kind: str, gated: int, dtype: npt.DTypeLike) -> Array:
+    def _activation(self, x: Array, kind: str, gated: int) -> Array:
         """Of x, or gated: of its first half, times the second."""
         x, size = contiguous(x), x.shape[1] // (1 + gated)
-        y = self.driver.empty((len(x), size), dtype)
+        y = self.driver.empty((len(x), size), self.made)
         launch = Launch(LAYERS, _named("activation", y), (-(-size // 256), len(x)), 256)
         self.driver.launch(launch, x, size, ACTIVATIONS[kind], gated, y)
         return y
@@ -291,12 +289,17 @@ class HalfOps(CudaOps):
     the largest half.
     """
 
+    made = np.float16
+
     def __init__(self, weights: DeviceWeights) -> None:
         super().__init__(weights)
         self._slab = max(LEAST_SLAB, weights.driver.memory_bytes // SLAB_SHARE)
 
+    def _takes_packed(self, x: Array | Normed, name: str) -> bool:
+        return False
+
     def linear(self, x: Array | Normed, name: str) -> Array:
-        w, x = self.weights.linears[name], self._plain(x, np.float16)
+        w, x = self.weights.linears[name], self._plain(x, self.made)
         y = self.driver.empty((len(x), w.rows), np.float32)
         self._multiply(x, w, y, False)
         return y
@@ -305,15 +308,6 @@ class HalfOps(CudaOps):
         """x, changed."""
         self._multiply(y, self.weights.linears[name], x, True)
         return x
-
-    def gated_linear(self, x: Array | Normed, name: str, kind: str) -> Array:
-        return self._activation(self.linear(x, name), kind, 1, np.float16)
-
-    def layer_norm(self, x: Array, name: str, eps: float) -> Array:
-        return self._layer_norm(x, name, eps, np.float16)
-
-    def activation(self, x: Array, kind: str) -> Array:
-        return self._activation(x, kind, 0, np.float16)
 
     def _multiply(self, x: Array, w: Matrix, y: Array, adds: bool) -> None:
         x = contiguous(x) if x.dtype == np.float16 else self._rounded(x)

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from edgekv.checkpoint.tensors import to_float32
 from edgekv.errors import ConfigError, unknown
 from edgekv.models.architecture import Architecture
-from edgekv.weights.quantize import n_blocks
+from edgekv.types import F32, Array
+from edgekv.weights.quantize import dequantize, n_blocks
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 ROUTER = ".router"
-PARTS = ("weight", "codes", "scales", "zeros", "offsets", "bias")  # of a linear layer
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 
 
@@ -31,6 +32,25 @@ class WeightFormat:
     zeros: bool = False
     offsets: bool = False
     e2m1: bool = False
+
+    def arrays(self, rows: int, columns: int) -> Specs:
+        """Return what a linear layer's weights (rows, columns) are stored as: dtype and shape by part."""
+        if self.bits == 32:
+            return {"weight": ("F32", (rows, columns))}
+        blocks = n_blocks(columns, self.block)
+        codes = rows, blocks, self.block * self.bits // 8
+        arrays: Specs = {"codes": ("U8", codes), "scales": ("F32", (rows, blocks))}
+        if self.zeros:
+            arrays["zeros"] = ("U8", (rows, -(-blocks // 2)))
+        if self.offsets:
+            arrays["offsets"] = ("F32", (rows, blocks))
+        return arrays
+
+    def decode(self, arrays: Mapping[str, Array], columns: int) -> F32:
+        """Return the weights (rows, columns) float32 that the arrays of `arrays` stand for."""
+        if self.bits == 32:
+            return to_float32(arrays["weight"])
+        return dequantize(bits=self.bits, block=self.block, columns=columns, e2m1=self.e2m1, **arrays)
 
     def of(self, linear: str) -> WeightFormat:
         """The format of one linear layer. What chooses experts is exact: a near tie would choose others."""
@@ -103,17 +123,8 @@ def store_specs(arch: Architecture, form: WeightFormat, table_dtypes: Mapping[st
     """Every tensor of the store in file order: name -> (safetensors dtype, shape); tables keep their dtypes."""
     specs: Specs = {}
     for name, linear in arch.linears().items():
-        own = form.of(name)
-        if own.bits == 32:
-            specs[f"{name}.weight"] = ("F32", (linear.rows, linear.columns))
-        else:
-            blocks = n_blocks(linear.columns, own.block)
-            specs[f"{name}.codes"] = ("U8", (linear.rows, blocks, own.block * own.bits // 8))
-            specs[f"{name}.scales"] = ("F32", (linear.rows, blocks))
-            if own.zeros:
-                specs[f"{name}.zeros"] = ("U8", (linear.rows, -(-blocks // 2)))
-            if own.offsets:
-                specs[f"{name}.offsets"] = ("F32", (linear.rows, blocks))
+        arrays = form.of(name).arrays(linear.rows, linear.columns)
+        specs |= {f"{name}.{part}": spec for part, spec in arrays.items()}
         if linear.biases:
             specs[f"{name}.bias"] = ("F32", (linear.rows,))
     for name, (_, size) in arch.vectors().items():
@@ -141,6 +152,6 @@ def idle_bytes(arch: Architecture, specs: Specs) -> int:
     nbytes = 0
     for name, linear in arch.linears().items():
         if linear.n_experts:
-            of_all = specs_bytes({key: specs[key] for key in (f"{name}.{part}" for part in PARTS) if key in specs})
+            of_all = specs_bytes({key: spec for key, spec in specs.items() if key.startswith(f"{name}.")})
             nbytes += of_all // linear.n_experts * (linear.n_experts - arch.active_experts)
     return nbytes

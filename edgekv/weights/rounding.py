@@ -1,4 +1,8 @@
-"""Rounding weights to 4 bits so that a layer's outputs on a text change least: GPTQ, without its inverse.
+"""Weights rounded to 4 bits so that each layer's outputs on a text change least: GPTQ, without its inverse.
+
+A text goes through the model twice: through its own weights, and through the rounded ones. On its second way it
+comes to each layer as the rounded layers before have made it, and the layer is rounded so that it makes of these
+inputs what its own weights make of the exact ones, as far as the text can tell.
 
 Of a row w and its rounded form q, (w - q) H (w - q)^T is to be small, where H sums x x^T over the inputs x. With
 Cholesky's H = L L^T that is the sum over columns j of L_jj^2 (t_j - q_j)^2, where t_j adds to w_j what the columns
@@ -10,7 +14,8 @@ Then once more, from the last block to the first, its scale and each of its code
 others: with the slopes s = (w - q) H a column's error is best less by s_j / H_jj. To have w + b H^-1 rounded in
 place of w, the linear term b is added to the slopes, and b L^-T to what the targets add, before they are divided.
 
-Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885).
+Sources: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Behdin et al., QuantEase, 2023 (arXiv:2309.01885);
+Li et al., GPTAQ, 2025 (arXiv:2504.02692): the exact outputs as the aim.
 """
 
 from __future__ import annotations
@@ -20,14 +25,23 @@ from collections.abc import Iterator
 import numba
 import numpy as np
 
+from edgekv.errors import EdgeKVError
 from edgekv.kernels import threads
-from edgekv.types import F32, F64, I8, I64, U8
-from edgekv.weights.quantize import n_blocks, pack, rows_jit
+from edgekv.types import F32, I8, I64, U8
+from edgekv.weights.checkpoint_weights import CheckpointWeights
+from edgekv.weights.formats import WeightFormat
+from edgekv.weights.ops import NumpyOps
+from edgekv.weights.quantize import dequantize, n_blocks, pack, rows_jit
+from edgekv.weights.store import Write
 
 TOGETHER = 256  # columns between two matrix products
 SHRINK = np.arange(1.04, 0.67, -0.04).astype(np.float32)
 """Scales to try: parts of that which puts the largest target at -8."""
 CANDIDATES = len(SHRINK)
+HESSIAN_ROWS = 1 << 12  # inputs added to a hessian at a time
+ROUND_ELEMENTS = 1 << 24  # of a matrix rounded at a time
+DAMPING = 0.02  # of the mean of a hessian's diagonal, added to it: inputs that the text lacks
+SAMPLE = 8  # of so many rows one tells what is chance
 
 
 def column_order(importance: F32, block: int) -> tuple[I64, I64]:
@@ -47,58 +61,7 @@ def block_ends(blocks: I64, block: int, columns: int) -> I64:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def round_numpy(weight: F32, linear_term: F32, hessian: F32, block: int) -> tuple[U8, F32]:
-    """weight, linear_term (r, columns), hessian (columns, columns) -> codes and scales as of `Rounder.round`.
-
-    The specification of that, in float64: a row, and of it a column, after the other.
-    """
-    order, blocks = column_order(hessian.diagonal(), block)
-    ends = block_ends(blocks, block, len(order))
-    h = hessian.astype(np.float64)[np.ix_(order, order)]
-    factor = np.asarray(np.linalg.cholesky(h), np.float64)
-    w, b = weight[:, order].astype(np.float64), linear_term[:, order].astype(np.float64)
-    added = np.linalg.solve(factor, b.T).T
-    codes, scales, errors = np.zeros(w.shape, np.int8), np.zeros((len(w), len(blocks))), np.zeros_like(w)
-    last_first = [(i, slice(ends[i], ends[i + 1])) for i in reversed(range(len(blocks)))]
-    for i, own in last_first:
-        inner = factor[own, own]
-        for r in range(len(w)):
-            targets = w[r, own] + (errors[r] @ factor + added[r])[own] / inner.diagonal()
-            steps = targets[np.abs(targets).argmax()] * SHRINK.astype(np.float64) / -8
-            tried = [_tried(w[r, own], targets, inner, step) for step in steps]
-            best = int(np.argmin([loss for _, loss in tried]))
-            codes[r, own], scales[r, i] = tried[best][0], steps[best]
-            errors[r, own] = w[r, own] - codes[r, own] * steps[best]
-    for i, own in last_first:
-        for r in range(len(w)):
-            q, slopes = codes[r, own].astype(np.float64), errors[r] @ h + b[r]
-            if not q.any():
-                continue
-            scales[r, i] += slopes[own] @ q / (q @ h[own, own] @ q)
-            errors[r, own] = w[r, own] - q * scales[r, i]
-            for j in range(own.start, own.stop):
-                best_value = w[r, j] - errors[r, j] + (errors[r] @ h[:, j] + b[r, j]) / h[j, j]
-                codes[r, j] = _level(best_value, scales[r, i])
-                errors[r, j] = w[r, j] - codes[r, j] * scales[r, i]
-    return _in_place(codes, scales.astype(np.float32), order, blocks, block)
-
-
-def _tried(w: F64, targets: F64, factor: F64, step: float) -> tuple[F64, float]:
-    """A block's codes with a scale, and what it adds."""
-    codes, errors, added = np.zeros_like(w), np.zeros_like(w), 0.0
-    for j in reversed(range(len(w))):
-        target = targets[j] + errors @ factor[:, j] / factor[j, j]
-        codes[j] = _level(target, step)
-        errors[j] = w[j] - step * codes[j]
-        added += (factor[j, j] * (target - step * codes[j])) ** 2
-    return codes, added
-
-
-def _level(value: float, step: float) -> float:
-    return min(max(np.rint(value / step), -8.0), 7.0) if step else 0.0
-
-
-def _in_place(codes: I8, scales: F32, order: I64, blocks: I64, block: int) -> tuple[U8, F32]:
+def in_column_order(codes: I8, scales: F32, order: I64, blocks: I64, block: int) -> tuple[U8, F32]:
     """Codes (r, columns) and scales (r, blocks) in the order of H, put back and packed."""
     rows = len(codes)
     whole, own_scales = np.zeros((rows, len(blocks) * block), np.int8), np.empty_like(scales)
@@ -133,20 +96,13 @@ class Rounder:
         for lo, hi, blocks, ends in self._panels():
             targets = wanted[:, lo:hi] + errors[:, hi:] @ self._factor[hi:, lo:hi]
             inner = np.ascontiguousarray(self._factor[lo:hi, lo:hi].T)
-            threads.run_parallel(
-                _round_panel,
-                targets,
-                w[:, lo:hi],
-                inner,
-                self._weights[lo:hi],
-                ends,
-                SHRINK,
-                codes[:, lo:hi],
-                scales[:, blocks],
-                errors[:, lo:hi],
+            own, *changed = map(
+                np.ascontiguousarray, (w[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi])
             )
+            threads.run_parallel(_round_panel, targets, own, inner, self._weights[lo:hi], ends, SHRINK, *changed)
+            codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
         self._round_again(w, errors @ self._hessian + b, codes, scales, errors)
-        return _in_place(codes, scales, self._order, self._blocks, self.block)
+        return in_column_order(codes, scales, self._order, self._blocks, self.block)
 
     def size(self, linear_term: F32) -> float:
         """The sum of b H^-1 b^T over the rows b of linear_term (r, columns): what a change by it makes better."""
@@ -172,17 +128,94 @@ class Rounder:
         for lo, hi, blocks, ends in self._panels():
             before = errors[:, lo:hi].copy()
             inner = np.ascontiguousarray(self._hessian[lo:hi, lo:hi])
-            threads.run_parallel(
-                _round_panel_again,
-                w[:, lo:hi],
-                slopes[:, lo:hi],
-                inner,
-                ends,
-                codes[:, lo:hi],
-                scales[:, blocks],
-                errors[:, lo:hi],
-            )
+            views = (w[:, lo:hi], slopes[:, lo:hi], codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi])
+            own, slope, *changed = map(np.ascontiguousarray, views)
+            threads.run_parallel(_round_panel_again, own, slope, inner, ends, *changed)
+            codes[:, lo:hi], scales[:, blocks], errors[:, lo:hi] = changed
             slopes[:, :lo] += (errors[:, lo:hi] - before) @ self._hessian[lo:hi, :lo]
+
+
+def hessian(x: F32) -> F32:
+    """(columns, columns): the mean of the outer products of x's rows, and of as many more as x has columns.
+
+    Those are of inputs as large that do not depend on each other, so that few rows say little of how they do.
+    Raises EdgeKVError where x is not finite.
+    """
+    n, columns = x.shape
+    total = np.zeros((columns, columns), np.float32)
+    for a in range(0, n, HESSIAN_ROWS):
+        part = x[a : a + HESSIAN_ROWS]
+        total += part.T @ part
+    diagonal = total.diagonal() / np.float32(max(1, n))
+    mean = float(diagonal.mean(dtype=np.float64))
+    if not np.isfinite(mean):
+        raise EdgeKVError("the model's activations on this text are not finite; calibrate with another text")
+    total /= np.float32(n + columns)
+    total[np.diag_indices(columns)] = diagonal + np.float32(DAMPING * mean or 1.0)
+    return total
+
+
+def cross_products(lost: F32, own: F32) -> tuple[F32, F32]:
+    """(columns, columns) each: the mean of the outer products of the rows of lost and own (tokens, columns).
+
+    And the same with those of the second half negated.
+    """
+    n, half = len(own), len(own) // 2
+    first, second = lost[:half].T @ own[:half], lost[half:].T @ own[half:]
+    return (first + second) / np.float32(n), (first - second) / np.float32(n)
+
+
+def linear_term(rounder: Rounder, rows: F32, mean: F32, apart: F32) -> F32:
+    """For `Rounder.round`: rows (r, columns) are to make of inputs ``own`` what they make of own + lost.
+
+    mean, apart: the `cross_products` of lost and own; rounder has the hessian of own. A least-squares change,
+    times the share of it that is no chance: in which the text's halves agree.
+    """
+    both = rows @ mean
+    whole, chance = rounder.size(both[::SAMPLE]), rounder.size(rows[::SAMPLE] @ apart)
+    both *= np.float32(max(0.0, 1 - chance / whole) if whole > 0 else 0.0)
+    return both
+
+
+class CalibratingOps(NumpyOps):
+    """`NumpyOps` whose linear layers are rounded when they are called, which each is to be once, in order.
+
+    Rows of activations are the exact ones of all tokens, and behind them as many of the rounded model. What the
+    head says nobody reads.
+    """
+
+    def __init__(self, weights: CheckpointWeights, form: WeightFormat, write: Write) -> None:
+        super().__init__(weights)
+        self._checkpoint, self._form, self._write = weights, form, write
+
+    def linear(self, x: F32, name: str) -> F32:
+        if name == "head":
+            self.rounded(x, name)
+            return np.empty((0, self.arch.config.vocab_size), np.float32)
+        exact, rounded = self._checkpoint.matrix(name), self.rounded(x, name)
+        outputs = []
+        for part, matrix in zip(np.split(x, 2), (exact, exact if rounded is None else rounded), strict=True):
+            self._matrices[name] = matrix
+            outputs.append(super().linear(part, name))
+        del self._matrices[name]
+        return np.concatenate(outputs)
+
+    def rounded(self, x: F32, name: str) -> F32 | None:
+        """Hands the layer on and gives its weights (rows, columns) as they will be; None: as they are."""
+        form = self._form.of(name)
+        is_other = form.bits != 4 or form.zeros or form.offsets or form.e2m1  # than what a `Rounder` gives
+        if is_other or self._checkpoint.taken_over(name, form) is not None:
+            self._write(name, None)
+            return None
+        exact, own = np.split(x, 2)
+        rounder, products = Rounder(hessian(own), form.block), cross_products(exact - own, own)
+        parts = [
+            rounder.round(rows, linear_term(rounder, rows, *products))
+            for rows in self._checkpoint.blocks(name, ROUND_ELEMENTS)
+        ]
+        codes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        self._write(name, (codes, scales))
+        return dequantize(codes, scales, form.bits, form.block, x.shape[1])
 
 
 @rows_jit

@@ -12,7 +12,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from edgekv.models import architecture
 from edgekv.types import F32, TaskProgress
 from edgekv.weights.checkpoint_weights import CheckpointWeights, Codes, Ids
 from edgekv.weights.formats import (
+    FORMATS,
     WEIGHTS,
     PerLinearFormat,
     WeightFormat,
@@ -35,7 +36,7 @@ from edgekv.weights.formats import (
     store_specs,
     token_bytes,
 )
-from edgekv.weights.quantize import dequantize, n_blocks, quantize, unpack_zeros
+from edgekv.weights.quantize import n_blocks, quantize, unpack_zeros
 
 FORMAT = 1
 WEIGHTS_FILE = "weights.safetensors"
@@ -65,11 +66,6 @@ def default_folder(identity: str, form: WeightFormat) -> pathlib.Path:
     return cache_root() / "stores" / f"{identity}-{form.name}-v{FORMAT}"
 
 
-FormatName = Literal[
-    "f32", "int8", "int8-32", "int4", "int4-32", "int4-zeros", "int4-32-zeros", "int4-32-offsets", "fp4-32"
-]
-
-
 class StoreFile(msgspec.Struct):
     """store.json. linears: formats of FORMATS. calibration: with what text the weights were rounded.
 
@@ -80,7 +76,7 @@ class StoreFile(msgspec.Struct):
     weights: str
     identity: str
     config: dict[str, Any]
-    linears: dict[str, FormatName] | None = None  # FORMATS
+    linears: dict[str, str] | None = None
     calibration: str | None = None
     sha256: str | None = None
 
@@ -104,7 +100,8 @@ class WeightStore:
                 f"run `edgekv quantize` again"
             )
         self.arch = architecture(self.config)
-        if linears and linears.keys() != self.arch.linears().keys():
+        known = linears is None or FORMATS.keys() >= set(linears.values())
+        if linears and not (known and linears.keys() == self.arch.linears().keys()):
             raise CheckpointError(f"{folder}/store.json: its linears are not those of its config; {hint}")
         self.form = per_linear_format(name, linears) if linears else WEIGHTS[name]
         self._tensors = Tensors.open(folder / WEIGHTS_FILE)
@@ -140,26 +137,23 @@ class WeightStore:
 
     def matrix(self, name: str) -> F32:
         """(rows, columns) float32, dequantized: what the codes stand for."""
-        form = self.form.of(name)
-        if form.bits == 32:
-            return to_float32(self._tensors[f"{name}.weight"].read())
-        codes, scales = (self._tensors[f"{name}.{part}"].read() for part in ("codes", "scales"))
-        zeros = self._tensors[f"{name}.zeros"].read() if form.zeros else None
-        offsets = self._tensors[f"{name}.offsets"].read() if form.offsets else None
-        columns = self._linears[name].columns
-        return dequantize(
-            codes, scales, form.bits, form.block, columns, zeros=zeros, offsets=offsets, e2m1=form.e2m1
-        )
+        return self.form.of(name).decode(self.arrays(name), self._linears[name].columns)
+
+    def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
+        """Map the arrays of a linear layer, by part: those of `WeightFormat.arrays`."""
+        linear = self._linears[name]
+        parts = self.form.of(name).arrays(linear.rows, linear.columns)
+        return {part: self._tensors[f"{name}.{part}"].read() for part in parts}
 
     def shift(self, name: str) -> F32 | None:
         """What zero points or offsets add to the weights of each block, (rows, blocks) float32; None: nothing."""
-        form = self.form.of(name)
-        if form.offsets:
-            return to_float32(self._tensors[f"{name}.offsets"].read())
-        if not form.zeros:
+        arrays = self.arrays(name)
+        if "offsets" in arrays:
+            return to_float32(arrays["offsets"])
+        if "zeros" not in arrays:
             return None
-        scales: F32 = self._tensors[f"{name}.scales"].read()
-        return -unpack_zeros(self._tensors[f"{name}.zeros"].read(), scales.shape[1]) * scales
+        scales: F32 = arrays["scales"]
+        return -unpack_zeros(arrays["zeros"], scales.shape[1]) * scales
 
     def bias(self, name: str) -> F32 | None:
         """(rows,) float32; None: the linear has none."""

@@ -72,9 +72,11 @@ class Adapter:
         for name in ("base", "scheme"):
             if name not in metadata:
                 raise ConfigError(f"{path}: its __metadata__ does not say {name!r}; write the adapter again")
-        for name, tensor in tensors.items():
+        for tensor in tensors.values():
             if DTYPES.get(tensor.dtype) not in FLOATS:
-                raise ConfigError(f"{path}: tensor {name!r} is {tensor.dtype}; accepted are F64, F32, F16, BF16")
+                raise ConfigError(
+                    f"{path}: tensor {tensor.name!r} is {tensor.dtype}; accepted: F64, F32, F16, BF16"
+                )
         settings = [name for name in (*SETTINGS, *FORMER_NAMES) if name in tensors]
         if len(settings) != 1:
             has = " and ".join(settings) or f"no tensor {' or '.join(map(repr, SETTINGS))}"
@@ -86,9 +88,7 @@ class Adapter:
         learned = {name: to_float32(tensors[name].read()) for name in LEARNED if name in tensors}
         for name, array in learned.items():
             if array.ndim != 3 or not np.isfinite(array).all():
-                raise ConfigError(
-                    f"{path}: {name} has shape {array.shape}; accepted: three axes, layers first, finite numbers"
-                )
+                raise ConfigError(f"{path}: {name} is {array.shape}; accepted: layers first of 3 axes, finite")
         weights = tuple(name for name in tensors if name != stored and name not in learned)
         return cls(tensors, metadata["base"], metadata["scheme"], setting, value, learned, weights)
 
@@ -110,33 +110,25 @@ class Adapter:
         return hashlib.sha256((self.base + self.content_hash).encode()).hexdigest()[:16]
 
     def apply(self, source: Checkpoint) -> Checkpoint:
-        """The checkpoint with the adapter's weights in place. Raises ConfigError when it is another checkpoint."""
+        """Returns the checkpoint with these weights. Raises ConfigError when it is another checkpoint."""
         self._require_base(source.identity)
         for name in self.weights:
             if name not in source.tensors:
-                raise ConfigError(
-                    f"{self.path}: tensor {name!r} is not in {source.path}; accepted: {self.setting} and its names"
-                )
+                raise self._error(f"tensor {name!r} is not in {source.path}, whose names are accepted")
             shape, expected = self.tensors[name].shape, source.tensors[name].shape
             if shape != expected:
-                raise ConfigError(
-                    f"{self.path}: tensor {name!r} has shape {shape}, in {source.path} it has {expected}; "
-                    "train the adapter on that checkpoint"
-                )
+                raise self._error(f"tensor {name!r} has shape {shape}, in {source.path} it has {expected}")
         tensors = source.tensors.with_tensors({name: self.tensors[name] for name in self.weights})
         return dataclasses.replace(source, tensors=tensors, identify=lambda progress: self.identity)
 
     def require_store(self, identity: str, folder: Path) -> None:
-        """Checks that a weight store needs no change: it has these weights already, or there are none.
-
-        Raises ConfigError otherwise.
-        """
+        """Raises ConfigError where a weight store has other weights than these, or than the base's."""
         if identity == self.identity:
             return
         self._require_base(identity)
-        raise ConfigError(
-            f"{self.path}: replaces {len(self.weights)} tensors, which the store {folder} holds quantized; give "
-            "the original checkpoint, or a store made from it with `edgekv quantize --adapter`"
+        raise self._error(
+            f"replaces {len(self.weights)} tensors, which the store {folder} holds quantized; give the original "
+            "checkpoint, or a store made from it with `edgekv quantize --adapter`"
         )
 
     def require_scheme(self, scheme: str, *aliases: str) -> None:
@@ -152,17 +144,14 @@ class Adapter:
     def require_shape(self, config: ModelConfig) -> None:
         """Raises ConfigError when the setting belongs to a model of another shape."""
         if config.recurrences:
-            raise ConfigError(
-                f"{self.path}: an adapter is for models whose layers all attend; {config.model_type} has others"
-            )
-        n_layers, n_heads = config.n_layers, getattr(config, SETTINGS[self.setting])
-        accepted = (), (n_layers,), (n_layers, n_heads)
-        if self.value.shape not in accepted:
-            shapes = ", ".join(map(str, accepted))
-            raise ConfigError(f"{self.path}: {self.setting} has shape {self.value.shape}; accepted: {shapes}")
+            raise self._error(f"an adapter is for models whose layers all attend; {config.model_type} has others")
+        n_layers, shape = config.n_layers, self.value.shape
+        accepted = (), (n_layers,), (n_layers, getattr(config, SETTINGS[self.setting]))
+        if shape not in accepted:
+            raise self._error(f"{self.setting} has shape {shape}; accepted: {', '.join(map(str, accepted))}")
         for name, array in self.learned.items():
-            if len(array) != config.n_layers:
-                raise ConfigError(f"{self.path}: {name} is of {len(array)} layers; accepted: {config.n_layers}")
+            if len(array) != n_layers:
+                raise self._error(f"{name} is of {len(array)} layers; accepted: {n_layers}")
 
     def adapt(self, caches: Sequence[AdaptableCache]) -> None:
         """Gives each layer's cache its value: () if all layers share it, else the layer's own (1,) or (heads,)."""
@@ -173,7 +162,10 @@ class Adapter:
 
     def _require_base(self, identity: str) -> None:
         if identity != self.base:
-            raise ConfigError(
-                f"{self.path}: belongs to the checkpoint with identity {self.base}, this one has {identity}; give "
-                "the model that it was trained on"
+            raise self._error(
+                f"belongs to the checkpoint with identity {self.base}, this one has {identity}; give the "
+                "model that it was trained on"
             )
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {what}")

@@ -35,20 +35,9 @@ MAX_ELEMENTS = 1 << 23  # of all arrays together: a vocabulary with scores, type
 MAX_DEPTH, MAX_DIMENSIONS = 4, 4
 ALIGNMENT = "general.alignment"
 BOOL, STRING, ARRAY = 7, 8, 9
-SCALARS = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "u1",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
-FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64"}  # GGUF's type -> safetensors'
+SCALARS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1")))
+SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+FLOATS = ("F32", "F16", "BF16", "F64")  # types by the names that safetensors has, too
 TABLE_TYPE = "F16"  # of quantized tables, whose rows are looked up
 
 
@@ -70,7 +59,7 @@ class GgufTensor(MappedTensor):
         """entry: the tensor's in the index."""
         self._entry, self._type = entry, str(entry["kind"])
         is_float = self._type in FLOATS
-        dtype = FLOATS[self._type] if is_float else TABLE_TYPE if entry["table"] else "F32"
+        dtype = self._type if is_float else TABLE_TYPE if entry["table"] else "F32"
         super().__init__(file, name, dtype, tuple(entry["shape"]), int(entry["start"]), int(entry["nbytes"]))
         if self.start + self.nbytes > file.nbytes:
             raise CheckpointError(f"{file.path}: is cut off inside tensor {name!r}; download it again")
@@ -86,7 +75,7 @@ class GgufTensor(MappedTensor):
     def rows(self, lo: int, hi: int, transposed: bool = False) -> Array:
         raw, kind = self._raw_rows(lo, hi), self._type
         if kind in FLOATS:
-            values, offset = raw.view(DTYPES[FLOATS[kind]]), self._entry["offset"]
+            values, offset = raw.view(DTYPES[kind]), self._entry["offset"]
             return (values.astype(np.float32) - np.float32(offset)).astype(values.dtype) if offset else values
         if kind in LAYOUTS:
             codes, scales, offsets = blocks_of(raw, kind)
@@ -118,10 +107,7 @@ class GgufTensor(MappedTensor):
 
 
 class Blocks(NamedTuple):
-    """Of rows: weights are whole numbers (r, blocks, 32) times scales (r, blocks), plus offsets (r, blocks).
-
-    offsets: None where all are 0.
-    """
+    """Whole numbers (r, blocks, 32) times scales (r, blocks), plus offsets (r, blocks), None where all are 0."""
 
     codes: I8
     scales: F32

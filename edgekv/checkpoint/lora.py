@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -35,26 +35,11 @@ TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight
 MODULE_NAME = re.compile(r"\^?[\w.]{1,300}")
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Of training, in init_lora_weights; the others change the base model's weights too."""
-PLAIN_STARTS_TEXT = (
-    "true, false, gaussian, eva, orthogonal: others change the base model's weights too; save it again with "
-    "PEFT's path_initial_model_for_weight_conversion"
+REFUSED = re.compile(
+    "use_(do|qalo|bdlo)ra|lora_bias|modules_to_save|trainable_token_indices|target_parameters|layer_replication|"
+    "alora_invocation_tokens|(arrow|kasa|monteclora|velora)_config"
 )
-REFUSED = {
-    "use_dora": "DoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "lora_bias": "biases of the LoRA itself",
-    "modules_to_save": "modules that are saved whole",
-    "trainable_token_indices": "trained token embeddings",
-    "target_parameters": "changes of parameters that are no linear layer",
-    "layer_replication": "layers that are used twice",
-    "alora_invocation_tokens": "LoRA that some tokens switch on",
-    "arrow_config": "a choice among several LoRAs",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "velora_config": "VeLoRA",
-}
-"""Fields of adapter_config.json that must be false, null or empty -> what they ask for."""
+"""Fields of adapter_config.json that must be false, null or empty: what they ask for can't be merged."""
 
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
 
@@ -121,10 +106,9 @@ class LoraTensor(Tensor):
             merged = self._delta.rows(lo, hi)
             merged += to_float32(rows)
         if not np.isfinite(merged).all():
-            raise CheckpointError(
-                f"{self.path}: tensor {self.name!r} is not finite with the LoRA of {self._delta.a.path} in it; "
-                "give a smaller scale, or another `lora`",
-                field="lora",
+            lora = self._delta.a.path
+            raise _wrong(
+                self, f"is not finite with the LoRA of {lora} in it; give a smaller scale, or another `lora`"
             )
         return merged
 
@@ -151,18 +135,16 @@ class Lora:
         """given: FOLDER or FOLDER:scale. Raises ConfigError or CheckpointError (field lora)."""
         folder, scale = _split(os.fspath(given))
         if not os.path.isfile(folder / CONFIG):
-            raise ConfigError(f"{folder}: holds no {CONFIG}; {HINT}", field="lora", value=os.fspath(given))
+            raise _refused(f"{folder}: holds no {CONFIG}; {HINT}", os.fspath(given))
         config = _read(folder / CONFIG)
         if not os.path.exists(folder / WEIGHTS):
             raise CheckpointError(f"{folder}: holds no {WEIGHTS}; {HINT}, as safetensors", field="lora")
         tensors = Tensors.open(folder / WEIGHTS)
         pairs = _pairs(tensors)
         factors = {module: scale * _factor(config, module, *pair) for module, pair in pairs.items()}
-        wrong = next((module for module, factor in factors.items() if not math.isfinite(factor)), None)
-        if wrong:
-            raise ConfigError(
-                f"{folder / CONFIG}: the factor of {short_repr(wrong)} is not finite; {HINT}", field="lora"
-            )
+        for module, factor in factors.items():
+            if not math.isfinite(factor):
+                raise _refused(f"{folder / CONFIG}: the factor of {short_repr(module)} is not finite; {HINT}")
         return cls(folder, scale, tensors, factors, pairs)
 
     @property
@@ -185,8 +167,9 @@ class Lora:
             return hashlib.sha256(f"{source.identify(progress)}+{self.identity}".encode()).hexdigest()[:16]
 
         deltas = self.deltas(arch, source.path)
-        for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor in deltas):
-            source.tensors.require(part.tensor, part.shape)
+        for part in _parts(arch):
+            if part.tensor in deltas:
+                source.tensors.require(part.tensor, part.shape)
         merged = {name: LoraTensor(source.tensors[name], delta) for name, delta in deltas.items()}
         return dataclasses.replace(source, tensors=source.tensors.with_tensors(merged), identify=identify)
 
@@ -203,22 +186,20 @@ class Lora:
                 raise self._mismatch(module, arch, part)
             changed = b.shape[0], a.shape[1]
             if changed != (part.rows, part.columns):
-                raise ConfigError(
+                raise _refused(
                     f"{self.tensors.path}: A {a.shape} and B {b.shape} of {short_repr(module)} change a weight of "
-                    f"{changed}, in {place} it is {(part.rows, part.columns)}; give "
-                    "the model that the LoRA was trained on",
-                    field="lora",
+                    f"{changed}, in {place} it is {(part.rows, part.columns)}; give the model that the LoRA was "
+                    "trained on"
                 )
             deltas[part.tensor] = Delta(a, b, self.factors[module], part.conv1d)
         return deltas
 
     def refuse_store(self, store: Path) -> ConfigError:
         """The error for a weight store, which holds its weights rounded."""
-        return ConfigError(
-            f"{self.folder}: a LoRA without a name goes into the weights before a store is made, and "
-            f"{store} is a store; give it a name, so that it is applied at run time, or give the original "
-            "checkpoint, or a store of both by `edgekv quantize --lora` and no `lora`",
-            field="lora",
+        return _refused(
+            f"{self.folder}: a LoRA without a name goes into the weights before a store is made, and {store} "
+            "is a store; give it a name, so that it is applied at run time, or give the original checkpoint, or a "
+            "store of both by `edgekv quantize --lora` and no `lora`"
         )
 
     def _mismatch(self, module: str, arch: Architecture, part: WeightPart | None) -> ConfigError:
@@ -229,15 +210,25 @@ class Lora:
         else:
             names = sorted({name.rpartition(".")[2] for name in _modules(arch)})
             why = f"is no linear layer of this {arch.config.model_type} model; those are {', '.join(names)}"
-        return ConfigError(f"{self.tensors.path}: the module {short_repr(module)} {why}", field="lora")
+        return _refused(f"{self.tensors.path}: the module {short_repr(module)} {why}")
+
+
+def _refused(message: str, value: object = None) -> ConfigError:
+    return ConfigError(message, field="lora", value=value)
+
+
+def _parts(arch: Architecture) -> Iterator[WeightPart]:
+    return (part for linear in arch.linears().values() for part in linear.parts)
 
 
 def _modules(arch: Architecture) -> dict[str, WeightPart]:
     """The linear layers by each name that a module may have: with a prefix of the family, or as a text model."""
     found: dict[str, WeightPart] = {}
     tied = {tensor for tensor, _ in arch.tables().values()}
-    for part in (part for linear in arch.linears().values() for part in linear.parts if part.tensor not in tied):
+    for part in _parts(arch):
         name = part.tensor.removesuffix(".weight")
+        if part.tensor in tied:
+            continue
         found[name] = part
         if part.tensor == arch.head_tensor:
             found["lm_head"] = part
@@ -257,41 +248,34 @@ def _split(given: str) -> tuple[Path, float]:
     except ValueError:
         scale = math.nan
     if not math.isfinite(scale):
-        raise ConfigError(
-            f"lora={given!r}: the scale {text!r} is no finite number; accepted: FOLDER or FOLDER:scale",
-            field="lora",
-            value=given,
-            accepted=["FOLDER", "FOLDER:scale"],
-        )
+        raise _refused(f"lora={given!r}: the scale {text!r} is no finite number; accepted: FOLDER:scale", given)
     return user_path(folder), scale
 
 
 def _read(path: Path) -> LoraFile:
-    """adapter_config.json, of a LoRA that can be merged."""
+    """adapter_config.json. Raises ConfigError for fields that ask for what can't be merged."""
     raw = read_config(path)
     config = read_fields(raw, LoraFile, str(path), HINT)
-    for field, value, accepted in _unmergeable(raw, config):
-        raise ConfigError(
-            f"{path}: {field} is {short_repr(value)}; accepted: {accepted}", field="lora", value=value
-        )
-    return config
-
-
-def _unmergeable(raw: dict[str, Any], config: LoraFile) -> Iterator[tuple[str, object, str]]:
-    """Each field that asks for what can't be merged, its value, and what is accepted."""
-    if config.peft_type != "LORA":
-        yield "peft_type", config.peft_type, "LORA"
-    if config.bias != "none":
-        yield "bias", config.bias, "none: trained biases can't be merged here"
-    if config.init_lora_weights not in PLAIN_STARTS:
-        yield "init_lora_weights", config.init_lora_weights, PLAIN_STARTS_TEXT
-    for name, what in REFUSED.items():
-        if raw.get(name):
-            yield name, raw[name], f"none: {what} can't be merged here"
-    for name, pattern in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
-        for key in pattern:
+    checks = [
+        ("peft_type", config.peft_type == "LORA", "LORA"),
+        ("bias", config.bias == "none", "none: trained biases can't be merged here"),
+        (
+            "init_lora_weights",
+            config.init_lora_weights in PLAIN_STARTS,
+            "true, false, gaussian, eva, orthogonal: others change the base model's weights too; save it again "
+            "with PEFT's path_initial_model_for_weight_conversion",
+        ),
+        *((name, not raw[name], "none: this can't be merged here") for name in raw if REFUSED.fullmatch(name)),
+    ]
+    for name, is_right, accepted in checks:
+        if not is_right:
+            raise _refused(f"{path}: {name} is {short_repr(raw[name])}; accepted: {accepted}", raw[name])
+    for name in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, name):
             if not MODULE_NAME.fullmatch(key):
-                yield name, key, "names of modules or ends of them; other regular expressions are not read"
+                what = "names of modules or ends of them; other regular expressions are not read"
+                raise _refused(f"{path}: {name} is {short_repr(key)}; accepted: {what}", key)
+    return config
 
 
 def _pairs(tensors: Tensors) -> dict[str, tuple[Tensor, Tensor]]:

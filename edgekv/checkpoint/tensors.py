@@ -115,13 +115,12 @@ class MappedFile:
         """Raises CheckpointError where it can't be read, or the safetensors library refuses its header."""
         self.path, self.metadata = path, dict[str, str]()
         try:
-            with open_regular(path) as file, contextlib.ExitStack() as header:
-                if is_safetensors:
-                    header.enter_context(safe_open(str(path), framework="np"))
-                self.data, self.status = (
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
-                    os.fstat(file.fileno()),
-                )
+            with (
+                open_regular(path) as file,
+                safe_open(str(path), framework="np") if is_safetensors else contextlib.nullcontext(),
+            ):
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.status = os.fstat(file.fileno())
         except SafetensorError as error:
             reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
             raise CheckpointError(
@@ -164,17 +163,16 @@ class MappedTensor(Tensor):
         return view.reshape(self.shape) if math.prod(self.shape) == self.nbytes else view
 
     def release(self) -> None:
-        start = self.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if self.nbytes:
-            self.file.data.madvise(mmap.MADV_DONTNEED, start, self.start + self.nbytes - start)
+        self._advise(mmap.MADV_DONTNEED, self.start, self.nbytes)
 
     def advise(self, advice: int, first: int = 0, n: int | None = None) -> None:
         row = self.nbytes // self.shape[0] if self.nbytes else 0
-        start = self.start + first * row
-        end = start + row * (self.shape[0] if n is None else n)
+        self._advise(advice, self.start + first * row, row * (self.shape[0] if n is None else n))
+
+    def _advise(self, advice: int, start: int, nbytes: int) -> None:
         aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
-        if row:
-            self.file.data.madvise(advice, aligned, end - aligned)
+        if nbytes:
+            self.file.data.madvise(advice, aligned, start + nbytes - aligned)
 
 
 class StackedTensor(Tensor):

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_host.driver import HostDriver
+from helpers import SCHEMES
 from kernel_cases import CODECS, assert_close, own
 
-from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.cuda import CudaDecoder, runs
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
@@ -25,6 +26,7 @@ from edgekv.kvcache import CacheSpec
 from edgekv.weights.cuda import DeviceWeights
 
 DEVICES = ["host", "gpu"]
+ON_CUDA = [name for name, scheme in SCHEMES.items() if runs(CacheSpec(scheme, scheme.Knobs()))]
 
 
 @dataclasses.dataclass

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 
 from edgekv.kernels import reference
-from edgekv.kvcache import CACHES
+from edgekv.kvcache import schemes
 from edgekv.kvcache.codecs import Codec
-from edgekv.kvcache.papers.retrieval import Index
+from edgekv.papers.retrieval import Index
 
 C = TypeVar("C", Codec, Index)
 
@@ -25,7 +25,7 @@ def _below(kind: type) -> list[type[Any]]:
     return [each for base in kind.__subclasses__() for each in (base, *_below(base))]
 
 
-assert CACHES  # whose files are imported with it
+assert schemes()  # whose files are imported with it
 CODECS: dict[str, type[Any]] = {
     each.kind: each for base in (Codec, Index) for each in _below(base) if each.backends
 }

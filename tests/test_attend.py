@@ -9,23 +9,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers import SCHEMES
 from kernel_cases import CODECS, EITHER_PATH, EITHER_WAY, normal
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.arrays import zeros
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Layout
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import F16, Codec
 from edgekv.kvcache.full import KeepAll
-from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
-from edgekv.kvcache.papers.codec_kivi import KiviValues
-from edgekv.kvcache.papers.codec_visual import ChannelLevels, LevelSpan
-from edgekv.kvcache.papers.mikv import TokenKeys
 from edgekv.kvcache.tiered import Steps
 from edgekv.kvcache.windowed import Windowed
+from edgekv.papers.evicting.mikv import TokenKeys
+from edgekv.papers.h1b.codec import Int4, SignSketch
+from edgekv.papers.kivi.codec import KiviValues
+from edgekv.papers.visual.codec import ChannelLevels, LevelSpan
 
 F32 = npt.NDArray[np.float32]
 PLANES = {"key_scale": 0.9, "seed": 0}
@@ -102,7 +103,7 @@ class Rounded(Codec):
 
 
 OF_CACHES = [
-    name for name, scheme in CACHES.items() if issubclass(scheme, (KeepAll, Windowed)) and scheme is not Steps
+    name for name, scheme in SCHEMES.items() if issubclass(scheme, (KeepAll, Windowed)) and scheme is not Steps
 ]
 VARIANTS = (
     *("dense:dtype=f32", "dense:dtype=q8", "kivi2:bits=4,group=64,vgroup=16"),

@@ -6,8 +6,8 @@ import cache_cases
 import numpy as np
 import pytest
 from cache_cases import BACKENDS, Heads, attention, draw, relative
+from helpers import SCHEMES
 
-from edgekv import CACHES
 from edgekv.kernels import numba_kernels
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
@@ -38,7 +38,7 @@ def fill(cache: KVCache, heads: Heads, n: int, seed: int = 0) -> None:
 
 
 @EACH_SHAPE
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_numba_equals_its_numpy_specification(name: str, heads: Heads) -> None:
     outputs = {}
     for backend in BACKENDS:
@@ -51,7 +51,7 @@ def test_numba_equals_its_numpy_specification(name: str, heads: Heads) -> None:
 
 
 @EACH_SHAPE
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_many_tokens_at_once_equal_single_steps(name: str, heads: Heads) -> None:
     q, k, v = draw(heads, 200, 5)
     whole, single = make(name, heads), make(name, heads)
@@ -65,7 +65,7 @@ def test_many_tokens_at_once_equal_single_steps(name: str, heads: Heads) -> None
     assert relative(*after) < 2e-3
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_short_context_is_close_to_exact(name: str) -> None:
     """Fewer tokens than any window or budget: only the storage's own rounding is left.
 
@@ -91,7 +91,7 @@ def test_dense_is_exact(heads: Heads, window: int | None) -> None:
     assert relative(got, attention(q[:, 300:], k, v, window)) < 1e-5
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_compressed_means_smaller_and_different(name: str) -> None:
     """No scheme silently does nothing: beyond its windows it holds fewer bytes or reads fewer, and it shows."""
     heads, n = SHAPES["gqa"], 3000
@@ -109,7 +109,7 @@ def test_compressed_means_smaller_and_different(name: str) -> None:
 
 
 @EACH_SHAPE
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_bytes_are_the_arrays_bytes_and_the_plan(name: str, heads: Heads) -> None:
     cache = make(name, heads)
     assert cache.nbytes == sum(array.nbytes for array in cache.arrays.values()) > 0
@@ -119,7 +119,7 @@ def test_bytes_are_the_arrays_bytes_and_the_plan(name: str, heads: Heads) -> Non
     assert cache.nbytes <= cache.planned_bytes()
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_the_context_can_be_filled_to_the_last_token(name: str) -> None:
     from edgekv.errors import CacheError
 
@@ -132,7 +132,7 @@ def test_the_context_can_be_filled_to_the_last_token(name: str) -> None:
         cache.attend(*draw(heads, 1, 2))
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("capacity", [1, 2, 63, 64, 65])
 def test_tiny_contexts(name: str, capacity: int) -> None:
     heads = SHAPES["mha"]
@@ -144,7 +144,7 @@ def test_tiny_contexts(name: str, capacity: int) -> None:
     np.testing.assert_allclose(got[:, 0], v[:, 0], rtol=0, atol=first)  # it sees itself alone
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_million_tokens_without_a_copy_per_token(name: str) -> None:
     """Arrays stay where they are: the context is bounded at allocation, whatever arrives."""
     n_heads, n_kv_heads, head_dim = 1, 1, 8
@@ -162,7 +162,7 @@ def test_a_million_tokens_without_a_copy_per_token(name: str) -> None:
     assert all(places[key] == place for key, place in kept.items())
 
 
-@pytest.mark.parametrize("name", [name for name in CACHES if issubclass(CACHES[name], Windowed)])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if issubclass(SCHEMES[name], Windowed)])
 def test_the_latest_tokens_stay_exact_while_blocks_are_packed(name: str) -> None:
     """Token by token over several blocks: the oldest block leaves the exact part, and that one alone."""
     heads = SHAPES["gqa"]
@@ -196,7 +196,7 @@ SHARES = ("snapkv:budget=0.4,interval=32", "streaming:budget=0.05", "mikv:budget
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-@pytest.mark.parametrize("name", [*CACHES, *SHARES])
+@pytest.mark.parametrize("name", [*SCHEMES, *SHARES])
 def test_n_tokens_take_what_is_planned_for_them(name: str, layer: dict[str, Any]) -> None:
     """As much as a cache with room for no more; at most that where texts decide (`kvcomp`)."""
     heads = SHAPES["gqa"]

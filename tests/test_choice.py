@@ -1,11 +1,11 @@
 """Which scheme is meant: by name, by a budget, by none; of auto the best that fits, and why."""
 
 import pytest
-from helpers import raises
+from helpers import SCHEMES, raises
 
 from edgekv.checkpoint.shipped import load_shape
 from edgekv.errors import CacheError
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO, check_budget, choose, resolve
 from edgekv.models import architecture
 
@@ -76,7 +76,7 @@ def test_lists() -> None:
         str(CacheSpec.parse(t)) for t in ("kivi2:bits=4,residual_length=64", "dense")
     ]
     assert [spec.scheme.name for spec in CacheSpec.parse_list("all")] == [
-        name for name in CACHES if name != "steps"
+        name for name in SCHEMES if name != "steps"
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import golden_cases
 import pytest
+from helpers import SCHEMES
 
 from edgekv.cli import COMMANDS, main, parser
 
@@ -137,14 +138,12 @@ def test_budget_of_a_shape_says_whether_it_fits_a_machine(capsys: pytest.Capture
 
 
 def test_caches_and_kv_list_name_every_scheme(model: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from edgekv import CACHES
-
     main(["schemes"])
     listed = capsys.readouterr().out
     main(["run", "--kv", "list"])
     assert capsys.readouterr().out == listed
     table, _, notes = listed.partition("\n\n")
-    assert [line.split()[0] for line in table.splitlines()[1:]] == list(CACHES)
+    assert [line.split()[0] for line in table.splitlines()[1:]] == list(SCHEMES)
     assert max(map(len, listed.splitlines())) <= 100
     assert "recommended: --kv kivi2, " in notes  # of docs/data/gate-demo.json
     dense = next(line.split() for line in table.splitlines() if line.startswith("dense"))

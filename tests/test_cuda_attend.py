@@ -19,10 +19,10 @@ from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.codec_ints import SymmetricKeys, SymmetricValues
 from edgekv.kvcache.codec_planes import CentredPlanes, InterleavedValues
 from edgekv.kvcache.codecs import F16, Codec, Float32
-from edgekv.kvcache.papers.codec_h1b import Int4, SignSketch
-from edgekv.kvcache.papers.codec_huffman import HuffmanKeys, HuffmanValues
-from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
 from edgekv.kvcache.tiered import Shape, Steps, StepsKnobs, exact_bytes, least_bytes
+from edgekv.papers.h1b.codec import Int4, SignSketch
+from edgekv.papers.kivi.codec import KiviKeys, KiviValues
+from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
 
 Pair = tuple[Codec, Codec]
 CAPACITY = 192

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_cases import OnDevice
+from cuda_cases import ON_CUDA, OnDevice
+from helpers import SCHEMES
 from kernel_cases import assert_close
 
-from edgekv.engine.cuda import SCHEMES
 from edgekv.kernels import numpy_kernels
 from edgekv.kernels.arrays import to_host
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, KVCache, Workspace
 
 SHAPES = {"mha": (2, 2, 64), "gqa": (6, 2, 24)}  # query heads, KV heads, head_dim
@@ -27,7 +27,7 @@ SMALL = {
 }
 TOLERANCE = 2e-3  # that of the contract test of all schemes
 VARIANTS = [
-    *(SMALL.get(name, name) for name in SCHEMES),
+    *(SMALL.get(name, name) for name in ON_CUDA),
     "dense:dtype=f32",
     "dense:dtype=q8",
     "onebit:residual_length=16,v_bits=3",
@@ -94,7 +94,7 @@ def test_attention_of_one_token_is_one_launch(text: str, monkeypatch: pytest.Mon
     assert not {"scores", "values", "softmax"} & set(launched)
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_steady_step_changes_counters_alone(name: str) -> None:
     """`advance` changes them as appending does, until `tidy` is due."""
     cache = make(SMALL.get(name, name), "gqa", numpy_kernels(), Workspace())

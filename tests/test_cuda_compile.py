@@ -13,15 +13,21 @@ from typing import Any
 
 import pytest
 
+import edgekv
 from edgekv.kernels.cuda import matvec
 from edgekv.kernels.cuda.driver import FOLDER, Program
 from edgekv.kernels.cuda.kernels import attend_program
 from edgekv.kernels.cuda.loops import MOST_SHARES, Reader
 from edgekv.kernels.cuda.matvec import MOST_CHUNKS, linear_program
-from edgekv.kernels.cuda.papers import fier, huffman, int4, kivi, quest, signs
 from edgekv.kernels.cuda.planes import encode_program
 from edgekv.kernels.cuda.rows import ENCODE
+from edgekv.papers.fier import cuda as fier
+from edgekv.papers.h1b import cuda as signs
+from edgekv.papers.int4 import cuda as int4
+from edgekv.papers.kivi import cuda as kivi
+from edgekv.papers.kvcomp import cuda as huffman
 
+PAPERS = pathlib.Path(edgekv.__file__).parent / "papers"
 LEAST = {
     "prompt_attention": 75,
     "tiled_linear": 80,
@@ -36,21 +42,21 @@ ROWS = {"HEAD_DIM": 128, "KEY_DIM": 128, "ROWS": 4, "TILES": 1}
 HUFFMAN = {"CODE_BLOCK": 64, "PLAIN_BITS": 3 * 64 * 128, "TABLE_BITS": 11}
 KEYS = {
     "rows": {"KEYS": "RowKeys<u16>"},
-    "papers/signs": {"KEYS": "SignKeys", "KEY_DIM": 256},
+    "h1b/keys": {"KEYS": "SignKeys", "KEY_DIM": 256},
     "columns": {"KEYS": "ColumnKeys<4>", "KEY_SCALES": "SCALE_PER_TOKEN", "KEY_BLOCK": 32},
     "centred": {"KEYS": "CentredKeys", "KEY_BITS": 1, "KEY_HEADS": 0},
-    "papers/huffman": {"KEYS": "HuffmanKeys", **HUFFMAN},
-    "papers/fier": {"KEYS": "FierKeys", "GROUP": 32},
+    "kvcomp/read": {"KEYS": "HuffmanKeys", **HUFFMAN},
+    "fier/keys": {"KEYS": "FierKeys", "GROUP": 32},
 }
 VALUES = {
     "rows": {"VALUES": "RowValues<float>"},
     "byte_values": {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_ZERO"},
     "interleaved_values": {"VALUES": "InterleavedValues", "VALUE_BITS": 2, "VALUE_HEADS": 0},
-    "papers/huffman": {"VALUES": "HuffmanValues", **HUFFMAN},
+    "kvcomp/read": {"VALUES": "HuffmanValues", **HUFFMAN},
 }
 PAIRS = [  # of a scheme's codecs, beside exact tokens for those that keep some; tiles at once for a single query
     ("rows", {"VALUES": "RowValues<u16>"}, "rows", False, 1),
-    ("papers/signs", VALUES["byte_values"], "byte_values", False, 4),
+    ("h1b/keys", VALUES["byte_values"], "byte_values", False, 4),
     ("columns", {"VALUES": "ByteValues<4>", "VALUE_SCALES": "FROM_MIDDLE"}, "byte_values", False, 1),
     ("centred", VALUES["interleaved_values"], "interleaved_values", True, 4),
 ]
@@ -82,7 +88,9 @@ TILED_LINEAR = {
 
 
 def program(files: tuple[str, ...], **macros: object) -> Program:
-    return Program(tuple(dict.fromkeys(files)), tuple(macros.items()))
+    """Of files of ours by name, and of the papers' (folder/file)."""
+    places = [PAPERS / file if "/" in file else file for file in dict.fromkeys(files)]
+    return Program(tuple(places), tuple(macros.items()))
 
 
 def attend(files: tuple[str, ...], exact: bool, macros: dict[str, object]) -> Program:
@@ -111,7 +119,7 @@ PROGRAMS = {
     "attend-heads-one": attend(("centred", "interleaved_values"), True, HEADS | {"ROWS": 1, "TILES": 1}),
     "attend-kivi": attend(("columns", "byte_values"), True, KIVI),
     "attend-kivi-one": attend(("columns", "byte_values"), True, KIVI | {"ROWS": 1, "TILES": 2}),
-    "scores-fier-one": program(("papers/fier", "ranges"), **ROWS | KEYS["papers/fier"] | {"ROWS": 1, "TILES": 2}),
+    "scores-fier-one": program(("fier/keys", "ranges"), **ROWS | KEYS["fier/keys"] | {"ROWS": 1, "TILES": 2}),
     **{f"linear-{bits}": linear_program(bits, 128) for bits in (4, 8, 16, 32)},
     **{
         f"packed_linear-{bits}-{rows}": program(
@@ -141,7 +149,7 @@ PROGRAMS = {
     "rotate": Program(("exact",), (("WIDTH", 128),), exact=True),
     **{
         "encode": ENCODE,
-        **{module.__name__: module.ENCODE for module in (fier, huffman, int4, kivi, quest, signs)},
+        **{module.__name__: module.ENCODE for module in (fier, huffman, int4, kivi, signs)},
         "encode-planes": encode_program(2),
     },
 }
@@ -198,7 +206,8 @@ def nvrtc() -> Nvrtc:
 
 def test_every_source_file_is_compiled_here() -> None:
     compiled = {name for each in PROGRAMS.values() for name in each.files} | {"common", "ptx"}
-    assert compiled == {str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.cu")}
+    papers = {path.with_suffix("") for path in PAPERS.rglob("*.cu")}
+    assert compiled == papers | {path.stem for path in FOLDER.glob("*.cu")}
 
 
 def least(each: Program) -> int:

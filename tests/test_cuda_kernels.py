@@ -15,7 +15,8 @@ from edgekv.kernels.arrays import to_host
 from edgekv.kernels.contract.attention import Kernels
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kvcache.codec_planes import Rotation
-from edgekv.kvcache.papers.codebook import Codebook
+from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
+from edgekv.papers.quest import PageIndex
 
 CASES = [
     Case(d=128, length=200, g=2, r=1, n=1, t0=0, s0=0),
@@ -225,31 +226,24 @@ def test_interleaved_values(device: OnDevice, bits: int) -> None:
 )
 def test_huffman_codes(device: OnDevice, case: Case, block: int, relative_step: float) -> None:
     """Levels, sizes and bit strings are equal; scores and sums on them, with a block in fixed-length codes."""
-    rng, levels, capacity = generator(case), round(1 / relative_step) + 1, -(-case.capacity // block) * block
+    rng, capacity = generator(case), -(-case.capacity // block) * block
     x = normal(rng, case.g, capacity, case.d)
     x[:, 5], x[:, :, 1] = 0, x[:, :, 1] * 30
-    flat = Codebook.fixed_length(levels)
-    plain_bits = block * case.d * int(flat.lengths[0])
-    for side in ("channels", "tokens"):
-        shape = (case.g, capacity // block, case.d) if side == "channels" else (case.g, capacity)
-        ends, sizes = [np.zeros(shape, np.uint16) for _ in range(2)], (block,) if side == "channels" else ()
-        codes = np.zeros(x.shape, np.uint8)
-        codes, *ends = device.check(f"quantize_{side}", x, relative_step, levels, *sizes, codes, *ends, 0)[-4:-1]
-        book = Codebook.huffman(np.bincount(codes.ravel(), minlength=levels))
-        bits = device.check("huffman_sizes", codes, book.lengths, np.zeros((case.g, capacity), np.uint16), 0)[2]
-        strings = bits.reshape(case.g, -1, block)  # a view
-        plain = strings.sum(axis=2) >= plain_bits
-        plain[0, 0] = True
-        strings[plain] = plain_bits // block
-        n_words = -(-strings.sum(axis=2, dtype=np.int64) // 64)
-        offsets = (n_words.cumsum() - n_words.ravel()).reshape(n_words.shape).astype(np.uint32)
-        pool = np.full(n_words.sum() + 1, 0xAAAAAAAAAAAAAAAA, np.uint64)
-        both = np.stack([book.words, flat.words]), np.stack([book.lengths, flat.lengths])
-        pool = device.check("huffman_pack", codes, *both, plain.view(np.uint8), offsets, 0, block, pool)[-1]
-        store = pool, offsets, bits, book.table, flat.table, plain_bits, *ends
-        kind, check = ("huffman_keys", check_keys) if side == "channels" else ("huffman_values", check_values)
-        arrays = dict(zip(("low", "step"), ends, strict=True))
-        check(device, case, kind, arrays, block=block, store=lambda store=store: store)
+    x[:, :block] = rng.uniform(-1, 1, x[:, :block].shape)  # longer in a Gaussian's code than in a plain one
+    q, p = normal(rng, case.g, case.m, case.d), rng.random((case.g, case.m, case.length + 5), np.float32)
+    for kind in (HuffmanKeys, HuffmanValues):
+        here, there = (kind(case.g, capacity, case.d, block, relative_step) for _ in range(2))
+        here.bind({name: np.zeros(*each) for name, each in here.layout().items()}, reference)
+        there.bind({name: device.driver.zeros(*each) for name, each in here.layout().items()}, device.kernels)
+        here.encode(x, 0)
+        there.encode(device.up(x), 0)
+        for name, array in (here.arrays | {"pool": here.pool}).items():
+            found = there.pool if name == "pool" else there.arrays[name]
+            np.testing.assert_array_equal(to_host(found), array, err_msg=name)
+        if kind is HuffmanKeys:
+            device.check_scores(here, q, case.t0, case.t1, p)
+        else:
+            device.check_sums(here, p, case.t0, case.t1, q)
 
 
 @pytest.mark.parametrize(("group", "minmax"), [(32, False), (128, True)])
@@ -257,9 +251,11 @@ def test_indexes(device: OnDevice, group: int, minmax: bool) -> None:
     rng, groups, rows, d = np.random.default_rng(group), 640 // group, 3, 80
     keys = halves(rng, 2, 640, d)
     index = np.zeros((2, 640 // 32, d), np.uint32), np.zeros((2, groups, 2, d), np.uint16)
-    index = device.check("encode_fier", keys, group, minmax, *index, 1, groups)[3:5]
+    index = device.check("encode_fier", keys, group, minmax, *index, 1, groups, kind="sign_index")[3:5]
     s, q = np.full((2, rows, 700), np.nan, np.float32), normal(rng, 2, rows, d)
     arrays = dict(zip(("signs", "levels"), index, strict=True))
     device.check_scores(codec("sign_index", (2, 640, d), arrays, block=group), q, group, 640, s)
-    bounds = device.check("encode_pages", keys, 16, np.zeros((2, 40, 2 * d), np.uint16), 1, 40)[2]
-    device.check_scores(codec("page_index", (2, 640, d), {"bounds": bounds}), q, 1, 40, s)
+    pages = PageIndex(2, 640, d, 16)
+    pages.bind({"bounds": np.zeros((2, 40, 2 * d), np.uint16)}, reference)
+    pages.encode(keys, 1, 40)
+    device.check_scores(pages, q, 1, 40, s)

@@ -12,8 +12,8 @@ from cache_cases import draw, make
 from safetensors.numpy import load_file, save_file
 
 from edgekv import EdgeKVError, Session
+from edgekv.kvcache import schemes
 from edgekv.kvcache.cache import KVCache
-from edgekv.kvcache.registry import CACHES
 
 HEADS, CAPACITY, PROMPT = (4, 2, 64), 400, 260
 SMALL = dict.fromkeys(("h2o", "tova", "mikv", "streaming"), "budget=100") | {
@@ -23,7 +23,7 @@ SMALL = dict.fromkeys(("h2o", "tova", "mikv", "streaming"), "budget=100") | {
     "onebit": "residual_length=64",
     "steps": "budget=700000",
 }
-SCHEMES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in CACHES]
+SCHEMES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in schemes()]
 DAMAGED = {np.dtype(np.uint16): 0x7E00, np.dtype(np.float32): np.nan, np.dtype(np.float16): np.nan}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy says what it is given
 

@@ -10,9 +10,9 @@ import golden_cases
 import numpy as np
 import pytest
 from cache_cases import draw, make
-from helpers import SESSION_KV, raises
+from helpers import SCHEMES, SESSION_KV, raises
 
-from edgekv import CACHES, SamplingParams, Session
+from edgekv import SamplingParams, Session
 from edgekv.engine.drafts import MOST, DraftLength, NGramDrafts
 from edgekv.errors import ConfigError
 
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return golden_cases.write_checkpoint("llama31", tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_taken_back_leaves_no_trace(name: str) -> None:
     """Right and wrong tokens, the latter taken back: the cache is as if it had seen the right ones alone."""
     kv = f"{name}:{SMALL[name]}" if name in SMALL else name

@@ -43,12 +43,12 @@ def install(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, entry: str) -
 @pytest.fixture(autouse=True)
 def fresh_registry() -> Iterator[None]:
     """Schemes of packages are looked for once: before this test, and anew after it."""
-    registry.load_entry_points.cache_clear()
+    registry._load.cache_clear()
     known = dict(CACHES)
     yield
     CACHES.clear()
     CACHES.update(known)
-    registry.load_entry_points.cache_clear()
+    registry._load.cache_clear()
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_session_is_kept_and_restored(tmp_path: pathlib.Path) -> None:
     saved = straight.fork()
     first = generated(saved, "It was a dark night", 15)
     saved.save(tmp_path / "session")
-    registry.load_entry_points.cache_clear()
+    registry._load.cache_clear()
     del CACHES["bf16"]  # as in a new process
     restored = Session.restore(tmp_path / "session", "demo")
     assert restored.plan.kv.scheme.name == "bf16"

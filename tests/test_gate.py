@@ -11,7 +11,7 @@ import sys
 import golden_cases
 import numpy as np
 import pytest
-from helpers import UNBOUND
+from helpers import SCHEMES, UNBOUND
 from safetensors.numpy import save_file
 
 from edgekv import Session
@@ -36,7 +36,7 @@ from edgekv.eval.gate import (
     recommended,
 )
 from edgekv.eval.needles import NeedleTest, Prose, answers, make_haystack
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.tiered import Steps, StepsKnobs
 from edgekv.models import architecture
 from edgekv.text import Tokenizer, load_tokenizer
@@ -167,7 +167,7 @@ def test_the_window_fits_the_text_and_the_model() -> None:
         default_ctx(511, 9216)
 
 
-@pytest.mark.parametrize("name", [*CACHES, "onebit:v_bits=1", "dense:dtype=q8"])
+@pytest.mark.parametrize("name", [*SCHEMES, "onebit:v_bits=1", "dense:dtype=q8"])
 def test_short_names_mean_the_same_scheme(name: str) -> None:
     spec = CacheSpec.parse(name)
     assert spec.short == name

@@ -23,8 +23,9 @@ from edgekv.kernels.cpu import compile as jit
 from edgekv.kernels.cpu import launch, ranges, rope, rows, scalar
 from edgekv.kernels.cpu.launch import shared
 from edgekv.kernels.cpu.loops import address_of
-from edgekv.kernels.cpu.papers import int4, signs
 from edgekv.kernels.cpu.softmax import _softmax_rows
+from edgekv.papers.h1b import cpu as signs
+from edgekv.papers.int4 import cpu as int4
 
 NAMES = [name for name in dir(contract.Kernels) if not name.startswith("_")]
 

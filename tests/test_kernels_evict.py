@@ -5,8 +5,8 @@ import pytest
 from kernel_cases import bound, normal
 
 from edgekv.kernels import cpu, reference
-from edgekv.kvcache.papers.evicting import highest, lowest
-from edgekv.kvcache.papers.mikv import TokenKeys
+from edgekv.papers.evicting import highest, lowest
+from edgekv.papers.evicting.mikv import TokenKeys
 
 
 @pytest.mark.parametrize(("visible", "n_kv_heads", "n"), [(-5, 2, 70), (0, 3, 129), (9, 32, 200), (9, 1, 1)])

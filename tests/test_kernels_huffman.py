@@ -11,10 +11,12 @@ from kernel_cases import EITHER_PATH, Case, awkward_rows, generator, inside, nor
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.kvcache.papers.codebook import Codebook
-from edgekv.kvcache.papers.codec_huffman import HuffmanCodec, HuffmanKeys, HuffmanValues
+from edgekv.papers.kvcomp import cpu as packing
+from edgekv.papers.kvcomp import reference as plain_packing
+from edgekv.papers.kvcomp.codebook import Codebook
+from edgekv.papers.kvcomp.codec import HuffmanCodec, HuffmanKeys, HuffmanValues
 
-BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
+BACKENDS = pytest.mark.parametrize("backend", [packing, plain_packing], ids=["numba", "numpy"])
 POISON = 0xAB
 HUGE_F16 = 0x7BFF
 
@@ -50,55 +52,40 @@ def check_unit(
     np.testing.assert_array_equal(codes, np.clip(np.rint((x - low) / (step or np.float32(1))), 0, levels - 1))
 
 
-@BACKENDS
+def encoded(
+    kind: type[HuffmanCodec], x: npt.NDArray[np.float32], block: int, relative_step: float, t0: int
+) -> Any:
+    """A codec's own ends, in poison, and the codes of x (1, n, head_dim) as tokens t0.. of it."""
+    found = kind(1, t0 + x.shape[1] + block, x.shape[2], block, relative_step)
+    arrays = {name: np.zeros(*each) for name, each in found.layout().items()}
+    arrays["low"][:] = arrays["step"][:] = HUGE_F16
+    found.bind(arrays, reference)
+    return arrays["low"], arrays["step"], found.quantise(x, t0)
+
+
 @pytest.mark.parametrize(("relative_step", "levels"), [(0.2, 6), (0.15, 8), (1.0, 2), (1 / 255, 256)])
-def test_levels_are_as_specified(backend: object, relative_step: float, levels: int) -> None:
+def test_levels_are_as_specified(relative_step: float, levels: int) -> None:
     """Keys per channel of 16 tokens, values per token: the same rule along other axes."""
     x, d = awkward_rows(16, 12, 8), 12
-    codes, ends = np.full(x.shape, POISON, np.uint8), np.full((2, 1, 3, d), HUGE_F16, np.uint16)
-    backend.quantize_channels(x, relative_step, levels, 16, codes, *ends, 1)
+    low, step, codes = encoded(HuffmanKeys, x, 16, relative_step, 16)
     for channel in range(d):
-        low, step = widened(ends)[:, 0, 1, channel]
-        check_unit(x[0, :, channel], codes[0, :, channel], low, step, relative_step, levels)
-    assert (ends[:, :, [0, 2]] == HUGE_F16).all()
-    ends = np.full((2, 1, 20), HUGE_F16, np.uint16)
-    backend.quantize_tokens(x, relative_step, levels, codes, *ends, 3)
+        ends = widened(low)[0, 1, channel], widened(step)[0, 1, channel]
+        check_unit(x[0, :, channel], codes[0, :, channel], *ends, relative_step, levels)
+    assert (low[:, [0, 2]] == HUGE_F16).all()
+    low, step, codes = encoded(HuffmanValues, x, 16, relative_step, 16)
     for t in range(16):
-        low, step = widened(ends)[:, 0, 3 + t]
-        check_unit(x[0, t], codes[0, t], low, step, relative_step, levels)
-    assert (ends[:, :, np.r_[0:3, 19]] == HUGE_F16).all()
+        check_unit(x[0, t], codes[0, t], widened(low)[0, 16 + t], widened(step)[0, 16 + t], relative_step, levels)
+    assert (low[:, np.r_[0:16, 32:48]] == HUGE_F16).all()
 
 
 @pytest.mark.parametrize("relative_step", [0.5, 0.3, 0.15, 0.07])
 def test_error_is_half_a_step(relative_step: float) -> None:
-    x = normal(np.random.default_rng(0), 2, 640, 64).astype(np.float16).astype(np.float32)
-    codes, ends, levels = (
-        np.empty(x.shape, np.uint8),
-        np.empty((2, 2, 640), np.uint16),
-        round(1 / relative_step) + 1,
-    )
-    cpu.quantize_tokens(x, relative_step, levels, codes, *ends, 0)
-    low, step = widened(ends)[..., None]
+    x = normal(np.random.default_rng(0), 1, 640, 64).astype(np.float16).astype(np.float32)
+    *ends, codes = encoded(HuffmanValues, x, 64, relative_step, 0)
+    low, step = (widened(end)[:, :640, None] for end in ends)
     in_steps = np.abs(low + step * codes - x) / step
     assert 0.49 < in_steps.max() <= 0.5 + 1e-3
     assert (step[..., 0] <= relative_step * (x.max(2) - x.min(2)) * (1 + 2**-10)).all()
-
-
-@EITHER_PATH
-def test_numba_quantises_to_the_same_bits(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
-    for d in (8, 12, 80, 128):
-        for x in (normal(np.random.default_rng(d), 3, 96, d) * 3, np.tile(awkward_rows(16, d, 8), (1, 2, 1))):
-            for relative_step in (0.25, 0.11):
-                results = []
-                for backend in (cpu, reference):
-                    codes, channels = np.empty((2, *x.shape), np.uint8), np.zeros((2, len(x), 8, d), np.uint16)
-                    tokens = np.zeros((2, len(x), 100), np.uint16)
-                    backend.quantize_channels(x, relative_step, 10, 32, codes[0], *channels, 1)
-                    backend.quantize_tokens(x, relative_step, 10, codes[1], *tokens, 3)
-                    results.append((codes, channels, tokens))
-                for actual, expected in zip(*results, strict=True):
-                    np.testing.assert_array_equal(actual, expected)
 
 
 class Packed:
@@ -112,8 +99,7 @@ class Packed:
         self.codes = rng.choice(levels, (g, blocks * block, d), p=weights / weights.sum()).astype(np.uint8)
         self.book, self.fixed = Codebook.huffman(np.bincount(self.codes.ravel())), Codebook.fixed_length(levels)
         self.plain_bits = block * d * int(self.fixed.lengths[0])
-        self.bits = np.zeros((g, blocks * block), np.uint16)
-        backend.huffman_sizes(self.codes, self.book.lengths, self.bits, 0)
+        self.bits = self.book.lengths[self.codes].sum(2).astype(np.uint16)
         self.plain = (np.arange(g * blocks).reshape(g, blocks) % 3 == 2).astype(np.uint8)
         sizes = self.bits.reshape(g, blocks, block)
         sizes[self.plain == 1] = self.plain_bits // block
@@ -174,7 +160,7 @@ def test_bit_strings_read_back_bit_by_bit(backend: object) -> None:
 def test_numba_packs_the_same_words(min_parallel_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     for d, block, levels in ((8, 16, 2), (12, 32, 5), (80, 64, 17), (128, 64, 256)):
-        actual, expected = (Packed(backend, d, 3, 4, block, d, levels) for backend in (cpu, reference))
+        actual, expected = (Packed(backend, d, 3, 4, block, d, levels) for backend in (packing, plain_packing))
         np.testing.assert_array_equal(actual.bits, expected.bits)
         np.testing.assert_array_equal(actual.pool, expected.pool)
 
@@ -187,7 +173,7 @@ def test_scores_and_sums_are_those_of_the_codes(
     """Both backends against plain products with low + step * code, in float64."""
     monkeypatch.setattr(launch, "MIN_PARALLEL_WORK", min_parallel_work)
     rng, blocks = generator(case), -(-case.t1 // block)
-    packed = Packed(reference, case.d, case.g, blocks, block, case.d)
+    packed = Packed(plain_packing, case.d, case.g, blocks, block, case.d)
     channels = rng.uniform(0.1, 1, (2, case.g, blocks, case.d)).astype(np.float16).view(np.uint16)
     tokens = rng.uniform(0.1, 1, (2, case.g, blocks * block)).astype(np.float16).view(np.uint16)
     span = slice(case.t0, case.t1)

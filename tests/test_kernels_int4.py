@@ -22,7 +22,7 @@ from kernel_cases import (
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.kernels.reference.papers import int4 as plain
+from edgekv.papers.int4 import reference as plain
 
 CASES = cases(HEAD_DIMS)
 POISON = 0xAB

@@ -21,7 +21,7 @@ from edgekv.kernels import cpu, reference
 from edgekv.kernels.contract.segment import Segment
 from edgekv.kernels.cpu import launch
 from edgekv.kvcache.codec_ints import Symmetric, SymmetricKeys, SymmetricValues
-from edgekv.kvcache.papers.codec_kivi import KiviKeys, KiviValues
+from edgekv.papers.kivi.codec import KiviKeys, KiviValues
 
 BACKENDS = pytest.mark.parametrize("backend", [cpu, reference], ids=["numba", "numpy"])
 POISON, HUGE_F16 = 0xAB, 0x7BFF

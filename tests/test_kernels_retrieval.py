@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_cases import EITHER_PATH, assert_close, bound, pairs
+from kernel_cases import EITHER_PATH, assert_close, bound, own, pairs
 
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
-from edgekv.kvcache.papers.fier import SignIndex
-from edgekv.kvcache.papers.quest import PageIndex
-from edgekv.kvcache.papers.retrieval import largest
+from edgekv.papers.fier import SignIndex
+from edgekv.papers.quest import PageIndex
+from edgekv.papers.retrieval import largest
 
 SHAPES = [(1, 1, 1, 8), (2, 3, 1, 12), (1, 2, 5, 17), (3, 4, 2, 64), (2, 1, 3, 80), (2, 8, 1, 128)]  # G, R, n, D
 pytestmark = EITHER_PATH
@@ -45,17 +45,6 @@ def test_the_largest_are_taken(k: int, columns: int) -> None:
         assert got.tolist() == sorted(order[:k].tolist())
 
 
-@pytest.mark.parametrize("module", [cpu, reference])
-def test_tokens_are_gathered(module: object) -> None:
-    """Given in any order of memory."""
-    store, tokens = half(normal(1, 3, 50, 20)), np.random.default_rng(2).integers(0, 50, (17, 3)).T
-    out = np.full((3, 20, 20), 0x7E00, np.uint16)
-    module.gather_tokens(store, tokens, out)
-    for g in range(3):
-        np.testing.assert_array_equal(out[g, :17], store[g, tokens[g]])
-    assert (out[:, 17:] == 0x7E00).all()
-
-
 @pytest.mark.parametrize(
     ("shape", "group", "minmax"), pairs(shape=SHAPES, group=[32, 64, 256], minmax=[False, True])
 )
@@ -68,8 +57,8 @@ def test_fier_index(shape: tuple[int, int, int, int], group: int, minmax: bool) 
     for module in (cpu, reference):
         signs = np.full((g, n_groups * group // 32, d), 0xABCD1234, np.uint32)
         levels = np.full((g, n_groups, 2, d), 0x7E00, np.uint16)
-        module.encode_fier(keys, group, minmax, signs, levels, b0, b0 + 1)
-        module.encode_fier(keys, group, minmax, signs, levels, b0 + 1, b1)
+        own(module, "sign_index").encode_fier(keys, group, minmax, signs, levels, b0, b0 + 1)
+        own(module, "sign_index").encode_fier(keys, group, minmax, signs, levels, b0 + 1, b1)
         s = np.full((g, r * n + 1, 3 * group + 7), np.nan, np.float32)[:, : r * n, 1:-1]
         index = bound(SignIndex(g, n_groups * group, d, group, "mad"), signs=signs, levels=levels)
         module.scores(index, q, (b0 + 1) * group, b1 * group, s[:, :, 2 : 2 + 2 * group])
@@ -89,7 +78,7 @@ def test_fier_keys_are_two_levels_per_channel_and_group() -> None:
     expected = np.where(x >= mean, mean + deviation, mean - deviation).reshape(64, 8)
     signs, levels = np.zeros((1, 2, 8), np.uint32), np.zeros((1, 2, 2, 8), np.uint16)
     s = np.empty((1, 8, 64), np.float32)
-    cpu.encode_fier(keys, 32, False, signs, levels, 0, 2)
+    own(cpu, "sign_index").encode_fier(keys, 32, False, signs, levels, 0, 2)
     index = bound(SignIndex(1, 64, 8, 32, "mad"), signs=signs, levels=levels)
     cpu.scores(index, np.eye(8, dtype=np.float32)[None], 0, 64, s)
     np.testing.assert_allclose(s[0].T, expected, atol=2e-3)
@@ -99,16 +88,13 @@ def test_fier_keys_are_two_levels_per_channel_and_group() -> None:
 def test_quest_pages(shape: tuple[int, int, int, int], page: int) -> None:
     g, r, n, d = shape
     keys = half(normal(1, g, 6 * page + 3, d))
-    results = []
-    for module in (cpu, reference):
-        bounds = np.full((g, 6, 2 * d), 0x7E00, np.uint16)
-        module.encode_pages(keys, page, bounds, 2, 5)
-        results.append(bounds)
-    np.testing.assert_array_equal(*results)
+    bounds = np.full((g, 6, 2 * d), 0x7E00, np.uint16)
+    index = bound(PageIndex(g, 6 * page, d, page), bounds=bounds)
+    index.encode(keys, 2, 5)
     x = keys.view(np.float16)[:, 2 * page : 5 * page].reshape(g, 3, page, d)
-    np.testing.assert_array_equal(results[0][:, 2:5, :d].view(np.float16), x.max(2))
-    assert (results[0][:, [0, 1, 5]] == 0x7E00).all()
-    q, index = normal(3, g, r * n, d), bound(PageIndex(g, 6 * page, d, page), bounds=results[0])
+    np.testing.assert_array_equal(bounds[:, 2:5, :d].view(np.float16), x.max(2))
+    assert (bounds[:, [0, 1, 5]] == 0x7E00).all()
+    q = normal(3, g, r * n, d)
     for module in (cpu, reference):
         s = np.full((g, r * n + 1, 9), np.nan, np.float32)[:, : r * n, 1:-1]
         module.scores(index, q, 2, 5, s[:, :, 2:5])

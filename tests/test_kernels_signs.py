@@ -23,7 +23,7 @@ from kernel_cases import (
 from edgekv.kernels import cpu, reference
 from edgekv.kernels.cpu import launch
 from edgekv.kernels.reference.bits import pack_sign_rows
-from edgekv.kernels.reference.papers import signs as plain
+from edgekv.papers.h1b import reference as plain
 
 CASES = cases((*SIGN_BITS, 192))
 SMALL = Case(d=128, length=70, g=2, r=3, n=2, t0=60, s0=2)

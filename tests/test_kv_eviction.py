@@ -13,7 +13,7 @@ from cache_cases import BACKENDS
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Workspace
-from edgekv.kvcache.papers.evicting import Evicting, attention_received, budget_tokens
+from edgekv.papers.evicting import Evicting, attention_received, budget_tokens
 
 F32 = npt.NDArray[np.float32]
 EACH_BACKEND = pytest.mark.parametrize("backend", BACKENDS)

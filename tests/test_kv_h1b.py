@@ -6,7 +6,7 @@ from cache_cases import F32, F64, make, normal
 
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.papers.h1b import FIT_TAUS, H1B
+from edgekv.papers.h1b import FIT_TAUS, H1B
 
 SHAPES = [(8, 2, 64), (3, 3, 16), (5, 1, 24)]
 

@@ -8,22 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_cases import draw
+from helpers import SCHEMES
 
 from edgekv.errors import CacheError
 from edgekv.kernels import numba_kernels
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Geometry, Workspace
 from edgekv.kvcache.knobs import declared
 
 HEADS, TOKENS = (4, 2, 64), 230
 NUMBERS = ("-1", "nan", "inf", "-inf", "1e400", "9" * 40, "9" * 5000, "x", "", "0x10", "None")
-KNOBS = [(name, field) for name, scheme in CACHES.items() for field in dataclasses.fields(scheme.Knobs)]
+KNOBS = [(name, field) for name, scheme in SCHEMES.items() for field in dataclasses.fields(scheme.Knobs)]
 EACH = pytest.mark.parametrize(("name", "field"), KNOBS, ids=[f"{name}:{field.name}" for name, field in KNOBS])
 
 
 @EACH
 def test_what_it_does_not_take_is_refused(name: str, field: dataclasses.Field[Any]) -> None:
-    kind, scheme = type(field.default), CACHES[name]
+    kind, scheme = type(field.default), SCHEMES[name]
     texts = NUMBERS if kind in (int, float) else ("9", "nan", "nope")
     for text in (*texts, *(["1.5"] if kind is int else [])):
         with pytest.raises(CacheError) as error:
@@ -42,7 +43,7 @@ def test_what_it_does_not_take_is_refused(name: str, field: dataclasses.Field[An
 @EACH
 def test_the_extremes_of_what_it_takes_work(name: str, field: dataclasses.Field[Any]) -> None:
     """Or are refused for what stands beside them: another knob, the layer, the budget."""
-    scheme, accepts = CACHES[name], declared(field)
+    scheme, accepts = SCHEMES[name], declared(field)
     q, k, v = draw(HEADS, TOKENS)
     for value in accepts.ends:
         assert accepts.takes(value)

@@ -11,10 +11,9 @@ import pytest
 from cache_cases import BACKENDS
 
 from edgekv.errors import CacheError
-from edgekv.kernels.contract.papers.codes import TABLE_BITS, TABLE_SYMBOLS
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.papers.codebook import Codebook, code_lengths, gaussian_counts
-from edgekv.kvcache.papers.kvcomp import KVComp
+from edgekv.papers.kvcomp import KVComp
+from edgekv.papers.kvcomp.codebook import TABLE_BITS, TABLE_SYMBOLS, Codebook, code_lengths, gaussian_counts
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
 

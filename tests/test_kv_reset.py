@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_cases import Heads, draw, make
+from helpers import SCHEMES
 
-from edgekv.kvcache import CACHES
 from edgekv.kvcache.cache import KVCache, rewind
 
 HEADS: Heads = (4, 2, 64)
@@ -22,7 +22,7 @@ def said(cache: KVCache, n_prompt: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n_prompt", [20, 400])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_reset_cache_equals_a_fresh_one(name: str, n_prompt: int) -> None:
     fresh, used = (make(name, HEADS, capacity=600) for _ in range(2))
     expected = said(fresh, n_prompt, seed=1)

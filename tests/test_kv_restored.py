@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cache_cases import draw
+from helpers import SCHEMES
 
 from edgekv.kernels import numba_kernels
 from edgekv.kernels.arrays import zeros
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import CacheState, Geometry, KVCache, Workspace
 
 HEADS, TOKENS, GUARD = (4, 2, 64), 420, 4096
@@ -87,7 +88,7 @@ def goes_on(cache: KVCache) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 90])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_arrays_of_any_numbers_are_refused_or_harmless(name: str, window: int | None) -> None:
     """All of them, and each by itself: scales and elements that are no numbers go through the kernels."""
     state = filled(name, window).state()

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from edgekv import Session
 from edgekv.errors import ImageError
-from edgekv.kvcache.papers.h1b import H1B
+from edgekv.papers.h1b import H1B
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 TOLERANCE = 2e-4

@@ -6,8 +6,9 @@ import cache_cases
 import numpy as np
 import pytest
 from cache_cases import Heads, draw, relative
+from helpers import SCHEMES
 
-from edgekv import CACHES, Session
+from edgekv import Session
 from edgekv.kvcache.cache import KVCache, rewind
 from edgekv.kvcache.windowed import Windowed
 
@@ -34,7 +35,7 @@ def gone_on(cache: KVCache, tokens: tuple[np.ndarray, ...], n: int, m: int, seed
 
 
 @pytest.mark.parametrize("back", [1, 17, BACK])
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_what_was_forgotten_leaves_nothing_behind(name: str, back: int) -> None:
     """Whatever it was, the same follows."""
     tokens = draw(HEADS, 640)
@@ -50,7 +51,7 @@ def test_what_was_forgotten_leaves_nothing_behind(name: str, back: int) -> None:
     np.testing.assert_array_equal(*after)
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_no_prompt_shapes_what_another_one_gets(name: str) -> None:
     """Two conversations that begin alike; both go back to where they part."""
     common, last = draw(HEADS, 200, 5), draw(HEADS, 100, 6)
@@ -72,7 +73,7 @@ def test_no_prompt_shapes_what_another_one_gets(name: str) -> None:
     np.testing.assert_array_equal(*after)
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_far_back_it_is_as_if_nothing_had_followed(name: str) -> None:
     """Given the same keys and values again; layers of a model recompute these, almost the same."""
     tokens = draw(HEADS, 640)

@@ -8,10 +8,11 @@ import cache_cases
 import golden_cases
 import numpy as np
 import pytest
+from helpers import SCHEMES
 
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec
 
 HEADS, PROMPT = (4, 2, 128), 200
 
@@ -30,7 +31,7 @@ def attended(kv: str, backend: str, sinks: np.ndarray | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("backend", ["numpy", "numba"])
-@pytest.mark.parametrize("kv", CACHES)
+@pytest.mark.parametrize("kv", SCHEMES)
 def test_a_sink_takes_its_share(kv: str, backend: str) -> None:
     """One of -inf takes nothing, a very large one everything, and one between part of each head's."""
     plain = attended(kv, backend, None)

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cache_cases import attention, make, normal, relative
+from helpers import SCHEMES
 from tiny_models import tiny_model
 
 from edgekv.cli import main
-from edgekv.kvcache import CACHES
 
 HEADS, N, CAP = (4, 2, 32), 300, 20.0
 SMALL = {  # of which not all tokens fit, or not all are read
@@ -49,7 +49,7 @@ def test_equals_the_formula(backend: str, window: int | None) -> None:
     assert relative(attended("planes:k_bits=4,v_bits=4", backend, CAP, window), expected) < 0.2
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme(name: str) -> None:
     """The backends agree, a bound far away changes nothing, and a near one does."""
     assert relative(attended(name, "numba", CAP, 150), attended(name, "numpy", CAP, 150)) < 2e-3

@@ -24,7 +24,7 @@ from edgekv.engine.model import Model
 from edgekv.engine.state import EmbeddingSpan, keep_spans, slice_spans
 from edgekv.errors import CheckpointError, ConfigError, ContextError, EdgeKVError, ImageError
 from edgekv.kernels.arrays import to_host
-from edgekv.kvcache.papers.visual import Visual1
+from edgekv.papers.visual import Visual1
 from edgekv.server.prompts import RequestEncoder
 from edgekv.server.requests import ChatRequest, ImagePart, ImageUrl, Message, TextPart
 from edgekv.text.template import ChatTemplate

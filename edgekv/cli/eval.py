@@ -42,7 +42,7 @@ from edgekv.eval.gate import (
 from edgekv.eval.needles import NEEDLES
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
 from edgekv.kvcache.choice import DEFAULT
-from edgekv.kvcache.registry import load_entry_points
+from edgekv.kvcache.registry import broken_schemes
 from edgekv.machine import format_bytes
 
 # edgekv schemes
@@ -54,7 +54,7 @@ def _schemes_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _schemes_execute(arguments: argparse.Namespace) -> int:
-    tell_left_out(load_entry_points().values())
+    tell_left_out(broken_schemes())
     if arguments.json:
         print(json.dumps([{**scheme_facts(name), **_published(name)} for name in schemes()], indent=2))
     else:

@@ -18,7 +18,7 @@ from edgekv.kernels.cuda.driver import Array, Driver
 from edgekv.kernels.cuda.kernels import CudaKernels
 from edgekv.kernels.cuda.matvec import MATVEC_ROWS
 from edgekv.kernels.cuda.rope import MOST_WIDTH, Halves, padded_width
-from edgekv.kvcache import CACHES, CacheSpec
+from edgekv.kvcache import CacheSpec, schemes
 from edgekv.kvcache.cache import KVCache, LayerState, Workspace
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import all_cores
@@ -198,10 +198,6 @@ def runs(spec: CacheSpec) -> bool:
     return codecs is not None and all("cuda" in codec.backends for codec in codecs)
 
 
-SCHEMES = tuple(name for name, scheme in CACHES.items() if runs(CacheSpec(scheme, scheme.Knobs())))
-"""KV schemes that run on CUDA."""
-
-
 def require_layers(config: ModelConfig) -> None:
     """Raises ConfigError for a model with layers that do not attend, or with experts."""
     if config.experts:
@@ -240,12 +236,13 @@ class CudaDevice(Device):
         if loras:
             raise ConfigError(NO_CHANGES, field="loras")
         if not runs(spec):
+            able = [name for name, scheme in schemes().items() if runs(CacheSpec(scheme, scheme.Knobs()))]
             raise CacheError(
-                f"kv={spec.scheme.name!r} does not run on device='cuda'; these do: {', '.join(SCHEMES)}; or use "
+                f"kv={spec.scheme.name!r} does not run on device='cuda'; these do: {', '.join(able)}; or use "
                 "device='cpu'",
                 field="kv",
                 value=spec.scheme.name,
-                accepted=SCHEMES,
+                accepted=able,
             )
         cupy_driver.require_cupy()
 

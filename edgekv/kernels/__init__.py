@@ -2,7 +2,6 @@
 
 `contract` states what each function does; `reference` (NumPy) is its plain meaning, `cpu` (Numba) is fast,
 `cuda` (CuPy) runs on a GPU. A codec's class names the module that reads it (`edgekv.kvcache.codecs`).
-What only the papers' schemes and the baselines use is in the folder `papers` of each.
 """
 
 from typing import cast

@@ -7,24 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
-FUNCTIONS: dict[str, str] = {
-    "short_conv": "recurrence",
-    "gated_delta": "recurrence",
-    "gather_tokens": "papers.retrieval",
-    "encode_fier": "papers.fier",
-    "encode_pages": "papers.quest",
-    "encode_levels": "papers.visual",
-    "quantize_channels": "papers.huffman_levels",
-    "quantize_tokens": "papers.huffman_levels",
-    "huffman_sizes": "papers.huffman",
-    "huffman_pack": "papers.huffman",
-}
-"""What only some models and the papers' schemes call -> module in each backend.
-
-Their meaning is in `edgekv.kernels.contract`, in recurrence.py and in papers. CUDA has no recurrences.
-"""
+FUNCTIONS: dict[str, str] = {"short_conv": "recurrence", "gated_delta": "recurrence"}
+"""What only some models call -> module in each backend. CUDA has none of them."""
 
 
 def find_loops(backend: str, codec: Any) -> Any:
@@ -46,3 +33,12 @@ def find_function(backend: str, name: str) -> Any:
     if name not in FUNCTIONS:
         raise AttributeError(f"module {backend!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{backend}.{FUNCTIONS[name]}"), name)
+
+
+def package_function(kernels: Any, package: str, name: str) -> Callable[..., Any]:
+    """Returns a function of a codec's own package, from its module of the kernels' backend.
+
+    On CUDA the kernels are its first argument.
+    """
+    function: Callable[..., Any] = getattr(importlib.import_module(f"{package}.{kernels.backend}"), name)
+    return functools.partial(function, kernels) if kernels.backend == "cuda" else function

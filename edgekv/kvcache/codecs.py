@@ -69,6 +69,11 @@ def in_backends(module: str, *names: str) -> Mapping[str, str]:
     return {name: f"edgekv.kernels.{name}.{module}" for name in names or ("reference", "cpu", "cuda")}
 
 
+def in_package(package: str, *names: str) -> Mapping[str, str]:
+    """Returns `Codec.backends` of a package with a module for each backend, or for these alone."""
+    return {name: f"{package}.{name}" for name in names or ("reference", "cpu", "cuda")}
+
+
 class F16(Codec):
     """IEEE half precision, 2 bytes per element."""
 

@@ -4,55 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from importlib import metadata
 
 from edgekv.errors import CacheError, unknown
 from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.full import Dense
 from edgekv.kvcache.onebit import OneBit
-from edgekv.kvcache.papers.fier import Fier
-from edgekv.kvcache.papers.h1b import H1B
-from edgekv.kvcache.papers.h2o import H2O
-from edgekv.kvcache.papers.int4_cache import Int4Cache
-from edgekv.kvcache.papers.kivi import Kivi
-from edgekv.kvcache.papers.kvcomp import KVComp
-from edgekv.kvcache.papers.mikv import MiKV
-from edgekv.kvcache.papers.quest import Quest
-from edgekv.kvcache.papers.sign_keys import SignKeys
-from edgekv.kvcache.papers.snapkv import SnapKV
-from edgekv.kvcache.papers.streaming import Streaming
-from edgekv.kvcache.papers.tova import Tova
-from edgekv.kvcache.papers.visual import Visual1
 from edgekv.kvcache.planes import NO_SECOND_STAGE, Planes
 from edgekv.kvcache.tiered import Steps
-from edgekv.kvcache.visual_planes import VisualPlanes
 
 ENTRY_POINTS = "edgekv.schemes"
-"""The entry points by which packages name their schemes: NAME = "module:Class"."""
+"""The entry points by which packages name their schemes: NAME = "module:Class", an alias likewise.
 
-CACHES: dict[str, type[KVCache]] = {
-    scheme.name: scheme
-    for scheme in (
-        Dense,
-        H1B,
-        SignKeys,
-        Int4Cache,
-        Kivi,
-        Streaming,
-        H2O,
-        SnapKV,
-        Tova,
-        MiKV,
-        Fier,
-        Quest,
-        Visual1,
-        VisualPlanes,
-        KVComp,
-        Planes,
-        OneBit,
-        Steps,
-    )
-}
+Where a scheme's name has "=", that of its entry point has "_".
+"""
+PAPERS = "edgekv.papers"
+
+CACHES: dict[str, type[KVCache]] = {scheme.name: scheme for scheme in (Dense, Planes, OneBit, Steps)}
 
 
 def removed(kv: str, why: str) -> CacheError:
@@ -93,18 +62,36 @@ def find_scheme(name: str) -> type[KVCache]:
     """The scheme of that name or alias, ours or another package's. Raises CacheError (field kv)."""
     if name == "bitplane":
         raise removed(name, NO_SECOND_STAGE)
-    broken = {} if _present(name) in CACHES else load_entry_points()
-    if name in broken:
-        raise CacheError(broken[name], field="kv", value=name)
     if _present(name) not in CACHES:
-        raise unknown(CacheError, "kv", name, CACHES)
+        entries = metadata.entry_points(group=ENTRY_POINTS, name=name.replace("=", "_"))
+        for entry in entries:
+            if error := _load(entry):
+                raise CacheError(_refusal(entry, error), field="kv", value=name)
+    if _present(name) not in CACHES:
+        raise unknown(CacheError, "kv", name, sorted({*CACHES, *(entry.name for entry in _entries())}))
     return CACHES[_present(name)]
 
 
 def schemes() -> dict[str, type[KVCache]]:
     """All schemes by name, with those of other packages that can be used."""
-    load_entry_points()
+    for entry in _entries():
+        _load(entry)
     return dict(CACHES)
+
+
+def broken_schemes() -> list[str]:
+    """Why each scheme of another package that can't be used can't."""
+    return [_refusal(entry, error) for entry in _entries() if (error := _load(entry))]
+
+
+def _entries() -> list[metadata.EntryPoint]:
+    """Those of all installed packages; without the papers' where edgekv was installed without them."""
+    has_papers = importlib.util.find_spec(PAPERS) is not None
+    return [
+        entry
+        for entry in metadata.entry_points(group=ENTRY_POINTS)
+        if has_papers or not entry.value.startswith(PAPERS)
+    ]
 
 
 def scheme_facts(name: str) -> dict[str, object]:
@@ -127,20 +114,17 @@ def scheme_facts(name: str) -> dict[str, object]:
     }
 
 
+def _refusal(entry: metadata.EntryPoint, error: str) -> str:
+    if entry.value.startswith(PAPERS) and importlib.util.find_spec(PAPERS) is None:
+        return f"kv={entry.name!r}: edgekv without its papers; install the full package: pip install edgekv"
+    package = entry.dist.name if entry.dist else entry.value
+    return (
+        f"the KV scheme {entry.name!r} of the package {package} can't be loaded ({error:.200}); correct or "
+        "uninstall that package"
+    )
+
+
 @functools.cache
-def load_entry_points() -> dict[str, str]:
-    """Registers the schemes of installed packages, once; of those that can't be used the entry's name, and why."""
-    broken = {}
-    for entry in metadata.entry_points(group=ENTRY_POINTS):
-        if error := _load(entry):
-            package = entry.dist.name if entry.dist else entry.value
-            broken[entry.name] = (
-                f"the KV scheme {entry.name!r} of the package {package} can't be loaded ({error:.200}); correct "
-                "or uninstall that package"
-            )
-    return broken
-
-
 def _load(entry: metadata.EntryPoint) -> str | None:
     """Registers a scheme that says all that lists show; else, whatever it did, why not."""
     before = dict(CACHES)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from edgekv.errors import CacheError
 from edgekv.kvcache.cache import Geometry, KVCache
 from edgekv.kvcache.knobs import bad_knob, declared
-from edgekv.kvcache.registry import find_scheme, load_entry_points, removed, schemes
+from edgekv.kvcache.registry import broken_schemes, find_scheme, removed, schemes
 from edgekv.kvcache.sliding import Rolling
 from edgekv.models.config import Recurrence
 
@@ -190,7 +190,7 @@ def suited(
     refused = {spec: error for spec in specs if (error := _refusal(spec, shape, capacity))}
     if refused and named:
         raise next(iter(refused.values()))
-    reasons = [*map(str, refused.values()), *([] if named else load_entry_points().values())]
+    reasons = [*map(str, refused.values()), *([] if named else broken_schemes())]
     return [spec for spec in specs if spec not in refused], [reason.partition(";")[0] for reason in reasons]
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from edgekv import CACHES, EdgeKVError, SamplingParams, Session
+from edgekv import EdgeKVError, SamplingParams, Session
 from edgekv.engine.chat import Chat
 from edgekv.engine.options import Options
-from edgekv.kvcache import CacheSpec
+from edgekv.kvcache import CacheSpec, schemes
 
 from .material import CTX, Material
 from .mutate import ODD
@@ -44,8 +44,8 @@ BUDGETS = (None, None, 1, 10, 10_000, 150_000, 1 << 40, 1 << 62)
 
 def knobs(m: Material, folder: pathlib.Path, rng: Random) -> None:
     """A scheme with odd values of its knobs: refused, or it holds a text."""
-    name = rng.choice(list(CACHES))
-    fields = dataclasses.fields(CACHES[name].Knobs)
+    name = rng.choice(list(schemes()))
+    fields = dataclasses.fields(schemes()[name].Knobs)
     words = [f"v{value}" for value in ("min", "max", "mad", "minmax", "layer", "head", "token")]
     chosen = rng.sample(fields, min(len(fields), rng.choice((1, 1, 2, 3))))
     given = [f"{field.name}={rng.choice((*VALUES, *words, str(field.default)))}" for field in chosen]

@@ -41,9 +41,9 @@ from edgekv.kernels import numpy_kernels
 from edgekv.kernels.contract import attention
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import Workspace
-from edgekv.kvcache.papers.codec_h1b import SignSketch
 from edgekv.models import architecture
 from edgekv.models.config import ModelConfig
+from edgekv.papers.h1b.codec import SignSketch
 from edgekv.text import load_tokenizer
 from edgekv.text.tokenizer import Tokenizer
 from edgekv.types import F32
@@ -360,7 +360,7 @@ class BinarySketch(nn.Module):
         return [self.projections, self.centres]
 
     def untrained(self, prompt: list[tuple[Tensor, Tensor, Tensor]]) -> F32:
-        """As `edgekv.kvcache.papers.h1b.H1B` fits it on a prompt."""
+        """As `edgekv.papers.h1b.H1B` fits it on a prompt."""
         spec = dataclasses.replace(self.spec, knobs=dataclasses.replace(self.spec.knobs, fit=self.scope))
         caches = spec.layers(self.config, prompt[0][0].shape[2])
         for cache, layer in zip(caches, prompt, strict=True):

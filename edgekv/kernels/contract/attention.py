@@ -1,7 +1,7 @@
 """What every kernel backend provides: the same functions, with the meaning written here.
 
 `attend` is all that decoding needs, beside each codec's encoding. What a kind of codec means is written where
-NumPy computes it: its class names the file. What the papers' schemes need beside that is in `papers`.
+NumPy computes it: its class names the file.
 
 One layer at a time, no batch axis. H query heads share G KV heads, R = H // G each. Queries (H, n, D) are
 reinterpreted for free as q (G, M, D) with M = R * n: the head of the group outer, the token inner. Stores are
@@ -18,10 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from edgekv.kernels.contract.ints import IntKernels
-from edgekv.kernels.contract.papers.codes import CodeKernels
-from edgekv.kernels.contract.papers.retrieval import RetrievalKernels
 from edgekv.kernels.contract.planes import PlaneKernels
-from edgekv.kernels.contract.recurrence import RecurrentKernels
 from edgekv.kernels.contract.segment import Segment, Stored, Visible
 from edgekv.types import F32, I64, U16, Array
 
@@ -40,8 +37,11 @@ def bound_scores(s: Array, cap: float | None) -> None:
         s *= np.float32(cap)
 
 
-class Kernels(RetrievalKernels, IntKernels, CodeKernels, PlaneKernels, RecurrentKernels, Protocol):
-    """A backend is a module with these functions."""
+class Kernels(IntKernels, PlaneKernels, Protocol):
+    """A backend is a module with these functions, or an object."""
+
+    backend: str
+    """reference, cpu or cuda."""
 
     def attend(
         self,

@@ -12,9 +12,12 @@ from edgekv.kernels.cpu.rows import encode_f16, project
 from edgekv.kernels.cpu.softmax import softmax
 from edgekv.kernels.registry import FUNCTIONS, find_function
 
+backend = "cpu"
+
 __all__ = [
     "append",
     "attend",
+    "backend",
     "encode",
     "encode_centres",
     "encode_f16",
@@ -33,5 +36,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The functions that few models and schemes call: their files are imported when one is first called."""
+    """The functions that few models call: their file is imported when one is first called."""
     return find_function(__name__, name)

@@ -30,16 +30,31 @@ def _name_helpers() -> None:
 
 @functools.cache
 def sources() -> str:
-    """A digest of all that is compiled into kernels."""
-    package, digest = pathlib.Path(__file__).parent, hashlib.sha256()
-    for source in sorted([*package.rglob("*.py"), *(package.parent / "contract").rglob("*.py")]):
-        digest.update(source.read_bytes())
+    """A digest of all of ours that is compiled into kernels."""
+    package = pathlib.Path(__file__).parents[2]
+    folders = package / "kernels" / "contract", package / "kernels" / "cpu", package / "papers"
+    return _digest(sorted(source for folder in folders for source in folder.rglob("*.py")))
+
+
+def _digest(files: list[pathlib.Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 @functools.cache
 def _stamp(source: str) -> str:
-    return hashlib.sha256(pathlib.Path(source).read_bytes()).hexdigest()
+    """A digest of what a function may call of its own package's, or of its file alone."""
+    file = pathlib.Path(source)
+    if (file.parent / "__init__.py").exists():
+        return _package_stamp(file.parent)
+    return _digest([file])
+
+
+@functools.cache
+def _package_stamp(folder: pathlib.Path) -> str:
+    return _digest(sorted(folder.rglob("*.py")))
 
 
 class _Place:

@@ -8,7 +8,6 @@ Prompts, probabilities that are asked for, and tokens that stand anywhere take a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from edgekv.kernels.cuda.counter import RECORDED_TOKENS, Counter, place
 from edgekv.kernels.cuda.driver import Array, CannotRecord, Launch, Program
 from edgekv.kernels.cuda.ints import IntKernels
 from edgekv.kernels.cuda.loops import (
-    BACKEND,
     MOST_ROWS,
     MOST_SHARES,
     THREADS,
@@ -39,7 +37,6 @@ from edgekv.kernels.cuda.loops import (
 from edgekv.kernels.cuda.planes import PlaneKernels
 from edgekv.kernels.cuda.rope import RopeKernels
 from edgekv.kernels.cuda.rows import ENCODE, RowKernels
-from edgekv.kernels.registry import find_function
 from edgekv.types import I64
 
 ATTEND_BLOCKS = {1: 4}  # of attend.cu that a multiprocessor holds, by queries; else 2
@@ -88,9 +85,7 @@ class CudaKernels(PlaneKernels, RowKernels, IntKernels, RopeKernels):
     Arrays are those of the driver; ranges (lo, hi, counts) stay NumPy's, on the host.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        """The functions of the papers' schemes, whose first argument are these kernels."""
-        return functools.partial(find_function(BACKEND, name), self)
+    backend = "cuda"
 
     def encode(self, codec: Any, x: Array, t0: int) -> None:
         """Stores x (G, n, D) as tokens t0..; CannotRecord where t0 moves and the encoder can't follow."""

@@ -14,7 +14,6 @@ from edgekv.kernels.cuda.driver import Array, Driver, Macros
 from edgekv.kernels.registry import find_loops
 from edgekv.types import I64
 
-BACKEND = "edgekv.kernels.cuda"
 THREADS, TILE = 128, 64
 MOST_ROWS = 8  # of queries that one block takes
 MOST_CHANNELS = 1024

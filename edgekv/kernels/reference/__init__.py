@@ -9,9 +9,12 @@ from edgekv.kernels.reference.rope import hadamard, hadamard_back, split_rope
 from edgekv.kernels.reference.rows import encode_f16, project
 from edgekv.kernels.registry import FUNCTIONS, find_function
 
+backend = "reference"
+
 __all__ = [
     "append",
     "attend",
+    "backend",
     "encode",
     "encode_centres",
     "encode_f16",
@@ -30,5 +33,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The functions that few models and schemes call: their files are imported when one is first called."""
+    """The functions that few models call: their file is imported when one is first called."""
     return find_function(__name__, name)

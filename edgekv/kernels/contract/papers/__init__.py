@@ -1,1 +1,0 @@
-"""What the papers' schemes and the baselines need of a backend."""

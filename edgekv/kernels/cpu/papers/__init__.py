@@ -1,1 +1,0 @@
-"""Numba loops of the papers' schemes and the baselines."""

@@ -1,1 +1,0 @@
-"""CUDA kernels of the papers' schemes and the baselines."""

@@ -1,1 +1,0 @@
-"""The papers' schemes and the baselines, in NumPy."""

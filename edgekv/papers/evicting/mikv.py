@@ -1,0 +1,169 @@
+"""MiKV: nothing is dropped; tokens that attract little attention go down to a few bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from edgekv.errors import CacheError
+from edgekv.kernels import Kernels
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kvcache.cache import Geometry, Layout, Workspace
+from edgekv.kvcache.codecs import Codec, in_package
+from edgekv.kvcache.knobs import Knobs, flag, number, one_of, share_of_context
+from edgekv.papers.evicting import LowestFirst, are_places, pick
+from edgekv.papers.kivi.codec import KiviValues
+from edgekv.types import F32, I64, Array
+
+SLOTS = ("key.half", "value.half", "position")
+DEMOTE_TOKENS = 512  # of a prompt, at a time: bounds the float32 copies
+
+
+@dataclasses.dataclass(frozen=True)
+class MiKVKnobs(Knobs):
+    """What `mikv` can be set to.
+
+    budget: float, default 0.25. Tokens kept in f16: above 1 a number, up to 1 a fraction of the context.
+    recent: float, default 0.5. Share of the budget that the latest tokens have, 0 to 1.
+    bits: int, default 2. Bits of an element of the other tokens.
+    balance: bool, default True. Whether the keys' channels are evened out before they are packed.
+    """
+
+    scheme: ClassVar[str] = "mikv"
+
+    budget: float = share_of_context(0.25)
+    recent: float = number(0.5, 0, 1)
+    bits: int = one_of(2, (2, 4, 8))
+    balance: bool = flag(True)
+
+
+class TokenKeys(KiviValues):
+    """Keys as `KiviValues` of one span, stored times ``balance`` (n_kv_heads, head_dim), read over it."""
+
+    kind = "token_keys"
+    backends = in_package("edgekv.papers.kivi", "reference", "cpu")
+    balance: F32
+
+
+class MiKV(LowestFirst):
+    """H2O's choice in f16, the tokens it would evict in ``bits`` bits.
+
+    Per KV head, slots * (4 * head_dim + 8) bytes, (capacity - slots) * (head_dim * bits / 4 + 8), 4 more
+    of the latter in a layer with a sliding window, and 4 * head_dim for the balance.
+
+    MiKV (Yang et al. 2024, "No token left behind"). A token is packed when it leaves the f16 slots, which it never
+    re-enters; nothing is held twice. Keys and values are packed per token between their least and largest
+    element. Before that, key channels are multiplied by the paper's outlier balance, sqrt(max|q| / max|k|) over
+    the prompt, and the queries divided by it. Deviation: the importance is summed over a query group's heads.
+    """
+
+    name = "mikv"
+    version = 2  # packed keys token by token
+    paper = "MiKV; FIER, appendix C"
+    summary = "a quarter of the tokens, by accumulated attention and recency, in f16; the rest in 2 bits"
+    gives_up = "precision of tokens that no query has needed yet; most of its bytes are the f16 quarter"
+    Knobs = MiKVKnobs
+    decay = 1.0
+
+    def __init__(self, geometry: Geometry, knobs: MiKVKnobs) -> None:
+        super().__init__(geometry, knobs)
+        self.recent = max(1, round(knobs.recent * self.slots))
+        if geometry.head_dim * knobs.bits % 8:
+            raise CacheError(
+                f"kv='mikv:bits={knobs.bits}' packs {8 // knobs.bits} elements to a byte: head_dim "
+                f"{geometry.head_dim} must be a multiple of that",
+                field="kv",
+                value=f"mikv:bits={knobs.bits}",
+            )
+        shape = geometry.n_kv_heads, geometry.capacity - self.slots, geometry.head_dim
+        self._low_keys = TokenKeys(*shape, knobs.bits, span=geometry.head_dim)
+        self._low_values = KiviValues(*shape, knobs.bits, span=geometry.head_dim)
+        self.n_low = 0
+
+    def layout(self) -> Layout:
+        g, n, head_dim = self.geometry.n_kv_heads, self.geometry.capacity - self.slots, self.geometry.head_dim
+        layout = {**super().layout(), "balance": ((g, head_dim), "float32")}
+        if self.geometry.sliding_window is not None:
+            layout["low.position"] = (g, n), "int32"
+        for end, codec in self._codecs():
+            layout |= {f"{end}.{name}": spec for name, spec in codec.layout().items()}
+        return layout
+
+    def _codecs(self) -> tuple[tuple[str, Codec], ...]:
+        return ("low.key", self._low_keys), ("low.value", self._low_values)
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        super().allocate(kernels, workspace)
+        for end, codec in self._codecs():
+            codec.bind({name: self.arrays[f"{end}.{name}"] for name in codec.layout()}, kernels)
+        self.arrays["balance"].fill(1)
+        self._low_keys.balance = self.arrays["balance"]
+
+    @property
+    def n_kept(self) -> int:
+        return self.n_used + self.n_low
+
+    def bytes_read(self) -> int:
+        return super().bytes_read() + self.n_low * sum(codec.token_bytes for _, codec in self._codecs())
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        if self.knobs.balance:
+            per_head = len(keys), -1, keys.shape[2]
+            q_max = np.abs(queries).reshape(per_head).max(axis=1)  # (n_kv_heads, head_dim)
+            k_max = np.abs(keys).max(axis=1)
+            ratio = np.divide(q_max, k_max, out=np.ones_like(q_max), where=(q_max > 0) & (k_max > 0))
+            self.arrays["balance"][:] = np.sqrt(ratio)
+        super().prefill(queries, keys, values)
+
+    def _make_room(self) -> None:
+        full = self.n_used == self.slots
+        super()._make_room()
+        if full:
+            heads = np.arange(len(self._target))
+            self._demote({name: self.arrays[name][heads, self._target][:, None] for name in SLOTS})
+
+    def _rebuild(self, kept: I64, keys: F32, values: F32) -> None:
+        dropped = np.ones((len(kept), self.n_used + keys.shape[1]), bool)
+        np.put_along_axis(dropped, kept, False, axis=1)
+        columns = np.nonzero(dropped)[1].reshape(len(kept), -1)
+        new = self._new_tokens(keys, values)
+        for a in range(0, columns.shape[1], DEMOTE_TOKENS):
+            part = columns[:, a : a + DEMOTE_TOKENS]
+            self._demote({name: self._pick_all(name, new[name], part) for name in SLOTS})
+        super()._rebuild(kept, keys, values)
+
+    def _pick_all(self, name: str, new: Array, columns: I64) -> Array:
+        heads = zip(self.arrays[name], new, columns, strict=True)
+        return np.stack([pick(slots, self.n_used, tokens, choice) for slots, tokens, choice in heads])
+
+    def _demote(self, tokens: dict[str, Array]) -> None:
+        """Packs tokens, as the slots hold them: (n_kv_heads, n, ...) each."""
+        keys, values = (tokens[name].view(np.float16).astype(np.float32) for name in ("key.half", "value.half"))
+        n = keys.shape[1]
+        self._low_keys.encode(keys * self._low_keys.balance[:, None], self.n_low)
+        self._low_values.encode(values, self.n_low)
+        if self.geometry.sliding_window is not None:
+            self.arrays["low.position"][:, self.n_low : self.n_low + n] = tokens["position"]
+        self.n_low += n
+
+    def segments(self) -> list[Segment]:
+        """The tokens in f16, then those packed."""
+        packed = Segment(self._low_keys, self._low_values, 0, self.n_low, 0, self._positions("low.position"))
+        return [*super().segments(), *([packed] if self.n_low else [])]
+
+    def consistent(self) -> bool:
+        return super().consistent() and self.n_low == self.n_seen - self.n_used
+
+    def readable(self) -> bool:
+        balance, places = self.arrays["balance"], self._positions("low.position")
+        known = places is None or are_places(places[:, : self.n_low], self.n_seen)
+        return super().readable() and known and bool((np.isfinite(balance) & (balance > 0)).all())
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        kept = super().truncate(n, again)
+        if not kept:
+            self.arrays["balance"].fill(1)
+        self.n_low = min(self.n_low, kept)
+        return kept

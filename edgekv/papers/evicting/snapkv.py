@@ -1,0 +1,153 @@
+"""SnapKV: the end of the text votes on which earlier tokens to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from edgekv.errors import CacheError
+from edgekv.kernels.arrays import contiguous
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kvcache.cache import Geometry, Layout
+from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, share_of_context, tokens
+from edgekv.papers.evicting import Evicting, attention_received, half_bits, highest
+from edgekv.types import F32, I32, I64
+
+POOLS: dict[str, Callable[..., Any]] = {"max": np.max, "avg": np.mean}
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKVKnobs(Knobs):
+    """What `snapkv` can be set to.
+
+    budget: float, default 1024. Tokens kept: above 1 a number, up to 1 a fraction of the context.
+    observe: int, default 32. Latest tokens, which stay and whose attention votes for the others; 1 or more.
+    kernel: int, default 7. Neighbouring tokens over which the votes are pooled, odd.
+    pool: str, default "max". How: max or avg.
+    interval: int, default 64. Tokens between two votes while text is generated, 1 or more.
+    """
+
+    scheme: ClassVar[str] = "snapkv"
+
+    budget: float = share_of_context(1024.0)
+    observe: int = tokens(32, 1)
+    kernel: int = number(7, 1, 255, " tokens, an odd number")
+    pool: str = one_of("max", POOLS)
+    interval: int = tokens(64, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise bad_knob("snapkv", "kernel", self.kernel, "an odd number of tokens")
+
+
+class SnapKV(Evicting):
+    """Pooled attention from the last ``observe`` queries decides, per KV head.
+
+    slots * (4 * head_dim + 4) bytes per KV head, and observe * 2 * head_dim per query head for the queries.
+
+    SnapKV (Li et al. 2024), section 4: the weights that the observation queries give to each earlier token are
+    summed (here over the query heads of the group too), pooled over ``kernel`` neighbours, and the highest stay
+    beside the observation window itself. Deviation: the paper compresses the prompt once and keeps every token
+    decoded after it. Here a budget holds throughout: whenever the slots are full, the latest queries vote again
+    and the lowest ``interval`` tokens leave at once (neighbours are then those in the cache).
+    """
+
+    name = "snapkv"
+    paper = "SnapKV, FIER's baseline"
+    summary = "the latest 32 tokens and those that they attend to most, in f16"
+    sees_queries = True
+    gives_up = "tokens that the latest queries had no use for"
+    Knobs = SnapKVKnobs
+
+    def __init__(self, geometry: Geometry, knobs: SnapKVKnobs) -> None:
+        super().__init__(geometry, knobs)
+        if self.evicts and self.slots < knobs.observe + knobs.interval:
+            raise CacheError(
+                f"kv='snapkv:budget={knobs.budget:g}' is {self.slots} of {geometry.capacity} tokens: accepted: at "
+                f"least observe + interval = {knobs.observe + knobs.interval}; raise it or lower those",
+                field="kv",
+                value=f"snapkv:budget={knobs.budget:g}",
+            )
+        self.observe = min(knobs.observe, geometry.context or geometry.capacity)
+        self.n_observed = 0  # of the latest tokens, whose queries are held
+
+    def layout(self) -> Layout:
+        queries = (self.geometry.n_heads, self.observe, self.geometry.head_dim)
+        return {**super().layout(), "query.half": (queries, "uint16")}
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        n = keys.shape[1]
+        self.require_room(n)
+        observed = min(n, self.observe)
+        if n > self.slots:
+            votes = attention_received(queries, keys, n - observed, self.geometry, self.kernels, self.workspace)
+            self._rebuild(self._winners(votes, np.arange(n, dtype=np.int32), self.slots, n), keys, values)
+        else:
+            super().extend(keys, values)
+        for position in range(n - observed, n):
+            self._remember(queries[:, position], position)
+        self.n_observed = observed
+
+    def extend(self, keys: F32, values: F32) -> None:
+        """Without queries nobody votes: the latest tokens stay."""
+        self.n_observed = 0
+        super().extend(keys, values)
+
+    def _make_room(self) -> None:
+        if self.n_used == self.slots:
+            self._compress()
+        self._target.fill(self.n_used)
+        self.n_used += 1
+
+    def _observe(self, q: F32, p: F32) -> None:
+        if self.evicts:
+            self._remember(q.reshape(self.geometry.n_heads, -1), self.n_seen - 1)
+            self.n_observed = min(self.n_observed + 1, self.observe)
+
+    def _remember(self, q: F32, position: int) -> None:
+        self.arrays["query.half"][:, position % self.observe] = half_bits(q)
+
+    def _compress(self) -> None:
+        none = np.empty((self.geometry.n_kv_heads, 0, self.geometry.head_dim), np.float32)
+        positions = self.arrays["position"][:, : self.n_used]
+        kept = self._winners(self._votes(), positions, self.slots - self.knobs.interval, self.n_seen)
+        self._rebuild(kept, none, none)
+
+    def _votes(self) -> F32:
+        """(n_kv_heads, n_used): attention weights from the queries held, summed. The slots are in token order."""
+        g, n, end = self.geometry.n_kv_heads, self.n_observed, self.n_used
+        if not n:
+            return np.zeros((g, end), np.float32)
+        held = np.arange(self.n_seen - n, self.n_seen)
+        queries = self.arrays["query.half"][:, held % self.observe].view(np.float16).astype(np.float32)
+        latest = Segment(self._keys, self._values, 0, end, 0, self.arrays["position"])
+        s = self.workspace.array("snapkv.weights", (g, self.geometry.n_rep * n, end))
+        out = self.workspace.array("attention.piece", queries.shape)
+        cap = self.geometry.score_cap
+        self.kernels.attend(contiguous(queries), [latest], self.visible(n), out, s, cap=cap)
+        votes: F32 = s.sum(axis=1)
+        return votes
+
+    def _winners(self, votes: F32, positions: I32, n: int, end: int) -> I64:
+        """Columns of the ``n`` tokens that stay of those with votes (n_kv_heads, columns), ``end`` seen so far."""
+        observe, kernel = self.observe, self.knobs.kernel
+        padded = np.pad(votes[:, :-observe], ((0, 0), (kernel // 2, kernel // 2)))
+        pooled = POOLS[self.knobs.pool](sliding_window_view(padded, kernel, axis=1), axis=2)
+        mass = np.concatenate([pooled, votes[:, -observe:]], axis=1)
+        positions = np.broadcast_to(positions, votes.shape)
+        return highest(mass, positions, n, self._first_visible(end), end - observe)
+
+    def consistent(self) -> bool:
+        least, most = (min(n, self.n_seen) for n in (self.slots - self.knobs.interval, self.slots))
+        used = (least if self.evicts else most) <= self.n_used <= most
+        return 0 <= self.n_seen <= self.capacity and used and self.n_observed <= min(self.observe, self.n_seen)
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        kept = super().truncate(n, again)
+        self.n_observed = min(self.n_observed, kept)
+        return kept

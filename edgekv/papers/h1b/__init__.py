@@ -1,0 +1,245 @@
+"""H1B-KV: 1-bit sketched keys and queries, 4-bit values, softmax temperature tau."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from edgekv.errors import CacheError
+from edgekv.kernels.arrays import contiguous, to_host
+from edgekv.kernels.contract.attention import bound_scores
+from edgekv.kvcache.cache import Geometry
+from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.full import KeepAll
+from edgekv.kvcache.knobs import (
+    LEAST_FACTOR,
+    MOST_FACTOR,
+    Knobs,
+    are_factors,
+    flag,
+    number,
+    one_of,
+    require_factors,
+    require_only,
+    seed,
+)
+from edgekv.papers.h1b.codec import Int4, SignSketch
+from edgekv.types import F32
+
+DEFAULT_TAU = 0.05  # the best global value measured without adaptation
+FIT_QUERIES = 16
+FIT_MIN_TOKENS = 32
+FIT_TAUS = np.geomspace(0.01, 0.5, 24).astype(np.float32)
+FIT_OVER = {"global": (0, 2, 3), "layer": (2, 3), "head": ()}  # summed axes of (layer, tau, KV head, query head)
+
+
+@dataclasses.dataclass(frozen=True)
+class SketchKnobs(Knobs):
+    """What `h1b` and `sign_keys` can be set to.
+
+    sketch_bits: int, default 256. Sign bits of a key, and of a query; a multiple of 64 from 64 to 512.
+    tau: float, default 0. Softmax temperature; 0 fits it on the prompt.
+    fit: str, default "global". What a fitted tau is shared by: global (all layers), layer, or head (none).
+    seed: int, default 0. Of the random projection.
+    """
+
+    scheme: ClassVar[str]
+    aliases: ClassVar[dict[str, str]] = {"b": "sketch_bits"}
+
+    sketch_bits: int = one_of(256, range(64, 513, 64))
+    tau: float = number(0.0, LEAST_FACTOR, MOST_FACTOR, or_zero=True)
+    fit: str = one_of("global", FIT_OVER)
+    seed: int = seed()
+
+    @property
+    def f16_values(self) -> bool:
+        """Whether values stay in f16."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class H1BKnobs(SketchKnobs):
+    """Those of `SketchKnobs`, and one more.
+
+    keys_only: bool, default False. Whether values stay in f16 (the paper's Table V) instead of 4 bits.
+    """
+
+    scheme: ClassVar[str] = "h1b"
+
+    keys_only: bool = flag(False)
+
+    @property
+    def f16_values(self) -> bool:
+        """Whether values stay in f16."""
+        return self.keys_only
+
+
+class H1B(KeepAll):
+    """softmax((1/b) sign(Rq) . sign(Rk) / tau) V, b = sketch_bits: b/8 + head_dim/2 + 3 bytes per token and head.
+
+    H1B-KV, equations 2 to 5; with ``keys_only`` sketch_bits/8 + 2 * head_dim bytes. R is one Gaussian
+    (sketch_bits, head_dim) matrix from ``seed``, the same for all layers and heads, and not counted. As in the
+    paper there is no exact window. The paper trains one global tau, and V_proj, for a model: that is an adapter,
+    and with one the prompt too attends through the sketches; an adapter may also bring a trained R of each layer
+    and a centre of each head's keys, which they lose first: no exact score would notice. Without, tau is fitted
+    on the prompt: the value that makes the binary attention's cross-entropy to the exact one smallest, summed over
+    all layers and heads, or (``fit``) for each by itself.
+    """
+
+    name = "h1b"
+    version = 2
+    paper = "H1B-KV, eq. 2-5"
+    summary = "1-bit Gaussian sketches of keys and queries, 4-bit values"
+    sees_queries = True
+    gives_up = "untuned, perplexity about 4 times dense's: the binarised query loses most of the score"
+    Knobs: ClassVar[type[SketchKnobs]] = H1BKnobs
+
+    def __init__(self, geometry: Geometry, knobs: SketchKnobs) -> None:
+        super().__init__(geometry, knobs)
+        self.sketch.tau = np.full((geometry.n_kv_heads, geometry.n_rep), knobs.tau or DEFAULT_TAU, np.float32)
+        self.tau_source = "set by tau=" if knobs.tau else "default, no prompt was long enough to fit it"
+        self.tau_scope = ""  # " in layer 0" where the layers differ
+        self.n_fitted = 0  # tokens of the prompt that tau was fitted on
+        self._fit_losses: npt.NDArray[np.float64] | None = None
+        self._unfitted = self._tau_state()
+
+    def _tau_state(self) -> tuple[F32, str, str]:
+        return self.tau.copy(), self.tau_source, self.tau_scope
+
+    def codecs(self, geometry: Geometry, knobs: SketchKnobs) -> tuple[Codec, Codec]:
+        shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        self.sketch = SignSketch(*shape, knobs.sketch_bits, knobs.seed)
+        if knobs.f16_values:
+            return self.sketch, F16(*shape)
+        if geometry.head_dim % 2:
+            raise CacheError(
+                f"kv='h1b' packs two values to a byte: head_dim {geometry.head_dim} must be even",
+                field="kv",
+                value="h1b",
+            )
+        return self.sketch, Int4(*shape)
+
+    @property
+    def tau(self) -> F32:
+        """(n_kv_heads, query heads that share one)"""
+        return self.sketch.tau
+
+    def adapt(self, parameters: Mapping[str, F32], source: str) -> None:
+        """``tau`` () of all layers, or (1,) or (n_heads,) of this one; a ``tau`` among the knobs comes first.
+
+        ``projection`` (sketch_bits, head_dim) and ``centre`` (n_kv_heads, head_dim) may come with it.
+        """
+        learned = {name: parameters[name] for name in ("projection", "centre") if name in parameters}
+        require_only("tau", parameters.keys() - learned.keys(), self.name, source)
+        require_factors("tau", parameters["tau"], source)
+        shapes = {"projection": self.sketch.projection.shape, "centre": self.sketch.centre.shape}
+        for name, x in learned.items():
+            if x.shape != shapes[name]:
+                raise CacheError(
+                    f"{source}: {name} has shape {x.shape} in a layer; kv={self.name!r} takes {shapes[name]}",
+                    field="adapter",
+                    value=x.shape,
+                    accepted=[str(shapes[name])],
+                )
+        self.sketch.set_learned(learned.get("projection"), learned.get("centre"))
+        self.exact_prefill = False
+        if self.knobs.tau:
+            return
+        tau = parameters["tau"]
+        self.tau[:] = tau if tau.size == 1 else tau.reshape(self.tau.shape)
+        self.tau_source = source
+        self.tau_scope = f" in layer {self.geometry.layer}" if tau.ndim else ""
+        self._unfitted = self._tau_state()
+
+    def restart(self, n: int) -> int:
+        """From the start where tau was fitted on tokens that go: no prompt's tau serves another one."""
+        return n if n >= self.n_fitted else 0
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        """What was fitted on a conversation goes with it."""
+        kept = super().truncate(n, again)
+        if not kept:
+            self.n_fitted = 0
+            self.tau[:], self.tau_source, self.tau_scope = self._unfitted
+            self._fit_losses = None
+        return kept
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        self.extend(keys, values)
+        if not self.knobs.tau and keys.shape[1] >= FIT_MIN_TOKENS:
+            self._fit_losses = self._losses(queries, keys)
+
+    def _losses(self, queries: F32, keys: F32) -> npt.NDArray[np.float64]:
+        """Cross-entropy of the binary to the exact attention at each of FIT_TAUS, over sampled queries.
+
+        (taus, n_kv_heads, query heads that share one)
+        """
+        n = queries.shape[1]
+        g, group = self.tau.shape
+        losses = np.zeros_like(queries, np.float64, shape=(len(FIT_TAUS), g, group))
+        for t in np.linspace(n // 2, n - 1, FIT_QUERIES).astype(int):
+            lo = 0 if self.geometry.sliding_window is None else max(0, t + 1 - self.geometry.sliding_window)
+            q = queries[:, t].reshape(g, group, -1)
+            exact = q @ keys[:, lo : t + 1].transpose(0, 2, 1)  # (g, group, tokens)
+            bound_scores(exact, self.geometry.score_cap)
+            exact = np.exp(exact - exact.max(-1, keepdims=True))
+            exact /= exact.sum(-1, keepdims=True)
+            alpha = np.empty_like(exact)
+            self.kernels.scores(self.sketch, contiguous(q), lo, int(t) + 1, alpha)
+            alpha *= np.asarray(self.tau[..., None], like=alpha)
+            for i, tau in enumerate(FIT_TAUS):
+                scores = alpha / tau
+                bound_scores(scores, self.geometry.score_cap)
+                top = scores.max(-1, keepdims=True)
+                losses[i] += np.log(np.exp(scores - top).sum(-1)) + top[..., 0] - (exact * scores).sum(-1)
+        return to_host(losses)
+
+    @classmethod
+    def finish_prefill(cls, caches: Sequence[H1B]) -> None:
+        """The grid value with the least loss: one for all layers, as in the paper, or as ``fit`` says."""
+        losses = [cache._fit_losses for cache in caches if cache._fit_losses is not None]
+        if not losses:
+            return
+        fit = caches[0].knobs.fit
+        summed = np.sum(losses, axis=FIT_OVER[fit], keepdims=True)  # (layers or 1, taus, g or 1, group or 1)
+        best = FIT_TAUS[summed.argmin(axis=1)]
+        for i, cache in enumerate(caches):
+            cache.tau[:] = best[i % len(best)]
+            cache.n_fitted = cache.n_seen
+            cache.tau_source = f"fitted on the prompt's prefill ({cache.n_seen} tokens)"
+            cache.tau_scope = "" if fit == "global" else f" in layer {cache.geometry.layer}"
+            cache._fit_losses = None
+
+    def consistent(self) -> bool:
+        return super().consistent() and self.n_fitted <= self.n_seen
+
+    def fitted(self) -> dict[str, Any]:
+        return {
+            "tau": self.tau.tolist(),
+            "tau_source": self.tau_source,
+            "tau_scope": self.tau_scope,
+            "exact_prefill": self.exact_prefill,
+        }
+
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+        tau = np.asarray(fitted["tau"], np.float32)
+        if tau.shape != self.tau.shape or not are_factors(tau):
+            raise ValueError(f"tau {fitted['tau']}")
+        self.tau[:] = tau
+        self.tau_source, self.tau_scope = str(fitted["tau_source"]), str(fitted["tau_scope"])
+        self.exact_prefill = bool(fitted["exact_prefill"])
+
+    def notes(self) -> list[str]:
+        low, high = f"{self.tau.min():.3g}", f"{self.tau.max():.3g}"
+        tau = low if low == high else f"{low} to {high}"
+        lines = [f"{self.name}: tau {tau}{self.tau_scope} ({self.tau_source}), b = {self.knobs.sketch_bits}"]
+        if self.exact_prefill:
+            lines.append(
+                f"{self.name}: this model was not adapted to binary attention; expect poor text "
+                "(measured on llama-40m: perplexity about 4 times dense's)"
+            )
+        return lines

@@ -1,0 +1,74 @@
+"""H1B-KV's codecs: keys as signs of a random projection, values in four bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgekv.kernels import Kernels
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import WORD, Codec, in_package
+from edgekv.types import F32, Array
+
+
+class SignSketch(Codec):
+    """sign(R k): ``bits`` sign bits per key under a fixed Gaussian R (H1B-KV eq. 2); queries likewise (eq. 3).
+
+    Both sides are signs, so scores are (1 / bits) s_q . s_k / tau. `tau` (n_kv_heads, R) is the softmax
+    temperature (eq. 5): of all query heads of a KV head, or of each of the R that share it. `set_learned` puts a
+    trained R and a trained ``centre`` of each head's keys in place, which they lose before they are projected.
+    """
+
+    kind = "signs"
+    backends = in_package("edgekv.papers.h1b")
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, seed: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim)
+        self.bits = bits
+        self.tau: F32 = np.ones((n_kv_heads, 1), np.float32)
+        rng = np.random.Generator(np.random.PCG64(seed))
+        self.projection = rng.standard_normal((bits, head_dim)).astype(np.float32)  # R: not stored per token
+        self.centre: F32 = np.zeros((n_kv_heads, head_dim), np.float32)
+        self.is_centred = False
+
+    def set_learned(self, projection: F32 | None, centre: F32 | None) -> None:
+        """R (bits, head_dim) and the keys' centres (n_kv_heads, head_dim), before `bind`; None: as it is."""
+        if projection is not None:
+            self.projection = np.ascontiguousarray(projection, np.float32)
+        if centre is not None:
+            self.centre, self.is_centred = np.ascontiguousarray(centre, np.float32), True
+
+    def layout(self) -> Layout:
+        blocks = -(-self.capacity // WORD)
+        return {"signs": ((self.n_kv_heads, blocks, self.bits // WORD, WORD), "uint64")}
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * self.bits // 8
+
+    def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        super().bind(arrays, kernels)
+        self.projection = np.asarray(self.projection, like=arrays["signs"])
+        self.centre = np.asarray(self.centre, like=arrays["signs"])
+
+    def centred(self, x: F32) -> F32:
+        """Keys (n_kv_heads, n, head_dim) as they are projected."""
+        return x - self.centre[:, None] if self.is_centred else x
+
+
+class Int4(Codec):
+    """4-bit affine per token: round(v / delta) + z (H1B-KV eq. 4), two codes to a byte."""
+
+    kind = "int4"
+    backends = in_package("edgekv.papers.int4")
+
+    def layout(self) -> Layout:
+        tokens = (self.n_kv_heads, self.capacity)
+        return {
+            "codes": ((*tokens, self.head_dim // 2), "uint8"),
+            "delta": (tokens, "uint16"),
+            "zero": (tokens, "uint8"),
+        }
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.head_dim // 2 + 3)

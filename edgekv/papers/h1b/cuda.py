@@ -1,0 +1,56 @@
+"""Sign sketches: one bit per element of a projection, of keys and of queries."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from edgekv.kernels.arrays import contiguous
+from edgekv.kernels.cuda.counter import place
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.loops import THREADS, Loops, Queries, Reader, Tools, per_head
+
+FOLDER = pathlib.Path(__file__).parent
+ENCODE = Program((FOLDER / "encode",))
+ENCODE_TOKENS = 512  # projected at a time: bounds the projected keys, bits / head_dim times x
+
+
+def pack_signs(tools: Tools, x: Array, codes: Array, t0: int) -> None:
+    """As `edgekv.papers.h1b.reference.pack_signs`."""
+    n_kv_heads, n, bits = x.shape
+    x, stride = per_head(x)
+    launch = Launch(ENCODE, "pack_signs", (n, n_kv_heads), min(THREADS, bits))
+    tools.driver.launch(launch, x, stride, bits, codes, codes.shape[1], *place(tools.driver, t0))
+
+
+def pack_sign_rows(tools: Tools, x: Array) -> Array:
+    """As `edgekv.kernels.reference.bits.pack_sign_rows`."""
+    *rows, bits = x.shape
+    words = tools.driver.empty((*rows, bits // 64), np.uint64)
+    launch = Launch(ENCODE, "pack_sign_rows", (x.size // bits,), min(THREADS, bits))
+    tools.driver.launch(launch, contiguous(x), bits, words)
+    return words
+
+
+def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+    for a in range(0, x.shape[1], ENCODE_TOKENS):
+        projected = tools.project(codec.centred(x[:, a : a + ENCODE_TOKENS]), codec.projection)
+        pack_signs(tools, projected, codec.arrays["signs"], t0 + a)
+
+
+def _read(codec: Any) -> Reader:
+    signs = codec.arrays["signs"]
+    _, blocks, words, tile = signs.shape
+    return Reader("SignKeys", FOLDER / "keys", (signs,), blocks * tile, 64 * words, tiles=4)
+
+
+def _sketches(tools: Tools, codec: Any, q: Array) -> Queries:
+    """H1B-KV, equations 3 and 5: row r * n + j has the temperature of head r."""
+    codes = pack_sign_rows(tools, tools.project(q, codec.projection))
+    scale = np.repeat(1 / (codec.bits * codec.tau), q.shape[1] // codec.tau.shape[1], axis=1)
+    return Queries(codes, codes, tools.constant(scale))
+
+
+LOOPS = {"signs": Loops(_read, queries=_sketches, encode=_encode, placed=True)}

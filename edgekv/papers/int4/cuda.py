@@ -1,0 +1,34 @@
+"""H1B-KV's values in four bits with a scale and a zero point per token."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from edgekv.kernels.cuda.counter import place
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.ints import byte_values
+from edgekv.kernels.cuda.loops import Loops, Reader, Tools, per_head
+
+FOLDER = pathlib.Path(__file__).parent
+ENCODE = Program(("exact", FOLDER / "encode"), exact=True)
+
+
+def encode_int4(tools: Tools, x: Array, codes: Array, delta: Array, zero: Array, t0: int) -> None:
+    """As `edgekv.papers.int4.reference.encode_int4`."""
+    n_kv_heads, n, d = x.shape
+    x, stride = per_head(x)
+    launch = Launch(ENCODE, "encode_int4", (n, n_kv_heads), 32)
+    tools.driver.launch(launch, x, stride, d, codes, delta, zero, delta.shape[1], *place(tools.driver, t0))
+
+
+def _encode(tools: Tools, codec: Any, x: Array, t0: int) -> None:
+    encode_int4(tools, x, codec.arrays["codes"], codec.arrays["delta"], codec.arrays["zero"], t0)
+
+
+def _read(codec: Any) -> Reader:
+    a = codec.arrays
+    return byte_values(a["codes"], (a["delta"], a["zero"]), codec.head_dim, "FROM_ZERO", tiles=4)
+
+
+LOOPS = {"int4": Loops(values=_read, encode=_encode, placed=True)}

@@ -1,0 +1,70 @@
+"""KIVI: 2-bit keys per channel over a group of tokens, 2-bit values per token, the latest tokens exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from edgekv.errors import CacheError
+from edgekv.kvcache.cache import Geometry
+from edgekv.kvcache.codecs import Codec, WindowCodecs, f16_codecs
+from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
+from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.papers.kivi.codec import KiviKeys, KiviValues
+
+
+@dataclasses.dataclass(frozen=True)
+class KiviKnobs(Knobs):
+    """What `kivi2` can be set to.
+
+    bits: int, default 2. Bits of an element of keys and values: 2 or 4.
+    residual_length: int, default 128. Latest tokens that stay in f16, at least.
+    group: int, default 32. Tokens whose keys share a range per channel, packed together: 32, 64 or 128.
+    vgroup: int, default 0. Channels of a value that share a range; it must divide head_dim, 0 is all of them.
+    """
+
+    scheme: ClassVar[str] = "kivi2"
+    aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
+
+    bits: int = one_of(2, (2, 4))
+    residual_length: int = tokens(128)
+    group: int = one_of(32, (32, 64, 128))
+    vgroup: int = number(0, 0, 65536, " channels, 0 for all")
+
+
+class Kivi(Windowed):
+    """x ~ low + step * code, ends per channel of a group of keys and per value: older ones are packed.
+
+    head_dim * (bits/8 + 4/group) + head_dim * (bits/8 + 4/vgroup) bytes per packed token and KV head, with
+    vgroup = head_dim for 0, and 4 * head_dim for each of residual_length + group exact tokens. KIVI (arXiv
+    2402.02750), equations 1-4, as H1B-KV and KVComp use it. Deviations: one range per value instead of one per 32
+    channels (``vgroup=32`` has KIVI's), and the last residual_length..residual_length + group - 1 tokens are
+    exact, keys and values alike, where KIVI packs its values token by token.
+    """
+
+    name = "kivi2"
+    paper = "KIVI; baseline of H1B-KV and KVComp"
+    summary = "2-bit keys per channel and 32 tokens, 2-bit values per token, the last 128 tokens exact"
+    gives_up = "a bit per key element for the ranges; the values' outlier channels"
+    Knobs = KiviKnobs
+
+    @classmethod
+    def window_codecs(cls, knobs: KiviKnobs) -> WindowCodecs:
+        return f16_codecs
+
+    def exact_sizes(self, knobs: KiviKnobs) -> Sizes:
+        return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.group)
+
+    def codecs(self, geometry: Geometry, capacity: int, knobs: KiviKnobs) -> tuple[Codec, Codec]:
+        head_dim, per_byte = geometry.head_dim, 8 // knobs.bits
+        if head_dim % per_byte:
+            raise CacheError(
+                f"kv='kivi2:bits={knobs.bits}' packs {per_byte} elements to a byte: head_dim {head_dim} must be "
+                f"a multiple of {per_byte}",
+                field="kv",
+                value=f"kivi2:bits={knobs.bits}",
+            )
+        if knobs.vgroup and head_dim % knobs.vgroup:
+            raise bad_knob("kivi2", "vgroup", knobs.vgroup, f"a divisor of head_dim {head_dim}")
+        shape = geometry.n_kv_heads, capacity, head_dim
+        return KiviKeys(*shape, knobs.bits, knobs.group), KiviValues(*shape, knobs.bits, knobs.vgroup or head_dim)

@@ -1,0 +1,114 @@
+"""KVComp: levels of a fixed relative step, K per channel and V per token, in Huffman codes built on the prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from edgekv.kernels import Kernels
+from edgekv.kvcache.cache import Geometry, Workspace
+from edgekv.kvcache.knobs import Knobs, number, one_of, tokens
+from edgekv.kvcache.windowed import Sizes, Windowed
+from edgekv.papers.kvcomp.codec import HuffmanKeys, HuffmanValues
+from edgekv.types import F32
+
+LEAST_STEP = 1 / 255  # codes are bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class KVCompKnobs(Knobs):
+    """What `kvcomp` can be set to.
+
+    krel: float, default 0.25. Distance of two levels of a key channel, as a share of its range in a block; up to
+        1.
+    vrel: float, default 0.25. The same of a value.
+    block: int, default 64. Tokens that are packed together: 16, 32, 64, 128 or 256.
+    residual_length: int, default 128. Latest tokens that stay in f16, at least.
+    """
+
+    scheme: ClassVar[str] = "kvcomp"
+    aliases: ClassVar[dict[str, str]] = {"window": "residual_length"}
+
+    krel: float = number(0.25, LEAST_STEP, 1)
+    vrel: float = number(0.25, LEAST_STEP, 1)
+    block: int = one_of(64, (16, 32, 64, 128, 256))
+    residual_length: int = tokens(128)
+
+
+class KVComp(Windowed):
+    """Codes round((x - min) / step), step = rel * (max - min), per channel of a block (K) or per token (V).
+
+    KVComp, 3.1-3.3: the codes are Huffman-coded, with a codebook for K and one for V in each layer, built from the
+    histogram of the prompt with every level in it; before any prompt, from a Gaussian's. With D = head_dim and
+    B = block, a token of a KV head takes
+
+        D * (bits_k + bits_v) / 8 + 4 * D / B + 4 + 2 * (2 + 4 / B) bytes:
+
+    codes, float16 min and step of K's channels and of V's token, and on either side the token's bit count (uint16)
+    and its share of the block's offset (uint32), as in the paper. bits_k and bits_v, the average code lengths, are
+    up to the data, but never above fixed-length codes of ceil(log2(levels)) bits, levels = round(1 / rel) + 1: a
+    block that Huffman codes would not shorten is stored in those. That bound is `planned_bytes`; `nbytes` counts
+    what the pools of bit strings have taken. Codebook and decode table (16 KiB) of K and V are counted in each
+    layer; the table of the fixed-length codes is shared by all and is not. On top: the append buffer,
+    residual_length + block recent tokens in f16.
+
+    Deviations: the printed decoder walks a tree bit by bit, this one looks up 11 bits at a time, so that no code
+    word is longer; and the fixed-length blocks.
+    """
+
+    name = "kvcomp"
+    paper = "KVComp, 3.1-3.3"
+    summary = "error-bounded levels (K per channel and block, V per token) in Huffman codes built on the prompt"
+    gives_up = "speed: every code is decoded at every step; the bytes depend on the text (listed: the most)"
+    Knobs = KVCompKnobs
+    tidies_alike = False  # the pools grow
+
+    def exact_sizes(self, knobs: KVCompKnobs) -> Sizes:
+        return Sizes(sink=0, residual_length=knobs.residual_length, block=knobs.block)
+
+    def codecs(self, geometry: Geometry, capacity: int, knobs: KVCompKnobs) -> tuple[HuffmanKeys, HuffmanValues]:
+        shape = geometry.n_kv_heads, capacity, geometry.head_dim
+        self.keys = HuffmanKeys(*shape, knobs.block, knobs.krel)
+        self.values = HuffmanValues(*shape, knobs.block, knobs.vrel)
+        return self.keys, self.values
+
+    def planned_bytes(self, n_tokens: int | None = None) -> int:
+        """The most that they can take: every block in fixed-length codes."""
+        whole = self if n_tokens is None else type(self)(self.geometry.cut(n_tokens), self.knobs)
+        return super().planned_bytes(n_tokens) + whole.keys.pool_bound + whole.values.pool_bound
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        self.keys.on_growth = lambda pool: self.arrays.__setitem__("key.pool", pool)
+        self.values.on_growth = lambda pool: self.arrays.__setitem__("value.pool", pool)
+        super().allocate(kernels, workspace)
+
+    def prefill(self, queries: F32, keys: F32, values: F32) -> None:
+        self.keys.fit(keys)
+        self.values.fit(values)
+        self.extend(keys, values)
+
+    def truncate(self, n: int, again: int = 0) -> int:
+        """The codebooks of a conversation go with it."""
+        kept = super().truncate(n, again)
+        if not kept:
+            self.keys.forget()
+            self.values.forget()
+        return kept
+
+    def readable(self) -> bool:
+        return self.keys.readable(self.n_stored) and self.values.readable(self.n_stored)
+
+    def fitted(self) -> dict[str, Any]:
+        return {"keys": self.keys.fitted(), "values": self.values.fitted()}
+
+    def load_fitted(self, fitted: Mapping[str, Any]) -> None:
+        self.keys.load_fitted(fitted["keys"])
+        self.values.load_fitted(fitted["values"])
+
+    def notes(self) -> list[str]:
+        d = self.geometry.n_kv_heads * self.geometry.head_dim
+        if not self.n_packed:
+            return [f"kvcomp: nothing is packed before {self.sizes.residual_length + self.sizes.block} tokens"]
+        k, v = (8 * codec.token_bytes / d for codec in (self.keys, self.values))
+        return [f"kvcomp: {k:.2f} bits per key element and {v:.2f} per value element, metadata included"]

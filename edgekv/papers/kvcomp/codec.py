@@ -1,0 +1,242 @@
+"""Keys and values in error-bounded levels, their codes packed by a Huffman code of the layer: KVComp's storage."""
+
+from __future__ import annotations
+
+import abc
+import mmap
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from edgekv.kernels import Kernels
+from edgekv.kernels.arrays import contiguous, to_host
+from edgekv.kernels.contract.attention import LARGEST_F16
+from edgekv.kernels.reference.rounding import round_up_to_f16
+from edgekv.kernels.registry import package_function
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import F16, Codec, in_package
+from edgekv.papers.kvcomp.codebook import TABLE_BITS, Codebook, gaussian_counts
+from edgekv.types import F32, U8, U64, Array
+
+WORD_BITS, WORD_BYTES = 64, 8
+PAGE_WORDS = 512
+POOL_MARGIN = 32  # the pool grows to 1/32 more than is needed
+HISTOGRAM_TOKENS = 1024  # quantised at a time
+
+
+class HuffmanCodec(Codec):
+    """Levels of ``capacity`` tokens as bit strings in a pool, one for each ``block`` of tokens and head.
+
+    A block that the Huffman code would not shorten is stored in fixed-length codes, which bounds the pool. Address
+    space is reserved for that bound; memory is taken, and counted, as blocks arrive, and ``on_growth`` gets the
+    part of the pool that is in use.
+    """
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, block: int, relative_step: float) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim)
+        self.block, self.relative_step = block, relative_step
+        self.levels = round(1 / relative_step) + 1
+        self.plain = Codebook.fixed_length(self.levels)
+        self.plain_bits = block * head_dim * int(self.plain.lengths[0])  # of a block in fixed-length codes
+        self.on_growth: Callable[[U64], None] = lambda pool: None
+        self.n_encoded = 0
+
+    @property
+    @abc.abstractmethod
+    def unit_size(self) -> int:
+        """Elements that share a low and a step."""
+
+    @abc.abstractmethod
+    def quantise(self, x: F32, t0: int) -> U8:
+        """Codes (n_kv_heads, n, head_dim) of whole blocks x from token t0 on; stores their low and step."""
+
+    def _levels(self, x: F32, place: slice) -> U8:
+        """Codes of x (n_kv_heads, n, m) or (n_kv_heads, n, m, head_dim), of which m share a low and a step.
+
+        low is their least in float16 (or the nearest of its finite numbers), step the relative step times
+        (largest - low), rounded up to float16, and a code round((x - low) / step), halves to even: no element is
+        further than step / 2 from its level. Stores low and step, one for each n, at ``place``.
+        """
+        low, step = (self.arrays[name][:, place] for name in ("low", "step"))  # views
+        least = np.clip(x.min(axis=2), -LARGEST_F16, LARGEST_F16).astype(np.float16) + np.float16(0)  # no -0
+        low[:] = least.view(np.uint16)
+        span = np.maximum(x.max(axis=2) - least.astype(np.float32), 0)
+        step[:] = round_up_to_f16(span * np.float32(self.relative_step))
+        size = step.view(np.float16).astype(np.float32)
+        size[size == 0] = 1
+        position = (x - least.astype(np.float32)[:, :, None]) / size[:, :, None]
+        codes: U8 = np.clip(np.rint(position), 0, self.levels - 1).astype(np.uint8)
+        return codes
+
+    def layout(self) -> Layout:
+        """All but the pool, whose size the data decide."""
+        return {
+            "bits": ((self.n_kv_heads, self.capacity), "uint16"),
+            "offsets": ((self.n_kv_heads, self.capacity // self.block), "uint32"),
+            "lengths": ((self.levels,), "uint8"),
+            "words": ((self.levels,), "uint16"),
+            "table": ((1 << TABLE_BITS,), "uint64"),
+        }
+
+    @property
+    def pool_bound(self) -> int:
+        """Bytes that the pool can need at most; the decoder reads one word behind the last block."""
+        n_blocks = self.n_kv_heads * (self.capacity // self.block)
+        return (n_blocks * -(-self.plain_bits // WORD_BITS) + 1) * WORD_BYTES
+
+    @property
+    def token_bytes(self) -> int:
+        """The average of the tokens encoded so far, with their share of scales and offsets."""
+        scales = 4 * self.head_dim / self.unit_size
+        if self.n_encoded:
+            strings = self._end(self.n_encoded // self.block) * WORD_BYTES / self.n_encoded
+        else:
+            strings = self.n_kv_heads * self.plain_bits / self.block / 8
+        return round(strings + self.n_kv_heads * (scales + 2 + 4 / self.block))
+
+    def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        super().bind(arrays, kernels)
+        self._plain = [np.asarray(x, like=arrays["words"]) for x in (self.plain.words, self.plain.lengths)]
+        self._plain_table = np.asarray(self.plain.table, like=arrays["table"])
+        self._reserved: U64 | None = None
+        if isinstance(arrays["bits"], np.ndarray):
+            spare = self.head_dim * TABLE_BITS // 8 + WORD_BYTES  # what a token whose codes lie could reach beyond
+            private = mmap.mmap(-1, self.pool_bound + spare, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._reserved = np.frombuffer(private, np.uint64, self.pool_bound // WORD_BYTES)
+        self.pool: U64 = np.zeros_like(arrays["bits"], np.uint64, shape=(0,))
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to an empty pool, and to the code of Gaussian numbers."""
+        self.n_encoded = 0
+        self._open_pool(0)
+        self._grow(1)
+        self._use(Codebook.huffman(gaussian_counts(self.relative_step, self.unit_size)))
+
+    def _use(self, book: Codebook) -> None:
+        for name in ("lengths", "words", "table"):
+            self.arrays[name][:] = np.asarray(getattr(book, name), like=self.arrays[name])
+
+    def fit(self, x: F32) -> None:
+        """Takes the Huffman code of a prompt's levels, x (n_kv_heads, n, head_dim), while nothing is encoded."""
+        longest = min(HISTOGRAM_TOKENS, self.capacity) // self.block * self.block
+        whole = x.shape[1] // self.block * self.block
+        if not longest or not whole:
+            return
+        counts = np.zeros(self.levels, np.int64)
+        for a in range(0, whole, longest):
+            part = contiguous(F16.round(x[:, a : min(a + longest, whole)]))
+            counts += to_host(np.bincount(self.quantise(part, 0).ravel(), minlength=self.levels))
+        self._use(Codebook.huffman(counts))
+
+    def encode(self, x: F32, t0: int) -> None:
+        a, first, n_blocks = self.arrays, t0 // self.block, x.shape[1] // self.block
+        codes = self.quantise(x, t0)
+        sizes = a["bits"][:, t0 : t0 + x.shape[1]].reshape(-1, n_blocks, self.block)  # a view
+        sizes[:] = a["lengths"][codes].sum(axis=2).reshape(sizes.shape)
+        n_bits = sizes.sum(axis=2, dtype=np.int64)
+        plain = n_bits >= self.plain_bits
+        sizes[plain] = self.plain_bits // self.block
+        n_words = -(-np.minimum(n_bits, self.plain_bits) // WORD_BITS).T  # (blocks, heads): the pool's order
+        ends = self._end(first) + n_words.cumsum().reshape(n_words.shape)
+        a["offsets"][:, first : first + n_blocks] = (ends - n_words).T
+        self._grow(int(ends[-1, -1]) + 1)
+        words = np.stack([a["words"], self._plain[0]])
+        lengths = np.stack([a["lengths"], self._plain[1]])
+        pack = package_function(self.kernels, __package__, "huffman_pack")
+        pack(codes, words, lengths, plain.view(np.uint8), a["offsets"], first, self.block, self.pool)
+        self.n_encoded = t0 + x.shape[1]
+
+    def _end(self, n_blocks: int) -> int:
+        """Words of the pool that the first blocks of all heads take."""
+        if not n_blocks:
+            return 0
+        last = self.arrays["bits"][-1, (n_blocks - 1) * self.block : n_blocks * self.block]
+        return int(self.arrays["offsets"][-1, n_blocks - 1]) - int(last.sum(dtype=np.int64)) // -WORD_BITS
+
+    def _grow(self, n_words: int) -> None:
+        """Makes the first words of the pool usable; what is there stays where it is."""
+        if n_words > len(self.pool):
+            pages = -(-(n_words + n_words // POOL_MARGIN) // PAGE_WORDS)
+            self._open_pool(min(pages * PAGE_WORDS, self.pool_bound // WORD_BYTES))
+
+    def _open_pool(self, n_words: int) -> None:
+        """On the host, where untouched pages take no memory, the pool stays in place; elsewhere it is copied."""
+        if self._reserved is not None:
+            self.pool = self._reserved[:n_words]
+        else:
+            old, self.pool = self.pool, np.zeros_like(self.pool, shape=(n_words,))
+            n = min(len(old), n_words)
+            self.pool[:n] = old[:n]
+        self.backend_state = None
+        self.on_growth(self.pool)
+
+    def fitted(self) -> dict[str, int]:
+        """As `KVCache.fitted`: what the data decided beside the arrays."""
+        return {"pool_words": len(self.pool), "n_encoded": self.n_encoded}
+
+    def load_fitted(self, fitted: Mapping[str, int]) -> None:
+        n_encoded, n_words = int(fitted["n_encoded"]), int(fitted["pool_words"])
+        if not 0 <= n_encoded <= self.capacity or not 1 <= n_words <= self.pool_bound // WORD_BYTES:
+            raise ValueError(f"{n_encoded} tokens in {n_words} words")
+        self.n_encoded = n_encoded
+        self._open_pool(n_words)
+
+    def readable(self, n_tokens: int) -> bool:
+        """Whether the first tokens' codes lie as `encode` puts them, and the tables are those of a code.
+
+        Block after block, none longer than in fixed-length codes: then there is room for what is to come.
+        """
+        a = {name: to_host(array) for name, array in self.arrays.items()}
+        if n_tokens > self.n_encoded or not Codebook.is_one(a["lengths"], a["words"], a["table"]):
+            return False
+        n_blocks = n_tokens // self.block
+        n_bits = a["bits"][:, :n_tokens].reshape(self.n_kv_heads, n_blocks, self.block).sum(axis=2, dtype=np.int64)
+        n_words = -(-n_bits // WORD_BITS).T
+        ends = n_words.cumsum().reshape(n_words.shape)
+        lie_behind = np.array_equal(a["offsets"][:, :n_blocks], (ends - n_words).T)
+        return lie_behind and bool((n_bits <= self.plain_bits).all() and (ends < len(self.pool)).all())
+
+    def store(self) -> tuple[U64, Array, Array, Array, U64, int, Array, Array]:
+        """What the kernels read."""
+        a = self.arrays
+        tables = a["table"], self._plain_table, self.plain_bits
+        return self.pool, a["offsets"], a["bits"], *tables, a["low"], a["step"]
+
+
+class HuffmanKeys(HuffmanCodec):
+    """Low and step per channel of each block: 4 * head_dim / block bytes per token and head."""
+
+    kind = "huffman_keys"
+    backends = in_package("edgekv.papers.kvcomp")
+
+    @property
+    def unit_size(self) -> int:
+        return self.block
+
+    def layout(self) -> Layout:
+        channels = ((self.n_kv_heads, self.capacity // self.block, self.head_dim), "uint16")
+        return {"low": channels, "step": channels, **super().layout()}
+
+    def quantise(self, x: F32, t0: int) -> U8:
+        n_kv_heads, n, head_dim = x.shape
+        blocks = slice(t0 // self.block, (t0 + n) // self.block)
+        return self._levels(x.reshape(n_kv_heads, -1, self.block, head_dim), blocks).reshape(x.shape)
+
+
+class HuffmanValues(HuffmanCodec):
+    """Low and step per token: 4 bytes per token and head."""
+
+    kind = "huffman_values"
+    backends = in_package("edgekv.papers.kvcomp")
+
+    @property
+    def unit_size(self) -> int:
+        return self.head_dim
+
+    def layout(self) -> Layout:
+        tokens = ((self.n_kv_heads, self.capacity), "uint16")
+        return {"low": tokens, "step": tokens, **super().layout()}
+
+    def quantise(self, x: F32, t0: int) -> U8:
+        return self._levels(x, slice(t0, t0 + x.shape[1]))

@@ -1,0 +1,47 @@
+"""Blocks of tokens in Huffman codes: their encoder, and who reads them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from edgekv.kernels.arrays import contiguous
+from edgekv.kernels.cuda.driver import Array, Launch, Program
+from edgekv.kernels.cuda.loops import Loops, Reader, Tools
+from edgekv.papers.kvcomp.codebook import TABLE_BITS
+
+FOLDER = pathlib.Path(__file__).parent
+ENCODE = Program((FOLDER / "encode",), exact=True)
+PACK_THREADS = 256
+
+
+def huffman_pack(
+    tools: Tools,
+    codes: Array,
+    words: Array,
+    lengths: Array,
+    plain: Array,
+    offsets: Array,
+    b0: int,
+    block: int,
+    pool: Array,
+) -> None:
+    n_kv_heads, n, d = codes.shape
+    launch = Launch(ENCODE, "huffman_pack", (n // block, n_kv_heads), PACK_THREADS)
+    book = words, lengths, words.shape[1]
+    tools.driver.launch(launch, codes, d, *book, contiguous(plain), offsets, offsets.shape[1], b0, block, pool)
+
+
+def _read(name: str) -> Callable[[Any], Reader]:
+    def read(codec: Any) -> Reader:
+        pool, offsets, bits, table, _, plain_bits, low, step = codec.store()
+        block = bits.shape[1] // offsets.shape[1]
+        macros = ("CODE_BLOCK", block), ("PLAIN_BITS", plain_bits), ("TABLE_BITS", TABLE_BITS)
+        arrays = pool, offsets, bits, table, low, step
+        return Reader(name, FOLDER / "read", arrays, bits.shape[1], codec.head_dim, macros, joins=False)
+
+    return read
+
+
+LOOPS = {"huffman_keys": Loops(_read("HuffmanKeys")), "huffman_values": Loops(values=_read("HuffmanValues"))}

@@ -1,0 +1,81 @@
+"""Quest: pages of tokens scored by a bound on their keys, the best pages attended to exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from edgekv.kvcache.cache import Geometry, Layout
+from edgekv.kvcache.codecs import in_package
+from edgekv.kvcache.knobs import Knobs, bad_knob, number, one_of, tokens
+from edgekv.papers.retrieval import Index, Retrieval
+from edgekv.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestKnobs(Knobs):
+    """What `quest` can be set to.
+
+    k: int, default 512. Tokens that a query attends to, in whole pages; a multiple of ``page``.
+    page: int, default 16. Tokens of a page: 8, 16 or 32.
+    skip: int, default 2. First layers whose attention reads every token.
+    """
+
+    scheme: ClassVar[str] = "quest"
+
+    k: int = tokens(512, 1)
+    page: int = one_of(16, (8, 16, 32))
+    skip: int = number(2, 0, 1000, " layers")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k % self.page:
+            raise bad_knob("quest", "k", self.k, f"multiples of page={self.page}, in tokens")
+
+
+class PageIndex(Index):
+    """The largest and the smallest key element of each channel of a page."""
+
+    kind = "page_index"
+    backends = in_package("edgekv.papers.quest")
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, page: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim, block=page, unit=page)
+
+    def layout(self) -> Layout:
+        return {"bounds": ((self.n_kv_heads, self.n_blocks, 2 * self.head_dim), "uint16")}
+
+    @property
+    def block_bytes(self) -> int:
+        return self.n_kv_heads * self.head_dim * 4
+
+    def encode(self, keys: Array, b0: int, b1: int) -> None:
+        pages = keys[:, b0 * self.block : b1 * self.block].view(np.float16).astype(np.float32)
+        pages = pages.reshape(self.n_kv_heads, b1 - b0, self.block, self.head_dim)
+        bounds = self.arrays["bounds"][:, b0:b1]  # a view
+        bounds[:, :, : self.head_dim] = pages.max(axis=2).astype(np.float16).view(np.uint16)
+        bounds[:, :, self.head_dim :] = pages.min(axis=2).astype(np.float16).view(np.uint16)
+
+
+class Quest(Retrieval):
+    """Top pages of p tokens by the sum over channels of max(q max, q min), k tokens; exact attention on them.
+
+    Beside f16 keys and values two f16 per channel and page: 4 * head_dim + 4 * head_dim / p bytes per token and
+    KV head. A step reads these bounds and 4 * head_dim bytes of k tokens. The page that is being filled is
+    always attended to, on top of k.
+
+    The score is Quest's own; FIER's equation 3 misquotes it as the largest of the products. For grouped queries
+    see `Retrieval`.
+    """
+
+    name = "quest"
+    paper = "Quest (arXiv 2406.10774), FIER's baseline"
+    summary = "f16 keys and values, bounds per page: exact attention on the best pages, k tokens"
+    gives_up = "memory (more than dense), and all but k tokens of each step's attention"
+    Knobs = QuestKnobs
+
+    def index(self, geometry: Geometry, knobs: QuestKnobs) -> Index:
+        shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        return PageIndex(*shape, knobs.page)

@@ -1,0 +1,32 @@
+"""Quest's index: the largest and the smallest key of a page, channel by channel."""
+
+import numpy as np
+
+from edgekv.kernels.cpu import rows
+from edgekv.kernels.cpu.loops import Loops, address_of, floats, numbers, prepare_loop
+from edgekv.kernels.cpu.scalar import get, maximum, minimum, put
+
+ZERO = np.float32(0)
+
+
+@prepare_loop
+def _split(store: int, q: int, rows: int, g: int, prepared: int) -> None:
+    """Each query as its positive part, which meets the largest keys, and its negative part behind it."""
+    width, queries, target = get(numbers(store), 2), floats(q), floats(prepared)
+    head_dim = width // 2
+    for m in range(rows):
+        for d in range(head_dim):
+            x = get(queries, m * head_dim + d)
+            put(target, m * width + d, maximum(x, ZERO))
+            put(target, m * width + head_dim + d, minimum(x, ZERO))
+
+
+LOOPS = {
+    "page_index": Loops(
+        lambda index: (address_of(index.arrays["bounds"]), index.n_blocks, 2 * index.head_dim),
+        score=rows.LOOPS["f16"].score,
+        prepare=_split,
+        prepared=lambda index, rows: 4 * rows * 2 * index.head_dim,
+    )
+}
+"""A unit is a page: its score is the product of the split query with its bounds."""

@@ -1,0 +1,23 @@
+"""Quest's index: the largest and the smallest key of a page, channel by channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from edgekv.kernels.cuda.driver import Array
+from edgekv.kernels.cuda.loops import Loops, Queries, Reader, Tools
+
+
+def _read(index: Any) -> Reader:
+    bounds = index.arrays["bounds"]
+    return Reader("RowKeys<u16>", "rows", (bounds,), bounds.shape[1], bounds.shape[2])
+
+
+def _parts(tools: Tools, index: Any, q: Array) -> Queries:
+    """The positive part meets the largest key of a page, the negative part the smallest."""
+    return Queries(np.concatenate([np.maximum(q, 0), np.minimum(q, 0)], axis=2))
+
+
+LOOPS = {"page_index": Loops(_read, queries=_parts)}

@@ -1,0 +1,184 @@
+"""Keep every key and value, read few: an index picks tokens for each query, and attention to those is exact."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from edgekv.kernels import Kernels
+from edgekv.kernels.arrays import contiguous
+from edgekv.kernels.contract.attention import bound_scores
+from edgekv.kernels.contract.segment import Segment
+from edgekv.kvcache.cache import EXAMPLE, Geometry, Layout, Workspace
+from edgekv.kvcache.codecs import F16, Codec
+from edgekv.kvcache.full import KeepAll
+from edgekv.types import F32, I64, Array
+
+
+class Index(abc.ABC):
+    """A summary of the keys, made ``block`` tokens at a time; ``kind`` names the loops that score its units.
+
+    A unit is ``unit`` tokens.
+    """
+
+    kind: ClassVar[str]
+    backends: ClassVar[Mapping[str, str]]
+    backend_state: Any = None  # as a `Codec`'s
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, block: int, unit: int) -> None:
+        self.n_kv_heads, self.n_blocks, self.head_dim = n_kv_heads, capacity // block, head_dim
+        self.block, self.unit = block, unit
+
+    @abc.abstractmethod
+    def layout(self) -> Layout: ...
+
+    @property
+    @abc.abstractmethod
+    def block_bytes(self) -> int:
+        """Bytes that a block takes, all heads together."""
+
+    def bind(self, arrays: dict[str, Array], kernels: Kernels) -> None:
+        """The allocated arrays of `layout`, and the kernels to use on them."""
+        self.arrays, self.kernels = arrays, kernels
+        self.backend_state = None
+
+    def covered(self, n_tokens: int) -> int:
+        """How many of the first n tokens are in whole blocks."""
+        return n_tokens // self.block * self.block
+
+    @abc.abstractmethod
+    def encode(self, keys: Array, b0: int, b1: int) -> None:
+        """Summarises blocks b0..b1 of keys (n_kv_heads, capacity, head_dim), float16 bits."""
+
+
+class Retrieval(KeepAll):
+    """Keys and values in f16, and an index. A query reads the index, then k tokens and those not yet indexed.
+
+    One choice serves the query heads that share a KV head: the k tokens with the largest sum of attention
+    probabilities by the index. While the index covers k tokens or fewer, in a sliding window that is hardly
+    wider, and in the first ``skip`` layers (never the last one) attention is `dense`'s.
+    """
+
+    exact_when_short = True
+
+    def __init__(self, geometry: Geometry, knobs: Any) -> None:
+        super().__init__(geometry, knobs)
+        index = self.index(geometry, knobs)
+        skipped = geometry.layer < min(knobs.skip, geometry.n_layers - 1)
+        context = geometry.context or geometry.capacity
+        reach = min(context, geometry.sliding_window or context)
+        self._index = None if skipped or reach < knobs.k + index.block else index
+
+    @classmethod
+    def codecs_used(cls, knobs: Any) -> set[type[Any]] | None:
+        return (super().codecs_used(knobs) or set()) | {type(cls(EXAMPLE, knobs).index(EXAMPLE, knobs))}
+
+    @abc.abstractmethod
+    def index(self, geometry: Geometry, knobs: Any) -> Index:
+        """The scheme: how keys are summarised."""
+
+    def codecs(self, geometry: Geometry, knobs: Any) -> tuple[Codec, Codec]:
+        shape = geometry.n_kv_heads, geometry.capacity, geometry.head_dim
+        return F16(*shape), F16(*shape)
+
+    def layout(self) -> Layout:
+        index = self._index.layout() if self._index else {}
+        return super().layout() | {f"index.{name}": spec for name, spec in index.items()}
+
+    def allocate(self, kernels: Kernels, workspace: Workspace) -> None:
+        super().allocate(kernels, workspace)
+        if self._index:
+            self._index.bind({name: self.arrays[f"index.{name}"] for name in self._index.layout()}, kernels)
+            shape = self.geometry.n_kv_heads, self.knobs.k + self._index.block, self.geometry.head_dim
+            self._read_codecs = F16(*shape), F16(*shape)  # the tokens of one query token, side by side
+            for name, codec in zip(("keys", "values"), self._read_codecs, strict=True):
+                codec.bind({"half": workspace.array(f"retrieval.{name}", shape, np.uint16)}, kernels)
+
+    def bytes_read(self) -> int:
+        """The index of what is visible, and keys and values of k tokens and of those not yet indexed."""
+        if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
+            return super().bytes_read()
+        block, window = self._index.block, self.geometry.sliding_window or self.n_seen
+        n_blocks = self.n_seen // block - max(0, self.n_seen - window) // block
+        n_tokens: int = self.knobs.k + self.n_seen % block
+        token_bytes = self.key_codec.token_bytes + self.value_codec.token_bytes
+        return n_blocks * self._index.block_bytes + n_tokens * token_bytes
+
+    def is_steady(self) -> bool:
+        """Not with an index: which tokens are read depends on how many there are."""
+        return self._index is None and super().is_steady()
+
+    def extend(self, keys: F32, values: F32) -> None:
+        before = self.n_seen
+        super().extend(keys, values)
+        self._extend_index(before)
+
+    def piece(self) -> int:
+        """Tokens that see the same blocks of the index."""
+        if self._index is None:
+            return super().piece()
+        return self._index.block - (self.n_seen + 1) % self._index.block
+
+    def append(self, keys: F32, values: F32) -> None:
+        before = self.n_seen
+        super().append(keys, values)
+        self._extend_index(before)
+
+    def _extend_index(self, before: int) -> None:
+        if self._index and before // self._index.block < self.n_seen // self._index.block:
+            b0, b1 = before // self._index.block, self.n_seen // self._index.block
+            self._index.encode(self.arrays["key.half"], b0, b1)
+
+    def _read(self, queries: F32, out: F32, sinks: F32 | None) -> None:
+        if self._index is None or self._index.covered(self.n_seen) <= self.knobs.k:
+            super()._read(queries, out, sinks)
+            return
+        n = queries.shape[1]
+        for j in range(n):
+            self._read_token(self._index, queries[:, j : j + 1], out[:, j : j + 1], self.n_seen - n + j + 1, sinks)
+
+    def _read_token(self, index: Index, q: F32, out: F32, n_seen: int, sinks: F32 | None) -> None:
+        """out (n_heads, 1, head_dim) = exact attention of the last of ``n_seen`` tokens to those that are chosen.
+
+        These are the k best tokens, and those that are not indexed yet.
+        """
+        q, target = contiguous(q), self.workspace.array("attention.piece", out.shape)
+        units, indexed = self._best_units(index, q, n_seen), index.covered(n_seen)
+        best = (units[..., None] * index.unit + np.arange(index.unit, like=units)).reshape(len(units), -1)
+        rest = np.arange(indexed, n_seen, like=units)
+        tokens = np.concatenate([best, np.broadcast_to(rest, (len(units), len(rest)))], axis=1)
+        for name, codec in zip(("key", "value"), self._read_codecs, strict=True):
+            store, heads = self.arrays[f"{name}.half"], np.arange(len(tokens), like=tokens)[:, None]
+            codec.arrays["half"][:, : tokens.shape[1]] = store[heads, tokens]
+        segment = Segment(*self._read_codecs, 0, tokens.shape[1])
+        visible = np.zeros(1, np.int64), np.array([tokens.shape[1]])
+        self.kernels.attend(q, [segment], visible, target, sinks=sinks, cap=self.geometry.score_cap)
+        out[:] = target
+
+    def _best_units(self, index: Index, q: F32, n_seen: int) -> Array:
+        """Units (n_kv_heads, k / unit), ascending, wholly in the window, of most attention by the index."""
+        n_kv_heads, n_rep, unit = self.geometry.n_kv_heads, self.geometry.n_rep, index.unit
+        low = max(0, n_seen - (self.geometry.sliding_window or n_seen))
+        first, last = low // index.block * index.block // unit, index.covered(n_seen) // unit
+        s = self.workspace.array("scores", (n_kv_heads, n_rep, last - first))
+        self.kernels.scores(index, q.reshape(n_kv_heads, n_rep, -1), first, last, s)
+        start = -(-low // unit) - first
+        if n_rep > 1:  # of one query alone the largest scores are those of most attention
+            bound_scores(s, self.geometry.score_cap)
+            self.kernels.softmax(s, np.full(n_rep, start), np.full(n_rep, last - first))
+        total = s[:, 0] if n_rep == 1 else s.sum(axis=1)
+        return largest(total[:, start:], self.knobs.k // unit) + (first + start)
+
+
+def largest(s: F32, k: int) -> I64:
+    """Columns (G, k), ascending, of the k largest of s (G, n >= k): of equals the lower, NaN behind numbers."""
+    x = -s
+    taken = x <= np.partition(x, k - 1, axis=1)[:, k - 1 : k]
+    if (taken.sum(axis=1) != k).any():  # more that equal the k-th, or NaN among the k
+        columns: I64 = np.sort(np.argsort(x, axis=1, kind="stable")[:, :k], axis=1)
+    else:
+        columns = np.flatnonzero(taken).reshape(len(s), k) % s.shape[1]
+    return columns

@@ -1,0 +1,74 @@
+"""Visual 1-bit KV: image tokens in one bit per element, text tokens in f16."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from edgekv.kvcache.codecs import Codec
+from edgekv.kvcache.knobs import Knobs, number, one_of
+from edgekv.papers.visual.codec import GROUPS, ChannelLevels, LevelSpan, encode_span
+from edgekv.papers.visual.image_spans import TEXTS, ImageSpans
+from edgekv.types import F32
+
+
+@dataclasses.dataclass(frozen=True)
+class VisualKnobs(Knobs):
+    """What `visual1` can be set to.
+
+    bits: int, default 1. Bits of an element of an image token, 1 to 8.
+    group: str, default "head". What shares two ends of the levels: layer, tensor, head, head+token or channel.
+    quantile: float, default 0.1. The levels reach from this quantile of the group to the same one from above;
+        0 (from least to largest) to 0.499. The paper gives no value. With text marked as if it were an image, two
+        small models did best with 0.1 at 1 bit (at 0.02 the two levels lie so far out that all scores are
+        inflated), 0.01 at 2 bits, 0 from 4 bits on.
+    k_range: float, default 1. Of keys: how far from the middle of these two ends towards them the outer levels
+        lie, 0.01 to 1. CalibQuant's calibration, with quantile=0: 0.5.
+    v_range: float, default 1. The same of values; CalibQuant: 0.3.
+    text: str, default "f16". Format of all other tokens: f16 or f32.
+    """
+
+    scheme: ClassVar[str] = "visual1"
+    removed: ClassVar[dict[str, str]] = {"pull": "it made answers worse; leave it out"}
+
+    bits: int = number(1, 1, 8)
+    group: str = one_of("head", GROUPS)
+    quantile: float = number(0.1, 0, 0.499)
+    k_range: float = number(1.0, 0.01, 1)
+    v_range: float = number(1.0, 0.01, 1)
+    text: str = one_of("f16", TEXTS)
+
+
+class Visual1(ImageSpans):
+    """Levels between two quantiles, one bit per element, for the spans that `mark_images` names; f16 for the rest.
+
+    Visual KV cache quantisation, eq. 7-9. An image token of a KV head takes 2 * bits * ceil(head_dim / 8) bytes
+    and shares the float16 ends of its group: 8 bytes per span (layer, tensor), span and KV head (head), KV head
+    and token (head+token), or 8 * head_dim per span and KV head (channel). A text token takes 4 * head_dim bytes
+    (text=f32: 8). Without a marked span this is `dense`.
+
+    The groups: "layer", K and V of all heads of this layer together; "tensor", K or V of all heads; "head", K or V
+    of one KV head; "head+token", one token of that; "channel", one channel of that. Each is taken over one span,
+    not over the whole prompt. A span is packed when its last token has come and is exact (f16) until then.
+
+    group=channel with k_range and v_range is the later version, CalibQuant (arXiv 2502.14882v2), without its
+    calibration of scores, which made answers worse.
+
+    Deviation: the paper rounds down, so that at 1 bit only x >= Q(1 - quantile) becomes 1; here x goes to the
+    nearest level, and the threshold is the midpoint.
+    """
+
+    name = "visual1"
+    paper = "Visual 1-bit KV, eq. 7-9; CalibQuant"
+    summary = "image tokens in 1 bit per element (or bits=2..8) between quantiles per head, text tokens in f16"
+    gives_up = "saves nothing on text: only spans that are marked visual are packed"
+    Knobs = VisualKnobs
+
+    def span_codecs(self, n_kv_heads: int, n_tokens: int, head_dim: int) -> tuple[Codec, Codec]:
+        shape, knobs = (n_kv_heads, n_tokens, head_dim), self.knobs
+        if knobs.group == "channel":
+            return ChannelLevels(*shape, knobs.bits), ChannelLevels(*shape, knobs.bits)
+        return LevelSpan(*shape, knobs.bits, knobs.group), LevelSpan(*shape, knobs.bits, knobs.group)
+
+    def pack(self, packed: tuple[Codec, Codec], keys: F32, values: F32) -> None:
+        encode_span(packed, keys, values, self.knobs)

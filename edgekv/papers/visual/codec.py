@@ -1,0 +1,139 @@
+"""A span of image tokens in uniform levels between two quantiles of its group: 1 to 8 bits per element."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from edgekv.kvcache.cache import Layout
+from edgekv.kvcache.codecs import Codec, in_package
+from edgekv.types import F32, U8, U16
+
+AXES: dict[str, int | tuple[int, ...] | None] = {
+    "layer": None,
+    "tensor": None,
+    "head": (1, 2),
+    "head+token": 2,
+    "channel": 1,
+}
+"""Of (n_kv_heads, tokens, head_dim), the axes that share two ends; "layer": of keys and values together."""
+GROUPS = tuple(AXES)
+
+
+class LevelSpan(Codec):
+    """One span's keys or values as bit planes: bits * ceil(head_dim / 8) bytes per token and head.
+
+    The lowest level and the step are float16: one pair for all (groups "layer" and "tensor"), per head ("head")
+    or per head and token ("head+token").
+    """
+
+    kind = "levels"
+    backends = in_package("edgekv.papers.visual", "cpu")
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int, group: str) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim)
+        self.bits, self.group = bits, group
+
+    def layout(self) -> Layout:
+        heads = self.n_kv_heads if self.group in ("head", "head+token") else 1
+        ends = ((heads, self.capacity if self.group == "head+token" else 1), "uint16")
+        planes = (self.n_kv_heads, self.capacity, self.bits, -(-self.head_dim // 8))
+        return {"planes": (planes, "uint8"), "low": ends, "step": ends}
+
+    @property
+    def token_bytes(self) -> int:
+        ends = 4 * self.n_kv_heads if self.group == "head+token" else 0
+        return self.n_kv_heads * self.bits * -(-self.head_dim // 8) + ends
+
+    def set_ends(self, lowest: F32, highest: F32) -> None:
+        """Where the lowest and the highest level lie: shapes that broadcast to those of ``low`` and ``step``."""
+        step = (highest - lowest) / np.float32(2**self.bits - 1)
+        for name, ends in (("low", lowest), ("step", step)):
+            self.arrays[name][:] = ends.astype(np.float16).view(np.uint16)
+
+    def encode(self, x: F32, t0: int) -> None:
+        """Codes of tokens t0..: round to nearest, clipped to the ends."""
+        encode_levels(x, self.arrays["low"], self.arrays["step"], self.arrays["planes"], t0)
+
+    def decode(self, t0: int, t1: int) -> F32:
+        """Visual 1-bit KV, equation 9."""
+        bits = np.unpackbits(self.arrays["planes"][:, t0:t1], axis=3, count=self.head_dim, bitorder="little")
+        codes = (bits << np.arange(self.bits, dtype=np.uint8)[:, None]).sum(axis=2, dtype=np.float32)
+        least, size = self._ends(t0, t1)
+        values: F32 = least + codes * size
+        return values
+
+    def _ends(self, t0: int, t1: int) -> tuple[F32, F32]:
+        return _of_tokens(self.arrays["low"], t0, t1), _of_tokens(self.arrays["step"], t0, t1)
+
+
+class ChannelLevels(LevelSpan):
+    """`LevelSpan` with a float16 pair per head and channel."""
+
+    def __init__(self, n_kv_heads: int, capacity: int, head_dim: int, bits: int) -> None:
+        super().__init__(n_kv_heads, capacity, head_dim, bits, "channel")
+
+    def layout(self) -> Layout:
+        ends = ((self.n_kv_heads, self.head_dim), "uint16")
+        return {"planes": super().layout()["planes"], "low": ends, "step": ends}
+
+    def _ends(self, t0: int, t1: int) -> tuple[F32, F32]:
+        low, step = (self.arrays[name].view(np.float16).astype(np.float32)[:, None] for name in ("low", "step"))
+        return low, step
+
+    def encode(self, x: F32, t0: int) -> None:
+        """As levels 0, 1, .. of (x - low) / step; code 0 where step is 0."""
+        low, step = self._ends(t0, t0 + x.shape[1])
+        position = np.where(step > 0, (x - low) / np.where(step > 0, step, 1), 0)
+        zero, one = (np.full((1, 1), end, np.float16).view(np.uint16) for end in (0, 1))
+        encode_levels(position.astype(np.float32), zero, one, self.arrays["planes"], t0)
+
+
+def encode_levels(x: F32, low: U16, step: U16, planes: U8, t0: int) -> None:
+    """Stores x (G, n, D) at tokens t0.. of planes (G, cap, n_bits, W), W = ceil(D / 8), as bit planes.
+
+    The code is round((x - low) / step), halves to even, clipped to 0..2 ** n_bits - 1. low, step (1 or G, 1 or
+    cap): all heads and all tokens share one, or each has its own. Where step is 0 the code is 0. Bit e % 8 of
+    byte e // 8 of plane j is bit j of element e's code; bits beyond D are 0.
+    """
+    n_bits, t1 = planes.shape[2], t0 + x.shape[1]
+    least, size = _of_tokens(low, t0, t1), _of_tokens(step, t0, t1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        position = np.where(size > 0, (x - least) / size, 0)
+    codes = np.clip(np.rint(position), 0, 2**n_bits - 1).astype(np.uint8)
+    bits = codes[:, :, None] >> np.arange(n_bits, dtype=np.uint8)[:, None] & 1  # (G, n, n_bits, D)
+    planes[:, t0:t1] = np.packbits(bits, axis=3, bitorder="little")
+
+
+def _of_tokens(ends: U16, t0: int, t1: int) -> F32:
+    """(1 or G, 1 or t1 - t0, 1) float32."""
+    part = ends if ends.shape[1] == 1 else ends[:, t0:t1]
+    numbers: F32 = part[..., None].view(np.float16).astype(np.float32)
+    return numbers
+
+
+class Levels(Protocol):
+    """Where levels lie: fields of `VisualKnobs`."""
+
+    @property
+    def quantile(self) -> float: ...
+    @property
+    def k_range(self) -> float: ...
+    @property
+    def v_range(self) -> float: ...
+
+
+def encode_span(packed: tuple[Codec, Codec], k: F32, v: F32, levels: Levels) -> None:
+    """Packs a whole span, k and v (n_kv_heads, n, head_dim), between the quantiles of each group of elements."""
+    for codec, x, share in zip(packed, (k, v), (levels.k_range, levels.v_range), strict=True):
+        assert isinstance(codec, LevelSpan)
+        shared = np.stack([k, v]) if codec.group == "layer" else x
+        quantiles = levels.quantile, 1 - levels.quantile
+        lowest, highest = np.quantile(shared, quantiles, axis=AXES[codec.group]).astype(np.float32)
+        if share < 1:
+            middle, reach = (lowest + highest) / 2, np.float32(share / 2) * (highest - lowest)
+            lowest, highest = middle - reach, middle + reach
+        shape = codec.arrays["low"].shape
+        codec.set_ends(lowest.reshape(shape), highest.reshape(shape))
+        codec.encode(x, 0)

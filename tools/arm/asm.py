@@ -38,12 +38,13 @@ import numpy as np
 
 ARM, TRIPLE = "aarch64", "aarch64-unknown-linux-gnu"
 PACKAGE = "edgekv.kernels.cpu"
+SIGNS = "edgekv.papers.h1b.cpu"
 # Loops of codecs: module, kind, and those of its `Loops` that are read.
 LOOPS = (
     ("rows", "f16", ("score", "add")),
     ("planes", "centred_planes", ("score",)),
     ("planes", "interleaved", ("add",)),
-    ("papers.signs", "signs", ("score",)),
+    (SIGNS, "signs", ("score",)),
 )
 
 
@@ -118,7 +119,7 @@ KERNELS = {
     "scores 8-bit, 4 rows": Kernel("codes.dot_four_rows", FLOAT, 128, parts=1),
     "values 8-bit": Kernel("codes.add_row", FLOAT, 128, parts=1),
     "values 8-bit, 4 rows": Kernel("codes.add_four_rows", FLOAT, 128, parts=1),
-    "h1b scores": Kernel("papers.signs._score_block", COUNT, 256, (32,)),
+    "h1b scores": Kernel(f"{SIGNS}._score_block", COUNT, 256, (32,)),
     **{
         f"{bits}-bit scan" + ("" if rows == 1 else f", {rows} rows"): Kernel(
             f"score_planes_{rows}", TABLE, 128 * bits, (outer[0] / bits, *outer[1:]), loop=SCAN
@@ -146,7 +147,7 @@ KERNELS = {
 
 
 def module(name: str) -> Any:
-    return importlib.import_module(f"{PACKAGE}.{name}")
+    return importlib.import_module(name if "." in name else f"{PACKAGE}.{name}")
 
 
 def compile_all(only: str = "") -> dict[str, list[dict[str, Any]]]:
@@ -209,14 +210,15 @@ def compile_rope() -> None:
 def compiled_functions() -> list[dict[str, Any]]:
     """first: of how many parts the first argument is, where it is a tuple."""
     found = []
-    for info in pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."):
-        for name, function in vars(importlib.import_module(info.name)).items():
-            if getattr(function, "__module__", None) == info.name and hasattr(function, "inspect_asm"):
+    infos = pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}.")
+    for file in (*(info.name for info in infos), SIGNS):
+        for name, function in vars(importlib.import_module(file)).items():
+            if getattr(function, "__module__", None) == file and hasattr(function, "inspect_asm"):
                 for signature in function.signatures:
                     first = len(signature[0]) if signature and hasattr(signature[0], "__len__") else 0
                     found.append(
                         {
-                            "name": f"{info.name.removeprefix(PACKAGE)[1:]}.{name}",
+                            "name": f"{file.removeprefix(f'{PACKAGE}.')}.{name}",
                             "first": first,
                             "literal": "Literal" in str(signature),
                             "assembly": function.inspect_asm(signature),

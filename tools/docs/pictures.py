@@ -9,7 +9,8 @@ import pathlib
 
 from tables import MODELS, OURS, ROOT, TOKENS, WHEN, measured, published
 
-from edgekv import CACHES, CacheSpec
+from edgekv import CacheSpec
+from edgekv.kvcache import schemes
 
 MODEL = MODELS[1]
 LEAST = 1e-5  # nats: rounding
@@ -20,7 +21,9 @@ def points() -> dict[str, tuple[float, float]]:
     found = measured(MODEL)
     exact = found[str(CacheSpec.parse("dense"))]["cache_bytes"]
     specs = [
-        spec for spec in map(CacheSpec.parse, {**WHEN, **CACHES}) if found.get(str(spec), {"kl": 0})["kl"] > LEAST
+        spec
+        for spec in map(CacheSpec.parse, {**WHEN, **schemes()})
+        if found.get(str(spec), {"kl": 0})["kl"] > LEAST
     ]
     return {s.short: (100 * found[str(s)]["cache_bytes"] / exact, found[str(s)]["kl"]) for s in specs}
 

@@ -17,7 +17,7 @@ import re
 import sys
 from typing import Any
 
-from edgekv import CACHES, CacheSpec
+from edgekv import CacheSpec
 from edgekv.checkpoint.shipped import read_shape
 from edgekv.cli import parser
 from edgekv.cli.models import SYSTEM_SHARE
@@ -26,7 +26,7 @@ from edgekv.engine.options import SessionPlan
 from edgekv.errors import CacheError
 from edgekv.eval.bench import unread_model
 from edgekv.eval.gate import PUBLISHED
-from edgekv.kvcache import scheme_facts
+from edgekv.kvcache import scheme_facts, schemes
 from edgekv.kvcache.cache import Geometry
 from edgekv.machine import format_bytes
 from edgekv.power import METERS
@@ -135,7 +135,7 @@ def schemes_table() -> str:
 
 def papers_table() -> str:
     """Returns a row per scheme of a paper or baseline, and what it gives up."""
-    return _rows({name: scheme_facts(name)["gives_up"] for name in CACHES if name not in OURS}, "gives up")
+    return _rows({name: scheme_facts(name)["gives_up"] for name in schemes() if name not in OURS}, "gives up")
 
 
 def _rows(kvs: dict[str, str], last: str) -> str:

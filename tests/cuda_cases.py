@@ -15,7 +15,8 @@ from cuda_host.driver import HostDriver
 from helpers import SCHEMES
 from kernel_cases import CODECS, assert_close, own
 
-from edgekv.engine.cuda import CudaDecoder, runs
+from edgekv.engine.cuda import CudaBackend, runs
+from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
@@ -108,7 +109,7 @@ class OnDevice:
 def require_same_logits(model: Model, tokens: Sequence[int], device: OnDevice) -> None:
     """Of a prompt and of a token behind it, by NumPy, on the CPU and on CUDA, in the weights' own format."""
     form, n = model.weight_format("auto"), len(tokens)
-    cuda = CudaDecoder(DeviceWeights(model.store(form), device.driver, None), device.driver, n, 1)
+    cuda = Decoder(CudaBackend(DeviceWeights(model.store(form), device.driver, None), device.driver, 1), n)
     rows = []
     for each in (*(find_device(where).decoder(model, form, n, 1, None) for where in ("numpy", "cpu")), cuda):
         caches = CacheSpec.parse("dense:dtype=f32").layers(model.config, n)
@@ -117,7 +118,9 @@ def require_same_logits(model: Model, tokens: Sequence[int], device: OnDevice) -
         prompt = to_host(each.head(each.prefill(each.embed(tokens[:-1], 0), caches)))
         rows.append(np.concatenate([prompt, to_host(each.step(tokens[-1], caches))[None]]))
     oracle, compiled, found = rows
-    rounded = 0.01 * np.abs(oracle).max() if cuda.driver.has_matrix_tiles else 2e-4  # a prompt in half precision
+    rounded = (
+        0.01 * np.abs(oracle).max() if cuda.backend.driver.has_matrix_tiles else 2e-4
+    )  # a prompt in half precision
     np.testing.assert_allclose(found, oracle, atol=rounded, rtol=0)
     error = np.linalg.norm(compiled - oracle) / np.linalg.norm(oracle)
     assert error < 0.06, error  # the products round the inputs to 8 bits; measured: 0.035 to 0.045

@@ -14,9 +14,10 @@ from cuda_host.driver import HostDriver
 
 from edgekv import Session
 from edgekv.checkpoint.shipped import shipped_model
-from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.cuda_graph import FEWEST_TOKENS
-from edgekv.engine.generation import Generation
+from edgekv.engine.decoder import Decoder
+from edgekv.engine.generation import choose_token
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.engine.runner import Runner
@@ -47,9 +48,9 @@ SMALL = golden_cases.LLAMA | {
 }
 
 
-def decoder(model: Model, place: OnDevice, weights: str = "f32") -> CudaDecoder:
+def decoder(model: Model, place: OnDevice, weights: str = "f32") -> Decoder:
     store = model.store(model.weight_format(weights))
-    return CudaDecoder(DeviceWeights(store, place.driver, None), place.driver, CAPACITY, 1)
+    return Decoder(CudaBackend(DeviceWeights(store, place.driver, None), place.driver, 1), CAPACITY)
 
 
 def open_caches(decoder: Any, text: str, capacity: int = CAPACITY) -> list[KVCache]:
@@ -92,7 +93,7 @@ def test_logits_of_prompts_and_of_steps(device: OnDevice, name: str, tmp_path: p
         logits = [to_host(each.head(x)) for x in parts]
         rows.append([*logits, *(to_host(each.step(token, caches))[None].copy() for token in tokens[28:])])
     np.testing.assert_allclose(*(np.concatenate(each) for each in rows), atol=2e-4, rtol=0)
-    assert cuda.n_replayed == (19 if name in REPLAYED else 0)
+    assert cuda.replay.n_replayed == (19 if name in REPLAYED else 0)
 
 
 @pytest.mark.parametrize("is_tiled", [False, True])
@@ -146,7 +147,7 @@ def test_replayed_steps_equal_steps(
     rows = []
     for replays in (True, False):
         store = model.store(model.weight_format("f32"))
-        cuda = CudaDecoder(DeviceWeights(store, device.driver, None), device.driver, LONG, 1)
+        cuda = Decoder(CudaBackend(DeviceWeights(store, device.driver, None), device.driver, 1), LONG)
         if not replays:
             type(cuda).can_replay = property(lambda self: False)  # restored below
         try:
@@ -157,11 +158,11 @@ def test_replayed_steps_equal_steps(
             if not replays:
                 type(cuda).can_replay = CAN_REPLAY
         most = LONG - PROMPT - FEWEST_TOKENS  # the last ones are not worth it
-        assert (most - n_eager <= cuda.n_replayed) if replays else not cuda.n_replayed
+        assert (most - n_eager <= cuda.replay.n_replayed) if replays else not cuda.replay.n_replayed
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
 
 
-CAN_REPLAY = CudaDecoder.can_replay
+CAN_REPLAY = Decoder.can_replay
 
 
 @pytest.mark.parametrize("text", ["h1b", "onebit:residual_length=8"])
@@ -173,10 +174,9 @@ def test_a_recording_that_fails_is_a_step(
     model = Model.open(golden_cases.write_checkpoint("small", tmp_path / "model"))
     rows = []
     for replays in (True, False):
-        cuda = CudaDecoder(
-            DeviceWeights(model.store(model.weight_format("f32")), device.driver, None), device.driver, LONG, 1
-        )
-        monkeypatch.setattr(CudaDecoder, "can_replay", property(lambda self, replays=replays: replays))
+        weights = DeviceWeights(model.store(model.weight_format("f32")), device.driver, None)
+        cuda = Decoder(CudaBackend(weights, device.driver, 1), LONG)
+        monkeypatch.setattr(Decoder, "can_replay", property(lambda self, replays=replays: replays))
         caches, logits = open_caches(cuda, text, LONG), []
         for seed in range(3):
             tokens = np.random.default_rng(seed).integers(0, golden_cases.VOCAB, 40)
@@ -186,7 +186,7 @@ def test_a_recording_that_fails_is_a_step(
             with pytest.raises(CannotRecord, match="9 bytes"):
                 device.driver.record(_out_of_memory)
         rows.append(np.stack(logits))
-        assert cuda.n_replayed >= 3 * (12 - 3) if replays else not cuda.n_replayed
+        assert cuda.replay.n_replayed >= 3 * (12 - 3) if replays else not cuda.replay.n_replayed
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-5, rtol=0)
 
 
@@ -261,20 +261,20 @@ def test_out_of_memory_while_decoding(device: OnDevice, tmp_path: pathlib.Path) 
     """An EdgeKVError with what was asked for and what is free; then the conversation goes on as if nothing was."""
     model = Model.open(golden_cases.write_checkpoint("llama2-gqa", tmp_path / "model"))
     cuda = decoder(model, device)
-    if not hasattr(cuda.driver, "free"):
+    if not hasattr(cuda.backend.driver, "free"):
         pytest.skip("a real GPU's memory is not filled by a test")
     texts = []
     for short_of in (False, True):
         state = State(open_caches(cuda, "kivi2:residual_length=0"), cuda.config.rope_invalidates_keys)
         runner = Runner(state, cuda, SerialScheduler(cuda.threads), CAPACITY, 0)
-        cuda.workspace = type(cuda.workspace)(cuda.driver)
+        cuda.workspace = type(cuda.workspace)(cuda.backend.driver)
         runner.append([1, 2, 3], [])
         if short_of:
-            cuda.driver.free = 3000
-            cuda.workspace = type(cuda.workspace)(cuda.driver)
+            cuda.backend.driver.free = 3000
+            cuda.workspace = type(cuda.workspace)(cuda.backend.driver)
             with pytest.raises(MemoryBudgetError) as error:
                 runner.append(list(range(30)), [])
-            cuda.driver.free = type(cuda.driver).free
+            cuda.backend.driver.free = type(cuda.backend.driver).free
             said = str(error.value)
             assert "\n" not in said
             assert "out of memory while reading 30 tokens after 3: Out of memory allocating" in said
@@ -301,16 +301,14 @@ def test_a_gpu_that_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 def test_a_constraint_rules_out_tokens_of_the_device(device: OnDevice) -> None:
     """It works on the host, where the choice then is made; log probabilities are the model's own."""
     chosen = []
-    runner = SimpleNamespace(
-        decoder=SimpleNamespace(free_bytes=lambda: 0), state=SimpleNamespace(tokens=[1]), add=chosen.append
-    )
+    decoder = SimpleNamespace(backend=SimpleNamespace(free_bytes=lambda: 0))
+    runner = SimpleNamespace(decoder=decoder, state=SimpleNamespace(tokens=[1]), add=chosen.append)
     constraint = SimpleNamespace(
         allowed=lambda logits: np.where(np.arange(8) == 3, logits, np.float32(-np.inf)), accept=lambda token: False
     )
     for image_token in (None, 5):
         sampler = Sampler(SamplingParams(temperature=0.7, seed=1), 8, 2)
-        generation = Generation(runner, None, sampler, 1, (), constraint, image_token)
-        generation._choose(device.up(np.arange(8, dtype=np.float32)))
+        choose_token(runner, sampler, device.up(np.arange(8, dtype=np.float32)), constraint, image_token)
         assert sampler.logprobs[0].logprob == pytest.approx(-4.4584, abs=1e-3)
     assert chosen == [3, 3]
 
@@ -320,8 +318,7 @@ def test_out_of_memory_while_sampling() -> None:
         def sample(self, *args: Any) -> int:
             raise MemoryError("Out of memory allocating 9 bytes (allocated so far: 0 bytes).")
 
-    decoder = SimpleNamespace(free_bytes=lambda: 5 << 20)
+    decoder = SimpleNamespace(backend=SimpleNamespace(free_bytes=lambda: 5 << 20))
     short = SimpleNamespace(decoder=decoder, state=SimpleNamespace(tokens=(1,)))
-    generation = Generation(short, None, Hungry(), 1, (), None)
     with pytest.raises(MemoryBudgetError, match=r"choosing a token: .* 9 bytes .*; 5.0 MiB is free"):
-        generation._choose(np.zeros(3))
+        choose_token(short, Hungry(), np.zeros(3), None, None)

@@ -16,7 +16,7 @@ from cuda_cases import ON_CUDA
 from helpers import SCHEMES
 
 from edgekv.checkpoint.shipped import shipped_model
-from edgekv.engine.cuda import CudaDevice
+from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.loading import find_device, resolve_device
 from edgekv.engine.session import Session
 from edgekv.errors import CacheError, ConfigError, MemoryBudgetError
@@ -71,7 +71,7 @@ def test_no_module_of_edgekv_imports_cupy() -> None:
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError) as error:
-        CudaDevice().require(CacheSpec.parse("dense"))
+        CudaBackend.require(CacheSpec.parse("dense"))
     one_line(error, "pip install 'edgekv[cuda12]'", "device='cpu'")
     assert resolve_device("auto", CacheSpec.parse("dense")) == "cpu"
 
@@ -82,7 +82,7 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(zeros))
     with pytest.raises(ConfigError) as error:
-        CudaDevice().require(CacheSpec.parse("dense"))
+        CudaBackend.require(CacheSpec.parse("dense"))
     one_line(error, "CUDA 12.9", "cudaErrorInsufficientDriver", "NVIDIA driver", "device='cpu'")
 
 
@@ -92,7 +92,7 @@ def test_without_the_compiler_of_cupys_cuda_version(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(np.zeros, version))
     with pytest.raises(ConfigError) as error:
-        CudaDevice().require(CacheSpec.parse("dense"))
+        CudaBackend.require(CacheSpec.parse("dense"))
     one_line(error, "libnvrtc.so.12", "pip install 'edgekv[cuda12]'", "device='cpu'")
 
 
@@ -100,7 +100,7 @@ def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.Mo
     cupy = fake_cupy(np.zeros)
     cupy.cuda.runtime.memGetInfo = lambda: (1 << 20, 4 << 30)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(CudaDevice, "decoder", lambda *arguments: pytest.fail("began to load"))
+    monkeypatch.setattr(CudaBackend, "decoder", lambda *arguments: pytest.fail("began to load"))
     with pytest.raises(MemoryBudgetError) as error:
         Session.load(shipped_model("demo"), device="cuda")
     one_line(error, "needs ", "weights ", "kv cache ", "1.0 MiB is available", "`ctx`")
@@ -109,7 +109,7 @@ def test_too_little_device_memory_is_found_before_loading(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(ON_CUDA)))
 def test_schemes_without_kernels_are_refused(name: str) -> None:
     with pytest.raises(CacheError) as error:
-        CudaDevice().require(CacheSpec.parse(name))
+        CudaBackend.require(CacheSpec.parse(name))
     one_line(error, f"kv={name!r}", "device='cuda'", *ON_CUDA)
     assert (error.value.field, error.value.accepted) == ("kv", tuple(ON_CUDA))
     assert resolve_device("auto", CacheSpec.parse(name)) == "cpu"

@@ -11,7 +11,8 @@ import pytest
 from cuda_cases import OnDevice
 
 from edgekv.engine import cuda as cuda_decoder
-from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.cuda import CudaBackend
+from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.kernels.arrays import to_host
@@ -157,8 +158,8 @@ def test_logits_of_prompts_are_those_of_float32_within_a_halfs_error(
     monkeypatch.setattr(cuda_decoder, "chunk_tokens", lambda *_: 20)
     monkeypatch.setattr(device.driver, "has_matrix_tiles", tiles)
     store = DeviceWeights(model.store(form), device.driver, None)
-    half = CudaDecoder(store, device.driver, CAPACITY, 1)
-    assert (half._half is not None) == (tiles and name != "gemma2-options")
+    half = Decoder(CudaBackend(store, device.driver, 1), CAPACITY)
+    assert (half.backend._half is not None) == (tiles and name != "gemma2-options")
     logits = []
     for each in (find_device("numpy").decoder(model, form, CAPACITY, 1, None), half):
         caches: list[Any] = CacheSpec.parse(text).layers(each.config, CAPACITY)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from edgekv import Session
 from edgekv.checkpoint.gguf import find_names
-from edgekv.engine.cuda import CudaDevice
+from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.loading import resolve_device
 from edgekv.engine.model import Model
 from edgekv.errors import CheckpointError, ConfigError
@@ -194,7 +194,7 @@ def test_gguf_files_with_experts_are_refused() -> None:
 def test_cuda_refuses_them_and_auto_takes_the_cpu(tmp_path: pathlib.Path) -> None:
     model = Model.open(golden_cases.write_checkpoint("mixtral", tmp_path))
     with pytest.raises(ConfigError) as error:
-        CudaDevice().decoder(model, model.weight_format("f32"), 8, 1, None)
+        CudaBackend.decoder(model, model.weight_format("f32"), 8, 1, None)
     assert error.value.field == "device"
     assert resolve_device("auto", Session.load(model.path).plan.kv, model.config) == "cpu"
 

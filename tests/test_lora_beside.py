@@ -19,7 +19,7 @@ from slot_cases import Recorded, at_once
 
 from edgekv import LoadOptions, SamplingParams, Session
 from edgekv.cli import main
-from edgekv.engine.cuda import CudaDevice
+from edgekv.engine.cuda import CudaBackend
 from edgekv.engine.model import Model
 from edgekv.engine.options import Options
 from edgekv.errors import CheckpointError, ConfigError, EdgeKVError, SessionError
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(base: pathlib.Path, lora: pathlib.Path, tm
 
 def test_a_gpu_has_none() -> None:
     for refused in (
-        lambda: CudaDevice().require(CacheSpec.parse("dense"), loras=True),
+        lambda: CudaBackend.require(CacheSpec.parse("dense"), loras=True),
         lambda: CudaOps.with_changes(None, {}),
     ):  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as error:

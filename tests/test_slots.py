@@ -17,7 +17,7 @@ from serving import serving
 from slot_cases import SLOTS, Recorded, at_once
 
 from edgekv import ConfigError, Session, SessionError
-from edgekv.engine.decoder import ALIKE_ROWS
+from edgekv.engine.decoder import FEW_ROWS
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_a_token_has_the_logits_that_it_has_alone(case: str, weights: str, tmp_p
     """To the bit, beside however many others; so the float32 products of a router are those of each row."""
     model = golden_cases.write_checkpoint(case, tmp_path)
     first, tokens = Session.load(model, kv="dense", weights=weights), golden_cases.tokens(case)
-    alone, sessions = ([first.fork() for _ in range(2 * ALIKE_ROWS + 3)] for _ in range(2))
+    alone, sessions = ([first.fork() for _ in range(2 * FEW_ROWS + 3)] for _ in range(2))
     for i, both in enumerate(zip(alone, sessions, strict=True)):
         for session in both:
             session.prefill(tokens[i : 2 * i + 3])
-    for n in (2, 3, ALIKE_ROWS, len(sessions)):
+    for n in (2, 3, FEW_ROWS, len(sessions)):
         expected = [each._runner.decoder.step(tokens[n], each.caches).copy() for each in alone[:n]]
         together = first._runner.decoder.step_together([tokens[n]] * n, [each.caches for each in sessions[:n]])
         np.testing.assert_array_equal(together, expected)

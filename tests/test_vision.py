@@ -18,7 +18,8 @@ from helpers import SESSION_KV, raises
 
 from edgekv import Chat, Embeddings, SamplingParams, Session
 from edgekv.cli import main
-from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.cuda import CudaBackend
+from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
 from edgekv.engine.state import EmbeddingSpan, keep_spans, slice_spans
@@ -367,7 +368,7 @@ def test_learned_positions_are_added(tmp_path: pathlib.Path) -> None:
 def test_embeddings_on_a_device(device: OnDevice, name: str, tmp_path: pathlib.Path) -> None:
     model = Model.open(golden_cases.write_checkpoint(name, tmp_path / "model"))
     store = model.store(model.weight_format("f32"))
-    cuda = CudaDecoder(DeviceWeights(store, device.driver, None), device.driver, 48, 1)
+    cuda = Decoder(CudaBackend(DeviceWeights(store, device.driver, None), device.driver, 1), 48)
     reference = find_device("numpy").decoder(model, model.weight_format("f32"), 48, 1, None)
     rows = np.random.default_rng(0).standard_normal((5, model.config.hidden_size), np.float32)
     xs = []

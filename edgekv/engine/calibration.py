@@ -7,7 +7,8 @@ import hashlib
 
 import numpy as np
 
-from edgekv.engine.cpu import CpuDecoder
+from edgekv.engine.cpu import CpuBackend
+from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import open_tokenizer
 from edgekv.engine.model import Model
 from edgekv.errors import ConfigError
@@ -78,7 +79,7 @@ class Calibration:
         """A `Rounding` (weights/store.py): all windows together, layer by layer, exact and rounded."""
         ops = CalibratingOps(self.weights, form, write)
         n = self._windows.shape[1]
-        decoder = CpuDecoder(self.weights, ops, numba_kernels(), n, all_cores())
+        decoder = Decoder(CpuBackend(self.weights, ops, numba_kernels(), all_cores()), n)
         with blas_threads(decoder.threads):
             x = np.concatenate([decoder.embed(window, 0) for window in self._windows])
             decoder.head(decoder.read_together(np.concatenate([x, x]), n))

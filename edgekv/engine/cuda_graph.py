@@ -79,11 +79,11 @@ class CacheGroup:
 
 
 class Replay:
-    """The steps of one `CudaDecoder`; remembers the recordings of the conversation that it served last."""
+    """The steps of one decoder; remembers the recordings of the conversation that it served last."""
 
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
-        self._driver: Driver = decoder.driver
+    def __init__(self, decoder: Any, backend: Any) -> None:
+        self._decoder, self._backend = decoder, backend
+        self._driver: Driver = backend.driver
         self._ids = self._driver.zeros((1,), np.int32)
         self._is_warm: set[type[KVCache]] = set()  # schemes whose kernels are compiled
         self._failures: collections.Counter[type[KVCache]] = collections.Counter()
@@ -142,7 +142,7 @@ class Replay:
             return False
 
         def step() -> None:
-            x = self._decoder.embed_ids(self._ids, start)
+            x = self._backend.embed_ids(self._ids, start)
             self._logits = self._run(x, self._caches)
 
         try:
@@ -164,7 +164,7 @@ class Replay:
 
         run = self._driver.record(everything)
         # Others may ask for larger buffers while these are in use.
-        return Recording(run, moves, counts, changes, self._decoder.buffers())
+        return Recording(run, moves, counts, changes, self._backend.buffers())
 
     def _counted(self, work: Callable[[], None], moves: Moves, counts: Counts) -> Counts:
         """``work`` with `Counter`s of these values in the caches, whose own then return; how it changed them."""

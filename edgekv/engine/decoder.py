@@ -1,24 +1,25 @@
-"""The decoder: a prompt or a token through embedding, layers and head; and what a device is."""
+"""The decoder: tokens through embedding, layers and head; and the backend that it computes with."""
 
 from __future__ import annotations
 
 import abc
 import copy
+import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from edgekv.engine.model import Model
 from edgekv.errors import EdgeKVError
-from edgekv.kernels import Kernels
+from edgekv.kernels import Kernels, compiling
 from edgekv.kernels.arrays import contiguous, to_host
-from edgekv.kernels.cpu.matmul import FEW_ROWS as ALIKE_ROWS  # made as they are alone, to the bit
+from edgekv.kernels.cpu.matmul import FEW_ROWS  # rows of a product that are computed as each is alone, to the bit
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.cache import KVCache, LayerState, Workspace
-from edgekv.kvcache.recurrent import RecurrentState, attending
+from edgekv.kvcache.cache import KVCache, LayerState, Workspace, rewind
+from edgekv.kvcache.recurrent import RecurrentState, attending, recurrent_states
 from edgekv.machine import available_memory_bytes
 from edgekv.models.config import ModelConfig
 from edgekv.models.rope import RopeConfig, frequencies
@@ -26,6 +27,13 @@ from edgekv.types import F32, I64, TaskProgress
 from edgekv.weights.checkpoint_weights import Weights
 from edgekv.weights.formats import WeightFormat
 from edgekv.weights.ops import Changes, WeightOps
+
+CHUNK = 256  # tokens of a prompt per pass of a layer: bounds the activations
+ATTEND_SCORES = 1 << 24  # float32 alive at once when a prompt continues a filled cache
+WARM_UP_ROWS = (1, 5, 80)  # tokens at once: decoding, drafts, and more than a packed block
+
+Pause = Callable[[], None]
+Upload = Callable[[F32], Any]
 
 
 class RopeRotation(NamedTuple):
@@ -37,121 +45,58 @@ class RopeRotation(NamedTuple):
 
     def rows(self, first: int, stop: int) -> RopeRotation:
         """Of the positions first..stop among these."""
-        factors = self.query_factors
-        return RopeRotation(
-            self.cos[first:stop], self.sin[first:stop], None if factors is None else factors[first:stop]
-        )
-
-
-class RopeTable:
-    """The rotation of positions; of those below ``capacity`` made once, unless it depends on the length.
-
-    rope None rotates nothing. upload: brings an array to the memory where it is read.
-    """
-
-    def __init__(
-        self, rope: RopeConfig | None, capacity: int, upload: Callable[[F32], Any] = lambda array: array
-    ) -> None:
-        self.rope, self._upload = rope, upload
-        self.is_fixed = rope is None or capacity <= rope.fixed_up_to
-        self._fixed = self._compute(0, capacity, capacity) if self.is_fixed else None
-
-    def at(self, start: int, n: int) -> RopeRotation:
-        """Of positions start..start+n, the last of the sequence so far."""
-        if self._fixed and start + n <= len(self._fixed.cos):
-            return self._fixed.rows(start, start + n)
-        return self._compute(start, n, start + n)
-
-    def _compute(self, start: int, n: int, seq_len: int) -> RopeRotation:
-        if self.rope is None:
-            empty = self._upload(np.empty((n, 0), np.float32))
-            return RopeRotation(empty, empty)
-        freq, factor = frequencies(self.rope, seq_len)
-        positions = np.arange(start, start + n)[:, None]
-        angles = positions * freq  # (n, dim/2)
-        cos, sin = (self._upload((f(angles) * factor).astype(np.float32)) for f in (np.cos, np.sin))
-        return RopeRotation(cos, sin, self._query_factors(positions, self.rope))
-
-    def _query_factors(self, positions: np.ndarray, rope: RopeConfig) -> F32 | None:
-        if not rope.query_growth:
-            return None
-        growth = 1 + rope.query_growth * np.log1p(positions // rope.original)
-        factors: F32 = self._upload(growth.astype(np.float32))
-        return factors
+        return RopeRotation(*(None if each is None else each[first:stop] for each in self))  # type: ignore[arg-type]
 
 
 class LayerRopes:
-    """The tables of all layers; layers that rotate alike share one. upload: as of `RopeTable`."""
+    """The rotations of all layers; those of positions below ``capacity`` are computed once, unless they change.
+
+    None in layer_ropes rotates nothing. upload: brings an array to the memory where it is read.
+    """
 
     def __init__(
-        self,
-        layer_ropes: Sequence[RopeConfig | None],
-        capacity: int,
-        upload: Callable[[F32], Any] = lambda array: array,
+        self, layer_ropes: Sequence[RopeConfig | None], capacity: int, upload: Upload = lambda array: array
     ) -> None:
-        distinct: list[RopeConfig | None] = []
+        self._upload = upload
+        self._ropes: list[RopeConfig | None] = []
         for rope in layer_ropes:
-            if rope not in distinct:
-                distinct.append(rope)
-        self.tables = [RopeTable(rope, capacity, upload) for rope in distinct]
-        self._table_of = [distinct.index(rope) for rope in layer_ropes]
+            if rope not in self._ropes:
+                self._ropes.append(rope)
+        self._rope_of = [self._ropes.index(rope) for rope in layer_ropes]
+        self._fixed = [
+            self._compute(rope, 0, capacity, capacity) if rope is None or capacity <= rope.fixed_up_to else None
+            for rope in self._ropes
+        ]
 
     @property
     def is_fixed(self) -> bool:
         """Whether a position's rotation is the same however long the sequence becomes."""
-        return all(table.is_fixed for table in self.tables)
+        return None not in self._fixed
 
     def at(self, start: int, n: int) -> list[RopeRotation]:
         """Each layer's rotation of the positions start..start+n, the last of the sequence so far."""
-        rotations = [table.at(start, n) for table in self.tables]
-        return [rotations[k] for k in self._table_of]
+        rotations = [
+            fixed.rows(start, start + n)
+            if fixed and start + n <= len(fixed.cos)
+            else self._compute(rope, start, n, start + n)
+            for rope, fixed in zip(self._ropes, self._fixed, strict=True)
+        ]
+        return [rotations[k] for k in self._rope_of]
+
+    def _compute(self, rope: RopeConfig | None, start: int, n: int, seq_len: int) -> RopeRotation:
+        if rope is None:
+            empty = self._upload(np.empty((n, 0), np.float32))
+            return RopeRotation(empty, empty)
+        freq, factor = frequencies(rope, seq_len)
+        positions = np.arange(start, start + n)[:, None]
+        cos, sin = (self._upload((f(positions * freq) * factor).astype(np.float32)) for f in (np.cos, np.sin))
+        if not rope.query_growth:
+            return RopeRotation(cos, sin)
+        growth = 1 + rope.query_growth * np.log1p(positions // rope.original)
+        return RopeRotation(cos, sin, self._upload(growth.astype(np.float32)))
 
 
-NONE = np.empty(0, np.float32)
-
-Upload = Callable[[F32], Any]
-"""Brings an array of the host to where the kernels compute."""
-
-
-def head_norms(weights: Weights, upload: Upload) -> list[tuple[Any, Any]]:
-    """For each layer the norms of queries and keys, (head_dim,) each; empty where it has none."""
-    c = weights.arch.config
-    normed = c.attending if c.qk_norm else ()
-    none = upload(NONE), upload(NONE)
-    return [
-        (_vector(weights, f"{i}.norm_q", upload), _vector(weights, f"{i}.norm_k", upload)) if i in normed else none
-        for i in range(c.n_layers)
-    ]
-
-
-def sinks(weights: Weights, upload: Upload) -> list[Any]:
-    """For each layer the score of each head that belongs to no token, (n_heads,); None: the model has none."""
-    c = weights.arch.config
-    return [_vector(weights, f"{i}.sinks", upload) if c.attention_sinks else None for i in range(c.n_layers)]
-
-
-def recurrence_arrays(weights: Weights, upload: Upload) -> list[dict[str, Any]]:
-    """What the kernels of layers that do not attend are given, by argument; of convolutions (taps, channels)."""
-    return [
-        {
-            name.partition(".")[2]: upload(_by_tap(weights.array(name)).copy())
-            for name in weights.arch.layer_arrays(i)
-        }
-        for i in range(weights.arch.config.n_layers)
-    ]
-
-
-def _vector(weights: Weights, name: str, upload: Upload) -> Any:
-    """A copy: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again."""
-    return upload(weights.vector(name).copy())
-
-
-def _by_tap(array: F32) -> F32:
-    """Of a convolution's weights (channels, 1, taps) the transposed; others as they are."""
-    return array[:, 0].T if array.ndim == 3 else array
-
-
-class Scoring(NamedTuple):
+class ScoreOptions(NamedTuple):
     """What a layer does to the scores of its queries; by default nothing.
 
     window: tokens that a query sees, up to its own; None: all. cap: the soft bound of scores.
@@ -163,141 +108,173 @@ class Scoring(NamedTuple):
     sinks: F32 | None = None
 
 
-class PromptAttention(Protocol):
-    """Exact causal attention over a prompt."""
-
-    def __call__(self, queries: F32, keys: F32, values: F32, scoring: Scoring) -> None:
-        """Replaces queries (n_heads, n, head_dim), already scaled, by their attention over keys and values.
-
-        keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
-        token t sees keys max(0, t + 1 - scoring.window)..t.
-        """
-
-
-def seen(t0: int, t1: int, window: int | None) -> tuple[int, I64, I64]:
+def visible_range(t0: int, t1: int, window: int | None) -> tuple[int, I64, I64]:
     """The first token that any of the tokens t0..t1 sees; counted from it, what each sees: lo..hi (t1 - t0,)."""
     first = 0 if window is None else max(0, t0 + 1 - window)
     hi = np.arange(t0 + 1, t1 + 1, dtype=np.int64) - first
     return first, np.zeros_like(hi) if window is None else np.maximum(hi - window, 0), hi
 
 
-CHUNK = 256  # tokens per dense block in prefill: bounds the MLP's activations
-ATTEND_ROWS = 1 << 24  # scores (float32) alive at once when a prompt continues a filled cache
+class Backend(abc.ABC):
+    """Where and with what a decoder computes; arrays of activations and caches lie in its memory.
 
-
-def _no_pause() -> None:
-    """Nobody else computes."""
-
-
-class Decoder(abc.ABC):
-    """One model's computation. Holds weights and scratch, no conversation: that is in the caches.
-
-    Here is the way of tokens through the layers; `CpuDecoder` and `CudaDecoder` say where and with what they are
-    computed. Activations, logits and caches are float32 arrays in the memory of that place.
-
-    capacity: tokens of the longest conversation. chunk: tokens of a prompt whose activations are alive at a time.
-    upload: brings an array of the host to where the kernels compute.
+    chunk: tokens of a prompt whose activations are alive at a time. threads: cores. keeps_kernels: whether
+    compiled kernels are remembered by `edgekv.kernels.compiling`. free_bytes(): memory that is left.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        ops: WeightOps,
-        kernels: Kernels,
-        attention: PromptAttention,
-        *,
-        capacity: int,
-        threads: int,
-        workspace: Workspace,
-        chunk: int | None = None,
-        upload: Upload = lambda array: array,
+    weights: Weights
+    ops: WeightOps
+    kernels: Kernels
+    workspace: Workspace
+    threads: int
+    chunk: int = CHUNK
+    keeps_kernels = False
+    free_bytes: Callable[[], int] = staticmethod(lambda: available_memory_bytes())
+
+    @classmethod
+    def available(cls, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
+        """Whether this machine has it, and it has the scheme and the model's layers; None: of any model."""
+        return True
+
+    @classmethod
+    def require(
+        cls, spec: CacheSpec, config: ModelConfig | None = None, *, slots: int = 1, loras: bool = False
     ) -> None:
-        self.arch, self.config, self.weights = weights.arch, weights.arch.config, weights
-        self.ops, self.kernels = ops, kernels
-        self.threads, self._pid = threads, os.getpid()
-        self.workspace, self.chunk = workspace, chunk or CHUNK
-        self._exact_attention = attention
-        self._ropes = LayerRopes(self.config.layer_ropes, capacity, upload)
-        self._learned_positions = weights.arch.learned_positions
-        self._norms = head_norms(weights, upload)
-        self._scoring = [
-            Scoring(window, self.config.score_cap, each)
-            for window, each in zip(self.config.layer_windows, sinks(weights, upload), strict=True)
-        ]
-        self._arrays = recurrence_arrays(weights, upload)
+        """Raises an EdgeKVError that says what is missing for the scheme, a model's layers, slots or loras."""
+        return
 
-    @abc.abstractmethod
-    def free_bytes(self) -> int:
-        """Memory that is left where it computes."""
+    @classmethod
+    def precompiling(cls, spec: CacheSpec) -> AbstractContextManager[None]:
+        """Compiles within the block, in which a model is read, what the scheme will need."""
+        return nullcontext()
 
+    @classmethod
     @abc.abstractmethod
-    def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
-        """Calls that compile a scheme's kernels, or load them from disk, on throw-away random tokens."""
+    def open(cls, model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None) -> Backend:
+        """With the model's weights in this format. threads: None: all, for products as many as are fastest."""
+
+    @classmethod
+    def decoder(
+        cls, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
+    ) -> Decoder:
+        """`open`, and the decoder of conversations of up to ``capacity`` tokens."""
+        return Decoder(cls.open(model, form, threads, progress), capacity)
+
+    def new_workspace(self) -> Workspace:
+        """Scratch of its own."""
+        return Workspace()
+
+    def upload(self, array: F32) -> Any:
+        """The array (any shape) in the backend's memory."""
+        return array
 
     @abc.abstractmethod
     def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
-        """(n, hidden) float32: embeddings of tokens at positions start..start+n."""
+        """(n, hidden) float32: embeddings of n tokens at positions start..start+n."""
 
     @abc.abstractmethod
-    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
-        """Logits (vocab,) after appending one token, valid until the next step."""
+    def attend_prompt(self, queries: F32, keys: F32, values: F32, options: ScoreOptions) -> None:
+        """Replaces queries (n_heads, n, head_dim), already scaled, by their exact causal attention.
 
-    @abc.abstractmethod
-    def _prompt_layer(
-        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
-    ) -> None:
-        """Turns x (n, hidden), a prompt, into layer i's result in place; fills its empty cache.
-
-        pause: see `prefill`.
+        keys, values (n_kv_heads, m, head_dim) with m >= n; the queries are those of the last n tokens. That of
+        token t sees keys max(0, t + 1 - options.window)..t.
         """
+
+    def prompt_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, norms: tuple[Any, Any]) -> bool:
+        """Turns a prompt x (n, hidden) into layer i's result in place, fills its cache; False: it does not."""
+        return False
+
+    def new_replay(self, decoder: Decoder) -> Any | None:
+        """What takes the decoder's steps from a recording; None: nothing does."""
+        return None
+
+
+class Decoder:
+    """One model's computation. Holds weights and scratch, no conversation: that is in the caches.
+
+    capacity: tokens of the longest conversation.
+    """
+
+    def __init__(self, backend: Backend, capacity: int) -> None:
+        self.backend, self.weights, self.ops = backend, backend.weights, backend.ops
+        self.kernels, self.workspace = backend.kernels, backend.workspace
+        self.threads, self.chunk = backend.threads, backend.chunk
+        self.arch, self._pid = self.weights.arch, os.getpid()
+        self.config = c = self.arch.config
+        self._ropes = LayerRopes(c.layer_ropes, capacity, backend.upload)
+        none, normed = backend.upload(np.empty(0, np.float32)), c.attending if c.qk_norm else ()
+        layers = range(c.n_layers)
+        self._norms = [
+            (self._vector(f"{i}.norm_q"), self._vector(f"{i}.norm_k")) if i in normed else (none, none)
+            for i in layers
+        ]
+        sinks = [self._vector(f"{i}.sinks") if c.attention_sinks else None for i in layers]
+        self._options = [ScoreOptions(c.layer_windows[i], c.score_cap, sinks[i]) for i in layers]
+        self._arrays = [  # of layers that do not attend; of convolutions (taps, channels)
+            {
+                name.partition(".")[2]: backend.upload((a[:, 0].T if a.ndim == 3 else a).copy())
+                for name in self.arch.layer_arrays(i)
+                for a in (self.weights.array(name),)
+            }
+            for i in layers
+        ]
+        self.replay = backend.new_replay(self)
+
+    def _vector(self, name: str) -> Any:
+        """A copy: mapped vectors are read-only, to Numba another type, for which a kernel is compiled again."""
+        return self.backend.upload(self.weights.vector(name).copy())
 
     def with_changes(self, changes: Changes) -> Decoder:
-        """The same weights and scratch with low-rank changes beside them, for conversations of their own.
-
-        ConfigError where the device knows none.
-        """
+        """The same with low-rank changes beside the weights. ConfigError where the backend has none."""
         other = copy.copy(self)
         other.ops = self.ops.with_changes(changes)
         return other
 
-    def require_process(self) -> None:
-        """EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for."""
+    @property
+    def can_replay(self) -> bool:
+        """Whether the position is all that differs between two steps, and a table has what follows from it."""
+        return self._ropes.is_fixed and not any(rope.query_growth for rope in self.config.ropes)
+
+    def embed(self, tokens: Sequence[int] | I64, start: int) -> F32:
+        """(n, hidden) float32: embeddings of tokens at positions start..start+n.
+
+        EdgeKVError in a forked child: the threads of the pools did not come along, and would be waited for.
+        """
         if os.getpid() != self._pid:
             raise EdgeKVError(
                 f"the model was loaded by process {self._pid} and this is {os.getpid()}, forked from it: start "
                 "processes with multiprocessing's 'spawn', or fork before anything is loaded"
             )
+        return self.backend.embed(tokens, start)
 
     def place(self, rows: F32, x: F32, start: int, at: int) -> None:
         """Puts embeddings (m, hidden) into x (n, hidden), which begins at position ``start``, from row ``at`` on.
 
         Like tokens' they are given learned positions, where the model has these.
         """
-        if self._learned_positions:
+        if self.arch.learned_positions:
             first = start + at
             rows = rows + to_host(self.weights.rows("positions", np.arange(first, first + len(rows))))
         x[at : at + len(rows)] = np.asarray(rows, like=x)
-
-    def attention_in(self, i: int, x: F32) -> F32:
-        """x (n, hidden) before layer i -> `Architecture.attention_in`: queries, keys and values, as a rule."""
-        projected: F32 = self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
-        return projected
-
-    def attention_out(self, i: int, x: F32, mixed: F32) -> F32:
-        """The next layer's x (n, hidden) of residual x, which may be changed, and what layer i has mixed."""
-        following: F32 = self.arch.attention_out(self.ops.for_rows(len(x)), i, x, mixed)
-        return following
 
     def head(self, x: F32) -> F32:
         """(n, vocab) float32 logits of hidden states (n, hidden)."""
         logits: F32 = self.arch.head(self.ops.for_rows(len(x)), x)
         return logits
 
-    def tentative_tokens(self, caches: Sequence[LayerState]) -> int:
+    def max_draft_tokens(self, caches: Sequence[LayerState]) -> int:
         """How many of the next tokens, appended by one `steps`, can be taken back as if they had never come."""
         if not self._ropes.is_fixed:  # tokens that come together are rotated as the last one is
             return 0
         return min(cache.tentative_tokens() for cache in caches)
+
+    def step(self, token: int, caches: Sequence[LayerState]) -> F32:
+        """Logits (vocab,) after appending one token, valid until the next step."""
+        if self.replay is not None:
+            replayed: F32 = self.replay.step(token, attending(caches))
+            return replayed
+        logits: F32 = self.head(self.forward(self.embed((token,), caches[0].n_seen), caches))[0]
+        return logits
 
     def steps(self, tokens: Sequence[int], caches: Sequence[LayerState]) -> F32:
         """Logits (n, vocab) after each of a few tokens, all of them appended: `step`, several at once."""
@@ -306,11 +283,11 @@ class Decoder(abc.ABC):
         return self.head(self.forward(self.embed(tokens, caches[0].n_seen), caches))
 
     def step_together(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
-        """Logits (n, vocab): `step` of n conversations, a token each, ALIKE_ROWS of them in each pass.
+        """Logits (n, vocab): `step` of n conversations, a token each, FEW_ROWS of them in each pass.
 
         A pass of the linear layers has what they would have alone.
         """
-        passes = (slice(a, a + ALIKE_ROWS) for a in range(0, len(tokens), ALIKE_ROWS))
+        passes = (slice(a, a + FEW_ROWS) for a in range(0, len(tokens), FEW_ROWS))
         return np.concatenate([self._step_pass(tokens[part], conversations[part]) for part in passes])
 
     def _step_pass(self, tokens: Sequence[int], conversations: Sequence[Sequence[LayerState]]) -> F32:
@@ -319,18 +296,17 @@ class Decoder(abc.ABC):
         rotations = [self._ropes.at(start, 1) for start in starts]
         for i in range(self.config.n_layers):
             projected = self.attention_in(i, x)
-            mixed = self.workspace.array("together", (len(tokens), self.weights.arch.widths(i)[1]))
+            attn_out = self.workspace.array("together", (len(tokens), self.arch.widths(i)[1]))
             for j, caches in enumerate(conversations):
-                mixed[j : j + 1] = self._mix(i, projected[j : j + 1], caches[i], rotations[j][i])
-            x = self.attention_out(i, x, mixed)
+                attn_out[j : j + 1] = self._attend(i, projected[j : j + 1], caches[i], rotations[j][i])
+            x = self.attention_out(i, x, attn_out)
         return self.head(x)
 
     def forward(self, x: F32, caches: Sequence[LayerState]) -> F32:
         """Appends n tokens, embedded as x (n, hidden), through `KVCache.attend`; returns their hidden states."""
         rotations = self._ropes.at(caches[0].n_seen, len(x))
         for i, cache in enumerate(caches):
-            mixed = self._mix(i, self.attention_in(i, x), cache, rotations[i])
-            x = self.attention_out(i, x, mixed)
+            x = self._layer(i, x, cache, rotations[i])
         return x
 
     def prefill(
@@ -339,7 +315,7 @@ class Decoder(abc.ABC):
         caches: Sequence[LayerState],
         progress: Callable[[int, int], None] | None = None,
         exact: bool = True,
-        pause: Callable[[], None] = _no_pause,
+        pause: Pause = lambda: None,
     ) -> F32:
         """Turns x (n, hidden), an embedded prompt, into its hidden states in place; fills the caches.
 
@@ -351,17 +327,16 @@ class Decoder(abc.ABC):
         the scheme wants no exact one: then each token attends to what the scheme has kept of the earlier ones,
         as in decoding.
         """
-        n, start = len(x), caches[0].n_seen
-        attended = attending(caches)
+        n, start, attended = len(x), caches[0].n_seen, attending(caches)
         exact = exact and start == 0 and attended[0].exact_prefill
-        rotations = self._ropes.at(start, n)
-        for i, cache in enumerate(caches):
-            if not isinstance(cache, KVCache):
-                self._recurrent_layer(i, cache, x, pause)
-            elif exact:
-                self._prompt_layer(i, cache, x, rotations[i], pause)
-            else:
-                self._continue_layer(i, cache, x, rotations[i], pause)
+        for i, (cache, rotation) in enumerate(zip(caches, self._ropes.at(start, n), strict=True)):
+            if not (exact and isinstance(cache, KVCache)):
+                for a in range(0, n, self.chunk):
+                    part = slice(a, a + self.chunk)
+                    x[part] = self._layer(i, x[part], cache, rotation.rows(a, a + self.chunk))
+                    pause()
+            elif not self.backend.prompt_layer(i, cache, x, rotation, self._norms[i]):
+                self._exact_layer(i, cache, x, rotation, pause)
             if progress:
                 progress(i + 1, len(caches))
         if exact:
@@ -380,20 +355,51 @@ class Decoder(abc.ABC):
             for a in range(0, len(x), n):
                 part = projected[a : a + n]
                 self._split(i, part, rotations[i], q, k, v)
-                self._exact_attention(q, k, v, self._scoring[i])
+                self.backend.attend_prompt(q, k, v, self._options[i])
                 merged.append(self._merge(q, part).copy())
             x = self.attention_out(i, x, np.concatenate(merged))
         return x
 
-    def _exact_layer(
-        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
-    ) -> None:
+    def _layer(self, i: int, x: F32, cache: LayerState, rotation: RopeRotation) -> F32:
+        """Layer i's result (n, hidden) of x (n, hidden), which may be changed; the tokens enter its cache."""
+        return self.attention_out(i, x, self._attend(i, self.attention_in(i, x), cache, rotation))
+
+    def attention_in(self, i: int, x: F32) -> F32:
+        """x (n, hidden) before layer i -> queries, keys and values (n, width), as a rule."""
+        projected: F32 = self.arch.attention_in(self.ops.for_rows(len(x)), i, x)
+        return projected
+
+    def attention_out(self, i: int, x: F32, attn_out: F32) -> F32:
+        """The next layer's x (n, hidden) of residual x, which may be changed, and attention's (n, width)."""
+        following: F32 = self.arch.attention_out(self.ops.for_rows(len(x)), i, x, attn_out)
+        return following
+
+    def _attend(self, i: int, projected: F32, cache: LayerState, rotation: RopeRotation) -> F32:
+        """Appends n tokens, projected by `Architecture.attention_in`; what its `attention_out` reads of them.
+
+        Valid until the next call.
+        """
+        if isinstance(cache, RecurrentState):
+            return cache.run(projected, self._arrays[i])
+        assert isinstance(cache, KVCache)
+        n, sinks = len(projected), self._options[i].sinks
+        q, k, v = self._qkv_buffers("step", n)
+        self._split(i, projected, rotation, q, k, v)
+        if n <= FEW_ROWS:
+            return self._merge(cache.attend(q, k, v, sinks), projected)
+        out = self.workspace.array("step.out", q.shape)
+        block = max(1, ATTEND_SCORES // (len(q) * (cache.n_seen + n)))
+        for a in range(0, n, block):
+            rows = slice(a, a + block)
+            out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], sinks)
+        return self._merge(out, projected)
+
+    def _exact_layer(self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Pause) -> None:
         """Chunk by chunk, as no token sees a later one; queries are kept only for caches that want all of them."""
         n, c, array = len(x), self.config, self.workspace.array
         held = n if cache.sees_queries else min(n, self.chunk)
         q = array("prefill.q", (c.n_heads, held, c.head_dim))
-        k = array("prefill.k", (c.n_kv_heads, n, c.head_dim))
-        v = array("prefill.v", (c.n_kv_heads, n, c.head_dim))
+        k, v = (array(f"prefill.{part}", (c.n_kv_heads, n, c.head_dim)) for part in "kv")
         for a in range(0, n, self.chunk):
             b = min(a + self.chunk, n)
             queries = q[:, a % held : a % held + b - a]
@@ -401,65 +407,22 @@ class Decoder(abc.ABC):
             self._split(i, projected, rotation.rows(a, b), queries, k[:, a:b], v[:, a:b])
             out = array("prefill.out", queries.shape)
             out[:] = queries
-            self._exact_attention(out, k[:, :b], v[:, :b], self._scoring[i])
+            self.backend.attend_prompt(out, k[:, :b], v[:, :b], self._options[i])
             x[a:b] = self.attention_out(i, x[a:b], self._merge(out, projected))
             pause()
         cache.prefill(q, k, v)
 
-    def _continue_layer(
-        self, i: int, cache: KVCache, x: F32, rotation: RopeRotation, pause: Callable[[], None]
-    ) -> None:
-        """Chunk by chunk, each of which attends in blocks of as many queries as their scores allow."""
-        n, c = len(x), self.config
-        block = max(1, ATTEND_ROWS // (c.n_heads * (cache.n_seen + n)))
-        for a in range(0, n, self.chunk):
-            part = slice(a, min(a + self.chunk, n))
-            q, k, v = self._qkv_buffers("step", part.stop - part.start)
-            projected = self.attention_in(i, x[part])
-            self._split(i, projected, rotation.rows(part.start, part.stop), q, k, v)
-            out = self.workspace.array("step.out", q.shape)
-            for b in range(0, part.stop - part.start, block):
-                rows = slice(b, b + block)
-                out[:, rows] = cache.attend(q[:, rows], k[:, rows], v[:, rows], self._scoring[i].sinks)
-            x[part] = self.attention_out(i, x[part], self._merge(out, projected))
-            pause()
-
-    def _recurrent_layer(self, i: int, state: LayerState, x: F32, pause: Callable[[], None]) -> None:
-        """Chunk by chunk, into an empty state or a filled one."""
-        assert isinstance(state, RecurrentState)
-        for a in range(0, len(x), self.chunk):
-            part = slice(a, a + self.chunk)
-            mixed = state.run(self.attention_in(i, x[part]), self._arrays[i])
-            x[part] = self.attention_out(i, x[part], mixed)
-            pause()
-
-    def _mix(self, i: int, projected: F32, state: LayerState, rotation: RopeRotation) -> F32:
-        """Appends n tokens, projected by layer i's `attention_in`; what its `attention_out` reads of them.
-
-        Valid until the next call.
-        """
-        if isinstance(state, RecurrentState):
-            return state.run(projected, self._arrays[i])
-        assert isinstance(state, KVCache)
-        q, k, v = self._qkv_buffers("step", len(projected))
-        self._split(i, projected, rotation, q, k, v)
-        return self._merge(state.attend(q, k, v, self._scoring[i].sinks), projected)
-
-    def _qkv_buffers(self, name: str, n: int) -> tuple[F32, F32, F32]:
-        array, head_dim = self.workspace.array, self.config.head_dim
-        q, k, v = (array(f"{name}.{part}", (heads, n, head_dim)) for part, heads in self._heads())
-        return q, k, v
-
-    def _heads(self) -> tuple[tuple[str, int], ...]:
-        c = self.config
-        return ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
+    def _qkv_buffers(self, name: str, n: int, workspace: Workspace | None = None) -> list[F32]:
+        """Queries (n_heads, n, head_dim), keys and values (n_kv_heads, n, head_dim)."""
+        c, array = self.config, (workspace or self.workspace).array
+        heads = ("q", c.n_heads), ("k", c.n_kv_heads), ("v", c.n_kv_heads)
+        return [array(f"{name}.{part}", (n_heads, n, c.head_dim)) for part, n_heads in heads]
 
     def _split(self, i: int, projected: F32, rotation: RopeRotation, q: F32, k: F32, v: F32) -> None:
         """Head split, q/k norm and rotation of layer i's fused projection into q, k, v."""
         c, (cos, sin, query_factors) = self.config, rotation
-        norm_q, norm_k = self._norms[i]
         qkv = projected[:, : c.q_size + 2 * c.kv_size] if c.gated_attention else projected
-        self.kernels.split_rope(qkv, cos, sin, q, k, v, c.layer_scales[i], norm_q, norm_k, c.norm_eps)
+        self.kernels.split_rope(qkv, cos, sin, q, k, v, c.layer_scales[i], *self._norms[i], c.norm_eps)
         if query_factors is not None:
             q *= query_factors
 
@@ -470,33 +433,54 @@ class Decoder(abc.ABC):
             return merged
         return np.concatenate([merged, projected[:, -self.config.q_size :]], axis=1)
 
+    def warm_up(self, caches: Sequence[KVCache]) -> list[Callable[[], object]]:
+        """Calls that compile all that a conversation of this scheme needs, on throw-away random tokens.
 
-class Device(abc.ABC):
-    """A place to compute."""
-
-    def available(self, spec: CacheSpec, config: ModelConfig | None = None) -> bool:
-        """Whether this machine has it, and it has the scheme and the model's layers; None: of any model."""
-        return True
-
-    def require(
-        self, spec: CacheSpec, config: ModelConfig | None = None, *, slots: int = 1, loras: bool = False
-    ) -> None:
-        """Raises an EdgeKVError that says what is missing for the scheme, a model's layers, slots or loras."""
-        return
-
-    def precompiling(self, spec: CacheSpec) -> AbstractContextManager[None]:
-        """Compiles within the block, in which a model is read, what the scheme will need."""
-        return nullcontext()
-
-    def free_bytes(self) -> int:
-        """Memory for weights and caches."""
-        return available_memory_bytes()
-
-    @abc.abstractmethod
-    def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
-    ) -> Decoder:
-        """Loads the weights in this format.
-
-        threads: cores to use; None: all, but for weight products as many as are fastest.
+        A prompt, one token in an empty cache and in a filled one, a few at once as drafts are, and so many that a
+        block is packed and all threads work. Nothing where it has been compiled before.
         """
+        cache, c, backend = caches[-1], self.config, self.backend
+        linear = f"{type(self.ops).__name__} {getattr(self.weights, 'form', '')}"
+        what = f"{type(cache).__name__} {cache.knobs} {cache.geometry} {c.model_type} {self.threads} {linear}"
+        if backend.keeps_kernels and compiling.are_kept(what):
+            return []
+        n, last, rng = cache.geometry.capacity, c.attending[-1], np.random.default_rng(0)
+        cache.allocate(self.kernels, backend.new_workspace())
+        qkv = backend.upload(rng.standard_normal((n, c.q_size + 2 * c.kv_size), np.float32))
+        q, k, v = self._qkv_buffers("warm_up", n, backend.new_workspace())
+
+        def split() -> None:
+            for m, parts in ((1, self._qkv_buffers("step", 1)), (n, (q, k, v))):
+                self._split(last, qkv[:m], self._ropes.at(0, m)[last], *parts)
+
+        def attend(n_tokens: int) -> None:
+            a, b = cache.n_seen, min(cache.n_seen + n_tokens, n)
+            if a < b:
+                cache.attend(*(contiguous(x[:, a:b]) for x in (q, k, v)))
+
+        def prefill() -> None:
+            rewind([cache], 0)
+            m = max(1, n - sum(WARM_UP_ROWS))
+            cache.prefill(q[:, :m], k[:, :m], v[:, :m])
+            type(cache).finish_prefill([cache])
+
+        def recur(i: int, state: RecurrentState) -> None:
+            state.allocate(self.kernels, backend.new_workspace())
+            for m in (1, CHUNK):
+                state.run(rng.standard_normal((m, state.recurrence.projected), np.float32), self._arrays[i])
+
+        others = [i for i in range(c.n_layers) if i not in c.attending]
+        states = zip(others, recurrent_states(c, 2 * CHUNK), strict=False)
+        return [
+            *self.ops.warm_up(),
+            split,
+            lambda: backend.attend_prompt(q, k, v, ScoreOptions()),
+            functools.partial(attend, 1),
+            prefill,
+            *(functools.partial(attend, rows) for rows in WARM_UP_ROWS),
+            *(
+                functools.partial(recur, *each)
+                for each in {type(s.recurrence): (i, s) for i, s in states}.values()
+            ),
+            *([lambda: compiling.note_kept(what)] if backend.keeps_kernels else ()),
+        ]

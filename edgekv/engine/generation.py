@@ -51,103 +51,85 @@ class Step:
 StepIterator = Generator[Step, None, None]
 
 
-class Generation:
-    """What `Session.generate` does, step by step; see there."""
+def generate_steps(
+    runner: Runner,
+    ids: list[int],
+    spans: Spans,
+    report: RunReport,
+    sampler: Sampler,
+    max_new_tokens: int,
+    *,
+    tokenizer: Tokenizer | None = None,
+    stop: Stops = (),
+    constraint: Constraint | None = None,
+    image_token: int | None = None,
+    progress: LayerProgress | None = None,
+) -> StepIterator:
+    """What `Session.generate` does: reads the prompt's ids and embeddings, then yields a step per token.
 
-    def __init__(
-        self,
-        runner: Runner,
-        tokenizer: Tokenizer | None,
-        sampler: Sampler,
-        max_new_tokens: int,
-        stop: Stops,
-        constraint: Constraint | None,
-        image_token: int | None = None,
-    ) -> None:
-        self._runner, self._sampler = runner, sampler
-        self._max_new_tokens, self._constraint = max_new_tokens, constraint
-        self._stream = StreamDecoder(tokenizer, at_start=False) if tokenizer else None
-        self._eos = tokenizer.eos_ids if tokenizer else ()
-        self._matcher, self._image_token = StopMatcher(stop), image_token
-
-    def steps(
-        self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
-    ) -> StepIterator:
-        """The prompt's ids with embeddings in the place of some, and then a step per token; fills the report."""
-        try:
-            yield from self._steps(ids, spans, report, progress)
-        finally:
-            self._runner.end_text()
-
-    def _steps(
-        self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None
-    ) -> StepIterator:
+    image_token: is never chosen, as the next prompt would take it for a place of an image. Fills the report.
+    """
+    stream = StreamDecoder(tokenizer, at_start=False) if tokenizer else None
+    eos, matcher = tokenizer.eos_ids if tokenizer else (), StopMatcher(stop)
+    try:
+        runner.state.sampler = sampler
         begin = time.perf_counter()
-        self._runner.state.sampler = self._sampler
-        logits = self._prefill(ids, spans, report, progress)
-        for produced in range(1, self._max_new_tokens + 1):
-            same_pass = self._runner.is_ready
-            if produced > 1:
+        logits: F32 = runner.append(ids, spans, progress=progress)[0]
+        report.drafts, report.prefill_tokens = runner.begin_drafts(), runner.n_read
+        report.prefill_s = time.perf_counter() - begin
+        for n in range(1, max_new_tokens + 1):
+            same_pass = runner.is_ready
+            if n > 1:
                 begin = time.perf_counter()
-                logits = self._runner.next_logits()
-            token, complete = self._choose(logits)
+                logits = runner.next_logits()
+            token = choose_token(runner, sampler, logits, constraint, image_token)
+            complete = constraint is not None and constraint.accept(token)
             latency = time.perf_counter() - begin
-            if produced == 1:
+            if n == 1:
                 report.time_to_first_token_s = latency
             else:
                 report.add_latency(latency, same_pass)
-            text, stopped = self._matcher.push(self._decoded(token))
-            finish = self._finish(token, stopped, complete, produced == self._max_new_tokens)
+            text, stopped = matcher.push(stream.push(token) if stream and token not in eos else "")
+            finish = _finish(token in eos, stopped, complete, n == max_new_tokens, runner)
             if finish is None:
                 yield Step(token, text, latency)
                 continue
             report.finish_reason, report.finish_message = finish
-            if not stopped:
-                text += self._rest()
+            if stream and not stopped:  # what was held back in case a stop string, or a character, went on
+                rest, stopped = matcher.push(stream.flush())
+                text += rest if stopped else rest + matcher.flush()
             yield Step(token, text, latency, *finish)
             return
+    finally:
+        runner.end_text()
 
-    def _prefill(self, ids: list[int], spans: Spans, report: RunReport, progress: LayerProgress | None) -> F32:
-        begin = time.perf_counter()
-        logits: F32 = self._runner.append(ids, spans, progress=progress)[0]
-        report.drafts = self._runner.begin_drafts()
-        report.prefill_tokens = self._runner.n_read
-        report.prefill_s = time.perf_counter() - begin
-        return logits
 
-    def _choose(self, logits: F32) -> tuple[int, bool]:
-        """The next token, and whether the constraint is complete with it."""
-        constraint = self._constraint
-        with memory_errors("choosing a token", self._runner.decoder.free_bytes):
-            masked = constraint.allowed(to_host(logits)) if constraint else None
-            if (n := self._image_token) is not None:  # the next prompt would take it for a place of an image
-                masked = (logits if masked is None else masked).copy()
-                masked[n : n + 1] = -np.inf
-            token = self._sampler.sample(logits, self._runner.state.tokens, masked)
-        self._runner.add(token)
-        return token, constraint is not None and constraint.accept(token)
+def choose_token(
+    runner: Runner, sampler: Sampler, logits: F32, constraint: Constraint | None, image_token: int | None
+) -> int:
+    """The next token by logits (vocab,), which is added to the conversation."""
+    with memory_errors("choosing a token", runner.decoder.backend.free_bytes):
+        masked = constraint.allowed(to_host(logits)) if constraint else None
+        if image_token is not None:
+            masked = (logits if masked is None else masked).copy()
+            masked[image_token : image_token + 1] = -np.inf
+        token = sampler.sample(logits, runner.state.tokens, masked)
+    runner.add(token)
+    return token
 
-    def _decoded(self, token: int) -> str:
-        return self._stream.push(token) if self._stream and token not in self._eos else ""
 
-    def _rest(self) -> str:
-        """What was held back in case a stop string, or a character, went on."""
-        text, stopped = self._matcher.push(self._stream.flush()) if self._stream else ("", False)
-        return text if stopped else text + self._matcher.flush()
-
-    def _finish(self, token: int, stopped: bool, complete: bool, last: bool) -> Finish | None:
-        if token in self._eos:
-            return "stop", "end of text"
-        if stopped:
-            return "stop", "stop string"
-        if complete:
-            return "stop", "end of schema"
-        if last:
-            return "length", "max_new_tokens"
-        if self._runner.is_full:
-            ctx = self._runner.ctx
-            return "length", f"context full ({ctx} tokens); raise `ctx` for more, or set overflow='slide'"
-        return None
+def _finish(is_end: bool, stopped: bool, complete: bool, is_last: bool, runner: Runner) -> Finish | None:
+    if is_end:
+        return "stop", "end of text"
+    if stopped:
+        return "stop", "stop string"
+    if complete:
+        return "stop", "end of schema"
+    if is_last:
+        return "length", "max_new_tokens"
+    if runner.is_full:
+        return "length", f"context full ({runner.ctx} tokens); raise `ctx` for more, or set overflow='slide'"
+    return None
 
 
 class StopMatcher:
@@ -185,8 +167,6 @@ class StopMatcher:
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        longest = min(max(map(len, self._stops), default=1) - 1, len(text))
+        starts = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
+        return next(starts, 0)

@@ -7,16 +7,14 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from edgekv import kernels
 from edgekv.checkpoint.adapter import Adapter
 from edgekv.checkpoint.shipped import shipped
-from edgekv.engine.cpu import CpuDecoder, precompiling
-from edgekv.engine.decoder import Decoder, Device
+from edgekv.engine.cpu import CpuBackend, NumpyBackend
+from edgekv.engine.decoder import Backend, Decoder
 from edgekv.engine.model import Model, sampling_defaults
 from edgekv.engine.options import Options, SessionPlan
 from edgekv.engine.sampling import SamplingParams
@@ -24,75 +22,36 @@ from edgekv.engine.scheduler import SHARED_CHUNK, BatchScheduler, SerialSchedule
 from edgekv.engine.state import State
 from edgekv.errors import ConfigError, ContextError, TokenizerError, unknown
 from edgekv.files import Memo
-from edgekv.kernels import Kernels
 from edgekv.kernels.compiling import CompileClock
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.by_need import FIT_TOKENS, LEAST_FIT_TOKENS, HeadNoise, NoiseProbe
 from edgekv.kvcache.cache import LayerState
 from edgekv.kvcache.planes import PlanesKnobs
 from edgekv.kvcache.recurrent import attending, open_layers
-from edgekv.machine import all_cores, blas_threads, memory_errors, require_memory
+from edgekv.machine import blas_threads, memory_errors, require_memory
 from edgekv.models.config import ModelConfig
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.types import Path, TaskProgress
 from edgekv.vision import Vision
-from edgekv.weights.checkpoint_weights import Weights
-from edgekv.weights.cpu import CpuOps
-from edgekv.weights.formats import WeightFormat
-from edgekv.weights.ops import NumpyOps, WeightOps
-from edgekv.weights.threads import product_threads
 
 AUTO = "auto"
 
 
-@dataclasses.dataclass(frozen=True)
-class HostDevice(Device):
-    """This machine's cores: the operators, and the attention kernels."""
+def _cuda() -> type[Backend]:
+    from edgekv.engine.cuda import CudaBackend
 
-    open_ops: Callable[[Model, WeightFormat, int | None, TaskProgress | None], tuple[Weights, WeightOps]]
-    open_kernels: Callable[[int], Kernels]
-    precompiles: bool = False
-
-    def precompiling(self, spec: CacheSpec) -> AbstractContextManager[None]:
-        return precompiling(spec) if self.precompiles else nullcontext()
-
-    def decoder(
-        self, model: Model, form: WeightFormat, capacity: int, threads: int | None, progress: TaskProgress | None
-    ) -> Decoder:
-        kernels = self.open_kernels(all_cores(threads))
-        weights, ops = self.open_ops(model, form, threads, progress)
-        return CpuDecoder(weights, ops, kernels, capacity, all_cores(threads))
+    return CudaBackend
 
 
-def _cores(
-    model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
-) -> tuple[Weights, WeightOps]:
-    store = model.store(form, progress)
-    return store, CpuOps(store, product_threads(store, threads))
-
-
-def _numpy(
-    model: Model, form: WeightFormat, threads: int | None, progress: TaskProgress | None
-) -> tuple[Weights, WeightOps]:
-    weights = model.weights if form.bits == 32 else model.store(form, progress)
-    return weights, NumpyOps(weights)
-
-
-def _cuda() -> Device:
-    from edgekv.engine.cuda import CudaDevice
-
-    return CudaDevice()
-
-
-DEVICES: dict[str, Callable[[], Device]] = {
-    "cpu": lambda: HostDevice(_cores, kernels.numba_kernels, precompiles=True),  # Numba
-    "numpy": lambda: HostDevice(_numpy, kernels.numpy_kernels),  # the reference: slow, exact
+DEVICES: dict[str, Callable[[], type[Backend]]] = {
+    "cpu": lambda: CpuBackend,  # Numba
+    "numpy": lambda: NumpyBackend,  # the reference: slow, exact
     "cuda": _cuda,  # CuPy
 }
 
 
-def find_device(name: str) -> Device:
-    """The device of that name. Raises ConfigError (field device)."""
+def find_device(name: str) -> type[Backend]:
+    """The backend of that name. Raises ConfigError (field device)."""
     if name not in DEVICES:
         raise unknown(ConfigError, "device", name, (AUTO, *DEVICES))
     return DEVICES[name]()
@@ -118,7 +77,7 @@ def open_caches(
     caches = open_layers(spec, decoder.config, capacity)
     if adapter and adapter.scheme in (spec.scheme.name, *spec.scheme.aliases):
         adapter.adapt(attending(caches))
-    with memory_errors("taking the caches' memory", decoder.free_bytes):
+    with memory_errors("taking the caches' memory", decoder.backend.free_bytes):
         for cache in caches:
             cache.allocate(kernels or decoder.kernels, decoder.workspace)
     return caches

@@ -146,7 +146,7 @@ class Runner:
         state = self.state
         if self.drafts is None or len(state.pending) != 1:
             return []
-        room = min(self.ctx - len(state.tokens), self.decoder.tentative_tokens(state.caches) - 1, MOST)
+        room = min(self.ctx - len(state.tokens), self.decoder.max_draft_tokens(state.caches) - 1, MOST)
         return self.drafts.propose(state.tokens, room) if room > 0 else []
 
     def append(
@@ -280,7 +280,7 @@ class Runner:
         """
         caches, what = self.state.caches, f"reading {n_new} tokens after {n_cached}"
         try:
-            with memory_errors(what, self.decoder.free_bytes):
+            with memory_errors(what, self.decoder.backend.free_bytes):
                 yield
         except BaseException:
             self.state.n_draft = 0

@@ -14,7 +14,7 @@ import numpy as np
 from edgekv.checks import Count, Natural, checked, checked_value
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.drafts import open_drafts
-from edgekv.engine.generation import Generation, StepIterator, Stops
+from edgekv.engine.generation import StepIterator, Stops, generate_steps
 from edgekv.engine.grammar import Constraint, find_constraint
 from edgekv.engine.loading import LoadedModel, load_model, open_caches, open_model, open_tokenizer, warm_up
 from edgekv.engine.options import LoadOptions, Options, SessionPlan
@@ -296,13 +296,18 @@ class Session:
         runner = self._idle_runner()
         constraint = find_constraint(json_schema, constraint, self.require_tokenizer, self.config.vocab_size)
         sampler = open_sampler(self.config.vocab_size, sampling, temperature, seed, self._loaded.sampling)
-        image_token = self.model.image_token
-        generation = Generation(runner, self.tokenizer, sampler, max_new_tokens, stop, constraint, image_token)
         pieces, images_report = self._prompt(prompt, images, bos=not self.tokens)
         ids, spans = runner.flatten_prompt(pieces, runner.slides)
         report = self._new_report(images_report, **sampler.settings(), max_new_tokens=max_new_tokens)
         report.prefill_tokens = len(ids)  # until they are read
-        steps = generation.steps(ids, spans, report, progress)
+        steps = generate_steps(
+            *(runner, ids, spans, report, sampler, max_new_tokens),
+            tokenizer=self.tokenizer,
+            stop=stop,
+            constraint=constraint,
+            image_token=self.model.image_token,
+            progress=progress,
+        )
         self._idle_runner()  # another thread may have begun a text meanwhile
         self._steps, self._report = weakref.ref(steps), report
         return steps

@@ -78,7 +78,7 @@ def evaluate(
             value=ctx,
             accepted=[f"2 to {len(tokens)}"] if len(tokens) > 1 else [],
         )
-    with memory_errors("measuring", decoder.free_bytes):
+    with memory_errors("measuring", decoder.backend.free_bytes):
         reference = CacheSpec.parse(REFERENCE)
         exact = [_hidden(decoder, window, reference, 0, None, None)[0] for window in windows]
         base = _compare(decoder, windows, exact, exact)

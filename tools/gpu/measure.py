@@ -10,7 +10,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from edgekv.engine.cuda import CudaDecoder
+from edgekv.engine.cuda import CudaBackend
+from edgekv.engine.decoder import Decoder
 from edgekv.engine.sampling import Sampler, SamplingParams
 from edgekv.kernels.cuda.driver import CannotRecord, CupyDriver, Launch
 from edgekv.kernels.cuda.kernels import CudaKernels
@@ -287,7 +288,7 @@ class SyntheticWeights(DeviceWeights):
         return Matrix(linear.rows, linear.columns, form.bits, form.block, scales.shape[1], codes, scales, None)
 
 
-def prefill_seconds(gpu: Gpu, decoder: CudaDecoder, n: int) -> float:
+def prefill_seconds(gpu: Gpu, decoder: Decoder, n: int) -> float:
     """A prompt of n random tokens into dense caches: the best of three after the first."""
     spec, ids = CacheSpec.parse("dense"), np.random.default_rng(0).integers(0, decoder.config.vocab_size, n)
     times = []
@@ -306,7 +307,7 @@ def prefill_seconds(gpu: Gpu, decoder: CudaDecoder, n: int) -> float:
 def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]) -> Iterator[dict[str, Any]]:
     """A shape with random int4 weights: prompts, and decode steps of each (scheme, tokens in the cache)."""
     weights = SyntheticWeights(gpu, config, WEIGHTS["int4"])
-    decoder = CudaDecoder(weights, gpu.driver, max(depth for _, depth in plan) + 1024, 1)
+    decoder = Decoder(CudaBackend(weights, gpu.driver, 1), max(depth for _, depth in plan) + 1024)
     for n in PROMPTS:
         yield {"scheme": "a prompt", "depth": n, "ms": prefill_seconds(gpu, decoder, n) * 1e3}
     c = decoder.config
@@ -323,9 +324,9 @@ def end_to_end(gpu: Gpu, config: dict[str, Any], plan: Sequence[tuple[str, int]]
         cupy.get_default_memory_pool().free_all_blocks()
 
 
-def _decode(gpu: Gpu, decoder: CudaDecoder, caches: Sequence[KVCache], weight_bytes: int) -> dict[str, Any]:
+def _decode(gpu: Gpu, decoder: Decoder, caches: Sequence[KVCache], weight_bytes: int) -> dict[str, Any]:
     sampler = Sampler(SamplingParams(temperature=0.0), decoder.config.vocab_size)
-    token, replayed = 1, decoder.n_replayed
+    token, replayed = 1, decoder.replay.n_replayed
     for _ in range(4):
         token = sampler.sample(decoder.step(token, caches), ())
     joules, begin, times = _joules(), time.perf_counter(), []
@@ -339,7 +340,7 @@ def _decode(gpu: Gpu, decoder: CudaDecoder, caches: Sequence[KVCache], weight_by
         "ms_per_token": float(np.median(times)) * 1e3,
         "ms_per_token_mean": seconds / len(times) * 1e3,
         "tokens": len(times),
-        "replayed": decoder.n_replayed - replayed,
+        "replayed": decoder.replay.n_replayed - replayed,
         "bytes": read,
         "gb_per_s": read / float(np.median(times)) / 1e9,
         "mj_per_token": None if joules is None or used is None else (used - joules) / len(times) * 1e3,

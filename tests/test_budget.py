@@ -300,7 +300,6 @@ def test_names(model: pathlib.Path) -> None:
         Session.load(model, kv="steps")
     with raises(CacheError, field="kv_budget"):
         Session.load(model, kv_budget=0)
-    assert Session.load(model).plan.kv == CacheSpec.parse("dense")
     with raises(CacheError, field="kv_budget"):
         Session.load(model, kv="dense", kv_budget=BUDGET)
 

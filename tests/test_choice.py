@@ -6,65 +6,82 @@ from helpers import SCHEMES, raises
 from edgekv.checkpoint.shipped import load_shape
 from edgekv.errors import CacheError
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.choice import AUTO, check_budget, choose, resolve
+from edgekv.kvcache.choice import LEAST_SAVING, MOST_LOSS, choose, published_results, resolve
+from edgekv.kvcache.spec import PRESETS
+from edgekv.machine import format_bytes
 from edgekv.models import architecture
 
 CONFIG = architecture(load_shape("llama3.2-1b")).config
-CTX = 8192
-SIZES = [CacheSpec.parse(text).planned_bytes(CONFIG, CTX) for text in AUTO]
+CTX, HELD = 8192, 1 << 29
+SIZES = {name: CacheSpec.parse(name).planned_bytes(CONFIG, CTX) for name in PRESETS}
 
 
-def test_each_step_down_takes_fewer_bytes() -> None:
-    assert sorted(SIZES, reverse=True) == SIZES
-    assert len(set(SIZES)) == len(SIZES)
+def taken(held: int, *passed: str) -> tuple[str, str]:
+    """What `choose` takes beside so many bytes of weights, where those presets passed the gate; and its reason."""
+    spec, reason = choose(CONFIG, CTX, held, passed)
+    return spec.short, reason
 
 
-@pytest.mark.parametrize("index", range(len(AUTO)))
-def test_the_best_that_fits_to_the_byte(index: int) -> None:
-    spec, reason = choose(CONFIG, CTX, SIZES[index])
-    assert spec == CacheSpec.parse(AUTO[index])
-    assert AUTO[index] in reason
-    if index:
-        assert AUTO[index - 1] in reason  # what more bytes would buy
+def test_each_preset_takes_fewer_bytes_than_the_one_before() -> None:
+    assert sorted(SIZES.values(), reverse=True) == list(SIZES.values())
+    assert len(set(SIZES.values())) == len(SIZES)
 
 
-def test_nothing_fits() -> None:
-    with raises(CacheError, field="kv_budget", match=f"{SIZES[-1]} bytes"):
-        choose(CONFIG, CTX, SIZES[-1] - 1)
+def test_auto_takes_the_smallest_that_passed_the_gate() -> None:
+    name, reason = taken(HELD, "q3", "q8")
+    assert name == "q3"
+    assert "passed its gate" in reason
+    assert format_bytes(SIZES["q3"]) in reason
+
+
+def test_auto_without_a_gate_takes_what_lost_little_wherever_it_was_measured() -> None:
+    name, reason = taken(HELD)
+    losses = published_results()["worst_kl"]
+    assert name == min((n for n in PRESETS if losses[n] <= MOST_LOSS), key=SIZES.__getitem__) != "f16"
+    assert f"{losses[name]:.4f}" in reason
+
+
+@pytest.mark.parametrize(("more", "name"), [(0, "q2"), (1, "f16")])
+def test_auto_takes_f16_where_less_than_a_tenth_is_saved(more: int, name: str) -> None:
+    saved = SIZES["f16"] - SIZES["q2"]
+    held = int(saved / LEAST_SAVING) - SIZES["f16"] + 10 * more
+    assert taken(held, "q2")[0] == name
 
 
 def test_a_named_scheme_is_held_to_the_budget() -> None:
-    spec = CacheSpec.parse("dense")
-    check_budget(spec, CONFIG, CTX, SIZES[0])
-    with raises(CacheError, field="kv_budget"):
-        check_budget(spec, CONFIG, CTX, SIZES[0] - 1)
+    size = SIZES["q4"]
+    assert resolve("q4", CONFIG, CTX, size, HELD, list) == (CacheSpec.parse("q4"), [])
+    with raises(CacheError, field="kv_budget", match=f"kv='q4' takes .* more than kv_budget={size - 1}"):
+        resolve("q4", CONFIG, CTX, size - 1, HELD, list)
 
 
 @pytest.mark.parametrize(
     ("kv", "budget", "meant"),
     [
-        (None, None, "dense"),
         (None, 1 << 30, "steps:budget=1073741824"),
+        ("auto", 1 << 30, "steps:budget=1073741824"),
         ("steps", 1 << 30, "steps:budget=1073741824"),
         ("steps:residual_length=64", 1 << 30, "steps:budget=1073741824,residual_length=64"),
         ("steps:budget=1073741824", None, "steps:budget=1073741824"),
         ("onebit:v_bits=4", None, "onebit:v_bits=4"),
+        ("q3:sink=8", None, "planes:k_bits=3,v_bits=3,by_need=true,sink=8"),
+        ("f16", None, "dense"),
         (CacheSpec.parse("kivi2"), None, "kivi2"),
     ],
 )
 def test_what_is_meant(kv: str | CacheSpec | None, budget: int | None, meant: str) -> None:
-    assert resolve(kv, CONFIG, CTX, budget, lambda: 0) == (CacheSpec.parse(meant), [])
+    assert resolve(kv, CONFIG, CTX, budget, HELD, list) == (CacheSpec.parse(meant), [])
 
 
-def test_auto_takes_what_it_is_given() -> None:
-    spec, (reason,) = resolve("auto", CONFIG, CTX, None, lambda: SIZES[2])
-    assert spec == CacheSpec.parse(AUTO[2])
-    assert AUTO[2] in reason
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_shown_by_its_name(name: str) -> None:
+    assert CacheSpec.parse(PRESETS[name]).short == name
+    assert CacheSpec.parse(str(CacheSpec.parse(name))) == CacheSpec.parse(name)
 
 
 def test_steps_need_a_budget() -> None:
     with raises(CacheError, field="kv_budget"):
-        resolve("steps", CONFIG, CTX, None, lambda: 0)
+        resolve("steps", CONFIG, CTX, None, HELD, list)
     with raises(CacheError, field="kv_budget"):
         CacheSpec.parse_list("dense,steps")
 
@@ -88,7 +105,7 @@ def test_a_knob_of_another_scheme_says_whose_it_is() -> None:
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ("f16:dtype=q8", "dense:dtype=q8"),
+        ("f16:dtype=q8", "q8"),
         ("loki1:b=64", "sign_keys:sketch_bits=64"),
         ("minicache4", "int4"),
         ("onebit:v=3,lam=1.0,window=64", "onebit:v_bits=3,key_scale=1.0,residual_length=64"),

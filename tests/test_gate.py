@@ -22,17 +22,16 @@ from edgekv.cli import main
 from edgekv.engine.decoder import Decoder
 from edgekv.engine.loading import find_device
 from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import CheckpointError, ContextError
 from edgekv.eval.evaluate import Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
     GateLimits,
     Verdict,
-    Verdicts,
     default_ctx,
     gate,
     judge,
-    needs_gate,
     recommended,
 )
 from edgekv.eval.needles import NeedleTest, Prose, answers, make_haystack
@@ -156,8 +155,8 @@ def test_what_needs_a_gate() -> None:
     assert {
         name for name in [*UNBOUND, "dense:dtype=f32", "dense:dtype=q8"] if not needs_gate(CacheSpec.parse(name))
     } == exact
-    assert "dense:dtype=q8" in DEFAULT_SCHEMES
-    assert "dense" not in DEFAULT_SCHEMES
+    assert "q8" in DEFAULT_SCHEMES
+    assert "f16" not in DEFAULT_SCHEMES
 
 
 def test_the_window_fits_the_text_and_the_model() -> None:
@@ -167,7 +166,7 @@ def test_the_window_fits_the_text_and_the_model() -> None:
         default_ctx(511, 9216)
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, "onebit:v_bits=1", "dense:dtype=q8"])
+@pytest.mark.parametrize("name", [*(name for name in SCHEMES if name != "dense"), "onebit:v_bits=1", "q8"])
 def test_short_names_mean_the_same_scheme(name: str) -> None:
     spec = CacheSpec.parse(name)
     assert spec.short == name
@@ -252,9 +251,9 @@ def test_schemes_and_a_large_key_bias(biased: pathlib.Path, prose_text: str) -> 
     specs = CacheSpec.parse_list("planes:k_bits=4,v_bits=4,kivi2:bits=4,onebit,dense:dtype=q8,int4")
     verdicts, _ = gate(decoder, tokenizer, tokenizer.encode(prose_text), specs, 1024, n_needles=0)
     kl = {CacheSpec.parse(verdict.kv).short: verdict.quality.kl for verdict in verdicts}
-    assert max(kl["planes:k_bits=4,v_bits=4"], kl["kivi2:bits=4"]) < 0.01
+    assert max(kl["q4"], kl["kivi2:bits=4"]) < 0.01
     assert kl["onebit"] < 0.05
-    assert {CacheSpec.parse(v.kv).short for v in verdicts if not v.passed} >= {"dense:dtype=q8", "int4"}
+    assert {CacheSpec.parse(v.kv).short for v in verdicts if not v.passed} >= {"q8", "int4"}
 
 
 def test_a_verdict_is_remembered_with_what_it_was_measured_on(tmp_path: pathlib.Path) -> None:
@@ -306,6 +305,14 @@ def test_a_warning_is_given_once_and_again_after_a_failed_gate(tmp_path: pathlib
     assert gated.warning(spec) is None
 
 
+def test_auto_takes_what_passed(tmp_path: pathlib.Path) -> None:
+    gated = Verdicts(model_of(tmp_path), tmp_path / "gates")
+    assert gated.passed() == []
+    gated.remember(CacheSpec.parse("q3"), Verdict(QUALITY, None, ()), {})
+    gated.remember(CacheSpec.parse("q2"), Verdict(QUALITY, None, ("KL 1, more than 0.05",)), {})
+    assert gated.passed() == ["q3"]
+
+
 def test_no_warning_for_what_needs_no_gate(tmp_path: pathlib.Path) -> None:
     gated = Verdicts(model_of(tmp_path), tmp_path)
     for name in ("dense", "dense:dtype=f32", "visual1", "visual=planes"):
@@ -314,7 +321,8 @@ def test_no_warning_for_what_needs_no_gate(tmp_path: pathlib.Path) -> None:
 
 def test_a_budget_is_as_good_as_what_it_packs_in(tmp_path: pathlib.Path) -> None:
     gated, spec = Verdicts(model_of(tmp_path), tmp_path), CacheSpec(Steps, StepsKnobs(1 << 20))
-    assert gated.warning(spec).endswith(f"--kv {','.join(Steps.packs_like)}")
+    parts = [CacheSpec.parse(part).short for part in Steps.packs_like]
+    assert gated.warning(spec).endswith(f"--kv {','.join(parts)}")
     for part in map(CacheSpec.parse, Steps.packs_like):
         gated.remember(part, judge(QUALITY, None, GateLimits()), {})
     assert gated.warning(spec) is None

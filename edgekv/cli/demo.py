@@ -21,7 +21,7 @@ from edgekv.errors import ContextError, EdgeKVError, PowerError
 from edgekv.eval.needles import Prose, ask, make_haystack, read
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
-from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
 from edgekv.machine import blas_threads, format_bytes, machine_info
 from edgekv.power import EnergyMeter, PowerSampler, find_meter
@@ -122,7 +122,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    specs = [CacheSpec.parse(DEFAULT), *CacheSpec.parse_list(arguments.kv)]
+    specs = [CacheSpec.parse(EXACT), *CacheSpec.parse_list(arguments.kv)]
     text = _prose() if arguments.text is None else read_text(arguments.text, "--text")
     meter = _meter()
     options = Options(threads=arguments.threads, device=arguments.device)

@@ -26,23 +26,22 @@ from edgekv.cli.options import (
 from edgekv.cli.plots import plot_quality, require_matplotlib
 from edgekv.cli.terminal import Bars, fitted, table, write_json
 from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts, needs_gate
 from edgekv.errors import ConfigError
 from edgekv.eval.evaluate import FIT_TOKENS, EvalInput, Quality, evaluate
 from edgekv.eval.gate import (
     DEFAULT_SCHEMES,
     GateLimits,
     Verdict,
-    Verdicts,
     default_ctx,
     gate,
-    needs_gate,
-    published_results,
     recommended,
 )
 from edgekv.eval.needles import NEEDLES
 from edgekv.kvcache import CacheSpec, scheme_facts, schemes
-from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.choice import EXACT, bytes_per_token, published_results
 from edgekv.kvcache.registry import broken_schemes
+from edgekv.kvcache.spec import PRESETS
 from edgekv.machine import format_bytes
 
 # edgekv schemes
@@ -91,8 +90,9 @@ def schemes_text(wide: bool = False) -> str:
         return "-" if value is None else f"{value:{style}}{unit}"
 
     rows = [["kv", "bytes", "KL", "speed", "what is kept", *(("gives up", "from") if wide else ())]]
-    for name, scheme in schemes().items():
-        size, found = scheme_facts(name)["bytes_per_token_per_kv_head"], _published(name)
+    for name in (*PRESETS, *schemes()):
+        spec = CacheSpec.parse(name)
+        scheme, size, found = spec.scheme, bytes_per_token(spec), _published(name)
         row = [name, shown(size, ".1f"), shown(found["kl"], ".2g"), shown(found["attention"], ".1f", "x")]
         more = [scheme.gives_up, "; also ".join((scheme.paper, *scheme.aliases))] if wide else []
         rows.append([*row, scheme.summary, *more])
@@ -101,8 +101,8 @@ def schemes_text(wide: bool = False) -> str:
         "bytes: per token and KV head of 128 channels, at 8,192 tokens; KL from dense, nats:",
         f"{known['quality_on']}; speed of attention against dense:",
         f"{known['speed_on']}; -: not measured",
-        f"recommended: --kv {known['recommended']}, the smallest that the demo model's gate passes; for yours:",
-        "edgekv eval --gate --model PATH --text YOUR-TEXT",
+        "recommended: to name none: --kv auto takes q4 for long contexts, and the smallest that passed the",
+        "gate on your model once you ran it: edgekv eval --gate --model PATH --text YOUR-TEXT",
     ]
     return "\n".join([*fitted(rows, left=(0, 4, 5, 6), wide=wide), "", *notes])
 
@@ -117,7 +117,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fit", type=int, default=FIT_TOKENS, metavar="N", help="tokens that schemes fit on (default %(default)s)"
     )
-    kv = "schemes, comma-separated, or all (default: all; with --gate those of --kv auto)"
+    kv = "schemes, comma-separated, or all (default: all; with --gate q8, q4, q3, q2 and q1.5)"
     add(
         parser,
         "kv ctx tokenizer threads device json wide plot",
@@ -250,7 +250,7 @@ def _gate(arguments: argparse.Namespace, measured: EvalInput, specs: list[CacheS
             progress=bars.update,
         )
     facts, best = measured.facts(ctx, arguments.windows, arguments.fit), recommended(verdicts)
-    settings, kv = facts["settings"], DEFAULT if best is None else CacheSpec.parse(best.kv).short
+    settings, kv = facts["settings"], EXACT if best is None else CacheSpec.parse(best.kv).short
     windows = settings["windows"]
     why = "no scheme passed"
     if best is not None:

@@ -28,11 +28,11 @@ from edgekv.cli.terminal import Bars, print_rows, say
 from edgekv.engine.loading import open_model
 from edgekv.engine.model import Model
 from edgekv.engine.options import Options, SessionPlan, default_ctx
-from edgekv.errors import CacheError, CheckpointError
+from edgekv.errors import CheckpointError
 from edgekv.files import user_path
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
-from edgekv.kvcache.spec import suited
+from edgekv.kvcache.spec import PRESETS, suited
 from edgekv.machine import all_cores, available_memory_bytes, format_bytes, parse_bytes
 from edgekv.weights.checkpoint_weights import CheckpointWeights
 from edgekv.weights.formats import WEIGHTS
@@ -140,7 +140,7 @@ def _threads_text(model: Model) -> str:
 
 
 def _budget_arguments(parser: argparse.ArgumentParser) -> None:
-    add(parser, f"{SOURCE} shape weights kv kv_budget tau ctx")
+    add(parser, f"{SOURCE} shape weights kv kv_budget ctx")
     parser.add_argument(
         "--memory",
         metavar="BYTES",
@@ -157,7 +157,7 @@ def _budget_execute(arguments: argparse.Namespace) -> int:
         memory = parse_bytes(arguments.memory, "memory")
         free, where = _ours(memory), f"of {format_bytes(memory)}, an eighth left to the system"
     model = _budget_model(arguments)
-    plan = _plan(model, options, free)
+    plan = _plan(model, options, options.kv)
     total, per_token = sum(plan.parts().values()), plan.cache_bytes / plan.ctx
     least = next(((size, kv) for size in MACHINES if (kv := _scheme_that_fits(model, options, _ours(size)))), None)
     idle = f", {bytes_text(plan.idle_bytes)} of them experts that a token leaves out" if plan.idle_bytes else ""
@@ -208,25 +208,17 @@ def _budget_model(arguments: argparse.Namespace) -> Model:
     return Model.open(model_path(arguments), config=arguments.config)
 
 
-def _plan(model: Model, options: Options, available: int) -> SessionPlan:
-    """Plan as asked; where kv auto finds nothing that fits, with the smallest of its schemes, which does not."""
-    asked: dict[str, Any] = {
-        "ctx": options.ctx,
-        "weights": options.weights,
-        "kv_budget": options.kv_budget,
-        "available": available,
-    }
-    try:
-        return SessionPlan.make(model, kv=options.kv, **asked)
-    except CacheError as error:
-        if options.kv != "auto" or options.kv_budget is not None or error.field != "kv_budget":
-            raise
-        return SessionPlan.make(model, kv=AUTO[-1], **asked)
+def _plan(model: Model, options: Options, kv: str | CacheSpec | None) -> SessionPlan:
+    return SessionPlan.make(model, kv=kv, ctx=options.ctx, weights=options.weights, kv_budget=options.kv_budget)
 
 
 def _scheme_that_fits(model: Model, options: Options, available: int) -> str | None:
-    plan = _plan(model, options, available)
-    return plan.kv.short if sum(plan.parts().values()) <= available else None
+    """The scheme that is asked for, or of auto the most exact preset, where it fits; None where none does."""
+    for kv in PRESETS if options.kv in (None, AUTO) and options.kv_budget is None else (options.kv,):
+        plan = _plan(model, options, kv)
+        if sum(plan.parts().values()) <= available:
+            return plan.kv.short
+    return None
 
 
 def _ours(memory: int) -> int:

@@ -19,10 +19,8 @@ from edgekv.cli.terminal import PICTURES, say
 from edgekv.engine.loading import AUTO
 from edgekv.engine.options import LORA_NAME, OVERFLOWS, Options
 from edgekv.engine.sampling import SamplingParams
-from edgekv.errors import CacheError, ConfigError, EdgeKVError
+from edgekv.errors import ConfigError, EdgeKVError
 from edgekv.files import require_writable, user_path
-from edgekv.kvcache.choice import DEFAULT
-from edgekv.kvcache.spec import schemes_with
 from edgekv.machine import format_bytes, parse_bytes
 from edgekv.power import METERS
 from edgekv.power.energy import IDLE_S
@@ -127,13 +125,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         f"{', '.join(('auto', *WEIGHTS))} (default auto: by size); with ,head=FORMAT the head has another",
         default="auto",
     ),
-    "kv": option("NAME[:knob=value,...]", "KV cache scheme, or auto (default dense); `--kv list` prints them all"),
+    "kv": option(
+        "NAME[:knob=value,...]",
+        "bits of the KV cache: f16, q8, q4, q3, q2, q1.5, a scheme (`--kv list`), or auto (default): the smallest "
+        "that passed the gate on this model, else q4; f16 where that saves little",
+    ),
     "kv_budget": option(
         "BYTES",
-        "bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits; with "
-        "--kv auto, the best scheme that fits the whole context",
+        "bytes that the cache never exceeds, such as 300M: as it fills, the oldest tokens get fewer bits",
     ),
-    "tau": option("T", "softmax temperature of h1b and sign_keys (default: fit on the prompt)", type=float),
     "ctx": count("context in tokens (default 8192 or the model's)"),
     "tokenizer": option("PATH", "a tokenizer file or folder, if not beside the model"),
     "threads": count("cores to use (default: all, or fewer for weight products where these are faster)"),
@@ -189,7 +189,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 FLAG_NAMES = {"images": "--image", "loras": "--lora"}
 OTHERS = ("prompt", "layers", "slots", "output", "calibrate", "max_request", "prefix_cache")
 SOURCE = "model config"
-SESSION = "model config weights kv kv_budget tau ctx tokenizer threads loras adapter"
+SESSION = "model config weights kv kv_budget ctx tokenizer threads loras adapter"
 """Which model; and everything that loads a session."""
 
 
@@ -247,8 +247,6 @@ def load_options(arguments: argparse.Namespace) -> Options:
         given |= _loras(given["lora"])
     if isinstance(given.get("kv_budget"), str):
         given["kv_budget"] = parse_bytes(given["kv_budget"], "kv_budget")
-    if getattr(arguments, "tau", None) is not None:
-        given["kv"] = _with_tau(given["kv"] or DEFAULT, arguments.tau)
     return Options(**given)
 
 
@@ -271,16 +269,6 @@ def _loras(values: list[str]) -> dict[str, Any]:
             field="lora",
         )
     return {"lora": merged[0] if merged else None, "loras": named}
-
-
-def _with_tau(kv: str, tau: float) -> str:
-    """The scheme with a temperature. Raises CacheError where none is named that could have one."""
-    if kv != "auto":
-        return f"{kv}{',' if ':' in kv else ':'}tau={tau}"
-    names = schemes_with("tau")
-    named = ", ".join(f"kv={name!r}" for name in names)
-    message = f"--tau {tau} needs a scheme that has it, not kv={kv!r}; accepted: {named}"
-    raise CacheError(message, field="kv", value=kv, accepted=names)
 
 
 def require_one(arguments: argparse.Namespace) -> None:

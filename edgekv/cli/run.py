@@ -35,9 +35,7 @@ from edgekv.engine.sampling import continued
 from edgekv.engine.session import Session
 from edgekv.engine.state import require_room
 from edgekv.errors import ConfigError, EdgeKVError, SessionError
-from edgekv.eval.gate import Verdicts, published_results
 from edgekv.files import user_path
-from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import AUTO
 from edgekv.machine import format_bytes
 from edgekv.power.energy import EnergyMeter, NoMeter
@@ -46,7 +44,6 @@ from edgekv.vision import picture, require_vision
 
 LENGTH = 128  # tokens, where no number is asked for
 SPARE = 128  # that the end of a sentence may take beyond them
-WORTH_SAYING = 0.75  # of the cache's bytes
 SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s*$""")
 
 # Sessions
@@ -61,7 +58,8 @@ def load_session(arguments: argparse.Namespace, options: Options, bars: Bars) ->
     """Open an empty conversation as the options say."""
     with bars:
         session = Session.load(model_path(arguments), progress=bars.update, **vars(options))
-    warn_ungated(session.model, session.plan.kv)
+    if options.kv not in (None, AUTO):
+        warn_ungated(session.model, session.plan.kv)
     return session
 
 
@@ -110,8 +108,6 @@ def summary(session: Session, report: RunReport, ready_s: float) -> list[tuple[s
     plan, images, rate = session.plan, report.images, report.prefill_tokens_per_s
     sizes = (report.cache_bytes or 0, report.weights_bytes or 0, report.peak_rss_bytes or 0)
     cache, weights, peak = map(format_bytes, sizes)
-    smaller = smaller_scheme(session)
-    hint = f" ({smaller[0]} would take {format_bytes(smaller[1])})" if smaller else ""
     state = f", state {format_bytes(report.state_bytes)}" if report.state_bytes else ""
     prompt = f"prompt of {report.prefill_tokens} token{'s' * (report.prefill_tokens != 1)}"
     return [
@@ -122,7 +118,7 @@ def summary(session: Session, report: RunReport, ready_s: float) -> list[tuple[s
         ),
         ("text", f"{speed(report)}; {prompt}" + (f" at {rate:.0f} tokens/s" if rate else "")),
         *([("images", f"{images.n}, {images.tokens} tokens, {images.seconds:.3f} s")] if images else []),
-        ("memory", f"cache {cache}{hint}{state}, weights {weights}, peak {peak}"),
+        ("memory", f"cache {cache}{state}, weights {weights}, peak {peak}"),
         ("stopped", report.finish_message or "not yet"),
         *(report.energy.rows() if report.energy else ()),
         *(("note", note) for note in report.notes),
@@ -137,23 +133,6 @@ def speed(report: RunReport) -> str:
         tokens += f" at {report.decode_tokens_per_s:.1f} tokens/s"
     first = report.time_to_first_token_s
     return tokens if first is None else f"{tokens}, the first after {first:.2f} s"
-
-
-def smaller_scheme(session: Session) -> tuple[str, int] | None:
-    """The smallest scheme that passed its gate for this model, else the demo model's, and the bytes it would take.
-
-    None where that is not known, or not much less than the session's cache takes.
-    """
-    verdicts = Verdicts(session.model)
-    remembered = {text: verdicts.verdict(CacheSpec.parse(text)) for text in reversed(AUTO)}
-    passed = [text for text, verdict in remembered.items() if verdict and not verdict["failures"]]
-    name = passed[0] if passed else published_results()["recommended"]
-    spec = CacheSpec.parse(name)
-    try:
-        size = spec.planned_bytes(session.config, session.plan.ctx)
-    except EdgeKVError:  # a scheme that can't have the model's shape
-        return None
-    return (spec.short, size) if size < WORTH_SAYING * session.plan.cache_bytes else None
 
 
 # edgekv run

@@ -10,11 +10,12 @@ from typing import Any, TypedDict
 from edgekv.checks import Count, check_fields, refused
 from edgekv.engine.cpu import scratch_bytes
 from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import ConfigError, ContextError, unknown
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.choice import resolve
 from edgekv.kvcache.recurrent import recurrent_states
-from edgekv.machine import available_memory_bytes, format_bytes
+from edgekv.machine import format_bytes
 from edgekv.models.config import ModelConfig
 from edgekv.types import Path
 
@@ -25,14 +26,14 @@ LORA_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 class LoadOptions(TypedDict, total=False):
     """The keyword options of `Session.load` and `Session.restore`, for type checkers; `Options` checks them.
 
-    kv: the KV scheme: a name of CACHES with its knobs, ``name:knob=value,...``, a CacheSpec, or "auto", the best
-        one within ``kv_budget``. None is "dense", or with a ``kv_budget`` "steps": ever fewer bits for the oldest
-        tokens, so that the budget holds.
+    kv: the KV cache: "f16", "q8", "q4", "q3", "q2", "q1.5", a scheme with its knobs, ``name:knob=value,...``, or
+        a CacheSpec. "auto", which None is too: the smallest of the former that passed the gate on this model, else
+        q4; f16 where that saves little; with a ``kv_budget`` "steps": ever fewer bits for the oldest tokens, so
+        that the budget holds.
     ctx: tokens that the conversation can have; None is 8192, or the model's positions where these are fewer.
     weights: the format of the weights: "f32", "int8", "int8-32", "int4", "int4-32", or "auto", by its size. With
         ",head=int8" behind it the language-model head has another format.
-    kv_budget: bytes that the cache may take; None is no bound (for kv "auto" a quarter of the free memory,
-        or less, so that the weights fit too).
+    kv_budget: bytes that the cache may take; None is no bound.
     overflow: what happens when the conversation outgrows ``ctx``: "stop" (the text ends), or "slide" (the
         first tokens and the latest ones stay, the oldest between them go).
     draft: what guesses the next tokens, so that one pass checks several; the text is what it is without. "none",
@@ -151,13 +152,11 @@ class SessionPlan:
         ctx: int | None = None,
         weights: str = "auto",
         kv_budget: int | None = None,
-        available: int | None = None,
     ) -> SessionPlan:
         """The plan for options of `LoadOptions`.
 
-        available: bytes of memory that weights, cache and scratch may take, for kv "auto"; None: what this machine
-        has. Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown
-        names and for a scheme that does not fit the budget.
+        Raises ContextError for a context that the model can't have, CacheError and ConfigError for unknown names
+        and for a scheme that does not fit the budget.
         """
         c = model.config
         ctx = default_ctx(c) if ctx is None else ctx
@@ -173,12 +172,7 @@ class SessionPlan:
         held = weights_bytes - idle
         state_bytes = sum(state.planned_bytes() for state in recurrent_states(c, ctx))
 
-        def auto_bytes() -> int:
-            free = available_memory_bytes() if available is None else available
-            taken = held + state_bytes + scratch_bytes(c, ctx, sees_queries=False)
-            return max(0, min(free // 4, free - taken))
-
-        spec, notes = resolve(kv, c, ctx, kv_budget, auto_bytes)
+        spec, notes = resolve(kv, c, ctx, kv_budget, held + state_bytes, Verdicts(model).passed)
         caches = spec.layers(c, ctx)
         if weights_note := model.weights_note(form):
             notes.append(weights_note)

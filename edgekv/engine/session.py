@@ -27,7 +27,7 @@ from edgekv.errors import ContextError, SessionError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
-from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.choice import EXACT
 from edgekv.machine import format_bytes
 from edgekv.text import Tokenizer
 from edgekv.text.template import without_places
@@ -343,7 +343,7 @@ class Session:
             )
         with self.exclusive():
             decoder, weights = runner.decoder, runner.decoder.weights
-            caches = open_caches(decoder, CacheSpec.parse(DEFAULT), len(ids))
+            caches = open_caches(decoder, CacheSpec.parse(EXACT), len(ids))
             hidden = decoder.prefill(decoder.embed(ids, 0), caches)
             states: F32 = np.asarray(weights.arch.final_norm(NumpyOps(weights), hidden), np.float32)
         mean = states.mean(axis=0)

@@ -21,7 +21,7 @@ from edgekv.errors import ContextError
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState, rewind
-from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
 from edgekv.kvcache.spec import suited
 from edgekv.machine import all_cores, blas_threads, machine_info, memory_errors
@@ -193,7 +193,7 @@ class EvalInput:
 
     def load(self, ctx: int | None, progress: TaskProgress | None) -> tuple[Decoder, int]:
         """The decoder, and its window: ``ctx`` tokens or the default of a session."""
-        plan = SessionPlan.make(self.model, kv=DEFAULT, ctx=ctx, weights=self.options.weights)
+        plan = SessionPlan.make(self.model, kv=EXACT, ctx=ctx, weights=self.options.weights)
         form = self.model.weight_format(plan.weights)
         decoder = find_device(self.options.device).decoder(self.model, form, plan.ctx, self.threads, progress)
         return decoder, plan.ctx

@@ -16,7 +16,7 @@ from edgekv.eval.evaluate import copy_cache
 from edgekv.kernels.arrays import to_host
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
-from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.choice import EXACT
 from edgekv.machine import blas_threads
 from edgekv.text import Tokenizer
 from edgekv.types import F32, I64, TaskProgress
@@ -224,7 +224,7 @@ class NeedleTest:
         sizes = [min(per_haystack, n - a) for a in range(0, n, per_haystack)] if per_haystack else []
         rng = np.random.default_rng([seed, ctx])
         haystacks = [make_haystack(rng, prose, ctx, size) for size in sizes]
-        dense, known = CacheSpec.parse(DEFAULT), []
+        dense, known = CacheSpec.parse(EXACT), []
         for i, haystack in enumerate(haystacks):
             right = answers(decoder, tokenizer, dense, haystack, ctx)
             asked = tuple(question for question, ok in zip(haystack.questions, right, strict=True) if ok)

@@ -1,24 +1,38 @@
-"""Which scheme is meant: by name, by a number of bytes, or none at all."""
+"""Which scheme is meant: by name, by a number of bytes, or by what is known of the model and the presets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Collection
+from typing import Any
 
 from edgekv.errors import CacheError
-from edgekv.kvcache.spec import AttentionShape, CacheSpec
+from edgekv.kvcache.cache import Geometry
+from edgekv.kvcache.spec import PRESETS, AttentionShape, CacheSpec
 from edgekv.machine import format_bytes
 
-# Least measured loss first (docs/lab/quality.md); all keep every token, none needs training.
-AUTO = (
-    "dense",
-    "dense:dtype=q8",
-    "planes:k_bits=4,v_bits=4",
-    "planes:k_bits=3,v_bits=3,by_need=true",
-    "planes:by_need=true",
-    "planes:k_bits=1.5,v_bits=1.5",
-    "planes:k_bits=1,v_bits=1",
-)
-DEFAULT, WITHIN_BUDGET = "dense", "steps"  # where no scheme is named: without a budget, and with one
+PUBLISHED = pathlib.Path(__file__).parent / "published.json"  # written by tools/docs/tables.py
+EXACT = "dense"  # what the others are compared with
+AUTO = "auto"
+MOST_LOSS = 0.0015
+"""Mean KL divergence in nats that `auto` accepts without a gate, on every model where it was measured."""
+
+LEAST_SAVING = 0.1
+"""Share of the memory of weights and f16 cache that a preset must save; else `auto` takes f16."""
+
+
+@functools.cache
+def published_results() -> dict[str, Any]:
+    """Read what was measured of the KV schemes for the documents.
+
+    quality_on, speed_on: on what, in words. kl: mean KL divergence from dense by scheme with its knobs, nats.
+    worst_kl: of each preset, the largest on any model. attention: how many times as fast as dense's a layer's
+    attention is.
+    """
+    content: dict[str, Any] = json.loads(PUBLISHED.read_text())
+    return content
 
 
 def resolve(
@@ -26,57 +40,62 @@ def resolve(
     shape: AttentionShape,
     ctx: int,
     budget: int | None,
-    auto_bytes: Callable[[], int],
+    held: int,
+    passed: Callable[[], Collection[str]],
 ) -> tuple[CacheSpec, list[str]]:
-    """The scheme for ``ctx`` tokens that is meant, and a line on it where it was chosen for the user.
+    """Return the scheme for ``ctx`` tokens that is meant, and a line on it where it was chosen for the user.
 
-    kv: a spec, ``name:knob=value,...``, None (DEFAULT, or with a ``budget`` in bytes WITHIN_BUDGET), or "auto":
-    the best of AUTO within ``budget``, by default auto_bytes(). Raises CacheError (field kv, or
-    kv_budget) for an unknown name, and for a scheme that takes more than the budget.
+    kv: a spec, a preset, ``name:knob=value,...``, or "auto", which None is too: with a ``budget`` in bytes
+    "steps", else `choose`. Raises CacheError (field kv, or kv_budget) for an unknown name, and for a scheme that
+    takes more than the budget.
     """
-    if kv == "auto":
-        spec, reason = choose(shape, ctx, auto_bytes() if budget is None else budget)
-        return spec, [reason]
-    if kv is None:
-        kv = DEFAULT if budget is None else WITHIN_BUDGET
+    if kv in (None, AUTO):
+        if budget is None:
+            spec, reason = choose(shape, ctx, held, passed())
+            return spec, [reason]
+        kv = "steps"
     spec = CacheSpec.asked(kv, budget) if isinstance(kv, str) else kv
-    if budget is not None:
-        check_budget(spec, shape, ctx, budget)
-    return spec, []
-
-
-def choose(shape: AttentionShape, ctx: int, budget: int) -> tuple[CacheSpec, str]:
-    """The first of AUTO whose cache for ``ctx`` tokens takes at most ``budget`` bytes, and one line that says why.
-
-    Raises CacheError (field kv_budget) naming the least bytes possible when none fits.
-    """
-    sizes = {text: CacheSpec.parse(text).planned_bytes(shape, ctx) for text in AUTO}
-    fitting = [text for text, size in sizes.items() if size <= budget]
-    if not fitting:
-        least = min(sizes, key=sizes.__getitem__)
+    if budget is not None and (size := spec.planned_bytes(shape, ctx)) > budget:
         raise CacheError(
-            f"kv_budget={budget} ({format_bytes(budget)}): no scheme fits {ctx} tokens of this model; the least "
-            f"is {format_bytes(sizes[least])} ({sizes[least]} bytes) with kv={least!r}; raise it or lower `ctx`",
-            field="kv_budget",
-            value=budget,
-            accepted=[f"{sizes[least]} or more"],
-        )
-    chosen = fitting[0]
-    better = AUTO[: AUTO.index(chosen)]
-    reason = f"kv auto: {chosen} takes {format_bytes(sizes[chosen])} of the budget of {format_bytes(budget)}"
-    if better:
-        reason += f"; {better[-1]}, the next better, would take {format_bytes(sizes[better[-1]])}"
-    return CacheSpec.parse(chosen), reason
-
-
-def check_budget(spec: CacheSpec, shape: AttentionShape, ctx: int, budget: int) -> None:
-    """Raises CacheError (field kv_budget) when a scheme that was asked for by name does not fit the budget."""
-    size = spec.planned_bytes(shape, ctx)
-    if size > budget:
-        raise CacheError(
-            f"kv={spec.scheme.name!r} takes {format_bytes(size)} for {ctx} tokens, more than kv_budget={budget} "
-            f"({format_bytes(budget)}); use kv='auto', lower `ctx` or raise the budget",
+            f"kv={spec.short!r} takes {format_bytes(size)} for {ctx} tokens, more than kv_budget={budget} "
+            f"({format_bytes(budget)}); leave kv out, lower `ctx` or raise the budget",
             field="kv_budget",
             value=budget,
             accepted=[f"{size} or more"],
         )
+    return spec, []
+
+
+def choose(shape: AttentionShape, ctx: int, held: int, passed: Collection[str]) -> tuple[CacheSpec, str]:
+    """Return the smallest preset that ``passed`` the gate on this model, and one line that says why it was taken.
+
+    Where none passed, the smallest whose loss was at most MOST_LOSS wherever it was measured; f16 where that saves
+    less than LEAST_SAVING of the memory, with ``held`` bytes of weights.
+    """
+    losses = published_results()["worst_kl"]
+    sizes = {name: size for name in PRESETS if (size := _size(name, shape, ctx)) is not None}
+    gated = [name for name in sizes if name in passed]
+    name = min(gated or [name for name in sizes if losses[name] <= MOST_LOSS], key=sizes.__getitem__)
+    exact = sizes["f16"]
+    if exact - sizes[name] < LEAST_SAVING * (held + exact):
+        return CacheSpec.parse("f16"), f"kv auto: f16, as {name} would save less than a tenth of the memory"
+    why = "passed its gate" if gated else f"lost at most {losses[name]:.4f} nats where it was measured"
+    taken = f"{format_bytes(sizes[name])} where f16 takes {format_bytes(exact)}"
+    return CacheSpec.parse(name), f"kv auto: {name}, {taken}; it {why}"
+
+
+def bytes_per_token(spec: CacheSpec, tokens: int = 8192) -> float | None:
+    """Return bytes per token and KV head of 128 channels; None for a scheme that keeps to a budget."""
+    if spec.own_budget is not None:
+        return None
+    n = 4  # heads, which may have bits of their own
+    cache = spec.scheme(Geometry(n_heads=n, n_kv_heads=n, head_dim=128, capacity=tokens), spec.knobs)
+    return cache.planned_bytes() / n / tokens
+
+
+def _size(name: str, shape: AttentionShape, ctx: int) -> int | None:
+    """Bytes of a preset's caches; None for one that can't have the model."""
+    try:
+        return CacheSpec.parse(name).planned_bytes(shape, ctx)
+    except CacheError:
+        return None

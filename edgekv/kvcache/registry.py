@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+from collections.abc import Iterable
 from importlib import metadata
 
 from edgekv.errors import CacheError, unknown
@@ -58,8 +59,11 @@ def _present(name: str) -> str:
     return next((scheme.name for scheme in CACHES.values() if name in scheme.aliases), name)
 
 
-def find_scheme(name: str) -> type[KVCache]:
-    """The scheme of that name or alias, ours or another package's. Raises CacheError (field kv)."""
+def find_scheme(name: str, others: Iterable[str] = ()) -> type[KVCache]:
+    """The scheme of that name or alias, ours or another package's.
+
+    Raises CacheError (field kv), which names ``others`` as accepted too.
+    """
     if name == "bitplane":
         raise removed(name, NO_SECOND_STAGE)
     if _present(name) not in CACHES:
@@ -68,7 +72,8 @@ def find_scheme(name: str) -> type[KVCache]:
             if error := _load(entry):
                 raise CacheError(_refusal(entry, error), field="kv", value=name)
     if _present(name) not in CACHES:
-        raise unknown(CacheError, "kv", name, sorted({*CACHES, *(entry.name for entry in _entries())}))
+        known = sorted({*CACHES, *(entry.name for entry in _entries())})
+        raise unknown(CacheError, "kv", name, (*others, *known))
     return CACHES[_present(name)]
 
 

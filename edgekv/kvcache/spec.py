@@ -13,6 +13,16 @@ from edgekv.kvcache.registry import broken_schemes, find_scheme, removed, scheme
 from edgekv.kvcache.sliding import Rolling
 from edgekv.models.config import Recurrence
 
+PRESETS = {
+    "f16": "dense",
+    "q8": "dense:dtype=q8",
+    "q4": "planes:k_bits=4,v_bits=4",
+    "q3": "planes:k_bits=3,v_bits=3,by_need=true",
+    "q2": "planes:by_need=true",
+    "q1.5": "planes:k_bits=1.5,v_bits=1.5",
+}
+"""What users type -> the scheme with its knobs; most bytes and least loss first."""
+
 
 class AttentionShape(Protocol):
     """What a cache must know of a model; `ModelConfig` has it.
@@ -58,12 +68,15 @@ class CacheSpec:
 
     @classmethod
     def parse(cls, text: str) -> CacheSpec:
-        """From ``name`` or ``name:knob=value,...``, also with names that schemes and knobs had before.
+        """From ``name`` or ``name:knob=value,...``: a preset, or a scheme; earlier names are understood.
 
         Raises CacheError (field kv): it says what is accepted.
         """
-        name, _, rest = text.partition(":")
-        scheme = find_scheme(name)
+        name, colon, rest = text.partition(":")
+        if name in PRESETS:
+            preset = PRESETS[name]
+            return cls.parse(f"{preset}{',' if ':' in preset else ':'}{rest}" if colon else preset)
+        scheme = find_scheme(name, PRESETS)
         fields = {field.name: field for field in dataclasses.fields(scheme.Knobs)}
         aliases = knob_aliases(scheme)
         values: dict[str, Any] = {}
@@ -125,8 +138,11 @@ class CacheSpec:
 
     @property
     def short(self) -> str:
-        """As a person writes it: only the knobs that are not at their defaults, and not what was found."""
-        knobs = self.as_asked.knobs
+        """As a person writes it: a preset, or only the knobs that are not at their defaults or were found."""
+        asked = self.as_asked
+        if name := next((name for name in PRESETS if CacheSpec.parse(name) == asked), None):
+            return name
+        knobs = asked.knobs
         values = [(f.name, getattr(knobs, f.name), f.default) for f in dataclasses.fields(knobs)]
         own = ",".join(f"{name}={value}" for name, value, default in values if value != default)
         return f"{self.scheme.name}:{own}" if own else self.scheme.name

@@ -24,7 +24,7 @@ from edgekv.engine.session import Session
 from edgekv.errors import ConfigError, EdgeKVError, PowerError
 from edgekv.kvcache import CacheSpec
 from edgekv.kvcache.cache import LayerState
-from edgekv.kvcache.choice import DEFAULT
+from edgekv.kvcache.choice import EXACT
 from edgekv.kvcache.recurrent import attending
 from edgekv.power.energy import PowerSource, Window
 from edgekv.power.sampler import PowerSampler
@@ -558,5 +558,5 @@ def held_bytes(caches: Sequence[LayerState]) -> int:
 
 def f16_bytes(caches: Sequence[LayerState]) -> int:
     """Bytes that the same tokens take in the plain cache."""
-    plain, held = CacheSpec.parse(DEFAULT), [cache for cache in attending(caches) if cache.n_seen]
+    plain, held = CacheSpec.parse(EXACT), [cache for cache in attending(caches) if cache.n_seen]
     return sum(plain.layer(cache.geometry).planned_bytes(cache.n_seen) for cache in held)

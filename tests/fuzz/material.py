@@ -20,8 +20,9 @@ from PIL import Image
 
 from edgekv import Session
 from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts
 from edgekv.eval.evaluate import Quality
-from edgekv.eval.gate import Verdict, Verdicts
+from edgekv.eval.gate import Verdict
 from edgekv.kvcache import CacheSpec
 from edgekv.text import Tokenizer, load_tokenizer
 from edgekv.text.template import ChatTemplate, find_template

@@ -20,8 +20,8 @@ from edgekv import Session, child
 from edgekv.checkpoint.hub import HubName, pull
 from edgekv.cli import main
 from edgekv.engine.model import Model
+from edgekv.engine.verdicts import Verdicts
 from edgekv.errors import EdgeKVError
-from edgekv.eval.gate import Verdicts
 from edgekv.kvcache import CacheSpec
 from edgekv.weights import threads
 

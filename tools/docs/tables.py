@@ -2,7 +2,7 @@
 
     <!-- table: NAME --> ... <!-- /table -->
 
-the pages of docs/lab/boards from the JSON files there, and edgekv/eval/published.json.
+the pages of docs/lab/boards from the JSON files there, and edgekv/kvcache/published.json.
 
 usage: python tools/docs/tables.py [--check]     (--check: exit 1 when a page is out of date)
 """
@@ -25,9 +25,9 @@ from edgekv.engine.model import Model
 from edgekv.engine.options import SessionPlan
 from edgekv.errors import CacheError
 from edgekv.eval.bench import unread_model
-from edgekv.eval.gate import PUBLISHED
 from edgekv.kvcache import scheme_facts, schemes
-from edgekv.kvcache.cache import Geometry
+from edgekv.kvcache.choice import PUBLISHED, bytes_per_token
+from edgekv.kvcache.spec import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.power import METERS
 from edgekv.power.board import Bandwidth, Board, Decode, Prompt
@@ -40,10 +40,12 @@ BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 MODELS = ("llama-40m", "gpt2-60m")
 TEXT, TOKENS = "heldout3", 8192
 WHEN = {
-    "dense": "the cache is small beside the weights; the reference",
-    "planes:k_bits=3,v_bits=3,by_need=true": "**recommended**",
-    "planes:by_need=true": "memory is scarce",
-    "planes:k_bits=1.5,v_bits=1.5": "memory is scarcer: let the gate look first",
+    "f16": "the context is short; the reference",
+    "q8": "the gate passes it: large key biases break it",
+    "q4": "**nothing is known of the model: what `auto` takes**",
+    "q3": "the gate passes it: the best for its bytes",
+    "q2": "memory is scarce and the gate passes it",
+    "q1.5": "memory is scarcer: let the gate look first",
     "planes": "a model has no tokenizer, so that needs can't be measured",
     "onebit": "speed matters most, and the gate passes it",
     "steps": "a bound on the bytes matters more than the bits: `--kv-budget`",
@@ -54,8 +56,8 @@ OURS = {"dense", *(CacheSpec.parse(kv).scheme.name for kv in WHEN)}
 GIB = 1 << 30
 MEMORIES = (2, 4, 8, 16)
 SHAPES = ("qwen3-0.6b", "llama3.2-1b", "qwen3-1.7b", "llama3.2-3b", "qwen3-4b", "llama3.1-8b", "qwen3-8b")
-CHOSEN = "planes:k_bits=3,v_bits=3,by_need=true"  # what packaging/ starts
-SCHEMES = {"`dense`": "dense", "the recommended one": CHOSEN, "1.5 bits": "planes:k_bits=1.5,v_bits=1.5"}
+CHOSEN = "q4"
+SCHEMES = {f"`{name}`": name for name in ("f16", CHOSEN, "q2")}
 SERVED = 8192  # tokens that a server should hold at least
 STEP = 1024
 LARGEST = 3  # models that fit each
@@ -81,16 +83,6 @@ def meters_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def size(kv: str) -> float | None:
-    """Bytes per token and KV head of 128 channels at 8,192 tokens; None for a scheme that keeps to a budget."""
-    spec = CacheSpec.parse(kv)
-    if spec.own_budget is not None:
-        return None
-    n = 4  # heads, which may have bits of their own
-    cache = spec.scheme(Geometry(n_heads=n, n_kv_heads=n, head_dim=128, capacity=TOKENS), spec.knobs)
-    return cache.planned_bytes() / n / TOKENS
-
-
 def measured(model: str) -> dict[str, dict[str, Any]]:
     """What `edgekv eval` found on held-out novels, by scheme as it is written today."""
     runs = [json.loads(path.read_text()) for path in sorted(DATA.glob(f"quality-{model}-{TEXT}*.json"))]
@@ -108,16 +100,32 @@ def _present(kv: str) -> str:
 
 
 def published() -> dict[str, Any]:
-    """What `edgekv.eval.gate.published_results` reads, from docs/data."""
+    """What `edgekv.kvcache.choice.published_results` reads, from docs/data."""
     rows = json.loads((DATA / "bench-llama2-7b.json").read_text())["timings"]
     ms = {kv: row["attention_ms_layer"] for row in rows if row["depth"] == TOKENS and (kv := _short(row["kv"]))}
     return {
         "quality_on": f"{MODELS[0]}, {TOKENS:,} tokens of {TEXT}",
         "speed_on": f"layers of Llama 2 7B at {TOKENS:,} tokens, x86-64",
         "kl": {kv: row["kl"] for name, row in measured(MODELS[0]).items() if (kv := _short(name))},
-        "attention": {kv: ms["dense"] / each for kv, each in ms.items()},
-        "recommended": json.loads((DATA / "gate-demo.json").read_text())["recommended"],
+        "attention": {kv: ms["f16"] / each for kv, each in ms.items()},
+        "worst_kl": worst_kl(),
     }
+
+
+def worst_kl() -> dict[str, float]:
+    """The largest KL divergence of each preset on any model: held-out novels, and models with large key biases."""
+    lab = ROOT / "docs" / "lab" / "data"
+    files = [
+        *DATA.glob(f"quality-*-{TEXT}*.json"),
+        *lab.glob(f"quality-demo*{TEXT}*.json"),
+        *lab.glob("key-bias-*"),
+    ]
+    rows = [row for path in sorted(files) for row in json.loads(path.read_text())["results"]]
+    found: dict[str, float] = dict.fromkeys(PRESETS, 0.0)
+    for row in rows:
+        if (short := _short(row["kv"])) in found:
+            found[short] = max(found[short], row["kl"])
+    return found
 
 
 def _short(kv: str) -> str | None:
@@ -145,7 +153,11 @@ def _rows(kvs: dict[str, str], last: str) -> str:
         "|---|---:|---:|---:|---:|---|",
     ]
     for kv in kvs:
-        spec, each, attention = str(CacheSpec.parse(kv)), size(kv), speed.get(_short(kv))
+        spec, each, attention = (
+            str(CacheSpec.parse(kv)),
+            bytes_per_token(CacheSpec.parse(kv)),
+            speed.get(_short(kv)),
+        )
         cells = [f"`{kv}`", "as given" if each is None else f"{each:.1f}"]
         cells += [f"{found[spec]['kl']:.4f}" if spec in found else "-" for found in quality]
         cells += [f"{attention:.1f}x" if attention else "-", kvs[kv]]
@@ -154,7 +166,7 @@ def _rows(kvs: dict[str, str], last: str) -> str:
 
 
 def plan(model: Model, kv: str, ctx: int) -> SessionPlan:
-    return SessionPlan.make(model, kv=kv, ctx=ctx, weights="int4", available=0)
+    return SessionPlan.make(model, kv=kv, ctx=ctx, weights="int4")
 
 
 def total(planned: SessionPlan) -> int:

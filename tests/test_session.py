@@ -25,6 +25,7 @@ from edgekv.errors import (
     TokenizerError,
 )
 from edgekv.kvcache import CacheSpec
+from edgekv.kvcache.spec import PRESETS
 from edgekv.machine import format_bytes
 from edgekv.weights.formats import WEIGHTS
 
@@ -344,7 +345,7 @@ def test_same_seed_same_text(shared: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nope", "accepted: dense, h1b"),
+        ("nope", "accepted: f16, q8"),
         ("h1b:c=3", "accepted .defaults.: h1b:sketch_bits=256"),
         ("h1b:sketch_bits=100", "64, 128"),
         ("h1b:sketch_bits=x", "64, 128"),
@@ -369,7 +370,7 @@ def test_bad_names(model: pathlib.Path) -> None:
     assert overflow.value.accepted == ("stop", "slide")
     with raises(CacheError, field="kv") as kv:
         Session.load(model, kv="nope")
-    assert {"dense", "planes"} <= set(kv.value.accepted)
+    assert {*PRESETS, "dense", "planes"} <= set(kv.value.accepted)
 
 
 @pytest.mark.parametrize(

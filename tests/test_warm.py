@@ -84,7 +84,7 @@ def test_warm(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Non
     model = golden_cases.write_checkpoint("llama31", tmp_path)
     assert main(["warm", "--model", str(model), "--kv", "dense,onebit:residual_length=32"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[0] for line in lines] == ["dense:", "onebit:residual_length=32:"]
+    assert [line.split(" ")[0] for line in lines] == ["f16:", "onebit:residual_length=32:"]
     assert main(["warm", "--kv", "nosuch"]) == 2
 
 

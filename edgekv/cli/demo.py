@@ -30,7 +30,7 @@ from edgekv.text import Tokenizer
 from edgekv.types import TaskProgress
 
 MODEL, PROSE = "demo", "demo/prose.txt"
-SCHEMES = "kivi2,planes"
+SCHEMES = "q4,q2"
 FACTS = 5  # a pass key and the codes of four things
 LEAST_CTX = 1024
 WRITTEN = 96  # tokens of prose after the text, on which speed and agreement are measured
